@@ -1,0 +1,294 @@
+//! A communication call as plain data, and the check that every call passes.
+
+use std::fmt;
+
+use super::error::CallError;
+use crate::buffer::Buffer;
+use crate::dtype::DType;
+
+/// How the elements of several ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Their sum; integers wrap around.
+    Sum,
+    /// The largest of them; NaN if any is NaN.
+    Max,
+}
+
+/// What to do. Ranks are ranks within the group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// `output` of every rank becomes the reduction of all of them.
+    AllReduce(ReduceOp),
+    /// `output` (c elements) of rank r becomes the reduction of the r-th parts of all `input`s (n·c elements).
+    ReduceScatter(ReduceOp),
+    /// `output` (n·c elements) becomes the `input`s (c elements) of all ranks, one after the other.
+    AllGather,
+    /// `output` of every rank becomes that of `root`.
+    Broadcast {
+        /// Whose elements everybody gets.
+        root: usize,
+    },
+    /// Each rank cuts `input` into one part for each rank, and `output` into one part from each rank.
+    AllToAll {
+        /// Elements for each rank.
+        send_counts: Vec<usize>,
+        /// Elements from each rank.
+        recv_counts: Vec<usize>,
+    },
+    /// Sends `input` to one rank.
+    Send {
+        /// The receiver.
+        to: usize,
+        /// What the message means (a fingerprint of shape and types): the receiver must expect the same.
+        signature: u64,
+    },
+    /// Receives `output` from one rank.
+    Recv {
+        /// The sender.
+        from: usize,
+        /// What the message means (a fingerprint of shape and types): the sender must say the same.
+        signature: u64,
+    },
+    /// Waits until every rank is here.
+    Barrier,
+}
+
+/// Which operation, without its particulars.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum OpKind {
+    /// [`Op::AllReduce`].
+    AllReduce,
+    /// [`Op::ReduceScatter`].
+    ReduceScatter,
+    /// [`Op::AllGather`].
+    AllGather,
+    /// [`Op::Broadcast`].
+    Broadcast,
+    /// [`Op::AllToAll`].
+    AllToAll,
+    /// [`Op::Send`].
+    Send,
+    /// [`Op::Recv`].
+    Recv,
+    /// [`Op::Barrier`].
+    Barrier,
+}
+
+impl fmt::Display for OpKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OpKind::AllReduce => "all_reduce",
+            OpKind::ReduceScatter => "reduce_scatter",
+            OpKind::AllGather => "all_gather",
+            OpKind::Broadcast => "broadcast",
+            OpKind::AllToAll => "all_to_all",
+            OpKind::Send => "send",
+            OpKind::Recv => "recv",
+            OpKind::Barrier => "barrier",
+        })
+    }
+}
+
+impl Op {
+    /// Which operation.
+    pub fn kind(&self) -> OpKind {
+        match self {
+            Op::AllReduce(_) => OpKind::AllReduce,
+            Op::ReduceScatter(_) => OpKind::ReduceScatter,
+            Op::AllGather => OpKind::AllGather,
+            Op::Broadcast { .. } => OpKind::Broadcast,
+            Op::AllToAll { .. } => OpKind::AllToAll,
+            Op::Send { .. } => OpKind::Send,
+            Op::Recv { .. } => OpKind::Recv,
+            Op::Barrier => OpKind::Barrier,
+        }
+    }
+
+    /// Whether the operation has an input and an output. Those in place have only an output.
+    fn buffers(&self) -> (bool, bool) {
+        match self.kind() {
+            OpKind::AllReduce | OpKind::Broadcast | OpKind::Recv => (false, true),
+            OpKind::ReduceScatter | OpKind::AllGather | OpKind::AllToAll => (true, true),
+            OpKind::Send => (true, false),
+            OpKind::Barrier => (false, false),
+        }
+    }
+}
+
+/// One communication call, the same for every backend. In-place operations (all-reduce, broadcast) have only an
+/// output, which is read and written. The output must be unique; the input is only read, so it may be shared.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What to do.
+    pub op: Op,
+    /// What is read.
+    pub input: Option<Buffer>,
+    /// What is written.
+    pub output: Option<Buffer>,
+}
+
+impl Call {
+    /// Checks all that one rank alone can check, for a group of `size` ranks in which this one is `rank`.
+    pub fn check(&self, rank: usize, size: usize) -> Result<(), CallError> {
+        let (has_input, has_output) = self.op.buffers();
+        for (which, buffer, wanted) in [("input", &self.input, has_input), ("output", &self.output, has_output)] {
+            if buffer.is_some() != wanted {
+                return Err(CallError::Buffers { which, wanted });
+            }
+        }
+        if let (Some(input), Some(output)) = (&self.input, &self.output)
+            && input.dtype() != output.dtype()
+        {
+            return Err(CallError::DTypes { input: input.dtype(), output: output.dtype() });
+        }
+        let (input, output) = (count(&self.input), count(&self.output));
+        match &self.op {
+            Op::AllReduce(_) | Op::Barrier => {}
+            Op::ReduceScatter(_) => parts("input", input, "output", output, size)?,
+            Op::AllGather => parts("output", output, "input", input, size)?,
+            Op::Broadcast { root } => member("root", *root, size)?,
+            Op::AllToAll { send_counts, recv_counts } => {
+                count_list("send_counts", send_counts, "input", input, size)?;
+                count_list("recv_counts", recv_counts, "output", output, size)?;
+                let (sent, received) = (send_counts[rank], recv_counts[rank]);
+                if sent != received {
+                    return Err(CallError::OwnCounts { rank, sent, received });
+                }
+            }
+            Op::Send { to: peer, .. } | Op::Recv { from: peer, .. } => {
+                member("peer", *peer, size)?;
+                if *peer == rank {
+                    return Err(CallError::OwnMessage { rank });
+                }
+            }
+        }
+        match self.output.as_ref().is_none_or(Buffer::is_unique) {
+            true => Ok(()),
+            false => Err(CallError::OutputShared),
+        }
+    }
+
+    /// What the call is, for messages and for comparing ranks. `world_ranks` are those of the group.
+    pub fn info(&self, world_ranks: &[usize]) -> OpInfo {
+        let world = |rank: usize| world_ranks.get(rank).copied().unwrap_or(rank);
+        let (peer, signature) = match self.op {
+            Op::Broadcast { root } => (Some(Peer::Root(world(root))), None),
+            Op::Send { to, signature } => (Some(Peer::To(world(to))), Some(signature)),
+            Op::Recv { from, signature } => (Some(Peer::From(world(from))), Some(signature)),
+            _ => (None, None),
+        };
+        let reduce = match self.op {
+            Op::AllReduce(reduce) | Op::ReduceScatter(reduce) => Some(reduce),
+            _ => None,
+        };
+        let dtype = self.input.as_ref().or(self.output.as_ref()).map(Buffer::dtype);
+        let (kind, elements) = (self.op.kind(), self.elements());
+        OpInfo { kind, reduce, dtype, elements, peer, signature }
+    }
+
+    /// Elements of the full buffer: the larger of input and output; of an all-to-all what is sent.
+    pub fn elements(&self) -> usize {
+        match self.op {
+            Op::AllToAll { .. } => count(&self.input),
+            _ => count(&self.input).max(count(&self.output)),
+        }
+    }
+}
+
+fn count(buffer: &Option<Buffer>) -> usize {
+    buffer.as_ref().map_or(0, Buffer::count)
+}
+
+fn member(what: &'static str, rank: usize, size: usize) -> Result<(), CallError> {
+    match rank < size {
+        true => Ok(()),
+        false => Err(CallError::NoSuchRank { what, rank, size }),
+    }
+}
+
+fn parts(
+    full: &'static str,
+    full_count: usize,
+    part: &'static str,
+    part_count: usize,
+    size: usize,
+) -> Result<(), CallError> {
+    if !full_count.is_multiple_of(size) {
+        return Err(CallError::Indivisible { which: full, count: full_count, size });
+    }
+    match full_count / size {
+        wanted if wanted == part_count => Ok(()),
+        wanted => Err(CallError::Count { which: part, count: part_count, wanted }),
+    }
+}
+
+fn count_list(
+    what: &'static str,
+    counts: &[usize],
+    which: &'static str,
+    count: usize,
+    size: usize,
+) -> Result<(), CallError> {
+    if counts.len() != size {
+        return Err(CallError::CountList { what, len: counts.len(), size });
+    }
+    // Saturating: a sum that overflows cannot equal the count of a buffer that exists.
+    let wanted = counts.iter().fold(0usize, |sum, &c| sum.saturating_add(c));
+    match count == wanted {
+        true => Ok(()),
+        false => Err(CallError::Count { which, count, wanted }),
+    }
+}
+
+/// The other rank of an operation, by world rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// Whose elements are broadcast.
+    Root(usize),
+    /// The receiver.
+    To(usize),
+    /// The sender.
+    From(usize),
+}
+
+/// What a rank is doing, in short: for messages, and for comparing what ranks do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpInfo {
+    /// Which operation.
+    pub kind: OpKind,
+    /// How elements are reduced, if they are.
+    pub reduce: Option<ReduceOp>,
+    /// Element type, if there are elements.
+    pub dtype: Option<DType>,
+    /// Elements of the full buffer.
+    pub elements: usize,
+    /// The other rank, if there is one.
+    pub peer: Option<Peer>,
+    /// What a message means.
+    pub signature: Option<u64>,
+}
+
+impl fmt::Display for OpInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}(", self.kind)?;
+        let mut separator = "";
+        if let Some(dtype) = self.dtype {
+            write!(f, "{dtype}, {}", self.elements)?;
+            separator = ", ";
+        }
+        if self.reduce == Some(ReduceOp::Max) {
+            write!(f, "{separator}max")?;
+        }
+        match self.peer {
+            Some(Peer::Root(rank)) => write!(f, "{separator}root {rank}")?,
+            Some(Peer::To(rank)) => write!(f, "{separator}to {rank}")?,
+            Some(Peer::From(rank)) => write!(f, "{separator}from {rank}")?,
+            None => {}
+        }
+        if let Some(signature) = self.signature {
+            write!(f, "{separator}signature {signature:#x}")?;
+        }
+        f.write_str(")")
+    }
+}

@@ -1,0 +1,198 @@
+//! Errors of communication: a bad call, or a world that stopped.
+
+use std::sync::Arc;
+
+use super::fault::{Fault, Site};
+use super::{Communicator, OpKind, world_rank};
+use crate::buffer::BufferError;
+use crate::dtype::DType;
+
+/// Why a call failed.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// This rank's call is wrong by itself; nobody else noticed it.
+    #[error("{op} on the {group} group of world rank {world_rank} ({size} ranks): {problem}")]
+    Call {
+        /// The operation.
+        op: OpKind,
+        /// Name of the group.
+        group: String,
+        /// The calling rank.
+        world_rank: usize,
+        /// Number of ranks in the group.
+        size: usize,
+        /// What is wrong.
+        #[source]
+        problem: CallError,
+    },
+    /// The output's memory has other owners, who would see it change.
+    #[error(
+        "{op} on the {group} group of world rank {world_rank}: the output's memory is shared: \
+         drop its clones and slices first"
+    )]
+    BufferShared {
+        /// The operation.
+        op: OpKind,
+        /// Name of the group.
+        group: String,
+        /// The calling rank.
+        world_rank: usize,
+    },
+    /// A part of the group that cannot be.
+    #[error("cannot split {name} = {members:?} off the {group} group of world rank {world_rank}: {problem}")]
+    Split {
+        /// Name of the new group.
+        name: String,
+        /// Name of the group to split.
+        group: String,
+        /// The calling rank.
+        world_rank: usize,
+        /// Members asked for, as ranks of the group to split.
+        members: Vec<usize>,
+        /// What is wrong.
+        #[source]
+        problem: SplitError,
+    },
+    /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
+    #[error("{}", fault.describe(site))]
+    Stopped {
+        /// Where this rank was.
+        site: Site,
+        /// What went wrong first.
+        fault: Arc<Fault>,
+    },
+    /// A buffer cannot be used as the call needs it.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+    /// A backend's own failure (a transport, a driver).
+    #[error("{op} on the {group} group of world rank {world_rank}: {message}")]
+    Backend {
+        /// The operation.
+        op: OpKind,
+        /// Name of the group.
+        group: String,
+        /// The calling rank.
+        world_rank: usize,
+        /// What the backend says, with its error code.
+        message: String,
+    },
+}
+
+/// What is wrong with a call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CallError {
+    /// A buffer is missing, or there is one that the operation does not use.
+    #[error("it {} an {which} buffer", if *wanted { "needs" } else { "does not take" })]
+    Buffers {
+        /// Input or output.
+        which: &'static str,
+        /// Whether the operation needs it.
+        wanted: bool,
+    },
+    /// Input and output differ in type.
+    #[error("the input is {input} and the output {output}: they must be equal")]
+    DTypes {
+        /// Type of the input.
+        input: DType,
+        /// Type of the output.
+        output: DType,
+    },
+    /// A buffer has the wrong number of elements.
+    #[error("the {which} has {count} elements, it must have {wanted}")]
+    Count {
+        /// Input or output.
+        which: &'static str,
+        /// What it has.
+        count: usize,
+        /// What would be valid.
+        wanted: usize,
+    },
+    /// The full buffer cannot be cut into equal parts.
+    #[error("the {which} has {count} elements, it must have a multiple of {size}")]
+    Indivisible {
+        /// Input or output.
+        which: &'static str,
+        /// What it has.
+        count: usize,
+        /// Number of ranks.
+        size: usize,
+    },
+    /// One count per rank is needed.
+    #[error("{what} has {len} entries, it must have {size}, one for each rank")]
+    CountList {
+        /// Which list.
+        what: &'static str,
+        /// Entries that it has.
+        len: usize,
+        /// Number of ranks.
+        size: usize,
+    },
+    /// What a rank sends to itself is not what it receives from itself.
+    #[error("rank {rank} sends {sent} elements to itself but expects {received}")]
+    OwnCounts {
+        /// The calling rank, in the group.
+        rank: usize,
+        /// Its send count for itself.
+        sent: usize,
+        /// Its receive count from itself.
+        received: usize,
+    },
+    /// A rank that the group does not have.
+    #[error("{what} {rank} is not in the group, it must be below {size}")]
+    NoSuchRank {
+        /// Root or peer.
+        what: &'static str,
+        /// The rank, in the group.
+        rank: usize,
+        /// Number of ranks.
+        size: usize,
+    },
+    /// A message to oneself, which nobody can be waiting for.
+    #[error("rank {rank} cannot exchange messages with itself")]
+    OwnMessage {
+        /// The calling rank, in the group.
+        rank: usize,
+    },
+    /// The output's memory has other owners.
+    #[error("the output's memory is shared: drop its clones and slices first")]
+    OutputShared,
+}
+
+impl CallError {
+    /// The error of a call on `comm`.
+    pub fn on(self, comm: &(impl Communicator + ?Sized), op: OpKind) -> CommError {
+        let (group, world_rank) = (comm.name().to_owned(), world_rank(comm));
+        match self {
+            CallError::OutputShared => CommError::BufferShared { op, group, world_rank },
+            problem => CommError::Call { op, group, world_rank, size: comm.size(), problem },
+        }
+    }
+}
+
+/// What is wrong with a part of a group.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SplitError {
+    /// The caller names a part that it is not in.
+    #[error("rank {rank}, which calls, must be among the members")]
+    NotAMember {
+        /// The calling rank, in the group to split.
+        rank: usize,
+    },
+    /// A rank that the group does not have.
+    #[error("rank {rank} is not in the group, it must be below {size}")]
+    NoSuchRank {
+        /// The rank.
+        rank: usize,
+        /// Number of ranks in the group to split.
+        size: usize,
+    },
+    /// A rank that is named twice.
+    #[error("rank {rank} is named twice")]
+    Twice {
+        /// The rank.
+        rank: usize,
+    },
+}

@@ -1,0 +1,245 @@
+//! What stopped a world, told the same way to every rank.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{OpInfo, Peer};
+
+/// A place in a program: an operation of one group, seen by one of its ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// Name of the group.
+    pub group: Arc<str>,
+    /// Tells apart groups of one name.
+    pub group_id: u64,
+    /// World rank of the member that is there.
+    pub world_rank: usize,
+    /// Number of the operation: collectives count per group, messages per sender and receiver.
+    pub seq: u64,
+    /// The operation; none for a split.
+    pub op: Option<OpInfo>,
+}
+
+impl Site {
+    /// Whether two members are at the same place of their programs: in the same collective, or at the two ends of
+    /// one message.
+    fn is_at(&self, other: &Site) -> bool {
+        let key = |site: &Site| (site.group_id, site.seq, site.op.is_some(), site.message());
+        key(self) == key(other)
+    }
+
+    /// Sender and receiver of a message.
+    fn message(&self) -> Option<(usize, usize)> {
+        match self.op?.peer? {
+            Peer::To(rank) => Some((self.world_rank, rank)),
+            Peer::From(rank) => Some((rank, self.world_rank)),
+            Peer::Root(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = if self.op.is_some() { "op" } else { "split" };
+        write!(f, "{} group of world rank {}, {what} #{}", self.group, self.world_rank, self.seq)
+    }
+}
+
+/// What went wrong. All ranks are world ranks.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum FaultKind {
+    /// Two ranks are in different operations at the same place.
+    Disagreement {
+        /// Who came first, with what.
+        first: (usize, OpInfo),
+        /// Who came later, with something else.
+        second: (usize, OpInfo),
+    },
+    /// Two ranks name parts of a group that do not fit together.
+    SplitDisagreement {
+        /// Who came first, with the part's name and the members' world ranks.
+        first: (usize, String, Vec<usize>),
+        /// Who came later.
+        second: (usize, String, Vec<usize>),
+    },
+    /// A rank panicked.
+    Panicked {
+        /// The rank.
+        rank: usize,
+        /// Its message.
+        message: String,
+    },
+    /// A rank is gone, and others need it.
+    Gone {
+        /// The rank.
+        rank: usize,
+        /// How it ended.
+        how: Activity,
+    },
+    /// Ranks that wait for each other.
+    Deadlock {
+        /// Each waits for the next, the last for the first.
+        cycle: Vec<usize>,
+    },
+    /// A rank made no progress for too long.
+    Timeout {
+        /// The rank.
+        rank: usize,
+        /// How long.
+        after: Duration,
+        /// Who waits for whom: the first noticed, the last is `rank`.
+        chain: Vec<usize>,
+    },
+}
+
+impl FaultKind {
+    fn is_disagreement(&self) -> bool {
+        matches!(self, FaultKind::Disagreement { .. } | FaultKind::SplitDisagreement { .. })
+    }
+
+    /// The world rank to look at first.
+    pub fn culprit(&self) -> usize {
+        match self {
+            FaultKind::Disagreement { second, .. } => second.0,
+            FaultKind::SplitDisagreement { second, .. } => second.0,
+            FaultKind::Panicked { rank, .. } | FaultKind::Gone { rank, .. } | FaultKind::Timeout { rank, .. } => *rank,
+            FaultKind::Deadlock { cycle } => cycle.first().copied().unwrap_or_default(),
+        }
+    }
+}
+
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FaultKind::Disagreement { first: (a, x), second: (b, y) } => {
+                write!(f, "rank {a} is in {x}, rank {b} in {y}")
+            }
+            FaultKind::SplitDisagreement { first: (a, x, xs), second: (b, y, ys) } => {
+                write!(f, "rank {a} splits into {x} = {xs:?}, rank {b} into {y} = {ys:?}")
+            }
+            FaultKind::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
+            FaultKind::Gone { rank, how } => write!(f, "rank {rank} {how} and takes no part"),
+            FaultKind::Deadlock { cycle } => {
+                f.write_str("deadlock: ")?;
+                write_chain(f, cycle.iter().chain(cycle.first()))
+            }
+            FaultKind::Timeout { rank, after, chain } => {
+                write!(f, "rank {rank} made no progress for {after:?}: ")?;
+                write_chain(f, chain)
+            }
+        }
+    }
+}
+
+fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &'a usize>) -> fmt::Result {
+    for (i, rank) in chain.into_iter().enumerate() {
+        let link = ["", " waits for ", ", which waits for "][i.min(2)];
+        write!(f, "{link}rank {rank}")?;
+    }
+    Ok(())
+}
+
+/// What a rank is doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Activity {
+    /// Its own work, or an operation that nobody holds up.
+    Computing,
+    /// It waits for its last operation, or for an earlier one.
+    Waiting,
+    /// It is over, without an error.
+    Returned,
+    /// It is over, with this error.
+    Failed(String),
+    /// It panicked with this message.
+    Panicked(String),
+    /// It dropped all its communicators.
+    Left,
+}
+
+impl fmt::Display for Activity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Activity::Computing => f.write_str("computes"),
+            Activity::Waiting => f.write_str("waits"),
+            Activity::Returned => f.write_str("has returned"),
+            // The error may itself be a report of many lines: its first one says what it is.
+            Activity::Failed(error) => {
+                write!(f, "has returned an error ({})", error.lines().next().unwrap_or_default())
+            }
+            Activity::Panicked(message) => write!(f, "panicked ({message})"),
+            Activity::Left => f.write_str("has dropped its communicators"),
+        }
+    }
+}
+
+/// What one rank was doing when the world stopped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankReport {
+    /// World rank.
+    pub rank: usize,
+    /// What it was doing.
+    pub activity: Activity,
+    /// The operation it waits for, else the last one it started.
+    pub site: Option<Site>,
+}
+
+impl fmt::Display for RankReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} {}", self.rank, self.activity)?;
+        let Some(site) = &self.site else {
+            return f.write_str(", no operation yet");
+        };
+        let word = if self.activity == Activity::Waiting { " in" } else { ", last in" };
+        write!(f, "{word} {} #{}", site.group, site.seq)?;
+        site.op.map_or(Ok(()), |op| write!(f, " {op}"))
+    }
+}
+
+/// What stopped a world: the first thing that went wrong, and what every rank was doing then.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fault {
+    /// What went wrong.
+    pub kind: FaultKind,
+    /// Where; none if it happened outside any operation.
+    pub site: Option<Site>,
+    /// What each rank was doing.
+    pub ranks: Vec<RankReport>,
+}
+
+impl Fault {
+    /// The fault in one line.
+    pub fn headline(&self) -> String {
+        match &self.site {
+            Some(site) => format!("{site}: {}", self.kind),
+            None => self.kind.to_string(),
+        }
+    }
+
+    /// The fault as seen by a rank that was at `here`.
+    pub(crate) fn describe(&self, here: &Site) -> String {
+        let op = here.op.map(|op| format!("{op} ")).unwrap_or_default();
+        let kind = &self.kind;
+        let mut text = match &self.site {
+            // Two ranks here say two things, which name this one's operation.
+            Some(site) if site.is_at(here) && kind.is_disagreement() => format!("{here}: {kind}"),
+            Some(site) if !site.is_at(here) => {
+                format!("{here}: {op}stopped because in the {site}: {kind}")
+            }
+            _ => format!("{here}: {op}stopped because {kind}"),
+        };
+        for rank in &self.ranks {
+            text += &format!("\n  {rank}");
+        }
+        text
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.headline())?;
+        self.ranks.iter().try_for_each(|rank| write!(f, "\n  {rank}"))
+    }
+}

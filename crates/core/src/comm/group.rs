@@ -1,0 +1,285 @@
+//! What programs use to communicate: a communicator with a log.
+
+use std::sync::Arc;
+
+use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, world_rank};
+use crate::buffer::{Buffer, BufferError};
+use crate::dtype::{DType, Element};
+
+/// The ranks that this rank talks to, over one mesh axis or several. Cheap to clone.
+///
+/// Every call is checked here once, and logged. In a group of one rank every collective is the identity: done here,
+/// logged nowhere.
+///
+/// Each operation comes in three forms: `start_x` returns at once and owns its buffers until [`Pending::wait`]; `x`
+/// takes buffers and gives the output back; `x_slice` works on slices in host memory.
+#[derive(Clone, Debug)]
+pub struct Group {
+    comm: Arc<dyn Communicator>,
+    log: CommLog,
+}
+
+impl Group {
+    /// A group that writes to `log`.
+    pub fn new(comm: Arc<dyn Communicator>, log: CommLog) -> Group {
+        Group { comm, log }
+    }
+
+    /// This rank's place in the group.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// Number of ranks in the group.
+    pub fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    /// World rank of each member.
+    pub fn world_ranks(&self) -> &[usize] {
+        self.comm.world_ranks()
+    }
+
+    /// World rank of this rank.
+    pub fn world_rank(&self) -> usize {
+        world_rank(&*self.comm)
+    }
+
+    /// Name of the group.
+    pub fn name(&self) -> &str {
+        self.comm.name()
+    }
+
+    /// The backend's communicator.
+    pub fn communicator(&self) -> &Arc<dyn Communicator> {
+        &self.comm
+    }
+
+    /// The log of this rank's calls, over all its groups.
+    pub fn log(&self) -> &CommLog {
+        &self.log
+    }
+
+    /// Says that this rank makes progress: see [`Communicator::heartbeat`].
+    pub fn heartbeat(&self) {
+        self.comm.heartbeat();
+    }
+
+    /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.
+    pub fn split(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
+        Ok(Group::new(self.comm.split(name, members)?, self.log.clone()))
+    }
+
+    /// Starts any operation: the one way to the backend.
+    pub fn start(&self, call: Call) -> Result<Pending, CommError> {
+        let (size, op) = (self.size(), call.op.kind());
+        call.check(self.rank(), size).map_err(|error| error.on(&*self.comm, op))?;
+        if size == 1 {
+            return match identity(call)? {
+                Identity::Done(buffer) => Ok(Pending::done(buffer)),
+                Identity::Device(call) => self.comm.start(call),
+            };
+        }
+        let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
+        let elements = leaving(&call, self.rank());
+        let pending = self.comm.start(call)?;
+        self.log.push(Record { group: self.name().to_owned(), op, dtype, elements, ranks: size });
+        Ok(pending)
+    }
+}
+
+/// Elements as a [`Record`] counts them: what an all-to-all keeps for its own rank goes nowhere.
+fn leaving(call: &Call, rank: usize) -> usize {
+    match &call.op {
+        Op::AllToAll { send_counts, .. } => call.elements() - send_counts[rank],
+        _ => call.elements(),
+    }
+}
+
+enum Identity {
+    Done(Buffer),
+    /// Only the backend can copy memory that is not on the host.
+    Device(Call),
+}
+
+/// A collective of one rank: the output is the input. (A message to oneself is no valid call.)
+fn identity(mut call: Call) -> Result<Identity, BufferError> {
+    match (call.input.take(), call.output.take()) {
+        (Some(input), Some(output)) if !(input.is_host() && output.is_host()) => {
+            Ok(Identity::Device(Call { op: call.op, input: Some(input), output: Some(output) }))
+        }
+        (Some(input), Some(mut output)) => {
+            output.as_bytes_mut()?.copy_from_slice(input.as_bytes()?);
+            Ok(Identity::Done(output))
+        }
+        (_, output) => Ok(Identity::Done(output.unwrap_or_else(Buffer::empty))),
+    }
+}
+
+/// Forms that return at once.
+impl Group {
+    /// Starts [`Op::AllReduce`].
+    pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::AllReduce(op), input: None, output: Some(buffer) })
+    }
+
+    /// Starts [`Op::ReduceScatter`].
+    pub fn start_reduce_scatter(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::ReduceScatter(op), input: Some(input), output: Some(output) })
+    }
+
+    /// Starts [`Op::AllGather`].
+    pub fn start_all_gather(&self, input: Buffer, output: Buffer) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::AllGather, input: Some(input), output: Some(output) })
+    }
+
+    /// Starts [`Op::Broadcast`].
+    pub fn start_broadcast(&self, buffer: Buffer, root: usize) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::Broadcast { root }, input: None, output: Some(buffer) })
+    }
+
+    /// Starts [`Op::AllToAll`].
+    pub fn start_all_to_all(
+        &self,
+        input: Buffer,
+        output: Buffer,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Pending, CommError> {
+        let (send_counts, recv_counts) = (send_counts.to_vec(), recv_counts.to_vec());
+        let op = Op::AllToAll { send_counts, recv_counts };
+        self.start(Call { op, input: Some(input), output: Some(output) })
+    }
+
+    /// Starts [`Op::Send`].
+    pub fn start_send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::Send { to, signature }, input: Some(buffer), output: None })
+    }
+
+    /// Starts [`Op::Recv`].
+    pub fn start_recv(&self, buffer: Buffer, from: usize, signature: u64) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::Recv { from, signature }, input: None, output: Some(buffer) })
+    }
+
+    /// Starts [`Op::Barrier`].
+    pub fn start_barrier(&self) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::Barrier, input: None, output: None })
+    }
+}
+
+/// Blocking forms on buffers.
+impl Group {
+    /// The reduction of all ranks' buffers.
+    pub fn all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
+        self.start_all_reduce(buffer, op)?.wait()
+    }
+
+    /// This rank's part of the reduction of all ranks' inputs.
+    pub fn reduce_scatter(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
+        self.start_reduce_scatter(input, output, op)?.wait()
+    }
+
+    /// The inputs of all ranks, one after the other.
+    pub fn all_gather(&self, input: Buffer, output: Buffer) -> Result<Buffer, CommError> {
+        self.start_all_gather(input, output)?.wait()
+    }
+
+    /// The buffer of `root`.
+    pub fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Buffer, CommError> {
+        self.start_broadcast(buffer, root)?.wait()
+    }
+
+    /// What each rank has for this one, one after the other.
+    pub fn all_to_all(
+        &self,
+        input: Buffer,
+        output: Buffer,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Buffer, CommError> {
+        self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
+    }
+
+    /// Sends a buffer, and gives it back when the receiver has it.
+    pub fn send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Buffer, CommError> {
+        self.start_send(buffer, to, signature)?.wait()
+    }
+
+    /// Fills a buffer with what `from` sends.
+    pub fn recv(&self, buffer: Buffer, from: usize, signature: u64) -> Result<Buffer, CommError> {
+        self.start_recv(buffer, from, signature)?.wait()
+    }
+
+    /// Waits until every rank is here.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.start_barrier()?.wait().map(drop)
+    }
+}
+
+/// Blocking forms on slices in host memory. They copy through a buffer: a borrowed slice could end before the other
+/// ranks are done with it.
+impl Group {
+    /// Replaces the elements by their reduction over all ranks.
+    pub fn all_reduce_slice<T: Element>(&self, elements: &mut [T], op: ReduceOp) -> Result<(), CommError> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        give(self.all_reduce(Buffer::from_slice(elements), op)?, elements)
+    }
+
+    /// Fills `output` with this rank's part of the reduction of all inputs.
+    pub fn reduce_scatter_slice<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let room = Buffer::zeros(T::DTYPE, output.len());
+        give(self.reduce_scatter(Buffer::from_slice(input), room, op)?, output)
+    }
+
+    /// Fills `output` with the inputs of all ranks, one after the other.
+    pub fn all_gather_slice<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), CommError> {
+        let room = Buffer::zeros(T::DTYPE, output.len());
+        give(self.all_gather(Buffer::from_slice(input), room)?, output)
+    }
+
+    /// Replaces the elements by those of `root`.
+    pub fn broadcast_slice<T: Element>(&self, elements: &mut [T], root: usize) -> Result<(), CommError> {
+        give(self.broadcast(Buffer::from_slice(elements), root)?, elements)
+    }
+
+    /// Fills `output` with what each rank has for this one, one after the other.
+    pub fn all_to_all_slice<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<(), CommError> {
+        let room = Buffer::zeros(T::DTYPE, output.len());
+        give(self.all_to_all(Buffer::from_slice(input), room, send_counts, recv_counts)?, output)
+    }
+
+    /// Sends the elements.
+    pub fn send_slice<T: Element>(&self, elements: &[T], to: usize, signature: u64) -> Result<(), CommError> {
+        self.send(Buffer::from_slice(elements), to, signature).map(drop)
+    }
+
+    /// Fills the slice with what `from` sends.
+    pub fn recv_slice<T: Element>(&self, elements: &mut [T], from: usize, signature: u64) -> Result<(), CommError> {
+        give(self.recv(Buffer::zeros(T::DTYPE, elements.len()), from, signature)?, elements)
+    }
+}
+
+fn give<T: Element>(buffer: Buffer, elements: &mut [T]) -> Result<(), CommError> {
+    elements.copy_from_slice(buffer.as_slice()?);
+    Ok(())
+}
+
+impl From<Arc<dyn Communicator>> for Group {
+    /// A group with a log of its own.
+    fn from(comm: Arc<dyn Communicator>) -> Group {
+        Group::new(comm, CommLog::default())
+    }
+}

@@ -1,0 +1,60 @@
+//! The handle of an operation in flight.
+
+use std::fmt;
+
+use super::CommError;
+use crate::buffer::Buffer;
+
+/// What a backend puts behind a [`Pending`]. Dropping it detaches from the operation, whose memory must stay
+/// owned until it is over.
+pub trait PendingOp: Send {
+    /// Blocks until the operation is over and gives its buffer back.
+    fn wait(self: Box<Self>) -> Result<Buffer, CommError>;
+
+    /// Whether [`PendingOp::wait`] would return at once.
+    fn is_done(&self) -> bool;
+}
+
+/// An operation in flight, which owns its memory. Dropping it detaches: the operation still takes place.
+#[must_use = "the operation's memory comes back from `wait`"]
+pub struct Pending(State);
+
+enum State {
+    Done(Buffer),
+    Running(Box<dyn PendingOp>),
+}
+
+impl Pending {
+    /// A handle for a backend's operation.
+    pub fn new(op: impl PendingOp + 'static) -> Pending {
+        Pending(State::Running(Box::new(op)))
+    }
+
+    /// An operation that is already over.
+    pub fn done(buffer: Buffer) -> Pending {
+        Pending(State::Done(buffer))
+    }
+
+    /// Blocks until the operation is over. Gives back the output; the input of a send; an empty buffer for a
+    /// barrier.
+    pub fn wait(self) -> Result<Buffer, CommError> {
+        match self.0 {
+            State::Done(buffer) => Ok(buffer),
+            State::Running(op) => op.wait(),
+        }
+    }
+
+    /// Whether [`Pending::wait`] would return at once.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            State::Done(_) => true,
+            State::Running(op) => op.is_done(),
+        }
+    }
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_done() { "Pending(done)" } else { "Pending(running)" })
+    }
+}

@@ -1,0 +1,67 @@
+//! A communicator that does nothing: one rank's view of a group whose other ranks do not exist.
+//!
+//! With memory that has only sizes, a program runs as any rank of any mesh, and the [`Group`](super::Group)'s log
+//! holds what that rank would communicate. Every operation is over as soon as it starts and gives its output back
+//! as it was. Splits are arithmetic, so nobody has to be asked.
+
+use std::sync::Arc;
+
+use super::{Call, CommError, Communicator, OpKind, Pending, check_members};
+use crate::buffer::Buffer;
+
+/// Rank `rank` of a group of which only this rank exists. `rank` must be a place in `world_ranks`.
+pub fn communicator(name: &str, rank: usize, world_ranks: Vec<usize>) -> Result<Arc<dyn Communicator>, CommError> {
+    if rank >= world_ranks.len() {
+        let size = world_ranks.len();
+        return Err(CommError::Split {
+            name: name.to_owned(),
+            group: "record".to_owned(),
+            world_rank: rank,
+            members: world_ranks,
+            problem: super::SplitError::NoSuchRank { rank, size },
+        });
+    }
+    Ok(Arc::new(RecordComm { name: name.to_owned(), rank, world_ranks }))
+}
+
+#[derive(Debug)]
+struct RecordComm {
+    name: String,
+    rank: usize,
+    world_ranks: Vec<usize>,
+}
+
+impl Communicator for RecordComm {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.world_ranks.len()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        &self.world_ranks
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn start(&self, call: Call) -> Result<Pending, CommError> {
+        let buffer = match call.op.kind() {
+            OpKind::Send => call.input,
+            _ => call.output,
+        };
+        Ok(Pending::done(buffer.unwrap_or_else(Buffer::empty)))
+    }
+
+    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        let world_ranks = check_members(self, name, members)?;
+        // `check_members` found this rank among the members.
+        let rank = members.iter().position(|&member| member == self.rank).unwrap_or_default();
+        communicator(name, rank, world_ranks)
+    }
+
+    fn heartbeat(&self) {}
+}

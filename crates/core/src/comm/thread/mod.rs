@@ -1,0 +1,193 @@
+//! Ranks that are threads of one process.
+//!
+//! - **Nobody spins and there are no progress threads.** An operation is done by its own members: the one that comes
+//!   last starts, those that wait are woken to help if there is enough to do. If nobody waits, the last one does it
+//!   all, so that operations started early are done by the time they are waited for.
+//! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); cutting the work changes nothing.
+//! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
+//!   panics; what a rank gets back from `wait` is its own again. There are no borrowed slices to revoke.
+//! - **Nothing hangs.** The first fault stops the world: every operation that is not done fails on every rank, with
+//!   that fault. Disagreement, panics, ranks that are gone and deadlocks (`watch.rs`) are noticed at once; a rank
+//!   that stands still is noticed after [`Options::timeout`].
+//!
+//! A rank is one thread: its communicators may be used from others, but a wait on any thread counts as the rank's
+//! wait, and two such ranks may then be called a deadlock that a third thread would have resolved.
+
+mod operation;
+mod reduce;
+mod state;
+mod watch;
+mod work;
+mod world;
+
+use std::any::Any;
+use std::fmt::{self, Debug, Display};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use self::world::{RankLife, ThreadComm, World};
+use super::{Activity, Communicator, Fault, Group};
+
+/// Settings of a world of threads.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How long a rank that others wait for may show no progress: no operation started, no
+    /// [`heartbeat`](Communicator::heartbeat).
+    pub timeout: Duration,
+}
+
+impl Default for Options {
+    /// One minute.
+    fn default() -> Options {
+        Options { timeout: Duration::from_secs(60) }
+    }
+}
+
+/// The communicators of a world of `n` ranks, by rank: for ranks that run on threads of the caller. A rank that drops
+/// all its communicators is gone, and those that need it get an error.
+pub fn world(n: usize, options: Options) -> Vec<Arc<dyn Communicator>> {
+    let world = Arc::new(World::new(n, options.timeout));
+    (0..n).map(|rank| communicator(&world, rank)).collect()
+}
+
+fn communicator(world: &Arc<World>, rank: usize) -> Arc<dyn Communicator> {
+    Arc::new(ThreadComm::of_world(RankLife::new(Arc::clone(world), rank)))
+}
+
+/// Runs `body` as `n` ranks, each on a thread of its own named `rank 0`, `rank 1`, ..., and gives their results.
+///
+/// If a rank fails or panics, those that need it get an error instead of waiting, and the error of the whole says which
+/// rank failed first and why.
+///
+/// ```
+/// use meshwork_core::comm::thread::{self, Options};
+/// use meshwork_core::{CommError, ReduceOp};
+///
+/// let sums = thread::run(4, Options::default(), |world| {
+///     let mut x = [world.rank() as f32, 1.0];
+///     world.all_reduce_slice(&mut x, ReduceOp::Sum)?;
+///     Ok::<_, CommError>(x)
+/// })?;
+/// assert_eq!(sums, [[6.0, 4.0]; 4]);
+///
+/// let failed = thread::run(2, Options::default(), |world| match world.rank() {
+///     0 => Err("the disk is full".to_string()),
+///     _ => world.barrier().map_err(|error| error.to_string()),
+/// });
+/// assert_eq!(failed.unwrap_err().rank, 0); // and not rank 1, which only stopped because of it
+/// # Ok::<(), meshwork_core::comm::thread::WorldError<CommError>>(())
+/// ```
+pub fn run<T, E, F>(n: usize, options: Options, body: F) -> Result<Vec<T>, WorldError<E>>
+where
+    T: Send,
+    E: Display + Send,
+    F: Fn(Group) -> Result<T, E> + Sync,
+{
+    let world = Arc::new(World::new(n, options.timeout));
+    let groups: Vec<_> = (0..n).map(|rank| Group::from(communicator(&world, rank))).collect();
+    let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
+        let start = |(rank, group)| {
+            let (world, body) = (&world, &body);
+            let run = move || {
+                // Lives longer than the body, so that a panic is told by its message.
+                let _life = Group::clone(&group);
+                run_rank(world, rank, || body(group))
+            };
+            let started = thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, run);
+            started.map_err(|error| {
+                // Said at once: the ranks already started may be waiting for this one.
+                let error = format!("its thread did not start: {error}");
+                world.end(rank, Activity::Failed(error.clone()));
+                RankEnd::Panic(error)
+            })
+        };
+        let threads: Vec<_> = groups.into_iter().enumerate().map(start).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| Err(RankEnd::Panic(message(&*panic))))
+        };
+        threads.into_iter().map(|thread| thread.and_then(join)).collect()
+    });
+    if ends.iter().all(Result::is_ok) {
+        return Ok(ends.into_iter().filter_map(Result::ok).collect());
+    }
+    let (rank, cause, fault) = world.verdict();
+    Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
+}
+
+/// Runs one rank and tells the world how it ended.
+fn run_rank<T, E: Display>(world: &World, rank: usize, body: impl FnOnce() -> Result<T, E>) -> Result<T, RankEnd<E>> {
+    // Unwind safe: nothing of the body is used after a panic, and the world keeps no half-done bookkeeping.
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(value)) => {
+            world.end(rank, Activity::Returned);
+            Ok(value)
+        }
+        Ok(Err(error)) => {
+            world.end(rank, Activity::Failed(error.to_string()));
+            Err(RankEnd::Error(error))
+        }
+        Err(panic) => {
+            let message = message(&*panic);
+            world.end(rank, Activity::Panicked(message.clone()));
+            Err(RankEnd::Panic(message))
+        }
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without a message").to_owned()
+}
+
+/// How a rank of [`run`] failed.
+#[derive(Debug)]
+pub enum RankEnd<E> {
+    /// It returned this error.
+    Error(E),
+    /// It panicked with this message, or its thread could not be started.
+    Panic(String),
+}
+
+impl<E: Display> Display for RankEnd<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RankEnd::Error(error) => Display::fmt(error, f),
+            RankEnd::Panic(message) => write!(f, "panicked: {message}"),
+        }
+    }
+}
+
+/// Why a world failed: the first cause, and what became of each rank.
+#[derive(Debug)]
+pub struct WorldError<E> {
+    /// The rank that failed first.
+    pub rank: usize,
+    /// Why.
+    pub cause: String,
+    /// What stopped the other ranks, if any was stopped.
+    pub fault: Option<Arc<Fault>>,
+    /// How each rank failed; none for those that returned without an error.
+    pub ends: Vec<Option<RankEnd<E>>>,
+}
+
+impl<E: Display> Display for WorldError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a world of {} ranks failed: {}", self.ends.len(), self.cause)?;
+        if let Some(fault) = &self.fault {
+            fault.ranks.iter().try_for_each(|rank| write!(f, "\n  {rank}"))?;
+        }
+        for (rank, end) in self.ends.iter().enumerate().filter(|(rank, _)| *rank != self.rank) {
+            if let Some(end) = end {
+                // The first line: the rest of a communication error is the report above.
+                let text = end.to_string();
+                write!(f, "\n  rank {rank} stopped: {}", text.lines().next().unwrap_or_default())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<E: Debug + Display> std::error::Error for WorldError<E> {}

@@ -1,0 +1,211 @@
+//! An operation in flight: who has posted, which pieces are claimed, who has taken the result.
+//!
+//! Life of an operation: members post; with the last post it has a plan, whose pieces are claimed and done outside the
+//! lock; when all are done, each member takes its own post back, and with the last one the operation is gone. A fault
+//! stops claims; the memory goes when the pieces being done are over.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::work::{Plan, Post};
+use crate::comm::{Op, OpInfo, OpKind, Peer};
+
+/// What tells operations apart. Messages have a sequence of their own for each sender and receiver, because the order
+/// between them and the collectives is nobody's business.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub(super) group: usize,
+    /// Sender and receiver of a message, as ranks in the group.
+    pub(super) message: Option<(usize, usize)>,
+    pub(super) seq: u64,
+}
+
+/// Pieces to do, outside the lock. Must be given back with [`State::finish`](super::state::State::finish).
+#[derive(Debug)]
+pub(super) struct Claim {
+    pub(super) key: Key,
+    plan: Arc<Plan>,
+    pieces: Range<usize>,
+}
+
+impl Claim {
+    /// Does the pieces.
+    pub(super) fn run(&self) {
+        // SAFETY: the posts exist, checked and agreeing, until every claim is given back: `Operation::idle` holds for
+        // none with an open claim, and only idle operations are dropped or give posts back. Each piece is claimed
+        // once, under the lock.
+        unsafe { self.plan.run(self.pieces.clone()) }
+    }
+}
+
+#[derive(Debug)]
+enum Slot {
+    /// The member has not come yet.
+    Missing,
+    Posted {
+        post: Post,
+        info: OpInfo,
+        detached: bool,
+    },
+    /// The member has its buffer back, or does not want it.
+    Taken,
+}
+
+/// One operation in flight.
+#[derive(Debug)]
+pub(super) struct Operation {
+    /// World rank of each slot. Collectives have one slot per member, messages one for the sender and one for the
+    /// receiver.
+    pub(super) ranks: Vec<usize>,
+    slots: Vec<Slot>,
+    /// The slot that came first: what the others are compared with.
+    first: usize,
+    missing: usize,
+    plan: Option<Arc<Plan>>,
+    claimed: usize,
+    done: usize,
+    /// Open claims.
+    active: usize,
+}
+
+impl Operation {
+    pub(super) fn new(ranks: Vec<usize>, first: usize) -> Operation {
+        let missing = ranks.len();
+        let slots = ranks.iter().map(|_| Slot::Missing).collect();
+        Operation { ranks, slots, first, missing, plan: None, claimed: 0, done: 0, active: 0 }
+    }
+
+    /// World ranks of the members that have not posted.
+    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
+        let slots = self.slots.iter().zip(&self.ranks);
+        slots.filter(|(slot, _)| matches!(slot, Slot::Missing)).map(|(_, &rank)| rank)
+    }
+
+    /// Whether everybody has posted.
+    pub(super) fn is_full(&self) -> bool {
+        self.missing == 0
+    }
+
+    /// Whether the result is there.
+    pub(super) fn is_done(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| self.done == plan.len())
+    }
+
+    /// Whether nobody touches the memory now.
+    pub(super) fn idle(&self) -> bool {
+        self.active == 0
+    }
+
+    /// What the member in `slot` posted, if it is still there.
+    pub(super) fn info(&self, rank: usize) -> Option<OpInfo> {
+        let slot = self.ranks.iter().position(|&r| r == rank)?;
+        match &self.slots[slot] {
+            Slot::Posted { info, .. } => Some(*info),
+            Slot::Missing | Slot::Taken => None,
+        }
+    }
+
+    /// The first member found to be in something else than the member in `slot` with `post`: what it does, and
+    /// what the member in `slot` does, as far as they differ.
+    pub(super) fn disagreement(
+        &self,
+        slot: usize,
+        post: &Post,
+        info: OpInfo,
+    ) -> Option<((usize, OpInfo), (usize, OpInfo))> {
+        let Slot::Posted { info: theirs, .. } = &self.slots[self.first] else { return None };
+        let (me, first) = (self.ranks[slot], self.ranks[self.first]);
+        if !agree(theirs, &info) {
+            return Some(((first, *theirs), (me, info)));
+        }
+        let Op::AllToAll { send_counts, recv_counts } = &post.call.op else { return None };
+        self.slots.iter().enumerate().find_map(|(other, theirs)| {
+            let Slot::Posted { post: theirs, .. } = theirs else { return None };
+            let Op::AllToAll { send_counts: sends, recv_counts: receives } = &theirs.call.op else {
+                return None;
+            };
+            let them = self.ranks[other];
+            let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..info };
+            if sends[slot] != recv_counts[other] {
+                let sent = part(sends[slot], Peer::To(me));
+                return Some(((them, sent), (me, part(recv_counts[other], Peer::From(them)))));
+            }
+            if receives[slot] != send_counts[other] {
+                let received = part(receives[slot], Peer::From(me));
+                return Some(((them, received), (me, part(send_counts[other], Peer::To(them)))));
+            }
+            None
+        })
+    }
+
+    /// Takes a post that agrees with those before it. With the last one there is work to do.
+    pub(super) fn accept(&mut self, slot: usize, post: Post, info: OpInfo) {
+        self.slots[slot] = Slot::Posted { post, info, detached: false };
+        self.missing -= 1;
+        if self.is_full() {
+            let posts = self.slots.iter().filter_map(|slot| match slot {
+                Slot::Posted { post, .. } => Some(post),
+                Slot::Missing | Slot::Taken => None,
+            });
+            self.plan = Some(Arc::new(Plan::new(&posts.collect::<Vec<_>>())));
+        }
+    }
+
+    /// Pieces that nobody does yet.
+    pub(super) fn claim(&mut self, key: Key) -> Option<Claim> {
+        let plan = self.plan.as_ref()?;
+        if self.claimed == plan.len() {
+            return None;
+        }
+        let pieces = self.claimed..plan.claim_end(self.claimed);
+        self.claimed = pieces.end;
+        self.active += 1;
+        Some(Claim { key, plan: Arc::clone(plan), pieces })
+    }
+
+    /// How many members could help the one that came last: one for each claim but its own first.
+    pub(super) fn helpers(&self) -> usize {
+        let Some(plan) = &self.plan else { return 0 };
+        let next = |start: &usize| Some(plan.claim_end(*start)).filter(|&end| end < plan.len());
+        std::iter::successors(next(&self.claimed), next).take(self.slots.len()).count()
+    }
+
+    /// Takes a claim back, its pieces done.
+    pub(super) fn finish(&mut self, claim: &Claim) {
+        self.active -= 1;
+        self.done += claim.pieces.len();
+    }
+
+    /// Gives a member its post back, when the operation is done.
+    pub(super) fn take(&mut self, slot: usize) -> Option<Post> {
+        debug_assert!(self.idle() && self.is_done());
+        match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
+            Slot::Posted { post, .. } => Some(post),
+            Slot::Missing | Slot::Taken => None,
+        }
+    }
+
+    /// Notes that a member will not take its post back.
+    pub(super) fn detach(&mut self, slot: usize) {
+        if let Slot::Posted { detached, .. } = &mut self.slots[slot] {
+            *detached = true;
+        }
+    }
+
+    /// Whether every member has taken its post, or will not: then a done operation can go.
+    pub(super) fn is_over(&self) -> bool {
+        self.slots.iter().all(|slot| matches!(slot, Slot::Taken | Slot::Posted { detached: true, .. }))
+    }
+}
+
+/// Whether two members are in the same operation. The parts of an all-to-all are compared one by one instead, and a
+/// sender and a receiver name each other by being there.
+fn agree(a: &OpInfo, b: &OpInfo) -> bool {
+    match (a.kind, b.kind) {
+        (OpKind::Send, OpKind::Recv) | (OpKind::Recv, OpKind::Send) => {
+            (a.dtype, a.elements, a.signature) == (b.dtype, b.elements, b.signature)
+        }
+        (OpKind::AllToAll, OpKind::AllToAll) => a.dtype == b.dtype,
+        _ => a == b,
+    }
+}

@@ -1,0 +1,383 @@
+//! All bookkeeping of a world, under one lock: groups, operations in flight, what each rank does, the first fault.
+//!
+//! One lock makes the questions exact that decide whether to wait: has everybody posted, does anybody wait for me, is
+//! this a cycle. Only bookkeeping happens under it: pieces are done, memory is dropped and ranks are woken outside.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::operation::{Claim, Key, Operation};
+use super::work::Post;
+use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport, Site};
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) groups: Vec<GroupState>,
+    /// Cuts of a group: its number, and how many cuts were before.
+    splits: HashMap<(usize, u64), Vec<Part>>,
+    ops: HashMap<Key, Operation>,
+    pub(super) ranks: Vec<RankState>,
+    pub(super) fault: Option<Arc<Fault>>,
+    /// The rank that failed first and the cause, be it a fault or an error of its own.
+    pub(super) first_failure: Option<(usize, String)>,
+    pub(super) errands: Errands,
+}
+
+/// What is to be done once the lock is free: waking a rank that would need the lock is in vain, and dropping memory
+/// may take long or call an arena.
+#[derive(Debug, Default)]
+pub(super) struct Errands {
+    pub(super) wake: Vec<usize>,
+    pub(super) drop: Vec<Operation>,
+    pub(super) drop_posts: Vec<Post>,
+}
+
+impl Errands {
+    pub(super) fn is_empty(&self) -> bool {
+        self.wake.is_empty() && self.drop.is_empty() && self.drop_posts.is_empty()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct GroupState {
+    name: Arc<str>,
+    /// World ranks of the members.
+    ranks: Arc<[usize]>,
+    /// Collectives that each member has started.
+    collectives: Vec<u64>,
+    /// Messages that each sender and receiver have started.
+    messages: HashMap<(usize, usize), [u64; 2]>,
+    /// Cuts that each member has made.
+    splits: Vec<u64>,
+}
+
+/// One part of a cut, as the members that came so far name it.
+#[derive(Debug)]
+struct Part {
+    name: String,
+    /// World ranks.
+    ranks: Arc<[usize]>,
+    group: usize,
+    /// The first member that named it.
+    named_by: usize,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct RankState {
+    /// How it ended, if it did.
+    pub(super) ended: Option<Activity>,
+    /// The operations that it is in the wait of: one, but for ranks with several threads.
+    pub(super) waiting: Vec<Key>,
+    /// What it started last.
+    last: Option<(Key, OpInfo)>,
+}
+
+/// What a waiting rank does next.
+pub(super) enum Step {
+    /// The operation is done: this is what the rank put in.
+    Done(Option<Post>),
+    /// The world stopped.
+    Failed(CommError),
+    /// There is work to help with.
+    Work(Claim),
+    /// Others must act first.
+    Park,
+}
+
+impl State {
+    /// `ranks` ranks in one group, the world.
+    pub(super) fn new(ranks: usize) -> State {
+        let mut state = State {
+            groups: Vec::new(),
+            splits: HashMap::new(),
+            ops: HashMap::new(),
+            ranks: (0..ranks).map(|_| RankState::default()).collect(),
+            fault: None,
+            first_failure: None,
+            errands: Errands::default(),
+        };
+        state.add_group("world", (0..ranks).collect());
+        state
+    }
+
+    fn add_group(&mut self, name: &str, ranks: Arc<[usize]>) -> usize {
+        self.groups.push(GroupState {
+            name: name.into(),
+            collectives: vec![0; ranks.len()],
+            messages: HashMap::new(),
+            splits: vec![0; ranks.len()],
+            ranks,
+        });
+        self.groups.len() - 1
+    }
+
+    /// The group of `rank` after a cut, which is made as the members come. `ranks` are world ranks.
+    pub(super) fn split(
+        &mut self,
+        parent: usize,
+        member: usize,
+        name: &str,
+        ranks: &[usize],
+    ) -> Result<usize, CommError> {
+        let group = &mut self.groups[parent];
+        let (rank, cut) = (group.ranks[member], group.splits[member]);
+        group.splits[member] += 1;
+        let site = Site { group: group.name.clone(), group_id: parent as u64, world_rank: rank, seq: cut, op: None };
+        if let Some(fault) = &self.fault {
+            return Err(CommError::Stopped { site, fault: Arc::clone(fault) });
+        }
+        let parts = self.splits.entry((parent, cut)).or_default();
+        let Some(part) = parts.iter().find(|part| part.ranks.iter().any(|r| ranks.contains(r))) else {
+            let ranks: Arc<[usize]> = ranks.into();
+            let group = self.add_group(name, Arc::clone(&ranks));
+            let part = Part { name: name.to_owned(), ranks, group, named_by: rank };
+            self.splits.entry((parent, cut)).or_default().push(part);
+            return Ok(group);
+        };
+        if part.name == name && *part.ranks == *ranks {
+            return Ok(part.group);
+        }
+        let first = (part.named_by, part.name.clone(), part.ranks.to_vec());
+        let second = (rank, name.to_owned(), ranks.to_vec());
+        let (first, second) = if first.0 < second.0 { (first, second) } else { (second, first) };
+        Err(self.stop(FaultKind::SplitDisagreement { first, second }, site))
+    }
+
+    /// Adds a member's part of an operation. Gives the operation and the member's slot in it.
+    pub(super) fn post(
+        &mut self,
+        group: usize,
+        member: usize,
+        post: Post,
+        info: OpInfo,
+    ) -> Result<(Key, usize), CommError> {
+        let state = &mut self.groups[group];
+        let (key, slot) = state.place(group, member, &post.call.op);
+        let rank = state.ranks[member];
+        let site = Site {
+            group: Arc::clone(&state.name),
+            group_id: group as u64,
+            world_rank: rank,
+            seq: key.seq,
+            op: Some(info),
+        };
+        self.ranks[rank].last = Some((key, info));
+        if let Some(fault) = &self.fault {
+            self.errands.drop_posts.push(post);
+            return Err(CommError::Stopped { site, fault: Arc::clone(fault) });
+        }
+        let op = self.ops.entry(key).or_insert_with(|| Operation::new(state.slot_ranks(key), slot));
+        if let Some((a, b)) = op.disagreement(slot, &post, info) {
+            self.errands.drop_posts.push(post);
+            let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
+            return Err(self.stop(FaultKind::Disagreement { first, second }, site));
+        }
+        op.accept(slot, post, info);
+        let gone = op.missing().find(|&rank| self.ranks[rank].ended.is_some());
+        if let Some(gone) = gone {
+            return Err(self.gone(gone, site));
+        }
+        let wake = if op.is_done() { usize::MAX } else { op.helpers() };
+        self.wake_waiting(key, wake);
+        Ok((key, slot))
+    }
+
+    /// Pieces of an operation that nobody does yet.
+    pub(super) fn claim(&mut self, key: Key) -> Option<Claim> {
+        match self.fault {
+            None => self.ops.get_mut(&key)?.claim(key),
+            Some(_) => None,
+        }
+    }
+
+    /// Takes a claim back. With the last one the operation is done.
+    pub(super) fn finish(&mut self, claim: &Claim) {
+        let Some(op) = self.ops.get_mut(&claim.key) else { return };
+        op.finish(claim);
+        if op.is_done() {
+            self.wake_waiting(claim.key, usize::MAX);
+            self.remove_if_over(claim.key);
+        } else if op.idle() && self.fault.is_some() {
+            self.errands.drop.extend(self.ops.remove(&claim.key));
+        }
+    }
+
+    /// What the rank in the wait of `key` does next.
+    pub(super) fn step(&mut self, key: Key, slot: usize, site: &Site) -> Step {
+        let Some(op) = self.ops.get_mut(&key) else {
+            return Step::Failed(self.stopped(site));
+        };
+        if op.is_done() {
+            let post = op.take(slot);
+            self.remove_if_over(key);
+            return Step::Done(post);
+        }
+        if self.fault.is_some() {
+            return Step::Failed(self.stopped(site));
+        }
+        if op.is_full() {
+            return op.claim(key).map_or(Step::Park, Step::Work);
+        }
+        let gone = op.missing().find(|&rank| self.ranks[rank].ended.is_some());
+        if let Some(gone) = gone {
+            return Step::Failed(self.gone(gone, site.clone()));
+        }
+        match self.cycle(site.world_rank) {
+            Some(cycle) => Step::Failed(self.stop(FaultKind::Deadlock { cycle }, site.clone())),
+            None => Step::Park,
+        }
+    }
+
+    /// Whether a wait for the operation would be over at once.
+    pub(super) fn is_over(&self, key: Key) -> bool {
+        self.fault.is_some() || self.ops.get(&key).is_none_or(Operation::is_done)
+    }
+
+    /// Notes that a member will not wait (any more).
+    pub(super) fn detach(&mut self, key: Key, slot: usize) {
+        if let Some(op) = self.ops.get_mut(&key) {
+            op.detach(slot);
+            self.remove_if_over(key);
+        }
+    }
+
+    fn remove_if_over(&mut self, key: Key) {
+        if self.ops.get(&key).is_some_and(|op| op.is_done() && op.is_over()) {
+            self.errands.drop.extend(self.ops.remove(&key));
+        }
+    }
+
+    /// Has ranks woken that wait for the operation.
+    fn wake_waiting(&mut self, key: Key, limit: usize) {
+        let Some(op) = self.ops.get(&key) else { return };
+        let waiting = |rank: &usize| self.ranks[*rank].waiting.contains(&key);
+        self.errands.wake.extend(op.ranks.iter().copied().filter(waiting).take(limit));
+    }
+
+    /// Notes the end of a rank, and stops the world if somebody is waiting for it.
+    pub(super) fn end(&mut self, rank: usize, how: Activity) {
+        if self.ranks[rank].ended.is_some() {
+            return;
+        }
+        self.ranks[rank].ended = Some(how.clone());
+        if self.fault.is_some() {
+            return;
+        }
+        match how {
+            Activity::Panicked(message) => {
+                self.poison(FaultKind::Panicked { rank, message }, None);
+                return;
+            }
+            Activity::Failed(error) if self.first_failure.is_none() => {
+                self.first_failure = Some((rank, format!("rank {rank} returned an error: {error}")));
+            }
+            _ => {}
+        }
+        let needs_it = |waiter: usize| {
+            let waiting = self.ranks[waiter].waiting.iter();
+            waiting.copied().find(|key| self.ops.get(key).is_some_and(|op| op.missing().any(|r| r == rank)))
+        };
+        let needed = (0..self.ranks.len()).find_map(|waiter| Some((waiter, needs_it(waiter)?)));
+        if let Some((waiter, key)) = needed {
+            let site = self.site(key, waiter, self.info(key, waiter));
+            self.gone(rank, site);
+        }
+    }
+
+    /// A place in the program, for messages.
+    pub(super) fn site(&self, key: Key, world_rank: usize, op: Option<OpInfo>) -> Site {
+        let group = Arc::clone(&self.groups[key.group].name);
+        Site { group, group_id: key.group as u64, world_rank, seq: key.seq, op }
+    }
+
+    fn info(&self, key: Key, rank: usize) -> Option<OpInfo> {
+        self.ops.get(&key)?.info(rank)
+    }
+
+    fn gone(&mut self, rank: usize, site: Site) -> CommError {
+        let how = self.ranks[rank].ended.clone().unwrap_or(Activity::Left);
+        self.stop(FaultKind::Gone { rank, how }, site)
+    }
+
+    /// Stops the world, and gives the error of the rank that noticed.
+    pub(super) fn stop(&mut self, kind: FaultKind, site: Site) -> CommError {
+        let fault = self.poison(kind, Some(site.clone()));
+        CommError::Stopped { site, fault }
+    }
+
+    fn stopped(&mut self, site: &Site) -> CommError {
+        match &self.fault {
+            Some(fault) => CommError::Stopped { site: site.clone(), fault: Arc::clone(fault) },
+            // An operation goes only with its last taker or with a fault, so a wait always finds one of them.
+            None => self.stop(FaultKind::Gone { rank: site.world_rank, how: Activity::Computing }, site.clone()),
+        }
+    }
+
+    /// Records the first fault: from now on every operation that is not done fails.
+    fn poison(&mut self, kind: FaultKind, site: Option<Site>) -> Arc<Fault> {
+        if let Some(fault) = &self.fault {
+            return Arc::clone(fault);
+        }
+        let ranks = (0..self.ranks.len()).map(|rank| self.report(rank)).collect();
+        let fault = Arc::new(Fault { kind, site, ranks });
+        if self.first_failure.is_none() {
+            self.first_failure = Some((fault.kind.culprit(), fault.headline()));
+        }
+        let stuck = |_: &Key, op: &mut Operation| !op.is_done() && op.idle();
+        self.errands.drop.extend(self.ops.extract_if(stuck).map(|(_, op)| op));
+        self.errands.wake.extend(0..self.ranks.len());
+        self.fault = Some(Arc::clone(&fault));
+        fault
+    }
+
+    fn report(&self, rank: usize) -> RankReport {
+        let state = &self.ranks[rank];
+        let (waiting, last) = (state.waiting.last().copied(), state.last);
+        let activity = match (&state.ended, waiting) {
+            (Some(how), _) => how.clone(),
+            (None, Some(_)) => Activity::Waiting,
+            (None, None) => Activity::Computing,
+        };
+        let site = match waiting {
+            Some(key) => Some(self.site(key, rank, self.info(key, rank))),
+            None => last.map(|(key, info)| self.site(key, rank, Some(info))),
+        };
+        RankReport { rank, activity, site }
+    }
+
+    /// Ranks without which `rank` cannot go on: it waits for operations that they have not posted.
+    pub(super) fn awaited(&self, rank: usize) -> impl Iterator<Item = usize> {
+        let ops = self.ranks[rank].waiting.iter().filter_map(|key| self.ops.get(key));
+        ops.flat_map(Operation::missing)
+    }
+}
+
+impl GroupState {
+    /// Where a member's next operation belongs: its key, and the member's slot.
+    fn place(&mut self, group: usize, member: usize, op: &Op) -> (Key, usize) {
+        let message = match *op {
+            Op::Send { to, .. } => Some((member, to, 0)),
+            Op::Recv { from, .. } => Some((from, member, 1)),
+            _ => None,
+        };
+        let next = |count: &mut u64| std::mem::replace(count, *count + 1);
+        match message {
+            Some((from, to, slot)) => {
+                let seq = next(&mut self.messages.entry((from, to)).or_default()[slot]);
+                (Key { group, message: Some((from, to)), seq }, slot)
+            }
+            None => {
+                let seq = next(&mut self.collectives[member]);
+                (Key { group, message: None, seq }, member)
+            }
+        }
+    }
+
+    /// World rank of each slot of an operation.
+    fn slot_ranks(&self, key: Key) -> Vec<usize> {
+        match key.message {
+            Some((from, to)) => vec![self.ranks[from], self.ranks[to]],
+            None => self.ranks.to_vec(),
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Who waits for whom: deadlocks at once, ranks that stand still after the timeout.
+//!
+//! A rank in a wait cannot go on before *all* members that its operation misses have posted, and cannot post anything
+//! itself. So a cycle of waits is a deadlock, and exact: it needs no timeout. What is left at the end of each chain of
+//! waits is a rank that computes; it is to blame if it makes no progress.
+
+use std::time::{Duration, Instant};
+
+use super::state::State;
+use crate::comm::{CommError, FaultKind, Site};
+
+impl State {
+    /// The ranks that wait for each other, `start` among them, if it waits for itself.
+    pub(super) fn cycle(&self, start: usize) -> Option<Vec<usize>> {
+        // Mostly nobody awaited waits for anything: then there is nothing to search.
+        if !self.awaited(start).any(|rank| self.awaited(rank).next().is_some()) {
+            return None;
+        }
+        let (mut seen, mut path) = (vec![false; self.ranks.len()], vec![start]);
+        if !self.leads_to(start, start, &mut seen, &mut path) {
+            return None;
+        }
+        // Told from the lowest rank on, so that the message does not depend on who noticed.
+        let lowest = path.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(i, _)| i);
+        path.rotate_left(lowest);
+        Some(path)
+    }
+
+    fn leads_to(&self, from: usize, goal: usize, seen: &mut [bool], path: &mut Vec<usize>) -> bool {
+        for next in self.awaited(from) {
+            if next == goal {
+                return true;
+            }
+            if std::mem::replace(&mut seen[next], true) {
+                continue;
+            }
+            path.push(next);
+            if self.leads_to(next, goal, seen, path) {
+                return true;
+            }
+            path.pop();
+        }
+        false
+    }
+
+    /// For each rank at the end of a chain of waits that starts at `rank`: the chain.
+    fn chains(&self, rank: usize) -> Vec<Vec<usize>> {
+        let (mut seen, mut found, mut chains) = (vec![false; self.ranks.len()], vec![vec![rank]], vec![]);
+        seen[rank] = true;
+        while let Some(chain) = found.pop() {
+            let mut ends = true;
+            for next in chain.last().into_iter().flat_map(|&last| self.awaited(last)) {
+                ends = false;
+                if !std::mem::replace(&mut seen[next], true) {
+                    found.push(chain.iter().copied().chain([next]).collect());
+                }
+            }
+            if ends {
+                chains.push(chain);
+            }
+        }
+        chains
+    }
+}
+
+/// One wait's view of the ranks that hold it up: since when each of them has not moved.
+#[derive(Debug, Default)]
+pub(super) struct Watch(Vec<Still>);
+
+#[derive(Debug)]
+struct Still {
+    rank: usize,
+    beats: u64,
+    since: Instant,
+}
+
+impl Watch {
+    /// Stops the world if a rank that `site`'s rank depends on made no progress for `timeout`.
+    pub(super) fn look(
+        &mut self,
+        state: &mut State,
+        site: &Site,
+        beats: impl Fn(usize) -> u64,
+        timeout: Duration,
+    ) -> Option<CommError> {
+        let now = Instant::now();
+        let chains = state.chains(site.world_rank);
+        let looked_at = chains.iter().filter(|chain| chain.len() > 1).filter_map(|chain| {
+            let rank = *chain.last()?;
+            let beats = beats(rank);
+            let before = self.0.iter().find(|still| still.rank == rank && still.beats == beats);
+            let since = before.map_or(now, |still| still.since);
+            Some((Still { rank, beats, since }, chain))
+        });
+        let (still, chains): (Vec<_>, Vec<_>) = looked_at.unzip();
+        self.0 = still;
+        let late = self.0.iter().position(|still| now.duration_since(still.since) >= timeout)?;
+        let kind = FaultKind::Timeout { rank: self.0[late].rank, after: timeout, chain: chains[late].clone() };
+        Some(state.stop(kind, site.clone()))
+    }
+}

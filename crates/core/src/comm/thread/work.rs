@@ -1,0 +1,242 @@
+//! The work of one operation: pieces that any rank may do, in any order, and the only place that touches memory.
+//!
+//! A piece reads the same elements of some ranks' buffers and writes them to some ranks' buffers. Pieces of one
+//! operation write disjoint elements, and none reads what another writes, so that they can run at the same time and
+//! the result does not depend on who does which.
+
+use std::ops::Range;
+use std::slice;
+
+use half::{bf16, f16};
+
+use super::reduce::{self, CHUNK, Reduce};
+use crate::buffer::Buffer;
+use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
+use crate::dtype::DType;
+
+/// Bytes read and written per claim: large against a wake-up, small against a bucket. An operation of at most this
+/// size is done by the rank that arrives last, and nobody is woken to help.
+const CLAIM_BYTES: usize = 256 << 10;
+
+/// One rank's part in an operation: its call, and where its bytes are.
+///
+/// Owning the call's buffers is what keeps the pointers good: the output is unique, so that nobody else can reach its
+/// bytes while the post exists; the input has other owners at most, and shared memory cannot be written.
+#[derive(Debug)]
+pub(super) struct Post {
+    pub(super) call: Call,
+    source: *const u8,
+    target: *mut u8,
+}
+
+// SAFETY: the pointers lead into the buffers of `call`, which are `Send` and owned by the same value.
+unsafe impl Send for Post {}
+
+impl Post {
+    /// Takes a checked call in. Its buffers must be on the host, and its output unique.
+    pub(super) fn new(mut call: Call) -> Result<Post, CommError> {
+        let target = match &mut call.output {
+            Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
+            None => std::ptr::null_mut(),
+        };
+        let source = match &call.input {
+            Some(input) => input.as_bytes()?.as_ptr(),
+            None => target.cast_const(),
+        };
+        Ok(Post { call, source, target })
+    }
+
+    /// The buffer that the member gets back.
+    pub(super) fn into_result(self) -> Buffer {
+        let buffer = match self.call.op.kind() {
+            OpKind::Send => self.call.input,
+            _ => self.call.output,
+        };
+        buffer.unwrap_or_else(Buffer::empty)
+    }
+}
+
+/// A range of elements to bring from some ranks to some ranks. Several sources are reduced to one value, which every
+/// target gets.
+#[derive(Debug)]
+struct Piece {
+    sources: Range<usize>,
+    /// First element to read, in each source's buffer.
+    read_at: usize,
+    targets: Range<usize>,
+    /// First element to write, in each target's buffer.
+    write_at: usize,
+    count: usize,
+}
+
+/// All the work of an operation that everybody has posted.
+#[derive(Debug)]
+pub(super) struct Plan {
+    dtype: DType,
+    reduce: ReduceOp,
+    sources: Vec<*const u8>,
+    targets: Vec<*mut u8>,
+    pieces: Vec<Piece>,
+}
+
+// SAFETY: a plan only holds addresses; using them is `run`, whose contract says when that is sound.
+unsafe impl Send for Plan {}
+// SAFETY: as above; nothing in a plan changes after it is made.
+unsafe impl Sync for Plan {}
+
+impl Plan {
+    /// The work of `posts`, one per member (a message: sender, receiver), which agree with each other.
+    pub(super) fn new(posts: &[&Post]) -> Plan {
+        let mut plan = Plan {
+            dtype: DType::U8,
+            reduce: ReduceOp::Sum,
+            sources: posts.iter().map(|post| post.source).collect(),
+            targets: posts.iter().map(|post| post.target).collect(),
+            pieces: Vec::new(),
+        };
+        let Some(first) = posts.first() else { return plan };
+        let buffer = first.call.input.as_ref().or(first.call.output.as_ref());
+        let (dtype, count) = buffer.map_or((DType::U8, 0), |b| (b.dtype(), b.count()));
+        plan.dtype = dtype;
+        let (n, all) = (posts.len(), 0..posts.len());
+        match &first.call.op {
+            Op::AllReduce(op) => {
+                plan.reduce = *op;
+                plan.cut(all.clone(), 0, all, 0, count);
+            }
+            Op::ReduceScatter(op) => {
+                plan.reduce = *op;
+                let part = count / n;
+                all.clone().for_each(|to| plan.cut(all.clone(), to * part, to..to + 1, 0, part));
+            }
+            Op::AllGather => {
+                all.clone().for_each(|from| plan.cut(from..from + 1, 0, all.clone(), from * count, count));
+            }
+            Op::Broadcast { root } => plan.cut(*root..root + 1, 0, all, 0, count),
+            Op::AllToAll { .. } => plan.exchange(posts),
+            // Slot 0 is the sender and slot 1 the receiver.
+            Op::Send { .. } | Op::Recv { .. } => plan.cut(0..1, 0, 1..2, 0, count),
+            Op::Barrier => {}
+        }
+        plan
+    }
+
+    fn exchange(&mut self, posts: &[&Post]) {
+        let mut write_at = vec![0; posts.len()];
+        for (from, post) in posts.iter().enumerate() {
+            let Op::AllToAll { send_counts, .. } = &post.call.op else { continue };
+            let mut read_at = 0;
+            for (to, &count) in send_counts.iter().enumerate() {
+                self.cut(from..from + 1, read_at, to..to + 1, write_at[to], count);
+                read_at += count;
+                write_at[to] += count;
+            }
+        }
+    }
+
+    /// Adds the pieces of one range. Where the cuts are depends on sizes alone, and changes no result.
+    fn cut(&mut self, sources: Range<usize>, read_at: usize, targets: Range<usize>, write_at: usize, count: usize) {
+        let element = self.dtype.size() * (sources.len() + targets.len());
+        let step = (CLAIM_BYTES / element).next_multiple_of(CHUNK);
+        for at in (0..count).step_by(step) {
+            self.pieces.push(Piece {
+                sources: sources.clone(),
+                read_at: read_at + at,
+                targets: targets.clone(),
+                write_at: write_at + at,
+                count: step.min(count - at),
+            });
+        }
+    }
+
+    /// Number of pieces.
+    pub(super) fn len(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// One past the last piece of a claim that starts at `start`.
+    pub(super) fn claim_end(&self, start: usize) -> usize {
+        let mut bytes = 0;
+        let enough = |piece: &Piece| {
+            bytes += piece.count * self.dtype.size() * (piece.sources.len() + piece.targets.len());
+            bytes >= CLAIM_BYTES
+        };
+        let rest = &self.pieces[start..];
+        start + rest.iter().position(enough).map_or(rest.len(), |last| last + 1)
+    }
+
+    /// Does some pieces.
+    ///
+    /// # Safety
+    ///
+    /// The posts that the plan was made of must exist until this returns, they must have passed [`Call::check`] and
+    /// agree with each other, and each piece must be done at most once.
+    pub(super) unsafe fn run(&self, pieces: Range<usize>) {
+        for piece in &self.pieces[pieces] {
+            // SAFETY: the caller's promise is the same.
+            unsafe {
+                match (piece.sources.len(), self.dtype) {
+                    (1, _) => self.copy(piece),
+                    (_, DType::F32) => self.reduce::<f32>(piece),
+                    (_, DType::F64) => self.reduce::<f64>(piece),
+                    (_, DType::Bf16) => self.reduce::<bf16>(piece),
+                    (_, DType::F16) => self.reduce::<f16>(piece),
+                    (_, DType::I32) => self.reduce::<i32>(piece),
+                    (_, DType::I64) => self.reduce::<i64>(piece),
+                    (_, DType::U8) => self.reduce::<u8>(piece),
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Plan::run`].
+    unsafe fn copy(&self, piece: &Piece) {
+        let size = self.dtype.size();
+        let source = self.sources[piece.sources.start];
+        for &target in &self.targets[piece.targets.clone()] {
+            if target.cast_const() == source {
+                continue; // the root of a broadcast, in place
+            }
+            // SAFETY: `Call::check` and the agreement of the posts put both ranges inside their buffers, which the
+            // posts keep alive. A target is a unique buffer, so it overlaps no other buffer; and no other piece
+            // reads or writes this range of it.
+            unsafe {
+                let from = source.add(piece.read_at * size);
+                let to = target.add(piece.write_at * size);
+                std::ptr::copy_nonoverlapping(from, to, piece.count * size);
+            }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Plan::run`]; `T` is the type of the elements.
+    unsafe fn reduce<T: Reduce>(&self, piece: &Piece) {
+        let mut sum = [T::Acc::default(); CHUNK];
+        let mut rounded = [T::zeroed(); CHUNK];
+        let mut room = vec![T::Acc::default(); reduce::room_for(piece.sources.len())];
+        for start in (0..piece.count).step_by(CHUNK) {
+            let count = CHUNK.min(piece.count - start);
+            let read = |rank: usize| {
+                let source = self.sources[rank].cast::<T>();
+                // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are
+                // whole elements. In place, the range is also written, but only below, after the last use of these
+                // slices, and by no other piece.
+                unsafe { slice::from_raw_parts(source.add(piece.read_at + start), count) }
+            };
+            let sum = &mut sum[..count];
+            reduce::tree(self.reduce, &read, piece.sources.clone(), sum, &mut room);
+            let result = T::narrow(sum, &mut rounded[..count]);
+            for &target in &self.targets[piece.targets.clone()] {
+                // SAFETY: in range, alive and aligned as above; `result` is on the stack, and no slice of this range
+                // exists any more.
+                unsafe {
+                    let to = target.cast::<T>().add(piece.write_at + start);
+                    std::ptr::copy_nonoverlapping(result.as_ptr(), to, count);
+                }
+            }
+        }
+    }
+}

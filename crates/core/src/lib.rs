@@ -1,0 +1,17 @@
+//! meshwork's ground floor: device mesh, SPMD types, buffers, communicators.
+
+mod buffer;
+pub mod comm;
+mod dtype;
+mod memory;
+mod mesh;
+mod rank;
+mod spmd;
+
+pub use buffer::{Buffer, BufferError};
+pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp};
+pub use dtype::{DType, Element};
+pub use memory::{Block, HostMemory, Memory, Recycle};
+pub use mesh::{Axis, Coords, Mesh, MeshError};
+pub use rank::Rank;
+pub use spmd::{SpmdError, Ty, Types, rules};

@@ -1,0 +1,164 @@
+//! Where elements live: host bytes that an arena can take back, or anything else that has a size.
+
+use std::any::Any;
+use std::fmt::{self, Debug};
+use std::sync::Arc;
+
+/// Somewhere that elements live: host memory, a device allocation, or only a size.
+pub trait Memory: Send + Sync + Debug + Any {
+    /// Size in bytes.
+    fn bytes(&self) -> usize;
+
+    /// The bytes, when the host can reach them.
+    fn host(&self) -> Option<&HostMemory>;
+
+    /// The bytes for writing, when the host can reach them.
+    fn host_mut(&mut self) -> Option<&mut HostMemory>;
+}
+
+/// One cache line: the unit of allocation, which gives every block its alignment.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Owned, 64-byte aligned bytes; their number is a multiple of 64.
+#[derive(Default)]
+pub struct Block(Vec<Line>);
+
+impl Block {
+    /// At least `bytes` bytes, all zero. Large blocks come from the system already zeroed, so this touches nothing.
+    pub fn zeroed(bytes: usize) -> Block {
+        Block(bytemuck::allocation::zeroed_vec(bytes.div_ceil(64)))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.len() * 64
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+
+    /// The bytes, for writing.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
+}
+
+impl Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Block({} bytes)", self.bytes())
+    }
+}
+
+/// Takes blocks back when the memory made of them is dropped: a caching arena.
+pub trait Recycle: Send + Sync + Debug {
+    /// Gives back a block, with whatever was last written to it. Must not panic: it runs in `drop`.
+    fn recycle(&self, block: Block);
+}
+
+/// Host bytes, 64-byte aligned and always initialised.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use meshwork_core::{Block, Buffer, DType, HostMemory, Recycle};
+///
+/// #[derive(Debug, Default)]
+/// struct Arena(Mutex<Vec<Block>>);
+/// impl Recycle for Arena {
+///     fn recycle(&self, block: Block) {
+///         self.0.lock().unwrap().push(block);
+///     }
+/// }
+///
+/// let arena = Arc::new(Arena::default());
+/// let memory = HostMemory::recycled(Block::zeroed(256), arena.clone());
+/// let buffer = Buffer::from_memory(Arc::new(memory), DType::F32, 64)?;
+/// drop(buffer);
+/// assert_eq!(arena.0.lock().unwrap().len(), 1); // ready to be handed out again
+/// # Ok::<(), meshwork_core::BufferError>(())
+/// ```
+#[derive(Debug)]
+pub struct HostMemory {
+    block: Block,
+    recycler: Option<Arc<dyn Recycle>>,
+}
+
+impl HostMemory {
+    /// At least `bytes` bytes, all zero.
+    pub fn zeroed(bytes: usize) -> HostMemory {
+        HostMemory::from(Block::zeroed(bytes))
+    }
+
+    /// Memory whose block goes to `recycler` when it is dropped.
+    pub fn recycled(block: Block, recycler: Arc<dyn Recycle>) -> HostMemory {
+        HostMemory { block, recycler: Some(recycler) }
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        self.block.as_slice()
+    }
+
+    /// The bytes, for writing.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        self.block.as_mut_slice()
+    }
+}
+
+impl From<Block> for HostMemory {
+    fn from(block: Block) -> HostMemory {
+        HostMemory { block, recycler: None }
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        if let Some(recycler) = self.recycler.take() {
+            recycler.recycle(std::mem::take(&mut self.block));
+        }
+    }
+}
+
+impl Memory for HostMemory {
+    fn bytes(&self) -> usize {
+        self.block.bytes()
+    }
+
+    fn host(&self) -> Option<&HostMemory> {
+        Some(self)
+    }
+
+    fn host_mut(&mut self) -> Option<&mut HostMemory> {
+        Some(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::{Buffer, DType};
+
+    #[test]
+    fn blocks_come_back_once_when_the_last_buffer_goes() {
+        #[derive(Debug, Default)]
+        struct Arena(Mutex<Vec<Block>>);
+        impl Recycle for Arena {
+            fn recycle(&self, block: Block) {
+                self.0.lock().unwrap().push(block);
+            }
+        }
+        let arena = Arc::new(Arena::default());
+        let memory = HostMemory::recycled(Block::zeroed(100), arena.clone());
+        let buffer = Buffer::from_memory(Arc::new(memory), DType::U8, 100).unwrap();
+        let half = buffer.slice(0..50).unwrap();
+        drop(buffer);
+        assert!(arena.0.lock().unwrap().is_empty());
+        drop(half);
+        assert_eq!(arena.0.lock().unwrap().iter().map(Block::bytes).collect::<Vec<_>>(), [128]);
+    }
+}

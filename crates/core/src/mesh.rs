@@ -1,0 +1,303 @@
+//! The device mesh: named axes over a grid of ranks, and slices of that grid. Pure arithmetic, no I/O.
+//!
+//! Ranks are numbered with the fastest axis first in the order tp, cp, dp, pp (Megatron's `tp-cp-dp-pp`), so that the
+//! axes that talk most are neighbours. The order of axes in a mesh string is free and means nothing.
+//!
+//! ```
+//! use meshwork_core::{Axis, Mesh};
+//! let mesh: Mesh = "dp=2,tp=4,pp=2".parse()?;
+//! assert_eq!(mesh.world_size(), 16);
+//! assert_eq!(mesh.group(5, &[Axis::Tp]), [4, 5, 6, 7]);
+//! assert_eq!(mesh.group(5, &[Axis::Pp]), [5, 13]);
+//! assert_eq!(mesh.coords(13).get(Axis::Pp), 1);
+//! # Ok::<(), meshwork_core::MeshError>(())
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+
+/// One named axis of a [`Mesh`], declared in rank order, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Axis {
+    /// Tensor parallel: heads, features and vocabulary are split.
+    Tp,
+    /// Context parallel: the sequence itself is split, attention included.
+    Cp,
+    /// Data parallel: the batch is split.
+    Dp,
+    /// Pipeline parallel: the layers are split.
+    Pp,
+}
+
+impl Axis {
+    /// Every axis, fastest first.
+    pub const ALL: [Axis; 4] = [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp];
+    /// How many axes there are.
+    pub const COUNT: usize = Self::ALL.len();
+
+    /// The short name used in mesh strings, errors and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Axis::Tp => "tp",
+            Axis::Cp => "cp",
+            Axis::Dp => "dp",
+            Axis::Pp => "pp",
+        }
+    }
+
+    pub(crate) const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+impl fmt::Display for Axis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Axis {
+    type Err = MeshError;
+
+    fn from_str(name: &str) -> Result<Self, MeshError> {
+        Self::ALL.into_iter().find(|axis| axis.name() == name).ok_or_else(|| MeshError::UnknownAxis {
+            name: name.to_owned(),
+            hint: match name {
+                "sp" => "; sequence parallelism is a boolean on tp, and the axis that splits long sequences is cp",
+                "ep" => "; expert parallelism borrows ranks from dp and cp and has not landed yet",
+                _ => "",
+            },
+        })
+    }
+}
+
+/// What is wrong with a mesh.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MeshError {
+    /// The axis does not exist.
+    #[error("unknown mesh axis `{name}`: the axes are tp, cp, dp, pp{hint}")]
+    UnknownAxis {
+        /// As written.
+        name: String,
+        /// What the writer may have meant.
+        hint: &'static str,
+    },
+    /// A part of the mesh string is not `axis=degree`.
+    #[error("`{part}` is not of the form axis=degree, as in dp=2,tp=4,pp=2")]
+    Syntax {
+        /// As written.
+        part: String,
+    },
+    /// The degree of an axis is zero.
+    #[error("axis {axis} has degree 0: a degree is 1 or more")]
+    ZeroDegree {
+        /// The axis.
+        axis: Axis,
+    },
+    /// An axis is given twice.
+    #[error("axis {axis} is given twice")]
+    Duplicate {
+        /// The axis.
+        axis: Axis,
+    },
+    /// The product of the degrees does not fit.
+    #[error("the product of the degrees of {mesh} overflows")]
+    Overflow {
+        /// The mesh as given.
+        mesh: String,
+    },
+}
+
+/// A grid of ranks with named axes. See the module documentation for the rank order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Mesh {
+    /// Indexed by axis; `None` where the mesh does not have the axis at all.
+    degrees: [Option<usize>; Axis::COUNT],
+}
+
+impl Mesh {
+    /// A mesh of the given axes. Degree 1 is a real axis: values carry a type on it, and its collectives are the identity.
+    pub fn new(axes: impl IntoIterator<Item = (Axis, usize)>) -> Result<Self, MeshError> {
+        let mut mesh = Self::default();
+        for (axis, degree) in axes {
+            if degree == 0 {
+                return Err(MeshError::ZeroDegree { axis });
+            }
+            if mesh.degrees[axis.index()].replace(degree).is_some() {
+                return Err(MeshError::Duplicate { axis });
+            }
+        }
+        let product = mesh.axes().try_fold(1usize, |size, axis| size.checked_mul(mesh.degree(axis)));
+        match product {
+            Some(_) => Ok(mesh),
+            None => Err(MeshError::Overflow { mesh: mesh.to_string() }),
+        }
+    }
+
+    /// This mesh with the missing ones of `axes` added at degree 1.
+    pub fn with_axes(mut self, axes: &[Axis]) -> Self {
+        for axis in axes {
+            self.degrees[axis.index()].get_or_insert(1);
+        }
+        self
+    }
+
+    /// The axes of this mesh, fastest first.
+    pub fn axes(&self) -> impl Iterator<Item = Axis> + use<> {
+        let degrees = self.degrees;
+        Axis::ALL.into_iter().filter(move |axis| degrees[axis.index()].is_some())
+    }
+
+    /// The axes on which values carry an SPMD type: all but pp, along which values travel as messages.
+    pub fn value_axes(&self) -> impl Iterator<Item = Axis> + use<> {
+        self.axes().filter(|&axis| axis != Axis::Pp)
+    }
+
+    /// Whether the mesh has this axis, be it of degree 1.
+    pub fn has(&self, axis: Axis) -> bool {
+        self.degrees[axis.index()].is_some()
+    }
+
+    /// The degree of an axis; 1 where the mesh does not have it.
+    pub fn degree(&self, axis: Axis) -> usize {
+        self.degrees[axis.index()].unwrap_or(1)
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.axes().map(|axis| self.degree(axis)).product()
+    }
+
+    /// Where a rank lies on the grid.
+    ///
+    /// # Panics
+    /// If `rank` is not below [`world_size`](Self::world_size).
+    pub fn coords(&self, rank: usize) -> Coords {
+        assert!(rank < self.world_size(), "rank {rank} is not in a world of {}", self.world_size());
+        let mut coords = Coords::default();
+        let mut rest = rank;
+        for axis in self.axes() {
+            coords.0[axis.index()] = rest % self.degree(axis);
+            rest /= self.degree(axis);
+        }
+        coords
+    }
+
+    /// The rank that lies at `coords`.
+    pub fn rank_at(&self, coords: Coords) -> usize {
+        let mut stride = 1;
+        let mut rank = 0;
+        for axis in self.axes() {
+            rank += coords.get(axis) * stride;
+            stride *= self.degree(axis);
+        }
+        rank
+    }
+
+    /// The ranks that differ from `rank` only along `axes` (any product of axes), itself included, in rank order.
+    pub fn group(&self, rank: usize, axes: &[Axis]) -> Vec<usize> {
+        let here = self.coords(rank);
+        (0..self.world_size())
+            .filter(|&other| {
+                let there = self.coords(other);
+                self.axes().all(|axis| axes.contains(&axis) || here.get(axis) == there.get(axis))
+            })
+            .collect()
+    }
+}
+
+impl FromStr for Mesh {
+    type Err = MeshError;
+
+    fn from_str(text: &str) -> Result<Self, MeshError> {
+        let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
+        let axes = parts.map(|part| {
+            let syntax = || MeshError::Syntax { part: part.to_owned() };
+            let (name, degree) = part.split_once('=').ok_or_else(syntax)?;
+            let axis = name.trim().parse::<Axis>()?;
+            let degree = degree.trim();
+            match degree.parse::<usize>() {
+                Ok(degree) => Ok((axis, degree)),
+                Err(error) if *error.kind() == std::num::IntErrorKind::PosOverflow => {
+                    Err(MeshError::Overflow { mesh: text.to_owned() })
+                }
+                Err(_) => Err(syntax()),
+            }
+        });
+        Self::new(axes.collect::<Result<Vec<_>, MeshError>>()?)
+    }
+}
+
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts: Vec<String> = self.axes().map(|axis| format!("{axis}={}", self.degree(axis))).collect();
+        f.write_str(&parts.join(","))
+    }
+}
+
+/// The position of a rank along every axis of its mesh; 0 on axes the mesh does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Coords([usize; Axis::COUNT]);
+
+impl Coords {
+    /// The position along `axis`: the `tp_rank`, `dp_rank`, ... of the rank.
+    pub fn get(&self, axis: Axis) -> usize {
+        self.0[axis.index()]
+    }
+
+    /// The same position with another place along `axis`.
+    pub fn with(mut self, axis: Axis, position: usize) -> Self {
+        self.0[axis.index()] = position;
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_group_of_a_16_rank_mesh() {
+        let mesh: Mesh = "pp=2, dp=2,tp=4".parse().unwrap();
+        assert_eq!(mesh.to_string(), "tp=4,dp=2,pp=2");
+        let groups = |axes: &[Axis]| {
+            let mut all: Vec<Vec<usize>> = (0..16).map(|rank| mesh.group(rank, axes)).collect();
+            all.dedup();
+            all.sort();
+            all.dedup();
+            all
+        };
+        assert_eq!(groups(&[Axis::Tp]), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]);
+        assert_eq!(groups(&[Axis::Dp]), [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]);
+        assert_eq!(groups(&[Axis::Pp]), [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]]);
+        assert_eq!(groups(&[Axis::Dp, Axis::Tp]), [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]);
+        assert_eq!(groups(&[]).len(), 16);
+    }
+
+    #[test]
+    fn coords_and_ranks_are_inverse_on_random_meshes() {
+        for (tp, cp, dp, pp) in [(1, 1, 1, 1), (3, 1, 2, 5), (4, 2, 3, 2), (1, 7, 1, 2)] {
+            let mesh = Mesh::new([(Axis::Pp, pp), (Axis::Tp, tp), (Axis::Cp, cp), (Axis::Dp, dp)]).unwrap();
+            for rank in 0..mesh.world_size() {
+                assert_eq!(mesh.rank_at(mesh.coords(rank)), rank);
+                assert!(mesh.group(rank, &[Axis::Tp]).contains(&rank));
+                assert_eq!(mesh.group(rank, &[Axis::Tp, Axis::Pp]).len(), tp * pp);
+            }
+        }
+    }
+
+    #[test]
+    fn bad_meshes_say_what_is_wrong() {
+        let message = |text: &str| text.parse::<Mesh>().unwrap_err().to_string();
+        assert_eq!(message("dp=2,xp=3"), "unknown mesh axis `xp`: the axes are tp, cp, dp, pp");
+        assert!(message("sp=2").contains("boolean on tp"));
+        assert!(message("ep=2").contains("not landed"));
+        assert_eq!(message("tp=0"), "axis tp has degree 0: a degree is 1 or more");
+        assert_eq!(message("tp=2,tp=2"), "axis tp is given twice");
+        assert_eq!(message("tp"), "`tp` is not of the form axis=degree, as in dp=2,tp=4,pp=2");
+        assert!(message("tp=-1").contains("not of the form"));
+        assert!(message("tp=4294967296,dp=4294967296,pp=2").contains("overflows"));
+        assert!(message("tp=99999999999999999999999").contains("overflows"));
+    }
+}

@@ -1,0 +1,230 @@
+//! SPMD types: what a value is over each axis of the mesh it lies on.
+//!
+//! | type | value over the axis | gradient |
+//! |---|---|---|
+//! | `Replicate` | same everywhere, used differently per rank | `Partial` |
+//! | `Invariant` | same everywhere, and the same work is done everywhere | `Invariant` |
+//! | `Shard(dim)` | each rank holds its slice of `dim` | `Shard(dim)` |
+//! | `Varying` | each rank holds a value of its own | `Varying` |
+//! | `Partial` | the true value is the sum over ranks, not yet taken | `Replicate` |
+//!
+//! Local operations infer the type of their result ([`rules`]) and refuse what would need hidden communication. Only
+//! the named collectives of `meshwork-tensor` change a type. The reason for all this: forgetting the `copy` before a
+//! column-parallel layer leaves the forward pass right and the gradient wrong, and nothing else notices.
+
+pub mod rules;
+
+use crate::mesh::{Axis, Coords, Mesh};
+use std::fmt;
+
+/// The type of a value over one mesh axis. See the [module documentation](self).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Ty {
+    /// Same everywhere, used differently per rank.
+    Replicate,
+    /// Same everywhere, and the same work is done everywhere.
+    Invariant,
+    /// Each rank holds its slice of this dim.
+    Shard(usize),
+    /// Each rank holds a value of its own.
+    Varying,
+    /// The true value is the sum over the ranks, not yet taken.
+    Partial,
+}
+
+impl Ty {
+    /// The type of the gradient of a value of this type.
+    pub fn dual(self) -> Ty {
+        match self {
+            Ty::Replicate => Ty::Partial,
+            Ty::Partial => Ty::Replicate,
+            Ty::Invariant | Ty::Shard(_) | Ty::Varying => self,
+        }
+    }
+
+    /// The sharded dim.
+    pub fn dim(self) -> Option<usize> {
+        match self {
+            Ty::Shard(dim) => Some(dim),
+            _ => None,
+        }
+    }
+
+    /// Four bits for [`Types::signature`]; dims from 11 on share a code.
+    fn code(self) -> u64 {
+        match self {
+            Ty::Replicate => 1,
+            Ty::Invariant => 2,
+            Ty::Varying => 3,
+            Ty::Partial => 4,
+            Ty::Shard(dim) => 5 + dim.min(10) as u64,
+        }
+    }
+
+    fn from_code(code: u64) -> Option<Ty> {
+        match code {
+            0 => None,
+            1 => Some(Ty::Replicate),
+            2 => Some(Ty::Invariant),
+            3 => Some(Ty::Varying),
+            4 => Some(Ty::Partial),
+            dim => Some(Ty::Shard(dim as usize - 5)),
+        }
+    }
+}
+
+impl fmt::Display for Ty {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ty::Shard(dim) => write!(f, "Shard({dim})"),
+            other => write!(f, "{other:?}"),
+        }
+    }
+}
+
+/// One [`Ty`] per axis of the mesh that a value lies on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Types([Option<Ty>; Axis::COUNT]);
+
+impl Types {
+    /// No axes at all: a value outside any mesh.
+    pub const NONE: Types = Types([None; Axis::COUNT]);
+
+    /// The given types, nothing on other axes.
+    pub fn of(types: &[(Axis, Ty)]) -> Self {
+        types.iter().fold(Self::NONE, |all, &(axis, ty)| all.with(axis, ty))
+    }
+
+    /// The same type on every value axis of `mesh`.
+    pub fn all(mesh: &Mesh, ty: Ty) -> Self {
+        mesh.value_axes().fold(Self::NONE, |all, axis| all.with(axis, ty))
+    }
+
+    /// The type on `axis`, if the value lies on that axis.
+    pub fn get(&self, axis: Axis) -> Option<Ty> {
+        self.0[axis.index()]
+    }
+
+    /// The same with another type on `axis`.
+    pub fn with(mut self, axis: Axis, ty: Ty) -> Self {
+        self.0[axis.index()] = Some(ty);
+        self
+    }
+
+    /// The axes with their types, fastest axis first.
+    pub fn iter(&self) -> impl Iterator<Item = (Axis, Ty)> + use<> {
+        let types = self.0;
+        Axis::ALL.into_iter().filter_map(move |axis| types[axis.index()].map(|ty| (axis, ty)))
+    }
+
+    /// The types of the gradient.
+    pub fn dual(&self) -> Self {
+        Self(self.0.map(|ty| ty.map(Ty::dual)))
+    }
+
+    /// The axes on which the value is `Partial`.
+    pub fn partial_axes(&self) -> impl Iterator<Item = Axis> + use<> {
+        self.iter().filter(|&(_, ty)| ty == Ty::Partial).map(|(axis, _)| axis)
+    }
+
+    /// Refuses to report or hand over, as final, a value that is not the same on every rank.
+    pub fn require_final(&self, what: &str) -> Result<(), SpmdError> {
+        match self.iter().find(|(_, ty)| !matches!(ty, Ty::Replicate | Ty::Invariant)) {
+            None => Ok(()),
+            Some((axis, ty)) => Err(SpmdError {
+                op: what.to_owned(),
+                axis,
+                problem: format!("the value is {ty}: no rank holds the true one"),
+                fix: format!("all_reduce it over {axis} first"),
+            }),
+        }
+    }
+
+    /// Whether the rank at `coords` contributes to a sum over the whole mesh: a value that is the same everywhere along an
+    /// axis counts once, at position 0; a share or slice counts on every rank.
+    pub fn counted_at(&self, coords: Coords) -> bool {
+        self.iter().all(|(axis, ty)| match ty {
+            Ty::Replicate | Ty::Invariant => coords.get(axis) == 0,
+            Ty::Partial | Ty::Shard(_) | Ty::Varying => true,
+        })
+    }
+
+    /// A fingerprint of these types and of a shape and element type. A pipeline message carries it, and the receiver
+    /// refuses another; [`Types::from_signature`] reads the types back for the error.
+    pub fn signature(&self, dtype: crate::DType, shape: &[usize]) -> u64 {
+        let codes = self.0.iter().rev().fold(0, |bits, ty| bits << 4 | ty.map_or(0, Ty::code));
+        // FNV-1a over dtype and shape, folded to the 48 bits left of the types.
+        let mut hash = 0xcbf2_9ce4_8422_2325u64;
+        for word in
+            std::iter::once(dtype.size() as u64 * 31 + dtype as u64).chain(shape.iter().map(|&extent| extent as u64))
+        {
+            hash = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+        (hash ^ hash >> 48) << 16 | codes
+    }
+
+    /// The types that a [`signature`](Self::signature) was made of.
+    pub fn from_signature(signature: u64) -> Self {
+        Self(std::array::from_fn(|axis| Ty::from_code(signature >> (4 * axis) & 0xf)))
+    }
+}
+
+impl fmt::Display for Types {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts: Vec<String> = self.iter().map(|(axis, ty)| format!("{axis}: {ty}")).collect();
+        write!(f, "[{}]", parts.join(", "))
+    }
+}
+
+impl fmt::Debug for Types {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A wrongly distributed program: what an operation was given, on which axis, and what would be valid.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op}: on axis {axis}, {problem}; {fix}")]
+pub struct SpmdError {
+    /// The operation that refused.
+    pub op: String,
+    /// The axis on which its operands do not fit.
+    pub axis: Axis,
+    /// What is wrong.
+    pub problem: String,
+    /// What would be valid.
+    pub fix: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signature_tells_types_shapes_and_dtypes_apart_and_reads_back() {
+        let types = Types::of(&[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))]);
+        let other = types.with(Axis::Tp, Ty::Invariant);
+        let of = |types: Types, shape: &[usize]| types.signature(crate::DType::F32, shape);
+        assert_eq!(Types::from_signature(of(types, &[2, 3])), types);
+        assert_ne!(of(types, &[2, 3]), of(other, &[2, 3]));
+        assert_ne!(of(types, &[2, 3]), of(types, &[3, 2]));
+        assert_ne!(of(types, &[2, 3]), types.signature(crate::DType::Bf16, &[2, 3]));
+    }
+
+    #[test]
+    fn the_dual_of_the_dual_is_the_type() {
+        for ty in [Ty::Replicate, Ty::Invariant, Ty::Shard(2), Ty::Varying, Ty::Partial] {
+            assert_eq!(ty.dual().dual(), ty);
+        }
+    }
+
+    #[test]
+    fn a_loss_that_is_partial_on_dp_is_not_final() {
+        let loss = Types::of(&[(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Partial)]);
+        assert_eq!(
+            loss.require_final("loss").unwrap_err().to_string(),
+            "loss: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first"
+        );
+        loss.with(Axis::Dp, Ty::Invariant).require_final("loss").unwrap();
+    }
+}

@@ -1,0 +1,332 @@
+//! Inference rules of local operations: the type of the result, per axis, or a refusal that says what is missing.
+//!
+//! Dims are those of the operand concerned; a contraction names its dims from the back. The rules know nothing of
+//! tensors: an operation calls the rule that states its algebra.
+
+use super::{SpmdError, Ty, Types};
+use crate::mesh::Axis;
+
+/// One operand of an operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand<'a> {
+    /// Its role in the operation, for errors.
+    pub name: &'a str,
+    /// Its type on each axis.
+    pub types: Types,
+    /// Its number of dims.
+    pub ndim: usize,
+    /// Whether it is read straight from a parameter, so that [`resolve_reads`] may make it Invariant.
+    pub param: bool,
+}
+
+impl<'a> Operand<'a> {
+    /// An operand that is not a parameter.
+    pub fn value(name: &'a str, types: Types, ndim: usize) -> Self {
+        Self { name, types, ndim, param: false }
+    }
+
+    /// A parameter: `Shard` where its placement says so, `Replicate` elsewhere.
+    pub fn parameter(name: &'a str, types: Types, ndim: usize) -> Self {
+        Self { name, types, ndim, param: true }
+    }
+}
+
+/// What a rule says of one axis: a type, or (problem, fix).
+pub type Verdict = Result<Ty, (String, String)>;
+
+/// Reading a replicated parameter yields, per axis, `Invariant` if every other operand is `Invariant` there, else
+/// `Replicate`. No collective is involved: the gradient of a `Replicate` read stays `Partial` for the reducer.
+pub fn resolve_reads(operands: &mut [Operand<'_>]) {
+    for axis in Axis::ALL {
+        let mut others = operands.iter().filter(|operand| !operand.param).peekable();
+        if others.peek().is_none() || !others.all(|operand| operand.types.get(axis) == Some(Ty::Invariant)) {
+            continue;
+        }
+        for operand in operands.iter_mut().filter(|operand| operand.param) {
+            if operand.types.get(axis) == Some(Ty::Replicate) {
+                operand.types = operand.types.with(axis, Ty::Invariant);
+            }
+        }
+    }
+}
+
+/// Applies `rule` on every axis of the first operand.
+pub fn per_axis(op: &str, operands: &[Operand<'_>], rule: impl Fn(Axis, &[Ty]) -> Verdict) -> Result<Types, SpmdError> {
+    let mut result = Types::NONE;
+    for axis in Axis::ALL {
+        let types: Vec<Option<Ty>> = operands.iter().map(|operand| operand.types.get(axis)).collect();
+        if types.iter().all(Option::is_none) {
+            continue;
+        }
+        let refuse = |(problem, fix)| SpmdError { op: op.to_owned(), axis, problem, fix };
+        let Some(types) = types.iter().copied().collect::<Option<Vec<Ty>>>() else {
+            let stray = operands.iter().find(|operand| operand.types.get(axis).is_none());
+            let name = stray.map_or("", |operand| operand.name);
+            return Err(refuse((
+                format!("{name} does not lie on this axis and another operand does"),
+                "put every operand on the same mesh".to_owned(),
+            )));
+        };
+        result = result.with(axis, rule(axis, &types).map_err(refuse)?);
+    }
+    Ok(result)
+}
+
+fn mixed(a: &str, ta: Ty, b: &str, tb: Ty) -> (String, String) {
+    let (name, other) = if ta == Ty::Invariant { (a, tb) } else { (b, ta) };
+    (
+        format!("{a} is {ta} and {b} is {tb}: the gradient of {name} would miss the other ranks' share"),
+        match other {
+            Ty::Shard(dim) => format!("split(I→S) {name} along dim {dim} first"),
+            _ => format!("copy(I→R) {name} first"),
+        },
+    )
+}
+
+/// A linear map of one value (scale, cast, dropout with a mask by global position): every type is kept.
+pub fn linear_map(op: &str, x: Operand<'_>) -> Result<Types, SpmdError> {
+    per_axis(op, &[x], |_, types| Ok(types[0]))
+}
+
+/// A non-linear function applied to each element: refuses `Partial`.
+pub fn pointwise(op: &str, x: Operand<'_>) -> Result<Types, SpmdError> {
+    per_axis(op, &[x], |axis, types| not_partial(op, axis, x.name, types[0]))
+}
+
+fn not_partial(op: &str, axis: Axis, name: &str, ty: Ty) -> Verdict {
+    match ty {
+        Ty::Partial => Err((
+            format!("{name} is Partial, and {op} of a sum is not the sum of {op}"),
+            format!("all_reduce or reduce_scatter {name} over {axis} first"),
+        )),
+        ty => Ok(ty),
+    }
+}
+
+/// The sum `x + y`, where `y` may have fewer dims and is then repeated over the leading dims of `x`.
+pub fn add(op: &str, x: Operand<'_>, y: Operand<'_>) -> Result<Types, SpmdError> {
+    let lead = x.ndim.saturating_sub(y.ndim);
+    per_axis(op, &[x, y], |axis, types| match (types[0], types[1]) {
+        (Ty::Shard(d), Ty::Shard(e)) if d == e + lead => Ok(Ty::Shard(d)),
+        // y is repeated over the dim that is sharded.
+        (Ty::Shard(d), Ty::Replicate) if d < lead => Ok(Ty::Shard(d)),
+        (Ty::Varying, Ty::Replicate) | (Ty::Replicate, Ty::Varying) => Ok(Ty::Varying),
+        (tx, ty) if tx == ty && !matches!(tx, Ty::Shard(_)) => Ok(tx),
+        (Ty::Partial, other) | (other, Ty::Partial) => {
+            let (partial, whole) = if types[0] == Ty::Partial { (x.name, y.name) } else { (y.name, x.name) };
+            Err((
+                format!("{partial} is Partial and {whole} is {other}: {whole} would be counted once per rank"),
+                format!("all_reduce or reduce_scatter {partial} over {axis} first"),
+            ))
+        }
+        (tx, ty) if tx == Ty::Invariant || ty == Ty::Invariant => Err(mixed(x.name, tx, y.name, ty)),
+        (tx, ty) => Err((
+            format!("{} is {tx} and {} is {ty}: they do not hold the same elements", x.name, y.name),
+            "bring both to the same type first".to_owned(),
+        )),
+    })
+}
+
+/// The product `x · wᵀ` over the last `contract` dims of both: `[lead.., K..] · [N.., K..]ᵀ = [lead.., N..]`.
+/// Contracting a dim that both shard gives `Partial`.
+pub fn contract(op: &str, x: Operand<'_>, w: Operand<'_>, contract: usize) -> Result<Types, SpmdError> {
+    let (lead, out) = (x.ndim - contract, w.ndim - contract);
+    let (xn, wn) = (x.name, w.name);
+    per_axis(op, &[x, w], |_, types| match (types[0], types[1]) {
+        (Ty::Invariant, Ty::Invariant) => Ok(Ty::Invariant),
+        (Ty::Replicate, Ty::Replicate) => Ok(Ty::Replicate),
+        (Ty::Varying, Ty::Replicate) => Ok(Ty::Varying),
+        (Ty::Partial, Ty::Replicate) | (Ty::Replicate, Ty::Partial) => Ok(Ty::Partial),
+        (Ty::Shard(d), Ty::Replicate) if d < lead => Ok(Ty::Shard(d)),
+        (Ty::Replicate, Ty::Shard(e)) if e < out => Ok(Ty::Shard(lead + e)),
+        (Ty::Shard(d), Ty::Shard(e)) if d >= lead && e >= out && d - lead == e - out => Ok(Ty::Partial),
+        (Ty::Invariant, Ty::Shard(e)) if e < out => Err((
+            format!(
+                "{xn} is Invariant and {wn} is Shard({e}): each rank's gradient of {xn} would hold only its own shard's share"
+            ),
+            format!("copy(I→R) {xn} before this column-parallel product"),
+        )),
+        (Ty::Replicate | Ty::Invariant, Ty::Shard(e)) => Err((
+            format!(
+                "the contracted dim {e} of {wn} is sharded and {xn} is {}: a sharded weight used as if whole",
+                types[0]
+            ),
+            format!("give {xn} sharded along the same dim (row-parallel)"),
+        )),
+        (Ty::Shard(d), Ty::Replicate | Ty::Invariant) if d >= lead => Err((
+            format!("the contracted dim {d} of {xn} is sharded and {wn} is whole"),
+            format!("all_gather {xn}, or shard {wn} along the same dim"),
+        )),
+        (Ty::Partial, Ty::Partial) => Err((
+            format!("{xn} and {wn} are both Partial, and a product of sums is not the sum of products"),
+            "all_reduce one of them first".to_owned(),
+        )),
+        (Ty::Partial, other) | (other, Ty::Partial) => Err((
+            format!("one of {xn} and {wn} is Partial and the other {other}: a value used before its reduction"),
+            "all_reduce or reduce_scatter the Partial one first".to_owned(),
+        )),
+        (tx, tw) if tx == Ty::Invariant || tw == Ty::Invariant => Err(mixed(xn, tx, wn, tw)),
+        (tx, tw) => Err((
+            format!("{xn} is {tx} and {wn} is {tw}: their product would need communication"),
+            format!("all_gather {xn}, or shard along the contracted dim of both"),
+        )),
+    })
+}
+
+/// A function along `dim` of `x` (softmax, norm) that keeps the other dims: refuses `Partial`, and `Shard(dim)`.
+/// `weights` are vectors over that dim, which must be whole.
+pub fn along_dim(op: &str, x: Operand<'_>, dim: usize, weights: &[Operand<'_>]) -> Result<Types, SpmdError> {
+    let operands: Vec<Operand<'_>> = std::iter::once(x).chain(weights.iter().copied()).collect();
+    per_axis(op, &operands, |axis, types| {
+        let tx = not_partial(op, axis, x.name, types[0])?;
+        if tx == Ty::Shard(dim) {
+            return Err((
+                format!("dim {dim} of {} is sharded, and {op} needs the whole of it on one rank", x.name),
+                format!("all_gather {} along dim {dim} first", x.name),
+            ));
+        }
+        for (weight, &tw) in weights.iter().zip(&types[1..]) {
+            match (tx, tw) {
+                (Ty::Invariant, Ty::Invariant) => {}
+                (Ty::Replicate | Ty::Varying | Ty::Shard(_), Ty::Replicate) => {}
+                (_, Ty::Shard(_)) => {
+                    return Err((
+                        format!("{} is {tw}: a sharded weight used as if whole", weight.name),
+                        format!("declare {} replicated on {axis}", weight.name),
+                    ));
+                }
+                (_, Ty::Partial) => return Err(not_partial(op, axis, weight.name, tw).unwrap_err()),
+                _ => return Err(mixed(x.name, tx, weight.name, tw)),
+            }
+        }
+        Ok(tx)
+    })
+}
+
+/// Rows of a table: `ids [..] , table [rows, h] → [.., h]`. The table must be whole.
+pub fn lookup(op: &str, ids: Operand<'_>, table: Operand<'_>) -> Result<Types, SpmdError> {
+    per_axis(op, &[ids, table], |axis, types| match (types[0], types[1]) {
+        (Ty::Invariant, Ty::Invariant) => Ok(Ty::Invariant),
+        (Ty::Replicate | Ty::Varying | Ty::Shard(_), Ty::Replicate) => Ok(types[0]),
+        (_, Ty::Shard(0)) => Err((
+            format!("the rows of {} are sharded: a sharded weight used as if whole", table.name),
+            "use the vocab-parallel lookup, whose result is Partial".to_owned(),
+        )),
+        (_, tw) if tw == Ty::Invariant || types[0] == Ty::Invariant => Err(mixed(ids.name, types[0], table.name, tw)),
+        (ti, tw) => Err((
+            format!("{} is {ti} and {} is {tw}", ids.name, table.name),
+            format!("{} must be whole on {axis}", table.name),
+        )),
+    })
+}
+
+/// The sum of a loss over all elements of `x`, whose dim `dim` is normalised over. `targets` lie like `x` without that
+/// dim. A sharded batch gives a `Partial` loss.
+pub fn summed_loss(op: &str, x: Operand<'_>, dim: usize, targets: Operand<'_>) -> Result<Types, SpmdError> {
+    per_axis(op, &[x, targets], |axis, types| match (types[0], types[1]) {
+        (Ty::Shard(d), _) if d == dim => Err((
+            format!("dim {dim} of {} is sharded: a shard of the {} given to the plain loss", x.name, x.name),
+            "use the vocab-parallel loss, or all_gather first".to_owned(),
+        )),
+        (Ty::Partial, _) => Err(not_partial(op, axis, x.name, Ty::Partial).unwrap_err()),
+        (Ty::Shard(d), Ty::Shard(e)) if d == e => Ok(Ty::Partial),
+        (Ty::Invariant, Ty::Invariant | Ty::Replicate) => Ok(Ty::Invariant),
+        (Ty::Replicate, Ty::Invariant | Ty::Replicate) => Ok(Ty::Replicate),
+        (Ty::Varying, Ty::Varying) => Ok(Ty::Varying),
+        (tx, tt) => Err((
+            format!("{} is {tx} and {} is {tt}: they do not hold the same rows", x.name, targets.name),
+            format!("lay {} out like {}", targets.name, x.name),
+        )),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
+
+    fn on(ty: Ty) -> Types {
+        Types::of(&[(Axis::Tp, ty)])
+    }
+
+    fn x(ty: Ty) -> Operand<'static> {
+        Operand::value("x", on(ty), 3)
+    }
+
+    fn w(ty: Ty) -> Operand<'static> {
+        Operand::parameter("weight", on(ty), 2)
+    }
+
+    fn ok(result: Result<Types, SpmdError>) -> Ty {
+        result.unwrap().get(Axis::Tp).unwrap()
+    }
+
+    #[test]
+    fn the_table_of_contractions() {
+        for (tx, tw, want) in [
+            (I, I, I),
+            (R, R, R),
+            (V, R, V),
+            (P, R, P),
+            (S(0), R, S(0)),
+            (S(1), R, S(1)),
+            (R, S(0), S(2)),
+            (S(2), S(1), P),
+        ] {
+            assert_eq!(ok(contract("linear", x(tx), w(tw), 1)), want, "{tx} {tw}");
+        }
+        for (tx, tw, say) in [
+            (I, S(0), "copy(I→R) x before this column-parallel product"),
+            (R, S(1), "a sharded weight used as if whole"),
+            (I, S(1), "a sharded weight used as if whole"),
+            (S(2), R, "the contracted dim 2 of x is sharded"),
+            (S(0), S(0), "would need communication"),
+            (S(0), I, "x is Shard(0) and weight is Invariant"),
+            (P, S(0), "before its reduction"),
+            (P, P, "product of sums"),
+        ] {
+            let error = contract("linear", x(tx), w(tw), 1).unwrap_err().to_string();
+            assert!(error.starts_with("linear: on axis tp, ") && error.contains(say), "{tx} {tw}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_table_of_sums() {
+        let bias = |ty| Operand::parameter("bias", on(ty), 1);
+        for (tx, tb, want) in [(I, I, I), (R, R, R), (S(0), R, S(0)), (S(1), R, S(1)), (S(2), S(0), S(2)), (V, R, V)] {
+            assert_eq!(ok(add("bias", x(tx), bias(tb))), want);
+        }
+        for (tx, tb, say) in [
+            (P, R, "counted once per rank"),
+            (P, I, "counted once per rank"),
+            (S(2), R, "do not hold the same elements"),
+            (S(1), I, "split(I→S) bias along dim 1"),
+            (I, R, "copy(I→R) x"),
+        ] {
+            let error = add("bias", x(tx), bias(tb)).unwrap_err().to_string();
+            assert!(error.contains(say), "{error}");
+        }
+        assert_eq!(ok(add("add", x(P), x(P))), P);
+        assert!(add("add", x(P), x(R)).is_err());
+        assert!(add("add", x(S(0)), x(S(1))).is_err());
+    }
+
+    #[test]
+    fn a_parameter_is_read_invariant_only_where_all_else_is() {
+        let types = Types::of(&[(Axis::Tp, R), (Axis::Dp, R)]);
+        let data = Types::of(&[(Axis::Tp, I), (Axis::Dp, S(0))]);
+        let mut operands = [Operand::value("x", data, 3), Operand::parameter("gamma", types, 1)];
+        resolve_reads(&mut operands);
+        assert_eq!(operands[1].types, Types::of(&[(Axis::Tp, I), (Axis::Dp, R)]));
+        // No other operand: nothing says that the same work is done everywhere.
+        let mut alone = [Operand::parameter("gamma", types, 1)];
+        resolve_reads(&mut alone);
+        assert_eq!(alone[0].types, types);
+    }
+
+    #[test]
+    fn values_on_different_meshes_do_not_mix() {
+        let error = add("add", x(I), Operand::value("y", Types::NONE, 3)).unwrap_err();
+        assert!(error.to_string().contains("y does not lie on this axis"), "{error}");
+    }
+}

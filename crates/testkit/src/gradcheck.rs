@@ -1,0 +1,72 @@
+//! Gradients against finite differences, in f64.
+
+/// Step of the central difference: a power of two near the cube root of the unit round-off, where truncation and rounding
+/// weigh about the same.
+pub const STEP: f64 = 1.0 / 131_072.0;
+
+/// Largest difference between a right gradient and its central difference, in units of `max(1, |f|)`.
+///
+/// Truncation is `STEP²/6 · |f'''| ≈ 1e-11 · |f'''|`. Rounding is `δ/STEP` for an error `δ` of `f`, and a sum of some hundred
+/// terms of order one is right to `δ ≈ 100 · 2⁻⁵³ ≈ 1e-14`: about 1e-9. A wrong gradient is off by the size of one term.
+pub const TOLERANCE: f64 = 1e-8;
+
+/// `(f(x + STEP·e_i) - f(x - STEP·e_i)) / (2·STEP)` for every element `i`.
+///
+/// On the ranks of a world, where `f` communicates, every rank calls this with the same `x`, and they stay in step.
+pub fn central_difference(x: &[f64], mut f: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
+    let mut moved = x.to_vec();
+    let mut gradient = Vec::with_capacity(x.len());
+    for i in 0..x.len() {
+        moved[i] = x[i] + STEP;
+        let above = f(&moved);
+        moved[i] = x[i] - STEP;
+        let below = f(&moved);
+        moved[i] = x[i];
+        gradient.push((above - below) / (2.0 * STEP));
+    }
+    gradient
+}
+
+/// Compares `gradient` with the central differences of `f` at `x`.
+///
+/// ```
+/// meshwork_testkit::gradcheck::assert_gradient("x³", &[2.0], &[12.0], |x| x[0].powi(3));
+/// ```
+///
+/// # Panics
+/// If an element differs by more than [`TOLERANCE`], or is not a number.
+#[track_caller]
+pub fn assert_gradient(name: &str, x: &[f64], gradient: &[f64], mut f: impl FnMut(&[f64]) -> f64) {
+    assert_eq!(gradient.len(), x.len(), "{name}: elements of the gradient");
+    let bound = TOLERANCE * f(x).abs().max(1.0);
+    for (i, (&got, want)) in gradient.iter().zip(central_difference(x, f)).enumerate() {
+        assert!(
+            (got - want).abs() <= bound,
+            "{name}: element {i} of the gradient is {got}, by finite differences {want} ± {bound:.1e}"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_right_gradient_passes() {
+        let x: Vec<f64> = (0..100).map(|i| f64::from(i) / 50.0 - 1.0).collect();
+        let gradient: Vec<f64> = x.iter().map(|x| x.cos() * x.sin().exp()).collect();
+        assert_gradient("exp(sin)", &x, &gradient, |x| x.iter().map(|x| x.sin().exp()).sum());
+    }
+
+    #[test]
+    #[should_panic(expected = "square: element 1 of the gradient is 4.00001, by finite differences 4")]
+    fn a_slightly_wrong_gradient_is_named() {
+        assert_gradient("square", &[1.0, 2.0], &[2.0, 4.00001], |x| x.iter().map(|x| x * x).sum());
+    }
+
+    #[test]
+    #[should_panic(expected = "root: element 0 of the gradient is NaN")]
+    fn not_a_number_is_refused() {
+        assert_gradient("root", &[1.0], &[f64::NAN], |x| x[0]);
+    }
+}

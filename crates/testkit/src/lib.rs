@@ -1,0 +1,12 @@
+//! For tests: worlds of rank threads, fault injection, repeatable randomness, parity and gradient checks.
+
+#![forbid(unsafe_code)]
+
+pub mod faults;
+pub mod gradcheck;
+pub mod parity;
+mod rng;
+mod world;
+
+pub use rng::Rng;
+pub use world::{run_world, try_run_world};
