@@ -1,0 +1,144 @@
+//! What can go wrong while a schedule runs.
+
+use std::error::Error;
+use std::fmt;
+
+use crate::{Action, ActionKind};
+
+/// Why [`run`](crate::run) stopped. `S` is the error of the stages, `T` that of the transport.
+///
+/// Its text ends with that of the stage's or transport's error, so [`source`](Error::source) skips to the cause of
+/// that one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RunError<S, T> {
+    /// The schedule has no such rank.
+    NoSuchRank {
+        /// What was asked for.
+        rank: usize,
+        /// The ranks of the schedule.
+        ranks: usize,
+    },
+    /// The number of stages given is not that which the rank holds.
+    StageCount {
+        /// The rank.
+        rank: usize,
+        /// The stages that it holds.
+        held: Vec<usize>,
+        /// How many were given.
+        given: usize,
+    },
+    /// A stage failed.
+    Stage {
+        /// The rank.
+        rank: usize,
+        /// What it was doing.
+        action: Action,
+        /// Its error.
+        source: S,
+    },
+    /// A send or receive failed.
+    Transport {
+        /// The rank.
+        rank: usize,
+        /// What it was doing.
+        action: Action,
+        /// The error of the transport.
+        source: T,
+    },
+    /// A stage made nothing for its neighbour, which waits for it.
+    NoResult {
+        /// The rank.
+        rank: usize,
+        /// What ran.
+        action: Action,
+    },
+    /// A stage at an end of the model made something that nobody takes.
+    LooseResult {
+        /// The rank.
+        rank: usize,
+        /// What ran.
+        action: Action,
+    },
+    /// All actions ran, but the sends in flight did not complete.
+    Finish {
+        /// The rank.
+        rank: usize,
+        /// The error of the transport.
+        source: T,
+    },
+}
+
+impl<S: fmt::Display, T: fmt::Display> fmt::Display for RunError<S, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoSuchRank { rank, ranks } => {
+                write!(f, "pp rank {rank} is none of the schedule's {ranks}: they go from 0 to {}", ranks - 1)
+            }
+            Self::StageCount { rank, held, given } => write!(
+                f,
+                "pp rank {rank} holds {} of the stages ({held:?}), but {given} were given; give each of them once, in \
+                 stage order",
+                held.len()
+            ),
+            Self::Stage { rank, action, source } => write!(f, "{}: {source}", Doing(*rank, *action)),
+            Self::Transport { rank, action, source } => write!(f, "{}: {source}", Doing(*rank, *action)),
+            Self::NoResult { rank, action } => write!(
+                f,
+                "{}: returned nothing, but stage {} waits for its {}; only the {} stage may return nothing",
+                Doing(*rank, *action),
+                if action.kind == ActionKind::Forward { action.stage + 1 } else { action.stage - 1 },
+                result(*action),
+                end(*action)
+            ),
+            Self::LooseResult { rank, action } => write!(
+                f,
+                "{}: returned the {} of the {} stage, which nobody takes; it must return nothing",
+                Doing(*rank, *action),
+                result(*action),
+                end(*action)
+            ),
+            Self::Finish { rank, source } => {
+                write!(f, "pp rank {rank}, waiting for its sends after the last action: {source}")
+            }
+        }
+    }
+}
+
+impl<S: Error, T: Error> Error for RunError<S, T> {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Stage { source, .. } => source.source(),
+            Self::Transport { source, .. } | Self::Finish { source, .. } => source.source(),
+            _ => None,
+        }
+    }
+}
+
+/// What a stage hands on.
+fn result(action: Action) -> &'static str {
+    if action.kind == ActionKind::Forward { "activation" } else { "gradient" }
+}
+
+/// The stage at which that flow ends.
+fn end(action: Action) -> &'static str {
+    if action.kind == ActionKind::Forward { "last" } else { "first" }
+}
+
+/// An action in words, with the rank that runs it.
+struct Doing(usize, Action);
+
+impl fmt::Display for Doing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(rank, Action { kind, stage, micro }) = *self;
+        let what = match kind {
+            ActionKind::Forward => "forward",
+            ActionKind::Backward => "backward",
+            ActionKind::SendActivation => "send of the activation",
+            ActionKind::RecvActivation => "receive of the activation",
+            ActionKind::SendGradient => "send of the gradient",
+            ActionKind::RecvGradient => "receive of the gradient",
+        };
+        write!(f, "stage {stage}, {what} of micro-batch {micro} on pp rank {rank}")
+    }
+}

@@ -1,0 +1,238 @@
+//! The alphabet of schedules: what a rank can do in one step, and how that is written.
+
+use std::error::Error;
+use std::fmt;
+use std::str::FromStr;
+
+/// What is done. A schedule as generated holds only the first two; [`lower`](crate::lower) adds the messages.
+///
+/// The letters `I` and `W` are reserved for a backward split into the gradient of the input and that of the
+/// weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum ActionKind {
+    /// `F`: the forward of one micro-batch through one stage.
+    Forward,
+    /// `B`: the whole backward, for the input and for the weights.
+    Backward,
+    /// `SF`: posts the activation to the next stage.
+    SendActivation,
+    /// `RF`: waits for the activation of the stage before.
+    RecvActivation,
+    /// `SB`: posts the gradient of the stage's input to the stage before.
+    SendGradient,
+    /// `RB`: waits for the gradient from the next stage.
+    RecvGradient,
+}
+
+use ActionKind::{Backward, Forward, RecvActivation, RecvGradient, SendActivation, SendGradient};
+
+impl ActionKind {
+    /// Every kind, in the order of their discriminants.
+    pub(super) const ALL: [Self; 6] = [Forward, Backward, SendActivation, RecvActivation, SendGradient, RecvGradient];
+
+    /// Whether it moves data between ranks instead of computing.
+    pub fn is_message(self) -> bool {
+        !matches!(self, Forward | Backward)
+    }
+
+    /// Whether it is the sending end of a message.
+    pub fn is_send(self) -> bool {
+        matches!(self, SendActivation | SendGradient)
+    }
+
+    fn letters(self) -> &'static str {
+        match self {
+            Forward => "F",
+            Backward => "B",
+            SendActivation => "SF",
+            RecvActivation => "RF",
+            SendGradient => "SB",
+            RecvGradient => "RB",
+        }
+    }
+}
+
+/// One step of one rank: what is done, for which stage and which micro-batch.
+///
+/// It prints and parses as stage, kind, micro-batch; `stage` is always the one on whose rank the action runs.
+///
+/// ```
+/// use meshwork_pipeline::{Action, ActionKind};
+///
+/// let action: Action = "2SF0".parse()?;
+/// assert_eq!(action, Action { kind: ActionKind::SendActivation, stage: 2, micro: 0 });
+/// assert_eq!(action.counterpart().unwrap().to_string(), "3RF0");
+/// # Ok::<(), meshwork_pipeline::ParseActionError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Action {
+    /// What is done.
+    pub kind: ActionKind,
+    /// The stage that does it.
+    pub stage: usize,
+    /// The micro-batch it is done for.
+    pub micro: usize,
+}
+
+impl Action {
+    pub(crate) fn new(kind: ActionKind, stage: usize, micro: usize) -> Self {
+        Self { kind, stage, micro }
+    }
+
+    /// The stage at the other end of a message; none for a computation, and none before the first stage.
+    pub(crate) fn peer_stage(self) -> Option<usize> {
+        match self.kind {
+            Forward | Backward => None,
+            SendActivation | RecvGradient => Some(self.stage + 1),
+            RecvActivation | SendGradient => self.stage.checked_sub(1),
+        }
+    }
+
+    /// The other end of a message: the receive of a send and the send of a receive.
+    pub fn counterpart(self) -> Option<Self> {
+        let kind = match self.kind {
+            Forward | Backward => return None,
+            SendActivation => RecvActivation,
+            RecvActivation => SendActivation,
+            SendGradient => RecvGradient,
+            RecvGradient => SendGradient,
+        };
+        Some(Self { kind, stage: self.peer_stage()?, ..self })
+    }
+
+    /// The name of the message that this send or receive moves, the same at both ends.
+    pub fn tag(self) -> Option<Tag> {
+        let (direction, stage) = match self.kind {
+            Forward | Backward => return None,
+            SendActivation => (Direction::Activation, self.stage),
+            RecvActivation => (Direction::Activation, self.peer_stage()?),
+            SendGradient => (Direction::Gradient, self.stage),
+            RecvGradient => (Direction::Gradient, self.peer_stage()?),
+        };
+        Some(Tag { direction, stage, micro: self.micro })
+    }
+}
+
+/// Which way a message flows through the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Direction {
+    /// Forward: what a stage hands to the next one.
+    Activation,
+    /// Backward: what a stage hands to the one before.
+    Gradient,
+}
+
+/// The name of a message: what it is and which stage made it. Sender and receiver see the same one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tag {
+    /// Which way it flows.
+    pub direction: Direction,
+    /// The stage that produced it.
+    pub stage: usize,
+    /// The micro-batch it belongs to.
+    pub micro: usize,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.direction {
+            Direction::Activation => "activation",
+            Direction::Gradient => "gradient",
+        };
+        write!(f, "{what} of stage {}, micro-batch {}", self.stage, self.micro)
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Through `pad`, so that a width in the format string lines up columns.
+        f.pad(&format!("{}{}{}", self.stage, self.kind.letters(), self.micro))
+    }
+}
+
+/// A text that is no action.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParseActionError {
+    /// The text.
+    pub text: String,
+}
+
+impl fmt::Display for ParseActionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} is no action: expected stage, kind (", self.text)?;
+        for (i, kind) in ActionKind::ALL.into_iter().enumerate() {
+            write!(f, "{}{}", if i == 0 { "" } else { ", " }, kind.letters())?;
+        }
+        write!(f, ") and micro-batch, as in 2F0 or 2SF0")
+    }
+}
+
+impl Error for ParseActionError {}
+
+impl FromStr for Action {
+    type Err = ParseActionError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parse = || {
+            let (stage, rest) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
+            let (letters, micro) = rest.split_at(rest.find(|c: char| c.is_ascii_digit())?);
+            let kind = ActionKind::ALL.into_iter().find(|kind| kind.letters() == letters)?;
+            Some(Action::new(kind, stage.parse().ok()?, micro.parse().ok()?))
+        };
+        parse().ok_or_else(|| ParseActionError { text: text.to_string() })
+    }
+}
+
+/// Parses the actions of one rank, separated by white space.
+///
+/// ```
+/// use meshwork_pipeline::parse_actions;
+///
+/// assert_eq!(parse_actions("0F0 0SF0 0F1")?[1].to_string(), "0SF0");
+/// assert_eq!(
+///     parse_actions("0F0 0X1").unwrap_err().to_string(),
+///     "\"0X1\" is no action: expected stage, kind (F, B, SF, RF, SB, RB) and micro-batch, as in 2F0 or 2SF0"
+/// );
+/// # Ok::<(), meshwork_pipeline::ParseActionError>(())
+/// ```
+pub fn parse_actions(text: &str) -> Result<Vec<Action>, ParseActionError> {
+    text.split_whitespace().map(str::parse).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_action_round_trips_through_text() {
+        for (i, kind) in ActionKind::ALL.into_iter().enumerate() {
+            assert_eq!(kind as usize, i, "ALL must be in discriminant order: tables index by it");
+            for (stage, micro) in [(0, 0), (2, 0), (0, 7), (10, 2047)] {
+                let action = Action::new(kind, stage, micro);
+                assert_eq!(action.to_string().parse(), Ok(action));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_action_is_refused() {
+        for text in ["", "F", "2", "2F", "F0", "2F0x", "2 F0", "2f0", "2FS0", "-1F0", "2F+0", "2F0F1", "2S0", "2I0"] {
+            assert_eq!(text.parse::<Action>(), Err(ParseActionError { text: text.to_string() }));
+        }
+        assert!("99999999999999999999999F0".parse::<Action>().is_err());
+    }
+
+    #[test]
+    fn both_ends_of_a_message_have_one_tag() {
+        for (send, receive) in [("2SF5", "3RF5"), ("3SB5", "2RB5")] {
+            let (send, receive): (Action, Action) = (send.parse().unwrap(), receive.parse().unwrap());
+            assert_eq!(send.counterpart(), Some(receive));
+            assert_eq!(receive.counterpart(), Some(send));
+            assert_eq!(send.tag(), receive.tag());
+            assert_eq!(send.tag().unwrap().stage, send.stage);
+        }
+        assert_eq!("0RF5".parse::<Action>().unwrap().tag(), None);
+        assert_eq!("0F5".parse::<Action>().unwrap().tag(), None);
+    }
+}

@@ -1,0 +1,273 @@
+//! What can be wrong with a schedule: one variant per kind of lie.
+
+use std::error::Error;
+use std::fmt;
+
+use super::{Action, ActionKind};
+
+/// A schedule that [`check`](crate::check) refused, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckError {
+    /// The name of the schedule.
+    pub schedule: String,
+    /// What is wrong with it: the first fault found.
+    pub fault: Fault,
+}
+
+impl fmt::Display for CheckError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "schedule {}: {}", self.schedule, self.fault)
+    }
+}
+
+impl Error for CheckError {}
+
+/// What is wrong with a schedule. Ranks are pipeline ranks; steps count a rank's actions from 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// There is nothing to do, or nobody to do it.
+    Empty {
+        /// Its ranks.
+        ranks: usize,
+        /// Its stages.
+        stages: usize,
+        /// Its micro-batches.
+        micros: usize,
+    },
+    /// The number of action lists is not the number of ranks.
+    RowCount {
+        /// Its ranks.
+        ranks: usize,
+        /// Its lists of actions.
+        rows: usize,
+    },
+    /// A stage is placed on a rank that does not exist.
+    Placement {
+        /// The stage.
+        stage: usize,
+        /// Where the placement puts it.
+        rank: usize,
+        /// The ranks there are.
+        ranks: usize,
+    },
+    /// A rank holds no stage.
+    IdleRank {
+        /// The rank.
+        rank: usize,
+        /// The ranks there are.
+        ranks: usize,
+        /// The stages there are.
+        stages: usize,
+    },
+    /// An action names a stage or a micro-batch that does not exist.
+    OutOfRange {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The action.
+        action: Action,
+        /// The stages there are.
+        stages: usize,
+        /// The micro-batches there are.
+        micros: usize,
+    },
+    /// An action stands on a rank that does not hold its stage.
+    WrongRank {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The action.
+        action: Action,
+        /// The rank of its stage.
+        home: usize,
+    },
+    /// A message in a schedule that is yet to be lowered.
+    MessageInPlain {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The message.
+        action: Action,
+    },
+    /// A message to nowhere, or between two stages of one rank.
+    NeedlessMessage {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The message.
+        action: Action,
+    },
+    /// An action that runs twice.
+    Duplicate {
+        /// Where it stands.
+        rank: usize,
+        /// The action.
+        action: Action,
+        /// The step at which it stands first.
+        first: usize,
+        /// The step at which it stands again.
+        second: usize,
+    },
+    /// A forward or a backward that nobody runs.
+    Missing {
+        /// Where it should stand.
+        rank: usize,
+        /// The action.
+        action: Action,
+    },
+    /// A message that must cross ranks and has neither a send nor a receive.
+    MissingMessage {
+        /// The send that should be.
+        send: Action,
+        /// Its rank.
+        from: usize,
+        /// The receive that should be.
+        receive: Action,
+        /// Its rank.
+        to: usize,
+    },
+    /// A receive whose message nobody sends.
+    ReceiveWithoutSend {
+        /// The receive.
+        receive: Action,
+        /// Its rank.
+        to: usize,
+        /// The send that should be.
+        send: Action,
+        /// The rank on which it should be.
+        from: usize,
+    },
+    /// A send whose message nobody receives.
+    SendWithoutReceive {
+        /// The send.
+        send: Action,
+        /// Its rank.
+        from: usize,
+        /// The receive that should be.
+        receive: Action,
+        /// The rank on which it should be.
+        to: usize,
+    },
+    /// An action that stands before one of its own rank whose result it needs.
+    BeforeItsInput {
+        /// Where both stand.
+        rank: usize,
+        /// The step of the action.
+        step: usize,
+        /// The action.
+        action: Action,
+        /// What it needs.
+        input: Action,
+        /// The step of what it needs.
+        input_step: usize,
+    },
+    /// Between two ranks, messages are received in another order than they are sent.
+    OutOfOrder {
+        /// The rank that sends.
+        from: usize,
+        /// The rank that receives.
+        to: usize,
+        /// Which of their messages differs first, counted from 0.
+        index: usize,
+        /// The send.
+        sent: Action,
+        /// The receive.
+        received: Action,
+    },
+    /// Ranks that wait for each other in a circle.
+    Deadlock {
+        /// Ranks by steps, with a mark at each action that can never start and what it waits for.
+        grid: String,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty { ranks, stages, micros } => write!(
+                f,
+                "nothing to run: {ranks} ranks, {stages} stages, {micros} micro-batches; each must be at least 1"
+            ),
+            Self::RowCount { ranks, rows } => {
+                write!(f, "{rows} lists of actions for {ranks} ranks; each rank has exactly one")
+            }
+            Self::Placement { stage, rank, ranks } => {
+                write!(f, "stage {stage} is placed on rank {rank}, but there are only ranks 0 to {}", ranks - 1)
+            }
+            Self::IdleRank { rank, ranks, stages } => {
+                write!(f, "rank {rank} of {ranks} holds none of the {stages} stages; each rank needs at least one")
+            }
+            Self::OutOfRange { rank, step, action, stages, micros } => write!(
+                f,
+                "rank {rank}, step {step}: {action} is out of range: stages go from 0 to {}, micro-batches from 0 to {}",
+                stages - 1,
+                micros - 1
+            ),
+            Self::WrongRank { rank, step, action, home } => write!(
+                f,
+                "rank {rank}, step {step}: {action} stands on rank {rank}, but stage {} lives on rank {home}",
+                action.stage
+            ),
+            Self::MessageInPlain { rank, step, action } => write!(
+                f,
+                "rank {rank}, step {step}: {action} is a message; a schedule holds only forwards and backwards until \
+                 `lower` adds the messages"
+            ),
+            Self::NeedlessMessage { rank, step, action } => {
+                write!(f, "rank {rank}, step {step}: {action} is a message to nobody: ")?;
+                match action.peer_stage() {
+                    Some(peer) => {
+                        write!(f, "stage {peer} does not exist or lives on the same rank")
+                    }
+                    None => write!(f, "there is no stage before the first"),
+                }
+            }
+            Self::Duplicate { rank, action, first, second } => {
+                write!(f, "rank {rank} runs {action} twice, at steps {first} and {second}; it must run once")
+            }
+            Self::Missing { rank, action: Action { kind, stage, micro } } => {
+                let what = if *kind == ActionKind::Backward { "backward" } else { "forward" };
+                let action = Action::new(*kind, *stage, *micro);
+                write!(f, "rank {rank} runs no {what} of micro-batch {micro} through stage {stage} ({action})")
+            }
+            Self::MissingMessage { send, from, receive, to } => write!(
+                f,
+                "{} crosses from rank {from} to rank {to} with no message: {send} and {receive} are missing",
+                Tagged(send)
+            ),
+            Self::ReceiveWithoutSend { receive, to, send, from } => {
+                write!(f, "rank {to} receives {receive}, but rank {from} never sends it ({send} is missing)")
+            }
+            Self::SendWithoutReceive { send, from, receive, to } => {
+                write!(f, "rank {from} sends {send}, but rank {to} never receives it ({receive} is missing)")
+            }
+            Self::BeforeItsInput { rank, step, action, input, input_step } => write!(
+                f,
+                "rank {rank}, step {step}: {action} stands before {input} (step {input_step}), whose result it needs"
+            ),
+            Self::OutOfOrder { from, to, index, sent, received } => write!(
+                f,
+                "message {index} from rank {from} to rank {to} is sent as {sent} but received as {received}; ranks \
+                 must receive in the order in which the other sends"
+            ),
+            Self::Deadlock { grid } => write!(f, "ranks wait for each other in a circle:\n{grid}"),
+        }
+    }
+}
+
+/// The name of the message behind a send or receive.
+struct Tagged<'a>(&'a Action);
+
+impl fmt::Display for Tagged<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.tag() {
+            Some(tag) => write!(f, "{tag}"),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}

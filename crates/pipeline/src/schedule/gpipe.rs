@@ -1,0 +1,38 @@
+//! GPipe (Huang et al., 2019): all forwards, then all backwards.
+
+use super::ActionKind::{Backward, Forward};
+use super::{Action, Schedule, one_stage_per_rank};
+
+/// All forwards, then all backwards, one stage per rank. It takes any number of micro-batches from 1.
+///
+/// Every rank holds the activations of all `micros` at its peak: that is the price of this schedule, and no
+/// order of the backwards changes it. The paper's figure runs them last to first; here they run first to last,
+/// with the same peak and the same bubble, so that gradients are summed in micro-batch order as in every other
+/// schedule and the sums are equal bit for bit.
+///
+/// Writes the data without judging it: [`Generator::build`](crate::Generator::build) refuses what makes no
+/// sense (no rank, no micro-batch), and [`check`](crate::check) would find it.
+///
+/// ```
+/// let schedule = meshwork_pipeline::gpipe(2, 2);
+/// assert_eq!(
+///     meshwork_pipeline::render(&schedule)?,
+///     "rank 0 | F0 F1       B0 B1\n\
+///      rank 1 |    F0 F1 B0 B1\n"
+/// );
+/// # Ok::<(), meshwork_pipeline::CheckError>(())
+/// ```
+pub fn gpipe(pp: usize, micros: usize) -> Schedule {
+    let row = |rank| {
+        let forwards = (0..micros).map(move |micro| Action::new(Forward, rank, micro));
+        let backwards = (0..micros).map(move |micro| Action::new(Backward, rank, micro));
+        forwards.chain(backwards).collect()
+    };
+    Schedule {
+        name: "gpipe".to_string(),
+        ranks: pp,
+        placement: one_stage_per_rank(pp),
+        micros,
+        actions: (0..pp).map(row).collect(),
+    }
+}

@@ -1,0 +1,39 @@
+//! 1F1B with a flush (PipeDream-flush; Narayanan et al., 2021): one forward, one backward, in turns.
+
+use super::ActionKind::{Backward, Forward};
+use super::{Action, Schedule, one_stage_per_rank};
+
+/// A few forwards to fill the pipeline, then one forward and one backward in turns, then the backwards left.
+///
+/// The bubble is GPipe's, but rank r holds the activations of only `pp - r` micro-batches, however many there
+/// are. With fewer micro-batches than ranks the turns never come and it would be GPipe under another name:
+/// [`Generator::build`](crate::Generator::build) refuses that; this function only writes the data.
+///
+/// ```
+/// let schedule = meshwork_pipeline::one_f_one_b(2, 3);
+/// assert_eq!(
+///     meshwork_pipeline::render(&schedule)?,
+///     "rank 0 | F0 F1    B0 F2 B1    B2\n\
+///      rank 1 |    F0 B0 F1 B1 F2 B2\n"
+/// );
+/// # Ok::<(), meshwork_pipeline::CheckError>(())
+/// ```
+pub fn one_f_one_b(pp: usize, micros: usize) -> Schedule {
+    let row = |rank: usize| {
+        let forward = |micro| Action::new(Forward, rank, micro);
+        let backward = |micro| Action::new(Backward, rank, micro);
+        // The first backward reaches this rank only after going through all ranks behind it.
+        let ahead = (pp - 1 - rank).min(micros);
+        let fill = (0..ahead).map(forward);
+        let turns = (ahead..micros).flat_map(|micro| [forward(micro), backward(micro - ahead)]);
+        let drain = (micros - ahead..micros).map(backward);
+        fill.chain(turns).chain(drain).collect()
+    };
+    Schedule {
+        name: "1f1b".to_string(),
+        ranks: pp,
+        placement: one_stage_per_rank(pp),
+        micros,
+        actions: (0..pp).map(row).collect(),
+    }
+}

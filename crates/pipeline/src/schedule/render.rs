@@ -1,0 +1,103 @@
+//! Pictures of schedules in text, laid out as the papers' figures are.
+
+use std::fmt::Write;
+
+use super::needs::{Form, needs};
+use super::{Action, CheckError, Schedule, check};
+
+/// Draws a schedule without messages: one row per rank, one column per unit of time, blank where the rank idles.
+///
+/// With one stage per rank the row says the stage and a cell shows kind and micro-batch; with several per rank a
+/// cell shows the whole action.
+///
+/// ```
+/// use meshwork_pipeline::{forward_only, gpipe, render};
+///
+/// assert_eq!(
+///     render(&gpipe(3, 2))?,
+///     "rank 0 | F0 F1             B0 B1\n\
+///      rank 1 |    F0 F1       B0 B1\n\
+///      rank 2 |       F0 F1 B0 B1\n"
+/// );
+/// assert_eq!(
+///     render(&forward_only(&[0, 1, 0], 2))?,
+///     "rank 0 | 0F0 0F1 2F0 2F1\n\
+///      rank 1 |     1F0 1F1\n"
+/// );
+/// # Ok::<(), meshwork_pipeline::CheckError>(())
+/// ```
+pub fn render(schedule: &Schedule) -> Result<String, CheckError> {
+    let report = check(schedule)?;
+    let stage_is_rank = schedule.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
+    let label = |action: Action| {
+        let text = action.to_string();
+        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(0);
+        if stage_is_rank { text[digits..].to_string() } else { text }
+    };
+    let rows = schedule.actions.iter().zip(&report.starts).map(|(row, starts)| {
+        let mut cells = vec![String::new(); report.span];
+        for (&action, &start) in row.iter().zip(starts) {
+            cells[start] = label(action);
+        }
+        cells
+    });
+    Ok(grid(&rows.collect::<Vec<_>>()))
+}
+
+/// Where each rank got stuck: its steps around there, the stuck one marked `>2F0<`, and what that one waits for.
+pub(super) fn stuck_grid(schedule: &Schedule, form: Form, reached: &[usize]) -> String {
+    // A window of steps, the same for all ranks: a real schedule has thousands. A rank stuck to the right of it has
+    // no mark in the grid, but its line below.
+    const BEFORE: usize = 4;
+    const WIDTH: usize = 16;
+    let stuck = || reached.iter().zip(&schedule.actions).filter(|&(&step, row)| step < row.len());
+    let first = stuck().map(|(&step, _)| step).min().unwrap_or(0).saturating_sub(BEFORE);
+
+    let rows: Vec<Vec<String>> = schedule
+        .actions
+        .iter()
+        .zip(reached)
+        .map(|(row, &at)| {
+            let mark = |(step, action): (usize, &Action)| {
+                if step == at { format!(">{action}<") } else { format!(" {action} ") }
+            };
+            row.iter().enumerate().skip(first).take(WIDTH).map(mark).collect()
+        })
+        .collect();
+    let has_run = |action: Action| {
+        let rank = schedule.placement[action.stage];
+        schedule.actions[rank][..reached[rank]].contains(&action)
+    };
+
+    let mut text = String::new();
+    if first > 0 {
+        let _ = writeln!(text, "(from step {first})");
+    }
+    text.push_str(&grid(&rows));
+    for (rank, (row, &at)) in schedule.actions.iter().zip(reached).enumerate() {
+        if let Some(&action) = row.get(at) {
+            let awaited = needs(schedule, form, action).find(|&need| !has_run(need));
+            let awaited = awaited
+                .map_or(String::new(), |need| format!(" waits for {need} of rank {}", schedule.placement[need.stage]));
+            let _ = writeln!(text, "rank {rank}, step {at}: {action}{awaited}");
+        }
+    }
+    text.truncate(text.trim_end().len());
+    text
+}
+
+/// Lines up one row of cells per rank; no white space at the end of a line.
+fn grid(rows: &[Vec<String>]) -> String {
+    let width = rows.iter().flatten().map(String::len).max().unwrap_or(0);
+    let digits = rows.len().saturating_sub(1).to_string().len();
+    let mut text = String::new();
+    for (rank, row) in rows.iter().enumerate() {
+        let mut line = format!("rank {rank:>digits$} |");
+        for cell in row {
+            let _ = write!(line, " {cell:<width$}");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}

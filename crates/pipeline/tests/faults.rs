@@ -1,0 +1,186 @@
+//! Schedules that lie, one per kind of lie, and what is said about each.
+
+use meshwork_pipeline::{Fault, Lowered, Schedule, check, forward_only, lower, parse_actions};
+
+/// A schedule of two micro-batches, or as many as given, written by hand.
+fn by_hand(placement: &[usize], micros: usize, rows: &[&str]) -> Schedule {
+    Schedule {
+        name: "by hand".to_string(),
+        ranks: rows.len(),
+        placement: placement.to_vec(),
+        micros,
+        actions: rows.iter().map(|row| parse_actions(row).unwrap()).collect(),
+    }
+}
+
+/// Asserts what is said about a schedule without messages.
+#[track_caller]
+fn refused(schedule: &Schedule, message: &str) {
+    let error = check(schedule).unwrap_err();
+    assert_eq!(error.to_string(), format!("schedule by hand: {message}"));
+    assert_eq!(lower(schedule), Err(error), "lower refuses what check refuses");
+}
+
+/// Asserts what is said about a schedule with messages.
+#[track_caller]
+fn refused_lowered(schedule: Schedule, message: &str) {
+    let error = Lowered::new(schedule).unwrap_err();
+    assert_eq!(error.to_string(), format!("schedule by hand: {message}"));
+}
+
+#[test]
+fn the_schedules_that_the_lies_are_made_of_are_true() {
+    check(&by_hand(&[0, 1], 2, &["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])).unwrap();
+    Lowered::new(by_hand(&[0, 1], 1, &["0F0 0SF0 0RB0 0B0", "1RF0 1F0 1B0 1SB0"])).unwrap();
+    Lowered::new(by_hand(&[0, 1], 2, &["0F0 0SF0 0F1 0SF1", "1RF0 1F0 1RF1 1F1"])).unwrap();
+}
+
+#[test]
+fn shapes_that_are_no_pipeline() {
+    let message = "nothing to run: 2 ranks, 2 stages, 0 micro-batches; each must be at least 1";
+    refused(&by_hand(&[0, 1], 0, &["", ""]), message);
+    let message = "nothing to run: 0 ranks, 0 stages, 1 micro-batches; each must be at least 1";
+    refused(&by_hand(&[], 1, &[]), message);
+
+    let mut rows = by_hand(&[0, 1], 1, &["0F0", "1F0"]);
+    rows.actions.pop();
+    refused(&rows, "1 lists of actions for 2 ranks; each rank has exactly one");
+
+    let message = "stage 1 is placed on rank 2, but there are only ranks 0 to 1";
+    refused(&by_hand(&[0, 2], 1, &["0F0", "1F0"]), message);
+    let message = "rank 1 of 2 holds none of the 2 stages; each rank needs at least one";
+    refused(&by_hand(&[0, 0], 1, &["0F0 1F0", ""]), message);
+}
+
+#[test]
+fn actions_that_do_not_belong() {
+    let message = "rank 1, step 2: 1F2 is out of range: stages go from 0 to 1, micro-batches from 0 to 1";
+    refused(&by_hand(&[0, 1], 2, &["0F0 0F1", "1F0 1F1 1F2"]), message);
+    let message = "rank 0, step 0: 2F0 is out of range: stages go from 0 to 1, micro-batches from 0 to 0";
+    refused(&by_hand(&[0, 1], 1, &["2F0", "1F0"]), message);
+    let message = "rank 0, step 1: 1F0 stands on rank 0, but stage 1 lives on rank 1";
+    refused(&by_hand(&[0, 1], 1, &["0F0 1F0", ""]), message);
+    let message = "rank 0, step 1: 0SF0 is a message; a schedule holds only forwards and backwards until `lower` adds \
+                   the messages";
+    refused(&by_hand(&[0, 1], 1, &["0F0 0SF0", "1RF0 1F0"]), message);
+    let message = "rank 0 runs 0F0 twice, at steps 0 and 2; it must run once";
+    refused(&by_hand(&[0, 1], 2, &["0F0 0F1 0F0", "1F0 1F1"]), message);
+}
+
+#[test]
+fn parts_that_nobody_runs() {
+    let message = "rank 1 runs no backward of micro-batch 1 through stage 1 (1B1)";
+    refused(&by_hand(&[0, 1], 2, &["0F0 0F1 0B0 0B1", "1F0 1F1 1B0"]), message);
+    let message = "rank 0 runs no forward of micro-batch 1 through stage 0 (0F1)";
+    refused(&by_hand(&[0, 1], 2, &["0F0 0B0 0B1", "1F0 1F1 1B0 1B1"]), message);
+    // Found before anything of that size is allocated.
+    let message = "rank 0 runs no forward of micro-batch 1 through stage 0 (0F1)";
+    refused(&by_hand(&[0], usize::MAX, &["0F0 0B0"]), message);
+    // A gradient sent by a backward that does not exist.
+    let message = "rank 1 runs no backward of micro-batch 0 through stage 1 (1B0)";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0RB0", "1RF0 1F0 1SB0"]), message);
+}
+
+#[test]
+fn results_used_before_they_exist() {
+    let message = "rank 1, step 1: 1B1 stands before 1F1 (step 2), whose result it needs";
+    refused(&by_hand(&[0, 1], 2, &["0F0 0F1 0B0 0B1", "1F0 1B1 1F1 1B0"]), message);
+    let message = "rank 0, step 0: 0B0 stands before 0F0 (step 1), whose result it needs";
+    refused(&by_hand(&[0, 1], 1, &["0B0 0F0", "1F0 1B0"]), message);
+    // A hand-over between two stages of one rank.
+    let message = "rank 0, step 0: 1F0 stands before 0F0 (step 1), whose result it needs";
+    refused(&by_hand(&[0, 0], 1, &["1F0 0F0"]), message);
+    // With messages: a send before, a forward before its receive.
+    let message = "rank 0, step 0: 0SF0 stands before 0F0 (step 1), whose result it needs";
+    refused_lowered(by_hand(&[0, 1], 1, &["0SF0 0F0", "1RF0 1F0"]), message);
+    let message = "rank 1, step 0: 1F0 stands before 1RF0 (step 1), whose result it needs";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0", "1F0 1RF0"]), message);
+    let message = "rank 0, step 1: 0B0 stands before 0F0 (step 2), whose result it needs";
+    refused_lowered(by_hand(&[0, 1], 1, &["0RB0 0B0 0F0 0SF0", "1RF0 1F0 1B0 1SB0"]), message);
+    let message = "rank 0, step 2: 0B0 stands before 0RB0 (step 3), whose result it needs";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0B0 0RB0", "1RF0 1F0 1B0 1SB0"]), message);
+    let message = "rank 1, step 2: 1SB0 stands before 1B0 (step 3), whose result it needs";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0RB0 0B0", "1RF0 1F0 1SB0 1B0"]), message);
+}
+
+#[test]
+fn messages_with_one_end_or_none() {
+    let message = "rank 1 receives 1RF0, but rank 0 never sends it (0SF0 is missing)";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0", "1RF0 1F0"]), message);
+    let message = "rank 0 receives 0RB0, but rank 1 never sends it (1SB0 is missing)";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0RB0 0B0", "1RF0 1F0 1B0"]), message);
+    let message = "rank 1 sends 1SB0, but rank 0 never receives it (0RB0 is missing)";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0B0", "1RF0 1F0 1B0 1SB0"]), message);
+    let message = "activation of stage 0, micro-batch 0 crosses from rank 0 to rank 1 with no message: 0SF0 and 1RF0 \
+                   are missing";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0", "1F0"]), message);
+    let message = "gradient of stage 1, micro-batch 0 crosses from rank 1 to rank 0 with no message: 1SB0 and 0RB0 \
+                   are missing";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0 0B0", "1RF0 1F0 1B0"]), message);
+}
+
+#[test]
+fn messages_to_nobody() {
+    let message = "rank 1, step 2: 1SF0 is a message to nobody: stage 2 does not exist or lives on the same rank";
+    refused_lowered(by_hand(&[0, 1], 1, &["0F0 0SF0", "1RF0 1F0 1SF0"]), message);
+    let message = "rank 0, step 0: 0RF0 is a message to nobody: there is no stage before the first";
+    refused_lowered(by_hand(&[0, 1], 1, &["0RF0 0F0 0SF0", "1RF0 1F0"]), message);
+    let message = "rank 0, step 1: 0SF0 is a message to nobody: stage 1 does not exist or lives on the same rank";
+    refused_lowered(by_hand(&[0, 0], 1, &["0F0 0SF0 1RF0 1F0"]), message);
+}
+
+/// Each rank alone is in order; a transport that delivers in order would hand micro-batch 0 to who asks for 1.
+#[test]
+fn messages_received_in_another_order() {
+    let message = "message 0 from rank 0 to rank 1 is sent as 0SF0 but received as 1RF1; ranks must receive in the \
+                   order in which the other sends";
+    refused_lowered(by_hand(&[0, 1], 2, &["0F0 0SF0 0F1 0SF1", "1RF1 1F1 1RF0 1F0"]), message);
+
+    // Without messages this runs; `lower` sees that its messages would not.
+    let plain = by_hand(&[0, 1], 2, &["0F0 0F1", "1F1 1F0"]);
+    check(&plain).unwrap();
+    assert!(matches!(lower(&plain).unwrap_err().fault, Fault::OutOfOrder { from: 0, to: 1, index: 0, .. }));
+}
+
+#[test]
+fn a_deadlock_shows_who_waits_for_whom() {
+    // Rank 0 wants a gradient back before it sends the next micro-batch, which rank 1 wants first.
+    refused(
+        &by_hand(&[0, 1], 2, &["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]),
+        "ranks wait for each other in a circle:\n\
+         rank 0 |  0F0  >0B0<  0F1   0B1\n\
+         rank 1 |  1F0  >1F1<  1B0   1B1\n\
+         rank 0, step 1: 0B0 waits for 1B0 of rank 1\n\
+         rank 1, step 1: 1F1 waits for 0F1 of rank 0",
+    );
+    refused_lowered(
+        by_hand(&[0, 1], 2, &["0F0 0SF0 0RB0 0B0 0F1 0SF1 0RB1 0B1", "1RF0 1F0 1RF1 1F1 1B0 1SB0 1B1 1SB1"]),
+        "ranks wait for each other in a circle:\n\
+         rank 0 |  0F0    0SF0  >0RB0<  0B0    0F1    0SF1   0RB1   0B1\n\
+         rank 1 |  1RF0   1F0   >1RF1<  1F1    1B0    1SB0   1B1    1SB1\n\
+         rank 0, step 2: 0RB0 waits for 1SB0 of rank 1\n\
+         rank 1, step 2: 1RF1 waits for 0SF1 of rank 0",
+    );
+}
+
+/// The grid shows the place, not a thousand steps before it; ranks that are done show no mark.
+#[test]
+fn a_deadlock_far_into_a_schedule_stays_readable() {
+    let mut schedule = forward_only(&[0, 1, 2], 40);
+    schedule.name = "by hand".to_string();
+    schedule.placement = vec![0, 1, 2, 1];
+    // Stage 3 is on rank 1; micro-batch 30 of stage 1 waits there for micro-batch 31 of stage 3.
+    schedule.actions[1] = parse_actions(
+        &(0..40).flat_map(|m| [if m == 30 { "3F31".into() } else { format!("1F{m}") }]).collect::<Vec<_>>().join(" "),
+    )
+    .unwrap();
+    let rest: Vec<String> = (0..40).filter(|&m| m != 31).map(|m| format!("3F{m}")).collect();
+    schedule.actions[1].extend(parse_actions(&format!("1F30 {}", rest.join(" "))).unwrap());
+
+    let error = check(&schedule).unwrap_err().to_string();
+    assert!(error.contains("(from step 26)\n"), "{error}");
+    assert!(error.contains(">3F31<") && error.contains(">2F30<"), "{error}");
+    assert!(error.contains("rank 1, step 30: 3F31 waits for 2F31 of rank 2"), "{error}");
+    assert!(error.ends_with("rank 2, step 30: 2F30 waits for 1F30 of rank 1"), "{error}");
+    assert!(error.lines().all(|line| line.len() < 150), "{error}");
+}

@@ -1,0 +1,244 @@
+//! The same network as a pipeline: its stages, channels between them, a thread per rank.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use super::{LAYERS, Layer, Outcome, data, grads, layer, loss, target};
+use meshwork_pipeline::{Event, Lowered, Phase, Stage, Tag, Transport, run};
+
+/// What goes wrong on purpose.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Fault {
+    None,
+    Forward {
+        stage: usize,
+        micro: usize,
+    },
+    Backward {
+        stage: usize,
+        micro: usize,
+    },
+    /// Returns no activation where its neighbour waits.
+    Silent {
+        stage: usize,
+    },
+    /// Returns no gradient where its neighbour waits.
+    SilentBack {
+        stage: usize,
+    },
+    /// Returns something where nobody waits.
+    Talkative {
+        stage: usize,
+    },
+}
+
+#[derive(Debug)]
+struct Failed(String);
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Some layers of the network.
+struct Chunk {
+    stage: usize,
+    stages: usize,
+    layers: Vec<Layer>,
+    /// Per micro-batch, the input of each layer and the output of the last.
+    kept: HashMap<usize, Vec<Vec<f32>>>,
+    losses: Vec<(usize, f32)>,
+    fault: Fault,
+    live: Live,
+}
+
+/// How many activations all chunks of a rank keep: what the checker predicts.
+#[derive(Clone, Default)]
+struct Live {
+    keeps: bool,
+    now: Rc<Cell<usize>>,
+    peak: Rc<Cell<usize>>,
+}
+
+impl Chunk {
+    fn new(stage: usize, stages: usize, fault: Fault, live: Live) -> Self {
+        let each = LAYERS / stages;
+        let layers = (stage * each..(stage + 1) * each).map(layer).collect();
+        Self { stage, stages, layers, kept: HashMap::new(), losses: Vec::new(), fault, live }
+    }
+}
+
+impl Stage for Chunk {
+    type Message = Vec<f32>;
+    type Error = Failed;
+
+    fn forward(&mut self, micro: usize, input: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Failed> {
+        let stage = self.stage;
+        assert_eq!(input.is_none(), stage == 0, "only the first stage reads the data");
+        if self.fault == (Fault::Forward { stage, micro }) {
+            return Err(Failed("loss is not finite".to_string()));
+        }
+        let mut xs = vec![input.unwrap_or_else(|| data(micro))];
+        for layer in &self.layers {
+            xs.push(layer.forward(xs.last().unwrap()));
+        }
+        let y = xs.last().unwrap().clone();
+        if self.live.keeps {
+            assert!(self.kept.insert(micro, xs).is_none(), "each micro-batch comes once");
+            self.live.now.update(|now| now + 1);
+            self.live.peak.update(|peak| peak.max(self.live.now.get()));
+        }
+        let last = stage + 1 == self.stages;
+        if last {
+            self.losses.push((micro, loss(&y, micro)));
+        }
+        let speaks = match self.fault {
+            Fault::Silent { stage } if stage == self.stage => false,
+            Fault::Talkative { stage } if stage == self.stage => true,
+            _ => !last,
+        };
+        Ok(speaks.then_some(y))
+    }
+
+    fn backward(&mut self, micro: usize, grad: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Failed> {
+        let stage = self.stage;
+        assert_eq!(grad.is_none(), stage + 1 == self.stages, "only the last stage starts from its loss");
+        if self.fault == (Fault::Backward { stage, micro }) {
+            return Err(Failed("loss is not finite".to_string()));
+        }
+        let mut xs = self.kept.remove(&micro).expect("backward before forward");
+        self.live.now.update(|now| now - 1);
+        let y = xs.pop().unwrap();
+        let mut d = grad.unwrap_or_else(|| y.iter().zip(target(micro)).map(|(y, t)| y - t).collect());
+        for (layer, x) in self.layers.iter_mut().zip(&xs).rev() {
+            d = layer.backward(x, &d);
+        }
+        let speaks = stage > 0 && self.fault != (Fault::SilentBack { stage });
+        Ok(speaks.then_some(d))
+    }
+}
+
+type Packet = (Tag, Vec<f32>);
+
+/// One channel per ordered pair of ranks. Dropping it closes them, which is how peers hear of a failure.
+#[derive(Default)]
+struct Channels {
+    to: Vec<Sender<Packet>>,
+    from: Vec<Receiver<Packet>>,
+    finished: usize,
+}
+
+fn channels(ranks: usize) -> Vec<Channels> {
+    let mut all: Vec<Channels> = (0..ranks).map(|_| Channels::default()).collect();
+    for from in 0..ranks {
+        for to in 0..ranks {
+            let (sender, receiver) = channel();
+            all[from].to.push(sender);
+            all[to].from.push(receiver);
+        }
+    }
+    all
+}
+
+impl Transport for Channels {
+    type Message = Vec<f32>;
+    type Error = Failed;
+
+    fn send(&mut self, to_rank: usize, tag: Tag, message: Vec<f32>) -> Result<(), Failed> {
+        self.to[to_rank].send((tag, message)).map_err(|_| Failed(format!("rank {to_rank} is gone")))
+    }
+
+    fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Vec<f32>, Failed> {
+        let (sent, message) = self.from[from_rank].recv().map_err(|_| Failed(format!("rank {from_rank} is gone")))?;
+        assert_eq!(sent, tag, "messages come in the order in which they are asked for");
+        Ok(message)
+    }
+
+    fn finish(&mut self) -> Result<(), Failed> {
+        self.finished += 1;
+        Ok(())
+    }
+}
+
+/// Runs a schedule with one thread per rank. On failure, what each rank that failed said.
+pub fn pipeline(lowered: &Lowered, fault: Fault) -> Result<Outcome, Vec<String>> {
+    let ranks = channels(lowered.schedule().ranks);
+    let results: Vec<Result<Vec<Part>, String>> = thread::scope(|scope| {
+        let start = |(rank, channels)| scope.spawn(move || run_rank(lowered, rank, channels, fault));
+        let threads: Vec<_> = ranks.into_iter().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let (parts, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    if !errors.is_empty() {
+        return Err(errors.into_iter().filter_map(Result::err).collect());
+    }
+    let mut parts: Vec<Part> = parts.into_iter().flatten().flatten().collect();
+    parts.sort_by_key(|part| part.stage);
+    let mut losses: Vec<(usize, f32)> = parts.iter().flat_map(|part| part.losses.clone()).collect();
+    losses.sort_by_key(|&(micro, _)| micro);
+    Ok(Outcome {
+        losses: losses.into_iter().map(|(_, loss)| loss).collect(),
+        grads: parts.into_iter().flat_map(|part| part.grads).collect(),
+    })
+}
+
+/// What one stage leaves.
+struct Part {
+    stage: usize,
+    losses: Vec<(usize, f32)>,
+    grads: Vec<f32>,
+}
+
+fn run_rank(lowered: &Lowered, rank: usize, mut channels: Channels, fault: Fault) -> Result<Vec<Part>, String> {
+    let schedule = lowered.schedule();
+    let live = Live { keeps: !schedule.is_forward_only(), ..Live::default() };
+    let chunk = |stage| Chunk::new(stage, schedule.stages(), fault, live.clone());
+    let mut chunks: Vec<Chunk> = schedule.stages_of(rank).map(chunk).collect();
+    let mut events = Vec::new();
+    run(lowered, rank, &mut chunks, &mut channels, &mut |event: Event| events.push(event))
+        .map_err(|error| error.to_string())?;
+
+    // The interpreter did what it was told, in order, and kept as much as the checker had said.
+    let told = lowered
+        .actions(rank)
+        .iter()
+        .flat_map(|&action| [Phase::Started, Phase::Finished].map(|phase| Event { action, phase }));
+    assert!(events.into_iter().eq(told));
+    assert_eq!(live.peak.get(), lowered.peaks()[rank]);
+    assert_eq!((live.now.get(), channels.finished), (0, 1));
+
+    let part = |chunk: Chunk| Part { stage: chunk.stage, grads: grads(chunk.layers.iter()), losses: chunk.losses };
+    Ok(chunks.into_iter().map(part).collect())
+}
+
+/// What a rank says when nobody is at the other end of its transport.
+pub fn run_alone(lowered: &Lowered, rank: usize, stages: &[usize]) -> String {
+    struct Nobody;
+
+    impl Transport for Nobody {
+        type Message = Vec<f32>;
+        type Error = Failed;
+
+        fn send(&mut self, to_rank: usize, _: Tag, _: Vec<f32>) -> Result<(), Failed> {
+            Err(Failed(format!("rank {to_rank} is gone")))
+        }
+
+        fn recv(&mut self, from_rank: usize, _: Tag) -> Result<Vec<f32>, Failed> {
+            Err(Failed(format!("rank {from_rank} is gone")))
+        }
+
+        fn finish(&mut self) -> Result<(), Failed> {
+            Err(Failed("nobody is there".to_string()))
+        }
+    }
+
+    let all = lowered.schedule().stages();
+    let chunk = |&stage: &usize| Chunk::new(stage, all, Fault::None, Live::default());
+    let mut chunks: Vec<Chunk> = stages.iter().map(chunk).collect();
+    run(lowered, rank, &mut chunks, &mut Nobody, &mut |_| {}).unwrap_err().to_string()
+}
