@@ -1,0 +1,46 @@
+//! Token and position tables.
+
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
+
+/// `y[.., h] = W[ids[..], h]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedding {
+    weight: ParamId,
+}
+
+impl Embedding {
+    /// Declares `{name}.weight` [rows, features], normal with the given standard deviation.
+    pub fn new(params: &mut Declarations, name: &str, rows: usize, features: usize, std: f32) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+        Ok(Self { weight: params.declare(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
+    }
+
+    /// `ids [..] → [.., h]`.
+    pub fn forward(&self, tape: &Tape, ids: &Var) -> Result<Var> {
+        ids.embedding(&tape.param(self.weight)?)
+    }
+
+    /// Logits of a tied head: `x [.., h] → [.., rows]`.
+    pub fn logits(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.linear(&tape.param(self.weight)?, 1)
+    }
+}
+
+/// `y[b, s, h] = x[b, s, h] + W[s, h]`: learned positions. Under sequence parallelism each rank adds those of its slice.
+#[derive(Clone, Copy, Debug)]
+pub struct Positions {
+    weight: ParamId,
+}
+
+impl Positions {
+    /// Declares `{name}.weight` [seq, features], normal with the given standard deviation.
+    pub fn new(params: &mut Declarations, name: &str, seq: usize, features: usize, std: f32) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+        Ok(Self { weight: params.declare(name, &[seq, features], Placement::replicated(), Role::Weight, init)? })
+    }
+
+    /// `x [b, s, h] → [b, s, h]`.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.positions(&tape.param(self.weight)?)
+    }
+}

@@ -1,0 +1,20 @@
+//! Un-sharded layers: parts of a model, and the oracle of every parity test.
+//!
+//! A layer declares its parameters once, into [`Declarations`](meshwork_tensor::Declarations), and holds their ids;
+//! `forward` reads them on a tape. Its parameters are whole on every rank of whatever mesh it runs on, so that it fits
+//! between parallel layers (a layer norm) or runs alone on a mesh with no axes.
+
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod attention;
+mod embedding;
+mod linear;
+mod mlp;
+mod norm;
+
+pub use attention::SelfAttention;
+pub use embedding::{Embedding, Positions};
+pub use linear::Linear;
+pub use mlp::Mlp;
+pub use norm::LayerNorm;

@@ -1,0 +1,51 @@
+//! Stochastic gradient descent with momentum, as PyTorch's `SGD` (no dampening, no Nesterov).
+//!
+//! ```text
+//! g = scale·grad + decay·w
+//! b = momentum·b + g
+//! w = w - lr·b
+//! ```
+//! Weight decay is coupled (L2): it joins the gradient, after clipping, and so passes through the momentum.
+
+use crate::optimizer::{OptimError, Optimizer, Update, checked};
+
+/// SGD with momentum and coupled (L2) weight decay. State: the momentum, or none where momentum is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Sgd {
+    /// Share of the last direction that is kept, in [0, 1); 0 = plain descent.
+    pub momentum: f64,
+    /// Multiple of the weight that is added to its gradient.
+    pub weight_decay: f64,
+}
+
+impl Optimizer for Sgd {
+    fn state_slots(&self) -> usize {
+        usize::from(self.momentum != 0.0)
+    }
+
+    fn update(
+        &self,
+        update: Update,
+        weights: &mut [f32],
+        grads: &[f32],
+        state: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        let Update { step, lr, grad_scale, decay } = update;
+        let decay = if decay { self.weight_decay as f32 } else { 0.0 };
+        let (lr, momentum) = (lr as f32, self.momentum as f32);
+
+        if self.state_slots() == 0 {
+            let [] = checked("sgd without momentum", step, weights.len(), grads.len(), state)?;
+            for (w, &grad) in weights.iter_mut().zip(grads) {
+                *w -= lr * (grad_scale * grad + decay * *w);
+            }
+        } else {
+            let [buffer] = checked("sgd with momentum", step, weights.len(), grads.len(), state)?;
+            for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
+                *b = momentum * *b + (grad_scale * grad + decay * *w);
+                *w -= lr * *b;
+            }
+        }
+        Ok(())
+    }
+}

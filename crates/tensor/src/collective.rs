@@ -1,0 +1,275 @@
+//! The named, differentiable operations that change an SPMD type, with their conjugates. Nothing else does.
+//!
+//! | op | forward | backward |
+//! |---|---|---|
+//! | [`copy`](Var::copy) I→R | identity | all-reduce |
+//! | [`all_reduce`](Var::all_reduce) P→I | all-reduce | identity |
+//! | [`all_reduce_replicate`](Var::all_reduce_replicate) P→R | all-reduce | all-reduce |
+//! | [`all_gather`](Var::all_gather) S→R | all-gather | reduce-scatter |
+//! | [`all_gather_invariant`](Var::all_gather_invariant) S→I | all-gather | split |
+//! | [`reduce_scatter`](Var::reduce_scatter) P→S | reduce-scatter | all-gather |
+//! | [`split`](Var::split) I→S | local slice | all-gather |
+//! | [`all_to_all`](Var::all_to_all) S(i)→S(j) | all-to-all | all-to-all |
+//! | [`slice`](Var::slice) R→S | local slice | zero-padded, Partial |
+//! | [`as_partial`](Var::as_partial) V→P | identity | identity |
+//! | [`max_reduce`](Var::max_reduce) | all-reduce (max) | no gradient |
+
+use crate::error::{Error, Result};
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Tape, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::Operand;
+use meshwork_core::{Axis, Group, ReduceOp, SpmdError, Ty, Types};
+
+/// What a collective does to memory. Each kind's conjugate is a kind again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Move {
+    Identity,
+    AllReduce,
+    /// Concatenate the ranks' slices along the dim.
+    Gather(usize),
+    /// Sum, then keep this rank's slice of the dim.
+    ReduceScatter(usize),
+    /// Keep this rank's slice of the dim.
+    Slice(usize),
+    /// This rank's slice of the dim, zeros elsewhere.
+    Pad(usize),
+    /// Exchange slices: gathers the first dim, cuts the second.
+    Exchange(usize, usize),
+}
+
+#[derive(Debug)]
+struct Collective {
+    name: &'static str,
+    axis: Axis,
+    from: Ty,
+    to: Ty,
+    forward: Move,
+    backward: Move,
+}
+
+impl Var {
+    /// I→R before work that differs per rank (a column-parallel layer). The gradient is summed over `axis`.
+    pub fn copy(&self, axis: Axis) -> Result<Var> {
+        self.convert("copy", axis, Ty::Invariant, Ty::Replicate, Move::Identity, Move::AllReduce)
+    }
+
+    /// P→I: takes the sum. The same gradient goes to every rank's share.
+    pub fn all_reduce(&self, axis: Axis) -> Result<Var> {
+        self.convert("all_reduce", axis, Ty::Partial, Ty::Invariant, Move::AllReduce, Move::Identity)
+    }
+
+    /// P→R: takes the sum, to be used differently per rank.
+    pub fn all_reduce_replicate(&self, axis: Axis) -> Result<Var> {
+        self.convert("all_reduce", axis, Ty::Partial, Ty::Replicate, Move::AllReduce, Move::AllReduce)
+    }
+
+    /// S(dim)→R.
+    pub fn all_gather(&self, axis: Axis, dim: usize) -> Result<Var> {
+        let (gather, scatter) = (Move::Gather(dim), Move::ReduceScatter(dim));
+        self.convert("all_gather", axis, Ty::Shard(dim), Ty::Replicate, gather, scatter)
+    }
+
+    /// S(dim)→I.
+    pub fn all_gather_invariant(&self, axis: Axis, dim: usize) -> Result<Var> {
+        self.convert("all_gather", axis, Ty::Shard(dim), Ty::Invariant, Move::Gather(dim), Move::Slice(dim))
+    }
+
+    /// P→S(dim): takes the sum, each rank keeping its slice.
+    pub fn reduce_scatter(&self, axis: Axis, dim: usize) -> Result<Var> {
+        let (scatter, gather) = (Move::ReduceScatter(dim), Move::Gather(dim));
+        self.convert("reduce_scatter", axis, Ty::Partial, Ty::Shard(dim), scatter, gather)
+    }
+
+    /// I→S(dim).
+    pub fn split(&self, axis: Axis, dim: usize) -> Result<Var> {
+        self.convert("split", axis, Ty::Invariant, Ty::Shard(dim), Move::Slice(dim), Move::Gather(dim))
+    }
+
+    /// R→S(dim).
+    pub fn slice(&self, axis: Axis, dim: usize) -> Result<Var> {
+        self.convert("slice", axis, Ty::Replicate, Ty::Shard(dim), Move::Slice(dim), Move::Pad(dim))
+    }
+
+    /// S(from)→S(to).
+    pub fn all_to_all(&self, axis: Axis, from: usize, to: usize) -> Result<Var> {
+        let (there, back) = (Move::Exchange(from, to), Move::Exchange(to, from));
+        self.convert("all_to_all", axis, Ty::Shard(from), Ty::Shard(to), there, back)
+    }
+
+    /// V→P: declares each rank's own value to be a share of a sum.
+    pub fn as_partial(&self, axis: Axis) -> Result<Var> {
+        self.convert("as_partial", axis, Ty::Varying, Ty::Partial, Move::Identity, Move::Identity)
+    }
+
+    /// The largest value over the ranks, element by element, `Invariant`. No gradient flows.
+    pub fn max_reduce(&self, axis: Axis) -> Result<Var> {
+        let group = self.tape().rank().group(axis);
+        let refuse = |ty: Ty| SpmdError {
+            op: "max_reduce".to_owned(),
+            axis,
+            problem: format!("x is {ty}"),
+            fix: "a maximum is taken over values that vary: Varying or Shard".to_owned(),
+        };
+        let ty = self.ty(axis);
+        if !matches!(ty, Ty::Varying | Ty::Shard(_)) {
+            return Err(refuse(ty).into());
+        }
+        let input = self.tensor();
+        let reduced = group.all_reduce(input.copy_buffer()?, ReduceOp::Max)?;
+        let tensor = Tensor::from_buffer(input.device(), reduced, input.shape())?;
+        Ok(self.tape().constant(tensor, self.types().with(axis, Ty::Invariant)))
+    }
+
+    fn convert(&self, name: &'static str, axis: Axis, from: Ty, to: Ty, forward: Move, backward: Move) -> Result<Var> {
+        self.tape().apply(Collective { name, axis, from, to, forward, backward }, &[self])
+    }
+}
+
+impl Op for Collective {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let (name, axis, types) = (self.name, self.axis, operands[0].types);
+        let refuse = |problem: String, fix: String| SpmdError { op: name.to_owned(), axis, problem, fix };
+        let Some(ty) = types.get(axis) else {
+            return Err(refuse("x does not lie on this axis".to_owned(), "use a mesh that has it".to_owned()));
+        };
+        if ty != self.from {
+            return Err(refuse(format!("x is {ty} and {name} takes {}", self.from), advice(name, ty, self.from)));
+        }
+        if let (Ty::Shard(from), Ty::Shard(to)) = (self.from, self.to)
+            && from == to
+        {
+            return Err(refuse(
+                format!("dim {from} would be gathered and cut at once"),
+                format!("drop this {name}: x is Shard({from}) already"),
+            ));
+        }
+        let ndim = operands[0].ndim;
+        if let Some(dim) = self.to.dim().filter(|&dim| dim >= ndim) {
+            return Err(refuse(format!("x has {ndim} dims and no dim {dim}"), format!("name a dim below {ndim}")));
+        }
+        // Two axes that cut one dim nest; undoing the outer cut alone would shuffle elements.
+        for dim in self.from.dim().into_iter().chain(self.to.dim()) {
+            if let Some((other, _)) = types.iter().find(|&(other, ty)| other != axis && ty == Ty::Shard(dim)) {
+                return Err(refuse(
+                    format!("dim {dim} is also cut over {other}"),
+                    format!("gather it over {other} first"),
+                ));
+            }
+        }
+        Ok(types.with(axis, self.to))
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        self.forward.run(self, cx.tape(), inputs[0].clone())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        match cx.needs(0) {
+            true => Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)]),
+            false => Ok(vec![None]),
+        }
+    }
+}
+
+/// What the writer probably wanted instead.
+fn advice(name: &str, is: Ty, wants: Ty) -> String {
+    match (name, is) {
+        ("all_reduce" | "reduce_scatter", Ty::Invariant | Ty::Replicate) => {
+            format!("it holds the sum already, and reducing twice would multiply it by the degree: drop this {name}")
+        }
+        ("all_reduce" | "reduce_scatter", Ty::Varying) => {
+            "if it is a share of a sum, say so with as_partial".to_owned()
+        }
+        ("all_gather", Ty::Replicate | Ty::Invariant) => {
+            "every rank holds the whole already: drop this all_gather".to_owned()
+        }
+        (_, Ty::Partial) => "all_reduce or reduce_scatter it first".to_owned(),
+        _ => format!("bring x to {wants} first"),
+    }
+}
+
+impl Move {
+    fn run(self, op: &Collective, tape: &Tape, x: Tensor) -> Result<Tensor> {
+        let group = tape.rank().group(op.axis);
+        let n = group.size();
+        if n == 1 {
+            return Ok(x);
+        }
+        let device = x.device().clone();
+        let shape = x.shape();
+        match self {
+            Move::Identity => Ok(x),
+            Move::AllReduce => {
+                let buffer = group.all_reduce(x.into_owned_buffer()?, ReduceOp::Sum)?;
+                Tensor::from_buffer(&device, buffer, shape)
+            }
+            Move::Gather(dim) => {
+                let (outer, extent, inner) = shape.around(dim);
+                let out = device.alloc(x.dtype(), n * x.count())?;
+                let mut all = group.all_gather(x.into_buffer(), out)?;
+                if outer > 1 {
+                    all = device.layout()?.swap_blocks(&all, n, outer, extent * inner)?;
+                }
+                Tensor::from_buffer(&device, all, shape.with(dim, n * extent))
+            }
+            Move::ReduceScatter(dim) => {
+                let (outer, held, inner) = even(op, group, shape, dim)?;
+                let mut all = x.into_buffer();
+                if outer > 1 {
+                    all = device.layout()?.swap_blocks(&all, outer, n, held * inner)?;
+                }
+                let out = device.alloc(all.dtype(), outer * held * inner)?;
+                let part = group.reduce_scatter(all, out, ReduceOp::Sum)?;
+                Tensor::from_buffer(&device, part, shape.with(dim, held))
+            }
+            Move::Slice(dim) => {
+                let (outer, held, inner) = even(op, group, shape, dim)?;
+                let start = group.rank() * held;
+                let part = device.layout()?.narrow(x.buffer(), outer, n * held, inner, start..start + held)?;
+                Tensor::from_buffer(&device, part, shape.with(dim, held))
+            }
+            Move::Pad(dim) => {
+                let (outer, held, inner) = shape.around(dim);
+                let start = group.rank() * held;
+                let whole = device.layout()?.widen(x.buffer(), outer, n * held, inner, start..start + held)?;
+                Tensor::from_buffer(&device, whole, shape.with(dim, n * held))
+            }
+            Move::Exchange(gathered, cut) => {
+                let (outer, held, inner) = even(op, group, shape, cut)?;
+                let to_send = device.layout()?.swap_blocks(x.buffer(), outer, n, held * inner)?;
+                let counts = vec![outer * held * inner; n];
+                let received = device.alloc(x.dtype(), x.count())?;
+                let received = group.all_to_all(to_send, received, &counts, &counts)?;
+                let part = shape.with(cut, held);
+                let (outer, extent, inner) = part.around(gathered);
+                let joined = device.layout()?.swap_blocks(&received, n, outer, extent * inner)?;
+                Tensor::from_buffer(&device, joined, part.with(gathered, n * extent))
+            }
+        }
+    }
+}
+
+/// `[outer, held by each rank, inner]` of a dim to be cut evenly over a group.
+fn even(op: &Collective, group: &Group, shape: Shape, dim: usize) -> Result<(usize, usize, usize)> {
+    let (outer, extent, inner) = shape.around(dim);
+    if extent % group.size() != 0 {
+        return Err(Error::Placement {
+            what: op.name.to_owned(),
+            dim,
+            extent,
+            axis: op.axis,
+            degree: group.size(),
+            problem: "the degree must divide it".to_owned(),
+        });
+    }
+    Ok((outer, extent / group.size(), inner))
+}

@@ -1,0 +1,101 @@
+//! A caching arena: blocks of dead buffers are handed out again to buffers of about their size.
+
+use crate::device::Meter;
+use meshwork_core::{Block, HostMemory, Memory, Recycle};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Free blocks by size.
+#[derive(Debug, Default)]
+pub(super) struct Arena {
+    free: Mutex<BTreeMap<usize, Vec<Block>>>,
+    system_allocations: AtomicU64,
+}
+
+impl Arena {
+    pub(super) fn system_allocations(&self) -> u64 {
+        self.system_allocations.load(Ordering::Relaxed)
+    }
+
+    /// A block of at least `bytes`, and whether it is known to be zero. Takes the smallest free block that fits and is
+    /// not more than a quarter too large: larger ones are left for those that need them.
+    fn take(&self, bytes: usize) -> (Block, bool) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fitting = free.range_mut(bytes..=bytes + bytes / 4 + 64).find_map(|(_, blocks)| blocks.pop());
+        match fitting {
+            Some(block) => (block, false),
+            None => {
+                self.system_allocations.fetch_add(1, Ordering::Relaxed);
+                (Block::zeroed(bytes), true)
+            }
+        }
+    }
+}
+
+impl Recycle for Arena {
+    fn recycle(&self, block: Block) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.entry(block.bytes()).or_default().push(block);
+    }
+}
+
+/// Memory of an arena that the device's meter counts while it lives, by the bytes asked for.
+#[derive(Debug)]
+pub(super) struct Metered {
+    memory: HostMemory,
+    meter: Arc<Meter>,
+    bytes: usize,
+}
+
+/// Memory of at least `bytes` from the arena, zeroed if asked.
+pub(super) fn memory(arena: &Arc<Arena>, meter: &Arc<Meter>, bytes: usize, zeroed: bool) -> Metered {
+    let (mut block, is_zero) = arena.take(bytes);
+    if zeroed && !is_zero {
+        block.as_mut_slice().fill(0);
+    }
+    meter.grow(bytes);
+    Metered { memory: HostMemory::recycled(block, arena.clone()), meter: Arc::clone(meter), bytes }
+}
+
+impl Memory for Metered {
+    fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    fn host(&self) -> Option<&HostMemory> {
+        Some(&self.memory)
+    }
+
+    fn host_mut(&mut self) -> Option<&mut HostMemory> {
+        Some(&mut self.memory)
+    }
+}
+
+impl Drop for Metered {
+    fn drop(&mut self) {
+        self.meter.shrink(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
+        let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());
+        let mut first = memory(&arena, &meter, 1000, false);
+        first.memory.as_mut_slice().fill(7);
+        assert_eq!(meter.live_bytes(), 1000);
+        drop(first);
+        assert_eq!((meter.live_bytes(), meter.peak_bytes()), (0, 1000));
+        let second = memory(&arena, &meter, 900, true);
+        assert_eq!(arena.system_allocations(), 1);
+        assert!(second.memory.as_slice().iter().all(|&byte| byte == 0));
+        // Too small a request leaves the large block alone.
+        drop(second);
+        let _small = memory(&arena, &meter, 64, false);
+        assert_eq!(arena.system_allocations(), 2);
+    }
+}

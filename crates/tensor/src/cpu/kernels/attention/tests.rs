@@ -1,0 +1,148 @@
+use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+use super::*;
+use crate::random::key;
+use proptest::prelude::*;
+
+fn dims([batch, seq, heads, head_dim]: [usize; 4]) -> Dims {
+    Dims { batch, seq, heads, head_dim }
+}
+
+fn elements(d: Dims) -> usize {
+    d.batch * d.seq * d.heads * d.head_dim
+}
+
+fn dropout(p: f32) -> Dropout {
+    Dropout { mask: Mask { key: key(5, "attention"), p }, first_sample: 3, first_head: 2, global_heads: 9 }
+}
+
+/// Output and lse. Every buffer starts as NaN: what is not overwritten shows.
+fn run<T: Float>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
+    let nan = T::from(f32::NAN);
+    let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
+    forward(d, qkv, &mut out, &mut lse, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    [out, lse]
+}
+
+fn run_backward<T: Float>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
+    let nan = T::from(f32::NAN);
+    let [out, lse] = run(d, qkv, dropout);
+    let saved = Saved { qkv, out: &out, lse: &lse };
+    let mut dqkv = vec![nan; qkv.len()];
+    backward(d, saved, dout, &mut dqkv, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    dqkv
+}
+
+/// One query at a time, from the equations.
+fn naive(d: Dims, qkv: &[f64], dropout: Option<Dropout>) -> [Vec<f64>; 2] {
+    let at = |b: usize, i: usize, part: usize, h: usize| {
+        &qkv[(((b * d.seq + i) * 3 + part) * d.heads + h) * d.head_dim..][..d.head_dim]
+    };
+    let (mut out, mut lse) = (vec![0.0; elements(d)], vec![0.0; d.batch * d.heads * d.seq]);
+    for (b, h) in d.each_head() {
+        for i in 0..d.seq {
+            let score = |j| dot(at(b, i, 0, h), at(b, j, 1, h)) / (d.head_dim as f64).sqrt();
+            let total: f64 = (0..=i).map(|j| score(j).exp()).sum();
+            lse[(b * d.heads + h) * d.seq + i] = total.ln();
+            let mut factor = vec![1.0; d.seq];
+            if let Some(drop) = dropout {
+                let row = (drop.first_sample + b as u64) * drop.global_heads + drop.first_head + h as u64;
+                let start = (row * d.seq as u64 + i as u64) * d.seq as u64;
+                drop.mask.factors(start, &mut factor);
+            }
+            let o = &mut out[((b * d.seq + i) * d.heads + h) * d.head_dim..][..d.head_dim];
+            for (j, factor) in factor.iter().enumerate().take(i + 1) {
+                let p = score(j).exp() / total * factor;
+                o.iter_mut().zip(at(b, j, 2, h)).for_each(|(o, v)| *o += p * v);
+            }
+        }
+    }
+    [out, lse]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn forward_matches_the_equations(
+        shape in (0..3_usize, 1..150_usize, 1..4_usize, 1..20_usize).prop_map(<[usize; 4]>::from), p in 0.0..0.8_f32,
+    ) {
+        let d = dims(shape);
+        let mut qkv: Vec<f32> = values("qkv", 3 * elements(d));
+        qkv.iter_mut().for_each(|x| *x *= 2.0);
+        for dropout in [None, Some(dropout(p))] {
+            let ([out, lse], [want, want_lse]) = (run(d, &qkv, dropout), naive(d, &widen(&qkv), dropout));
+            assert_close(&out, &want, 2e-5);
+            assert_close(&lse, &want_lse, 2e-6);
+        }
+    }
+
+    /// A head of a sample alone, a range of both, and a shorter sequence give the bits of the whole.
+    #[test]
+    fn bits_do_not_depend_on_other_heads_samples_or_later_positions(
+        shape in (1..4_usize, 1..150_usize, 1..5_usize, 1..20_usize).prop_map(<[usize; 4]>::from),
+        cut in prop::array::uniform3(0.0..1.0),
+    ) {
+        let d = dims(shape);
+        let qkv: Vec<f32> = values("qkv", 3 * elements(d));
+        let dout: Vec<f32> = values("dout", elements(d));
+        let [b, h, seq] = [(cut[0], d.batch), (cut[1], d.heads), (cut[2], d.seq)].map(|(c, n)| (c * n as f64) as usize);
+        let seq = seq + 1;
+        let whole_drop = dropout(0.3);
+        let part_drop = Dropout { first_sample: 3 + b as u64, first_head: 2 + h as u64, ..whole_drop };
+        // Samples b.., heads h.., rows ..seq of a [batch, seq, parts, heads, head_dim] tensor.
+        let part = |x: &[f32], parts: usize, seq: usize| -> Vec<f32> {
+            let heads = x.chunks(d.head_dim).enumerate();
+            let kept = heads.filter(|(at, _)| {
+                let (head, row) = (at % d.heads, at / d.heads / parts);
+                head >= h && row % d.seq < seq && row / d.seq >= b
+            });
+            kept.flat_map(|(_, x)| x).copied().collect()
+        };
+        let small = Dims { batch: d.batch - b, heads: d.heads - h, ..d };
+        for (whole_drop, part_drop) in [(None, None), (Some(whole_drop), Some(part_drop))] {
+            let [out, _] = run(d, &qkv, whole_drop);
+            let [out_part, _] = run(small, &part(&qkv, 3, d.seq), part_drop);
+            prop_assert_eq!(out_part, part(&out, 1, d.seq));
+            let dqkv = run_backward(d, &qkv, &dout, whole_drop);
+            let dqkv_part = run_backward(small, &part(&qkv, 3, d.seq), &part(&dout, 1, d.seq), part_drop);
+            prop_assert_eq!(dqkv_part, part(&dqkv, 3, d.seq));
+        }
+        let short = Dims { seq, ..small };
+        let [out, _] = run(d, &qkv, None);
+        let [out_short, _] = run(short, &part(&qkv, 3, seq), None);
+        prop_assert_eq!(out_short, part(&out, 1, seq));
+    }
+}
+
+/// Finite differences on shapes within one block and across two, with and without dropout.
+#[test]
+fn gradients_match_finite_differences() {
+    for shape in [[2, 5, 2, 3], [1, 1, 1, 4], [1, BLOCK + 3, 1, 2]] {
+        let d = dims(shape);
+        let (qkv, dout): (Vec<f64>, Vec<f64>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
+        for dropout in [None, Some(dropout(0.4))] {
+            let dqkv = run_backward(d, &qkv, &dout, dropout);
+            check_gradient(&qkv, &dqkv, |qkv| dot(&run(d, qkv, dropout)[0], &dout));
+        }
+    }
+}
+
+/// f32 gradients against f64's, over several blocks.
+#[test]
+fn f32_gradients_are_accurate() {
+    let d = dims([2, 3 * BLOCK + 5, 2, 16]);
+    let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
+    let dqkv = run_backward(d, &qkv, &dout, Some(dropout(0.1)));
+    let want = run_backward(d, &widen(&qkv), &widen(&dout), Some(dropout(0.1)));
+    assert_close(&dqkv, &want, 5e-6);
+}
+
+/// Very large scores: one key takes all, nothing overflows.
+#[test]
+fn large_scores_do_not_overflow() {
+    let d = dims([1, 3, 1, 1]);
+    let qkv = [0.0_f32, 0.0, 1.0, 1e3, 1e3, 2.0, 1e3, -1e3, 4.0];
+    let [out, lse] = run(d, &qkv, None);
+    assert_eq!(out, [1.0, 2.0, 2.0]);
+    assert_eq!(lse[1..], [1e6, 1e6]);
+}

@@ -1,0 +1,159 @@
+//! Token and position embeddings.
+//!
+//! A token table may be a shard: it holds rows `first_row ..` of the vocabulary, as many as its length gives. Ids
+//! outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the shards is the
+//! whole lookup; that an id is in the vocabulary at all is checked by the caller.
+
+use super::Float;
+use super::pointwise::{add_assign, bias, bias_backward};
+use std::ops::Range;
+
+/// `out[i, h] = table[ids[i] - first_row, h]`, zeros for ids outside. Overwrites `out[ids, h]`.
+pub fn lookup<T: Float>(ids: &[i32], table: &[T], first_row: usize, h: usize, out: &mut [T]) {
+    let rows = row_count(table, h);
+    assert_eq!(out.len(), ids.len() * h, "elements of out against {} ids of {h}", ids.len());
+    for (&id, out) in ids.iter().zip(out.chunks_exact_mut(h)) {
+        match local_row(id, first_row, rows) {
+            Some(row) => out.copy_from_slice(&table[row * h..][..h]),
+            None => out.fill(T::ZERO),
+        }
+    }
+}
+
+/// `dtable[ids[i] - first_row, h] += dout[i, h]` for the ids inside, in the order of `i`.
+pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: usize, dtable: &mut [T]) {
+    let rows = row_count(dtable, h);
+    assert_eq!(dout.len(), ids.len() * h, "elements of dout against {} ids of {h}", ids.len());
+    for (&id, dout) in ids.iter().zip(dout.chunks_exact(h)) {
+        if let Some(row) = local_row(id, first_row, rows) {
+            add_assign(&mut dtable[row * h..][..h], dout);
+        }
+    }
+}
+
+/// `out[b, i, h] = x[b, i, h] + table[first + i, h]` for sequences of `s`. Overwrites `out[b, s, h]`.
+pub fn add_positions<T: Float>(x: &[T], table: &[T], first: usize, s: usize, h: usize, out: &mut [T]) {
+    bias(x, &table[position_range(table.len(), first, s, h)], out);
+}
+
+/// `dtable[first + i, h] += Σ_b dout[b, i, h]`, the sequences one after another; other rows are left alone.
+pub fn add_positions_backward<T: Float>(dout: &[T], first: usize, s: usize, h: usize, dtable: &mut [T]) {
+    let used = position_range(dtable.len(), first, s, h);
+    bias_backward(dout, &mut dtable[used]);
+}
+
+/// The rows of a table, which must be whole.
+fn row_count<T>(table: &[T], h: usize) -> usize {
+    assert!(h > 0 && table.len().is_multiple_of(h), "{} elements are no rows of {h}", table.len());
+    table.len() / h
+}
+
+/// The row of a shard that holds `id`, if it does.
+fn local_row(id: i32, first_row: usize, rows: usize) -> Option<usize> {
+    let row = usize::try_from(id).ok()?.checked_sub(first_row)?;
+    (row < rows).then_some(row)
+}
+
+/// Where rows `first .. first + s` lie in a table of `len` elements.
+fn position_range(len: usize, first: usize, s: usize, h: usize) -> Range<usize> {
+    let (from, to) = (first * h, (first + s) * h);
+    assert!(to <= len, "positions {first} .. {} in a table of {len} elements, {h} a row", first + s);
+    from..to
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{check_gradient, dot, values};
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Two shards give the rows of the whole table and its gradient, bit for bit, wherever it is cut.
+        #[test]
+        fn shards_add_up_to_the_whole(ids in prop::collection::vec(0..12_i32, 0..30), h in 1..40_usize, cut in 0..=12_usize) {
+            let (table, dout): (Vec<f32>, Vec<f32>) = (values("w", 12 * h), values("dout", ids.len() * h));
+            let get = |first: usize, rows: usize| {
+                let mut out = vec![9.0; ids.len() * h];
+                lookup(&ids, &table[first * h..][..rows * h], first, h, &mut out);
+                out
+            };
+            let whole = get(0, 12);
+            for (i, &id) in ids.iter().enumerate() {
+                prop_assert_eq!(&whole[i * h..][..h], &table[id as usize * h..][..h]);
+            }
+            let (low, high) = (get(0, cut), get(cut, 12 - cut));
+            let sum: Vec<f32> = low.iter().zip(&high).map(|(a, b)| a + b).collect();
+            prop_assert_eq!(sum, whole);
+
+            let mut dtable = table.clone();
+            lookup_backward(&ids, &dout, 0, h, &mut dtable);
+            for j in 0..table.len() {
+                let terms = ids.iter().zip(dout.iter().skip(j % h).step_by(h));
+                let want = terms.filter(|(id, _)| **id as usize == j / h).fold(table[j], |sum, (_, g)| sum + g);
+                prop_assert_eq!(dtable[j], want);
+            }
+            let mut parts = table.clone();
+            let (low, high) = parts.split_at_mut(cut * h);
+            lookup_backward(&ids, &dout, 0, h, low);
+            lookup_backward(&ids, &dout, cut, h, high);
+            prop_assert_eq!(parts, dtable);
+        }
+
+        #[test]
+        fn positions_add_rows_and_sum_sequences(b in 0..4_usize, s in 0..6_usize, h in 1..20_usize, first in 0..3_usize) {
+            let rows = first + s + 1;
+            let (x, table): (Vec<f32>, Vec<f32>) = (values("x", b * s * h), values("wpe", rows * h));
+            let mut out = vec![9.0; x.len()];
+            add_positions(&x, &table, first, s, h, &mut out);
+            let mut dtable = table.clone();
+            add_positions_backward(&x, first, s, h, &mut dtable);
+            for (i, row) in out.chunks(h).enumerate() {
+                let position = first + i % s;
+                prop_assert!((0..h).all(|j| row[j] == x[i * h + j] + table[position * h + j]));
+            }
+            for (row, got) in dtable.chunks(h).enumerate() {
+                for j in 0..h {
+                    let used = (first..first + s).contains(&row);
+                    let at = |sample: usize| x[(sample * s + row - first) * h + j];
+                    let old = table[row * h + j];
+                    let want = if used { (0..b).fold(old, |sum, sample| sum + at(sample)) } else { old };
+                    prop_assert_eq!(got[j], want);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn negative_and_foreign_ids_give_zeros_and_no_gradient() {
+        let (ids, table) = ([-1, 3, 7, i32::MIN, i32::MAX], [1.0_f32; 8]);
+        let mut out = [9.0; 10];
+        lookup(&ids, &table, 4, 2, &mut out);
+        assert_eq!(out, [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+        let mut dtable = table;
+        lookup_backward(&ids, &out, 4, 2, &mut dtable);
+        assert_eq!(dtable, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn gradients_match_finite_differences() {
+        let (ids, h) = ([4, 2, 9, 4, 3, 5], 3);
+        let (table, dout): (Vec<f64>, Vec<f64>) = (values("w", 4 * h), values("dout", ids.len() * h));
+        let apply = |f: &dyn Fn(&mut [f64])| {
+            let mut out = vec![9.0; dout.len()];
+            f(&mut out);
+            dot(&out, &dout)
+        };
+        let mut dtable = vec![0.0; table.len()];
+        lookup_backward(&ids, &dout, 2, h, &mut dtable);
+        check_gradient(&table, &dtable, |t| apply(&|out| lookup(&ids, t, 2, h, out)));
+        let mut dtable = vec![0.0; table.len()];
+        add_positions_backward(&dout, 1, 2, h, &mut dtable);
+        check_gradient(&table, &dtable, |t| apply(&|out| add_positions(&dout, t, 1, 2, h, out)));
+    }
+
+    #[test]
+    #[should_panic(expected = "positions 3 .. 5 in a table of 8 elements, 2 a row")]
+    fn positions_beyond_the_table_are_refused() {
+        add_positions(&[0.0_f32; 4], &[0.0; 8], 3, 2, 2, &mut [0.0; 4]);
+    }
+}

@@ -1,0 +1,255 @@
+//! Softmax cross entropy as a *sum* over unmasked rows, whole or with the vocabulary sharded.
+//!
+//! Row `i` of `logits[rows, width]` with target `t` adds `-ln p_t = lse - logits[i, t]`, where
+//! `lse = ln Σ_j e^{logits[i, j]}`; a negative target masks the row. `dlogits = (e^{logits - lse} - onehot(t)) scale`.
+//!
+//! Over a sharded vocabulary, each rank calls [`row_max`], takes the maximum over the ranks, calls
+//! [`sum_exp_and_target`], adds up both results over the ranks, and ends with [`finish`] and [`backward`]. The whole
+//! loss, [`forward`], is those steps with one shard. Whether a target lies in the vocabulary at all is the caller's
+//! check where the vocabulary is sharded: no single shard can tell.
+
+use super::Float;
+use super::reduce;
+
+/// The columns of the vocabulary that one `logits` buffer holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// Columns of the buffer.
+    pub width: usize,
+    /// Columns that are words; those from here to `width` are padding, which is never read and has gradient zero.
+    pub valid: usize,
+    /// The word of column 0.
+    pub first: usize,
+}
+
+impl Columns {
+    /// A whole vocabulary without padding.
+    pub fn whole(words: usize) -> Columns {
+        Columns { width: words, valid: words, first: 0 }
+    }
+
+    /// The column of a target, if it is held here.
+    fn of(&self, target: i32) -> Option<usize> {
+        let column = usize::try_from(target).ok()?.checked_sub(self.first)?;
+        (column < self.valid).then_some(column)
+    }
+
+    fn check<T>(&self, logits: &[T], rows: usize, others: &[usize]) {
+        assert!(self.valid <= self.width && self.width > 0, "no columns, or more words than columns: {self:?}");
+        assert_eq!(logits.len(), rows * self.width, "elements of logits for {rows} rows of {}", self.width);
+        assert!(others.iter().all(|&len| len == rows), "{rows} rows against {others:?}");
+    }
+}
+
+/// The loss over a whole vocabulary: returns its sum over unmasked rows and saves `lse[rows]` (overwrites).
+pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &mut [T]) -> f64 {
+    columns.check(logits, targets.len(), &[lse.len()]);
+    let rows = logits.chunks_exact(columns.width).zip(targets).zip(lse.iter_mut());
+    rows.map(|((logits, target), lse)| {
+        assert!(*target < 0 || columns.of(*target).is_some(), "target {target} is not in {columns:?}");
+        let [mut max, mut sum_exp, mut target_logit] = [[T::ZERO]; 3];
+        let target = std::slice::from_ref(target);
+        row_max(columns, logits, &mut max);
+        sum_exp_and_target(columns, logits, target, &max, &mut sum_exp, &mut target_logit);
+        finish(target, &max, &sum_exp, &target_logit, std::slice::from_mut(lse))
+    })
+    .sum()
+}
+
+/// `max[i] = max_j logits[i, j]` over the words held here, minus infinity if there are none. Overwrites.
+pub fn row_max<T: Float>(columns: Columns, logits: &[T], max: &mut [T]) {
+    columns.check(logits, max.len(), &[]);
+    for (logits, max) in logits.chunks_exact(columns.width).zip(max) {
+        *max = reduce::max(&logits[..columns.valid]);
+    }
+}
+
+/// From the global `max[rows]`: `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}` over the words held here, and
+/// `target_logit[i] = logits[i, targets[i]]` if that word is held here, else 0. Overwrites both.
+pub fn sum_exp_and_target<T: Float>(
+    columns: Columns,
+    logits: &[T],
+    targets: &[i32],
+    max: &[T],
+    sum_exp: &mut [T],
+    target_logit: &mut [T],
+) {
+    columns.check(logits, targets.len(), &[max.len(), sum_exp.len(), target_logit.len()]);
+    let rows = logits.chunks_exact(columns.width).zip(targets).zip(max);
+    for (((logits, &target), &max), (sum_exp, target_logit)) in rows.zip(sum_exp.iter_mut().zip(target_logit)) {
+        *sum_exp = reduce::sum(&logits[..columns.valid], |x| (x - max).exp());
+        *target_logit = columns.of(target).map_or(T::ZERO, |column| logits[column]);
+    }
+}
+
+/// From the global maxima, sums and target logits: `lse[i] = max[i] + ln sum_exp[i]` (overwrites), and the loss
+/// `Σ (lse - target_logit)` over rows with a target that is not negative, in order and in f64.
+pub fn finish<T: Float>(targets: &[i32], max: &[T], sum_exp: &[T], target_logit: &[T], lse: &mut [T]) -> f64 {
+    let rows = targets.len();
+    assert_eq!([max.len(), sum_exp.len(), target_logit.len(), lse.len()], [rows; 4], "rows against targets");
+    let mut loss = 0.0;
+    for i in 0..rows {
+        let log = sum_exp[i].to_f64().ln();
+        lse[i] = T::from_f64(max[i].to_f64() + log);
+        if targets[i] >= 0 {
+            loss += (max[i].to_f64() - target_logit[i].to_f64()) + log;
+        }
+    }
+    loss
+}
+
+/// Replaces `logits` by `(e^{logits - lse} - onehot(target)) scale` from the global `lse`; masked rows and padding
+/// become zero.
+pub fn backward<T: Float>(columns: Columns, logits: &mut [T], targets: &[i32], lse: &[T], scale: T) {
+    columns.check(logits, targets.len(), &[lse.len()]);
+    let rows = logits.chunks_exact_mut(columns.width).zip(targets).zip(lse);
+    for ((logits, &target), &lse) in rows {
+        if target < 0 {
+            logits.fill(T::ZERO);
+            continue;
+        }
+        let (words, padding) = logits.split_at_mut(columns.valid);
+        for x in words.iter_mut() {
+            *x = (*x - lse).exp() * scale;
+        }
+        if let Some(column) = columns.of(target) {
+            words[column] = words[column] - scale;
+        }
+        padding.fill(T::ZERO);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{assert_close, check_gradient, values, widen};
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Loss and gradient in f64, straight from the definition, over the first `valid` of each row's logits.
+    fn naive(logits: &[f64], width: usize, valid: usize, targets: &[i32], scale: f64) -> (f64, Vec<f64>) {
+        let (mut loss, mut grad) = (0.0, vec![0.0; logits.len()]);
+        for (i, &target) in targets.iter().enumerate().filter(|(_, t)| **t >= 0) {
+            let row = &logits[i * width..][..valid];
+            let total: f64 = row.iter().map(|x| x.exp()).sum();
+            loss -= (row[target as usize].exp() / total).ln();
+            for (j, x) in row.iter().enumerate() {
+                let onehot = f64::from(j == target as usize);
+                grad[i * width + j] = (x.exp() / total - onehot) * scale;
+            }
+        }
+        (loss, grad)
+    }
+
+    /// Every third row is masked.
+    fn targets(rows: usize, words: usize) -> Vec<i32> {
+        (0..rows).map(|i| if i % 3 == 2 { -100 } else { (i * 7 % words) as i32 }).collect()
+    }
+
+    fn run<T: Float>(columns: Columns, logits: &[T], targets: &[i32], scale: T) -> (f64, Vec<T>, Vec<T>) {
+        let mut lse = vec![T::ZERO; targets.len()];
+        let loss = forward(columns, logits, targets, &mut lse);
+        let mut grad = logits.to_vec();
+        backward(columns, &mut grad, targets, &lse, scale);
+        (loss, lse, grad)
+    }
+
+    proptest! {
+        #[test]
+        fn loss_and_gradient_match_the_definition(rows in 0..7_usize, words in 1..3000_usize, padding in 0..20_usize) {
+            let columns = Columns { width: words + padding, valid: words, first: 0 };
+            let mut logits: Vec<f32> = values("logits", rows * columns.width);
+            logits.iter_mut().for_each(|x| *x *= 3.0);
+            let targets = targets(rows, words);
+            let (want, want_grad) = naive(&widen(&logits), columns.width, words, &targets, 0.25);
+            // Padding may hold anything.
+            logits.chunks_mut(columns.width).for_each(|row| row[words..].fill(f32::NAN));
+            let (loss, _, grad) = run(columns, &logits, &targets, 0.25);
+            assert_close(&[loss], &[want], 2e-6);
+            assert_close(&grad, &want_grad, 1e-6);
+            for (row, &target) in grad.chunks(columns.width).zip(&targets) {
+                prop_assert!(row[words..].iter().all(|g| *g == 0.0));
+                prop_assert!(target >= 0 || row.iter().all(|g| *g == 0.0));
+            }
+        }
+
+        /// Any cut of the vocabulary, empty shards and padding inside included, gives the whole loss; rows alone
+        /// give the bits of the whole.
+        #[test]
+        fn shards_and_rows_give_the_whole(rows in 1..6_usize, words in 1..200_usize, shards in 1..5_usize) {
+            let logits: Vec<f32> = values("logits", rows * words);
+            let targets = targets(rows, words);
+            let (loss, lse, grad) = run(Columns::whole(words), &logits, &targets, 2.0);
+
+            let width = words / shards + 1;
+            let parts: Vec<(Columns, Vec<f32>)> = (0..shards).map(|shard| {
+                let first = shard * width;
+                let valid = words.saturating_sub(first).min(width);
+                let row = |i: usize| (0..width).map(move |j| (i, j));
+                let at = |(i, j): (usize, usize)| if j < valid { logits[i * words + first + j] } else { f32::NAN };
+                (Columns { width, valid, first }, (0..rows).flat_map(row).map(at).collect())
+            }).collect();
+            let mut max = vec![f32::NEG_INFINITY; rows];
+            for (columns, logits) in &parts {
+                let mut local = vec![9.0; rows];
+                row_max(*columns, logits, &mut local);
+                max.iter_mut().zip(local).for_each(|(max, local)| *max = max.max(local));
+            }
+            let (mut sums, mut target_logits) = (vec![0.0; rows], vec![0.0; rows]);
+            for (columns, logits) in &parts {
+                let (mut sum, mut target) = (vec![9.0; rows], vec![9.0; rows]);
+                sum_exp_and_target(*columns, logits, &targets, &max, &mut sum, &mut target);
+                if columns.valid == 0 {
+                    prop_assert!(sum.iter().chain(&target).all(|v| *v == 0.0));
+                }
+                sums.iter_mut().zip(sum).for_each(|(a, b)| *a += b);
+                target_logits.iter_mut().zip(target).for_each(|(a, b)| *a += b);
+            }
+            let mut sharded_lse = vec![9.0; rows];
+            let sharded = finish(&targets, &max, &sums, &target_logits, &mut sharded_lse);
+            assert_close(&[sharded], &[loss], 1e-6);
+            assert_close(&sharded_lse, &widen(&lse), 1e-6);
+            for (columns, mut logits) in parts {
+                backward(columns, &mut logits, &targets, &sharded_lse, 2.0);
+                for (local, whole) in logits.chunks(width).zip(grad.chunks(words)) {
+                    let (words, padding) = local.split_at(columns.valid);
+                    let first = columns.first.min(whole.len());
+                    assert_close(words, &widen(&whole[first..][..columns.valid]), 2e-6);
+                    prop_assert!(padding.iter().all(|g| *g == 0.0));
+                }
+            }
+
+            let alone = |i: usize| run(Columns::whole(words), &logits[i * words..][..words], &targets[i..=i], 2.0);
+            let mut total = 0.0;
+            for i in 0..rows {
+                let (loss, lse_alone, grad_alone) = alone(i);
+                total += loss;
+                prop_assert_eq!(lse_alone[0], lse[i]);
+                prop_assert_eq!(&grad_alone, &grad[i * words..][..words]);
+            }
+            prop_assert_eq!(total, loss);
+        }
+
+        #[test]
+        fn the_gradient_matches_finite_differences(rows in 1..5_usize, words in 1..20_usize) {
+            let logits: Vec<f64> = values("logits", rows * words);
+            let targets = targets(rows, words);
+            let (_, _, grad) = run(Columns::whole(words), &logits, &targets, 1.0);
+            check_gradient(&logits, &grad, |x| run(Columns::whole(words), x, &targets, 1.0).0);
+        }
+    }
+
+    /// Large logits neither overflow nor lose the loss, and minus infinity is a word of probability zero.
+    #[test]
+    fn extreme_logits_are_handled() {
+        let logits = [1e30_f32, 1e30, f32::NEG_INFINITY, -1e30];
+        let (loss, _, grad) = run(Columns::whole(4), &logits, &[0], 1.0);
+        assert!((loss - 2_f64.ln()).abs() < 1e-6, "{loss}");
+        assert_eq!(grad[2..], [0.0, 0.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "target 4 is not in")]
+    fn targets_outside_the_vocabulary_are_refused() {
+        run(Columns { width: 8, valid: 4, first: 0 }, &[0.0_f32; 8], &[4], 1.0);
+    }
+}

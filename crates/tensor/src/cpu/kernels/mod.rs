@@ -1,0 +1,28 @@
+//! CPU kernels: pure functions on slices, the arithmetic under the `cpu` device.
+//!
+//! Slices are contiguous and row-major. Lengths are preconditions, asserted at the head of each function; the layer
+//! above validates shapes and reports typed errors. Every kernel is generic over [`Float`]: `f32` is the fast one,
+//! `f64` is there for finite differences. Serial: parallelism belongs to the caller.
+//!
+//! **The bits of an output element depend only on the terms of its own sum and their order**, never on how many rows,
+//! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes
+//! parts alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
+//! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls
+//! give the bits of one call on the concatenated rows.
+
+mod float;
+mod reduce;
+
+pub mod attention;
+pub mod dropout;
+pub mod embedding;
+pub mod gelu;
+pub mod loss;
+pub mod matmul;
+pub mod norm;
+pub mod pointwise;
+
+#[cfg(test)]
+mod oracle;
+
+pub use float::Float;

@@ -1,0 +1,168 @@
+//! Layer norm over the last dim (Ba, Kiros and Hinton, arXiv:1607.06450).
+//!
+//! Per row of `n` elements: `mean = Σ x / n`, `rstd = 1/√(Σ (x - mean)² / n + eps)` (two passes, so that a large mean
+//! costs no digits), `y = (x - mean) rstd gamma + beta`. With `x̂ = (x - mean) rstd` and `g = dy gamma`:
+//! `dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n)`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`.
+//!
+//! `n` is the length of `gamma`, the number of rows that of `mean`; both backward functions take the forward's `x`,
+//! `mean` and `rstd`, and may run at different times.
+
+use super::Float;
+use super::reduce::{sum, sum2};
+
+/// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three.
+pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: &mut [T], mean: &mut [T], rstd: &mut [T]) {
+    let n = row_len(gamma, [beta.len()], mean, rstd, [x.len(), y.len()]);
+    let count = T::from_f64(n as f64);
+    let stats = mean.iter_mut().zip(rstd);
+    for ((x, y), (mean, rstd)) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats) {
+        let m = sum(x, |x| x) / count;
+        let variance = sum(x, |x| (x - m) * (x - m)) / count;
+        let r = T::ONE / (variance + eps).sqrt();
+        for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
+            *y = (x - m) * r * gamma + beta;
+        }
+        (*mean, *rstd) = (m, r);
+    }
+}
+
+/// `dx[rows, n]` from `dy[rows, n]`. Overwrites.
+pub fn backward_input<T: Float>(dy: &[T], x: &[T], gamma: &[T], mean: &[T], rstd: &[T], dx: &mut [T]) {
+    let n = row_len(gamma, [], mean, rstd, [dy.len(), x.len(), dx.len()]);
+    let count = T::from_f64(n as f64);
+    let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
+    for (((dx, dy), x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+        let g_mean = sum2(dy, gamma, |dy, gamma| dy * gamma) / count;
+        // dx holds g x̂ until its sum is known.
+        for (((dx, &dy), &x), &gamma) in dx.iter_mut().zip(dy).zip(x).zip(gamma) {
+            *dx = dy * gamma * ((x - mean) * rstd);
+        }
+        let gx_mean = sum(dx, |gx| gx) / count;
+        for (((dx, &dy), &x), &gamma) in dx.iter_mut().zip(dy).zip(x).zip(gamma) {
+            *dx = rstd * (dy * gamma - g_mean - (x - mean) * rstd * gx_mean);
+        }
+    }
+}
+
+/// `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one after another.
+pub fn backward_params<T: Float>(dy: &[T], x: &[T], mean: &[T], rstd: &[T], dgamma: &mut [T], dbeta: &mut [T]) {
+    let n = row_len(dgamma, [dbeta.len()], mean, rstd, [dy.len(), x.len()]);
+    let rows = dy.chunks_exact(n).zip(x.chunks_exact(n));
+    for ((dy, x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+        for (((dgamma, dbeta), &dy), &x) in dgamma.iter_mut().zip(dbeta.iter_mut()).zip(dy).zip(x) {
+            *dgamma += dy * ((x - mean) * rstd);
+            *dbeta += dy;
+        }
+    }
+}
+
+/// The row length, after holding every length against it and the number of rows.
+fn row_len<T, const P: usize, const X: usize>(
+    gamma: &[T],
+    params: [usize; P],
+    mean: &[T],
+    rstd: &[T],
+    tensors: [usize; X],
+) -> usize {
+    let (n, rows) = (gamma.len(), mean.len());
+    assert!(n > 0, "a norm over no elements");
+    assert_eq!(params, [n; P], "elements of beta against gamma");
+    assert_eq!(rstd.len(), rows, "rows of rstd against mean");
+    assert_eq!(tensors, [rows * n; X], "elements of the tensors against {rows} rows of {n}");
+    n
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+    use super::*;
+    use proptest::prelude::*;
+
+    const EPS: f64 = 1e-5;
+
+    struct Case<T> {
+        n: usize,
+        x: Vec<T>,
+        gamma: Vec<T>,
+        beta: Vec<T>,
+        dy: Vec<T>,
+    }
+
+    fn case<T: Float>(rows: usize, n: usize) -> Case<T> {
+        Case { n, x: values("x", rows * n), gamma: values("g", n), beta: values("b", n), dy: values("dy", rows * n) }
+    }
+
+    /// Output, mean and rstd.
+    fn run<T: Float>(x: &[T], gamma: &[T], beta: &[T]) -> [Vec<T>; 3] {
+        let rows = x.len() / gamma.len();
+        let [mut y, mut mean, mut rstd] = [x.len(), rows, rows].map(|len| vec![T::ZERO; len]);
+        forward(x, gamma, beta, T::from_f64(EPS), &mut y, &mut mean, &mut rstd);
+        [y, mean, rstd]
+    }
+
+    fn naive_row(x: &[f64], gamma: &[f64], beta: &[f64]) -> Vec<f64> {
+        let n = x.len() as f64;
+        let mean = x.iter().sum::<f64>() / n;
+        let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
+        (0..x.len()).map(|j| (x[j] - mean) / (variance + EPS).sqrt() * gamma[j] + beta[j]).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn forward_matches_the_equation(rows in 0..6_usize, n in 1..2100_usize, shift in -100.0..100_f32) {
+            let mut c = case::<f32>(rows, n);
+            c.x.iter_mut().for_each(|x| *x += shift);
+            let [y, ..] = run(&c.x, &c.gamma, &c.beta);
+            let (x, gamma, beta) = (widen(&c.x), widen(&c.gamma), widen(&c.beta));
+            let want: Vec<f64> = x.chunks(n).flat_map(|x| naive_row(x, &gamma, &beta)).collect();
+            // A row of one element has variance 0, where rounding of the mean is magnified by 1/sqrt(eps).
+            assert_close(&y, &want, if n < 3 { 1e-2 } else { 1e-4 });
+        }
+
+        #[test]
+        fn gradients_match_finite_differences(rows in 1..4_usize, n in 2..40_usize) {
+            let c = case::<f64>(rows, n);
+            let [_, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
+            let mut dx = vec![9.0; rows * n];
+            backward_input(&c.dy, &c.x, &c.gamma, &mean, &rstd, &mut dx);
+            let (mut dgamma, mut dbeta) = (vec![0.0; n], vec![0.0; n]);
+            backward_params(&c.dy, &c.x, &mean, &rstd, &mut dgamma, &mut dbeta);
+            let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| dot(&run(x, gamma, beta)[0], &c.dy);
+            if n > 2 {
+                // With two elements y is a step function of x[0] - x[1]: differences say nothing.
+                check_gradient(&c.x, &dx, |x| loss(x, &c.gamma, &c.beta));
+            }
+            check_gradient(&c.gamma, &dgamma, |gamma| loss(&c.x, gamma, &c.beta));
+            check_gradient(&c.beta, &dbeta, |beta| loss(&c.x, &c.gamma, beta));
+        }
+
+        /// Each row alone, and parameter gradients in two calls, give the bits of the whole.
+        #[test]
+        fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
+            let c = case::<f32>(rows, n);
+            let [y, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
+            let mut dx = vec![9.0; rows * n];
+            backward_input(&c.dy, &c.x, &c.gamma, &mean, &rstd, &mut dx);
+            for i in 0..rows {
+                let row = i * c.n..(i + 1) * c.n;
+                let alone = run(&c.x[row.clone()], &c.gamma, &c.beta);
+                prop_assert_eq!(&alone[0], &y[row.clone()]);
+                let mut dx_alone = vec![9.0; n];
+                let (dy, x) = (&c.dy[row.clone()], &c.x[row.clone()]);
+                backward_input(dy, x, &c.gamma, &mean[i..=i], &rstd[i..=i], &mut dx_alone);
+                prop_assert_eq!(&dx_alone, &dx[row]);
+            }
+            let grads = |cuts: &[usize]| {
+                let (mut dgamma, mut dbeta) = (c.gamma.clone(), c.beta.clone());
+                for span in cuts.windows(2) {
+                    let (from, to) = (span[0], span[1]);
+                    let (dy, x) = (&c.dy[from * n..to * n], &c.x[from * n..to * n]);
+                    backward_params(dy, x, &mean[from..to], &rstd[from..to], &mut dgamma, &mut dbeta);
+                }
+                (dgamma, dbeta)
+            };
+            let cut = (cut * rows as f64) as usize;
+            prop_assert_eq!(grads(&[0, rows]), grads(&[0, cut, rows]));
+        }
+    }
+}

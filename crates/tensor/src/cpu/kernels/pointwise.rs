@@ -1,0 +1,110 @@
+//! Elementwise sums and products, biases and their gradients. Each element is one fixed expression of its inputs.
+
+use super::Float;
+
+/// `out = a + b`. Overwrites.
+pub fn add<T: Float>(a: &[T], b: &[T], out: &mut [T]) {
+    assert_eq!([a.len(), b.len()], [out.len(); 2], "elements of a, b against out");
+    for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
+        *out = a + b;
+    }
+}
+
+/// `acc += x`.
+pub fn add_assign<T: Float>(acc: &mut [T], x: &[T]) {
+    assert_eq!(acc.len(), x.len(), "elements of acc against x");
+    for (acc, &x) in acc.iter_mut().zip(x) {
+        *acc += x;
+    }
+}
+
+/// `x *= factor`.
+pub fn scale<T: Float>(x: &mut [T], factor: T) {
+    for x in x {
+        *x *= factor;
+    }
+}
+
+/// `out[i, j] = x[i, j] + bias[j]`. Overwrites.
+pub fn bias<T: Float>(x: &[T], bias: &[T], out: &mut [T]) {
+    for_rows(bias, [x, x], out, |b, [x, _]| x + b);
+}
+
+/// `out[i, j] = (x[i, j] + bias[j]) + residual[i, j]`. Overwrites.
+pub fn bias_residual<T: Float>(x: &[T], bias: &[T], residual: &[T], out: &mut [T]) {
+    for_rows(bias, [x, residual], out, |b, [x, r]| (x + b) + r);
+}
+
+/// `dbias[j] += sum_i dy[i, j]`, the rows one after another.
+pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
+    assert_rows(dy.len(), dbias.len());
+    for dy in dy.chunks_exact(dbias.len().max(1)) {
+        add_assign(dbias, dy);
+    }
+}
+
+/// `out[i, j] = f(row[j], [x[i, j], y[i, j]])` over rows as long as `row`.
+#[inline]
+pub(super) fn for_rows<T: Float>(row: &[T], [x, y]: [&[T]; 2], out: &mut [T], f: impl Fn(T, [T; 2]) -> T) {
+    assert_eq!([x.len(), y.len()], [out.len(); 2], "elements of the inputs against out");
+    assert_rows(out.len(), row.len());
+    let n = row.len().max(1);
+    let inputs = x.chunks_exact(n).zip(y.chunks_exact(n));
+    for (out, (x, y)) in out.chunks_exact_mut(n).zip(inputs) {
+        for (((out, &x), &y), &b) in out.iter_mut().zip(x).zip(y).zip(row) {
+            *out = f(b, [x, y]);
+        }
+    }
+}
+
+fn assert_rows(len: usize, n: usize) {
+    assert!(if n == 0 { len == 0 } else { len.is_multiple_of(n) }, "{len} elements are no rows of {n}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::values;
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn each_element_is_its_expression(rows in 0..20_usize, n in 0..70_usize) {
+            let len = rows * n;
+            let (a, b, row): (Vec<f32>, Vec<f32>, Vec<f32>) = (values("a", len), values("b", len), values("row", n));
+            let mut out = vec![9.0; len];
+            add(&a, &b, &mut out);
+            prop_assert!((0..len).all(|i| out[i] == a[i] + b[i]));
+            add_assign(&mut out, &b);
+            prop_assert!((0..len).all(|i| out[i] == a[i] + b[i] + b[i]));
+            scale(&mut out, 0.25);
+            prop_assert!((0..len).all(|i| out[i] == (a[i] + b[i] + b[i]) * 0.25));
+            bias(&a, &row, &mut out);
+            prop_assert!((0..len).all(|i| out[i] == a[i] + row[i % n]));
+            bias_residual(&a, &row, &b, &mut out);
+            prop_assert!((0..len).all(|i| out[i] == a[i] + row[i % n] + b[i]));
+        }
+
+        /// Rows are added in order to what was there: any cut into calls, and any columns alone, give the same bits.
+        #[test]
+        fn bias_gradients_do_not_depend_on_the_split(rows in 1..40_usize, n in 1..70_usize, cut in 0.0..1.0) {
+            let (dy, old): (Vec<f32>, Vec<f32>) = (values("dy", rows * n), values("old", n));
+            let cut = (cut * rows as f64) as usize * n;
+            let (mut whole, mut parts) = (old.clone(), old.clone());
+            bias_backward(&dy, &mut whole);
+            bias_backward(&dy[..cut], &mut parts);
+            bias_backward(&dy[cut..], &mut parts);
+            prop_assert_eq!(&whole, &parts);
+            for j in 0..n {
+                let column = dy.iter().skip(j).step_by(n).fold(old[j], |sum, &g| sum + g);
+                prop_assert_eq!(whole[j], column);
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "7 elements are no rows of 3")]
+    fn ragged_rows_are_refused() {
+        bias_backward(&[0.0_f32; 7], &mut [0.0; 3]);
+    }
+}

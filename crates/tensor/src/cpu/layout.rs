@@ -1,0 +1,42 @@
+use super::Cpu;
+use crate::device::Device;
+use crate::error::Result;
+use crate::family::Layout;
+use meshwork_core::Buffer;
+use std::ops::Range;
+
+impl Layout for Cpu {
+    fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer> {
+        let mut out = self.alloc(x.dtype(), x.count())?;
+        let block = inner * x.dtype().size();
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for i in 0..a {
+            for j in 0..b {
+                to[(j * a + i) * block..][..block].copy_from_slice(&from[(i * b + j) * block..][..block]);
+            }
+        }
+        Ok(out)
+    }
+
+    fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        let mut out = self.alloc(x.dtype(), outer * range.len() * inner)?;
+        let unit = inner * x.dtype().size();
+        let part = range.len() * unit;
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for i in 0..outer {
+            to[i * part..][..part].copy_from_slice(&from[(i * extent + range.start) * unit..][..part]);
+        }
+        Ok(out)
+    }
+
+    fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        let mut out = self.zeros(x.dtype(), outer * extent * inner)?;
+        let unit = inner * x.dtype().size();
+        let part = range.len() * unit;
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for i in 0..outer {
+            to[(i * extent + range.start) * unit..][..part].copy_from_slice(&from[i * part..][..part]);
+        }
+        Ok(out)
+    }
+}

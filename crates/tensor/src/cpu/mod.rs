@@ -1,0 +1,146 @@
+//! The CPU device: kernels on host memory from a caching arena.
+
+mod arena;
+mod attention;
+mod embedding;
+pub mod kernels;
+mod layout;
+mod loss;
+mod matmul;
+mod norm;
+mod optim;
+mod pointwise;
+
+use crate::device::{Device, Meter};
+use crate::error::{Error, Result};
+use crate::family;
+use arena::Arena;
+use meshwork_core::{Buffer, DType, Element};
+use std::sync::Arc;
+
+/// One rank's CPU device. Memory that dies goes back to its arena, so that after the first step nothing comes from the
+/// system any more.
+#[derive(Debug)]
+pub struct Cpu {
+    arena: Arc<Arena>,
+    meter: Arc<Meter>,
+}
+
+impl Cpu {
+    /// A device with an empty arena.
+    pub fn device() -> Arc<dyn Device> {
+        Arc::new(Self::default())
+    }
+
+    /// How many blocks the arena has asked the system for.
+    pub fn system_allocations(&self) -> u64 {
+        self.arena.system_allocations()
+    }
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        let meter = Arc::<Meter>::default();
+        Self { arena: Arc::new(Arena::default()), meter }
+    }
+}
+
+impl Device for Cpu {
+    fn name(&self) -> &str {
+        "cpu"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), false);
+        Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), true);
+        Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        let mut copy = self.alloc(host.dtype(), host.count())?;
+        copy.as_bytes_mut()?.copy_from_slice(host.as_bytes()?);
+        Ok(copy)
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        Ok(buffer.clone())
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    fn matmul(&self) -> Result<&dyn family::Matmul> {
+        Ok(self)
+    }
+
+    fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+        Ok(self)
+    }
+
+    fn norm(&self) -> Result<&dyn family::Norm> {
+        Ok(self)
+    }
+
+    fn attention(&self) -> Result<&dyn family::Attention> {
+        Ok(self)
+    }
+
+    fn embedding(&self) -> Result<&dyn family::Embedding> {
+        Ok(self)
+    }
+
+    fn loss(&self) -> Result<&dyn family::Loss> {
+        Ok(self)
+    }
+
+    fn layout(&self) -> Result<&dyn family::Layout> {
+        Ok(self)
+    }
+
+    fn optim(&self) -> Result<&dyn family::Optim> {
+        Ok(self)
+    }
+}
+
+impl Cpu {
+    /// An output of `count` elements written by `fill`.
+    fn output<T: Element>(&self, count: usize, fill: impl FnOnce(&mut [T])) -> Result<Buffer> {
+        let mut out = self.alloc(T::DTYPE, count)?;
+        fill(out.as_mut_slice::<T>()?);
+        Ok(out)
+    }
+
+    /// An output of `count` zeros that `add` adds to.
+    fn sum<T: Element>(&self, count: usize, add: impl FnOnce(&mut [T])) -> Result<Buffer> {
+        let mut out = self.zeros(T::DTYPE, count)?;
+        add(out.as_mut_slice::<T>()?);
+        Ok(out)
+    }
+
+    fn unsupported(&self, op: &'static str, dtype: DType) -> Error {
+        Error::DType { op, device: self.name().to_owned(), dtype, valid: "f32 or f64" }
+    }
+}
+
+/// Runs `$body` with `$T` standing for the float type of `$buffer`.
+macro_rules! for_float {
+    ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
+        match $buffer.dtype() {
+            meshwork_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            meshwork_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            other => Err($cpu.unsupported($op, other)),
+        }
+    };
+}
+use for_float;

@@ -1,0 +1,137 @@
+//! Where tensors live and who computes on them.
+//!
+//! A device hands out small families of operations ([`crate::family`]); a missing one is an error that names it. Devices
+//! here: [`cpu`](crate::cpu) computes; [`meta`](crate::meta) has shapes only, so that a step run on it tells FLOPs, bytes
+//! and collectives without data. A family implements its operations in one file per device, siblings of each other.
+
+use crate::error::{Error, Result};
+use crate::family::{Attention, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise};
+use meshwork_core::{Buffer, DType};
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Owns memory and hands out kernels. One device value per rank, so that its [`Meter`] counts that rank's work.
+pub trait Device: Send + Sync + Debug {
+    /// `cpu`, `meta`, ...
+    fn name(&self) -> &str;
+
+    /// Memory for `count` elements whose values are unspecified.
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer>;
+
+    /// Memory for `count` elements, all zero.
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer>;
+
+    /// Copies host memory to this device.
+    fn upload(&self, host: &Buffer) -> Result<Buffer>;
+
+    /// Copies memory of this device to the host.
+    fn download(&self, buffer: &Buffer) -> Result<Buffer>;
+
+    /// What this device has done and holds.
+    fn meter(&self) -> &Meter;
+
+    /// Matrix products.
+    fn matmul(&self) -> Result<&dyn Matmul> {
+        Err(self.missing("matmul"))
+    }
+
+    /// Sums, biases, activations, dropout.
+    fn pointwise(&self) -> Result<&dyn Pointwise> {
+        Err(self.missing("pointwise"))
+    }
+
+    /// Layer norm.
+    fn norm(&self) -> Result<&dyn Norm> {
+        Err(self.missing("norm"))
+    }
+
+    /// Causal attention.
+    fn attention(&self) -> Result<&dyn Attention> {
+        Err(self.missing("attention"))
+    }
+
+    /// Table lookups.
+    fn embedding(&self) -> Result<&dyn Embedding> {
+        Err(self.missing("embedding"))
+    }
+
+    /// Softmax cross entropy.
+    fn loss(&self) -> Result<&dyn Loss> {
+        Err(self.missing("loss"))
+    }
+
+    /// Moving blocks of memory.
+    fn layout(&self) -> Result<&dyn Layout> {
+        Err(self.missing("layout"))
+    }
+
+    /// Flat vectors of weights, gradients and optimizer states.
+    fn optim(&self) -> Result<&dyn Optim> {
+        Err(self.missing("optim"))
+    }
+
+    /// The error for a family that this device lacks.
+    fn missing(&self, family: &'static str) -> Error {
+        Error::MissingFamily { device: self.name().to_owned(), family }
+    }
+}
+
+/// Kinds of work that a [`Meter`] counts apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Work {
+    /// Matrix products: 2·m·n·k.
+    Matmul,
+    /// Attention: 4·d for each (query, key) pair that the causal mask keeps; 10·d backward, probabilities recomputed.
+    Attention,
+}
+
+impl Work {
+    const COUNT: usize = 2;
+}
+
+/// Counts the floating point operations of a device's matrix work and the bytes that its live buffers hold. Work bound
+/// by memory (norms, activations, sums) is not counted: it is no share of model FLOPs.
+#[derive(Debug, Default)]
+pub struct Meter {
+    flops: [AtomicU64; Work::COUNT],
+    live: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Meter {
+    /// Adds floating point operations.
+    pub fn add_flops(&self, work: Work, flops: u64) {
+        self.flops[work as usize].fetch_add(flops, Ordering::Relaxed);
+    }
+
+    /// Floating point operations of one kind of work so far.
+    pub fn flops(&self, work: Work) -> u64 {
+        self.flops[work as usize].load(Ordering::Relaxed)
+    }
+
+    /// All floating point operations so far.
+    pub fn total_flops(&self) -> u64 {
+        self.flops.iter().map(|flops| flops.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Notes that a buffer of so many bytes came to life.
+    pub fn grow(&self, bytes: usize) {
+        let live = self.live.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.peak.fetch_max(live, Ordering::Relaxed);
+    }
+
+    /// Notes that a buffer of so many bytes died.
+    pub fn shrink(&self, bytes: usize) {
+        self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes of the buffers alive now.
+    pub fn live_bytes(&self) -> u64 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes that were ever alive at once.
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,107 @@
+//! What can go wrong with tensors.
+
+use meshwork_core::{BufferError, CommError, DType, SpmdError};
+
+/// The error of this crate. Variants carry the operation and the facts.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A wrongly distributed program.
+    #[error(transparent)]
+    Spmd(#[from] SpmdError),
+    /// A failed communication.
+    #[error(transparent)]
+    Comm(Box<CommError>),
+    /// Memory of another type, size or place than expected.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+    /// Operands whose shapes do not fit each other.
+    #[error("{op}: {problem} (shapes {shapes:?})")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// What does not fit.
+        problem: String,
+        /// The shapes of all operands.
+        shapes: Vec<Vec<usize>>,
+    },
+    /// An element type that the operation does not take.
+    #[error("{op}: dtype {dtype} on device {device} is not supported: use {valid}")]
+    DType {
+        /// The operation.
+        op: &'static str,
+        /// The device.
+        device: String,
+        /// What was given.
+        dtype: DType,
+        /// What would be valid.
+        valid: &'static str,
+    },
+    /// The device has no kernels of this family.
+    #[error("device {device} has no {family} operations")]
+    MissingFamily {
+        /// The device.
+        device: String,
+        /// The family, as `matmul`.
+        family: &'static str,
+    },
+    /// A dim that the mesh does not divide, or two axes that cut the same dim.
+    #[error("{what}: dim {dim} of extent {extent} cannot be cut over {axis}={degree}: {problem}")]
+    Placement {
+        /// The parameter or operation.
+        what: String,
+        /// The dim.
+        dim: usize,
+        /// Its extent.
+        extent: usize,
+        /// The axis that should cut it.
+        axis: meshwork_core::Axis,
+        /// The degree of that axis.
+        degree: usize,
+        /// Why not.
+        problem: String,
+    },
+    /// Two declarations of one parameter that do not agree.
+    #[error("parameter {name} is declared twice, as {first} and as {second}: tied parameters share one placement")]
+    Tied {
+        /// The parameter.
+        name: String,
+        /// The first declaration.
+        first: String,
+        /// The second one.
+        second: String,
+    },
+    /// A parameter read as Invariant in one place and as Replicate in another.
+    #[error(
+        "parameter {name} is read as {first} in one place and as {second} in another: its gradient would be neither summed nor whole"
+    )]
+    ReadBothWays {
+        /// The parameter.
+        name: String,
+        /// Types of the first read.
+        first: String,
+        /// Types of the second read.
+        second: String,
+    },
+    /// A declared parameter that no flat buffer holds.
+    #[error("parameter {name} is in no flat buffer of the layout")]
+    Unplaced {
+        /// The parameter.
+        name: String,
+    },
+    /// An update rule that refused its vectors.
+    #[error("optimizer: {0}")]
+    Update(String),
+    /// A backward pass over something that is not there.
+    #[error("backward: {0}")]
+    Backward(String),
+}
+
+impl From<CommError> for Error {
+    fn from(error: CommError) -> Self {
+        Self::Comm(Box::new(error))
+    }
+}
+
+/// Result with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;

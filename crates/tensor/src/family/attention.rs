@@ -1,0 +1,74 @@
+//! Causal self-attention on a fused qkv tensor.
+
+use crate::error::Result;
+use crate::random::Key;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// Extents of `qkv [batch, seq, 3, heads, head_dim]`, of which `out` is `[batch, seq, heads, head_dim]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Heads on this rank.
+    pub heads: usize,
+    /// Features of a head.
+    pub head_dim: usize,
+}
+
+impl AttentionShape {
+    /// (query, key) pairs that the causal mask keeps, over all heads and sequences.
+    pub fn pairs(&self) -> u64 {
+        let seq = self.seq as u64;
+        (self.batch * self.heads) as u64 * (seq * (seq + 1) / 2)
+    }
+
+    /// Forward: two products, QKᵀ and PV.
+    pub fn forward_flops(&self) -> u64 {
+        4 * self.head_dim as u64 * self.pairs()
+    }
+
+    /// Backward: QKᵀ again, dV, dP, dQ, dK.
+    pub fn backward_flops(&self) -> u64 {
+        10 * self.head_dim as u64 * self.pairs()
+    }
+}
+
+/// Dropout of attention probabilities, by global position: (sample, head, query, key).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDropout {
+    /// Probability of dropping, in [0, 1).
+    pub p: f32,
+    /// The stream of randomness: seed, step and layer.
+    pub key: Key,
+    /// Global index of the first sequence.
+    pub first_sample: u64,
+    /// Global index of the first head.
+    pub first_head: u64,
+    /// Heads over all ranks.
+    pub global_heads: u64,
+}
+
+/// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads.
+pub trait Attention: Debug {
+    /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
+    fn causal(
+        &self,
+        shape: AttentionShape,
+        qkv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)>;
+
+    /// dqkv; probabilities are computed again from lse.
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        dout: &Buffer,
+        qkv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<Buffer>;
+}

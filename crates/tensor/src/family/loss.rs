@@ -1,0 +1,40 @@
+//! Softmax cross entropy in pieces, so that a vocabulary cut over ranks can put its reductions between them.
+
+use crate::error::Result;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// The part of the vocabulary that this rank's logits `[rows, width]` cover.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VocabShard {
+    /// First id.
+    pub first: usize,
+    /// Ids held; columns from here to `width` are padding and never enter a sum.
+    pub valid: usize,
+    /// Columns of the logits.
+    pub width: usize,
+}
+
+/// Cross entropy of logits `[rows, width]` against i32 targets `[rows]`; a negative target is masked.
+pub trait Loss: Debug {
+    /// Largest valid logit of each row `[rows]`; -inf where the shard is empty.
+    fn row_max(&self, logits: &Buffer, shard: VocabShard) -> Result<Buffer>;
+
+    /// `[2, rows]`: the sum of exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0. Both
+    /// are to be summed over the shards.
+    fn row_sums(&self, logits: &Buffer, targets: &Buffer, max: &Buffer, shard: VocabShard) -> Result<Buffer>;
+
+    /// (one f64: the sum over unmasked rows of lse - target logit; lse `[rows]`), where lse = max + ln(sum of exp).
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)>;
+
+    /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and padding.
+    /// `scale` is one f64, the gradient of the total.
+    fn grad(
+        &self,
+        logits: &mut Buffer,
+        targets: &Buffer,
+        lse: &Buffer,
+        scale: &Buffer,
+        shard: VocabShard,
+    ) -> Result<()>;
+}

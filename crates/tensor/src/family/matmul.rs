@@ -1,0 +1,50 @@
+//! Matrix products.
+
+use crate::error::Result;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// `C[m, n] = op(A) · op(B)` or `C += ..`, all row-major and contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gemm {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// A is stored as [k, m] instead of [m, k].
+    pub a_transposed: bool,
+    /// B is stored as [n, k] instead of [k, n].
+    pub b_transposed: bool,
+    /// Add to C instead of overwriting it.
+    pub accumulate: bool,
+}
+
+impl Gemm {
+    /// The forward of a linear layer: `Y[m, n] = X[m, k] · W[n, k]ᵀ`.
+    pub fn linear(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n, k, a_transposed: false, b_transposed: true, accumulate: false }
+    }
+
+    /// Its input gradient: `dX[m, k] = dY[m, n] · W[n, k]`, for the m, n, k of the forward.
+    pub fn linear_input_grad(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n: k, k: n, a_transposed: false, b_transposed: false, accumulate: false }
+    }
+
+    /// Its weight gradient: `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, for the m, n, k of the forward.
+    pub fn linear_weight_grad(m: usize, n: usize, k: usize) -> Self {
+        Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false }
+    }
+
+    /// Floating point operations: a multiplication and an addition per term.
+    pub fn flops(&self) -> u64 {
+        2 * self.m as u64 * self.n as u64 * self.k as u64
+    }
+}
+
+/// Matrix products whose result bits depend on k alone: never on m, n, layout or thread count.
+pub trait Matmul: Debug {
+    /// Computes `spec` into `c`.
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer) -> Result<()>;
+}

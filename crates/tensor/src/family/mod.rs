@@ -1,0 +1,21 @@
+//! Families of operations that a device offers: small object-safe traits over untyped buffers plus plain numbers. Shapes
+//! have been checked and types inferred by the time they are called. Each family has one file here and one sibling per
+//! device.
+
+mod attention;
+mod embedding;
+mod layout;
+mod loss;
+mod matmul;
+mod norm;
+mod optim;
+mod pointwise;
+
+pub use attention::{Attention, AttentionDropout, AttentionShape};
+pub use embedding::Embedding;
+pub use layout::Layout;
+pub use loss::{Loss, VocabShard};
+pub use matmul::{Gemm, Matmul};
+pub use norm::Norm;
+pub use optim::{Optim, UpdateRule};
+pub use pointwise::{DropoutMask, Pointwise};

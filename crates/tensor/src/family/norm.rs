@@ -1,0 +1,31 @@
+//! Layer norm over the last `n` elements of each row: `y = (x - mean) · rstd · gamma + beta`.
+
+use crate::error::Result;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// Layer norm and its gradients, over `rows = x.count() / n`.
+pub trait Norm: Debug {
+    /// (y, mean [rows], rstd [rows]).
+    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
+
+    /// dx.
+    fn layer_norm_input_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        gamma: &Buffer,
+        mean: &Buffer,
+        rstd: &Buffer,
+    ) -> Result<Buffer>;
+
+    /// (dgamma [n], dbeta [n]), summed over rows in order.
+    fn layer_norm_weight_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        mean: &Buffer,
+        rstd: &Buffer,
+        n: usize,
+    ) -> Result<(Buffer, Buffer)>;
+}

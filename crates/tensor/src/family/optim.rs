@@ -1,0 +1,31 @@
+//! What an optimizer step does to flat vectors. The rules themselves live with the optimizers.
+
+use crate::error::Result;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// An update rule, element by element: w, g, state → w, state.
+pub trait UpdateRule {
+    /// The rule on host slices of equal length; `states` has as many as the optimizer keeps per element.
+    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()>;
+}
+
+/// Flat vectors of weights, gradients and optimizer states.
+pub trait Optim: Debug {
+    /// All elements to zero.
+    fn zero(&self, x: &mut Buffer) -> Result<()>;
+
+    /// Σ x² over a range, accumulated in f64.
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64>;
+
+    /// Applies `rule` to a range of f32 vectors.
+    fn update(
+        &self,
+        rule: &dyn UpdateRule,
+        weights: &mut Buffer,
+        grads: &Buffer,
+        states: &mut [Buffer],
+        range: Range<usize>,
+    ) -> Result<()>;
+}

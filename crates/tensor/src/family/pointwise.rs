@@ -1,0 +1,48 @@
+//! Operations that touch each element once: sums, biases, activations, dropout.
+
+use crate::error::Result;
+use crate::random::Key;
+use crate::shape::MAX_DIMS;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// Which elements dropout keeps: a function of the global position of an element, so that no mesh changes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DropoutMask {
+    /// Probability of dropping an element, in [0, 1).
+    pub p: f32,
+    /// The stream of randomness: seed, step and layer.
+    pub key: Key,
+    /// Number of dims in use below.
+    pub ndim: usize,
+    /// Extents of the local tensor.
+    pub local: [usize; MAX_DIMS],
+    /// Global position of the local element 0, per dim.
+    pub offset: [u64; MAX_DIMS],
+    /// Extents of the global tensor (that of dim 0 is never used: samples are numbered without end).
+    pub global: [u64; MAX_DIMS],
+}
+
+/// Element-wise operations. A `bias` is repeated over rows of its length.
+pub trait Pointwise: Debug {
+    /// a + b.
+    fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>;
+    /// `a[at..at + b.count()] += b`.
+    fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>;
+    /// x + bias.
+    fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// Gradient of a bias of `n` elements: the sum of the rows of dy, in order.
+    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer>;
+    /// x + bias + residual.
+    fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
+    /// gelu(x + bias), tanh form.
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// dy · gelu'(x + bias).
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// gelu(x), tanh form.
+    fn gelu(&self, x: &Buffer) -> Result<Buffer>;
+    /// dy · gelu'(x).
+    fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
+    /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
+    fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
+}

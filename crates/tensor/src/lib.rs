@@ -1,0 +1,28 @@
+//! Tensors, devices and a tape for automatic differentiation, with SPMD types on every value.
+//!
+//! - [`Tensor`]: contiguous, row-major memory on a [`Device`] ([`cpu`], [`meta`]).
+//! - [`Tape`] and [`Var`]: operations on values that know, per mesh axis, whether they are replicated, sharded or partially
+//!   summed. [`op`] has the local operations, [`collective`] the only ones that change an SPMD type.
+//! - [`param`]: parameters with placements, from which initialisation and gradient synchronisation follow.
+
+#![warn(missing_docs)]
+
+pub mod collective;
+pub mod cpu;
+pub mod device;
+mod error;
+pub mod family;
+pub mod meta;
+pub mod op;
+pub mod param;
+pub mod random;
+mod shape;
+pub mod tape;
+mod tensor;
+
+pub use device::{Device, Meter, Work};
+pub use error::{Error, Result};
+pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};
+pub use shape::{MAX_DIMS, Shape};
+pub use tape::{Tape, Var};
+pub use tensor::Tensor;

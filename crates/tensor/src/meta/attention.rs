@@ -1,0 +1,34 @@
+use super::Meta;
+use crate::cpu::kernels::attention::scratch_len;
+use crate::device::{Device, Work};
+use crate::error::Result;
+use crate::family::{Attention, AttentionDropout, AttentionShape};
+use meshwork_core::Buffer;
+
+impl Attention for Meta {
+    fn causal(
+        &self,
+        shape: AttentionShape,
+        qkv: &Buffer,
+        _dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
+        let lse = self.alloc(qkv.dtype(), shape.batch * shape.heads * shape.seq)?;
+        let _scratch = self.alloc(qkv.dtype(), scratch_len(shape.seq))?;
+        Ok((self.alloc(qkv.dtype(), qkv.count() / 3)?, lse))
+    }
+
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        _dout: &Buffer,
+        qkv: &Buffer,
+        _out: &Buffer,
+        _lse: &Buffer,
+        _dropout: Option<&AttentionDropout>,
+    ) -> Result<Buffer> {
+        self.meter().add_flops(Work::Attention, shape.backward_flops());
+        let _scratch = self.alloc(qkv.dtype(), scratch_len(shape.seq))?;
+        self.alloc(qkv.dtype(), qkv.count())
+    }
+}

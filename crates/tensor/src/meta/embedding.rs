@@ -1,0 +1,38 @@
+use super::Meta;
+use crate::device::Device;
+use crate::error::Result;
+use crate::family::Embedding;
+use meshwork_core::Buffer;
+use std::ops::Range;
+
+impl Embedding for Meta {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, _rows: Range<usize>, width: usize) -> Result<Buffer> {
+        self.alloc(table.dtype(), ids.count() * width)
+    }
+
+    fn lookup_grad(
+        &self,
+        _ids: &Buffer,
+        dout: &Buffer,
+        _rows: Range<usize>,
+        table_rows: usize,
+        width: usize,
+    ) -> Result<Buffer> {
+        self.alloc(dout.dtype(), table_rows * width)
+    }
+
+    fn positions(&self, x: &Buffer, _table: &Buffer, _first: usize, _seq: usize, _width: usize) -> Result<Buffer> {
+        self.alloc(x.dtype(), x.count())
+    }
+
+    fn positions_grad(
+        &self,
+        dout: &Buffer,
+        _first: usize,
+        _seq: usize,
+        table_rows: usize,
+        width: usize,
+    ) -> Result<Buffer> {
+        self.alloc(dout.dtype(), table_rows * width)
+    }
+}

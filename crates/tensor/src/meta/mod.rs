@@ -1,0 +1,121 @@
+//! The meta device: shapes only. A step run on it, with recording communicators, tells what any rank of any mesh would
+//! compute, hold and say, without data and without the other ranks. Values do not exist; where one is asked for on the
+//! host, zeros stand in.
+//!
+//! Each operation allocates what its CPU sibling allocates, in the same order, so that the peaks agree.
+
+mod attention;
+mod embedding;
+mod layout;
+mod loss;
+mod matmul;
+mod norm;
+mod optim;
+mod pointwise;
+
+use crate::device::{Device, Meter};
+use crate::error::Result;
+use crate::family;
+use meshwork_core::{Buffer, DType, HostMemory, Memory};
+use std::sync::Arc;
+
+/// A device that counts and does nothing else.
+#[derive(Debug, Default)]
+pub struct Meta {
+    meter: Arc<Meter>,
+}
+
+impl Meta {
+    /// A device that has counted nothing yet.
+    pub fn device() -> Arc<dyn Device> {
+        Arc::new(Self::default())
+    }
+}
+
+/// Memory that has a size and no bytes.
+#[derive(Debug)]
+struct Phantom {
+    bytes: usize,
+    meter: Arc<Meter>,
+}
+
+impl Memory for Phantom {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host(&self) -> Option<&HostMemory> {
+        None
+    }
+
+    fn host_mut(&mut self) -> Option<&mut HostMemory> {
+        None
+    }
+}
+
+impl Drop for Phantom {
+    fn drop(&mut self) {
+        self.meter.shrink(self.bytes);
+    }
+}
+
+impl Device for Meta {
+    fn name(&self) -> &str {
+        "meta"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        let bytes = count * dtype.size();
+        self.meter.grow(bytes);
+        let memory = Phantom { bytes, meter: Arc::clone(&self.meter) };
+        Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.alloc(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.alloc(host.dtype(), host.count())
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        Ok(Buffer::zeros(buffer.dtype(), buffer.count()))
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    fn matmul(&self) -> Result<&dyn family::Matmul> {
+        Ok(self)
+    }
+
+    fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+        Ok(self)
+    }
+
+    fn norm(&self) -> Result<&dyn family::Norm> {
+        Ok(self)
+    }
+
+    fn attention(&self) -> Result<&dyn family::Attention> {
+        Ok(self)
+    }
+
+    fn embedding(&self) -> Result<&dyn family::Embedding> {
+        Ok(self)
+    }
+
+    fn loss(&self) -> Result<&dyn family::Loss> {
+        Ok(self)
+    }
+
+    fn layout(&self) -> Result<&dyn family::Layout> {
+        Ok(self)
+    }
+
+    fn optim(&self) -> Result<&dyn family::Optim> {
+        Ok(self)
+    }
+}

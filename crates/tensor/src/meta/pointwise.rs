@@ -1,0 +1,53 @@
+use super::Meta;
+use crate::device::Device;
+use crate::error::Result;
+use crate::family::{DropoutMask, Pointwise};
+use meshwork_core::Buffer;
+
+impl Meta {
+    fn like(&self, x: &Buffer) -> Result<Buffer> {
+        self.alloc(x.dtype(), x.count())
+    }
+}
+
+impl Pointwise for Meta {
+    fn add(&self, a: &Buffer, _b: &Buffer) -> Result<Buffer> {
+        self.like(a)
+    }
+
+    fn add_assign(&self, _a: &mut Buffer, _at: usize, _b: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn bias(&self, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
+        self.alloc(dy.dtype(), n)
+    }
+
+    fn bias_residual(&self, x: &Buffer, _bias: &Buffer, _residual: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn bias_gelu(&self, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn gelu(&self, x: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn gelu_grad(&self, _dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn dropout(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {
+        self.like(x)
+    }
+}

@@ -1,0 +1,90 @@
+//! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
+
+use crate::error::Result;
+use crate::family::{AttentionDropout, AttentionShape};
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Mode, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Ty, Types};
+
+#[derive(Debug)]
+struct CausalAttention {
+    shape: AttentionShape,
+    dropout: Option<AttentionDropout>,
+}
+
+impl Var {
+    /// `[b, s, 3, heads, d] → [b, s, heads, d]`. Heads may be sharded; the sequence may not (that is context parallelism).
+    /// `dropout` is (p, layer name) for the attention probabilities.
+    pub fn causal_attention(&self, dropout: Option<(f32, &str)>) -> Result<Var> {
+        let extents = self.shape();
+        let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
+        let (offset, global) = self.global_position();
+        let training = self.tape().mode() == Mode::Train;
+        let dropout = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| AttentionDropout {
+            p,
+            key: self.tape().random_key(name),
+            first_sample: offset[0],
+            first_head: offset[3],
+            global_heads: global[3],
+        });
+        let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
+        self.tape().apply(CausalAttention { shape, dropout }, &[self])
+    }
+}
+
+impl Op for CausalAttention {
+    fn name(&self) -> &'static str {
+        "causal_attention"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["qkv"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let qkv = operands[0];
+        // The softmax runs along the sequence, and each head mixes its q, k and v over all its features.
+        for whole in [1, 2, 4] {
+            rules::along_dim(self.name(), qkv, whole, &[])?;
+        }
+        Ok(qkv.types.iter().fold(Types::NONE, |types, (axis, ty)| {
+            types.with(axis, if ty == Ty::Shard(3) { Ty::Shard(2) } else { ty })
+        }))
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let qkv = inputs[0];
+        cx.require(
+            qkv.shape().len() == 5 && qkv.shape()[2] == 3,
+            || "qkv is [batch, seq, 3, heads, head_dim]".to_owned(),
+            inputs,
+        )?;
+        let s = self.shape;
+        let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.dropout.as_ref())?;
+        let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
+        cx.save(qkv)?;
+        cx.save(&out)?;
+        cx.save(&Tensor::from_buffer(qkv.device(), lse, [s.batch, s.heads, s.seq])?)?;
+        Ok(out)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let (qkv, out, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?);
+        let dqkv = grad.device().attention()?.causal_grad(
+            self.shape,
+            grad.buffer(),
+            qkv.buffer(),
+            out.buffer(),
+            lse.buffer(),
+            self.dropout.as_ref(),
+        )?;
+        let s = self.shape;
+        let shape = Shape::new(&[s.batch, s.seq, 3, s.heads, s.head_dim]);
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), dqkv, shape)?)])
+    }
+}

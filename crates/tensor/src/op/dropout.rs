@@ -1,0 +1,62 @@
+//! Dropout whose mask is a function of global position, so that no mesh changes it and every rank of an `Invariant`
+//! value drops the same elements.
+
+use crate::error::Result;
+use crate::family::DropoutMask;
+use crate::shape::MAX_DIMS;
+use crate::tape::{Backward, Forward, Mode, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct Dropout {
+    mask: DropoutMask,
+}
+
+impl Var {
+    /// Drops elements with probability `p` and scales the rest by 1/(1-p); the identity when evaluating or at p = 0.
+    /// `name` is that of the layer: each use needs one of its own.
+    pub fn dropout(&self, p: f32, name: &str) -> Result<Var> {
+        if p == 0.0 || self.tape().mode() == Mode::Evaluate {
+            return Ok(self.clone());
+        }
+        let (offset, global) = self.global_position();
+        let mut local = [1; MAX_DIMS];
+        local[..self.shape().len()].copy_from_slice(&self.shape());
+        let key = self.tape().random_key(name);
+        let mask = DropoutMask { p, key, ndim: self.shape().len(), local, offset, global };
+        self.tape().apply(Dropout { mask }, &[self])
+    }
+}
+
+impl Dropout {
+    fn masked(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::from_buffer(x.device(), x.device().pointwise()?.dropout(x.buffer(), &self.mask)?, x.shape())
+    }
+}
+
+impl Op for Dropout {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::linear_map(self.name(), operands[0])
+    }
+
+    fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        self.masked(inputs[0])
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        match cx.needs(0) {
+            true => Ok(vec![Some(self.masked(&grad)?)]),
+            false => Ok(vec![None]),
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Rows of a table by id, and positions added to a sequence.
+
+use crate::error::Result;
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{Axis, SpmdError, Ty, Types};
+use std::ops::Range;
+
+#[derive(Debug)]
+struct Lookup {
+    /// The ids whose rows the table holds here.
+    rows: Range<usize>,
+    table_shape: Shape,
+    /// The axis over which the table's rows are cut.
+    cut_over: Option<Axis>,
+}
+
+impl Var {
+    /// `table[ids]`, for ids `[..]` (i32) and a whole table `[rows, h]`.
+    pub fn embedding(&self, table: &Var) -> Result<Var> {
+        let rows = 0..table.shape().first().copied().unwrap_or(0);
+        self.tape().apply(Lookup { rows, table_shape: table.shape(), cut_over: None }, &[self, table])
+    }
+
+    /// The same for a table whose rows, `vocab` over all ranks, are cut over `axis`: each rank looks up what it holds and
+    /// gives zeros for the rest, so the result is `Partial` on `axis`.
+    pub fn vocab_parallel_embedding(&self, table: &Var, axis: Axis, vocab: usize) -> Result<Var> {
+        let held = table.shape().first().copied().unwrap_or(0);
+        let first = (self.tape().rank().coords().get(axis) * held).min(vocab);
+        let rows = first..(first + held).min(vocab);
+        let op = Lookup { rows, table_shape: table.shape(), cut_over: Some(axis) };
+        self.tape().apply(op, &[self, table])
+    }
+}
+
+impl Op for Lookup {
+    fn name(&self) -> &'static str {
+        match self.cut_over {
+            None => "embedding",
+            Some(_) => "vocab_parallel_embedding",
+        }
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["ids", "table"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let (ids, table) = (operands[0], operands[1]);
+        let Some(cut) = self.cut_over else {
+            return rules::lookup(self.name(), ids, table);
+        };
+        // Off the cut axis it is a plain lookup; on it, a table read as whole stands in.
+        let whole = Operand { types: table.types.with(cut, ids.types.get(cut).unwrap_or(Ty::Replicate)), ..table };
+        let plain = rules::lookup(self.name(), ids, whole)?;
+        match (ids.types.get(cut), table.types.get(cut)) {
+            (Some(Ty::Invariant | Ty::Replicate), Some(Ty::Shard(0))) => Ok(plain.with(cut, Ty::Partial)),
+            (ti, tt) => Err(SpmdError {
+                op: self.name().to_owned(),
+                axis: cut,
+                problem: format!("ids are {} and table is {}", show(ti), show(tt)),
+                fix: format!("give every rank of {cut} the same ids, and a table Shard(0) on {cut}"),
+            }),
+        }
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (ids, table) = (inputs[0], inputs[1]);
+        cx.require(table.shape().len() == 2, || "table is [rows, width]".to_owned(), inputs)?;
+        cx.save(ids)?;
+        let width = table.shape()[1];
+        let out = table.device().embedding()?.lookup(ids.buffer(), table.buffer(), self.rows.clone(), width)?;
+        Tensor::from_buffer(table.device(), out, Shape::new(&[&ids.shape()[..], &[width]].concat()))
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(1) {
+            return Ok(vec![None, None]);
+        }
+        let ids = cx.saved(0)?;
+        let (table_rows, width) = (self.table_shape[0], self.table_shape[1]);
+        let dtable = grad.device().embedding()?.lookup_grad(
+            ids.buffer(),
+            grad.buffer(),
+            self.rows.clone(),
+            table_rows,
+            width,
+        )?;
+        Ok(vec![None, Some(Tensor::from_buffer(grad.device(), dtable, self.table_shape)?)])
+    }
+}
+
+fn show(ty: Option<Ty>) -> String {
+    ty.map_or("off this axis".to_owned(), |ty| ty.to_string())
+}
+
+#[derive(Debug)]
+struct Positions {
+    /// Global position of the first token here.
+    first: usize,
+    table_shape: Shape,
+    x_shape: Shape,
+}
+
+impl Var {
+    /// `x[b, s, h] + table[first + s, h]`, where `first` is the global position of this rank's first token: 0, or the start of
+    /// its slice where dim 1 is sharded. The table is whole on every rank.
+    pub fn positions(&self, table: &Var) -> Result<Var> {
+        let first = self.global_position().0[1] as usize;
+        let op = Positions { first, table_shape: table.shape(), x_shape: self.shape() };
+        self.tape().apply(op, &[self, table])
+    }
+}
+
+impl Op for Positions {
+    fn name(&self) -> &'static str {
+        "positions"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "table"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let (x, table) = (operands[0], operands[1]);
+        let types = rules::pointwise(self.name(), x)?;
+        // Each rank of a sharded sequence reads its own rows of the whole table: a lookup by position.
+        rules::lookup(self.name(), Operand::value(x.name, types, x.ndim), table)
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, table) = (inputs[0], inputs[1]);
+        cx.require(
+            x.shape().len() == 3
+                && table.shape().len() == 2
+                && table.shape()[1] == x.shape()[2]
+                && self.first + x.shape()[1] <= table.shape()[0],
+            || format!("x is [batch, seq, width] and table holds positions {}.. of that width", self.first),
+            inputs,
+        )?;
+        let (seq, width) = (x.shape()[1], x.shape()[2]);
+        let out = x.device().embedding()?.positions(x.buffer(), table.buffer(), self.first, seq, width)?;
+        Tensor::from_buffer(x.device(), out, x.shape())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let dtable = match cx.needs(1) {
+            true => {
+                let (seq, width) = (self.x_shape[1], self.x_shape[2]);
+                let rows = self.table_shape[0];
+                let dtable = grad.device().embedding()?.positions_grad(grad.buffer(), self.first, seq, rows, width)?;
+                Some(Tensor::from_buffer(grad.device(), dtable, self.table_shape)?)
+            }
+            false => None,
+        };
+        Ok(vec![cx.needs(0).then_some(grad), dtable])
+    }
+}

@@ -1,0 +1,131 @@
+//! Softmax cross entropy, summed over tokens: `L = Σ_i (ln Σ_v exp(x_iv) - x_i,target)`. Never a mean: the number of unmasked
+//! tokens of the whole step divides once, in the seed of backward.
+//!
+//! The vocab-parallel form (Megatron-LM, section 3) is the one collective operation here, and says so in its name: an
+//! all-reduce of the row maxima, then one of the sums and the target logit together.
+
+use crate::error::Result;
+use crate::family::VocabShard;
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{Axis, ReduceOp, SpmdError, Ty, Types};
+
+/// The operation behind both forms of the loss.
+#[derive(Debug)]
+pub struct VocabLoss {
+    shard: VocabShard,
+    cut_over: Option<Axis>,
+    logits_shape: Shape,
+}
+
+impl Var {
+    /// The summed loss (one f64) of whole logits `[.., vocab]` against i32 targets `[..]`, negative ones masked.
+    pub fn cross_entropy(&self, targets: &Var) -> Result<Var> {
+        let width = self.shape().last().copied().unwrap_or(0);
+        let shard = VocabShard { first: 0, valid: width, width };
+        self.tape().apply(VocabLoss { shard, cut_over: None, logits_shape: self.shape() }, &[self, targets])
+    }
+
+    /// The same for logits whose last dim, `vocab` over all ranks, is cut over `axis`; padding never enters. `Invariant` on
+    /// `axis`.
+    pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
+        let width = self.shape().last().copied().unwrap_or(0);
+        let first = (self.tape().rank().coords().get(axis) * width).min(vocab);
+        let shard = VocabShard { first, valid: width.min(vocab - first), width };
+        let op = VocabLoss { shard, cut_over: Some(axis), logits_shape: self.shape() };
+        self.tape().apply(op, &[self, targets])
+    }
+}
+
+impl Op for VocabLoss {
+    fn name(&self) -> &'static str {
+        match self.cut_over {
+            None => "cross_entropy",
+            Some(_) => "vocab_parallel_cross_entropy",
+        }
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["logits", "targets"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let (logits, targets) = (operands[0], operands[1]);
+        let vocab_dim = logits.ndim.saturating_sub(1);
+        let Some(cut) = self.cut_over else {
+            return rules::summed_loss(self.name(), logits, vocab_dim, targets);
+        };
+        let refuse = |problem: String, fix: &str| SpmdError {
+            op: self.name().to_owned(),
+            axis: cut,
+            problem,
+            fix: fix.to_owned(),
+        };
+        match logits.types.get(cut) {
+            Some(Ty::Shard(dim)) if dim == vocab_dim => {}
+            Some(ty) => {
+                return Err(refuse(
+                    format!("logits are {ty}: full logits given to the vocab-parallel loss"),
+                    "use cross_entropy, or leave the logits sharded over the vocabulary",
+                ));
+            }
+            None => {
+                return Err(refuse("logits do not lie on this axis".to_owned(), "use cross_entropy"));
+            }
+        }
+        let same = |operand: Operand<'_>| Operand::value("", operand.types.with(cut, Ty::Invariant), operand.ndim);
+        match targets.types.get(cut) {
+            Some(Ty::Invariant | Ty::Replicate) => {
+                let plain = |operand: Operand<'static>, name| Operand { name, ..operand };
+                rules::summed_loss(
+                    self.name(),
+                    plain(same(logits), "logits"),
+                    vocab_dim,
+                    plain(same(targets), "targets"),
+                )
+            }
+            _ => Err(refuse(
+                "targets differ between ranks that share a token".to_owned(),
+                "give every rank the same targets",
+            )),
+        }
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (logits, targets) = (inputs[0], inputs[1]);
+        cx.require(
+            logits.shape()[..logits.shape().len().saturating_sub(1)] == targets.shape()[..],
+            || "targets have the shape of logits without the vocabulary".to_owned(),
+            inputs,
+        )?;
+        let loss = logits.device().loss()?;
+        let mut max = loss.row_max(logits.buffer(), self.shard)?;
+        if let Some(axis) = self.cut_over {
+            max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
+        }
+        let mut sums = loss.row_sums(logits.buffer(), targets.buffer(), &max, self.shard)?;
+        if let Some(axis) = self.cut_over {
+            sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
+        }
+        let (total, lse) = loss.total(&max, &sums, targets.buffer())?;
+        cx.save(logits)?;
+        cx.save(targets)?;
+        let rows = lse.count();
+        cx.save(&Tensor::from_buffer(logits.device(), lse, [rows])?)?;
+        Tensor::from_buffer(logits.device(), total, [1])
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None, None]);
+        }
+        let (targets, lse) = (cx.saved(1)?, cx.saved(2)?);
+        // The logits become their own gradient, in place unless something else reads them still.
+        let mut logits = cx.take_saved(0)?.into_owned_buffer()?;
+        let loss = grad.device().loss()?;
+        loss.grad(&mut logits, targets.buffer(), lse.buffer(), grad.buffer(), self.shard)?;
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), logits, self.logits_shape)?), None])
+    }
+}

@@ -1,0 +1,70 @@
+//! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
+
+use crate::error::Result;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct LayerNorm {
+    eps: f64,
+}
+
+impl Var {
+    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`.
+    pub fn layer_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
+        self.tape().apply(LayerNorm { eps }, &[self, gamma, beta])
+    }
+}
+
+impl Op for LayerNorm {
+    fn name(&self) -> &'static str {
+        "layer_norm"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "gamma", "beta"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &operands[1..])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, gamma, beta) = (inputs[0], inputs[1], inputs[2]);
+        cx.require(
+            x.shape().ends_with(&gamma.shape()) && gamma.shape().len() == 1 && beta.shape() == gamma.shape(),
+            || "gamma and beta are vectors over the last dim of x".to_owned(),
+            inputs,
+        )?;
+        let (y, mean, rstd) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), self.eps)?;
+        cx.save(x)?;
+        cx.save(gamma)?;
+        for statistic in [mean, rstd] {
+            let rows = statistic.count();
+            cx.save(&Tensor::from_buffer(x.device(), statistic, [rows])?)?;
+        }
+        Tensor::from_buffer(x.device(), y, x.shape())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
+        let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
+        let norm = grad.device().norm()?;
+        let (dy, xb, mean, rstd) = (grad.buffer(), x.buffer(), mean.buffer(), rstd.buffer());
+        let dx = match cx.needs(0) {
+            true => {
+                let dx = norm.layer_norm_input_grad(dy, xb, gamma.buffer(), mean, rstd)?;
+                Some(Tensor::from_buffer(grad.device(), dx, x.shape())?)
+            }
+            false => None,
+        };
+        if !cx.needs(1) && !cx.needs(2) {
+            return Ok(vec![dx, None, None]);
+        }
+        let (dgamma, dbeta) = norm.layer_norm_weight_grad(dy, xb, mean, rstd, gamma.count())?;
+        let vector = |buffer| Tensor::from_buffer(grad.device(), buffer, gamma.shape());
+        Ok(vec![dx, Some(vector(dgamma)?), Some(vector(dbeta)?)])
+    }
+}

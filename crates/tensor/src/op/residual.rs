@@ -1,0 +1,87 @@
+//! `y = x + r`, and in one pass `y = x + b + r`: the end of a residual branch.
+
+use super::bias::bias_grad;
+use crate::error::Result;
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct Add;
+
+#[derive(Debug)]
+struct BiasResidual {
+    bias_shape: Shape,
+}
+
+impl Var {
+    /// `self + other`, equal shapes.
+    pub fn add(&self, other: &Var) -> Result<Var> {
+        self.tape().apply(Add, &[self, other])
+    }
+
+    /// `self + bias + residual` in one pass.
+    pub fn bias_residual(&self, bias: &Var, residual: &Var) -> Result<Var> {
+        self.tape().apply(BiasResidual { bias_shape: bias.shape() }, &[self, bias, residual])
+    }
+}
+
+impl Op for Add {
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "y"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::add(self.name(), operands[0], operands[1])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, y) = (inputs[0], inputs[1]);
+        cx.require(x.shape() == y.shape(), || "a sum of different shapes".to_owned(), inputs)?;
+        Tensor::from_buffer(x.device(), x.device().pointwise()?.add(x.buffer(), y.buffer())?, x.shape())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![cx.needs(0).then(|| grad.clone()), cx.needs(1).then_some(grad)])
+    }
+}
+
+impl Op for BiasResidual {
+    fn name(&self) -> &'static str {
+        "bias_residual"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "bias", "residual"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let sum = rules::add(self.name(), operands[0], operands[1])?;
+        rules::add(self.name(), Operand::value("x + bias", sum, operands[0].ndim), operands[2])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, b, r) = (inputs[0], inputs[1], inputs[2]);
+        cx.require(
+            x.shape() == r.shape() && x.shape().ends_with(&b.shape()),
+            || "residual has the shape of x, and bias its trailing dims".to_owned(),
+            inputs,
+        )?;
+        let y = x.device().pointwise()?.bias_residual(x.buffer(), b.buffer(), r.buffer())?;
+        Tensor::from_buffer(x.device(), y, x.shape())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let db = match cx.needs(1) {
+            true => Some(bias_grad(&grad, self.bias_shape)?),
+            false => None,
+        };
+        Ok(vec![cx.needs(0).then(|| grad.clone()), db, cx.needs(2).then_some(grad)])
+    }
+}

@@ -1,0 +1,326 @@
+//! Counter-based randomness: element `i` of a stream depends on its [`Key`] and `i`, on nothing else.
+//!
+//! A parameter or a dropout mask is thus the same on every mesh: each rank draws the elements it holds, by their
+//! global index, in any order and any number of pieces.
+//!
+//! The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+//! SC 2011). Block `i / 4` (the low 64 bits of the counter, the high ones zero) gives four 32-bit words, and element
+//! `i` of a stream comes from word `i % 4`. [`uniform`] and [`normal`] use the same words: give each use a name of
+//! its own. Only IEEE additions, products and square roots are used, no libm, so every machine draws the same bits.
+
+use std::f32::consts::TAU;
+
+/// Names one random stream. Made by [`key`] and [`Key::fold_in`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Key([u32; 2]);
+
+impl Key {
+    /// A stream of its own for each `data`, for example the dropout of one layer at each step.
+    pub fn fold_in(self, data: u64) -> Key {
+        let Key([low, high]) = self;
+        Key::from_hash(mix(u64::from(low) | u64::from(high) << 32) ^ data)
+    }
+
+    /// Mixes a hash, so that near hashes give unrelated keys.
+    fn from_hash(hash: u64) -> Key {
+        let mixed = mix(hash);
+        Key([mixed as u32, (mixed >> 32) as u32])
+    }
+}
+
+/// The stream called `name` under `seed`.
+///
+/// The hash is stable across versions and machines: 64-bit FNV-1a over the eight little-endian bytes of `seed` and
+/// then the bytes of `name`, passed through the SplitMix64 finaliser; the low half is the first key word.
+pub fn key(seed: u64, name: &str) -> Key {
+    let bytes = seed.to_le_bytes().into_iter().chain(name.bytes());
+    let fnv =
+        bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    Key::from_hash(fnv)
+}
+
+/// Element `index` of the uniform stream: in [0, 1), a multiple of 2^-24.
+pub fn uniform(key: Key, index: u64) -> f32 {
+    element::<Uniform>(key, index)
+}
+
+/// Element `index` of the standard normal stream, by Box and Muller's transform of the words of its block: words 0
+/// and 1 give elements 0 and 1, words 2 and 3 the others. The largest magnitude is 6.77.
+pub fn normal(key: Key, index: u64) -> f32 {
+    element::<Normal>(key, index)
+}
+
+/// `out[i] = uniform(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
+pub fn fill_uniform<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
+    fill::<Uniform, T>(key, start, out);
+}
+
+/// `out[i] = normal(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
+pub fn fill_normal<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
+    fill::<Normal, T>(key, start, out);
+}
+
+/// The SplitMix64 finaliser (Steele, Lea and Flood 2014; Stafford's variant 13), preceded by its increment.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// `N` Philox4x32-10 blocks side by side: `[w][l]` is word `w` of block `l`. The lanes are there for the vectoriser.
+fn philox<const N: usize>(counters: [[u32; N]; 4], Key([mut k0, mut k1]): Key) -> [[u32; N]; 4] {
+    let mut words = counters;
+    for _ in 0..10 {
+        let [w0, w1, w2, w3] = words;
+        for l in 0..N {
+            let first = 0xd251_1f53 * u64::from(w0[l]);
+            let second = 0xcd9e_8d57 * u64::from(w2[l]);
+            words[0][l] = (second >> 32) as u32 ^ w1[l] ^ k0;
+            words[1][l] = second as u32;
+            words[2][l] = (first >> 32) as u32 ^ w3[l] ^ k1;
+            words[3][l] = first as u32;
+        }
+        k0 = k0.wrapping_add(0x9e37_79b9);
+        k1 = k1.wrapping_add(0xbb67_ae85);
+    }
+    words
+}
+
+/// The words of blocks `first .. first + N`.
+fn blocks<const N: usize>(key: Key, first: u64) -> [[u32; N]; 4] {
+    let block = |l: usize| first.wrapping_add(l as u64);
+    let low = std::array::from_fn(|l| block(l) as u32);
+    let high = std::array::from_fn(|l| (block(l) >> 32) as u32);
+    philox([low, high, [0; N], [0; N]], key)
+}
+
+/// 2^-24, the step of the uniform stream and of the angles of the normal one.
+const ULP: f32 = 1.0 / 16_777_216.0;
+
+/// How the four words of a block become four elements.
+trait Distribution {
+    fn draw<const N: usize>(words: [[u32; N]; 4]) -> [[f32; N]; 4];
+}
+
+struct Uniform;
+
+impl Distribution for Uniform {
+    fn draw<const N: usize>(words: [[u32; N]; 4]) -> [[f32; N]; 4] {
+        // The upper 24 bits are exact in an f32; as i32 because that conversion is one instruction.
+        words.map(|lanes| lanes.map(|word| (word >> 8) as i32 as f32 * ULP))
+    }
+}
+
+struct Normal;
+
+impl Distribution for Normal {
+    fn draw<const N: usize>(words: [[u32; N]; 4]) -> [[f32; N]; 4] {
+        let mut out = [[0.0; N]; 4];
+        for pair in [0, 2] {
+            for l in 0..N {
+                let (radius, angle) = (words[pair][l], words[pair + 1][l]);
+                (out[pair][l], out[pair + 1][l]) = box_muller(radius, angle);
+            }
+        }
+        out
+    }
+}
+
+/// The definition of both streams: word `index % 4` of block `index / 4`.
+fn element<D: Distribution>(key: Key, index: u64) -> f32 {
+    D::draw(blocks::<1>(key, index / 4))[(index % 4) as usize][0]
+}
+
+/// Elements `start ..` of a stream, eight blocks at a time where the alignment allows.
+fn fill<D: Distribution, T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
+    const WIDE: usize = 16;
+    let lead = ((4 - start % 4) % 4) as usize;
+    let (head, body) = out.split_at_mut(lead.min(out.len()));
+    for (i, value) in head.iter_mut().enumerate() {
+        *value = element::<D>(key, start + i as u64).into();
+    }
+    let mut block = start.div_ceil(4);
+    let mut chunks = body.chunks_exact_mut(4 * WIDE);
+    for chunk in &mut chunks {
+        let drawn = D::draw(blocks::<WIDE>(key, block));
+        for (l, four) in chunk.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *four = [0, 1, 2, 3].map(|w| drawn[w][l].into());
+        }
+        block += WIDE as u64;
+    }
+    for four in chunks.into_remainder().chunks_mut(4) {
+        let drawn = D::draw(blocks::<1>(key, block));
+        for (value, [word]) in four.iter_mut().zip(drawn) {
+            *value = word.into();
+        }
+        block += 1;
+    }
+}
+
+/// Two independent standard normal values, each within 1e-6 of the exact transform of `u` and the angle.
+#[inline(always)]
+fn box_muller(radius: u32, angle: u32) -> (f32, f32) {
+    // (radius + 1/2) / 2^32, rounded, in (0, 1]: the smallest, 2^-33, gives the longest radius, 6.764.
+    let u = (radius as f32 + 0.5) * (ULP / 256.0);
+    let r = (-2.0 * ln_unit(u)).sqrt();
+    let (sin, cos) = sin_cos_turn(angle >> 8);
+    (r * cos, r * sin)
+}
+
+/// `ln(u)` of a normal `u` in (0, 1], after Cephes `logf` (Moshier): `u = m 2^e`, `m` within √2 of 1.
+#[inline(always)]
+fn ln_unit(u: f32) -> f32 {
+    const SQRT_HALF: u32 = 0x3f35_04f3;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    let bits = u.to_bits().wrapping_sub(SQRT_HALF);
+    let e = (bits as i32 >> 23) as f32;
+    let f = f32::from_bits((bits & 0x007f_ffff).wrapping_add(SQRT_HALF)) - 1.0;
+    let z = f * f;
+    let mut p = 7.037_683_6e-2;
+    for c in [
+        -1.151_461e-1,
+        1.167_699_9e-1,
+        -1.242_014_1e-1,
+        1.424_932_3e-1,
+        -1.666_805_8e-1,
+        2.000_071_5e-1,
+        -2.499_999_4e-1,
+        3.333_333e-1,
+    ] {
+        p = p * f + c;
+    }
+    (f + (f * z * p + e * LN2_LOW - 0.5 * z)) + e * LN2_HIGH
+}
+
+/// Sine and cosine of `turn / 2^24` turns, `turn < 2^24`: the nearest quarter is taken off exactly, the rest goes
+/// through the polynomials of Cephes `sinf` and `cosf`.
+#[inline(always)]
+fn sin_cos_turn(turn: u32) -> (f32, f32) {
+    let quarter = (turn + (1 << 21)) >> 22;
+    let rest = turn as i32 - (quarter << 22) as i32;
+    let x = rest as f32 * ULP * TAU;
+    let z = x * x;
+    let s = ((-1.951_529_6e-4 * z + 8.332_161e-3) * z - 1.666_665_5e-1) * z * x + x;
+    let c = ((2.443_315_7e-5 * z - 1.388_731_6e-3) * z + 4.166_664_6e-2) * z * z - 0.5 * z + 1.0;
+    let (s, c) = if quarter & 1 == 0 { (s, c) } else { (c, s) };
+    let flip = |value: f32, sign: u32| f32::from_bits(value.to_bits() ^ ((sign & 2) << 30));
+    (flip(s, quarter), flip(c, quarter + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The `philox4x32 10` lines of Random123's `kat_vectors`.
+    #[test]
+    fn philox_matches_the_published_vectors() {
+        let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        let cases = [
+            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
+            ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
+            (pi, [0xa409_3822, 0x299f_31d0], [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]),
+        ];
+        for (counter, key, expected) in cases {
+            assert_eq!(philox(counter.map(|word| [word]), Key(key)), expected.map(|word| [word]));
+        }
+    }
+
+    /// Runs are repeatable across versions only while these bits stay. The keys and words were also computed by a
+    /// separate Python implementation of this module's text.
+    #[test]
+    fn streams_are_stable() {
+        let k = key(42, "wte");
+        assert_eq!(k, Key([618_401_186, 3_467_950_444]));
+        assert_eq!(k.fold_in(7), Key([549_554_939, 1_227_845_268]));
+        let words = [12_854_457.0, 7_325_705.0, 11_662_485.0, 7_595_009.0];
+        assert_eq!([0, 1, 2, 3].map(|i| uniform(k, i)), words.map(|word| word * ULP));
+        assert_eq!([0, 1, 2, 3].map(|i| normal(k, i)), [-0.672_773_3, 0.282_910_43, -0.815_423_2, 0.249_747_93]);
+    }
+
+    #[test]
+    fn every_seed_name_and_fold_is_another_stream() {
+        let mut keys = vec![key(0, ""), key(0, "a"), key(0, "b"), key(1, "a"), key(1, "ab"), key(256, "a")];
+        keys.extend((0..100).map(|step| key(0, "a").fold_in(step)));
+        keys.extend((0..100).map(|step| key(0, "b").fold_in(step)));
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+        // The whole index counts, not its low 32 bits: tensors and masks can be that long.
+        let far = [32, 34, 40, 63].map(|bit| uniform(keys[0], 1 << bit).to_bits());
+        assert!((0..4).all(|i| far[i] != uniform(keys[0], 0).to_bits() && !far[..i].contains(&far[i])));
+    }
+
+    proptest! {
+        #[test]
+        fn fill_equals_the_elements(
+            seed: u64,
+            start in prop_oneof![0..200_u64, (u32::MAX as u64 * 4 - 99)..(u32::MAX as u64 * 4 + 99)],
+            len in 0..150_usize,
+        ) {
+            let k = key(seed, "fill");
+            let (mut u, mut z, mut wide) = (vec![9_f32; len], vec![9_f32; len], vec![9_f64; len]);
+            fill_uniform(k, start, &mut u);
+            fill_normal(k, start, &mut z);
+            fill_normal(k, start, &mut wide);
+            for i in 0..len {
+                prop_assert_eq!(u[i].to_bits(), uniform(k, start + i as u64).to_bits());
+                prop_assert_eq!(z[i].to_bits(), normal(k, start + i as u64).to_bits());
+                prop_assert_eq!(wide[i], f64::from(z[i]));
+            }
+        }
+    }
+
+    #[test]
+    fn box_muller_is_within_1e_6_of_f64() {
+        let oracle = |radius: u32, angle: u32| {
+            let u = f64::from(radius as f32 + 0.5) * 2_f64.powi(-32);
+            let r = (-2.0 * u.ln()).sqrt();
+            let theta = f64::from(angle >> 8) * 2_f64.powi(-24) * std::f64::consts::TAU;
+            (r * theta.cos(), r * theta.sin())
+        };
+        let corners = [0, 1, 255, 256, u32::MAX / 2, u32::MAX - 256, u32::MAX - 1, u32::MAX];
+        let edges = corners.into_iter().flat_map(|r| (0..=64).map(move |a| (r, (a << 26) as u32)));
+        let random = blocks::<4096>(key(1, "words"), 0);
+        let sampled = random[0].into_iter().zip(random[1]);
+        for (radius, angle) in edges.chain(sampled) {
+            let (got, want) = (box_muller(radius, angle), oracle(radius, angle));
+            let error = (f64::from(got.0) - want.0).abs().max((f64::from(got.1) - want.1).abs());
+            assert!(error <= 1e-6, "words {radius} {angle}: {got:?} against {want:?}");
+        }
+    }
+
+    /// Moments and tails of 2^20 draws, each within five standard errors.
+    #[test]
+    fn the_streams_have_the_right_moments_and_tails() {
+        let n = 1 << 20;
+        let mut z = vec![0_f64; n];
+        fill_normal(key(3, "moments"), 5, &mut z);
+        let mean_of = |f: &dyn Fn(f64) -> f64| z.iter().map(|&v| f(v)).sum::<f64>() / n as f64;
+        let within = |got: f64, want: f64, variance: f64| {
+            let bound = 5.0 * (variance / n as f64).sqrt();
+            assert!((got - want).abs() < bound, "{got} against {want} ± {bound}");
+        };
+        within(mean_of(&|v| v), 0.0, 1.0);
+        within(mean_of(&|v| v * v), 1.0, 2.0);
+        within(mean_of(&|v| v.powi(3)), 0.0, 15.0);
+        within(mean_of(&|v| v.powi(4)), 3.0, 96.0);
+        for (limit, p) in [(1.0, 0.317_310_5), (2.0, 0.045_500_26), (3.0, 0.002_699_796), (4.0, 6.334_25e-5)] {
+            within(mean_of(&|v| f64::from(v.abs() > limit)), p, p);
+        }
+        for lag in [1, 2, 3, 4] {
+            let product: f64 = z.iter().zip(&z[lag..]).map(|(a, b)| a * b).sum();
+            within(product / n as f64, 0.0, 1.0);
+        }
+
+        let mut u = vec![0_f64; n];
+        fill_uniform(key(3, "moments"), 5, &mut u);
+        assert!(u.iter().all(|v| (0.0..1.0).contains(v)));
+        for bin in 0..16 {
+            let edge = f64::from(bin) / 16.0;
+            let count = u.iter().filter(|&&v| v >= edge && v < edge + 1.0 / 16.0).count();
+            within(count as f64 / n as f64, 1.0 / 16.0, 1.0 / 16.0);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Walking a tape in reverse.
+
+use super::hooks::{GradSink, Saved, Weights};
+use super::op::{Backward, Op};
+use super::{Source, Tape, Var};
+use crate::error::{Error, Result};
+use crate::param::ParamId;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+use std::collections::BTreeMap;
+
+/// One remembered operation, or an input.
+#[derive(Debug)]
+pub(super) struct Node {
+    /// `None` for an input.
+    op: Option<Box<dyn Op>>,
+    sources: Vec<Source>,
+    saved: Vec<Saved>,
+    shape: Shape,
+}
+
+impl Node {
+    pub(super) fn input(shape: Shape) -> Self {
+        Self { op: None, sources: Vec::new(), saved: Vec::new(), shape }
+    }
+
+    pub(super) fn operation(op: Box<dyn Op>, sources: Vec<Source>, saved: Vec<Saved>, shape: Shape) -> Self {
+        Self { op: Some(op), sources, saved, shape }
+    }
+
+    fn has_param(&self) -> bool {
+        self.sources.iter().any(|source| matches!(source, Source::Param(_)))
+    }
+}
+
+impl Tape {
+    /// Runs backward from `output`, whose gradient is `seed`, once. Saved tensors are let go as they are used. Gradients of
+    /// parameters go to `sink`; those of inputs wait in [`take_grad`](Self::take_grad).
+    pub fn backward(&self, output: &Var, seed: Tensor, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        let inner = &*self.inner;
+        let Source::Node(root) = output.source() else {
+            return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
+        };
+        if inner.ran_backward.replace(true) {
+            return Err(Error::Backward("this tape has already been walked".to_owned()));
+        }
+        if seed.shape() != output.shape() {
+            return Err(Error::Shape {
+                op: "backward",
+                problem: "the seed is the gradient of the output and has its shape".to_owned(),
+                shapes: vec![seed.shape().to_vec(), output.shape().to_vec()],
+            });
+        }
+        let mut nodes = inner.nodes.borrow_mut();
+        let mut pending = Pending::count(&nodes);
+        let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
+        grads[root] = Some(seed);
+        for at in (0..nodes.len()).rev() {
+            inner.rank.heartbeat();
+            let Some(grad) = grads[at].take() else {
+                // Nothing flows here: its parameters will get no share from it.
+                nodes[at].saved.clear();
+                pending.settle(&nodes[at], sink)?;
+                continue;
+            };
+            let deferred = weights == Weights::Deferred && nodes[at].has_param();
+            let Node { op, sources, saved, .. } = &mut nodes[at];
+            let Some(op) = op else {
+                inner.grads.borrow_mut().insert(at, grad);
+                continue;
+            };
+            if deferred {
+                inner.deferred.borrow_mut().push((at, grad.clone()));
+            }
+            let mut cx = Backward { tape: self, saved, sources, params: weights == Weights::Now, values: true };
+            let input_grads = op.backward(&mut cx, grad)?;
+            for (slot, input_grad) in input_grads.into_iter().enumerate() {
+                let Some(input_grad) = input_grad else { continue };
+                match nodes[at].sources[slot] {
+                    Source::Constant => {}
+                    Source::Param(id) => sink.accumulate(id, input_grad)?,
+                    Source::Node(from) => {
+                        debug_assert_eq!(input_grad.shape(), nodes[from].shape, "gradient has the value's shape");
+                        grads[from] = Some(match grads[from].take() {
+                            None => input_grad,
+                            Some(sum) => sum.accumulate(&input_grad)?,
+                        });
+                    }
+                }
+            }
+            if !deferred {
+                nodes[at].saved.clear();
+                pending.settle(&nodes[at], sink)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the parameter gradients that a [`Weights::Deferred`] backward left, in the same order.
+    pub fn weight_gradients(&self, sink: &mut dyn GradSink) -> Result<()> {
+        let inner = &*self.inner;
+        let mut nodes = inner.nodes.borrow_mut();
+        let deferred = inner.deferred.take();
+        let mut pending = Pending::count_of(deferred.iter().map(|(at, _)| &nodes[*at]));
+        for (at, grad) in deferred {
+            inner.rank.heartbeat();
+            let Node { op, sources, saved, .. } = &mut nodes[at];
+            let Some(op) = op else { continue };
+            let mut cx = Backward { tape: self, saved, sources, params: true, values: false };
+            let input_grads = op.backward(&mut cx, grad)?;
+            for (source, input_grad) in sources.iter().zip(input_grads) {
+                if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {
+                    sink.accumulate(*id, input_grad)?;
+                }
+            }
+            nodes[at].saved.clear();
+            pending.settle(&nodes[at], sink)?;
+        }
+        Ok(())
+    }
+
+    /// The gradient of a value made by [`Tape::input`], once backward has run.
+    pub fn take_grad(&self, input: &Var) -> Option<Tensor> {
+        match input.source() {
+            Source::Node(at) => self.inner.grads.borrow_mut().remove(&at),
+            _ => None,
+        }
+    }
+}
+
+/// How many uses of each parameter have not added their share yet: it is ready at zero, not at the first gradient (a tied
+/// weight is used twice).
+struct Pending(BTreeMap<ParamId, usize>);
+
+impl Pending {
+    fn count(nodes: &[Node]) -> Self {
+        Self::count_of(nodes.iter())
+    }
+
+    fn count_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Self {
+        let mut uses = BTreeMap::new();
+        for source in nodes.flat_map(|node| &node.sources) {
+            if let Source::Param(id) = source {
+                *uses.entry(*id).or_insert(0) += 1;
+            }
+        }
+        Self(uses)
+    }
+
+    fn settle(&mut self, node: &Node, sink: &mut dyn GradSink) -> Result<()> {
+        for source in &node.sources {
+            if let Source::Param(id) = source
+                && let Some(uses) = self.0.get_mut(id)
+            {
+                *uses -= 1;
+                if *uses == 0 {
+                    sink.ready(*id)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

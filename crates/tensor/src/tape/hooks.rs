@@ -1,0 +1,67 @@
+//! The hooks of the tape.
+
+use crate::error::{Error, Result};
+use crate::param::ParamId;
+use crate::tensor::Tensor;
+use std::fmt::Debug;
+
+/// How an operation's saved tensors wait for the backward pass: kept, compressed, offloaded, recomputed.
+pub trait SavedPolicy: Debug {
+    /// Takes a tensor that operation `op` will want back.
+    fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
+}
+
+/// A tensor put away by a [`SavedPolicy`].
+pub trait SavedTensor: Debug {
+    /// Brings the tensor back. Called at least once; more often where weight gradients are deferred.
+    fn restore(&self) -> Result<Tensor>;
+}
+
+/// A saved tensor: as it is, or put away.
+#[derive(Debug)]
+pub enum Saved {
+    /// As it is.
+    Kept(Tensor),
+    /// Put away by a policy.
+    Packed(Box<dyn SavedTensor>),
+    /// Taken back for good by [`Backward::take_saved`](super::Backward::take_saved).
+    Taken,
+}
+
+impl Saved {
+    pub(super) fn restore(&self) -> Result<Tensor> {
+        match self {
+            Saved::Kept(tensor) => Ok(tensor.clone()),
+            Saved::Packed(packed) => packed.restore(),
+            Saved::Taken => Err(Error::Backward("a saved tensor was taken and then asked for again".to_owned())),
+        }
+    }
+}
+
+/// Keeps saved tensors as they are.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keep;
+
+impl SavedPolicy for Keep {
+    fn save(&self, _op: &'static str, tensor: Tensor) -> Result<Saved> {
+        Ok(Saved::Kept(tensor))
+    }
+}
+
+/// Where parameter gradients go.
+pub trait GradSink {
+    /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
+    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()>;
+
+    /// Every use of the parameter on this tape has added its share.
+    fn ready(&mut self, id: ParamId) -> Result<()>;
+}
+
+/// When backward computes the gradients of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// Together with the gradients that flow on.
+    Now,
+    /// When [`Tape::weight_gradients`](super::Tape::weight_gradients) is called: zero-bubble's split of backward into B and W.
+    Deferred,
+}

@@ -1,0 +1,302 @@
+//! The tape: operations on [`Var`]s are applied, typed and remembered; [`Tape::backward`] walks them in reverse.
+//!
+//! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need:
+//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass;
+//! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only what flows on, and
+//!   [`Tape::weight_gradients`] does the rest later;
+//! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share.
+
+mod backward;
+mod hooks;
+mod op;
+
+pub use hooks::{GradSink, Keep, Saved, SavedPolicy, SavedTensor, Weights};
+pub use op::{Backward, Forward, Op};
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::param::{ParamId, Params};
+use crate::random;
+use crate::shape::{MAX_DIMS, Shape};
+use crate::tensor::Tensor;
+use backward::Node;
+use meshwork_core::rules::{Operand, resolve_reads};
+use meshwork_core::{Axis, DType, Rank, Ty, Types};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// What makes the randomness of a forward pass a function of global positions: the run's seed, the step, and the global
+/// index of the first sample on this tape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Position {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Step, from 0.
+    pub step: u64,
+    /// Global index, within the step's batch, of the sample in row 0 of dim 0.
+    pub first_sample: u64,
+}
+
+/// Whether a tape remembers operations for a backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Remember; dropout drops.
+    Train,
+    /// Forget at once; dropout is the identity.
+    Evaluate,
+}
+
+/// A recording of operations. Cheap to clone; clones share the recording.
+#[derive(Clone, Debug)]
+pub struct Tape {
+    inner: Rc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    rank: Arc<Rank>,
+    device: Arc<dyn Device>,
+    params: Arc<Params>,
+    mode: Mode,
+    position: Position,
+    policy: Rc<dyn SavedPolicy>,
+    nodes: RefCell<Vec<Node>>,
+    reads: RefCell<BTreeMap<ParamId, Types>>,
+    /// Gradients of inputs, once backward has run.
+    grads: RefCell<BTreeMap<usize, Tensor>>,
+    deferred: RefCell<Vec<(usize, Tensor)>>,
+    ran_backward: Cell<bool>,
+}
+
+/// A value on a tape: a tensor, its SPMD types, and where its gradient goes.
+#[derive(Clone, Debug)]
+pub struct Var {
+    tape: Tape,
+    tensor: Tensor,
+    types: Types,
+    source: Source,
+}
+
+/// Where the gradient of a value goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// Nowhere.
+    Constant,
+    /// To the parameter's gradient.
+    Param(ParamId),
+    /// To the node that made it.
+    Node(usize),
+}
+
+impl Tape {
+    /// A tape of one rank of a mesh, keeping saved tensors as they are.
+    pub fn new(rank: Arc<Rank>, params: Arc<Params>, device: Arc<dyn Device>, mode: Mode, position: Position) -> Self {
+        Self::with_policy(rank, params, device, mode, position, Rc::new(Keep))
+    }
+
+    /// The same with another way to keep saved tensors.
+    pub fn with_policy(
+        rank: Arc<Rank>,
+        params: Arc<Params>,
+        device: Arc<dyn Device>,
+        mode: Mode,
+        position: Position,
+        policy: Rc<dyn SavedPolicy>,
+    ) -> Self {
+        let inner = Inner {
+            rank,
+            device,
+            params,
+            mode,
+            position,
+            policy,
+            nodes: RefCell::default(),
+            reads: RefCell::default(),
+            grads: RefCell::default(),
+            deferred: RefCell::default(),
+            ran_backward: Cell::new(false),
+        };
+        Self { inner: Rc::new(inner) }
+    }
+
+    /// The rank that this tape computes for.
+    pub fn rank(&self) -> &Arc<Rank> {
+        &self.inner.rank
+    }
+
+    /// The device of every value here.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.inner.device
+    }
+
+    /// Train or evaluate.
+    pub fn mode(&self) -> Mode {
+        self.inner.mode
+    }
+
+    /// A stream of randomness for one use, named after the layer: the same on any mesh.
+    pub fn random_key(&self, name: &str) -> random::Key {
+        let position = self.inner.position;
+        random::key(position.seed, &format!("{name}@{}", position.step))
+    }
+
+    /// Global index of the first sample on this tape.
+    pub fn first_sample(&self) -> u64 {
+        self.inner.position.first_sample
+    }
+
+    /// A value that needs no gradient: token ids, targets.
+    pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
+        Var { tape: self.clone(), tensor, types, source: Source::Constant }
+    }
+
+    /// A value from outside whose gradient [`take_grad`](Self::take_grad) gives after backward: what a previous pipeline
+    /// stage sent.
+    pub fn input(&self, tensor: Tensor, types: Types) -> Var {
+        if self.inner.mode == Mode::Evaluate {
+            return self.constant(tensor, types);
+        }
+        let node = self.push(Node::input(tensor.shape()));
+        Var { tape: self.clone(), tensor, types, source: Source::Node(node) }
+    }
+
+    /// Reads a parameter.
+    pub fn param(&self, id: ParamId) -> Result<Var> {
+        let params = &self.inner.params;
+        Ok(Var { tape: self.clone(), tensor: params.value(id)?, types: params.types(id), source: Source::Param(id) })
+    }
+
+    /// The types with which each parameter was read. On axes where that is `Replicate` its gradient is `Partial`.
+    pub fn reads(&self) -> BTreeMap<ParamId, Types> {
+        self.inner.reads.borrow().clone()
+    }
+
+    /// Applies an operation: infers its types, computes it, and remembers it if a gradient will flow through it.
+    pub fn apply(&self, op: impl Op + 'static, inputs: &[&Var]) -> Result<Var> {
+        let inner = &*self.inner;
+        inner.rank.heartbeat();
+        let names = op.operands();
+        debug_assert_eq!(names.len(), inputs.len(), "{} names its operands", op.name());
+        let mut operands: Vec<Operand<'_>> = inputs
+            .iter()
+            .zip(names)
+            .map(|(var, name)| Operand {
+                name,
+                types: var.types,
+                ndim: var.tensor.shape().len(),
+                param: matches!(var.source, Source::Param(_)),
+            })
+            .collect();
+        resolve_reads(&mut operands);
+        let types = op.infer(&operands)?;
+        for (var, operand) in inputs.iter().zip(&operands) {
+            if let Source::Param(id) = var.source {
+                self.note_read(id, operand.types)?;
+            }
+        }
+
+        let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source != Source::Constant);
+        let mut forward = Forward::new(self, op.name(), records);
+        let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
+        let tensor = op.forward(&mut forward, &tensors)?;
+        let saved = forward.into_saved();
+        let source = if records {
+            let sources = inputs.iter().map(|var| var.source).collect();
+            Source::Node(self.push(Node::operation(Box::new(op), sources, saved, tensor.shape())))
+        } else {
+            Source::Constant
+        };
+        Ok(Var { tape: self.clone(), tensor, types, source })
+    }
+
+    fn push(&self, node: Node) -> usize {
+        let mut nodes = self.inner.nodes.borrow_mut();
+        nodes.push(node);
+        nodes.len() - 1
+    }
+
+    fn note_read(&self, id: ParamId, types: Types) -> Result<()> {
+        let mut reads = self.inner.reads.borrow_mut();
+        let first = *reads.entry(id).or_insert(types);
+        if first == types {
+            return Ok(());
+        }
+        Err(Error::ReadBothWays {
+            name: self.inner.params.declarations().spec(id).name.clone(),
+            first: first.to_string(),
+            second: types.to_string(),
+        })
+    }
+
+    fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
+        self.inner.policy.save(op, tensor)
+    }
+}
+
+impl Var {
+    /// The value on this rank.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The value on this rank, taken out.
+    pub fn into_tensor(self) -> Tensor {
+        self.tensor
+    }
+
+    /// The value of a scalar, to be reported: refused where no rank holds the true one.
+    pub fn item(&self) -> Result<f64> {
+        self.types.require_final("item")?;
+        match self.tensor.dtype() {
+            DType::F64 => Ok(self.tensor.to_vec::<f64>()?.first().copied().unwrap_or(f64::NAN)),
+            _ => Ok(self.tensor.to_vec::<f32>()?.first().copied().map_or(f64::NAN, f64::from)),
+        }
+    }
+
+    /// Its SPMD types.
+    pub fn types(&self) -> Types {
+        self.types
+    }
+
+    /// Its type on one axis; `Invariant` where the mesh lacks the axis (one rank does all the work).
+    pub fn ty(&self, axis: Axis) -> Ty {
+        self.types.get(axis).unwrap_or(Ty::Invariant)
+    }
+
+    /// Extents on this rank.
+    pub fn shape(&self) -> Shape {
+        self.tensor.shape()
+    }
+
+    /// The tape it lies on.
+    pub fn tape(&self) -> &Tape {
+        &self.tape
+    }
+
+    pub(crate) fn source(&self) -> Source {
+        self.source
+    }
+
+    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples from the tape's first one.
+    pub(crate) fn global_position(&self) -> ([u64; MAX_DIMS], [u64; MAX_DIMS]) {
+        let rank = self.tape.rank();
+        let mut offset = [0; MAX_DIMS];
+        let mut global = [1; MAX_DIMS];
+        for (dim, &extent) in self.shape().iter().enumerate() {
+            global[dim] = extent as u64;
+            for (axis, ty) in self.types.iter() {
+                if ty == Ty::Shard(dim) {
+                    offset[dim] = offset[dim] * rank.mesh().degree(axis) as u64 + rank.coords().get(axis) as u64;
+                    global[dim] *= rank.mesh().degree(axis) as u64;
+                }
+            }
+            offset[dim] *= extent as u64;
+        }
+        // Samples are numbered without end.
+        offset[0] = self.tape.first_sample();
+        global[0] = offset[0] + self.shape().first().map_or(1, |&samples| samples as u64);
+        (offset, global)
+    }
+}

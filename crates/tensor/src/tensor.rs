@@ -1,0 +1,119 @@
+//! A contiguous, row-major, reference-counted array on a device.
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::shape::Shape;
+use meshwork_core::{Buffer, DType, Element};
+use std::sync::Arc;
+
+/// A contiguous, row-major array. Cloning shares the memory.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    buffer: Buffer,
+    shape: Shape,
+    device: Arc<dyn Device>,
+}
+
+impl Tensor {
+    /// A tensor over a buffer of as many elements as `shape` has.
+    pub fn from_buffer(device: &Arc<dyn Device>, buffer: Buffer, shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        if shape.count() != buffer.count() {
+            return Err(Error::Shape {
+                op: "tensor",
+                problem: format!("a buffer of {} elements cannot have {} of them", buffer.count(), shape.count()),
+                shapes: vec![shape.to_vec()],
+            });
+        }
+        Ok(Self { buffer, shape, device: Arc::clone(device) })
+    }
+
+    /// A tensor on `device` with the values of a host slice.
+    pub fn from_slice<T: Element>(device: &Arc<dyn Device>, values: &[T], shape: impl Into<Shape>) -> Result<Self> {
+        let buffer = device.upload(&Buffer::from_vec(values.to_vec()))?;
+        Self::from_buffer(device, buffer, shape)
+    }
+
+    /// All zeros.
+    pub fn zeros(device: &Arc<dyn Device>, dtype: DType, shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        Self::from_buffer(device, device.zeros(dtype, shape.count())?, shape)
+    }
+
+    /// The values, brought to the host.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        Ok(self.device.download(&self.buffer)?.as_slice::<T>()?.to_vec())
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.buffer.dtype()
+    }
+
+    /// The number of elements.
+    pub fn count(&self) -> usize {
+        self.buffer.count()
+    }
+
+    /// The memory.
+    pub fn buffer(&self) -> &Buffer {
+        &self.buffer
+    }
+
+    /// The memory, to be written: an error if another tensor shares it.
+    pub fn buffer_mut(&mut self) -> &mut Buffer {
+        &mut self.buffer
+    }
+
+    /// The memory, taken out.
+    pub fn into_buffer(self) -> Buffer {
+        self.buffer
+    }
+
+    /// The memory for writing in place: its own where nobody else holds it, else a copy.
+    pub fn into_owned_buffer(self) -> Result<Buffer> {
+        match self.buffer.is_unique() {
+            true => Ok(self.buffer),
+            false => self.copy_buffer(),
+        }
+    }
+
+    /// A copy of the memory.
+    pub fn copy_buffer(&self) -> Result<Buffer> {
+        let count = self.count();
+        self.device.layout()?.narrow(&self.buffer, 1, count, 1, 0..count)
+    }
+
+    /// The device it lies on.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The same memory under another shape of as many elements.
+    pub fn reshape(self, shape: impl Into<Shape>) -> Result<Self> {
+        Self::from_buffer(&self.device, self.buffer, shape)
+    }
+
+    /// `self + other`, in place where nobody else holds `self`. Shapes must be equal.
+    pub fn accumulate(mut self, other: &Tensor) -> Result<Self> {
+        if self.shape != other.shape {
+            return Err(Error::Shape {
+                op: "accumulate",
+                problem: "a sum of different shapes".to_owned(),
+                shapes: vec![self.shape.to_vec(), other.shape.to_vec()],
+            });
+        }
+        let pointwise = self.device.pointwise()?;
+        if self.buffer.is_unique() {
+            pointwise.add_assign(&mut self.buffer, 0, &other.buffer)?;
+            return Ok(self);
+        }
+        let sum = pointwise.add(&self.buffer, &other.buffer)?;
+        Self::from_buffer(&self.device, sum, self.shape)
+    }
+}

@@ -1,0 +1,177 @@
+//! The gradient of every local operation against central differences in f64, through the tape.
+
+mod common;
+
+use common::{NoParams, alone, dot, ids, input, on_tp, tape_of, to_f64, values};
+use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_tensor::tape::Weights;
+use meshwork_tensor::{Result, Tape, Tensor, Var};
+use meshwork_testkit::gradcheck::assert_gradient;
+use std::sync::Arc;
+
+/// One input of a program: a name for errors, its shape, its type where the mesh has tp.
+type Input = (&'static str, &'static [usize], Ty);
+
+/// Checks `program`'s gradient with respect to each input. The objective is `⟨output, seed⟩` for a random seed, so that no
+/// element of the output counts like another.
+fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
+    let start: Vec<Vec<f64>> = inputs.iter().map(|(name, shape, _)| values(name, shape.iter().product())).collect();
+    let run = |inputs_now: &[Vec<f64>]| {
+        let tape = tape_of(rank);
+        let types = |ty: Ty| if rank.mesh().has(Axis::Tp) { on_tp(ty) } else { Types::NONE };
+        let vars: Vec<Var> = inputs
+            .iter()
+            .zip(inputs_now)
+            .map(|((_, shape, ty), values)| input(&tape, values, shape, types(*ty)))
+            .collect();
+        let output = program(&tape, &vars).unwrap();
+        (tape, vars, output)
+    };
+
+    let (tape, vars, output) = run(&start);
+    let seed = values("seed", output.tensor().count());
+    let seed_tensor = Tensor::from_slice(tape.device(), &seed, output.shape()).unwrap();
+    tape.backward(&output, seed_tensor, Weights::Now, &mut NoParams).unwrap();
+    for (i, (input_name, shape, _)) in inputs.iter().enumerate() {
+        let gradient = tape.take_grad(&vars[i]).unwrap_or_else(|| panic!("{name}: no gradient for {input_name}"));
+        assert_eq!(&gradient.shape()[..], *shape, "{name}: shape of the gradient of {input_name}");
+        assert_gradient(&format!("{name}, {input_name}"), &start[i], &to_f64(&gradient), |moved| {
+            let mut inputs_now = start.clone();
+            inputs_now[i] = moved.to_vec();
+            dot(&to_f64(run(&inputs_now).2.tensor()), &seed)
+        });
+    }
+}
+
+fn check(name: &str, inputs: &[(&'static str, &'static [usize])], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
+    let inputs: Vec<Input> = inputs.iter().map(|&(name, shape)| (name, shape, Ty::Invariant)).collect();
+    check_on(&alone(), name, &inputs, program);
+}
+
+#[test]
+fn linear_over_one_dim() {
+    check("linear", &[("x", &[2, 3, 5]), ("w", &[4, 5])], |_, v| v[0].linear(&v[1], 1));
+}
+
+#[test]
+fn linear_to_structural_dims_and_back() {
+    check("qkv", &[("x", &[2, 3, 5]), ("w", &[3, 2, 4, 5])], |_, v| v[0].linear(&v[1], 1));
+    check("projection", &[("x", &[2, 3, 2, 4]), ("w", &[5, 2, 4])], |_, v| v[0].linear(&v[1], 2));
+}
+
+#[test]
+fn sums() {
+    check("bias", &[("x", &[3, 4]), ("b", &[4])], |_, v| v[0].bias(&v[1]));
+    check("structural bias", &[("x", &[2, 3, 2, 4]), ("b", &[2, 4])], |_, v| v[0].bias(&v[1]));
+    check("add", &[("x", &[3, 4]), ("y", &[3, 4])], |_, v| v[0].add(&v[1]));
+    check("bias_residual", &[("x", &[2, 3, 4]), ("b", &[4]), ("r", &[2, 3, 4])], |_, v| {
+        v[0].bias_residual(&v[1], &v[2])
+    });
+}
+
+#[test]
+fn a_value_used_more_than_once_gets_the_sum_of_its_gradients() {
+    check("x + x", &[("x", &[3, 4])], |_, v| v[0].add(&v[0]));
+    check("gelu(x) + x, twice", &[("x", &[3, 4])], |_, v| {
+        let y = v[0].gelu()?.add(&v[0])?;
+        y.gelu()?.add(&y)
+    });
+}
+
+#[test]
+fn gelu() {
+    check("gelu", &[("x", &[5, 7])], |_, v| v[0].gelu());
+    check("bias_gelu", &[("x", &[5, 7]), ("b", &[7])], |_, v| v[0].bias_gelu(&v[1]));
+}
+
+#[test]
+fn bias_gelu_is_gelu_of_bias() {
+    let tape = tape_of(&alone());
+    let x = input(&tape, &values("x", 35), &[5, 7], Types::NONE);
+    let b = input(&tape, &values("b", 7), &[7], Types::NONE);
+    let (fused, apart) = (x.bias_gelu(&b).unwrap(), x.bias(&b).unwrap().gelu().unwrap());
+    assert_eq!(to_f64(fused.tensor()), to_f64(apart.tensor()));
+}
+
+#[test]
+fn layer_norm() {
+    let inputs: [(_, &[usize]); 3] = [("x", &[2, 3, 6]), ("gamma", &[6]), ("beta", &[6])];
+    check("layer_norm", &inputs, |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5));
+    check("layer_norm with a large eps", &inputs, |_, v| v[0].layer_norm(&v[1], &v[2], 0.5));
+}
+
+#[test]
+fn causal_attention() {
+    check("attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None));
+    // Longer than one block of queries.
+    check("long attention", &[("qkv", &[1, 70, 3, 1, 1])], |_, v| v[0].causal_attention(None));
+}
+
+#[test]
+fn causal_attention_with_dropout() {
+    let p = Some((0.4, "h.0.attn"));
+    check("attention with dropout", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(p));
+    let tape = tape_of(&alone());
+    let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
+    let (with, without) = (qkv.causal_attention(p).unwrap(), qkv.causal_attention(None).unwrap());
+    assert_ne!(to_f64(with.tensor()), to_f64(without.tensor()), "something was dropped");
+}
+
+#[test]
+fn dropout() {
+    check("dropout", &[("x", &[6, 8])], |_, v| v[0].dropout(0.5, "embedding"));
+    let tape = tape_of(&alone());
+    let x = input(&tape, &values("x", 48), &[6, 8], Types::NONE);
+    let y = to_f64(x.dropout(0.5, "embedding").unwrap().tensor());
+    assert!(y.contains(&0.0) && y.iter().any(|y| *y != 0.0), "some are dropped and some are kept");
+    assert!(y.iter().zip(values("x", 48)).all(|(y, x)| *y == 0.0 || *y == 2.0 * x));
+}
+
+/// Ids repeat, so that rows of the table collect several gradients, and some rows get none.
+const IDS: [i32; 6] = [3, 0, 3, 5, 0, 3];
+
+#[test]
+fn embedding() {
+    check("embedding", &[("table", &[6, 4])], |tape, v| {
+        ids(tape, &IDS, &[2, 3], Types::NONE).embedding(&v[0]) //
+    });
+}
+
+#[test]
+fn positions() {
+    // The table holds more positions than the sequence has.
+    check("positions", &[("x", &[2, 3, 4]), ("table", &[5, 4])], |_, v| v[0].positions(&v[1]));
+}
+
+/// One row is masked.
+const TARGETS: [i32; 6] = [1, 0, -1, 4, 2, 2];
+
+#[test]
+fn cross_entropy() {
+    check("cross_entropy", &[("logits", &[2, 3, 5])], |tape, v| {
+        v[0].cross_entropy(&ids(tape, &TARGETS, &[2, 3], Types::NONE))
+    });
+}
+
+/// Logits that something else reads as well: the loss must not write its gradient over them.
+#[test]
+fn cross_entropy_of_logits_that_are_used_twice() {
+    check("cross_entropy", &[("x", &[2, 3, 5])], |tape, v| {
+        let logits = v[0].gelu()?;
+        let targets = ids(tape, &TARGETS, &[2, 3], Types::NONE);
+        let (once, again) = (logits.cross_entropy(&targets)?, logits.gelu()?.cross_entropy(&targets)?);
+        once.add(&again)
+    });
+}
+
+#[test]
+fn vocab_parallel_operations_on_one_rank() {
+    let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Tp, 1)]).unwrap(), 0).unwrap());
+    check_on(&rank, "vocab_parallel_embedding", &[("table", &[6, 4], Ty::Shard(0))], |tape, v| {
+        ids(tape, &IDS, &[2, 3], on_tp(Ty::Invariant)).vocab_parallel_embedding(&v[0], Axis::Tp, 6)
+    });
+    check_on(&rank, "vocab_parallel_cross_entropy", &[("logits", &[2, 3, 7], Ty::Shard(2))], |tape, v| {
+        let targets = ids(tape, &TARGETS, &[2, 3], on_tp(Ty::Invariant));
+        v[0].vocab_parallel_cross_entropy(&targets, Axis::Tp, 5) // two columns of padding
+    });
+}
