@@ -1,0 +1,80 @@
+//! Which gradients share a bucket.
+
+/// A gradient to be placed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member<K> {
+    /// The caller's number for it.
+    pub id: usize,
+    /// Elements on this rank.
+    pub elements: usize,
+    /// What it is reduced over: gradients of different keys never share a bucket.
+    pub key: K,
+}
+
+/// The gradients of one bucket, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BucketPlan<K> {
+    /// What the bucket is reduced over.
+    pub key: K,
+    /// Ids, in the order in which they lie in the bucket.
+    pub members: Vec<usize>,
+    /// Elements in all.
+    pub elements: usize,
+}
+
+/// Fills buckets of up to `max_elements` (a larger gradient has one alone) in the order given, which should be that in which
+/// gradients become final, so that early buckets are complete early. A bucket stays open for its key until it is full.
+///
+/// ```
+/// use meshwork_data_parallel::{Member, plan};
+/// let member = |id, elements, key| Member { id, elements, key };
+/// let buckets = plan(&[member(2, 6, "dp"), member(1, 3, "dp+tp"), member(0, 6, "dp")], 10);
+/// let members: Vec<_> = buckets.iter().map(|bucket| bucket.members.clone()).collect();
+/// assert_eq!(members, [vec![2], vec![1], vec![0]]);
+/// ```
+pub fn plan<K: Clone + PartialEq>(members: &[Member<K>], max_elements: usize) -> Vec<BucketPlan<K>> {
+    let mut buckets: Vec<BucketPlan<K>> = Vec::new();
+    for member in members {
+        let open = buckets.iter_mut().rfind(|bucket| bucket.key == member.key);
+        match open {
+            Some(bucket) if bucket.elements + member.elements <= max_elements => {
+                bucket.members.push(member.id);
+                bucket.elements += member.elements;
+            }
+            _ => buckets.push(BucketPlan {
+                key: member.key.clone(),
+                members: vec![member.id],
+                elements: member.elements,
+            }),
+        }
+    }
+    buckets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_member_lies_in_one_bucket_of_its_key_and_none_is_overfull() {
+        let members: Vec<Member<u8>> =
+            (0..50).map(|id| Member { id, elements: 1 + id * 7 % 13, key: (id % 3) as u8 }).collect();
+        let buckets = plan(&members, 20);
+        let mut seen: Vec<usize> = buckets.iter().flat_map(|bucket| bucket.members.clone()).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..50).collect::<Vec<_>>());
+        for bucket in &buckets {
+            let sum: usize = bucket.members.iter().map(|&id| members[id].elements).sum();
+            assert_eq!(sum, bucket.elements);
+            assert!(bucket.elements <= 20);
+            assert!(bucket.members.iter().all(|&id| members[id].key == bucket.key));
+        }
+    }
+
+    #[test]
+    fn a_gradient_larger_than_a_bucket_has_one_alone() {
+        let members = [3, 100, 4].map(|elements| Member { id: elements, elements, key: () });
+        let sizes: Vec<usize> = plan(&members, 10).iter().map(|bucket| bucket.elements).collect();
+        assert_eq!(sizes, [3, 100, 4]);
+    }
+}

@@ -1,0 +1,178 @@
+//! Runs the reductions of buckets.
+
+use meshwork_core::{Buffer, CommError, Group, Pending, ReduceOp};
+use std::ops::Range;
+
+/// A flat run of gradients that is reduced as one.
+#[derive(Debug)]
+pub struct Bucket {
+    /// The gradients.
+    pub gradients: Buffer,
+    /// Where each member lies.
+    pub members: Vec<Range<usize>>,
+    /// Summed over the first of these groups, the result over the second, ... Only the first round overlaps.
+    pub rounds: Vec<Group>,
+}
+
+/// What happened to a bucket, for the timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BucketEvent {
+    /// Its first reduction was started: all its gradients are final.
+    Started(usize),
+    /// Its reductions are done on every rank.
+    Done(usize),
+}
+
+/// Why a reduction failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReduceError {
+    /// A communication failed.
+    #[error("reducing gradient bucket {bucket}: {source}")]
+    Comm {
+        /// The bucket.
+        bucket: usize,
+        /// What failed.
+        source: Box<CommError>,
+    },
+    /// A gradient was touched after its reduction had started.
+    #[error("gradient {member} of bucket {bucket} was {what} after its reduction had started")]
+    TooLate {
+        /// The bucket.
+        bucket: usize,
+        /// The member within it.
+        member: usize,
+        /// `written` or `said to be final`.
+        what: &'static str,
+    },
+    /// A reduction was waited for while gradients were still missing.
+    #[error("bucket {bucket} still waits for gradient {member}")]
+    Missing {
+        /// The bucket.
+        bucket: usize,
+        /// The first member that is not final.
+        member: usize,
+    },
+}
+
+#[derive(Debug)]
+enum State {
+    /// Some gradients are not final.
+    Filling(Buffer),
+    /// The first reduction runs.
+    Reducing(Pending),
+    /// Taken out while it changes state; stays so after a failure.
+    Gone,
+}
+
+#[derive(Debug)]
+struct Slot {
+    state: State,
+    members: Vec<Range<usize>>,
+    is_final: Vec<bool>,
+    rounds: Vec<Group>,
+}
+
+/// Gradients in buckets, each reduced once per step, as early as possible.
+///
+/// In a step: add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) once for each when it is final, then
+/// [`finish`](Self::finish). Every rank of a bucket's groups must make its buckets ready in the same order.
+#[derive(Debug)]
+pub struct Reducer {
+    slots: Vec<Slot>,
+}
+
+impl Reducer {
+    /// A reducer of these buckets.
+    pub fn new(buckets: Vec<Bucket>) -> Self {
+        let slots = buckets
+            .into_iter()
+            .map(|bucket| Slot {
+                state: State::Filling(bucket.gradients),
+                is_final: vec![false; bucket.members.len()],
+                members: bucket.members,
+                rounds: bucket.rounds,
+            })
+            .collect();
+        Self { slots }
+    }
+
+    /// Number of buckets.
+    pub fn buckets(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The gradients of a bucket and the place of a member in them, to be added to.
+    pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>), ReduceError> {
+        let slot = &mut self.slots[bucket];
+        let late = ReduceError::TooLate { bucket, member, what: "written" };
+        match &mut slot.state {
+            State::Filling(buffer) if !slot.is_final[member] => Ok((buffer, slot.members[member].clone())),
+            _ => Err(late),
+        }
+    }
+
+    /// Says that a gradient is final. The bucket's last one starts its reduction, and is told.
+    pub fn ready(&mut self, bucket: usize, member: usize) -> Result<Option<BucketEvent>, ReduceError> {
+        let slot = &mut self.slots[bucket];
+        if std::mem::replace(&mut slot.is_final[member], true) {
+            return Err(ReduceError::TooLate { bucket, member, what: "said to be final" });
+        }
+        if slot.is_final.contains(&false) {
+            return Ok(None);
+        }
+        if let (State::Filling(buffer), Some(group)) =
+            (std::mem::replace(&mut slot.state, State::Gone), slot.rounds.first())
+        {
+            let pending = group.start_all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+            slot.state = State::Reducing(pending);
+        }
+        Ok(Some(BucketEvent::Started(bucket)))
+    }
+
+    /// Whether the first reduction of a bucket is over on this rank.
+    pub fn is_reduced(&self, bucket: usize) -> bool {
+        matches!(&self.slots[bucket].state, State::Reducing(pending) if pending.is_done())
+    }
+
+    /// Waits for every bucket, and runs the rounds after the first. Buckets are fillable again afterwards, holding the sums.
+    pub fn finish(&mut self, mut on_event: impl FnMut(BucketEvent)) -> Result<(), ReduceError> {
+        for (bucket, slot) in self.slots.iter_mut().enumerate() {
+            if let Some(member) = slot.is_final.iter().position(|is_final| !is_final) {
+                return Err(ReduceError::Missing { bucket, member });
+            }
+            let mut buffer = match std::mem::replace(&mut slot.state, State::Gone) {
+                State::Reducing(pending) => pending.wait().map_err(|source| failed(bucket, source))?,
+                State::Filling(buffer) => buffer,
+                State::Gone => return Err(ReduceError::Missing { bucket, member: 0 }),
+            };
+            for group in slot.rounds.iter().skip(1) {
+                buffer = group.all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+            }
+            slot.is_final.fill(false);
+            slot.state = State::Filling(buffer);
+            on_event(BucketEvent::Done(bucket));
+        }
+        Ok(())
+    }
+
+    /// The gradients of a bucket, when no reduction runs.
+    pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
+        match &self.slots[bucket].state {
+            State::Filling(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+
+    /// The same, to be written: zeroed between steps.
+    pub fn gradients_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+        match &mut self.slots[bucket].state {
+            State::Filling(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+}
+
+fn failed(bucket: usize, source: CommError) -> ReduceError {
+    ReduceError::Comm { bucket, source: Box::new(source) }
+}

@@ -1,0 +1,43 @@
+//! The vocabulary cut over tp: token table, logits and loss. Where tp does not divide the vocabulary, the table is padded
+//! at its end; padding is never looked up, never enters the loss, and its gradient is zero.
+
+use crate::Region;
+use meshwork_core::Axis;
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
+
+/// A table `W [vocab, hidden]` of which each rank of tp holds ⌈vocab/tp⌉ rows. Used as token embedding, as output head, or, tied,
+/// as both.
+#[derive(Clone, Copy, Debug)]
+pub struct VocabParallelEmbedding {
+    weight: ParamId,
+    vocab: usize,
+}
+
+impl VocabParallelEmbedding {
+    /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary. The same name again ties both.
+    pub fn new(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
+        let placement = Placement::replicated().shard(Axis::Tp, 0);
+        let weight = params.declare(format!("{name}.weight"), &[vocab, hidden], placement, Role::Weight, init)?;
+        Ok(Self { weight, vocab })
+    }
+
+    /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows it holds, and the sum is taken.
+    pub fn embed(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
+        region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
+    }
+
+    /// `x [b, s, hidden]` in the region → logits `[b, s, ⌈vocab/tp⌉]`, `Shard(vocab)`.
+    pub fn logits(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
+        region.enter(x)?.linear(&tape.param(self.weight)?, 1)
+    }
+
+    /// The summed cross entropy of those logits (one f64); `Invariant` on tp, `Partial` on dp.
+    pub fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
+        logits.vocab_parallel_cross_entropy(targets, Axis::Tp, self.vocab)
+    }
+
+    /// Size of the vocabulary, padding not counted.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+}
