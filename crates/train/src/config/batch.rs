@@ -1,0 +1,266 @@
+//! How a global batch is cut: `global_batch_size = dp · num_microbatches · micro_batch_size`.
+
+use meshwork_pipeline::{Generator, default_micros};
+
+use super::fault::Fault;
+
+/// The cut that is asked for. What is not given is worked out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wish {
+    pub(crate) global_batch_size: usize,
+    pub(crate) dp: usize,
+    pub(crate) pp: usize,
+    pub(crate) schedule: Generator,
+    pub(crate) num_microbatches: Option<usize>,
+    pub(crate) micro_batch_size: Option<usize>,
+}
+
+/// A cut that adds up and that the schedule takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Cut {
+    pub(crate) num_microbatches: usize,
+    pub(crate) micro_batch_size: usize,
+    pub(crate) notice: Option<String>,
+}
+
+const BATCH: &str = "training.global_batch_size";
+const MICROS: &str = "pipeline.num_microbatches";
+const SIZE: &str = "training.micro_batch_size";
+
+/// The default looks no further than this, so that an absurd batch is answered at once.
+const MAX_DEFAULT: usize = 4096;
+
+impl Wish {
+    pub(crate) fn cut(self) -> Result<Cut, Vec<Fault>> {
+        let mut faults = Vec::new();
+        let chosen = match (self.num_microbatches, self.micro_batch_size) {
+            (Some(micros), Some(size)) => self.both(micros, size),
+            (Some(micros), None) => self.divided_by(MICROS, micros).map(|size| (micros, size, None)),
+            (None, Some(size)) => self.divided_by(SIZE, size).map(|micros| (micros, size, None)),
+            (None, None) => self.neither(),
+        };
+        let micros = chosen.as_ref().ok().map(|cut| cut.0).or(self.num_microbatches);
+        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.pp, micros)) {
+            let fault = match (self.num_microbatches, self.micro_batch_size) {
+                (None, Some(size)) => Fault::new(
+                    SIZE,
+                    size,
+                    format!("leaves too few micro-batches: {error}"),
+                    format!("use a smaller {SIZE} or a larger {BATCH}"),
+                ),
+                _ => Fault::new(
+                    MICROS,
+                    error.micros,
+                    error.to_string(),
+                    format!("use {} or more, or a smaller pp", error.min),
+                ),
+            };
+            faults.push(fault);
+        }
+        match chosen {
+            Err(fault) => faults.insert(0, fault),
+            Ok((num_microbatches, micro_batch_size, notice)) if faults.is_empty() => {
+                return Ok(Cut { num_microbatches, micro_batch_size, notice });
+            }
+            Ok(_) => {}
+        }
+        Err(faults)
+    }
+
+    fn both(self, micros: usize, size: usize) -> Result<(usize, usize, Option<String>), Fault> {
+        let Self { global_batch_size, dp, .. } = self;
+        // Three factors of up to 2^63 each: only a saturating product fits anywhere.
+        let product = dp.saturating_mul(micros).saturating_mul(size);
+        if product == global_batch_size {
+            return Ok((micros, size, None));
+        }
+        Err(Fault::new(
+            BATCH,
+            global_batch_size,
+            format!("is not dp · num_microbatches · micro_batch_size = {dp} · {micros} · {size} = {product}"),
+            format!("use {BATCH} = {product}, or leave out {MICROS} or {SIZE}"),
+        ))
+    }
+
+    /// The share of the batch that is left after dividing by dp and by the factor that `key` gives.
+    fn divided_by(self, key: &str, factor: usize) -> Result<usize, Fault> {
+        let Self { global_batch_size, dp, .. } = self;
+        let divisor = dp.saturating_mul(factor);
+        if global_batch_size.is_multiple_of(divisor) {
+            return Ok(global_batch_size / divisor);
+        }
+        let (_, name) = key.split_once('.').unwrap_or(("", key));
+        Err(Fault::new(
+            BATCH,
+            global_batch_size,
+            format!("is not divisible by dp · {name} = {dp} · {factor} = {divisor}"),
+            multiple(global_batch_size, divisor),
+        ))
+    }
+
+    fn neither(self) -> Result<(usize, usize, Option<String>), Fault> {
+        let Self { global_batch_size, dp, pp, schedule, .. } = self;
+        if !global_batch_size.is_multiple_of(dp) {
+            return Err(Fault::new(
+                BATCH,
+                global_batch_size,
+                format!("is not divisible by dp = {dp}"),
+                multiple(global_batch_size, dp),
+            ));
+        }
+        let per_rank = global_batch_size / dp;
+        let divides = |micros| per_rank.is_multiple_of(micros);
+        match default_micros(schedule, pp, per_rank.min(MAX_DEFAULT), divides) {
+            None => {
+                let (name, min) = (schedule.name(), schedule.min_micros(pp));
+                let (problem, valid) = if per_rank < min {
+                    let need = dp.saturating_mul(min);
+                    (
+                        format!(
+                            "gives each of dp = {dp} ranks {per_rank} samples, but schedule {name} over pp = {pp} needs \
+                             at least {min} micro-batches"
+                        ),
+                        format!("use {BATCH} = {need} or more, or a smaller pp"),
+                    )
+                } else {
+                    (
+                        format!(
+                            "no number of micro-batches from {min} to {MAX_DEFAULT} divides its {per_rank} samples per rank"
+                        ),
+                        format!("give {MICROS}, or use a rounder batch"),
+                    )
+                };
+                Err(Fault::new(BATCH, global_batch_size, problem, valid))
+            }
+            Some(choice) => {
+                let micros = choice.micros;
+                let notice = (!choice.under_quarter()).then(|| {
+                    format!(
+                        "{MICROS} = {micros}, the largest that {BATCH} = {global_batch_size} allows over dp = {dp}, leaves \
+                         the pipeline idle for {:.0}% of the time: a larger batch or fewer stages would help",
+                        100.0 * choice.bubble
+                    )
+                });
+                Ok((micros, per_rank / micros, notice))
+            }
+        }
+    }
+}
+
+/// "use a multiple of 4, such as 8 or 12", for the multiples around `value`.
+pub(crate) fn multiple(value: usize, of: usize) -> String {
+    let below = value / of * of;
+    let above = below.saturating_add(of);
+    match below {
+        0 => format!("use a multiple of {of}, such as {above}"),
+        _ => format!("use a multiple of {of}, such as {below} or {above}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wish(global_batch_size: usize, dp: usize, pp: usize) -> Wish {
+        let schedule = Generator::OneFOneB;
+        Wish { global_batch_size, dp, pp, schedule, num_microbatches: None, micro_batch_size: None }
+    }
+
+    fn cut(wish: Wish) -> (usize, usize, bool) {
+        let cut = wish.cut().unwrap();
+        (cut.num_microbatches, cut.micro_batch_size, cut.notice.is_some())
+    }
+
+    fn refusal(wish: Wish) -> String {
+        let faults = wish.cut().unwrap_err();
+        faults.iter().map(Fault::to_string).collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn the_default_is_the_smallest_number_with_a_bubble_under_a_quarter() {
+        assert_eq!(cut(wish(16, 1, 1)), (1, 16, false));
+        assert_eq!(cut(wish(16, 2, 2)), (4, 2, false)); // 1/5; 2 would idle for 1/3
+        assert_eq!(cut(wish(16, 1, 4)), (16, 1, false)); // 3/19; 8 would idle for 3/11
+        assert_eq!(cut(wish(48, 1, 4)), (12, 4, false)); // 3/15
+    }
+
+    #[test]
+    fn else_the_default_is_the_largest_with_a_notice() {
+        assert_eq!(cut(wish(8, 2, 4)), (4, 1, true));
+        let notice = wish(8, 2, 4).cut().unwrap().notice.unwrap();
+        assert_eq!(
+            notice,
+            "pipeline.num_microbatches = 4, the largest that training.global_batch_size = 8 allows over dp = 2, \
+             leaves the pipeline idle for 43% of the time: a larger batch or fewer stages would help"
+        );
+    }
+
+    #[test]
+    fn one_factor_gives_the_other() {
+        assert_eq!(cut(Wish { num_microbatches: Some(8), ..wish(32, 2, 2) }), (8, 2, false));
+        assert_eq!(cut(Wish { micro_batch_size: Some(4), ..wish(32, 2, 2) }), (4, 4, false));
+        let both = Wish { num_microbatches: Some(4), micro_batch_size: Some(4), ..wish(32, 2, 2) };
+        assert_eq!(cut(both), (4, 4, false));
+    }
+
+    #[test]
+    fn products_that_do_not_add_up_are_spelled_out() {
+        let both = Wish { num_microbatches: Some(4), micro_batch_size: Some(3), ..wish(16, 2, 2) };
+        assert_eq!(
+            refusal(both),
+            "training.global_batch_size = 16: is not dp · num_microbatches · micro_batch_size = 2 · 4 · 3 = 24; use \
+             training.global_batch_size = 24, or leave out pipeline.num_microbatches or training.micro_batch_size"
+        );
+        assert_eq!(
+            refusal(Wish { num_microbatches: Some(3), ..wish(16, 2, 2) }),
+            "training.global_batch_size = 16: is not divisible by dp · num_microbatches = 2 · 3 = 6; use a multiple of 6, \
+             such as 12 or 18"
+        );
+        assert_eq!(
+            refusal(Wish { micro_batch_size: Some(16), ..wish(16, 2, 2) }),
+            "training.global_batch_size = 16: is not divisible by dp · micro_batch_size = 2 · 16 = 32; use a multiple of \
+             32, such as 32"
+        );
+        assert_eq!(
+            refusal(wish(16, 3, 1)),
+            "training.global_batch_size = 16: is not divisible by dp = 3; use a multiple of 3, such as 15 or 18"
+        );
+    }
+
+    #[test]
+    fn fewer_micro_batches_than_the_schedule_needs() {
+        assert_eq!(
+            refusal(Wish { num_microbatches: Some(2), ..wish(16, 1, 4) }),
+            "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any \
+             number; use 4 or more, or a smaller pp"
+        );
+        assert_eq!(
+            refusal(wish(4, 2, 4)),
+            "training.global_batch_size = 4: gives each of dp = 2 ranks 2 samples, but schedule 1f1b over pp = 4 needs at \
+             least 4 micro-batches; use training.global_batch_size = 8 or more, or a smaller pp"
+        );
+        assert_eq!(
+            refusal(Wish { micro_batch_size: Some(8), ..wish(16, 1, 4) }),
+            "training.micro_batch_size = 8: leaves too few micro-batches: schedule 1f1b over pp=4 needs at least 4 \
+             micro-batches, got 2; gpipe takes any number; use a smaller training.micro_batch_size or a larger \
+             training.global_batch_size"
+        );
+        // Both faults of one setting are told together.
+        assert_eq!(refusal(Wish { num_microbatches: Some(3), ..wish(16, 1, 4) }).lines().count(), 2);
+    }
+
+    #[test]
+    fn absurd_sizes_are_answered_at_once() {
+        let huge = Wish {
+            num_microbatches: Some(usize::MAX / 2),
+            micro_batch_size: Some(usize::MAX / 2),
+            ..wish(usize::MAX / 2, 2, 1)
+        };
+        assert!(huge.cut().is_err());
+        assert_eq!(
+            refusal(wish(1_000_000_007, 1, 2)),
+            "training.global_batch_size = 1000000007: no number of micro-batches from 2 to 4096 divides its 1000000007 \
+             samples per rank; give pipeline.num_microbatches, or use a rounder batch"
+        );
+    }
+}

@@ -1,0 +1,85 @@
+//! What must hold across keys. Each check names the keys that it reads, and is skipped where one of them is itself
+//! at fault: a message made of a default that nobody asked for would mislead.
+
+use super::Config;
+use super::batch::multiple;
+use super::fault::Fault;
+use super::sections::{DecayName, OptimizerName};
+use super::settings::Settings;
+
+/// Appends the faults across keys to those of `settings`, and the notices to those of `config`.
+pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
+    let mut faults = Vec::new();
+    let mut fail = |fault| faults.push(fault);
+    let (model, mesh) = (&config.model, &config.parallelism);
+
+    // (key, value, must be a multiple of this key, its value, whether it must)
+    let split = mesh.sequence_parallel && mesh.tp > 1;
+    let divisions = [
+        ("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads, true),
+        ("model.hidden_size", model.hidden_size, "parallelism.tp", mesh.tp, true),
+        ("model.num_heads", model.num_heads, "parallelism.tp", mesh.tp, true),
+        ("model.ffn_hidden_size", model.ffn_hidden_size, "parallelism.tp", mesh.tp, true),
+        ("model.seq_len", model.seq_len, "parallelism.tp", mesh.tp, split),
+    ];
+    for (key, value, by, divisor, applies) in divisions {
+        if applies && settings.sound(&[key, by]) && !value.is_multiple_of(divisor) {
+            let why = if key == "model.seq_len" { " (sequence_parallel is on)" } else { "" };
+            let problem = format!("is not divisible by {by} = {divisor}{why}");
+            fail(Fault::new(key, value, problem, multiple(value, divisor)));
+        }
+    }
+
+    let keys = ["model.num_heads", "model.num_kv_heads"];
+    if settings.sound(&keys) && model.num_kv_heads != model.num_heads {
+        fail(Fault::new(
+            keys[1],
+            model.num_kv_heads,
+            "grouped-query attention has not landed yet",
+            format!("use {}, as {}", model.num_heads, keys[0]),
+        ));
+    }
+
+    let keys = ["model.num_layers", "parallelism.pp"];
+    if settings.sound(&keys) && model.num_layers < mesh.pp {
+        let (layers, pp) = (model.num_layers, mesh.pp);
+        let problem = format!("fewer layers than stages: {} = {pp} needs a layer for each", keys[1]);
+        fail(Fault::new(keys[0], layers, problem, format!("use {pp} layers or more, or pp of at most {layers}")));
+    }
+
+    let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "parallelism.cp"];
+    if settings.sound(&axes) && mesh.world_size().is_none() {
+        fail(Fault::new(
+            "parallelism",
+            format!("dp={},tp={},pp={},cp={}", mesh.dp, mesh.tp, mesh.pp, mesh.cp),
+            "the number of ranks, dp · tp · pp · cp, overflows",
+            "use as many ranks as you have",
+        ));
+    }
+
+    let schedule = &config.lr_scheduler;
+    let keys = ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"];
+    let explicit = settings.given::<u64>(keys[1]).is_some();
+    if explicit
+        && settings.sound(&keys)
+        && schedule.decay != DecayName::None
+        && schedule.decay_steps <= schedule.warmup_steps
+    {
+        let warmup = schedule.warmup_steps;
+        let problem = format!("ends the decay within the warm-up: {} = {warmup}", keys[2]);
+        fail(Fault::new(keys[1], schedule.decay_steps, problem, format!("use more than {warmup}")));
+    }
+
+    settings.faults.append(&mut faults);
+
+    // Settings that are right but do nothing.
+    let (idle, rule): (&[&str], _) = match config.optimizer.name {
+        OptimizerName::Adamw => (&["optimizer.momentum"], "adamw"),
+        OptimizerName::Sgd => (&["optimizer.beta1", "optimizer.beta2", "optimizer.eps"], "sgd"),
+    };
+    for key in idle {
+        if let Some(value) = settings.given::<f64>(key) {
+            config.notices.push(format!("{key} = {value} has no effect: optimizer.name = \"{rule}\" does not read it"));
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The reference of all keys, written from the table.
+
+use std::fmt::Write;
+
+use super::keys::{Fallback, Key, Kind, SECTIONS};
+use super::settings::show_literal;
+
+/// All keys as Markdown: a section each, with default, valid values and meaning.
+#[must_use]
+pub fn reference() -> String {
+    let mut out = String::new();
+    for section in SECTIONS {
+        // Writing to a string cannot fail.
+        _ = write!(out, "## `[{}]`\n\n| key | default | values | meaning |\n|---|---|---|---|\n", section.name);
+        for key in section.keys {
+            let (default, values, doc) = (default(key), values(key), meaning(key));
+            _ = writeln!(out, "| `{}` | {default} | {values} | {doc} |", key.name);
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// The text that `--help` prints.
+#[must_use]
+pub fn usage(program: &str) -> String {
+    let mut out = format!(
+        "Usage: {program} [--config FILE.toml] [--mesh dp=2,tp=4,pp=2] [--data PATH] [--steps N]\n    \
+         [--device cpu] [--metrics FILE.jsonl] [--set section.key=value]... [--help]\n\n\
+         --config   settings in TOML sections, as listed below\n\
+         --mesh     degrees of the axes dp, tp, pp; axes not named are 1\n\
+         --data     short for --set data.path=PATH\n\
+         --steps    short for --set training.steps=N\n\
+         --device   where the ranks compute; cuda has not landed yet\n\
+         --metrics  file to write one JSON line per event to\n\
+         --set      overrides one key; later ones win\n"
+    );
+    for section in SECTIONS {
+        _ = writeln!(out, "\n[{}]", section.name);
+        for key in section.keys {
+            let (default, doc) = (default(key), meaning(key));
+            _ = writeln!(out, "  {:<24} {doc} Default: {default}; {}.", key.name, values(key));
+        }
+    }
+    out
+}
+
+fn default(key: &Key) -> String {
+    match key.default {
+        Fallback::Is(literal) => show_literal(literal),
+        Fallback::Derived(words) => words.to_string(),
+        Fallback::Unset => "unset".to_string(),
+    }
+}
+
+fn values(key: &Key) -> String {
+    match key.kind {
+        Kind::Count(min) => format!("whole number of at least {min}"),
+        Kind::Number(interval) => format!("number {}", interval.words()),
+        Kind::Switch => "true or false".to_string(),
+        Kind::Text => "text".to_string(),
+        Kind::Choice { landed, planned: [] } => landed.join(", "),
+        Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
+    }
+}
+
+fn meaning(key: &Key) -> String {
+    match key.awaits {
+        Some(_) => format!("{} Not yet: takes only its default.", key.doc),
+        None => key.doc.to_string(),
+    }
+}

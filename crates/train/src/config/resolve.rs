@@ -1,0 +1,235 @@
+//! From settings to a whole configuration: presets, derived defaults, the mesh string.
+
+use meshwork_pipeline::by_name;
+use serde::de::DeserializeOwned;
+use toml::Value;
+
+use super::Config;
+use super::batch::Wish;
+use super::check::check;
+use super::cli::Args;
+use super::fault::choose_from;
+use super::mesh::{AXES, parse_mesh};
+use super::preset::{self, preset};
+use super::sections::*;
+use super::settings::Settings;
+
+/// The whole configuration, with every fault noted in the settings that come back. Where there is one, the
+/// configuration must not be run; values at fault hold their defaults.
+pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings) {
+    settings.faults.extend(args.faults.iter().cloned());
+    if let Some(path) = &args.config {
+        settings.read_file(path);
+    }
+    for (key, raw, flag) in &args.assignments {
+        settings.assign(key, raw, flag);
+    }
+    if let Some(text) = &args.mesh {
+        merge_mesh(&mut settings, text);
+    }
+    let device = device(&mut settings, args.device.as_deref());
+    let mut config = typed(&settings, device);
+    distrust_derived(&mut settings);
+    check(&mut config, &mut settings);
+    cut_batch(&mut config, &mut settings);
+    (config, settings)
+}
+
+/// What is worked out from a value at fault is not to be trusted either.
+fn distrust_derived(settings: &mut Settings) {
+    let by_preset = preset::KEYS.map(|key| ("model.preset", key));
+    let others = [("model.hidden_size", "model.ffn_hidden_size"), ("model.num_heads", "model.num_kv_heads")];
+    for (from, key) in by_preset.into_iter().chain(others) {
+        if !settings.sound(&[from]) && settings.given::<Value>(key).is_none() {
+            settings.distrust(key);
+        }
+    }
+}
+
+/// The mesh string is the whole mesh: axes that it does not name have degree 1.
+fn merge_mesh(settings: &mut Settings, text: &str) {
+    let degrees = match parse_mesh(text) {
+        Ok(degrees) => degrees,
+        Err(mut faults) => {
+            AXES.iter().for_each(|axis| settings.distrust(&format!("parallelism.{axis}")));
+            return settings.faults.append(&mut faults);
+        }
+    };
+    for (axis, degree) in AXES.into_iter().zip(degrees) {
+        let key = format!("parallelism.{axis}");
+        match settings.given::<usize>(&key) {
+            Some(other) if other != degree => {
+                let unnamed = if degree == 1 { " (axes not named are 1)" } else { "" };
+                settings.fault(
+                    &key,
+                    other,
+                    format!("conflicts with --mesh {text}, where {axis} is {degree}{unnamed}"),
+                    format!("use one of the two, or {axis} = {degree}"),
+                );
+            }
+            _ => match i64::try_from(degree) {
+                Ok(degree) => {
+                    settings.insert("parallelism", axis, Value::Integer(degree), &format!(" (from --mesh {text})"));
+                }
+                Err(_) => {
+                    settings.fault("--mesh", text, format!("{axis} is too large"), "use as many ranks as you have")
+                }
+            },
+        }
+    }
+}
+
+fn device(settings: &mut Settings, name: Option<&str>) -> Device {
+    match name {
+        None | Some("cpu") => {}
+        Some("cuda") => settings.fault("--device", "cuda", "has not landed yet", "use cpu"),
+        Some(other) => settings.fault("--device", other, "unknown device", choose_from(other, &["cpu"])),
+    }
+    Device::Cpu
+}
+
+/// The value of a key that has a fixed default.
+fn fixed<T: DeserializeOwned>(settings: &Settings, key: &str) -> T {
+    // The key table holds its own types to be right; a test reads every key this way.
+    settings.get(key).unwrap_or_else(|| unreachable!("{key} has no default of its type in the key table"))
+}
+
+fn typed(settings: &Settings, device: Device) -> Config {
+    // One macro so that each line below reads as the key that it is.
+    macro_rules! get {
+        ($key:literal) => {
+            fixed(settings, $key)
+        };
+        ($key:literal, $derived:expr) => {
+            settings.get($key).unwrap_or($derived)
+        };
+    }
+    let name: String = get!("model.preset");
+    let preset = preset(&name);
+    let hidden_size = get!("model.hidden_size", preset.hidden_size);
+    let num_heads = get!("model.num_heads", preset.num_heads);
+    let steps = get!("training.steps");
+    Config {
+        model: Model {
+            preset: name,
+            kind: get!("model.kind"),
+            vocab_size: get!("model.vocab_size", preset.vocab_size),
+            num_layers: get!("model.num_layers", preset.num_layers),
+            hidden_size,
+            num_heads,
+            num_kv_heads: get!("model.num_kv_heads", num_heads),
+            ffn_hidden_size: get!("model.ffn_hidden_size", hidden_size.saturating_mul(4)),
+            seq_len: get!("model.seq_len", preset.seq_len),
+            tie_embeddings: get!("model.tie_embeddings"),
+            dropout: get!("model.dropout"),
+            init_from: settings.get("model.init_from"),
+        },
+        parallelism: Parallelism {
+            dp: get!("parallelism.dp"),
+            tp: get!("parallelism.tp"),
+            pp: get!("parallelism.pp"),
+            cp: get!("parallelism.cp"),
+            ep: get!("parallelism.ep"),
+            sequence_parallel: get!("parallelism.sequence_parallel"),
+            zero_stage: get!("parallelism.zero_stage"),
+            context_parallel_method: get!("parallelism.context_parallel_method"),
+            expert_tensor_parallel: get!("parallelism.expert_tensor_parallel"),
+        },
+        pipeline: Pipeline {
+            schedule: get!("pipeline.schedule"),
+            virtual_stages: get!("pipeline.virtual_stages"),
+            num_microbatches: get!("pipeline.num_microbatches", 1),
+            partition: get!("pipeline.partition"),
+        },
+        training: Training {
+            steps,
+            global_batch_size: get!("training.global_batch_size"),
+            micro_batch_size: get!("training.micro_batch_size", 1),
+            seed: get!("training.seed"),
+            dtype: get!("training.dtype"),
+            max_norm: get!("training.max_norm"),
+            numerics: get!("training.numerics"),
+        },
+        optimizer: Optimizer {
+            name: get!("optimizer.name"),
+            lr: get!("optimizer.lr"),
+            beta1: get!("optimizer.beta1"),
+            beta2: get!("optimizer.beta2"),
+            eps: get!("optimizer.eps"),
+            weight_decay: get!("optimizer.weight_decay"),
+            momentum: get!("optimizer.momentum"),
+        },
+        lr_scheduler: LrScheduler {
+            warmup_steps: get!("lr_scheduler.warmup_steps"),
+            decay: get!("lr_scheduler.decay"),
+            decay_steps: get!("lr_scheduler.decay_steps", steps),
+            min_lr_factor: get!("lr_scheduler.min_lr_factor"),
+        },
+        data: Data {
+            path: settings.get("data.path"),
+            tokenizer: get!("data.tokenizer"),
+            shuffle: get!("data.shuffle"),
+        },
+        validation: Validation {
+            every: get!("validation.every"),
+            steps: get!("validation.steps"),
+            fraction: get!("validation.fraction"),
+        },
+        memory: Memory {
+            recompute: get!("memory.recompute"),
+            offload: get!("memory.offload"),
+            limit_bytes: get!("memory.limit_bytes"),
+        },
+        checkpoint: Checkpoint {
+            dir: settings.get("checkpoint.dir"),
+            every: get!("checkpoint.every"),
+            keep: get!("checkpoint.keep"),
+            resume: get!("checkpoint.resume"),
+            export: settings.get("checkpoint.export"),
+        },
+        metrics: Metrics { profile: get!("metrics.profile") },
+        comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
+        numerics: Numerics { leaves: get!("numerics.leaves") },
+        device,
+        notices: Vec::new(),
+    }
+}
+
+/// Works out the cut of the global batch, where all that it reads is sound.
+fn cut_batch(config: &mut Config, settings: &mut Settings) {
+    let keys = [
+        "training.global_batch_size",
+        "parallelism.dp",
+        "parallelism.pp",
+        "pipeline.schedule",
+        "pipeline.num_microbatches",
+        "training.micro_batch_size",
+    ];
+    // A schedule for more stages than layers is no schedule, and may be absurdly long.
+    if !settings.sound(&keys) || config.parallelism.pp > config.model.num_layers {
+        return;
+    }
+    let schedule = match by_name(&config.pipeline.schedule) {
+        Ok(schedule) => schedule,
+        Err(error) => {
+            let valid = format!("use {}", error.known.join(" or "));
+            return settings.fault(keys[3], &error.name, error.to_string(), valid);
+        }
+    };
+    let wish = Wish {
+        global_batch_size: config.training.global_batch_size,
+        dp: config.parallelism.dp,
+        pp: config.parallelism.pp,
+        schedule,
+        num_microbatches: settings.given(keys[4]),
+        micro_batch_size: settings.given(keys[5]),
+    };
+    match wish.cut() {
+        Ok(cut) => {
+            config.pipeline.num_microbatches = cut.num_microbatches;
+            config.training.micro_batch_size = cut.micro_batch_size;
+            config.notices.extend(cut.notice);
+        }
+        Err(mut faults) => settings.faults.append(&mut faults),
+    }
+}

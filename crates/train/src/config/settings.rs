@@ -1,0 +1,263 @@
+//! What the file and the command line set, checked key by key against the [table](super::keys).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+use super::fault::{Fault, choose_from, distance, nearest};
+use super::keys::{self, Fallback, Key, Kind, Literal};
+
+/// The values that were given and are valid, and the faults of those that are not.
+#[derive(Debug, Default)]
+pub(crate) struct Settings {
+    given: BTreeMap<String, Value>,
+    unsound: BTreeSet<String>,
+    pub(crate) faults: Vec<Fault>,
+}
+
+impl Settings {
+    /// Takes in a TOML file.
+    pub(crate) fn read_file(&mut self, path: &Path) {
+        let source = path.display().to_string();
+        let text = match fs::read(path).map(String::from_utf8) {
+            Ok(Ok(text)) => text,
+            Ok(Err(error)) => {
+                let at = error.utf8_error().valid_up_to();
+                return self.bad_file(&source, format!("is not UTF-8 from byte {at} on"));
+            }
+            Err(error) => return self.bad_file(&source, format!("cannot be read: {error}")),
+        };
+        self.read_text(&source, &text);
+    }
+
+    /// Takes in a TOML document that came from `source`.
+    pub(crate) fn read_text(&mut self, source: &str, text: &str) {
+        match text.parse::<Table>() {
+            Ok(table) => self.read_table(table),
+            Err(error) => {
+                let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+                let line = before.matches('\n').count() + 1;
+                self.bad_file(source, format!("line {line}: {}", error.message()));
+            }
+        }
+    }
+
+    fn bad_file(&mut self, source: &str, problem: String) {
+        self.fault("--config", source, problem, "use a file in TOML");
+    }
+
+    /// Takes in a TOML document.
+    pub(crate) fn read_table(&mut self, table: Table) {
+        for (section, value) in table {
+            if let Some((_, feature)) = keys::PLANNED_SECTIONS.iter().find(|(name, _)| *name == section) {
+                let problem = format!("{feature} has not landed yet");
+                self.fault(&format!("[{section}]"), "", problem, "remove the section");
+                continue;
+            }
+            let known: Vec<_> = keys::SECTIONS.iter().map(|known| known.name).collect();
+            match value {
+                Value::Table(entries) if entries.is_empty() && !known.contains(&section.as_str()) => {
+                    let valid = choose_from(&section, &known);
+                    self.fault(&format!("[{section}]"), "", "unknown section", valid);
+                }
+                Value::Table(entries) => {
+                    for (name, value) in entries {
+                        self.insert(&section, &name, value, "");
+                    }
+                }
+                value if known.contains(&section.as_str()) => {
+                    let problem = format!("is {}, not a section", type_of(&value));
+                    self.fault(&section, show(&value), problem, format!("use a table: [{section}]"));
+                    for (_, key) in keys::all().filter(|(of, _)| *of == section) {
+                        self.distrust(&format!("{section}.{}", key.name));
+                    }
+                }
+                value => self.insert("", &section, value, ""),
+            }
+        }
+    }
+
+    /// Takes in a value as the command line has it, after `flag`.
+    pub(crate) fn assign(&mut self, path: &str, raw: &str, flag: &str) {
+        let (section, name) = path.split_once('.').unwrap_or(("", path));
+        let kind = keys::find(section, name).map(|(_, key)| key.kind);
+        let words = matches!(kind, Some(Kind::Text | Kind::Choice { .. }));
+        // Words need no quotes here, so that a path is never read as a number or a date.
+        let value = match raw.parse::<Value>() {
+            Ok(value) if !words || value.is_str() => value,
+            _ => Value::String(raw.to_string()),
+        };
+        self.insert(section, name, value, &format!(" (from {flag})"));
+    }
+
+    /// Takes in one value, replacing an earlier one of the same key. `origin` follows the value in a fault.
+    pub(crate) fn insert(&mut self, section: &str, name: &str, value: Value, origin: &str) {
+        let path = if section.is_empty() { name.to_string() } else { format!("{section}.{name}") };
+        let shown = format!("{}{origin}", show(&value));
+        let Some((_, key)) = keys::find(section, name) else {
+            if let Some((_, feature)) = keys::PLANNED_SECTIONS.iter().find(|(name, _)| *name == section) {
+                return self.fault(&path, shown, format!("{feature} has not landed yet"), "remove the key");
+            }
+            return self.fault(&path, shown, "unknown key", format!("the nearest is {}", similar(section, name)));
+        };
+        match checked(key, value) {
+            Ok(value) => {
+                // A later value that is sound heals an earlier one that is not.
+                self.unsound.remove(&path);
+                self.given.insert(path, value);
+            }
+            Err((problem, valid)) => self.fault(&path, shown, problem, valid),
+        }
+    }
+
+    /// Notes a fault; cross checks that read `key` are then skipped.
+    pub(crate) fn fault(
+        &mut self,
+        key: &str,
+        value: impl std::fmt::Display,
+        problem: impl Into<String>,
+        valid: impl Into<String>,
+    ) {
+        self.unsound.insert(key.to_string());
+        self.faults.push(Fault::new(key, value, problem, valid));
+    }
+
+    /// Makes cross checks that read `key` be skipped.
+    pub(crate) fn distrust(&mut self, key: &str) {
+        self.unsound.insert(key.to_string());
+    }
+
+    /// Whether none of `keys` has a fault, so that a check across them would tell the truth.
+    pub(crate) fn sound(&self, keys: &[&str]) -> bool {
+        keys.iter().all(|key| !self.unsound.contains(*key))
+    }
+
+    /// The value of `key`: as given, else its fixed default, else nothing.
+    pub(crate) fn get<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+        self.given(key).or_else(|| {
+            let (section, name) = key.split_once('.')?;
+            let default = match keys::find(section, name)?.1.default {
+                Fallback::Is(Literal::Int(value)) => Value::Integer(value),
+                Fallback::Is(Literal::Float(value)) => Value::Float(value),
+                Fallback::Is(Literal::Bool(value)) => Value::Boolean(value),
+                Fallback::Is(Literal::Str(value)) => Value::String(value.to_string()),
+                Fallback::Derived(_) | Fallback::Unset => return None,
+            };
+            default.try_into().ok()
+        })
+    }
+
+    /// The value of `key`, if it was given.
+    pub(crate) fn given<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+        self.given.get(key)?.clone().try_into().ok()
+    }
+}
+
+/// Holds a value against its key's type, range and state of landing. On refusal: the problem, and what is valid.
+fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
+    let wrong = |what: &str| format!("is {}, not {what}", type_of(&value));
+    let value = match (key.kind, &value) {
+        (Kind::Count(min), Value::Integer(count)) if *count >= min => value,
+        (Kind::Count(min), Value::Integer(_)) => {
+            return Err((format!("is below {min}"), format!("use a whole number of at least {min}")));
+        }
+        (Kind::Count(min), _) => {
+            return Err((wrong("a whole number"), format!("use a whole number of at least {min}")));
+        }
+        (Kind::Number(interval), Value::Integer(_) | Value::Float(_)) => {
+            let number = value.as_float().or(value.as_integer().map(|n| n as f64)).unwrap_or(f64::NAN);
+            if !interval.holds(number) {
+                return Err(("is out of range".to_string(), format!("use a number {}", interval.words())));
+            }
+            Value::Float(number)
+        }
+        (Kind::Number(interval), _) => {
+            return Err((wrong("a number"), format!("use a number {}", interval.words())));
+        }
+        (Kind::Switch, Value::Boolean(_)) => value,
+        (Kind::Switch, _) => return Err((wrong("a boolean"), "use true or false".to_string())),
+        (Kind::Text, Value::String(_)) => value,
+        (Kind::Text, _) => return Err((wrong("a string"), "use a string".to_string())),
+        (Kind::Choice { landed, planned }, Value::String(word)) => {
+            if planned.contains(&word.as_str()) {
+                return Err(("has not landed yet".to_string(), format!("use {}", landed.join(" or "))));
+            }
+            if !landed.contains(&word.as_str()) {
+                // A near miss of a planned word deserves to hear of it.
+                let near = nearest(word, landed.iter().chain(planned).copied());
+                return Err(match near.filter(|near| planned.contains(near)) {
+                    Some(near) => (
+                        format!("unknown; the nearest, {near}, has not landed yet"),
+                        format!("use {}", landed.join(" or ")),
+                    ),
+                    None => ("unknown".to_string(), choose_from(word, landed)),
+                });
+            }
+            value
+        }
+        (Kind::Choice { landed, .. }, _) => {
+            return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
+        }
+    };
+    match (key.awaits, key.default) {
+        (Some(feature), Fallback::Is(default)) if !equal(default, &value) => {
+            Err((format!("{feature} has not landed yet"), format!("use {}", show_literal(default))))
+        }
+        (Some(feature), Fallback::Unset) => {
+            Err((format!("{feature} has not landed yet"), "remove the key".to_string()))
+        }
+        _ => Ok(value),
+    }
+}
+
+fn equal(default: Literal, value: &Value) -> bool {
+    match default {
+        Literal::Int(default) => value.as_integer() == Some(default),
+        Literal::Float(default) => value.as_float() == Some(default),
+        Literal::Bool(default) => value.as_bool() == Some(default),
+        Literal::Str(default) => value.as_str() == Some(default),
+    }
+}
+
+/// The known key most like `section.name`: the same name in the nearest section, else the fewest edits over both.
+fn similar(section: &str, name: &str) -> String {
+    let best = keys::all().min_by_key(|(of, key)| {
+        let (sections, names) = (distance(section, of), distance(name, key.name));
+        (if names == 0 { 0 } else { sections + names }, sections)
+    });
+    best.map_or_else(String::new, |(section, key)| format!("{section}.{}", key.name))
+}
+
+/// A value as a user would write it in TOML, on one line.
+pub(crate) fn show(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("{text:?}"),
+        other => other.to_string(),
+    }
+}
+
+/// A default as a user would write it in TOML.
+pub(crate) fn show_literal(literal: Literal) -> String {
+    match literal {
+        Literal::Int(value) => value.to_string(),
+        Literal::Float(value) if value != 0.0 && value.abs() < 1e-3 => format!("{value:e}"),
+        Literal::Float(value) => value.to_string(),
+        Literal::Bool(value) => value.to_string(),
+        Literal::Str(value) => format!("{value:?}"),
+    }
+}
+
+fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::String(_) => "a string",
+        Value::Integer(_) => "a whole number",
+        Value::Float(_) => "a number with a fraction",
+        Value::Boolean(_) => "a boolean",
+        Value::Datetime(_) => "a date",
+        Value::Array(_) => "an array",
+        Value::Table(_) => "a table",
+    }
+}

@@ -1,0 +1,124 @@
+//! Where tokens come from: a text file, a folder of them, a token file, or the built-in text.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::token_file;
+use super::tokenizer::Tokenizer;
+use crate::config::Fault;
+use crate::config::sections::Data as Settings;
+
+/// A token stream that has been read, before it is held against a model.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(super) tokens: Vec<u32>,
+    pub(super) tokenizer: Tokenizer,
+    /// Whether the tokens are the tokenizer's, and not from a token file.
+    pub(super) from_text: bool,
+    /// What the stream was read from, for messages.
+    pub(super) source: String,
+    pub(super) notices: Vec<String>,
+}
+
+/// Reads the tokens of `[data]`.
+pub(crate) fn read(settings: &Settings) -> Result<Stream, Vec<Fault>> {
+    let source = match &settings.path {
+        Some(path) => format!("{path:?}"),
+        None => "(unset: the built-in Cicero text)".to_string(),
+    };
+    let tokenizer = Tokenizer::open(&settings.tokenizer);
+    let content = match settings.path.as_deref().map(Path::new) {
+        None => Ok(Content::text(lipsum::LIBER_PRIMUS.to_string())),
+        Some(path) => content(path).map_err(|(problem, valid)| Fault::new("data.path", &source, problem, valid)),
+    };
+    let (tokenizer, content) = match (tokenizer, content) {
+        (Ok(tokenizer), Ok(content)) => (tokenizer, content),
+        (tokenizer, content) => return Err(tokenizer.err().into_iter().chain(content.err()).collect()),
+    };
+    let Content { text, tokens, notices } = content;
+    let from_text = tokens.is_none();
+    let tokens = match tokens {
+        Some(tokens) => tokens,
+        None => tokenizer.encode(&text).map_err(|error| {
+            let valid = "use a tokenizer that knows every word, or has an unknown token";
+            let problem = format!("cannot encode the text: {error}");
+            vec![Fault::new("data.tokenizer", format!("{:?}", settings.tokenizer), problem, valid)]
+        })?,
+    };
+    Ok(Stream { tokens, tokenizer, from_text, source, notices })
+}
+
+/// What a path holds: text to be encoded, or tokens.
+struct Content {
+    text: String,
+    tokens: Option<Vec<u32>>,
+    notices: Vec<String>,
+}
+
+impl Content {
+    fn text(text: String) -> Self {
+        Self { text, tokens: None, notices: Vec::new() }
+    }
+}
+
+/// The content of `path`. On refusal: the problem, and what would be valid.
+fn content(path: &Path) -> Result<Content, (String, String)> {
+    const VALID: &str = "use a UTF-8 file, a folder of them, or a .bin file of little-endian u16 token ids";
+    let refuse = |problem: String| (problem, VALID.to_string());
+    if !path.exists() {
+        return Err(refuse("does not exist".to_string()));
+    }
+    if path.is_dir() {
+        return folder(path).map_err(refuse);
+    }
+    let bytes = fs::read(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
+    if bytes.is_empty() {
+        return Err(refuse("is empty".to_string()));
+    }
+    if path.extension().is_some_and(|extension| extension == "bin") {
+        let tokens = Some(token_file::parse(&bytes)?);
+        return Ok(Content { tokens, ..Content::text(String::new()) });
+    }
+    String::from_utf8(bytes)
+        .map(Content::text)
+        .map_err(|error| refuse(format!("is not UTF-8 from byte {} on", error.utf8_error().valid_up_to())))
+}
+
+/// The UTF-8 files below `path`, one after another in the order of their paths.
+fn folder(path: &Path) -> Result<Content, String> {
+    let (mut text, mut skipped) = (String::new(), 0);
+    let files = files(path).map_err(|error| format!("cannot be listed: {error}"))?;
+    for file in &files {
+        let bytes = fs::read(file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
+        match String::from_utf8(bytes) {
+            Ok(part) => text.push_str(&part),
+            Err(_) => skipped += 1,
+        }
+    }
+    let of_all = format!("{skipped} of {} files", files.len());
+    if text.is_empty() {
+        return Err(format!("holds no text: {of_all} are not UTF-8, the others are empty"));
+    }
+    let mut content = Content::text(text);
+    if skipped > 0 {
+        content.notices.push(format!("data.path = {path:?}: {of_all} skipped, as they are not UTF-8"));
+    }
+    Ok(content)
+}
+
+/// All files below `path`, sorted by path. Linked folders are not entered, so that no circle is walked.
+fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let (mut found, mut open) = (Vec::new(), vec![path.to_path_buf()]);
+    while let Some(folder) = open.pop() {
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                open.push(entry.path());
+            } else if entry.path().is_file() {
+                found.push(entry.path());
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}

@@ -1,0 +1,79 @@
+//! What can go wrong while training.
+
+use meshwork_core::{CommError, MeshError, SpmdError};
+use meshwork_data_parallel::ReduceError;
+use meshwork_pipeline::{CheckError, MicrosError, RunError, UnknownSchedule};
+
+/// The error of a training run on one rank.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    /// A tensor operation, a collective among them.
+    #[error(transparent)]
+    Tensor(#[from] meshwork_tensor::Error),
+    /// A communication.
+    #[error(transparent)]
+    Comm(Box<CommError>),
+    /// A reduction of gradients.
+    #[error(transparent)]
+    Reduce(#[from] ReduceError),
+    /// A wrongly distributed value.
+    #[error(transparent)]
+    Spmd(#[from] SpmdError),
+    /// A mesh that cannot be.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// A schedule that cannot run.
+    #[error(transparent)]
+    Schedule(#[from] CheckError),
+    /// A number of micro-batches that the schedule does not take.
+    #[error(transparent)]
+    Micros(#[from] MicrosError),
+    /// A schedule that nobody knows.
+    #[error(transparent)]
+    UnknownSchedule(#[from] UnknownSchedule),
+    /// An action of the pipeline.
+    #[error("{0}")]
+    Pipeline(Box<RunError<TrainError, TrainError>>),
+    /// A step in which every token is masked.
+    #[error("step {step}: every token of the batch is masked, so the loss has no mean")]
+    NoTokens {
+        /// The step, from 1.
+        step: u64,
+    },
+    /// The loss or the gradient norm is not a number: the weights were not touched.
+    #[error("step {step}: the {what} is {value}; the weights are those before this step")]
+    NotFinite {
+        /// The step, from 1.
+        step: u64,
+        /// `loss` or `gradient norm`.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A stage was called out of turn.
+    #[error("stage {stage}, micro-batch {micro}: {problem}")]
+    Stage {
+        /// The stage.
+        stage: usize,
+        /// The micro-batch.
+        micro: usize,
+        /// What is missing.
+        problem: &'static str,
+    },
+    /// The metrics could not be written.
+    #[error(transparent)]
+    Metrics(#[from] crate::metrics::MetricsError),
+}
+
+impl From<CommError> for TrainError {
+    fn from(error: CommError) -> Self {
+        Self::Comm(Box::new(error))
+    }
+}
+
+impl From<RunError<TrainError, TrainError>> for TrainError {
+    fn from(error: RunError<TrainError, TrainError>) -> Self {
+        Self::Pipeline(Box::new(error))
+    }
+}

@@ -1,0 +1,15 @@
+//! What one rank runs: its stages, their tapes, the pipeline's messages, and the way of its gradients.
+
+mod blueprint;
+mod chunk;
+mod error;
+mod gradients;
+mod trace;
+mod transport;
+
+pub use blueprint::{Blueprint, RankModel, Tie};
+pub use chunk::{Chunk, Message, Pass, Purpose, Running};
+pub use error::TrainError;
+pub use gradients::Gradients;
+pub use trace::{Trace, trace};
+pub use transport::PipeTransport;

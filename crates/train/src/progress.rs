@@ -1,0 +1,163 @@
+//! What a person sees of a run: a bar on a terminal, plain lines elsewhere.
+//!
+//! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
+
+use std::io::{self, IsTerminal, Write};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::metrics::Step;
+
+/// Shows the steps of a run on standard output.
+#[derive(Debug)]
+pub struct Progress {
+    steps: u64,
+    bar: Option<ProgressBar>,
+}
+
+impl Progress {
+    /// Progress of a run of `steps` steps.
+    #[must_use]
+    pub fn new(steps: u64) -> Self {
+        let bar = io::stdout().is_terminal().then(|| bar(steps, ProgressDrawTarget::stdout()));
+        Self { steps, bar }
+    }
+
+    /// Shows a step that was trained.
+    pub fn step(&self, step: &Step) {
+        match &self.bar {
+            Some(bar) => {
+                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
+                bar.set_position(step.step);
+            }
+            None if shown(step.step, self.steps) => print(&line(step, self.steps)),
+            None => {}
+        }
+    }
+
+    /// Shows a validation after `step`.
+    pub fn validation(&self, step: u64, loss: f64) {
+        self.say(&format!("step {step}/{}  validation loss {loss:.4}", self.steps));
+    }
+
+    /// Shows a line that must be seen, above the bar where there is one.
+    pub fn say(&self, text: &str) {
+        match &self.bar {
+            // `ProgressBar::println` would drop the line where the bar is hidden.
+            Some(bar) => bar.suspend(|| print(text)),
+            None => print(text),
+        }
+    }
+}
+
+impl Drop for Progress {
+    /// Leaves the bar as it stands, so that what is printed next, an error it may be, comes below it.
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+            // The bar leaves the cursor at its end, and only some terminals wrap from there.
+            if bar.position() > 0 {
+                print("");
+            }
+        }
+    }
+}
+
+/// Prints a line. A closed standard output is no reason to stop training.
+fn print(text: &str) {
+    _ = writeln!(io::stdout().lock(), "{text}");
+}
+
+fn bar(steps: u64, target: ProgressDrawTarget) -> ProgressBar {
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg}  ETA {eta}")
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::with_draw_target(Some(steps), target).with_style(style)
+}
+
+fn shown(step: u64, steps: u64) -> bool {
+    step <= 10 || step.is_multiple_of(10) || step == steps
+}
+
+fn line(step: &Step, steps: u64) -> String {
+    let Step { step, loss, grad_norm, lr, tokens_per_s, .. } = step;
+    format!("step {step}/{steps}  loss {loss:.4}  grad_norm {grad_norm:.2}  lr {lr:.1e}  {tokens_per_s:.0} tokens/s")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use indicatif::TermLike;
+
+    use super::*;
+
+    const STEP: Step = Step {
+        step: 10,
+        loss: 3.12344,
+        grad_norm: 0.834,
+        lr: 3e-4,
+        step_ms: 49.7,
+        tokens_per_s: 41233.7,
+        comm_bytes: vec![],
+        peak_bytes: vec![],
+    };
+
+    #[test]
+    fn early_steps_tenth_steps_and_the_last_are_shown() {
+        let steps: Vec<u64> = (1..=33).filter(|&step| shown(step, 33)).collect();
+        assert_eq!(steps, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 33]);
+    }
+
+    #[test]
+    fn a_plain_line() {
+        assert_eq!(line(&STEP, 300), "step 10/300  loss 3.1234  grad_norm 0.83  lr 3.0e-4  41234 tokens/s");
+    }
+
+    /// A terminal that keeps all that was written to it.
+    #[derive(Debug, Clone, Default)]
+    struct Terminal(Arc<Mutex<String>>);
+
+    impl TermLike for Terminal {
+        fn width(&self) -> u16 {
+            80
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.0.lock().unwrap().push_str(text);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_shows_step_loss_speed_and_time_left() {
+        let terminal = Terminal::default();
+        let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
+        let progress = Progress { steps: 300, bar: Some(bar(300, target)) };
+        progress.step(&STEP);
+        drop(progress);
+        let written = terminal.0.lock().unwrap();
+        assert!(written.contains("10/300 "), "{written}");
+        assert!(written.contains(" loss 3.1234  41234 tokens/s  ETA "), "{written}");
+        assert!(written.contains('█') || written.contains('░'), "{written}");
+    }
+}

@@ -1,0 +1,430 @@
+//! One training step. What needs several axes at once lives here and nowhere else: the last micro-batch tells the reducer,
+//! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the tokens of
+//! the whole batch.
+//!
+//! ```text
+//! batch ─ count tokens (dp) ─ schedule: forward, backward ... ─ reduce buckets ─ norm, loss (world) ─ clip, update ─ report
+//!                                   └ hidden states (pp), blocks (tp) ┘ └ started while backward runs
+//! ```
+
+use crate::config::Config;
+use crate::data::Batch;
+use crate::engine::{
+    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, RankModel, Running, Tie, Trace, TrainError, trace,
+};
+use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, Types};
+use meshwork_data_parallel::{Bucket, Member, Reducer, plan};
+use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
+use meshwork_pipeline::{Event, Lowered, by_name, forward_only, lower, run};
+use meshwork_tensor::family::UpdateRule;
+use meshwork_tensor::tape::Position;
+use meshwork_tensor::{Device, Error, ParamId, Params, Role};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
+/// enough that most are done before backward ends.
+const BUCKET_ELEMENTS: usize = 1 << 18;
+
+/// One rank of a training run: its part of the model, its optimizer, and the step.
+pub struct Trainer {
+    rank: Arc<Rank>,
+    device: Arc<dyn Device>,
+    chunks: Vec<Chunk>,
+    params: Arc<Params>,
+    gradients: RefCell<Gradients>,
+    optimizer: Box<dyn Optimizer>,
+    /// Per flat buffer: the optimizer's state vectors.
+    states: Vec<Vec<meshwork_core::Buffer>>,
+    lr: LrSchedule,
+    max_norm: f64,
+    schedule: Lowered,
+    evaluation: Lowered,
+    sampling: Lowered,
+    seed: u64,
+    seq_len: usize,
+    micro_batch: usize,
+    batch_per_dp: usize,
+    /// Per parameter: the part of its elements that this rank counts in the gradient norm.
+    counted: Vec<Range<usize>>,
+    steps_done: u64,
+}
+
+/// What a step did, the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// Number of the step, from 1.
+    pub step: u64,
+    /// Mean over all unmasked tokens of the global batch.
+    pub loss: f64,
+    /// Norm of the whole gradient, before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Logical bytes per group name, averaged over the ranks of the world.
+    pub comm_bytes: BTreeMap<&'static str, f64>,
+    /// Most bytes ever alive on each world rank.
+    pub peak_bytes: Vec<u64>,
+    /// What this rank communicated in the step, call by call (the report itself not counted).
+    pub records: Vec<Record>,
+}
+
+/// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    axes: Vec<Axis>,
+    holders: Option<Vec<usize>>,
+}
+
+impl Trainer {
+    /// This rank's part of a run. Collective: every rank of the mesh makes one with the same configuration.
+    pub fn new(config: &Config, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<Self, TrainError> {
+        let blueprint = Blueprint::new(config)?;
+        let mesh = blueprint.mesh();
+        let (pp, micros) = (mesh.degree(Axis::Pp), config.pipeline.num_microbatches);
+        let training = by_name(&config.pipeline.schedule)?.build(pp, micros)?;
+        let placement = training.placement.clone();
+        let model = blueprint.rank_model(&placement, rank.coords().get(Axis::Pp))?;
+        let ties = blueprint.ties(&placement)?;
+        let tie_groups = join_ties(&rank, &ties)?;
+
+        let found = trace(&blueprint, &model, rank.world_rank(), config.training.micro_batch_size)?;
+        let (layout, buckets) = buckets(&model, &found, &ties, &rank);
+        let declarations = Arc::new(model.declarations);
+        let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
+        let mut places = vec![(0, 0); declarations.specs().len()];
+        let mut filled = Vec::with_capacity(buckets.len());
+        for (bucket, (members, key)) in layout.iter().zip(&buckets).enumerate() {
+            for (member, id) in members.iter().enumerate() {
+                places[id.index()] = (bucket, member);
+            }
+            let mut rounds: Vec<Group> = key.axes.iter().map(|&axis| rank.group(axis).clone()).collect();
+            rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
+            filled.push(Bucket {
+                gradients: device.zeros(DType::F32, params.flats()[bucket].count())?,
+                members: members.iter().map(|&id| params.place(id).1).collect(),
+                rounds,
+            });
+        }
+        let gradients = Gradients::new(Reducer::new(filled), places, &found.chunks_reading, micros, device.clone());
+
+        let optimizer = config.optimizer.rule();
+        let mut states = Vec::with_capacity(layout.len());
+        for flat in params.flats() {
+            let slots = 0..optimizer.state_slots();
+            states.push(slots.map(|_| device.zeros(DType::F32, flat.count())).collect::<Result<Vec<_>, Error>>()?);
+        }
+        let counted = declarations.ids().map(|id| counted(&params, id, &ties, &rank)).collect();
+        let stages = blueprint.stages();
+        Ok(Self {
+            chunks: model.stages.into_iter().map(|(number, stage)| Chunk::new(number, stages, stage)).collect(),
+            params: Arc::new(params),
+            gradients: RefCell::new(gradients),
+            optimizer,
+            states,
+            lr: config.lr_scheduler.schedule(config.optimizer.lr),
+            max_norm: config.training.max_norm,
+            schedule: lower(&training)?,
+            evaluation: lower(&forward_only(&placement, micros))?,
+            sampling: lower(&forward_only(&placement, 1))?,
+            seed: config.training.seed,
+            seq_len: config.model.seq_len,
+            micro_batch: config.training.micro_batch_size,
+            batch_per_dp: micros * config.training.micro_batch_size,
+            counted,
+            steps_done: 0,
+            rank,
+            device,
+        })
+    }
+
+    /// The rows of a global batch that this rank's dp rank takes.
+    pub fn rows(&self) -> Range<usize> {
+        let first = self.rank.coords().get(Axis::Dp) * self.batch_per_dp;
+        first..first + self.batch_per_dp
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> &Arc<Rank> {
+        &self.rank
+    }
+
+    /// This rank's device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// This rank's parameters.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// Steps done so far.
+    pub fn steps_done(&self) -> u64 {
+        self.steps_done
+    }
+
+    /// The gradient of a parameter as of the last step: summed over the whole batch and all ranks, before clipping.
+    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
+        let (flat, range) = self.params.place(id);
+        let gradients = self.gradients.borrow();
+        let Some(all) = gradients.bucket(flat) else { return Ok(Vec::new()) };
+        let host = self.device.download(all).map_err(TrainError::from)?;
+        Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
+    }
+
+    /// When each gradient bucket of the last step was started and done.
+    pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
+        self.gradients.borrow().events().to_vec()
+    }
+
+    /// Trains on this rank's rows of one global batch. `observe` sees every action of the pipeline start and end.
+    pub fn step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
+        let step = self.steps_done + 1;
+        let tokens = self.count_tokens(batch)?;
+        if tokens == 0 {
+            return Err(TrainError::NoTokens { step });
+        }
+        self.gradients.get_mut().begin()?;
+        let pass = self.pass(Purpose::Train, batch, 1.0 / tokens as f64);
+        self.walk(&pass, &mut observe)?;
+        drop(pass); // it reads the weights, which are about to change
+        self.gradients.get_mut().finish()?;
+
+        let shares = [self.loss_share(), self.norm_share()?];
+        let [loss, norm_squared] = self.sum_over_world(shares)?;
+        let (loss, grad_norm) = (loss / tokens as f64, norm_squared.sqrt());
+        for (what, value) in [("loss", loss), ("gradient norm", grad_norm)] {
+            if !value.is_finite() {
+                return Err(TrainError::NotFinite { step, what, value });
+            }
+        }
+        let lr = self.lr.lr(step);
+        self.update(step, lr, clip_factor(grad_norm, self.max_norm))?;
+        self.steps_done = step;
+
+        let records = self.rank.log().drain();
+        let (comm_bytes, peak_bytes) = self.gather_report(&records)?;
+        Ok(StepReport { step, loss, grad_norm, lr, comm_bytes, peak_bytes, records })
+    }
+
+    /// The mean loss over the unmasked tokens of some batches, without training. Every rank gets it.
+    pub fn evaluate(&mut self, batches: impl Iterator<Item = Batch>) -> Result<f64, TrainError> {
+        let (mut loss, mut tokens) = (0.0, 0);
+        for batch in batches {
+            tokens += self.count_tokens(&batch)?;
+            let pass = self.pass(Purpose::Evaluate, &batch, 0.0);
+            self.walk(&pass, &mut |_| {})?;
+            let share = self.loss_share();
+            let [sum] = self.sum_over_world([share])?;
+            loss += sum;
+        }
+        self.rank.log().drain();
+        match tokens {
+            0 => Err(TrainError::NoTokens { step: self.steps_done }),
+            tokens => Ok(loss / tokens as f64),
+        }
+    }
+
+    /// The logits of the token that follows `window[..=position]`, for the real part of the vocabulary. `window` has as many tokens
+    /// as a sequence; those after `position` do not matter. Every rank gets the same.
+    pub fn next_token_logits(&mut self, window: &[i32], position: usize, vocab: usize) -> Result<Vec<f32>, TrainError> {
+        let batch = Batch { inputs: window.to_vec(), targets: Vec::new(), rows: 1, seq_len: self.seq_len };
+        let pass = Pass { micro_batch: 1, ..self.pass(Purpose::Sample, &batch, 0.0) };
+        self.walk(&pass, &mut |_| {})?;
+        let mut row = vec![0f32; vocab];
+        if let Some(logits) = self.chunks.iter_mut().find_map(Chunk::take_logits) {
+            let width = logits.shape()[2];
+            row.copy_from_slice(&logits.to_vec::<f32>()?[position * width..][..vocab]);
+        }
+        let last_stage = self.sampling.schedule().placement.last().copied().unwrap_or(0);
+        self.rank.group(Axis::Pp).broadcast_slice(&mut row, last_stage)?;
+        self.rank.log().drain();
+        Ok(row)
+    }
+
+    /// Unmasked tokens of the global batch: an integer sum over dp.
+    fn count_tokens(&self, batch: &Batch) -> Result<i64, TrainError> {
+        let mut count = [batch.unmasked() as i64];
+        self.rank.group(Axis::Dp).all_reduce_slice(&mut count, ReduceOp::Sum)?;
+        Ok(count[0])
+    }
+
+    fn pass(&self, purpose: Purpose, batch: &Batch, seed: f64) -> Pass {
+        Pass {
+            rank: self.rank.clone(),
+            device: self.device.clone(),
+            params: self.params.clone(),
+            purpose,
+            position: Position { seed: self.seed, step: self.steps_done, first_sample: self.rows().start as u64 },
+            inputs: batch.inputs.clone(),
+            targets: batch.targets.clone(),
+            micro_batch: self.micro_batch,
+            seq_len: self.seq_len,
+            seed,
+        }
+    }
+
+    /// Walks the schedule over all micro-batches.
+    fn walk(&mut self, pass: &Pass, observe: &mut impl FnMut(Event)) -> Result<(), TrainError> {
+        let boundary = self.chunks[0].stage().boundary(pass.micro_batch);
+        let mut transport = PipeTransport::new(self.rank.group(Axis::Pp).clone(), self.device.clone(), boundary);
+        let schedule = match pass.purpose {
+            Purpose::Train => &self.schedule,
+            Purpose::Evaluate => &self.evaluation,
+            Purpose::Sample => &self.sampling,
+        };
+        let gradients = &self.gradients;
+        let mut stages: Vec<Running<'_>> =
+            self.chunks.iter_mut().map(|chunk| Running { chunk, pass, gradients }).collect();
+        let pp_rank = self.rank.coords().get(Axis::Pp);
+        let walked = run(schedule, pp_rank, &mut stages, &mut transport, &mut |event| {
+            observe(event);
+            gradients.borrow_mut().poll();
+        });
+        if walked.is_err() {
+            self.chunks.iter_mut().for_each(Chunk::clear);
+        }
+        Ok(walked?)
+    }
+
+    /// This rank's share of the summed loss over the world: the last stage's, where its types say that it counts.
+    fn loss_share(&mut self) -> f64 {
+        let coords = self.rank.coords();
+        let losses = self.chunks.iter_mut().filter_map(Chunk::take_loss);
+        losses.map(|(loss, types)| if types.counted_at(coords) { loss } else { 0.0 }).sum()
+    }
+
+    /// This rank's share of the squared gradient norm: each element of the model is counted by one rank.
+    fn norm_share(&self) -> Result<f64, TrainError> {
+        let gradients = self.gradients.borrow();
+        let optim = self.device.optim()?;
+        let mut sum = 0.0;
+        for (id, counted) in self.params.declarations().ids().zip(&self.counted) {
+            let (flat, _) = self.params.place(id);
+            if let Some(all) = gradients.bucket(flat) {
+                sum += optim.sum_of_squares(all, counted.clone())?;
+            }
+        }
+        Ok(sum)
+    }
+
+    fn sum_over_world<const N: usize>(&self, mut shares: [f64; N]) -> Result<[f64; N], TrainError> {
+        self.rank.world().all_reduce_slice(&mut shares, ReduceOp::Sum)?;
+        Ok(shares)
+    }
+
+    /// Clips and updates every weight from its reduced gradient. Weight decay goes by role: weights only.
+    fn update(&mut self, step: u64, lr: f64, grad_scale: f32) -> Result<(), TrainError> {
+        let declarations = self.params.declarations().clone();
+        let places: Vec<_> = declarations.ids().map(|id| (declarations.spec(id).role, self.params.place(id))).collect();
+        let params = Arc::get_mut(&mut self.params).ok_or(TrainError::Stage {
+            stage: 0,
+            micro: 0,
+            problem: "weights are still being read at the end of the step",
+        })?;
+        let gradients = self.gradients.borrow();
+        let optim = self.device.optim()?;
+        for (role, (flat, range)) in places {
+            let update = Update { step, lr, grad_scale, decay: role == Role::Weight };
+            let rule = Rule { optimizer: &*self.optimizer, update };
+            if let Some(grads) = gradients.bucket(flat) {
+                optim.update(&rule, &mut params.flats_mut()[flat], grads, &mut self.states[flat], range)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes per group over all ranks, and every rank's peak: one sum over the world.
+    fn gather_report(&self, records: &[Record]) -> Result<(BTreeMap<&'static str, f64>, Vec<u64>), TrainError> {
+        let world = self.rank.world();
+        let names = Axis::ALL.map(Axis::name).into_iter().chain(["ties", "world"]);
+        let mut values: Vec<f64> = names
+            .clone()
+            .map(|name| records.iter().filter(|record| record.group == name).map(Record::bytes).sum())
+            .collect();
+        let peaks = values.len();
+        values.resize(peaks + world.size(), 0.0);
+        values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
+        world.all_reduce_slice(&mut values, ReduceOp::Sum)?;
+        self.rank.log().drain();
+        let bytes = names.zip(&values).map(|(name, bytes)| (name, bytes / world.size() as f64)).collect();
+        Ok((bytes, values[peaks..].iter().map(|&peak| peak as u64).collect()))
+    }
+}
+
+/// Name of the groups that sum tied weights across stages.
+const TIES: &str = "ties";
+
+/// The groups of the pp ranks that hold tied parameters: made once, by every rank in the same order.
+fn join_ties(rank: &Rank, ties: &[Tie]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {
+    let mut groups = BTreeMap::new();
+    for tie in ties {
+        if groups.contains_key(&tie.holders) {
+            continue;
+        }
+        let members: Vec<usize> = match tie.holders.contains(&rank.coords().get(Axis::Pp)) {
+            true => tie.holders.iter().map(|&stage| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage))).collect(),
+            false => vec![rank.world_rank()],
+        };
+        groups.insert(tie.holders.clone(), rank.subgroup(TIES, &members)?);
+    }
+    Ok(groups)
+}
+
+/// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has one alone, so
+/// that its layout is the same on every holder.
+fn buckets(model: &RankModel, found: &Trace, ties: &[Tie], rank: &Rank) -> (Vec<Vec<ParamId>>, Vec<Key>) {
+    let ids: BTreeMap<usize, ParamId> = found.ready.iter().map(|&id| (id.index(), id)).collect();
+    let (tied, single): (Vec<_>, Vec<_>) = found
+        .ready
+        .iter()
+        .map(|&id| {
+            let spec = model.declarations.spec(id);
+            let types = found.reads.get(&id).copied().unwrap_or(Types::NONE);
+            // The gradient of a Replicate read is Partial. dp first: what is left is smaller once that is sharded.
+            let mut axes: Vec<Axis> = types.dual().partial_axes().collect();
+            axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
+            let holders = ties.iter().find(|tie| tie.name == spec.name).map(|tie| tie.holders.clone());
+            let elements = spec.local(rank.mesh(), rank.coords()).stored.count();
+            Member { id: id.index(), elements, key: Key { axes, holders } }
+        })
+        .partition(|member| member.key.holders.is_some());
+    let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&tied, 0));
+    plans.map(|bucket| (bucket.members.iter().map(|id| ids[id]).collect(), bucket.key)).unzip()
+}
+
+/// The part of a parameter's flat range that this rank counts in the norm. Ranks that hold the same elements share them out, so
+/// that each element is counted once.
+fn counted(params: &Params, id: ParamId, ties: &[Tie], rank: &Rank) -> Range<usize> {
+    let (_, range) = params.place(id);
+    let spec = params.declarations().spec(id);
+    let (mut index, mut replicas) = (0, 1);
+    for axis in rank.mesh().value_axes() {
+        if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {
+            index = index * rank.mesh().degree(axis) + rank.coords().get(axis);
+            replicas *= rank.mesh().degree(axis);
+        }
+    }
+    if let Some(tie) = ties.iter().find(|tie| tie.name == spec.name) {
+        let place = tie.holders.iter().position(|&stage| stage == rank.coords().get(Axis::Pp)).unwrap_or(0);
+        index = index * tie.holders.len() + place;
+        replicas *= tie.holders.len();
+    }
+    let share = |index: usize| range.start + range.len() * index / replicas;
+    share(index)..share(index + 1)
+}
+
+/// An optimizer's rule for one step and one role.
+struct Rule<'a> {
+    optimizer: &'a dyn Optimizer,
+    update: Update,
+}
+
+impl UpdateRule for Rule<'_> {
+    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<(), Error> {
+        self.optimizer.update(self.update, weights, grads, states).map_err(|error| Error::Update(error.to_string()))
+    }
+}

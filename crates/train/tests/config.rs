@@ -1,0 +1,147 @@
+//! The configuration: what it gives.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+
+use meshwork_train::config::keys::{self, Kind};
+use meshwork_train::config::{Args, Config, DecayName, OptimizerName, reference, usage};
+
+fn args(line: &str) -> Args {
+    Args::parse(line.split_whitespace())
+}
+
+fn config(line: &str) -> Config {
+    Config::from_args(&args(line)).unwrap_or_else(|error| panic!("{line}: {error}"))
+}
+
+fn file(name: &str, text: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    fs::write(&path, text).unwrap();
+    path
+}
+
+#[test]
+fn the_defaults_are_those_of_the_contract() {
+    let c = config("");
+    assert_eq!((c.model.preset.as_str(), c.model.kind.as_str()), ("tiny", "gpt2"));
+    let m = &c.model;
+    assert_eq!((m.vocab_size, m.num_layers, m.hidden_size, m.num_heads, m.seq_len), (256, 4, 128, 4, 128));
+    assert_eq!((m.num_kv_heads, m.ffn_hidden_size, m.tie_embeddings, m.dropout), (4, 512, true, 0.0));
+    let p = &c.parallelism;
+    assert_eq!([p.dp, p.tp, p.pp, p.cp, p.ep, p.expert_tensor_parallel], [1; 6]);
+    assert_eq!((p.sequence_parallel, p.zero_stage, p.context_parallel_method.as_str()), (false, 0, "ring"));
+    let p = &c.pipeline;
+    assert_eq!((p.schedule.as_str(), p.virtual_stages, p.partition.as_str()), ("1f1b", 1, "uniform"));
+    let t = &c.training;
+    assert_eq!((t.steps, t.global_batch_size, t.seed, t.max_norm), (100, 16, 1234, 1.0));
+    assert_eq!((t.dtype.as_str(), t.numerics.as_str()), ("f32", "fast"));
+    let o = &c.optimizer;
+    assert_eq!((o.name, o.lr, o.beta1, o.beta2), (OptimizerName::Adamw, 3e-4, 0.9, 0.95));
+    assert_eq!((o.eps, o.weight_decay, o.momentum), (1e-8, 0.1, 0.0));
+    let s = &c.lr_scheduler;
+    assert_eq!((s.warmup_steps, s.decay, s.decay_steps, s.min_lr_factor), (0, DecayName::None, 100, 0.0));
+    assert_eq!((c.data.path, c.data.tokenizer.as_str(), c.data.shuffle), (None, "bytes", true));
+    assert_eq!((c.validation.every, c.validation.fraction), (0, 0.05));
+    assert_eq!((c.checkpoint.keep, c.checkpoint.resume, c.metrics.profile), (2, false, false));
+    assert_eq!((c.comm.timeout_seconds, c.numerics.leaves), (60.0, 8));
+    assert!(c.notices.is_empty());
+}
+
+#[test]
+fn presets_are_those_of_the_contract_and_any_field_can_be_overridden() {
+    for (preset, shape) in [
+        ("tiny", (256, 4, 128, 4, 128)),
+        ("small", (256, 6, 384, 6, 256)),
+        ("medium", (50257, 6, 512, 8, 256)),
+        ("gpt2", (50257, 12, 768, 12, 512)),
+    ] {
+        let m = config(&format!("--set model.preset={preset}")).model;
+        assert_eq!((m.vocab_size, m.num_layers, m.hidden_size, m.num_heads, m.seq_len), shape);
+        assert_eq!((m.ffn_hidden_size, m.num_kv_heads), (4 * m.hidden_size, m.num_heads));
+    }
+    let m = config("--set model.preset=gpt2 --set model.num_heads=16 --set model.ffn_hidden_size=1000").model;
+    assert_eq!((m.num_heads, m.num_kv_heads, m.ffn_hidden_size, m.hidden_size), (16, 16, 1000, 768));
+}
+
+#[test]
+fn flags_take_both_forms_and_later_ones_win() {
+    let path = file("flags.toml", "[training]\nsteps = 5\nseed = 7\n[optimizer]\nlr = 1\n");
+    let path = path.display();
+    let c = config(&format!("--config {path} --mesh=pp=2,dp=2 --steps 6 --set training.steps=8 --device cpu"));
+    assert_eq!((c.training.steps, c.training.seed, c.optimizer.lr), (8, 7, 1.0));
+    assert_eq!((c.parallelism.dp, c.parallelism.pp, c.parallelism.tp), (2, 2, 1));
+    assert_eq!(config(&format!("--set training.steps=8 --steps=6 --config={path}")).training.steps, 6);
+    let c = config("--data 2024 --set data.tokenizer=\"gpt2\" --set model.dropout=0.5");
+    assert_eq!((c.data.path.as_deref(), c.data.tokenizer.as_str(), c.model.dropout), (Some("2024"), "gpt2", 0.5));
+    assert!(Args::parse(["--help"]).help && !args("--steps 1").help);
+}
+
+#[test]
+fn settings_without_effect_are_noticed() {
+    assert_eq!(
+        config("--set optimizer.momentum=0.9").notices,
+        ["optimizer.momentum = 0.9 has no effect: optimizer.name = \"adamw\" does not read it"]
+    );
+    assert_eq!(config("--set optimizer.name=sgd --set optimizer.momentum=0.9").notices, [""; 0]);
+}
+
+#[test]
+fn the_dump_holds_every_key_of_the_table_and_no_other() {
+    let dump = serde_json::to_value(config("")).unwrap();
+    let dumped: BTreeSet<String> = dump
+        .as_object()
+        .unwrap()
+        .iter()
+        .filter_map(|(section, keys)| Some((section, keys.as_object()?)))
+        .flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}")))
+        .collect();
+    let known: BTreeSet<String> = keys::all().map(|(section, key)| format!("{section}.{}", key.name)).collect();
+    assert_eq!(dumped, known);
+    assert_eq!(dump["optimizer"]["name"], "adamw");
+    assert_eq!(dump["lr_scheduler"]["decay"], "none");
+    assert_eq!(dump["device"], "cpu");
+}
+
+#[test]
+fn every_word_that_has_landed_is_understood() {
+    for (section, key) in keys::all() {
+        if let Kind::Choice { landed, .. } = key.kind {
+            for word in landed {
+                let name = format!("{section}.{}", key.name);
+                let config = config(&format!("--set {name}={word}"));
+                let dump = serde_json::to_value(config).unwrap();
+                assert_eq!(dump[section][key.name], *word, "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_reference_and_the_help_name_every_key() {
+    let (reference, usage) = (reference(), usage("gpt_train"));
+    for (_, key) in keys::all() {
+        assert!(reference.contains(&format!("| `{}` | ", key.name)));
+        assert!(usage.contains(&format!("\n  {} ", key.name)));
+    }
+    for line in [
+        "| `lr` | 3e-4 | number of at least 0 | Full learning rate. |",
+        "| `dtype` | \"f32\" | f32 (not yet: bf16) | Type of weights and activations. |",
+        "| `keep` | 2 | whole number of at least 1 | Checkpoints to keep. Not yet: takes only its default. |",
+    ] {
+        assert!(reference.contains(line), "{line} is not in\n{reference}");
+    }
+}
+
+#[test]
+fn sections_give_the_rules_that_they_describe() {
+    let c = config("--set lr_scheduler.warmup_steps=2 --set lr_scheduler.decay=linear --steps 6 --set optimizer.lr=1");
+    let schedule = c.lr_scheduler.schedule(c.optimizer.lr);
+    assert_eq!([1, 2, 3, 4, 7].map(|step| schedule.lr(step)), [0.5, 1.0, 1.0, 0.75, 0.0]);
+    assert_eq!(c.optimizer.rule().state_slots(), 2);
+    assert_eq!(config("--set optimizer.name=sgd").optimizer.rule().state_slots(), 0);
+    assert_eq!(config("--set optimizer.name=sgd --set optimizer.momentum=0.5").optimizer.rule().state_slots(), 1);
+    let timeout = config("--set comm.timeout_seconds=0.5").comm.timeout();
+    assert_eq!(timeout.as_millis(), 500);
+    _ = config("--set comm.timeout_seconds=1e300").comm.timeout();
+}

@@ -1,0 +1,385 @@
+//! The configuration: what it says of everything that is wrong.
+
+use std::fs;
+use std::path::PathBuf;
+
+use meshwork_train::config::{Args, Config};
+use meshwork_train::load;
+
+fn args(line: &str) -> Args {
+    Args::parse(line.split_whitespace())
+}
+
+fn config(line: &str) -> Config {
+    Config::from_args(&args(line)).unwrap_or_else(|error| panic!("{line}: {error}"))
+}
+
+/// All faults of a command line, one per line.
+fn refusal(line: &str) -> String {
+    load(&args(line)).expect_err(line).to_string()
+}
+
+/// Checks (command line, whole refusal) pairs.
+fn refused(cases: &[(&str, &str)]) {
+    for (line, expected) in cases {
+        assert_eq!(refusal(line), *expected, "\nfor {line}");
+    }
+}
+
+fn file(name: &str, text: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    fs::write(&path, text).unwrap();
+    path
+}
+
+#[test]
+fn the_command_line_is_held_to_its_flags() {
+    const FLAGS: &str = "--config, --mesh, --data, --steps, --device, --metrics, --set, --help";
+    refused(&[
+        ("--mseh dp=2", &format!("--mseh: unknown flag; the nearest is --mesh; use one of {FLAGS}")),
+        ("train", &format!("train: not a flag; use one of {FLAGS}")),
+        ("--steps", "--steps: no value; use --steps VALUE or --steps=VALUE"),
+        ("--steps --mesh dp=1", "--steps: no value; use --steps VALUE or --steps=VALUE"),
+        (
+            "--steps many",
+            "training.steps = \"many\" (from --steps): is a string, not a whole number; use a whole number of at least 0",
+        ),
+        ("--steps -1", "training.steps = -1 (from --steps): is below 0; use a whole number of at least 0"),
+        ("--set training.steps", "--set training.steps: no value; use --set section.key=value"),
+        ("--device cuda", "--device cuda: has not landed yet; use cpu"),
+        ("--device cpuu", "--device cpuu: unknown device; use cpu"),
+        (
+            "--config no/such.toml",
+            "--config no/such.toml: cannot be read: No such file or directory (os error 2); use a file in TOML",
+        ),
+    ]);
+}
+
+#[test]
+fn bad_toml_is_located() {
+    let path = file("broken.toml", "[model]\nnum_heads = 4\nnum_heads = \n");
+    let refusal = refusal(&format!("--config {}", path.display()));
+    assert!(refusal.contains("broken.toml: line 3: "), "{refusal}");
+    assert_eq!(refusal.lines().count(), 1);
+}
+
+#[test]
+fn mesh_strings() {
+    refused(&[
+        ("--mesh xp=2", "--mesh xp=2: unknown axis; the nearest is dp; use one of dp, tp, pp, cp, ep"),
+        ("--mesh tpp=2", "--mesh tpp=2: unknown axis; the nearest is tp; use one of dp, tp, pp, cp, ep"),
+        (
+            "--mesh sp=2",
+            "--mesh sp=2: sequence parallel is no axis: it shards over tp; use parallelism.sequence_parallel = true; to \
+             split long sequences, use the axis cp",
+        ),
+        ("--mesh dp=0", "--mesh dp=0: a degree is at least 1; use dp=1 or more"),
+        ("--mesh dp=2,dp=2", "--mesh dp=2: the axis is named twice; name dp once"),
+        ("--mesh dp=two", "--mesh dp=two: the degree is not a whole number; use dp=1 or more"),
+        ("--mesh dp=-2", "--mesh dp=-2: the degree is not a whole number; use dp=1 or more"),
+        ("--mesh dp", "--mesh dp: not an axis with its degree; use axis=degree, such as dp=2"),
+        ("--mesh=", "--mesh \"\": not an axis with its degree; use axis=degree, such as dp=2"),
+        (
+            "--mesh dp=99999999999999999999",
+            "--mesh dp=99999999999999999999: the degree is too large; use dp=1 or more, as many as you have ranks",
+        ),
+        ("--mesh cp=2", "parallelism.cp = 2 (from --mesh cp=2): context parallelism has not landed yet; use 1"),
+        ("--mesh ep=2", "parallelism.ep = 2 (from --mesh ep=2): expert parallelism has not landed yet; use 1"),
+    ]);
+    assert_eq!(refusal("--mesh dp=0,tp=x,sp=2,qp=1").lines().count(), 4, "all at once");
+}
+
+#[test]
+fn a_world_that_overflows() {
+    // 2^40 ranks per axis: each fits, the product does not.
+    let refusal = refusal("--mesh dp=1099511627776,tp=1099511627776 --set training.global_batch_size=1099511627776");
+    let expected = "parallelism = dp=1099511627776,tp=1099511627776,pp=1,cp=1: the number of ranks, dp · tp · pp · cp, \
+                    overflows; use as many ranks as you have";
+    assert!(refusal.lines().any(|line| line == expected), "{refusal}");
+}
+
+#[test]
+fn the_mesh_string_and_the_section_must_agree() {
+    let path = file("mesh.toml", "[parallelism]\ndp = 2\ntp = 2\n");
+    let path = path.display();
+    assert_eq!(config(&format!("--config {path} --mesh tp=2,dp=2")).parallelism.world_size(), Some(4));
+    refused(&[
+        (
+            &format!("--config {path} --mesh dp=4,tp=2"),
+            "parallelism.dp = 2: conflicts with --mesh dp=4,tp=2, where dp is 4; use one of the two, or dp = 4",
+        ),
+        (
+            &format!("--config {path} --mesh dp=2"),
+            "parallelism.tp = 2: conflicts with --mesh dp=2, where tp is 1 (axes not named are 1); use one of the two, or \
+             tp = 1",
+        ),
+    ]);
+}
+
+#[test]
+fn unknown_keys_hear_of_the_nearest() {
+    for (key, near) in [
+        ("training.stepz", "training.steps"),
+        ("traning.steps", "training.steps"),
+        ("model.heads", "model.num_heads"),
+        ("model.n_layers", "model.num_layers"),
+        ("model.lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("steps", "training.steps"),
+        ("parallelism.sp", "parallelism.dp"),
+        ("validation.evry", "validation.every"),
+    ] {
+        let line = format!("--set {key}=1");
+        assert_eq!(refusal(&line), format!("{key} = 1 (from --set): unknown key; the nearest is {near}"));
+    }
+    let text = "steps = 3\n[training]\nstepz = 5\n[modle]\nnum_heads = 4\n[empty]\n";
+    assert_eq!(
+        Config::from_toml(text).unwrap_err().to_string(),
+        "steps = 3: unknown key; the nearest is training.steps\n\
+         training.stepz = 5: unknown key; the nearest is training.steps\n\
+         modle.num_heads = 4: unknown key; the nearest is model.num_heads\n\
+         [empty]: unknown section; the nearest is memory; use one of model, parallelism, pipeline, training, optimizer, \
+         lr_scheduler, data, validation, memory, checkpoint, metrics, comm, numerics"
+    );
+}
+
+#[test]
+fn wrong_toml_types() {
+    let text = r#"
+        training = 5
+        [model]
+        num_heads = "4"
+        num_layers = 4.0
+        tie_embeddings = 1
+        preset = 3
+        dropout = "none"
+        [data]
+        path = ["a", "b"]
+        [optimizer]
+        lr = true
+        name = 2024-01-01
+        eps = { value = 1 }
+    "#;
+    assert_eq!(
+        Config::from_toml(text).unwrap_err().to_string(),
+        "training = 5: is a whole number, not a section; use a table: [training]\n\
+         model.num_heads = \"4\": is a string, not a whole number; use a whole number of at least 1\n\
+         model.num_layers = 4.0: is a number with a fraction, not a whole number; use a whole number of at least 1\n\
+         model.tie_embeddings = 1: is a whole number, not a boolean; use true or false\n\
+         model.preset = 3: is a whole number, not a string; use tiny or small or medium or gpt2\n\
+         model.dropout = \"none\": is a string, not a number; use a number of at least 0 and below 1\n\
+         data.path = [\"a\", \"b\"]: is an array, not a string; use a string\n\
+         optimizer.lr = true: is a boolean, not a number; use a number of at least 0\n\
+         optimizer.name = 2024-01-01: is a date, not a string; use adamw or sgd\n\
+         optimizer.eps = { value = 1 }: is a table, not a number; use a number above 0"
+    );
+}
+
+#[test]
+fn values_out_of_range() {
+    for (key, value, valid) in [
+        ("optimizer.lr", "-0.1", "at least 0"),
+        ("optimizer.lr", "nan", "at least 0"),
+        ("optimizer.lr", "inf", "at least 0"),
+        ("optimizer.beta1", "1.0", "at least 0 and below 1"),
+        ("optimizer.beta2", "-0.1", "at least 0 and below 1"),
+        ("optimizer.eps", "0.0", "above 0"),
+        ("optimizer.weight_decay", "-1.0", "at least 0"),
+        ("optimizer.momentum", "1.0", "at least 0 and below 1"),
+        ("model.dropout", "1.0", "at least 0 and below 1"),
+        ("training.max_norm", "-1.0", "at least 0"),
+        ("validation.fraction", "0.0", "above 0 and below 1"),
+        ("validation.fraction", "1.0", "above 0 and below 1"),
+        ("lr_scheduler.min_lr_factor", "1.5", "0 to 1"),
+        ("comm.timeout_seconds", "0.0", "above 0"),
+    ] {
+        let refusal = refusal(&format!("--set {key}={value}"));
+        assert_eq!(refusal.lines().count(), 1);
+        assert!(
+            refusal.starts_with(&format!("{key} = {value} (from --set): is out of range; use a number ")),
+            "{refusal}"
+        );
+        assert!(refusal.ends_with(valid), "{refusal}");
+    }
+    refused(&[
+        (
+            "--set training.global_batch_size=0",
+            "training.global_batch_size = 0 (from --set): is below 1; use a whole number of at least 1",
+        ),
+        ("--set parallelism.dp=0", "parallelism.dp = 0 (from --set): is below 1; use a whole number of at least 1"),
+    ]);
+}
+
+#[test]
+fn unknown_words_hear_of_the_nearest() {
+    refused(&[
+        (
+            "--set model.preset=smal",
+            "model.preset = \"smal\" (from --set): unknown; the nearest is small; use one of tiny, small, medium, gpt2",
+        ),
+        (
+            "--set pipeline.schedule=1f1",
+            "pipeline.schedule = \"1f1\" (from --set): unknown; the nearest is 1f1b; use one of gpipe, 1f1b",
+        ),
+        (
+            "--set pipeline.schedule=zbh1",
+            "pipeline.schedule = \"zbh1\" (from --set): unknown; the nearest, zb_h1, has not landed yet; use gpipe or 1f1b",
+        ),
+        (
+            "--set optimizer.name=adam",
+            "optimizer.name = \"adam\" (from --set): unknown; the nearest is adamw; use one of adamw, sgd",
+        ),
+    ]);
+}
+
+#[test]
+fn what_has_not_landed_says_so_and_takes_its_default() {
+    for assignment in [
+        "parallelism.cp=2",
+        "parallelism.ep=4",
+        "parallelism.zero_stage=1",
+        "parallelism.context_parallel_method=ulysses",
+        "parallelism.expert_tensor_parallel=2",
+        "pipeline.virtual_stages=2",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.schedule=breadth_first",
+        "pipeline.schedule=zb_h1",
+        "pipeline.schedule=zb_h2",
+        "pipeline.schedule=zb_v",
+        "pipeline.schedule=dualpipe_v",
+        "pipeline.schedule=pipedream",
+        "pipeline.schedule=pipedream_2bw",
+        "pipeline.partition=balanced",
+        "training.dtype=bf16",
+        "training.numerics=canonical",
+        "memory.recompute=full",
+        "memory.offload=cpu",
+        "memory.limit_bytes=1",
+        "checkpoint.dir=/tmp",
+        "checkpoint.every=1",
+        "checkpoint.keep=3",
+        "checkpoint.resume=true",
+        "checkpoint.export=/tmp",
+        "metrics.profile=true",
+        "model.init_from=gpt2",
+        "model.kind=llama",
+        "model.num_kv_heads=2",
+        "numerics.leaves=4",
+        "moe.num_experts=8",
+        "compress.kind=topk",
+    ] {
+        let refusal = refusal(&format!("--set {assignment}"));
+        assert_eq!(refusal.lines().count(), 1, "{refusal}");
+        assert!(refusal.contains("has not landed yet; "), "{refusal}");
+        assert!(refusal.starts_with(assignment.split_once('=').unwrap().0), "{refusal}");
+    }
+    assert_eq!(
+        refusal("--set model.num_kv_heads=2"),
+        "model.num_kv_heads = 2: grouped-query attention has not landed yet; use 4, as model.num_heads"
+    );
+    assert_eq!(
+        Config::from_toml("[moe]\nnum_experts = 8\n[compress]\n").unwrap_err().to_string(),
+        "[moe]: mixture of experts has not landed yet; remove the section\n\
+         [compress]: compression has not landed yet; remove the section"
+    );
+    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none --set model.num_kv_heads=4");
+}
+
+#[test]
+fn the_model_must_fit_the_mesh() {
+    refused(&[
+        (
+            "--mesh tp=3 --set model.hidden_size=120 --set model.ffn_hidden_size=480",
+            "model.num_heads = 4: is not divisible by parallelism.tp = 3; use a multiple of 3, such as 3 or 6",
+        ),
+        (
+            "--mesh tp=4 --set model.hidden_size=130 --set model.ffn_hidden_size=512",
+            "model.hidden_size = 130: is not divisible by model.num_heads = 4; use a multiple of 4, such as 128 or 132\n\
+             model.hidden_size = 130: is not divisible by parallelism.tp = 4; use a multiple of 4, such as 128 or 132",
+        ),
+        (
+            "--mesh tp=2 --set model.ffn_hidden_size=511",
+            "model.ffn_hidden_size = 511: is not divisible by parallelism.tp = 2; use a multiple of 2, such as 510 or 512",
+        ),
+        (
+            "--mesh tp=4 --set parallelism.sequence_parallel=true --set model.seq_len=126",
+            "model.seq_len = 126: is not divisible by parallelism.tp = 4 (sequence_parallel is on); use a multiple of 4, \
+             such as 124 or 128",
+        ),
+        (
+            "--mesh pp=5 --set training.global_batch_size=20",
+            "model.num_layers = 4: fewer layers than stages: parallelism.pp = 5 needs a layer for each; use 5 layers or \
+             more, or pp of at most 4",
+        ),
+    ]);
+    config("--mesh tp=4 --set model.seq_len=126");
+    config("--set parallelism.sequence_parallel=true --set model.seq_len=127");
+}
+
+#[test]
+fn the_batch_must_fit_the_mesh() {
+    refused(&[
+        (
+            "--mesh dp=3",
+            "training.global_batch_size = 16: is not divisible by dp = 3; use a multiple of 3, such as 15 or 18",
+        ),
+        (
+            "--mesh pp=4 --set pipeline.num_microbatches=2",
+            "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any \
+             number; use 4 or more, or a smaller pp",
+        ),
+    ]);
+    let c = config("--mesh dp=2,pp=2 --set training.global_batch_size=32 --set training.micro_batch_size=2");
+    assert_eq!((c.pipeline.num_microbatches, c.training.micro_batch_size), (8, 2));
+    let c = config("--mesh pp=4 --set pipeline.schedule=gpipe --set training.global_batch_size=2");
+    assert_eq!((c.pipeline.num_microbatches, c.notices.len()), (2, 1));
+}
+
+#[test]
+fn the_decay_must_outlast_the_warm_up() {
+    let set = "--set lr_scheduler.warmup_steps=10 --set lr_scheduler.decay=cosine";
+    refused(&[(
+        &format!("{set} --set lr_scheduler.decay_steps=10"),
+        "lr_scheduler.decay_steps = 10: ends the decay within the warm-up: lr_scheduler.warmup_steps = 10; use more than 10",
+    )]);
+    // Left to training.steps, a short trial of a long recipe is no fault.
+    assert_eq!(config(&format!("{set} --steps 0")).lr_scheduler.decay_steps, 0);
+}
+
+#[test]
+fn all_faults_come_at_once() {
+    let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[moe]\n");
+    let line = format!(
+        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=bf16 --data no/such/text --metrics no/such/dir/m.jsonl \
+         --device cuda",
+        path.display()
+    );
+    let faults = load(&args(&line)).unwrap_err().faults;
+    let keys: Vec<&str> = faults.iter().map(|fault| fault.key.as_str()).collect();
+    assert_eq!(
+        keys,
+        [
+            "--mseh",
+            "model.width",
+            "optimizer.lr",
+            "[moe]",
+            "training.dtype",
+            "--device",
+            "model.hidden_size",
+            "training.global_batch_size",
+            "--metrics",
+            "data.path",
+        ]
+    );
+}
+
+#[test]
+fn a_fault_does_not_breed_others() {
+    // Had the default of 4 heads stood in, its division by tp would be reported too.
+    assert_eq!(refusal("--mesh tp=64 --set model.num_heads=x --set model.hidden_size=128").lines().count(), 1);
+    assert_eq!(refusal("--mesh dp=3,pp=x").lines().count(), 1);
+    // The default vocabulary of 256 would be too small for this tokenizer.
+    assert_eq!(refusal("--set model.vocab_size=x --set data.tokenizer=gpt2").lines().count(), 1);
+    // With an unknown preset nothing is known of the model, but a missing file is still missing.
+    assert_eq!(refusal("--mesh tp=3 --set model.preset=huge --data no/such/file").lines().count(), 2);
+}

@@ -1,0 +1,100 @@
+//! The lines of a metrics file, to the letter.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+
+use meshwork_train::config::{Args, Config};
+use meshwork_train::load;
+use meshwork_train::metrics::{Event, Metrics, Start, Step};
+
+fn step(loss: f64) -> Step {
+    Step {
+        step: 1,
+        loss,
+        grad_norm: 0.1 + 0.2,
+        lr: 3e-4,
+        step_ms: 12.5,
+        tokens_per_s: 1000.0,
+        comm_bytes: vec![("dp", 7), ("tp", 0)],
+        peak_bytes: vec![5, 6],
+    }
+}
+
+#[test]
+fn lines_are_those_of_the_contract() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("run.jsonl");
+    fs::write(&path, "an old run\n").unwrap();
+    let config = Config::from_args(&Args::parse(["--mesh", "dp=2,tp=4"])).unwrap();
+    let mut metrics = Metrics::create(&path).unwrap();
+    let mut lines = |event| {
+        metrics.write(&event).unwrap();
+        // Each line is there at once, not when the file is closed.
+        fs::read_to_string(&path).unwrap()
+    };
+    let start = lines(Event::Start(Start::new(&config, 123, "abc".to_string())));
+    let version = env!("CARGO_PKG_VERSION");
+    let prefix = format!(
+        "{{\"event\":\"start\",\"version\":\"{version}\",\"mesh\":{{\"dp\":2,\"tp\":4,\"pp\":1,\"cp\":1,\"ep\":1}},\
+         \"parameters\":123,\"data_hash\":\"abc\",\"config\":{{\"model\":{{\"preset\":\"tiny\","
+    );
+    assert!(start.starts_with(&prefix), "{start}");
+    let value: serde_json::Value = serde_json::from_str(&start).unwrap();
+    assert_eq!(value["config"]["optimizer"]["lr"], 3e-4);
+    assert_eq!(value["config"]["data"]["path"], serde_json::Value::Null);
+
+    lines(Event::Step(step(5.540000000000001)));
+    lines(Event::Step(step(f64::NAN)));
+    lines(Event::Validation { step: 1, loss: 5.5 });
+    let text = lines(Event::End { steps: 1, loss: Some(5.25), seconds: 0.5 });
+    let rest: Vec<&str> = text.lines().skip(1).collect();
+    let tail = "\"grad_norm\":0.30000000000000004,\"lr\":0.0003,\"step_ms\":12.5,\"tokens_per_s\":1000.0,\
+                \"comm_bytes\":{\"dp\":7,\"tp\":0},\"peak_bytes\":[5,6]}";
+    assert_eq!(
+        rest,
+        [
+            &format!("{{\"event\":\"step\",\"step\":1,\"loss\":5.540000000000001,{tail}"),
+            &format!("{{\"event\":\"step\",\"step\":1,\"loss\":null,{tail}"),
+            "{\"event\":\"validation\",\"step\":1,\"loss\":5.5}",
+            "{\"event\":\"end\",\"steps\":1,\"loss\":5.25,\"seconds\":0.5}",
+        ]
+    );
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_an_error() {
+    let error = Metrics::create(Path::new("no/such/folder/run.jsonl")).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "cannot write metrics to no/such/folder/run.jsonl: No such file or directory (os error 2)"
+    );
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_an_error_of_the_line() {
+    let mut metrics = Metrics::create(Path::new("/dev/full")).unwrap();
+    let error = metrics.write(&Event::Validation { step: 1, loss: 0.0 }).unwrap_err();
+    assert!(error.to_string().starts_with("cannot write metrics to /dev/full: No space left"), "{error}");
+}
+
+#[test]
+fn a_path_is_tried_before_training_and_left_as_it_is() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let check = |path: &Path| {
+        let args = Args::parse([OsStr::new("--metrics"), path.as_os_str()]);
+        load(&args).map(drop).map_err(|error| error.to_string())
+    };
+    let valid = "use a file that can be written";
+    assert_eq!(check(folder), Err(format!("--metrics {}: is a folder; {valid}", folder.display())));
+    assert_eq!(
+        check(Path::new("no/such/folder/run.jsonl")),
+        Err(format!("--metrics no/such/folder/run.jsonl: its folder does not exist; {valid}"))
+    );
+    let (old, new) = (folder.join("old.jsonl"), folder.join("new.jsonl"));
+    fs::write(&old, "kept").unwrap();
+    _ = fs::remove_file(&new); // what a failed run may have left
+    assert_eq!((check(&old), check(&new)), (Ok(()), Ok(())));
+    assert_eq!(fs::read_to_string(old).unwrap(), "kept");
+    assert!(!new.exists());
+}
