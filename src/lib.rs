@@ -1,1 +1,26 @@
-//! meshwork
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+pub use meshwork_core as core;
+pub use meshwork_data_parallel as data_parallel;
+pub use meshwork_models as models;
+pub use meshwork_nn as nn;
+pub use meshwork_optim as optim;
+pub use meshwork_pipeline as pipeline;
+pub use meshwork_tensor as tensor;
+pub use meshwork_tensor_parallel as tensor_parallel;
+pub use meshwork_train as train;
+
+/// What most programs need.
+pub mod prelude {
+    pub use meshwork_core::comm::thread;
+    pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};
+    pub use meshwork_models::Stage;
+    pub use meshwork_tensor::cpu::Cpu;
+    pub use meshwork_tensor::meta::Meta;
+    pub use meshwork_tensor::{Declarations, Device, Params, Placement, Tape, Tensor, Var};
+    pub use meshwork_tensor_parallel::Region;
+    pub use meshwork_train::config::{Args, Config};
+    pub use meshwork_train::{Data, Trainer};
+}

@@ -1,9 +1,11 @@
 //! Operations in flight: several at a time, waited for in any order or not at all; the same bits whatever the timing.
 
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use meshwork_core::{Buffer, Group, ReduceOp};
+use meshwork_core::comm::thread::{Options, run};
+use meshwork_core::{Block, Buffer, CommError, DType, Group, HostMemory, Recycle, ReduceOp};
 use meshwork_testkit::{Rng, run_world};
 
 #[test]
@@ -73,6 +75,56 @@ fn dropping_a_pending_operation_only_detaches() {
             _ => {}
         }
     });
+}
+
+/// Counts the blocks that come back.
+#[derive(Debug, Default)]
+struct Arena(Mutex<Vec<Block>>);
+
+impl Arena {
+    fn buffer(self: &Arc<Arena>, count: usize) -> Buffer {
+        let memory = HostMemory::recycled(Block::zeroed(4 * count), self.clone());
+        Buffer::from_memory(Arc::new(memory), DType::F32, count).unwrap()
+    }
+
+    fn returned(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+}
+
+impl Recycle for Arena {
+    fn recycle(&self, block: Block) {
+        self.0.lock().unwrap().push(block);
+    }
+}
+
+#[test]
+fn the_memory_of_a_detached_operation_goes_when_the_operation_is_over() {
+    let arena = Arc::new(Arena::default());
+    run_world(2, |group| {
+        drop(group.start_all_gather(arena.buffer(10), arena.buffer(20)).unwrap());
+        if group.rank() == 0 {
+            drop(group.start_send(arena.buffer(10), 1, 0).unwrap());
+        } else {
+            drop(group.start_recv(arena.buffer(10), 0, 0).unwrap());
+        }
+        group.barrier().unwrap();
+        assert_eq!(arena.returned(), 6);
+    });
+}
+
+#[test]
+fn the_memory_of_a_failed_operation_goes_too() {
+    let arena = Arc::new(Arena::default());
+    let failed = run(3, Options::default(), |group| match group.rank() {
+        2 => Err("injected".to_owned()),
+        _ => {
+            let op = group.start_all_reduce(arena.buffer(10), ReduceOp::Sum).map_err(|e: CommError| e.to_string())?;
+            op.wait().map(drop).map_err(|e| e.to_string())
+        }
+    });
+    assert_eq!(failed.unwrap_err().rank, 2);
+    assert_eq!(arena.returned(), 2);
 }
 
 #[test]

@@ -70,9 +70,9 @@ pub trait Device: Send + Sync + Debug {
         Err(self.missing("optim"))
     }
 
-    /// The error for a family that this device lacks.
+    /// The error for a family that this device lacks. The tape puts the name of its operation in.
     fn missing(&self, family: &'static str) -> Error {
-        Error::MissingFamily { device: self.name().to_owned(), family }
+        Error::MissingFamily { op: family, device: self.name().to_owned(), family }
     }
 }
 

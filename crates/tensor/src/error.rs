@@ -38,8 +38,10 @@ pub enum Error {
         valid: &'static str,
     },
     /// The device has no kernels of this family.
-    #[error("device {device} has no {family} operations")]
+    #[error("{op}: device {device} has no {family} operations")]
     MissingFamily {
+        /// The operation that asked for it.
+        op: &'static str,
         /// The device.
         device: String,
         /// The family, as `matmul`.
@@ -95,6 +97,16 @@ pub enum Error {
     /// A backward pass over something that is not there.
     #[error("backward: {0}")]
     Backward(String),
+}
+
+impl Error {
+    /// The same with the operation in whose course it happened, where a device could not know it.
+    pub(crate) fn during(self, op: &'static str) -> Self {
+        match self {
+            Self::MissingFamily { device, family, .. } => Self::MissingFamily { op, device, family },
+            other => other,
+        }
+    }
 }
 
 impl From<CommError> for Error {

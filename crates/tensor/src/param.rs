@@ -304,22 +304,9 @@ impl Params {
             .zip(declarations.specs())
             .map(|(place, spec)| place.ok_or_else(|| Error::Unplaced { name: spec.name.clone() }))
             .collect::<Result<_>>()?;
-        let mut hosts = Vec::with_capacity(flats.len());
-        for flat in &flats {
-            if flat.is_host() {
-                hosts.push(Some(vec![0f32; flat.count()]));
-            } else {
-                hosts.push(None); // shapes only
-            }
-        }
         for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
-            if let Some(host) = &mut hosts[*flat] {
-                initialise(spec, local, seed, &mut host[range.clone()]);
-            }
-        }
-        for (flat, host) in flats.iter_mut().zip(hosts) {
-            if let Some(host) = host {
-                flat.as_mut_slice::<f32>()?.copy_from_slice(&host);
+            if flats[*flat].is_host() {
+                initialise(spec, local, seed, &mut flats[*flat].as_mut_slice::<f32>()?[range.clone()]);
             }
         }
         Ok(Self {

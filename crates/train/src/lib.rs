@@ -4,12 +4,17 @@
 pub mod config;
 pub mod data;
 pub mod engine;
+mod generate;
+mod launch;
 mod load;
 pub mod metrics;
+pub mod plan;
 pub mod progress;
 mod step;
 
 pub use data::Data;
 pub use engine::TrainError;
+pub use generate::generate;
+pub use launch::{Outcome, train};
 pub use load::load;
 pub use step::{StepReport, Trainer};

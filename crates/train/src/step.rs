@@ -50,6 +50,7 @@ pub struct Trainer {
     /// Per parameter: the part of its elements that this rank counts in the gradient norm.
     counted: Vec<Range<usize>>,
     steps_done: u64,
+    wants_to_stop: bool,
 }
 
 /// What a step did, the same on every rank.
@@ -69,6 +70,8 @@ pub struct StepReport {
     pub peak_bytes: Vec<u64>,
     /// What this rank communicated in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
+    /// Whether some rank asked to stop: all of them learn it at the same step.
+    pub stop: bool,
 }
 
 /// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
@@ -135,6 +138,7 @@ impl Trainer {
             batch_per_dp: micros * config.training.micro_batch_size,
             counted,
             steps_done: 0,
+            wants_to_stop: false,
             rank,
             device,
         })
@@ -159,6 +163,17 @@ impl Trainer {
     /// This rank's parameters.
     pub fn params(&self) -> &Params {
         &self.params
+    }
+
+    /// Asks for the run to end: every rank learns it from the report of the next step.
+    pub fn ask_to_stop(&mut self) {
+        self.wants_to_stop = true;
+    }
+
+    /// Elements of this rank's parameters, padding not counted.
+    pub fn local_elements(&self) -> usize {
+        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
+        self.params.declarations().specs().iter().map(|spec| spec.local(mesh, coords).elements()).sum()
     }
 
     /// Steps done so far.
@@ -206,8 +221,18 @@ impl Trainer {
         self.steps_done = step;
 
         let records = self.rank.log().drain();
-        let (comm_bytes, peak_bytes) = self.gather_report(&records)?;
-        Ok(StepReport { step, loss, grad_norm, lr, comm_bytes, peak_bytes, records })
+        let mut report = StepReport {
+            step,
+            loss,
+            grad_norm,
+            lr,
+            comm_bytes: BTreeMap::new(),
+            peak_bytes: Vec::new(),
+            records,
+            stop: false,
+        };
+        self.share_report(&mut report)?;
+        Ok(report)
     }
 
     /// The mean loss over the unmasked tokens of some batches, without training. Every rank gets it.
@@ -337,26 +362,29 @@ impl Trainer {
         Ok(())
     }
 
-    /// Bytes per group over all ranks, and every rank's peak: one sum over the world.
-    fn gather_report(&self, records: &[Record]) -> Result<(BTreeMap<&'static str, f64>, Vec<u64>), TrainError> {
+    /// Fills in what needs the other ranks: bytes per group, every rank's peak, and whether one asked to stop. One sum over the world.
+    fn share_report(&self, report: &mut StepReport) -> Result<(), TrainError> {
         let world = self.rank.world();
-        let names = Axis::ALL.map(Axis::name).into_iter().chain(["ties", "world"]);
-        let mut values: Vec<f64> = names
-            .clone()
-            .map(|name| records.iter().filter(|record| record.group == name).map(Record::bytes).sum())
-            .collect();
+        let names = Axis::ALL.map(Axis::name).into_iter().chain([TIES, WORLD]);
+        let bytes = |name| report.records.iter().filter(|record| record.group == name).map(Record::bytes).sum();
+        let mut values: Vec<f64> = names.clone().map(bytes).collect();
+        values.push(f64::from(u8::from(self.wants_to_stop)));
         let peaks = values.len();
         values.resize(peaks + world.size(), 0.0);
         values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
         world.all_reduce_slice(&mut values, ReduceOp::Sum)?;
         self.rank.log().drain();
-        let bytes = names.zip(&values).map(|(name, bytes)| (name, bytes / world.size() as f64)).collect();
-        Ok((bytes, values[peaks..].iter().map(|&peak| peak as u64).collect()))
+        report.comm_bytes = names.zip(&values).map(|(name, bytes)| (name, bytes / world.size() as f64)).collect();
+        report.stop = values[peaks - 1] > 0.0;
+        report.peak_bytes = values[peaks..].iter().map(|&peak| peak as u64).collect();
+        Ok(())
     }
 }
 
 /// Name of the groups that sum tied weights across stages.
 const TIES: &str = "ties";
+/// Name of the group of all ranks.
+const WORLD: &str = "world";
 
 /// The groups of the pp ranks that hold tied parameters: made once, by every rank in the same order.
 fn join_ties(rank: &Rank, ties: &[Tie]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {

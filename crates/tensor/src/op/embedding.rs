@@ -126,6 +126,18 @@ impl Op for Positions {
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (x, table) = (operands[0], operands[1]);
         let types = rules::pointwise(self.name(), x)?;
+        let width = x.ndim.saturating_sub(1);
+        if let Some((axis, _)) = types.iter().find(|&(_, ty)| ty == Ty::Shard(width)) {
+            return Err(SpmdError {
+                op: self.name().to_owned(),
+                axis,
+                problem: format!(
+                    "dim {width} of x is sharded, and table is {}: they do not hold the same features",
+                    show(table.types.get(axis))
+                ),
+                fix: format!("all_gather x along dim {width} first"),
+            });
+        }
         // Each rank of a sharded sequence reads its own rows of the whole table: a lookup by position.
         rules::lookup(self.name(), Operand::value(x.name, types, x.ndim), table)
     }

@@ -41,15 +41,15 @@ impl Tape {
         let Source::Node(root) = output.source() else {
             return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
         };
-        if inner.ran_backward.replace(true) {
-            return Err(Error::Backward("this tape has already been walked".to_owned()));
-        }
         if seed.shape() != output.shape() {
             return Err(Error::Shape {
                 op: "backward",
                 problem: "the seed is the gradient of the output and has its shape".to_owned(),
                 shapes: vec![seed.shape().to_vec(), output.shape().to_vec()],
             });
+        }
+        if inner.ran_backward.replace(true) {
+            return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
         let mut pending = Pending::count(&nodes);
@@ -73,7 +73,7 @@ impl Tape {
                 inner.deferred.borrow_mut().push((at, grad.clone()));
             }
             let mut cx = Backward { tape: self, saved, sources, params: weights == Weights::Now, values: true };
-            let input_grads = op.backward(&mut cx, grad)?;
+            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
                 match nodes[at].sources[slot] {
@@ -107,7 +107,7 @@ impl Tape {
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
             let mut cx = Backward { tape: self, saved, sources, params: true, values: false };
-            let input_grads = op.backward(&mut cx, grad)?;
+            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (source, input_grad) in sources.iter().zip(input_grads) {
                 if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {
                     sink.accumulate(*id, input_grad)?;

@@ -200,7 +200,7 @@ impl Tape {
         let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source != Source::Constant);
         let mut forward = Forward::new(self, op.name(), records);
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
-        let tensor = op.forward(&mut forward, &tensors)?;
+        let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;
         let saved = forward.into_saved();
         let source = if records {
             let sources = inputs.iter().map(|var| var.source).collect();

@@ -239,6 +239,12 @@ impl Data {
         format!("{hash:016x}")
     }
 
+    /// The first tokens of the stream, at most `count`: for a model to go on from.
+    #[must_use]
+    pub fn prompt(&self, count: usize) -> &[i32] {
+        &self.tokens[..count.min(self.tokens.len())]
+    }
+
     /// The text of some tokens, for showing; masked ones are left out.
     #[must_use]
     pub fn decode(&self, tokens: &[i32]) -> String {

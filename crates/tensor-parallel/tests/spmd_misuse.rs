@@ -1,0 +1,340 @@
+//! Wrongly distributed programs, each beside its corrected form. Every wrong one must be refused before it computes
+//! anything, with a message that says what is wrong and what would be right, on two ranks per axis and on one: what a
+//! laptop accepts must be right on a cluster.
+
+use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
+use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
+use meshwork_nn::Embedding;
+use meshwork_tensor::meta::Meta;
+use meshwork_tensor::tape::{Mode, Position};
+use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
+use std::sync::Arc;
+
+const TP: Axis = Axis::Tp;
+const DP: Axis = Axis::Dp;
+const BATCH: usize = 2;
+const SEQ: usize = 4;
+const HIDDEN: usize = 8;
+const VOCAB: usize = 12;
+
+/// What a program is written with: a tape on a mesh of tp and dp, shapes only, and some parameters.
+struct Bench {
+    tape: Tape,
+    declared: Arc<Declarations>,
+    degree: usize,
+}
+
+impl Bench {
+    fn new(degree: usize) -> Self {
+        let mut all = Declarations::new();
+        let mut declare = |name: &str, dims: &[usize], placement: Placement| {
+            all.declare(name, dims, placement, Role::Weight, Init::Zeros).unwrap();
+        };
+        let cut = |dim| Placement::replicated().shard(TP, dim);
+        declare("column", &[HIDDEN, HIDDEN], cut(0));
+        declare("row", &[HIDDEN, HIDDEN], cut(1));
+        declare("square", &[HIDDEN, HIDDEN], Placement::replicated());
+        declare("bias", &[HIDDEN], Placement::replicated());
+        declare("gamma", &[HIDDEN], Placement::replicated());
+        declare("table", &[VOCAB, HIDDEN], cut(0));
+        let rank = Arc::new(Rank::recording(&Mesh::new([(TP, degree), (DP, degree)]).unwrap(), 0).unwrap());
+        let (device, layout, declared) = (Meta::device(), [all.ids().collect()], Arc::new(all));
+        let params = Params::new(Arc::clone(&declared), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
+        let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+        Self { tape, declared, degree }
+    }
+
+    fn param(&self, name: &str) -> Var {
+        self.tape.param(self.declared.find(name).unwrap()).unwrap()
+    }
+
+    /// A value of the given extents on this rank of dp, with a type on tp. The batch is cut over dp.
+    fn value(&self, extents: &[usize], ty: Ty) -> Var {
+        let mut local = extents.to_vec();
+        if let S(dim) = ty {
+            local[dim] /= self.degree;
+        }
+        self.tape.input(Tensor::zeros(self.tape.device(), DType::F32, &local[..]).unwrap(), types(ty))
+    }
+
+    /// The hidden state `[batch, seq, hidden]`.
+    fn x(&self, ty: Ty) -> Var {
+        self.value(&[BATCH, SEQ, HIDDEN], ty)
+    }
+
+    /// Token ids or targets `[batch, seq]`, the same on every rank of tp.
+    fn tokens(&self) -> Var {
+        self.tape.constant(Tensor::zeros(self.tape.device(), DType::I32, [BATCH, SEQ]).unwrap(), types(I))
+    }
+}
+
+fn types(tp: Ty) -> Types {
+    Types::of(&[(TP, tp), (DP, S(0))])
+}
+
+/// Runs a program on one rank and as one of two ranks per axis: refused both times, in these words.
+#[track_caller]
+fn refused<T>(wrong: impl Fn(&Bench) -> Result<T>, message: &str) {
+    for degree in [1, 2] {
+        let error = wrong(&Bench::new(degree)).err().unwrap_or_else(|| panic!("accepted at degree {degree}"));
+        assert_eq!(error.to_string(), message, "at degree {degree}");
+    }
+}
+
+#[track_caller]
+fn accepted<T>(right: impl Fn(&Bench) -> Result<T>) {
+    for degree in [1, 2] {
+        if let Err(error) = right(&Bench::new(degree)) {
+            panic!("refused at degree {degree}: {error}");
+        }
+    }
+}
+
+#[test]
+fn forgetting_copy_before_a_column_parallel_layer() {
+    refused(
+        |b| b.x(I).linear(&b.param("column"), 1),
+        "linear: on axis tp, x is Invariant and weight is Shard(0): each rank's gradient of x would hold only its own \
+         shard's share; copy(I→R) x before this column-parallel product",
+    );
+    accepted(|b| b.x(I).copy(TP)?.linear(&b.param("column"), 1));
+    accepted(|b| b.x(S(1)).all_gather(TP, 1)?.linear(&b.param("column"), 1));
+}
+
+#[test]
+fn using_a_row_parallel_output_before_its_all_reduce() {
+    let partial = |b: &Bench| b.x(S(2)).linear(&b.param("row"), 1);
+    refused(
+        |b| partial(b)?.copy(TP)?.linear(&b.param("column"), 1),
+        "copy: on axis tp, x is Partial and copy takes Invariant; all_reduce or reduce_scatter it first",
+    );
+    refused(
+        |b| partial(b)?.linear(&b.param("column"), 1),
+        "linear: on axis tp, one of x and weight is Partial and the other Shard(0): a value used before its reduction; \
+         all_reduce or reduce_scatter the Partial one first",
+    );
+    accepted(|b| partial(b)?.all_reduce(TP)?.copy(TP)?.linear(&b.param("column"), 1));
+    accepted(|b| partial(b)?.reduce_scatter(TP, 1)?.all_gather(TP, 1)?.linear(&b.param("column"), 1));
+}
+
+#[test]
+fn a_bias_added_to_a_partial_value_on_every_rank() {
+    refused(
+        |b| b.x(P).bias(&b.param("bias")),
+        "bias: on axis tp, x is Partial and bias is Replicate: bias would be counted once per rank; \
+         all_reduce or reduce_scatter x over tp first",
+    );
+    accepted(|b| b.x(P).all_reduce(TP)?.bias(&b.param("bias")));
+    accepted(|b| b.x(P).reduce_scatter(TP, 1)?.bias(&b.param("bias")));
+}
+
+#[test]
+fn gelu_of_a_partial_value() {
+    refused(
+        |b| b.x(P).gelu(),
+        "gelu: on axis tp, x is Partial, and gelu of a sum is not the sum of gelu; \
+         all_reduce or reduce_scatter x over tp first",
+    );
+    accepted(|b| b.x(P).all_reduce(TP)?.gelu());
+}
+
+#[test]
+fn adding_partial_to_replicate() {
+    refused(
+        |b| b.x(P).add(&b.x(R)),
+        "add: on axis tp, x is Partial and y is Replicate: y would be counted once per rank; \
+         all_reduce or reduce_scatter x over tp first",
+    );
+    refused(
+        |b| b.x(P).bias_residual(&b.param("bias"), &b.x(R)),
+        "bias_residual: on axis tp, x is Partial and bias is Replicate: bias would be counted once per rank; \
+         all_reduce or reduce_scatter x over tp first",
+    );
+    accepted(|b| b.x(P).all_reduce_replicate(TP)?.add(&b.x(R)));
+    accepted(|b| b.x(P).add(&b.x(P)));
+}
+
+#[test]
+fn attention_over_a_sharded_dim() {
+    let qkv = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 3, 2, 4], ty);
+    refused(
+        |b| qkv(b, S(1)).causal_attention(None),
+        "causal_attention: on axis tp, dim 1 of qkv is sharded, and causal_attention needs the whole of it on one rank; \
+         all_gather qkv along dim 1 first",
+    );
+    refused(
+        |b| qkv(b, S(4)).causal_attention(None),
+        "causal_attention: on axis tp, dim 4 of qkv is sharded, and causal_attention needs the whole of it on one rank; \
+         all_gather qkv along dim 4 first",
+    );
+    accepted(|b| qkv(b, S(1)).all_gather(TP, 1)?.causal_attention(None));
+    accepted(|b| qkv(b, S(3)).causal_attention(None)); // heads are independent of each other
+}
+
+#[test]
+fn layer_norm_over_a_sharded_dim() {
+    let norm = |b: &Bench, x: Var| x.layer_norm(&b.param("gamma"), &b.param("bias"), 1e-5);
+    refused(
+        |b| norm(b, b.x(S(2))),
+        "layer_norm: on axis tp, dim 2 of x is sharded, and layer_norm needs the whole of it on one rank; \
+         all_gather x along dim 2 first",
+    );
+    refused(
+        |b| norm(b, b.x(P)),
+        "layer_norm: on axis tp, x is Partial, and layer_norm of a sum is not the sum of layer_norm; \
+         all_reduce or reduce_scatter x over tp first",
+    );
+    accepted(|b| norm(b, b.x(S(2)).all_gather(TP, 2)?));
+    accepted(|b| norm(b, b.x(S(1)))); // sequence parallel
+}
+
+#[test]
+fn whole_positions_added_to_a_sharded_hidden_dim() {
+    refused(
+        |b| b.x(S(2)).positions(&b.param("square")),
+        "positions: on axis tp, dim 2 of x is sharded, and table is Replicate: they do not hold the same features; \
+         all_gather x along dim 2 first",
+    );
+    accepted(|b| b.x(S(1)).positions(&b.param("square")));
+    accepted(|b| b.x(I).positions(&b.param("square")));
+}
+
+#[test]
+fn full_logits_given_to_the_vocab_parallel_loss() {
+    let logits = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, VOCAB], ty);
+    refused(
+        |b| logits(b, S(2)).all_gather(TP, 2)?.vocab_parallel_cross_entropy(&b.tokens(), TP, VOCAB),
+        "vocab_parallel_cross_entropy: on axis tp, logits are Replicate: full logits given to the vocab-parallel loss; \
+         use cross_entropy, or leave the logits sharded over the vocabulary",
+    );
+    accepted(|b| logits(b, S(2)).vocab_parallel_cross_entropy(&b.tokens(), TP, VOCAB));
+    accepted(|b| logits(b, S(2)).all_gather_invariant(TP, 2)?.cross_entropy(&b.tokens()));
+}
+
+#[test]
+fn sharded_logits_given_to_the_plain_loss() {
+    refused(
+        |b| b.x(I).copy(TP)?.linear(&b.param("table"), 1)?.cross_entropy(&b.tokens()),
+        "cross_entropy: on axis tp, dim 2 of logits is sharded: a shard of the logits given to the plain loss; \
+         use the vocab-parallel loss, or all_gather first",
+    );
+    accepted(|b| {
+        let logits = b.x(I).copy(TP)?.linear(&b.param("table"), 1)?;
+        logits.vocab_parallel_cross_entropy(&b.tokens(), TP, VOCAB)
+    });
+}
+
+#[test]
+fn gathering_a_replicate_value() {
+    refused(
+        |b| b.x(R).all_gather(TP, 1),
+        "all_gather: on axis tp, x is Replicate and all_gather takes Shard(1); \
+         every rank holds the whole already: drop this all_gather",
+    );
+    accepted(|b| b.x(R).slice(TP, 1)?.all_gather(TP, 1));
+}
+
+#[test]
+fn reducing_twice() {
+    refused(
+        |b| b.x(P).all_reduce(TP)?.all_reduce(TP),
+        "all_reduce: on axis tp, x is Invariant and all_reduce takes Partial; it holds the sum already, and reducing \
+         twice would multiply it by the degree: drop this all_reduce",
+    );
+    refused(
+        |b| b.x(P).all_reduce(TP)?.reduce_scatter(TP, 1),
+        "reduce_scatter: on axis tp, x is Invariant and reduce_scatter takes Partial; it holds the sum already, and \
+         reducing twice would multiply it by the degree: drop this reduce_scatter",
+    );
+    accepted(|b| b.x(P).all_reduce(TP));
+    accepted(|b| b.x(P).all_reduce(TP)?.split(TP, 1));
+}
+
+#[test]
+fn a_sharded_weight_used_as_if_whole() {
+    refused(
+        |b| b.x(R).linear(&b.param("row"), 1),
+        "linear: on axis tp, the contracted dim 1 of weight is sharded and x is Replicate: a sharded weight used as if \
+         whole; give x sharded along the same dim (row-parallel)",
+    );
+    refused(
+        |b| b.tokens().embedding(&b.param("table")),
+        "embedding: on axis tp, the rows of table are sharded: a sharded weight used as if whole; \
+         use the vocab-parallel lookup, whose result is Partial",
+    );
+    accepted(|b| b.x(R).slice(TP, 2)?.linear(&b.param("row"), 1));
+    accepted(|b| b.tokens().vocab_parallel_embedding(&b.param("table"), TP, VOCAB)?.all_reduce(TP));
+}
+
+#[test]
+fn mixing_invariant_with_shard_without_split() {
+    refused(
+        |b| b.x(I).add(&b.x(S(1))),
+        "add: on axis tp, x is Invariant and y is Shard(1): the gradient of x would miss the other ranks' share; \
+         split(I→S) x along dim 1 first",
+    );
+    accepted(|b| b.x(I).split(TP, 1)?.add(&b.x(S(1))));
+}
+
+#[test]
+fn a_loss_that_is_partial_on_dp_reported_as_final() {
+    let loss = |b: &Bench| b.x(I).cross_entropy(&b.tokens());
+    refused(
+        |b| loss(b)?.item(),
+        "item: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first",
+    );
+    accepted(|b| loss(b)?.all_reduce(DP)?.item());
+}
+
+#[test]
+fn two_parameters_tied_with_different_placements() {
+    let init = Init::Normal { std: 0.02 };
+    refused(
+        |_| {
+            let mut params = Declarations::new();
+            VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
+            Embedding::new(&mut params, "wte", VOCAB, HIDDEN, 0.02)
+        },
+        "parameter wte.weight is declared twice, as [12, 8] Shard(0) on tp and as [12, 8] replicated: \
+         tied parameters share one placement",
+    );
+    accepted(|_| {
+        let mut params = Declarations::new();
+        VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
+        VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)
+    });
+}
+
+#[test]
+fn a_parameter_read_as_invariant_in_one_place_and_as_replicate_in_another() {
+    refused(
+        |b| {
+            b.x(I).bias(&b.param("bias"))?;
+            b.x(S(1)).bias(&b.param("bias"))
+        },
+        "parameter bias is read as [tp: Invariant, dp: Replicate] in one place and as [tp: Replicate, dp: Replicate] in \
+         another: its gradient would be neither summed nor whole",
+    );
+    accepted(|b| {
+        b.x(S(1)).bias(&b.param("bias"))?;
+        b.x(I).split(TP, 1)?.bias(&b.param("bias"))
+    });
+}
+
+/// A type error is not the only way to get the regions between blocks wrong: the regions themselves must agree.
+#[test]
+fn entering_a_block_in_the_wrong_region() {
+    refused(
+        |b| Region::SequenceParallel.enter(&b.x(I)),
+        "all_gather: on axis tp, x is Invariant and all_gather takes Shard(1); \
+         every rank holds the whole already: drop this all_gather",
+    );
+    refused(
+        |b| Region::Invariant.enter(&b.x(S(1))),
+        "copy: on axis tp, x is Shard(1) and copy takes Invariant; bring x to Invariant first",
+    );
+    for region in [Region::Invariant, Region::SequenceParallel] {
+        accepted(|b| region.leave(&region.enter(&b.x(region.ty()))?.slice(TP, 2)?.linear(&b.param("row"), 1)?));
+    }
+}

@@ -1,0 +1,212 @@
+//! The meta device counts what the cpu does, operation by operation; and what a device cannot do is an error that says so.
+
+mod common;
+
+use common::{NoParams, POSITION, ids, on_mesh, tape_on};
+use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::device::{Meter, Work};
+use meshwork_tensor::meta::Meta;
+use meshwork_tensor::tape::{Mode, Weights};
+use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use std::sync::Arc;
+
+const MESH: &str = "tp=2,dp=2";
+
+/// (live bytes, peak bytes, matmul flops, attention flops).
+type Counts = (u64, u64, u64, u64);
+
+fn counts(device: &Arc<dyn Device>) -> Counts {
+    let meter = device.meter();
+    (meter.live_bytes(), meter.peak_bytes(), meter.flops(Work::Matmul), meter.flops(Work::Attention))
+}
+
+/// An operation on inputs of these local shapes and types on tp.
+struct Case {
+    name: &'static str,
+    inputs: Vec<(Vec<usize>, Ty)>,
+    run: fn(&Tape, &[Var]) -> Result<Var>,
+}
+
+fn case(name: &'static str, inputs: &[(&[usize], Ty)], run: fn(&Tape, &[Var]) -> Result<Var>) -> Case {
+    Case { name, inputs: inputs.iter().map(|(shape, ty)| (shape.to_vec(), *ty)).collect(), run }
+}
+
+fn tokens(tape: &Tape) -> Var {
+    ids(tape, &[0, 3, -1, 1, 2, 2], &[2, 3], types(Ty::Invariant))
+}
+
+fn types(tp: Ty) -> Types {
+    Types::of(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
+}
+
+fn cases() -> Vec<Case> {
+    use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
+    let x: &[usize] = &[2, 4, 6];
+    vec![
+        case("linear", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].linear(&v[1], 1)),
+        case("linear over two dims", &[(&[2, 3, 2, 4], S(2)), (&[5, 2, 4], S(1))], |_, v| v[0].linear(&v[1], 2)),
+        case("bias", &[(x, R), (&[6], R)], |_, v| v[0].bias(&v[1])),
+        case("bias_gelu", &[(x, R), (&[6], R)], |_, v| v[0].bias_gelu(&v[1])),
+        case("gelu", &[(x, V)], |_, v| v[0].gelu()),
+        case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
+        case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
+        case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None)),
+        case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| v[0].causal_attention(Some((0.5, "attn")))),
+        case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
+        case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),
+        case("embedding", &[(&[4, 6], I)], |tape, v| tokens(tape).embedding(&v[0])),
+        case("vocab_parallel_embedding", &[(&[2, 6], S(0))], |tape, v| {
+            tokens(tape).vocab_parallel_embedding(&v[0], Axis::Tp, 4)
+        }),
+        case("cross_entropy", &[(&[2, 3, 4], I)], |tape, v| v[0].cross_entropy(&tokens(tape))),
+        // The logits are nobody else's: the loss writes its gradient over them.
+        case("cross_entropy in place", &[(&[2, 3, 4], I)], |tape, v| v[0].gelu()?.cross_entropy(&tokens(tape))),
+        case("vocab_parallel_cross_entropy", &[(&[2, 3, 2], S(2))], |tape, v| {
+            v[0].vocab_parallel_cross_entropy(&tokens(tape), Axis::Tp, 4)
+        }),
+        case("copy", &[(x, I)], |_, v| v[0].copy(Axis::Tp)),
+        case("all_reduce", &[(x, P)], |_, v| v[0].all_reduce(Axis::Tp)),
+        case("all_reduce of what nobody else holds", &[(x, P)], |_, v| v[0].add(&v[0])?.all_reduce(Axis::Tp)),
+        case("all_reduce_replicate", &[(x, P)], |_, v| v[0].all_reduce_replicate(Axis::Tp)),
+        case("all_gather", &[(x, S(1))], |_, v| v[0].all_gather(Axis::Tp, 1)),
+        case("all_gather of dim 0", &[(x, S(0))], |_, v| v[0].all_gather(Axis::Tp, 0)),
+        case("all_gather_invariant", &[(x, S(2))], |_, v| v[0].all_gather_invariant(Axis::Tp, 2)),
+        case("reduce_scatter", &[(x, P)], |_, v| v[0].reduce_scatter(Axis::Tp, 1)),
+        case("split", &[(x, I)], |_, v| v[0].split(Axis::Tp, 2)),
+        case("slice", &[(x, R)], |_, v| v[0].slice(Axis::Tp, 1)),
+        case("all_to_all", &[(x, S(1))], |_, v| v[0].all_to_all(Axis::Tp, 1, 2)),
+        case("as_partial", &[(x, V)], |_, v| v[0].as_partial(Axis::Tp)),
+        case("max_reduce", &[(x, V)], |_, v| v[0].max_reduce(Axis::Tp)?.add(&v[0].max_reduce(Axis::Tp)?)),
+    ]
+}
+
+/// What a device counts, and a rank says, after forward and after backward.
+fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Counts, Vec<Record>) {
+    let tape = tape_on(rank, Arc::clone(&device));
+    let zeros = |(shape, ty): &(Vec<usize>, Ty)| {
+        tape.input(Tensor::zeros(&device, DType::F32, &shape[..]).unwrap(), types(*ty))
+    };
+    let inputs: Vec<Var> = case.inputs.iter().map(zeros).collect();
+    let output = (case.run)(&tape, &inputs).unwrap();
+    let forward = counts(&device);
+    if case.name != "max_reduce" {
+        let seed = Tensor::zeros(&device, output.tensor().dtype(), output.shape()).unwrap();
+        tape.backward(&output, seed, Weights::Now, &mut NoParams).unwrap();
+        assert!(inputs.iter().all(|input| tape.take_grad(input).is_some()), "{}", case.name);
+    }
+    (forward, counts(&device), rank.log().drain())
+}
+
+#[test]
+fn meta_and_record_count_what_cpu_and_threads_do() {
+    for case in cases() {
+        let real = on_mesh(MESH, |rank| run(&case, &rank, Cpu::device()));
+        for (world_rank, real) in real.iter().enumerate() {
+            let rank = Arc::new(Rank::recording(&MESH.parse::<Mesh>().unwrap(), world_rank).unwrap());
+            assert_eq!(run(&case, &rank, Meta::device()), *real, "{} on rank {world_rank}", case.name);
+        }
+    }
+}
+
+#[test]
+fn the_counts_are_those_of_the_mathematics() {
+    let device = Meta::device();
+    let rank = common::alone();
+    let tape = tape_on(&rank, Arc::clone(&device));
+    let input = |shape: &[usize]| tape.input(Tensor::zeros(&device, DType::F32, shape).unwrap(), Types::NONE);
+    let (x, w) = (input(&[2, 3, 5]), input(&[7, 5]));
+    let bytes = |elements: usize| 4 * elements as u64;
+    assert_eq!(counts(&device), (bytes(30 + 35), bytes(30 + 35), 0, 0));
+    let y = x.linear(&w, 1).unwrap();
+    assert_eq!(counts(&device), (bytes(30 + 35 + 42), bytes(30 + 35 + 42), 2 * 6 * 7 * 5, 0));
+    let seed = Tensor::zeros(&device, DType::F32, y.shape()).unwrap();
+    tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
+    assert_eq!(device.meter().flops(Work::Matmul), 3 * 2 * 6 * 7 * 5, "backward is two products of that size");
+    drop((x, w, y, tape));
+    assert_eq!(device.meter().live_bytes(), 0);
+}
+
+/// A device with memory and no kernels, as a downstream crate may begin with.
+#[derive(Debug, Default)]
+struct Bare(Meter);
+
+impl Device for Bare {
+    fn name(&self) -> &str {
+        "bare"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        Ok(Buffer::zeros(dtype, count))
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.alloc(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        Ok(host.clone())
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        Ok(buffer.clone())
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.0
+    }
+}
+
+#[test]
+fn a_missing_family_names_the_operation_and_the_device() {
+    let device: Arc<dyn Device> = Arc::new(Bare::default());
+    let tape = tape_on(&common::alone(), Arc::clone(&device));
+    let input = |shape: &[usize]| tape.input(Tensor::zeros(&device, DType::F32, shape).unwrap(), Types::NONE);
+    let x = input(&[2, 3, 3]);
+    let tokens = ids(&tape, &[0; 6], &[2, 3], Types::NONE);
+    for (operation, result, family) in [
+        ("linear", x.linear(&x, 1), "matmul"),
+        ("gelu", x.gelu(), "pointwise"),
+        ("dropout", x.dropout(0.5, "x"), "pointwise"),
+        ("layer_norm", x.layer_norm(&input(&[3]), &input(&[3]), 1e-5), "norm"),
+        ("causal_attention", input(&[1, 2, 3, 1, 1]).causal_attention(None), "attention"),
+        ("embedding", tokens.embedding(&input(&[4, 3])), "embedding"),
+        ("cross_entropy", x.cross_entropy(&tokens), "loss"),
+    ] {
+        let error = result.unwrap_err().to_string();
+        assert_eq!(error, format!("{operation}: device bare has no {family} operations"));
+    }
+}
+
+#[test]
+fn an_unsupported_dtype_names_the_operation_the_device_and_what_would_do() {
+    let device = Cpu::device();
+    let tape = tape_on(&common::alone(), Arc::clone(&device));
+    let x = tape.input(Tensor::zeros(&device, DType::Bf16, [2, 2]).unwrap(), Types::NONE);
+    let error = x.gelu().unwrap_err();
+    assert!(matches!(error, Error::DType { dtype: DType::Bf16, .. }));
+    assert_eq!(error.to_string(), "gelu: dtype bf16 on device cpu is not supported: use f32 or f64");
+    let mixed = tape.input(Tensor::zeros(&device, DType::F64, [2, 2]).unwrap(), Types::NONE);
+    let single = tape.input(Tensor::zeros(&device, DType::F32, [2, 2]).unwrap(), Types::NONE);
+    let error = single.add(&mixed).unwrap_err().to_string();
+    assert_eq!(error, "the buffer holds f64, it was asked for as f32");
+}
+
+/// Evaluating keeps nothing for backward, and dropout is the identity.
+#[test]
+fn evaluation_saves_nothing() {
+    let device = Cpu::device();
+    let rank = common::alone();
+    let mut all = Declarations::new();
+    let w = all.declare("w", &[8, 8], Placement::replicated(), Role::Weight, Init::Normal { std: 1.0 }).unwrap();
+    let params = Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &[vec![w]], 0).unwrap();
+    let tape = Tape::new(rank, Arc::new(params), Arc::clone(&device), Mode::Evaluate, POSITION);
+    let x = tape.input(Tensor::zeros(&device, DType::F32, [4, 8]).unwrap(), Types::NONE);
+    let before = device.meter().live_bytes();
+    let y = x.linear(&tape.param(w).unwrap(), 1).unwrap().gelu().unwrap().dropout(0.5, "x").unwrap();
+    assert_eq!(device.meter().live_bytes() - before, y.tensor().buffer().bytes() as u64, "only the output lives on");
+    let seed = y.tensor().clone();
+    let error = tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap_err().to_string();
+    assert_eq!(error, "backward: the output depends on nothing that needs a gradient");
+}

@@ -1,0 +1,57 @@
+//! Text from the trained model, on the mesh that trained it.
+
+use crate::config::Config;
+use crate::data::Data;
+use crate::engine::TrainError;
+use crate::step::Trainer;
+use meshwork_tensor::random;
+
+/// Tokens of the data that the model starts from.
+const PROMPT: usize = 16;
+/// Tokens to write: each costs a forward pass over a whole sequence.
+const LENGTH: usize = 160;
+/// Divides the logits before sampling: below 1 the likely tokens become more so.
+const TEMPERATURE: f32 = 0.8;
+
+/// Continues the first tokens of the data. Collective: every rank takes part and gets the same text, since the randomness is a
+/// function of the seed and the place of the token.
+pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<String, TrainError> {
+    let seq_len = config.model.seq_len;
+    let key = random::key(config.training.seed, "sample");
+    let mut tokens = data.prompt(PROMPT.min(seq_len)).to_vec();
+    for place in 0..LENGTH as u64 {
+        let known = &tokens[tokens.len().saturating_sub(seq_len)..];
+        let mut window = known.to_vec();
+        window.resize(seq_len, 0); // behind the last known token: causal attention never looks there
+        let logits = trainer.next_token_logits(&window, known.len() - 1, config.model.vocab_size)?;
+        tokens.push(pick(&logits, random::uniform(key, place)) as i32);
+    }
+    Ok(data.decode(&tokens))
+}
+
+/// The token at which the running sum of probabilities passes `chance`.
+fn pick(logits: &[f32], chance: f32) -> usize {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights = || logits.iter().map(|&logit| f64::from((logit - max) / TEMPERATURE).exp());
+    let mut left = f64::from(chance) * weights().sum::<f64>();
+    weights()
+        .position(|weight| {
+            left -= weight;
+            left < 0.0
+        })
+        .unwrap_or(logits.len().saturating_sub(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_picked_as_often_as_their_probability() {
+        let logits = [0.0, f32::ln(3.0) * TEMPERATURE, f32::NEG_INFINITY];
+        assert_eq!(pick(&logits, 0.0), 0);
+        assert_eq!(pick(&logits, 0.2499), 0);
+        assert_eq!(pick(&logits, 0.2501), 1);
+        assert_eq!(pick(&logits, 0.9999), 1);
+    }
+}

@@ -1,0 +1,153 @@
+//! A whole run in one process: every rank of the mesh a thread, rank 0 the one that reports.
+
+use crate::config::Config;
+use crate::data::Data;
+use crate::engine::{Blueprint, TrainError};
+use crate::generate::generate;
+use crate::metrics::{Event, Metrics, Start, Step};
+use crate::progress::Progress;
+use crate::step::{StepReport, Trainer};
+use meshwork_core::Rank;
+use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_tensor::cpu::Cpu;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// Steps that were trained.
+    pub steps: u64,
+    /// Loss of the last of them.
+    pub loss: Option<f64>,
+    /// Text that the trained model wrote after a few tokens of the data.
+    pub sample: String,
+    /// Whether the run was asked to stop before its last step.
+    pub stopped: bool,
+}
+
+/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step
+/// under way. Metrics go to a file if asked; progress to standard output.
+pub fn train(
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+) -> Result<Outcome, WorldError<TrainError>> {
+    let parallelism = &config.parallelism;
+    let world_size = parallelism.dp * parallelism.tp * parallelism.pp;
+    let options = Options { timeout: config.comm.timeout() };
+    let outcomes = thread::run(world_size, options, |world| {
+        let blueprint = Blueprint::new(config)?;
+        let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
+        run_rank(config, data, metrics, stop, rank)
+    })?;
+    // Every rank ends with the same outcome.
+    Ok(outcomes.into_iter().next().unwrap_or(Outcome { steps: 0, loss: None, sample: String::new(), stopped: false }))
+}
+
+/// One rank's run.
+fn run_rank(
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+    rank: Arc<Rank>,
+) -> Result<Outcome, TrainError> {
+    let steps = config.training.steps;
+    let started = Instant::now();
+    let mut reporter = match rank.world_rank() {
+        0 => Some(Reporter::new(config, data, metrics)?),
+        _ => None,
+    };
+    let mut trainer = Trainer::new(config, rank, Cpu::device())?;
+    let mut outcome = Outcome { steps: 0, loss: None, sample: String::new(), stopped: false };
+    while outcome.steps < steps && !outcome.stopped {
+        if stop.load(Ordering::Relaxed) {
+            trainer.ask_to_stop();
+        }
+        let began = Instant::now();
+        let batch = data.batch(outcome.steps, config.training.global_batch_size, trainer.rows());
+        let report = trainer.step(&batch, |_| {})?;
+        outcome = Outcome { steps: report.step, loss: Some(report.loss), stopped: report.stop, ..outcome };
+        if let Some(reporter) = &mut reporter {
+            reporter.step(config, &report, began)?;
+        }
+        if config.validation.every > 0 && report.step.is_multiple_of(config.validation.every) {
+            let loss = validate(config, data, &mut trainer)?;
+            if let Some(reporter) = &mut reporter {
+                reporter.validation(report.step, loss)?;
+            }
+        }
+    }
+    if outcome.steps > 0 && !outcome.stopped {
+        outcome.sample = generate(config, data, &mut trainer)?;
+    }
+    if let Some(reporter) = &mut reporter {
+        reporter.end(&outcome, started)?;
+    }
+    Ok(outcome)
+}
+
+fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, TrainError> {
+    let global = config.training.global_batch_size;
+    let rows = trainer.rows();
+    let batches = 0..data.validation_batches(config.validation.steps, global);
+    trainer.evaluate(batches.map(|index| data.validation_batch(index, global, rows.clone())))
+}
+
+/// What rank 0 tells the world outside.
+struct Reporter {
+    metrics: Option<Metrics>,
+    progress: Progress,
+}
+
+impl Reporter {
+    fn new(config: &Config, data: &Data, metrics: Option<&Path>) -> Result<Self, TrainError> {
+        let parameters = Blueprint::new(config)?.parameters()?;
+        let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
+        let mut metrics = metrics.map(Metrics::create).transpose()?;
+        if let Some(metrics) = &mut metrics {
+            metrics.write(&Event::Start(Start::new(config, parameters, data.hash())))?;
+        }
+        Ok(Self { metrics, progress: Progress::new(config.training.steps) })
+    }
+
+    fn step(&mut self, config: &Config, report: &StepReport, began: Instant) -> Result<(), TrainError> {
+        let seconds = began.elapsed().as_secs_f64();
+        let tokens = config.training.global_batch_size * config.model.seq_len;
+        let step = Step {
+            step: report.step,
+            loss: report.loss,
+            grad_norm: report.grad_norm,
+            lr: report.lr,
+            step_ms: seconds * 1e3,
+            tokens_per_s: tokens as f64 / seconds,
+            comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
+            peak_bytes: report.peak_bytes.clone(),
+        };
+        self.progress.step(&step);
+        if let Some(metrics) = &mut self.metrics {
+            metrics.write(&Event::Step(step))?;
+        }
+        Ok(())
+    }
+
+    fn validation(&mut self, step: u64, loss: f64) -> Result<(), TrainError> {
+        self.progress.validation(step, loss);
+        if let Some(metrics) = &mut self.metrics {
+            metrics.write(&Event::Validation { step, loss })?;
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
+        if let Some(metrics) = &mut self.metrics {
+            let seconds = started.elapsed().as_secs_f64();
+            metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds })?;
+        }
+        Ok(())
+    }
+}
