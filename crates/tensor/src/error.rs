@@ -85,6 +85,18 @@ pub enum Error {
         /// Types of the second read.
         second: String,
     },
+    /// A token id or target that the vocabulary does not have.
+    #[error("{op}: id {id} at place {at} is not in a vocabulary of {vocab}")]
+    Id {
+        /// The operation.
+        op: &'static str,
+        /// The id.
+        id: i32,
+        /// Its place in the batch.
+        at: usize,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
     /// A declared parameter that no flat buffer holds.
     #[error("parameter {name} is in no flat buffer of the layout")]
     Unplaced {

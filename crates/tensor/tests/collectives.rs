@@ -11,6 +11,7 @@ use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Error, Result, Tensor, Var};
 use std::sync::Arc;
 
+type Run = Box<dyn Fn(&Var, Axis) -> Result<Var> + Sync>;
 type Oracle = Box<dyn Fn(&[Array], usize) -> Array + Sync>;
 
 /// One collective: its types, what it does, and what it should do to the values and gradients of the ranks of an axis.
@@ -18,7 +19,7 @@ struct Case {
     name: String,
     from: Ty,
     to: Ty,
-    run: Box<dyn Fn(&Var, Axis) -> Result<Var> + Sync>,
+    run: Run,
     forward: Oracle,
     backward: Oracle,
 }

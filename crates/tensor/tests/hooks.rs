@@ -78,6 +78,14 @@ enum Event {
     Ready(String),
 }
 
+impl Event {
+    fn name(&self) -> &str {
+        match self {
+            Event::Share(name) | Event::Ready(name) => name,
+        }
+    }
+}
+
 /// Sums gradients by name and writes down what happened; `at_share` looks on.
 struct Recorder<'a> {
     model: &'a Model,
@@ -92,8 +100,7 @@ impl<'a> Recorder<'a> {
     }
 
     fn ready_names(&self) -> Vec<&str> {
-        let ready = |event| if let &Event::Ready(ref name) = event { Some(name.as_str()) } else { None };
-        self.events.iter().filter_map(ready).collect()
+        self.events.iter().filter(|event| matches!(event, Event::Ready(_))).map(Event::name).collect()
     }
 
     fn shares(&self) -> usize {

@@ -1,14 +1,18 @@
 use super::kernels::embedding;
 use super::{Cpu, for_float};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::Embedding;
 use meshwork_core::Buffer;
 use std::ops::Range;
 
 impl Embedding for Cpu {
-    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, width: usize) -> Result<Buffer> {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
         for_float!(self, "embedding", table, T => {
             let ids = ids.as_slice::<i32>()?;
+            let known = |id: i32| usize::try_from(id).is_ok_and(|id| id < vocab);
+            if let Some(at) = ids.iter().position(|&id| !known(id)) {
+                return Err(Error::Id { op: "embedding", id: ids[at], at, vocab });
+            }
             let held = &table.as_slice::<T>()?[..rows.len() * width];
             self.output::<T>(ids.len() * width, |out| embedding::lookup(ids, held, rows.start, width, out))
         })

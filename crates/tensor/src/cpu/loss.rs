@@ -1,6 +1,6 @@
 use super::kernels::{Float, loss};
 use super::{Cpu, for_float};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::{Loss, VocabShard};
 use meshwork_core::Buffer;
 
@@ -18,6 +18,10 @@ impl Loss for Cpu {
 
     fn row_sums(&self, logits: &Buffer, targets: &Buffer, max: &Buffer, shard: VocabShard) -> Result<Buffer> {
         for_float!(self, "cross_entropy", logits, T => {
+            let ids = targets.as_slice::<i32>()?;
+            if let Some(at) = ids.iter().position(|&id| usize::try_from(id).is_ok_and(|id| id >= shard.vocab)) {
+                return Err(Error::Id { op: "cross_entropy", id: ids[at], at, vocab: shard.vocab });
+            }
             let (logits, targets, max) = (logits.as_slice::<T>()?, targets.as_slice::<i32>()?, max.as_slice::<T>()?);
             self.output::<T>(2 * max.len(), |sums| {
                 let (sum_exp, target) = sums.split_at_mut(max.len());

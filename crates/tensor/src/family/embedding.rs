@@ -7,8 +7,9 @@ use std::ops::Range;
 
 /// Lookups by i32 ids, and positions added to a sequence.
 pub trait Embedding: Debug {
-    /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds.
-    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, width: usize) -> Result<Buffer>;
+    /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of `vocab` over all
+    /// ranks. An id outside the vocabulary is an error.
+    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>;
 
     /// Gradient of a table of `table_rows` rows: `dtable[ids[i] - rows.start] += dout[i]`, in the order of i.
     fn lookup_grad(

@@ -13,6 +13,8 @@ pub struct VocabShard {
     pub valid: usize,
     /// Columns of the logits.
     pub width: usize,
+    /// Ids over all ranks: a target beyond is an error, since no single shard could tell.
+    pub vocab: usize,
 }
 
 /// Cross entropy of logits `[rows, width]` against i32 targets `[rows]`; a negative target is masked.

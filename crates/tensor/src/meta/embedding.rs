@@ -6,7 +6,7 @@ use meshwork_core::Buffer;
 use std::ops::Range;
 
 impl Embedding for Meta {
-    fn lookup(&self, ids: &Buffer, table: &Buffer, _rows: Range<usize>, width: usize) -> Result<Buffer> {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, _rows: Range<usize>, _vocab: usize, width: usize) -> Result<Buffer> {
         self.alloc(table.dtype(), ids.count() * width)
     }
 

@@ -12,6 +12,8 @@ use std::ops::Range;
 struct Lookup {
     /// The ids whose rows the table holds here.
     rows: Range<usize>,
+    /// Ids over all ranks.
+    vocab: usize,
     table_shape: Shape,
     /// The axis over which the table's rows are cut.
     cut_over: Option<Axis>,
@@ -20,8 +22,9 @@ struct Lookup {
 impl Var {
     /// `table[ids]`, for ids `[..]` (i32) and a whole table `[rows, h]`.
     pub fn embedding(&self, table: &Var) -> Result<Var> {
-        let rows = 0..table.shape().first().copied().unwrap_or(0);
-        self.tape().apply(Lookup { rows, table_shape: table.shape(), cut_over: None }, &[self, table])
+        let vocab = table.shape().first().copied().unwrap_or(0);
+        let op = Lookup { rows: 0..vocab, vocab, table_shape: table.shape(), cut_over: None };
+        self.tape().apply(op, &[self, table])
     }
 
     /// The same for a table whose rows, `vocab` over all ranks, are cut over `axis`: each rank looks up what it holds and
@@ -30,7 +33,7 @@ impl Var {
         let held = table.shape().first().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * held).min(vocab);
         let rows = first..(first + held).min(vocab);
-        let op = Lookup { rows, table_shape: table.shape(), cut_over: Some(axis) };
+        let op = Lookup { rows, vocab, table_shape: table.shape(), cut_over: Some(axis) };
         self.tape().apply(op, &[self, table])
     }
 }
@@ -71,7 +74,8 @@ impl Op for Lookup {
         cx.require(table.shape().len() == 2, || "table is [rows, width]".to_owned(), inputs)?;
         cx.save(ids)?;
         let width = table.shape()[1];
-        let out = table.device().embedding()?.lookup(ids.buffer(), table.buffer(), self.rows.clone(), width)?;
+        let out =
+            table.device().embedding()?.lookup(ids.buffer(), table.buffer(), self.rows.clone(), self.vocab, width)?;
         Tensor::from_buffer(table.device(), out, Shape::new(&[&ids.shape()[..], &[width]].concat()))
     }
 

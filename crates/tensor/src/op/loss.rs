@@ -24,7 +24,7 @@ impl Var {
     /// The summed loss (one f64) of whole logits `[.., vocab]` against i32 targets `[..]`, negative ones masked.
     pub fn cross_entropy(&self, targets: &Var) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
-        let shard = VocabShard { first: 0, valid: width, width };
+        let shard = VocabShard { first: 0, valid: width, width, vocab: width };
         self.tape().apply(VocabLoss { shard, cut_over: None, logits_shape: self.shape() }, &[self, targets])
     }
 
@@ -33,7 +33,7 @@ impl Var {
     pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * width).min(vocab);
-        let shard = VocabShard { first, valid: width.min(vocab - first), width };
+        let shard = VocabShard { first, valid: width.min(vocab - first), width, vocab };
         let op = VocabLoss { shard, cut_over: Some(axis), logits_shape: self.shape() };
         self.tape().apply(op, &[self, targets])
     }
