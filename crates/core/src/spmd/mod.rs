@@ -17,7 +17,7 @@ pub mod rules;
 use crate::mesh::{Axis, Coords, Mesh};
 use std::fmt;
 
-/// The type of a value over one mesh axis. See the [module documentation](self).
+/// The type of a value over one mesh axis. See the table above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ty {
     /// Same everywhere, used differently per rank.
