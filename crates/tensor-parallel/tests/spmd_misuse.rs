@@ -6,8 +6,8 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{Mode, Position};
-use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;
 
@@ -37,6 +37,7 @@ impl Bench {
         declare("square", &[HIDDEN, HIDDEN], Placement::replicated());
         declare("bias", &[HIDDEN], Placement::replicated());
         declare("gamma", &[HIDDEN], Placement::replicated());
+        declare("cut_gamma", &[HIDDEN], cut(0));
         declare("table", &[VOCAB, HIDDEN], cut(0));
         let rank = Arc::new(Rank::recording(&Mesh::new([(TP, degree), (DP, degree)]).unwrap(), 0).unwrap());
         let (device, layout, declared) = (Meta::device(), [all.ids().collect()], Arc::new(all));
@@ -263,6 +264,12 @@ fn a_sharded_weight_used_as_if_whole() {
         "embedding: on axis tp, the rows of table are sharded: a sharded weight used as if whole; \
          use the vocab-parallel lookup, whose result is Partial",
     );
+    let norm = |b: &Bench, gamma: &str| b.x(S(1)).layer_norm(&b.param(gamma), &b.param("bias"), 1e-5);
+    refused(
+        |b| norm(b, "cut_gamma"),
+        "layer_norm: on axis tp, gamma is Shard(0): a sharded weight used as if whole; declare gamma replicated on tp",
+    );
+    accepted(|b| norm(b, "gamma"));
     accepted(|b| b.x(R).slice(TP, 2)?.linear(&b.param("row"), 1));
     accepted(|b| b.tokens().vocab_parallel_embedding(&b.param("table"), TP, VOCAB)?.all_reduce(TP));
 }
@@ -285,6 +292,30 @@ fn a_loss_that_is_partial_on_dp_reported_as_final() {
         "item: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first",
     );
     accepted(|b| loss(b)?.all_reduce(DP)?.item());
+}
+
+/// The value is right on every rank and the gradient would be too large by the degree: each rank backs up its own copy.
+#[test]
+fn backward_from_a_loss_that_every_rank_holds_a_copy_of() {
+    struct Nowhere;
+    impl GradSink for Nowhere {
+        fn accumulate(&mut self, _: ParamId, _: Tensor) -> Result<()> {
+            Ok(())
+        }
+        fn ready(&mut self, _: ParamId) -> Result<()> {
+            Ok(())
+        }
+    }
+    let backward = |b: &Bench, logits: Var| {
+        let loss = logits.cross_entropy(&b.tokens())?;
+        b.tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut Nowhere)
+    };
+    refused(
+        |b| backward(b, b.x(S(2)).all_gather(TP, 2)?),
+        "backward_from_loss: on axis tp, the loss is Replicate: each rank would add a gradient of its own; \
+         end in a loss that is Invariant or Partial: gather with all_gather_invariant, sum with all_reduce",
+    );
+    accepted(|b| backward(b, b.x(S(2)).all_gather_invariant(TP, 2)?));
 }
 
 #[test]

@@ -97,11 +97,13 @@ pub enum Error {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// A declared parameter that no flat buffer holds.
-    #[error("parameter {name} is in no flat buffer of the layout")]
-    Unplaced {
+    /// A layout of flat buffers in which a parameter lies not exactly once.
+    #[error("parameter {name} lies in {times} flat buffers of the layout: it must lie in one")]
+    Layout {
         /// The parameter.
         name: String,
+        /// How often the layout names it.
+        times: usize,
     },
     /// An update rule that refused its vectors.
     #[error("optimizer: {0}")]

@@ -295,14 +295,16 @@ impl Params {
                 let local = declarations.spec(id).local(mesh, coords);
                 let range = end..end + local.stored.count();
                 end = range.end;
-                places[id.0] = Some((flat, range, local));
+                if places[id.0].replace((flat, range, local)).is_some() {
+                    return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
+                }
             }
             flats.push(device.zeros(DType::F32, end)?);
         }
         let places: Vec<_> = places
             .into_iter()
             .zip(declarations.specs())
-            .map(|(place, spec)| place.ok_or_else(|| Error::Unplaced { name: spec.name.clone() }))
+            .map(|(place, spec)| place.ok_or_else(|| Error::Layout { name: spec.name.clone(), times: 0 }))
             .collect::<Result<_>>()?;
         for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
             if flats[*flat].is_host() {
@@ -399,6 +401,18 @@ mod tests {
                 assert_eq!(held, local.elements(), "padding stays zero");
             }
             assert_eq!(seen, whole.len(), "every element on exactly one rank");
+        }
+    }
+
+    #[test]
+    fn a_layout_must_name_every_parameter_once() {
+        let mut all = Declarations::new();
+        let id = all.declare("w", &[2], Placement::replicated(), Role::Bias, Init::Zeros).unwrap();
+        let (all, device, mesh) = (Arc::new(all), crate::meta::Meta::device(), Mesh::default());
+        for (layout, times) in [(vec![], 0), (vec![vec![id], vec![id]], 2)] {
+            let error = Params::new(all.clone(), &mesh, mesh.coords(0), &device, &layout, 0).unwrap_err();
+            let want = format!("parameter w lies in {times} flat buffers of the layout: it must lie in one");
+            assert_eq!(error.to_string(), want);
         }
     }
 

@@ -33,7 +33,7 @@ fn case(name: &'static str, inputs: &[(&[usize], Ty)], run: fn(&Tape, &[Var]) ->
 }
 
 fn tokens(tape: &Tape) -> Var {
-    ids(tape, &[0, 3, -1, 1, 2, 2], &[2, 3], types(Ty::Invariant))
+    ids(tape, &[0, 3, 3, 1, 2, 2], &[2, 3], types(Ty::Invariant))
 }
 
 fn types(tp: Ty) -> Types {

@@ -7,8 +7,8 @@ use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
 use crate::progress::Progress;
 use crate::step::{StepReport, Trainer};
-use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::{Rank, ReduceOp};
 use meshwork_tensor::cpu::Cpu;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub struct Outcome {
 }
 
 /// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step
-/// under way. Metrics go to a file if asked; progress to standard output.
+/// under way. Metrics go to a file if asked; progress to standard output, whose reader ends the run by leaving.
 pub fn train(
     config: &Config,
     data: &Data,
@@ -65,15 +65,15 @@ fn run_rank(
     let mut trainer = Trainer::new(config, rank, Cpu::device())?;
     let mut outcome = Outcome { steps: 0, loss: None, sample: String::new(), stopped: false };
     while outcome.steps < steps && !outcome.stopped {
-        if stop.load(Ordering::Relaxed) {
-            trainer.ask_to_stop();
-        }
         let began = Instant::now();
         let batch = data.batch(outcome.steps, config.training.global_batch_size, trainer.rows());
         let report = trainer.step(&batch, |_| {})?;
-        outcome = Outcome { steps: report.step, loss: Some(report.loss), stopped: report.stop, ..outcome };
+        outcome = Outcome { steps: report.step, loss: Some(report.loss), ..outcome };
         if let Some(reporter) = &mut reporter {
             reporter.step(config, &report, began)?;
+            if reporter.progress.is_unread() {
+                stop.store(true, Ordering::Relaxed);
+            }
         }
         if config.validation.every > 0 && report.step.is_multiple_of(config.validation.every) {
             let loss = validate(config, data, &mut trainer)?;
@@ -81,14 +81,22 @@ fn run_rank(
                 reporter.validation(report.step, loss)?;
             }
         }
+        outcome.stopped = outcome.steps < steps && agree_to_stop(trainer.rank(), stop)?;
     }
-    if outcome.steps > 0 && !outcome.stopped {
-        outcome.sample = generate(config, data, &mut trainer)?;
-    }
-    if let Some(reporter) = &mut reporter {
+    if let Some(reporter) = reporter {
         reporter.end(&outcome, started)?;
     }
+    if outcome.steps > 0 && !outcome.stopped {
+        outcome.sample = generate(config, data, &mut trainer, stop)?;
+    }
     Ok(outcome)
+}
+
+/// Whether some rank has seen that the run is to stop. Collective: all of them learn it at the same place.
+pub(crate) fn agree_to_stop(rank: &Rank, stop: &AtomicBool) -> Result<bool, TrainError> {
+    let mut asked = [i32::from(stop.load(Ordering::Relaxed))];
+    rank.world().all_reduce_slice(&mut asked, ReduceOp::Max)?;
+    Ok(asked[0] > 0)
 }
 
 fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, TrainError> {
@@ -143,8 +151,9 @@ impl Reporter {
         Ok(())
     }
 
-    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
-        if let Some(metrics) = &mut self.metrics {
+    /// The end of training, and of the progress: what is printed next comes below it.
+    fn end(self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
+        if let Some(mut metrics) = self.metrics {
             let seconds = started.elapsed().as_secs_f64();
             metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds })?;
         }

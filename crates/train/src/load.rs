@@ -1,8 +1,10 @@
 //! From the command line to all that a run needs, with every fault of it in one report.
 
-use crate::config::{Args, Config, ConfigError, Settings, resolve};
+use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
-use crate::metrics;
+use crate::{metrics, plan};
+use std::fs;
+use std::path::Path;
 
 /// The configuration and the data of a command line, and a check that the metrics can be written.
 ///
@@ -24,8 +26,12 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     let (mut config, mut settings) = resolve(args, Settings::default());
     if let Some(path) = &args.metrics {
         settings.faults.extend(metrics::check(path).err());
+        settings.faults.extend(overwritten(path, args, &config));
     }
     let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
+    if settings.faults.is_empty() && config.training.steps > 0 {
+        settings.faults.extend(too_large(&config));
+    }
     match data {
         Some(data) if settings.faults.is_empty() => {
             config.notices.extend_from_slice(data.notices());
@@ -33,6 +39,54 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         }
         _ => Err(ConfigError { faults: settings.faults }),
     }
+}
+
+/// The fault of metrics that would replace a file that the run reads.
+fn overwritten(metrics: &Path, args: &Args, config: &Config) -> Option<Fault> {
+    let target = fs::canonicalize(metrics).ok().filter(|path| path.is_file())?;
+    let read = [
+        ("--config", args.config.as_deref()),
+        ("data.path", config.data.path.as_deref().map(Path::new)),
+        ("data.tokenizer", Some(Path::new(&config.data.tokenizer))),
+    ];
+    // A file inside a folder of data is read as well.
+    let reads = |path: Option<&Path>| {
+        path.and_then(|path| fs::canonicalize(path).ok()).is_some_and(|path| target.starts_with(path))
+    };
+    let (key, _) = read.into_iter().find(|(_, path)| reads(*path))?;
+    let problem = format!("would replace what {key} reads");
+    Some(Fault::new("--metrics", metrics.display(), problem, "use another file"))
+}
+
+/// The fault of a run that needs more memory than the machine has.
+fn too_large(config: &Config) -> Option<Fault> {
+    let mesh = &config.parallelism;
+    let mesh = format!("dp={},tp={},pp={}", mesh.dp, mesh.tp, mesh.pp);
+    let needed = match plan::world_bytes(config) {
+        Ok(needed) => needed,
+        Err(error) => {
+            return Some(Fault::new("parallelism", mesh, format!("no such step: {error}"), "use another mesh"));
+        }
+    };
+    let memory = machine_memory().filter(|memory| needed > *memory)?;
+    let (needed, memory) = (plan::size(needed as f64), plan::size(memory as f64));
+    let problem = format!("all ranks together need {needed}, this machine has {memory}");
+    Some(Fault::new(
+        "parallelism",
+        mesh,
+        problem,
+        "use a smaller model or micro_batch_size; --steps 0 reports on any size",
+    ))
+}
+
+/// Bytes of memory, swap included, where the system tells.
+fn machine_memory() -> Option<u128> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let kibibytes = |key: &str| -> Option<u128> {
+        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    Some((kibibytes("MemTotal:")? + kibibytes("SwapTotal:").unwrap_or(0)) * 1024)
 }
 
 /// Opens the data; holds it against the model only where the keys that this reads are sound.

@@ -5,9 +5,10 @@ use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{Blueprint, TrainError};
 use crate::step::Trainer;
-use meshwork_core::{Axis, Rank, Record};
+use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::meta::Meta;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// What one rank holds, computes and communicates in a step.
@@ -28,7 +29,7 @@ pub struct Prediction {
 impl Prediction {
     /// Logical bytes per step on the groups of that name.
     pub fn bytes_on(&self, group: &str) -> f64 {
-        self.records.iter().filter(|record| record.group == group).map(Record::bytes).sum()
+        self.records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
     }
 }
 
@@ -53,48 +54,69 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     })
 }
 
+/// Ranks of one pp rank that do the same.
+struct Kind {
+    ranks: Vec<usize>,
+    pp_rank: usize,
+    each: Prediction,
+}
+
+/// What every rank does. Those that differ only along dp do the same, so that a thousand of them cost no more than one.
+fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
+    let mut kinds: Vec<Kind> = Vec::new();
+    for first in (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Dp) == 0) {
+        let pp_rank = mesh.coords(first).get(Axis::Pp);
+        let each = predict(config, first)?;
+        let ranks = mesh.group(first, &[Axis::Dp]);
+        match kinds.iter_mut().find(|kind| kind.pp_rank == pp_rank && kind.each == each) {
+            Some(kind) => kind.ranks.extend(ranks),
+            None => kinds.push(Kind { ranks, pp_rank, each }),
+        }
+    }
+    kinds.iter_mut().for_each(|kind| kind.ranks.sort_unstable());
+    Ok(kinds)
+}
+
+/// Most bytes alive at once on all ranks together.
+pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
+    let kinds = kinds(config, Blueprint::new(config)?.mesh())?;
+    Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes)).sum())
+}
+
 /// The mesh, the model, and what a step takes on each rank, ranks that take the same together: what `--steps 0` prints.
 pub fn report(config: &Config) -> Result<String, TrainError> {
     let blueprint = Blueprint::new(config)?;
     let mesh = blueprint.mesh();
     let parameters: usize = blueprint.parameters()?.iter().map(ParamSpec::global_elements).sum();
     let mut text = format!(
-        "mesh {mesh}: {} ranks\n{} parameters\n{} sequences of {} tokens a step: {} micro-batches of {} on each dp rank\n\n",
-        mesh.world_size(),
-        grouped(parameters as u64),
-        config.training.global_batch_size,
-        config.model.seq_len,
-        config.pipeline.num_microbatches,
-        config.training.micro_batch_size,
+        "mesh {mesh}: {}\n{}\n{} of {} a step: {} of {} on each dp rank\n\n",
+        count(mesh.world_size(), "rank"),
+        count(parameters, "parameter"),
+        count(config.training.global_batch_size, "sequence"),
+        count(config.model.seq_len, "token"),
+        count(config.pipeline.num_microbatches, "micro-batch"),
+        grouped(config.training.micro_batch_size as u64),
     );
-    let mut kinds: Vec<(Vec<usize>, usize, Prediction)> = Vec::new();
-    for world_rank in 0..mesh.world_size() {
-        let pp_rank = mesh.coords(world_rank).get(Axis::Pp);
-        let prediction = predict(config, world_rank)?;
-        match kinds.iter_mut().find(|(_, pp, other)| *pp == pp_rank && *other == prediction) {
-            Some((ranks, ..)) => ranks.push(world_rank),
-            None => kinds.push((vec![world_rank], pp_rank, prediction)),
-        }
-    }
-    for (ranks, pp_rank, Prediction { parameters, model_bytes, peak_bytes, flops, records }) in &kinds {
+    for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
+        let Prediction { parameters, model_bytes, peak_bytes, flops, ref records } = each;
+        let (ranks, comma) = match ranks[..] {
+            [rank] => (format!("rank {rank}"), ""),
+            _ => (format!("ranks {}", spans(&ranks)), ", each"),
+        };
         text += &format!(
-            "ranks {} (pp rank {pp_rank}), each\n  parameters     {}\n  memory         {} of weights, gradients and optimizer states; \
-             {} at the peak\n  computation    {:.3} GFLOP a step\n  communication ",
-            spans(ranks),
-            grouped(*parameters as u64),
-            size(*model_bytes as f64),
-            size(*peak_bytes as f64),
-            *flops as f64 / 1e9,
+            "{ranks} (pp rank {pp_rank}){comma}\n  parameters     {}\n  memory         {} of weights, gradients and optimizer \
+             states; {} at the peak\n  computation    {:.3} GFLOP a step\n",
+            grouped(parameters as u64),
+            size(model_bytes as f64),
+            size(peak_bytes as f64),
+            flops as f64 / 1e9,
         );
-        let mut groups: Vec<&str> = records.iter().map(|record| record.group.as_str()).collect();
-        groups.sort_unstable();
-        groups.dedup();
-        for group in &groups {
-            let calls: Vec<_> = records.iter().filter(|record| record.group == *group).collect();
-            let bytes = calls.iter().map(|record| record.bytes()).sum();
-            text += &format!(" {group} {} in {} calls;", size(bytes), calls.len());
-        }
-        text += if groups.is_empty() { " none\n" } else { " a step\n" };
+        let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
+        let calls = |group| records.iter().filter(move |record| record.group == group).count();
+        let of_group = |group| format!("{group} {} in {}", size(each.bytes_on(group)), count(calls(group), "call"));
+        let groups: Vec<String> = groups.into_iter().map(of_group).collect();
+        let talk = if groups.is_empty() { "none".to_owned() } else { format!("{} a step", groups.join("; ")) };
+        text += &format!("  communication  {talk}\n");
     }
     Ok(text)
 }
@@ -112,6 +134,16 @@ fn spans(numbers: &[usize]) -> String {
     spans.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
+/// `1 rank`, `2,000 ranks`.
+fn count(number: usize, of: &str) -> String {
+    let ending = match number {
+        1 => "",
+        _ if of.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {of}{ending}", grouped(number as u64))
+}
+
 /// 1234567 as `1,234,567`.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
@@ -126,7 +158,7 @@ fn grouped(number: u64) -> String {
 }
 
 /// Bytes in binary units.
-fn size(bytes: f64) -> String {
+pub(crate) fn size(bytes: f64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let scale = (0..units.len() - 1).find(|&unit| bytes < 1024f64.powi(unit as i32 + 1)).unwrap_or(units.len() - 1);
     let value = bytes / 1024f64.powi(scale as i32);
@@ -142,6 +174,8 @@ mod tests {
         assert_eq!([grouped(0), grouped(999), grouped(1_234_567)], ["0", "999", "1,234,567"]);
         assert_eq!([size(30.0), size(1536.0), size(7.0 * 1024.0 * 1024.0)], ["30 B", "1.5 KiB", "7.0 MiB"]);
         assert_eq!(spans(&[0, 1, 2, 5, 8, 9]), "0-2,5,8-9");
+        assert_eq!([count(1, "micro-batch"), count(2, "micro-batch")], ["1 micro-batch", "2 micro-batches"]);
+        assert_eq!([count(0, "call"), count(1000, "call")], ["0 calls", "1,000 calls"]);
     }
 
     #[test]
@@ -150,5 +184,21 @@ mod tests {
         let text = report(&config).unwrap();
         assert!(text.starts_with("mesh tp=1,dp=2,pp=2: 4 ranks\n842,496 parameters\n"), "{text}");
         assert!(text.contains("ranks 0-1 (pp rank 0), each") && text.contains("ranks 2-3 (pp rank 1), each"), "{text}");
+    }
+
+    #[test]
+    fn ranks_that_differ_only_along_dp_do_the_same() {
+        // 250 words over 4 tp ranks: the last one holds padding.
+        let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
+        let config = Config::from_toml(toml).unwrap();
+        let mesh = Blueprint::new(&config).unwrap().mesh().clone();
+        let kinds = kinds(&config, &mesh).unwrap();
+        let kind = |rank: usize| kinds.iter().find(|kind| kind.ranks.contains(&rank)).unwrap();
+        for rank in 0..mesh.world_size() {
+            assert_eq!(kind(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
+        }
+        assert_eq!(kinds.iter().map(|kind| kind.ranks.len()).sum::<usize>(), 16);
+        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes)).sum::<u128>();
+        assert_eq!(world_bytes(&config).unwrap(), bytes);
     }
 }

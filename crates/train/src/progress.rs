@@ -2,17 +2,29 @@
 //!
 //! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::thread::{self, JoinHandle};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::metrics::Step;
 
-/// Shows the steps of a run on standard output.
+/// Shows the steps of a run on standard output, from a thread of its own: a reader that pauses (a pager, Ctrl-S) must not hold
+/// up the rank that reports.
 #[derive(Debug)]
 pub struct Progress {
-    steps: u64,
-    bar: Option<ProgressBar>,
+    events: Option<Sender<Event>>,
+    screen: Option<JoinHandle<()>>,
+    unread: Arc<AtomicBool>,
+}
+
+#[derive(Debug)]
+enum Event {
+    Step(Step),
+    Validation { step: u64, loss: f64 },
 }
 
 impl Progress {
@@ -20,52 +32,97 @@ impl Progress {
     #[must_use]
     pub fn new(steps: u64) -> Self {
         let bar = io::stdout().is_terminal().then(|| bar(steps, ProgressDrawTarget::stdout()));
-        Self { steps, bar }
+        Self::on(Screen { steps, bar })
+    }
+
+    fn on(screen: Screen) -> Self {
+        let (sender, events) = mpsc::channel();
+        let unread = Arc::new(AtomicBool::new(false));
+        let tell = unread.clone();
+        let show = move || {
+            let left = events.iter().find_map(|event| screen.show(&event).err());
+            tell.store(left.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe), Ordering::Relaxed);
+        };
+        // Without the thread nothing is shown, which is no reason not to train.
+        let screen = thread::Builder::new().name("progress".to_owned()).spawn(show).ok();
+        Self { events: Some(sender), screen, unread }
     }
 
     /// Shows a step that was trained.
     pub fn step(&self, step: &Step) {
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
-                bar.set_position(step.step);
-            }
-            None if shown(step.step, self.steps) => print(&line(step, self.steps)),
-            None => {}
-        }
+        self.send(Event::Step(step.clone()));
     }
 
     /// Shows a validation after `step`.
     pub fn validation(&self, step: u64, loss: f64) {
-        self.say(&format!("step {step}/{}  validation loss {loss:.4}", self.steps));
+        self.send(Event::Validation { step, loss });
     }
 
-    /// Shows a line that must be seen, above the bar where there is one.
-    pub fn say(&self, text: &str) {
-        match &self.bar {
-            // `ProgressBar::println` would drop the line where the bar is hidden.
-            Some(bar) => bar.suspend(|| print(text)),
-            None => print(text),
-        }
+    /// Whether the reader of standard output has left, as `| head` does.
+    #[must_use]
+    pub fn is_unread(&self) -> bool {
+        self.unread.load(Ordering::Relaxed)
+    }
+
+    fn send(&self, event: Event) {
+        // Refused once the screen could not be written.
+        _ = self.events.as_ref().map(|events| events.send(event));
     }
 }
 
 impl Drop for Progress {
+    /// Waits until all is shown.
+    fn drop(&mut self) {
+        self.events = None;
+        if let Some(screen) = self.screen.take() {
+            _ = screen.join();
+        }
+    }
+}
+
+/// Standard output, with a bar if it is a terminal.
+struct Screen {
+    steps: u64,
+    bar: Option<ProgressBar>,
+}
+
+impl Screen {
+    fn show(&self, event: &Event) -> io::Result<()> {
+        match (event, &self.bar) {
+            (Event::Step(step), Some(bar)) => {
+                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
+                bar.set_position(step.step);
+                Ok(())
+            }
+            (Event::Step(step), None) if shown(step.step, self.steps) => print(&line(step, self.steps)),
+            (Event::Step(_), None) => Ok(()),
+            (Event::Validation { step, loss }, bar) => {
+                let text = format!("step {step}/{}  validation loss {loss:.4}", self.steps);
+                match bar {
+                    // `ProgressBar::println` would drop the line where the bar is hidden.
+                    Some(bar) => bar.suspend(|| print(&text)),
+                    None => print(&text),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Screen {
     /// Leaves the bar as it stands, so that what is printed next, an error it may be, comes below it.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.abandon();
             // The bar leaves the cursor at its end, and only some terminals wrap from there.
             if bar.position() > 0 {
-                print("");
+                _ = print("");
             }
         }
     }
 }
 
-/// Prints a line. A closed standard output is no reason to stop training.
-fn print(text: &str) {
-    _ = writeln!(io::stdout().lock(), "{text}");
+fn print(text: &str) -> io::Result<()> {
+    writeln!(io::stdout().lock(), "{text}")
 }
 
 fn bar(steps: u64, target: ProgressDrawTarget) -> ProgressBar {
@@ -85,7 +142,7 @@ fn line(step: &Step, steps: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
     use indicatif::TermLike;
 
@@ -152,7 +209,7 @@ mod tests {
     fn the_bar_shows_step_loss_speed_and_time_left() {
         let terminal = Terminal::default();
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
-        let progress = Progress { steps: 300, bar: Some(bar(300, target)) };
+        let progress = Progress::on(Screen { steps: 300, bar: Some(bar(300, target)) });
         progress.step(&STEP);
         drop(progress);
         let written = terminal.0.lock().unwrap();

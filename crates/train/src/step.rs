@@ -18,7 +18,7 @@ use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
 use meshwork_pipeline::{Event, Lowered, by_name, forward_only, lower, run};
 use meshwork_tensor::family::UpdateRule;
 use meshwork_tensor::tape::Position;
-use meshwork_tensor::{Device, Error, ParamId, Params, Role};
+use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params, Role};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -33,6 +33,8 @@ pub struct Trainer {
     rank: Arc<Rank>,
     device: Arc<dyn Device>,
     chunks: Vec<Chunk>,
+    /// Every parameter of the whole model.
+    model: Vec<ParamSpec>,
     params: Arc<Params>,
     gradients: RefCell<Gradients>,
     optimizer: Box<dyn Optimizer>,
@@ -123,6 +125,7 @@ impl Trainer {
         let stages = blueprint.stages();
         Ok(Self {
             chunks: model.stages.into_iter().map(|(number, stage)| Chunk::new(number, stages, stage)).collect(),
+            model: blueprint.parameters()?,
             params: Arc::new(params),
             gradients: RefCell::new(gradients),
             optimizer,
@@ -190,6 +193,32 @@ impl Trainer {
         Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
     }
 
+    /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
+    /// the slice that it holds: nothing, where the parameter lies on other stages. Optimizer states stay as they are.
+    ///
+    /// Not collective; but ranks that hold the same elements must be given the same.
+    pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
+        let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
+        let Some(spec) = self.model.iter().find(|spec| spec.name == name) else {
+            return Err(refuse("the model has none of that name".to_owned()));
+        };
+        if whole.len() != spec.global_elements() {
+            let (given, wanted) = (whole.len(), spec.global_elements());
+            return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
+        }
+        let Some(id) = self.params.declarations().find(name) else { return Ok(()) };
+        let (flat, place) = self.params.place(id);
+        let params = Arc::get_mut(&mut self.params).ok_or_else(|| refuse("its weights are being read".to_owned()))?;
+        let all = params.flats_mut()[flat].as_mut_slice::<f32>().map_err(Error::from)?;
+        let weights = &mut all[place];
+        let local = spec.local(self.rank.mesh(), self.rank.coords());
+        local.for_each_run(spec.dims, |start, run| {
+            let start = start as usize;
+            weights[run.clone()].copy_from_slice(&whole[start..start + run.len()]);
+        });
+        Ok(())
+    }
+
     /// When each gradient bucket of the last step was started and done.
     pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
         self.gradients.borrow().events().to_vec()
@@ -198,6 +227,7 @@ impl Trainer {
     /// Trains on this rank's rows of one global batch. `observe` sees every action of the pipeline start and end.
     pub fn step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
         let step = self.steps_done + 1;
+        self.rank.log().drain(); // of a step that was refused, or of calls in between
         let tokens = self.count_tokens(batch)?;
         if tokens == 0 {
             return Err(TrainError::NoTokens { step });
@@ -366,7 +396,8 @@ impl Trainer {
     fn share_report(&self, report: &mut StepReport) -> Result<(), TrainError> {
         let world = self.rank.world();
         let names = Axis::ALL.map(Axis::name).into_iter().chain([TIES, WORLD]);
-        let bytes = |name| report.records.iter().filter(|record| record.group == name).map(Record::bytes).sum();
+        let on_group = |name| report.records.iter().filter(move |record| record.group == name);
+        let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
         let mut values: Vec<f64> = names.clone().map(bytes).collect();
         values.push(f64::from(u8::from(self.wants_to_stop)));
         let peaks = values.len();

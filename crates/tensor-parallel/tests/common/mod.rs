@@ -66,11 +66,14 @@ struct Piece {
     ty: Ty,
 }
 
+/// A rank's part of a parameter's gradient: (global start, values) of each contiguous run.
+type Runs = Vec<(usize, Vec<f32>)>;
+
 struct RankResult {
     output: Piece,
     inputs: Vec<Piece>,
-    /// Per parameter: (type of its gradient on tp, (global start, values) of each run).
-    params: BTreeMap<String, (Ty, Vec<(usize, Vec<f32>)>)>,
+    /// With the type of the gradient on tp.
+    params: BTreeMap<String, (Ty, Runs)>,
 }
 
 impl<L, D, F> Program<L, D, F>
@@ -240,7 +243,7 @@ fn sum<'a>(parts: impl Iterator<Item = &'a [f32]>) -> Vec<f32> {
 }
 
 /// The reducer's rule: a Partial gradient is summed, an Invariant one is the same everywhere, slices lie side by side.
-fn join_runs<'a>(name: &str, ranks: impl Iterator<Item = &'a (Ty, Vec<(usize, Vec<f32>)>)>) -> Vec<f32> {
+fn join_runs<'a>(name: &str, ranks: impl Iterator<Item = &'a (Ty, Runs)>) -> Vec<f32> {
     let flat = |runs: &[(usize, Vec<f32>)]| runs.iter().flat_map(|(_, run)| run.clone()).collect::<Vec<f32>>();
     let ranks: Vec<_> = ranks.collect();
     match ranks[0].0 {

@@ -16,7 +16,8 @@ struct Dropout {
 
 impl Var {
     /// Drops elements with probability `p` and scales the rest by 1/(1-p); the identity when evaluating or at p = 0.
-    /// `name` is that of the layer: each use needs one of its own.
+    /// `name` is that of the layer: each use needs one of its own. On an axis where the value is `Varying` it has no global position,
+    /// and every rank drops the same places.
     pub fn dropout(&self, p: f32, name: &str) -> Result<Var> {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+use meshwork_core::{SpmdError, Ty};
 use std::collections::BTreeMap;
 
 /// One remembered operation, or an input.
@@ -34,7 +35,27 @@ impl Node {
 }
 
 impl Tape {
-    /// Runs backward from `output`, whose gradient is `seed`, once. Saved tensors are let go as they are used. Gradients of
+    /// Runs backward from a loss (one f64), whose gradient is `scale` on every rank: 1 / N for the mean over N tokens.
+    ///
+    /// The loss must be `Invariant` or, as the sum over a sharded batch, `Partial` on every axis. A `Replicate` loss is refused: each
+    /// rank would add its own copy of the same gradient.
+    pub fn backward_from_loss(&self, loss: &Var, scale: f64, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        if let Some((axis, ty)) = loss.types().iter().find(|(_, ty)| !matches!(ty, Ty::Invariant | Ty::Partial)) {
+            return Err(SpmdError {
+                op: "backward_from_loss".to_owned(),
+                axis,
+                problem: format!("the loss is {ty}: each rank would add a gradient of its own"),
+                fix:
+                    "end in a loss that is Invariant or Partial: gather with all_gather_invariant, sum with all_reduce"
+                        .to_owned(),
+            }
+            .into());
+        }
+        let seed = Tensor::from_slice(self.device(), &[scale], loss.shape())?;
+        self.backward(loss, seed, weights, sink)
+    }
+
+    /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are let go as they are used. Gradients of
     /// parameters go to `sink`; those of inputs wait in [`take_grad`](Self::take_grad).
     pub fn backward(&self, output: &Var, seed: Tensor, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
         let inner = &*self.inner;

@@ -19,6 +19,7 @@ mod reference;
 mod resolve;
 pub mod sections;
 mod settings;
+mod size;
 
 pub use cli::Args;
 pub use fault::{ConfigError, Fault};

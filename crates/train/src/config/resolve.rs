@@ -13,6 +13,7 @@ use super::mesh::{AXES, parse_mesh};
 use super::preset::{self, preset};
 use super::sections::*;
 use super::settings::Settings;
+use super::size;
 
 /// The whole configuration, with every fault noted in the settings that come back. Where there is one, the
 /// configuration must not be run; values at fault hold their defaults.
@@ -32,6 +33,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     distrust_derived(&mut settings);
     check(&mut config, &mut settings);
     cut_batch(&mut config, &mut settings);
+    size::check(&config, &mut settings);
     (config, settings)
 }
 

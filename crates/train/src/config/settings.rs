@@ -85,6 +85,10 @@ impl Settings {
         let (section, name) = path.split_once('.').unwrap_or(("", path));
         let kind = keys::find(section, name).map(|(_, key)| key.kind);
         let words = matches!(kind, Some(Kind::Text | Kind::Choice { .. }));
+        if matches!(kind, Some(Kind::Count(_))) && raw.parse::<i64>().is_err() && raw.parse::<i128>().is_ok() {
+            let valid = format!("use a whole number of at most {}", i64::MAX);
+            return self.fault(path, format!("{raw} (from {flag})"), "is out of range", valid);
+        }
         // Words need no quotes here, so that a path is never read as a number or a date.
         let value = match raw.parse::<Value>() {
             Ok(value) if !words || value.is_str() => value,

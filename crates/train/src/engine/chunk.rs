@@ -150,12 +150,11 @@ impl Chunk {
         let Some(Flight { tape, input, output }) = self.flights.remove(&micro) else {
             return Err(self.out_of_turn(micro, "backward before forward"));
         };
-        let seed = match grad {
-            Some(message) => message.tensor,
-            None if self.is_last() => Tensor::from_slice(&pass.device, &[pass.seed], [1])?,
+        match grad {
+            Some(message) => tape.backward(&output, message.tensor, Weights::Now, gradients)?,
+            None if self.is_last() => tape.backward_from_loss(&output, pass.seed, Weights::Now, gradients)?,
             None => return Err(self.out_of_turn(micro, "no gradient arrived")),
-        };
-        tape.backward(&output, seed, Weights::Now, gradients)?;
+        }
         if self.is_first() {
             return Ok(None);
         }

@@ -51,6 +51,14 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
+    /// A value that does not fit the parameter it was meant for.
+    #[error("parameter {name}: {problem}")]
+    Parameter {
+        /// The name that was given.
+        name: String,
+        /// What does not fit.
+        problem: String,
+    },
     /// A stage was called out of turn.
     #[error("stage {stage}, micro-batch {micro}: {problem}")]
     Stage {

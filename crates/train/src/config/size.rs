@@ -1,0 +1,91 @@
+//! Sizes that no machine has. Within these limits nothing that is counted overflows, and `--steps 0` can report.
+
+use super::Config;
+use super::fault::Fault;
+use super::settings::Settings;
+
+/// Every rank draws up the parameters of every layer.
+const MAX_LAYERS: usize = 1 << 14;
+/// Also counts their bytes, optimizer states included.
+const MAX_PARAMETERS: u128 = 1 << 53;
+/// A rank holds the token ids of its part of the batch.
+const MAX_TOKENS: u128 = 1 << 28;
+/// Floating point operations of a step on one rank.
+const MAX_OPERATIONS: u128 = 1 << 61;
+/// Micro-batches times stages: a schedule is a list.
+const MAX_SCHEDULE: u128 = 1 << 22;
+/// Ranks that train are threads of one process.
+const MAX_THREADS: usize = 1 << 12;
+
+const MODEL: [&str; 5] =
+    ["model.vocab_size", "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.seq_len"];
+const BATCH: &str = "training.global_batch_size";
+
+/// Appends the faults of absurd sizes.
+pub(crate) fn check(config: &Config, settings: &mut Settings) {
+    let mut faults = Vec::new();
+    let (model, mesh) = (&config.model, &config.parallelism);
+    // Factors of up to 2^63 each: only a saturating product fits anywhere.
+    let product = |factors: &[usize]| factors.iter().fold(1u128, |product, &x| product.saturating_mul(x as u128));
+    let &[vocab, layers, hidden, ffn, seq_len] =
+        &[model.vocab_size, model.num_layers, model.hidden_size, model.ffn_hidden_size, model.seq_len];
+
+    let too_deep = layers > MAX_LAYERS;
+    if too_deep {
+        faults.push(Fault::new(MODEL[1], layers, "too many layers", format!("use {MAX_LAYERS} or fewer")));
+    }
+
+    let heads = if model.tie_embeddings { 1 } else { 2 };
+    let weights = [
+        product(&[heads, vocab, hidden]),
+        product(&[seq_len, hidden]),
+        product(&[4, layers, hidden, hidden]),
+        product(&[2, layers, hidden, ffn]),
+    ];
+    let parameters = weights.into_iter().fold(0, u128::saturating_add);
+    let countable = settings.sound(&MODEL) && parameters <= MAX_PARAMETERS;
+    if settings.sound(&MODEL) && !countable && !too_deep {
+        let sizes = MODEL.map(|key| key.trim_start_matches("model.")).into_iter();
+        let sizes = sizes.zip([vocab, layers, hidden, ffn, seq_len]).map(|(name, value)| format!("{name}={value}"));
+        let problem = format!("about {:.0e} parameters, too many to count", parameters as f64);
+        faults.push(Fault::new("model", sizes.collect::<Vec<_>>().join(","), problem, "use smaller sizes"));
+    }
+
+    let batch = config.training.global_batch_size;
+    let tokens = product(&[batch.div_ceil(mesh.dp), seq_len]);
+    if settings.sound(&[BATCH, MODEL[4], "parallelism.dp"]) {
+        if tokens > MAX_TOKENS {
+            let problem = format!("gives each of dp = {} ranks {tokens} tokens a step", mesh.dp);
+            let valid = format!("use a smaller batch or model.seq_len, for {MAX_TOKENS} tokens or fewer");
+            faults.push(Fault::new(BATCH, batch, problem, valid));
+        } else if countable && settings.sound(&["parallelism.tp", "parallelism.pp"]) {
+            let attention = product(&[2, layers, hidden, seq_len]);
+            let operations = (parameters + attention).saturating_mul(6 * tokens) / product(&[mesh.tp, mesh.pp]);
+            if operations > MAX_OPERATIONS {
+                let problem =
+                    format!("a step is about {:.0e} operations on each rank, too many to count", operations as f64);
+                faults.push(Fault::new(BATCH, batch, problem, "use a smaller batch or model, or more ranks"));
+            }
+        }
+    }
+
+    let micros = config.pipeline.num_microbatches;
+    if tokens <= MAX_TOKENS && product(&[micros, mesh.pp]) > MAX_SCHEDULE {
+        let problem = format!("too many over pp = {}", mesh.pp);
+        let valid = format!("use {} or fewer", MAX_SCHEDULE / mesh.pp as u128);
+        faults.push(Fault::new("pipeline.num_microbatches", micros, problem, valid));
+    }
+
+    let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "training.steps"];
+    if let Some(ranks) = mesh.world_size()
+        && ranks > MAX_THREADS
+        && config.training.steps > 0
+        && settings.sound(&axes)
+    {
+        let mesh = format!("dp={},tp={},pp={}", mesh.dp, mesh.tp, mesh.pp);
+        let problem = format!("{ranks} ranks, each a thread of this process");
+        let valid = format!("use {MAX_THREADS} ranks or fewer; --steps 0 reports on any mesh");
+        faults.push(Fault::new("parallelism", mesh, problem, valid));
+    }
+    settings.faults.append(&mut faults);
+}

@@ -1,0 +1,194 @@
+//! The models and meshes of these tests, as plain data.
+
+use meshwork_train::Data;
+use meshwork_train::config::Config;
+use std::fmt;
+
+/// Tokens per sample.
+pub const SEQ: usize = 16;
+/// Samples per step.
+pub const BATCH: usize = 16;
+/// Width of the residual stream.
+pub const HIDDEN: usize = 32;
+/// Attention heads.
+pub const HEADS: usize = 4;
+
+/// Plain gradient descent with rate 1 and no clipping: the step is the gradient, so that nothing hides a wrong scale.
+pub const SGD: &str = "[optimizer]\nname = 'sgd'\nlr = 1.0\nmomentum = 0.0\nweight_decay = 0.0\n\
+                       [training]\nmax_norm = 0.0\nglobal_batch_size = 16\n";
+/// The same, clipped to far below the norms of these models.
+pub const CLIPPED_SGD: &str = "[optimizer]\nname = 'sgd'\nlr = 1.0\nmomentum = 0.0\nweight_decay = 0.0\n\
+                               [training]\nmax_norm = 0.125\nglobal_batch_size = 16\n";
+/// AdamW as it comes, clipping to norm 1 included.
+pub const ADAMW: &str = "[optimizer]\nname = 'adamw'\nlr = 3e-3\n[training]\nglobal_batch_size = 16\n";
+
+/// A small GPT-2 and its data.
+#[derive(Debug)]
+pub struct Model {
+    /// Says what is special about it.
+    pub name: &'static str,
+    /// Number of token ids.
+    pub vocab: usize,
+    /// Number of blocks.
+    pub layers: usize,
+    /// Whether the head is the token table.
+    pub tied: bool,
+    /// Dropout probability.
+    pub dropout: f64,
+    /// Whether samples differ in their number of unmasked tokens.
+    pub masked: bool,
+}
+
+#[rustfmt::skip] // A table: one model, one line. 61 ids and 5 layers are divided by no degree but 1 and 5.
+mod models {
+    use super::Model;
+    pub static PLAIN: Model = Model { name: "plain", vocab: 64, layers: 4, tied: true, dropout: 0.0, masked: false };
+    pub static UNEVEN: Model = Model { name: "uneven", vocab: 61, layers: 5, tied: true, dropout: 0.0, masked: true };
+    pub static UNTIED: Model = Model { name: "untied", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true };
+    pub static DROPOUT: Model = Model { name: "dropout", vocab: 61, layers: 5, tied: true, dropout: 0.2, masked: true };
+}
+pub use models::*;
+
+impl Model {
+    /// Random tokens, the last eighth held out. Where masked, the first of row i's 16 targets are: 3·i modulo 17 of them, so
+    /// that rows, micro-batches and ranks differ, and row 11 has none left.
+    pub fn data(&self) -> Data {
+        let mut rng = meshwork_testkit::Rng::new(7);
+        let tokens: Vec<i32> = (0..8 * BATCH * SEQ + 1).map(|_| rng.below(self.vocab) as i32).collect();
+        let masked = self.masked;
+        Data::from_tokens(tokens, SEQ).hold_out(0.125).masked(move |at| {
+            // The targets of a row start one token after its inputs.
+            let (row, place) = (at.saturating_sub(1) / SEQ % BATCH, at.saturating_sub(1) % SEQ);
+            masked && place < row * 3 % 17
+        })
+    }
+}
+
+/// A model on a mesh.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// The model.
+    pub model: &'static Model,
+    /// Data parallel degree.
+    pub dp: usize,
+    /// Tensor parallel degree.
+    pub tp: usize,
+    /// Pipeline parallel degree.
+    pub pp: usize,
+    /// Whether the regions between tensor-parallel blocks are cut along the sequence.
+    pub sequence_parallel: bool,
+    /// `gpipe` or `1f1b`.
+    pub schedule: &'static str,
+    /// Micro-batches per dp rank.
+    pub micros: usize,
+}
+
+impl Case {
+    /// The model on one rank, the whole batch at once: the reference.
+    pub fn alone(model: &'static Model) -> Self {
+        Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", micros: 1 }
+    }
+
+    /// The configuration, with `more` sections: `[training]` and `[optimizer]`.
+    pub fn config(&self, more: &str) -> Config {
+        let &Self { model, dp, tp, pp, sequence_parallel, schedule, micros } = self;
+        let &Model { vocab, layers, tied, dropout, .. } = model;
+        let text = format!(
+            "[model]\nvocab_size = {vocab}\nnum_layers = {layers}\nhidden_size = {HIDDEN}\nnum_heads = {HEADS}\n\
+             seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n\
+             [parallelism]\ndp = {dp}\ntp = {tp}\npp = {pp}\nsequence_parallel = {sequence_parallel}\n\
+             [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n{more}"
+        );
+        Config::from_toml(&text).unwrap_or_else(|error| panic!("{self}: {error}"))
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sp = if self.sequence_parallel { ",sequence_parallel" } else { "" };
+        let Self { model, dp, tp, pp, schedule, micros, .. } = self;
+        write!(f, "{} on dp={dp},tp={tp},pp={pp}{sp} {schedule} x{micros}", model.name)
+    }
+}
+
+/// Sequence parallel or not.
+const SP: bool = true;
+const NO: bool = false;
+
+const fn case(
+    model: &'static Model,
+    (dp, tp, pp): (usize, usize, usize),
+    sequence_parallel: bool,
+    schedule: &'static str,
+    micros: usize,
+) -> Case {
+    Case { model, dp, tp, pp, sequence_parallel, schedule, micros }
+}
+
+/// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways.
+#[rustfmt::skip] // A table: one case, one line.
+pub static CASES: &[Case] = &[
+    //   model     dp tp pp   sp  schedule micro-batches per dp rank
+    case(&PLAIN,   (1, 1, 1), NO, "1f1b",  4),
+    case(&PLAIN,   (2, 1, 1), NO, "gpipe", 1),
+    case(&PLAIN,   (4, 1, 1), NO, "1f1b",  2),
+    case(&PLAIN,   (1, 2, 1), NO, "gpipe", 1),
+    case(&PLAIN,   (1, 2, 1), SP, "gpipe", 1),
+    case(&PLAIN,   (1, 4, 1), NO, "1f1b",  2),
+    case(&PLAIN,   (1, 1, 2), NO, "1f1b",  4),
+    case(&PLAIN,   (1, 1, 4), NO, "gpipe", 4),
+    case(&PLAIN,   (2, 2, 2), SP, "1f1b",  2),
+    case(&PLAIN,   (2, 4, 2), NO, "1f1b",  4),
+    case(&PLAIN,   (4, 4, 1), SP, "1f1b",  1),
+
+    case(&UNEVEN,  (1, 1, 1), NO, "gpipe", 16),
+    case(&UNEVEN,  (2, 1, 1), NO, "1f1b",  8),
+    case(&UNEVEN,  (4, 1, 1), NO, "gpipe", 4),
+    case(&UNEVEN,  (1, 4, 1), SP, "gpipe", 4),
+    case(&UNEVEN,  (1, 1, 2), NO, "gpipe", 2),
+    case(&UNEVEN,  (1, 1, 4), NO, "1f1b",  8),
+    case(&UNEVEN,  (2, 2, 1), NO, "1f1b",  2),
+    case(&UNEVEN,  (2, 4, 1), SP, "gpipe", 2),
+    case(&UNEVEN,  (4, 2, 1), SP, "1f1b",  4),
+    case(&UNEVEN,  (4, 4, 1), NO, "gpipe", 1),
+    case(&UNEVEN,  (2, 1, 2), NO, "1f1b",  4),
+    case(&UNEVEN,  (2, 1, 4), NO, "1f1b",  4),
+    case(&UNEVEN,  (4, 1, 2), NO, "gpipe", 2),
+    case(&UNEVEN,  (1, 2, 2), NO, "gpipe", 4),
+    case(&UNEVEN,  (1, 2, 4), SP, "1f1b",  4),
+    case(&UNEVEN,  (1, 4, 2), SP, "1f1b",  2),
+    case(&UNEVEN,  (2, 2, 2), NO, "1f1b",  4),
+    case(&UNEVEN,  (2, 4, 2), SP, "1f1b",  8),
+    case(&UNEVEN,  (4, 2, 2), SP, "gpipe", 4),
+    case(&UNEVEN,  (2, 2, 4), SP, "1f1b",  4),
+
+    case(&UNTIED,  (2, 2, 1), SP, "gpipe", 4),
+    case(&UNTIED,  (1, 4, 2), NO, "gpipe", 8),
+    case(&UNTIED,  (1, 2, 4), NO, "gpipe", 16),
+    case(&UNTIED,  (4, 1, 4), NO, "1f1b",  4),
+    case(&UNTIED,  (1, 4, 4), SP, "gpipe", 4),
+    case(&UNTIED,  (2, 2, 4), NO, "1f1b",  8),
+    case(&UNTIED,  (4, 2, 2), NO, "1f1b",  2),
+    case(&UNTIED,  (2, 4, 1), NO, "1f1b",  2),
+    case(&UNTIED,  (4, 2, 1), NO, "gpipe", 4),
+
+    case(&DROPOUT, (2, 2, 2), NO, "gpipe", 2),
+    case(&DROPOUT, (4, 4, 1), SP, "1f1b",  4),
+    case(&DROPOUT, (2, 4, 2), SP, "1f1b",  4),
+    case(&DROPOUT, (1, 4, 4), NO, "1f1b",  8),
+    case(&DROPOUT, (1, 2, 2), SP, "1f1b",  4),
+];
+
+#[test]
+fn the_table_has_every_mesh_and_both_kinds_of_tensor_parallelism() {
+    for index in 0..27 {
+        let [dp, tp, pp] = [index / 9, index / 3 % 3, index % 3].map(|power| 1 << power);
+        for sequence_parallel in [false, true] {
+            let wanted = dp * tp * pp <= 16 && (tp > 1 || !sequence_parallel);
+            let here =
+                |case: &&Case| (case.dp, case.tp, case.pp, case.sequence_parallel) == (dp, tp, pp, sequence_parallel);
+            let found = CASES.iter().any(|case| here(&case));
+            assert_eq!(found, wanted, "dp={dp},tp={tp},pp={pp} with sequence_parallel = {sequence_parallel}");
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! Whole training steps on meshes of up to 16 ranks, held against the run of one rank, against what meta and record predict,
+//! against closed formulas and against PyTorch.
+//!
+//! | module | what it shows |
+//! |---|---|
+//! | `parity` | any mesh gives the loss, gradients, norm and weights of the one-rank run, and the work is really split |
+//! | `adamw` | twenty steps of AdamW follow the one-rank run |
+//! | `overlap` | gradients are reduced while backward runs |
+//! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
+//! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
+//! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
+//! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
+//! | `steady_state` | after two steps nothing is asked of the system any more |
+
+mod adamw;
+mod cases;
+mod determinism;
+mod evaluation;
+mod failures;
+mod overlap;
+mod parity;
+mod pytorch;
+mod split_work;
+mod steady_state;
+mod world;

@@ -1,0 +1,143 @@
+//! The work is really split: every rank holds, computes and communicates what meta and record predict for it, call by call, and
+//! what closed formulas say.
+
+use crate::cases::{BATCH, Case, HIDDEN, PLAIN, SEQ, SGD};
+use crate::world::{Counted, Stepped};
+use meshwork_core::{Axis, Coords, Record};
+use meshwork_train::engine::Blueprint;
+use meshwork_train::plan::predict;
+use std::collections::BTreeMap;
+
+/// Holds every rank against its prediction.
+#[track_caller]
+pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
+    let config = case.config(more);
+    for (rank, (report, counted)) in got.reports.iter().zip(&got.counted).enumerate() {
+        let predicted =
+            predict(&config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
+        let wanted =
+            Counted { parameters: predicted.parameters, flops: predicted.flops, peak_bytes: predicted.peak_bytes };
+        assert_eq!(*counted, wanted, "{case}: rank {rank} against its prediction");
+        let both = report.records.iter().zip(&predicted.records).enumerate();
+        for (call, (got, wanted)) in both {
+            assert_eq!(got, wanted, "{case}: call {call} of rank {rank} against its prediction");
+        }
+        assert_eq!(report.records.len(), predicted.records.len(), "{case}: number of calls of rank {rank}");
+        let peaks: Vec<u64> = got.counted.iter().map(|counted| counted.peak_bytes).collect();
+        assert_eq!(report.peak_bytes, peaks, "{case}: peaks of all ranks as reported on rank {rank}");
+    }
+}
+
+/// Holds every rank's log, and the sums over all ranks, against formulas.
+#[track_caller]
+pub fn assert_closed_forms(case: &Case, got: &Stepped, reference: &Stepped) {
+    let blueprint = Blueprint::new(&case.config("")).unwrap();
+    let mesh = blueprint.mesh();
+    let mut sums: BTreeMap<&str, f64> = BTreeMap::new();
+    for (rank, report) in got.reports.iter().enumerate() {
+        let bytes = |group: &str| report.records.iter().filter(|it| it.group == group).map(Record::bytes).sum::<f64>();
+        for (group, wanted) in closed_bytes(case, mesh.coords(rank)) {
+            let got = bytes(group);
+            assert!((got - wanted).abs() < 0.5, "{case}: rank {rank} has {got} bytes on {group}, by formula {wanted}");
+            *sums.entry(group).or_default() += got;
+        }
+    }
+    for (group, sum) in sums {
+        let (got, wanted) = (got.reports[0].comm_bytes[group], sum / mesh.world_size() as f64);
+        assert!((got - wanted).abs() < 0.5, "{case}: the report has {got} bytes on {group}, the mean is {wanted}");
+    }
+
+    // Every element once: `assemble` has found each on some rank.
+    let elements: usize = got.weights.values().map(Vec::len).sum();
+    assert_eq!(elements, parameters(case), "{case}: elements of the model");
+    let declared: usize = blueprint.parameters().unwrap().iter().map(|spec| spec.global_elements()).sum();
+    assert_eq!(elements, declared, "{case}: elements that the model declares");
+
+    // No product is done twice; only the head multiplies with its padding, forward and twice backward.
+    let flops: u64 = got.counted.iter().map(|counted| counted.flops).sum();
+    let padded = case.model.vocab.next_multiple_of(case.tp) - case.model.vocab;
+    let padding = (3 * 2 * BATCH * SEQ * HIDDEN * padded) as u64;
+    assert_eq!(flops - padding, reference.counted[0].flops, "{case}: FLOPs of all ranks but those on padding");
+}
+
+/// Elements of the model.
+fn parameters(case: &Case) -> usize {
+    let (h, model) = (HIDDEN, case.model);
+    let block = 12 * h * h + 13 * h; // qkv, out, up, down; their biases 9h, two norms 4h
+    let tables = if model.tied { 1 } else { 2 };
+    tables * model.vocab * h + SEQ * h + model.layers * block + 2 * h
+}
+
+/// Logical bytes of one rank's step, per group.
+///
+/// With H the bytes of the hidden states of all tokens of a dp rank, and a = 2(n-1)/n what a rank moves of a buffer that n ranks
+/// all-reduce:
+fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
+    let &Case { model, dp, tp, pp, sequence_parallel, .. } = case;
+    let moved = |ranks: usize| 2.0 * (ranks as f64 - 1.0) / ranks as f64;
+    let (h, stage) = (HIDDEN, coords.get(Axis::Pp));
+    let (first, last) = (stage == 0, stage + 1 == pp);
+    let layers = model.layers / pp + usize::from(stage < model.layers % pp);
+    let count = |holds: bool| usize::from(holds);
+    let tokens = BATCH / dp * SEQ;
+    let hidden = (4 * tokens * h) as f64;
+
+    // tp, per layer: one all-reduce behind attention and MLP, one of the gradient before each; one behind the token table and one
+    // of the gradient before the head; per token its largest logit, and the pair (Σ exp, logit of the target).
+    // Sequence parallel: each all-reduce is a reduce-scatter in one direction and an all-gather in the other, the same bytes; and
+    // parameters that every rank applies to its own tokens have their gradients summed: per layer two norms and two biases.
+    let whole = layers * 6 * h + count(first) * SEQ * h + count(last) * 2 * h;
+    let blocks = (4 * layers + count(first) + count(last)) as f64 * hidden;
+    let loss = (count(last) * 3 * 4 * tokens) as f64;
+    let norms = (count(sequence_parallel) * 4 * whole) as f64;
+
+    // dp: every gradient that this rank holds, padding included, and the number of tokens (one i64).
+    let table = model.vocab.div_ceil(tp) * h;
+    let tables = if model.tied { count(first || last) } else { count(first) + count(last) };
+    let held = tables * table + whole + layers * (12 * h * h + 7 * h) / tp;
+    let gradients = (4 * held + 8) as f64;
+
+    // pp: sends of activations to the next stage and of gradients to the one before. Sequence parallel sends slices.
+    let sends = count(!last) + count(!first);
+    let sent = sends as f64 * hidden / if sequence_parallel { tp as f64 } else { 1.0 };
+
+    // ties: the tied table, where its two ends are on different ranks. world: loss and squared norm (two f64).
+    let ends = if model.tied && pp > 1 && (first || last) { 2 } else { 1 };
+    [
+        ("tp", moved(tp) * (blocks + loss + norms)),
+        ("dp", moved(dp) * gradients),
+        ("pp", sent),
+        ("ties", moved(ends) * (4 * table) as f64),
+        ("world", moved(dp * tp * pp) * 16.0),
+    ]
+}
+
+/// The calls of one rank by hand: (group, op, elements, how often).
+#[test]
+fn two_ranks_of_tp_by_hand() {
+    let calls = |sequence_parallel: bool| {
+        let case = Case { tp: 2, sequence_parallel, ..Case::alone(&PLAIN) };
+        let mut calls: BTreeMap<(String, String, usize), usize> = BTreeMap::new();
+        for record in predict(&case.config(SGD), 0).unwrap().records {
+            *calls.entry((record.group, record.op.to_string(), record.elements)).or_default() += 1;
+        }
+        calls
+            .into_iter()
+            .map(|((group, op, elements), times)| format!("{group} {op} {elements} x{times}"))
+            .collect::<Vec<_>>()
+    };
+    // 16 sequences of 16 tokens with 32 features are 8192 elements. 18 = 4 layers · (2 forward + 2 backward), embedding, head.
+    // 256 largest logits; 256 pairs of Σ exp and target logit. Loss and squared norm.
+    let plain = ["tp all_reduce 256 x1", "tp all_reduce 512 x1", "tp all_reduce 8192 x18", "world all_reduce 2 x1"];
+    assert_eq!(calls(false), plain);
+    // 1344 = 4 layers · 6 · 32 (two norms, two biases), 16 · 32 positions, 2 · 32 of the last norm.
+    let sequence_parallel = [
+        "tp all_gather 8192 x18",
+        "tp all_reduce 256 x1",
+        "tp all_reduce 512 x1",
+        "tp all_reduce 1344 x1",
+        "tp reduce_scatter 8192 x18",
+        "world all_reduce 2 x1",
+    ];
+    assert_eq!(calls(true), sequence_parallel);
+}

@@ -1,0 +1,184 @@
+//! Trainers on every rank of a mesh, and the whole model put together from what each rank holds.
+
+use crate::cases::Case;
+use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::{Coords, Rank};
+use meshwork_tensor::Device;
+use meshwork_tensor::cpu::Cpu;
+use meshwork_train::config::Config;
+use meshwork_train::engine::Blueprint;
+use meshwork_train::{Data, StepReport, TrainError, Trainer};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Runs `body` on every rank of the configuration's mesh, each a thread with a trainer on the device that `device` makes for it.
+pub fn try_on_mesh<T: Send>(
+    config: &Config,
+    options: Options,
+    device: impl Fn(Coords) -> Arc<dyn Device> + Sync,
+    body: impl Fn(Trainer) -> Result<T, TrainError> + Sync,
+) -> Result<Vec<T>, WorldError<TrainError>> {
+    let mesh = Blueprint::new(config).unwrap().mesh().clone();
+    thread::run(mesh.world_size(), options, |world| {
+        let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
+        let device = device(rank.coords());
+        body(Trainer::new(config, rank, device)?)
+    })
+}
+
+/// The same on CPU devices, where nothing may fail.
+#[track_caller]
+pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, TrainError> + Sync) -> Vec<T> {
+    let done = try_on_mesh(config, Options::default(), |_| Cpu::device(), body);
+    done.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Trains one step on this rank's rows of the data's batch.
+pub fn train(trainer: &mut Trainer, data: &Data, config: &Config) -> Result<StepReport, TrainError> {
+    let batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.rows());
+    trainer.step(&batch, |_| {})
+}
+
+/// One rank's part of a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// The parameter.
+    pub name: String,
+    /// Elements of the whole parameter.
+    pub whole: usize,
+    /// Runs of elements: where they start in the whole, and where they lie here.
+    pub runs: Vec<(usize, Range<usize>)>,
+    /// The weights, padding included.
+    pub weights: Vec<f32>,
+    /// The gradient of the last step, padding included.
+    pub gradient: Vec<f32>,
+}
+
+/// What a rank holds of every parameter of its stages.
+pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
+    let (rank, declarations) = (trainer.rank(), trainer.params().declarations());
+    let piece = |id| {
+        let spec = declarations.spec(id);
+        let mut runs = Vec::new();
+        let local = spec.local(rank.mesh(), rank.coords());
+        local.for_each_run(spec.dims, |start, range| runs.push((start as usize, range)));
+        Ok(Piece {
+            name: spec.name.clone(),
+            whole: spec.global_elements(),
+            runs,
+            weights: trainer.params().value(id)?.to_vec::<f32>()?,
+            gradient: trainer.gradient(id)?,
+        })
+    };
+    declarations.ids().map(piece).collect()
+}
+
+/// Puts whole parameters together from the pieces of all ranks: their weights, or their gradients.
+///
+/// Ranks that hold the same element must hold the same bits, padding must be zero, and no element may be missing.
+pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: fn(&Piece) -> &[f32]) -> BTreeMap<String, Vec<f32>> {
+    let mut wholes: BTreeMap<String, Vec<Option<f32>>> = BTreeMap::new();
+    for (rank, piece) in ranks.iter().enumerate().flat_map(|(rank, pieces)| pieces.iter().map(move |it| (rank, it))) {
+        let Piece { name, whole, runs, .. } = piece;
+        let whole = wholes.entry(name.clone()).or_insert_with(|| vec![None; *whole]);
+        let mut padding = values(piece).to_vec();
+        for (start, range) in runs {
+            for (place, value) in padding[range.clone()].iter_mut().enumerate() {
+                let (at, here) = (start + place, std::mem::take(value));
+                let there = *whole[at].get_or_insert(here);
+                assert!(
+                    there.to_bits() == here.to_bits(),
+                    "{case}: element {at} of {name} is {here} on rank {rank}, {there} on a rank before it"
+                );
+            }
+        }
+        assert!(padding.iter().all(|&value| value == 0.0), "{case}: padding of {name} on rank {rank} is not zero");
+    }
+    let complete = |(name, whole): (String, Vec<Option<f32>>)| {
+        let held: Vec<f32> = whole.iter().flatten().copied().collect();
+        assert_eq!(held.len(), whole.len(), "{case}: elements of {name} that some rank holds");
+        (name, held)
+    };
+    wholes.into_iter().map(complete).collect()
+}
+
+/// What one step on a whole mesh gives.
+#[derive(Debug)]
+pub struct Stepped {
+    /// Per rank, what the step reported.
+    pub reports: Vec<StepReport>,
+    /// Per rank, what its meter counted.
+    pub counted: Vec<Counted>,
+    /// Every gradient, whole.
+    pub gradients: BTreeMap<String, Vec<f32>>,
+    /// Every parameter after the step, whole.
+    pub weights: BTreeMap<String, Vec<f32>>,
+}
+
+/// What one rank held and computed by the end of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counted {
+    /// Elements of its parameters.
+    pub parameters: usize,
+    /// Floating point operations.
+    pub flops: u64,
+    /// Most bytes alive at once.
+    pub peak_bytes: u64,
+}
+
+/// One step of a case.
+pub fn one_step(case: &Case, more: &str) -> Stepped {
+    let (config, data) = (case.config(more), case.model.data());
+    let ranks = on_mesh(&config, |mut trainer| {
+        let report = train(&mut trainer, &data, &config)?;
+        let meter = trainer.device().meter();
+        let counted = Counted {
+            parameters: trainer.local_elements(),
+            flops: meter.total_flops(),
+            peak_bytes: meter.peak_bytes(),
+        };
+        Ok((report, counted, pieces(&trainer)?))
+    });
+    let name = case.to_string();
+    let (mut reports, mut counted, mut held) = (Vec::new(), Vec::new(), Vec::new());
+    for rank in ranks {
+        reports.push(rank.0);
+        counted.push(rank.1);
+        held.push(rank.2);
+    }
+    let gradients = assemble(&name, &held, |piece| &piece.gradient);
+    let weights = assemble(&name, &held, |piece| &piece.weights);
+    Stepped { reports, counted, gradients, weights }
+}
+
+/// Holds two reports of one rank's step against each other, bit by bit but for the sign of zeros.
+#[track_caller]
+pub fn assert_same_report(what: &str, got: &StepReport, wanted: &StepReport) {
+    for (call, (got, wanted)) in got.records.iter().zip(&wanted.records).enumerate() {
+        assert_eq!(got, wanted, "{what}: call {call}");
+    }
+    let short = |report: &StepReport| StepReport { records: Vec::new(), ..report.clone() };
+    assert_eq!(short(got), short(wanted), "{what}: report");
+    assert_eq!(got.records.len(), wanted.records.len(), "{what}: number of calls");
+}
+
+/// Holds what two trainers of one rank hold against each other, bit by bit.
+#[track_caller]
+pub fn assert_same_pieces(what: &str, got: &[Piece], wanted: &[Piece]) {
+    assert_eq!(got.len(), wanted.len(), "{what}: number of parameters");
+    for (got, wanted) in got.iter().zip(wanted) {
+        let name = &wanted.name;
+        assert_eq!((&got.name, &got.runs), (name, &wanted.runs), "{what}: parameters");
+        for (kind, got, wanted) in
+            [("gradient", &got.gradient, &wanted.gradient), ("weights", &got.weights, &wanted.weights)]
+        {
+            let differs = got.iter().zip(wanted).position(|(got, wanted)| got.to_bits() != wanted.to_bits());
+            let pair = differs.map(|at| (at, got[at], wanted[at]));
+            assert!(
+                pair.is_none(),
+                "{what}: other bits in the {kind} of {name}, first (element, here, there): {pair:?}"
+            );
+        }
+    }
+}
