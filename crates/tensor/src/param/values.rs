@@ -1,0 +1,166 @@
+//! Memory and initial values of one rank's parameters.
+
+use super::{Declarations, Init, LocalSlice, ParamId, ParamSpec};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::random;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+use meshwork_core::{Buffer, Coords, DType, Mesh, Types};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The values of one rank's parameters: flat, contiguous buffers of which each parameter is a slice, so that
+/// reductions and optimizers see long vectors. Readers share memory; writing needs every reader gone.
+#[derive(Clone, Debug)]
+pub struct Params {
+    declarations: Arc<Declarations>,
+    types: Vec<Types>,
+    flats: Vec<Buffer>,
+    /// Per parameter: (flat, range within it, local shape).
+    places: Vec<(usize, Range<usize>, Shape)>,
+    device: Arc<dyn Device>,
+}
+
+impl Params {
+    /// Allocates and initialises this rank's slices. `layout` lists, per flat buffer, the parameters that lie in it, in
+    /// order; every parameter must be in it once.
+    pub fn new(
+        declarations: Arc<Declarations>,
+        mesh: &Mesh,
+        coords: Coords,
+        device: &Arc<dyn Device>,
+        layout: &[Vec<ParamId>],
+        seed: u64,
+    ) -> Result<Self> {
+        let mut places = vec![None; declarations.specs().len()];
+        let mut flats = Vec::with_capacity(layout.len());
+        for (flat, members) in layout.iter().enumerate() {
+            let mut end = 0;
+            for &id in members {
+                let local = declarations.spec(id).local(mesh, coords);
+                let range = end..end + local.stored.count();
+                end = range.end;
+                if places[id.0].replace((flat, range, local)).is_some() {
+                    return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
+                }
+            }
+            flats.push(device.zeros(DType::F32, end)?);
+        }
+        let places: Vec<_> = places
+            .into_iter()
+            .zip(declarations.specs())
+            .map(|(place, spec)| place.ok_or_else(|| Error::Layout { name: spec.name.clone(), times: 0 }))
+            .collect::<Result<_>>()?;
+        for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
+            if flats[*flat].is_host() {
+                initialise(spec, local, seed, &mut flats[*flat].as_mut_slice::<f32>()?[range.clone()]);
+            }
+        }
+        Ok(Self {
+            types: declarations.specs().iter().map(|spec| spec.types(mesh)).collect(),
+            places: places.into_iter().map(|(flat, range, local)| (flat, range, local.stored)).collect(),
+            declarations,
+            flats,
+            device: Arc::clone(device),
+        })
+    }
+
+    /// What was declared.
+    pub fn declarations(&self) -> &Arc<Declarations> {
+        &self.declarations
+    }
+
+    /// The value of a parameter, sharing memory.
+    pub fn value(&self, id: ParamId) -> Result<Tensor> {
+        let (flat, range, shape) = &self.places[id.0];
+        Tensor::from_buffer(&self.device, self.flats[*flat].slice(range.clone())?, *shape)
+    }
+
+    /// Its types as an operand.
+    pub fn types(&self, id: ParamId) -> Types {
+        self.types[id.0]
+    }
+
+    /// Where a parameter lies: (flat buffer, range within it).
+    pub fn place(&self, id: ParamId) -> (usize, Range<usize>) {
+        let (flat, range, _) = &self.places[id.0];
+        (*flat, range.clone())
+    }
+
+    /// The flat buffers.
+    pub fn flats(&self) -> &[Buffer] {
+        &self.flats
+    }
+
+    /// The flat buffers, to be written.
+    pub fn flats_mut(&mut self) -> &mut [Buffer] {
+        &mut self.flats
+    }
+}
+
+/// Draws the part of a parameter that `local` holds; padding stays zero.
+fn initialise(spec: &ParamSpec, local: &LocalSlice, seed: u64, values: &mut [f32]) {
+    let key = random::key(seed, &spec.name);
+    local.for_each_run(spec.dims, |start, range| match spec.init {
+        Init::Zeros => {}
+        Init::Ones => values[range].fill(1.0),
+        Init::Normal { std } => {
+            random::fill_normal(key, start, &mut values[range.clone()]);
+            values[range].iter_mut().for_each(|value| *value *= std);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Placement, Role};
+    use super::*;
+    use meshwork_core::Axis;
+
+    fn spec(dims: &[usize], placement: Placement) -> ParamSpec {
+        ParamSpec {
+            name: "w".to_owned(),
+            dims: Shape::new(dims),
+            placement,
+            role: Role::Weight,
+            init: Init::Normal { std: 0.5 },
+        }
+    }
+
+    #[test]
+    fn slices_of_any_mesh_are_pieces_of_one_draw() {
+        for (dims, dim) in [(vec![6, 4], 0), (vec![6, 4], 1), (vec![3, 8, 2, 5], 1), (vec![7], 0), (vec![7, 3], 0)] {
+            let spec = spec(&dims, Placement::replicated().shard(Axis::Tp, dim));
+            let mut whole = vec![0.0; spec.global_elements()];
+            let alone = Mesh::new([(Axis::Tp, 1)]).unwrap();
+            initialise(&spec, &spec.local(&alone, alone.coords(0)), 7, &mut whole);
+            let mut seen = 0;
+            let mesh = Mesh::new([(Axis::Tp, 4), (Axis::Dp, 2)]).unwrap();
+            for rank in 0..4 {
+                let local = spec.local(&mesh, mesh.coords(rank));
+                let mut part = vec![0.0; local.stored.count()];
+                initialise(&spec, &local, 7, &mut part);
+                local.for_each_run(spec.dims, |start, range| {
+                    seen += range.len();
+                    assert_eq!(&part[range.clone()], &whole[start as usize..start as usize + range.len()]);
+                });
+                let held: usize = part.iter().filter(|&&value| value != 0.0).count();
+                assert_eq!(held, local.elements(), "padding stays zero");
+            }
+            assert_eq!(seen, whole.len(), "every element on exactly one rank");
+        }
+    }
+
+    #[test]
+    fn a_layout_must_name_every_parameter_once() {
+        let mut all = Declarations::new();
+        let id = all.declare("w", &[2], Placement::replicated(), Role::Bias, Init::Zeros).unwrap();
+        let (all, device, mesh) = (Arc::new(all), crate::meta::Meta::device(), Mesh::default());
+        for (layout, times) in [(vec![], 0), (vec![vec![id], vec![id]], 2)] {
+            let error = Params::new(all.clone(), &mesh, mesh.coords(0), &device, &layout, 0).unwrap_err();
+            let want = format!("parameter w lies in {times} flat buffers of the layout: it must lie in one");
+            assert_eq!(error.to_string(), want);
+        }
+    }
+}
