@@ -31,7 +31,12 @@ pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &Atom
         let logits = trainer.next_token_logits(&window, known.len() - 1, config.model.vocab_size)?;
         tokens.push(pick(&logits, random::uniform(key, place)) as i32);
     }
-    Ok(data.decode(&tokens))
+    Ok(printable(&data.decode(&tokens)))
+}
+
+/// Text that does nothing to a terminal: control characters, which an untrained model writes too, but for those that lay out text.
+fn printable(text: &str) -> String {
+    text.replace("\r\n", "\n").replace(|char: char| char.is_control() && char != '\n' && char != '\t', "\u{fffd}")
 }
 
 /// The token at which the running sum of probabilities passes `chance`.
@@ -50,6 +55,11 @@ fn pick(logits: &[f32], chance: f32) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sample_leaves_the_terminal_alone() {
+        assert_eq!(printable("a\tb\r\nc\u{1b}[2Jd\re\n"), "a\tb\nc\u{fffd}[2Jd\u{fffd}e\n");
+    }
 
     #[test]
     fn tokens_are_picked_as_often_as_their_probability() {

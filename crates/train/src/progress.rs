@@ -40,6 +40,8 @@ impl Progress {
         let unread = Arc::new(AtomicBool::new(false));
         let tell = unread.clone();
         let show = move || {
+            // Seen from the start: the first step may take long.
+            _ = screen.bar.as_ref().map(ProgressBar::tick);
             let left = events.iter().find_map(|event| screen.show(&event).err());
             tell.store(left.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe), Ordering::Relaxed);
         };
@@ -114,9 +116,7 @@ impl Drop for Screen {
         if let Some(bar) = &self.bar {
             bar.abandon();
             // The bar leaves the cursor at its end, and only some terminals wrap from there.
-            if bar.position() > 0 {
-                _ = print("");
-            }
+            _ = print("");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! One training step. What needs several axes at once lives here and nowhere else: the last micro-batch tells the reducer,
 //! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the tokens of
-//! the whole batch.
+//! the whole batch. Being that one home, it is longer than other files; what can be computed without a rank is in `engine`.
 //!
 //! ```text
 //! batch ─ count tokens (dp) ─ schedule: forward, backward ... ─ reduce buckets ─ norm, loss (world) ─ clip, update ─ report
@@ -10,10 +10,10 @@
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{
-    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, RankModel, Running, Tie, Trace, TrainError, trace,
+    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, buckets, counted, join_ties,
+    reducer, trace,
 };
-use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, Types};
-use meshwork_data_parallel::{Bucket, Member, Reducer, plan};
+use meshwork_core::{Axis, DType, Rank, Record, ReduceOp};
 use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
 use meshwork_pipeline::{Event, Lowered, by_name, forward_only, lower, run};
 use meshwork_tensor::family::UpdateRule;
@@ -23,10 +23,6 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
-/// enough that most are done before backward ends.
-const BUCKET_ELEMENTS: usize = 1 << 18;
 
 /// One rank of a training run: its part of the model, its optimizer, and the step.
 pub struct Trainer {
@@ -76,13 +72,6 @@ pub struct StepReport {
     pub stop: bool,
 }
 
-/// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
-    axes: Vec<Axis>,
-    holders: Option<Vec<usize>>,
-}
-
 impl Trainer {
     /// This rank's part of a run. Collective: every rank of the mesh makes one with the same configuration.
     pub fn new(config: &Config, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<Self, TrainError> {
@@ -96,24 +85,11 @@ impl Trainer {
         let tie_groups = join_ties(&rank, &ties)?;
 
         let found = trace(&blueprint, &model, rank.world_rank(), config.training.micro_batch_size)?;
-        let (layout, buckets) = buckets(&model, &found, &ties, &rank);
+        let (layout, keys) = buckets(&model, &found, &ties, &rank);
         let declarations = Arc::new(model.declarations);
         let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
-        let mut places = vec![(0, 0); declarations.specs().len()];
-        let mut filled = Vec::with_capacity(buckets.len());
-        for (bucket, (members, key)) in layout.iter().zip(&buckets).enumerate() {
-            for (member, id) in members.iter().enumerate() {
-                places[id.index()] = (bucket, member);
-            }
-            let mut rounds: Vec<Group> = key.axes.iter().map(|&axis| rank.group(axis).clone()).collect();
-            rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
-            filled.push(Bucket {
-                gradients: device.zeros(DType::F32, params.flats()[bucket].count())?,
-                members: members.iter().map(|&id| params.place(id).1).collect(),
-                rounds,
-            });
-        }
-        let gradients = Gradients::new(Reducer::new(filled), places, &found.chunks_reading, micros, device.clone());
+        let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tie_groups, &device)?;
+        let gradients = Gradients::new(reducer, places, &found.chunks_reading, micros, device.clone());
 
         let optimizer = config.optimizer.rule();
         let mut states = Vec::with_capacity(layout.len());
@@ -412,69 +388,8 @@ impl Trainer {
     }
 }
 
-/// Name of the groups that sum tied weights across stages.
-const TIES: &str = "ties";
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
-
-/// The groups of the pp ranks that hold tied parameters: made once, by every rank in the same order.
-fn join_ties(rank: &Rank, ties: &[Tie]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {
-    let mut groups = BTreeMap::new();
-    for tie in ties {
-        if groups.contains_key(&tie.holders) {
-            continue;
-        }
-        let members: Vec<usize> = match tie.holders.contains(&rank.coords().get(Axis::Pp)) {
-            true => tie.holders.iter().map(|&stage| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage))).collect(),
-            false => vec![rank.world_rank()],
-        };
-        groups.insert(tie.holders.clone(), rank.subgroup(TIES, &members)?);
-    }
-    Ok(groups)
-}
-
-/// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has one alone, so
-/// that its layout is the same on every holder.
-fn buckets(model: &RankModel, found: &Trace, ties: &[Tie], rank: &Rank) -> (Vec<Vec<ParamId>>, Vec<Key>) {
-    let ids: BTreeMap<usize, ParamId> = found.ready.iter().map(|&id| (id.index(), id)).collect();
-    let (tied, single): (Vec<_>, Vec<_>) = found
-        .ready
-        .iter()
-        .map(|&id| {
-            let spec = model.declarations.spec(id);
-            let types = found.reads.get(&id).copied().unwrap_or(Types::NONE);
-            // The gradient of a Replicate read is Partial. dp first: what is left is smaller once that is sharded.
-            let mut axes: Vec<Axis> = types.dual().partial_axes().collect();
-            axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
-            let holders = ties.iter().find(|tie| tie.name == spec.name).map(|tie| tie.holders.clone());
-            let elements = spec.local(rank.mesh(), rank.coords()).stored.count();
-            Member { id: id.index(), elements, key: Key { axes, holders } }
-        })
-        .partition(|member| member.key.holders.is_some());
-    let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&tied, 0));
-    plans.map(|bucket| (bucket.members.iter().map(|id| ids[id]).collect(), bucket.key)).unzip()
-}
-
-/// The part of a parameter's flat range that this rank counts in the norm. Ranks that hold the same elements share them out, so
-/// that each element is counted once.
-fn counted(params: &Params, id: ParamId, ties: &[Tie], rank: &Rank) -> Range<usize> {
-    let (_, range) = params.place(id);
-    let spec = params.declarations().spec(id);
-    let (mut index, mut replicas) = (0, 1);
-    for axis in rank.mesh().value_axes() {
-        if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {
-            index = index * rank.mesh().degree(axis) + rank.coords().get(axis);
-            replicas *= rank.mesh().degree(axis);
-        }
-    }
-    if let Some(tie) = ties.iter().find(|tie| tie.name == spec.name) {
-        let place = tie.holders.iter().position(|&stage| stage == rank.coords().get(Axis::Pp)).unwrap_or(0);
-        index = index * tie.holders.len() + place;
-        replicas *= tie.holders.len();
-    }
-    let share = |index: usize| range.start + range.len() * index / replicas;
-    share(index)..share(index + 1)
-}
 
 /// An optimizer's rule for one step and one role.
 struct Rule<'a> {

@@ -4,6 +4,7 @@ mod blueprint;
 mod chunk;
 mod error;
 mod gradients;
+mod layout;
 mod trace;
 mod transport;
 
@@ -11,5 +12,6 @@ pub use blueprint::{Blueprint, RankModel, Tie};
 pub use chunk::{Chunk, Message, Pass, Purpose, Running};
 pub use error::TrainError;
 pub use gradients::Gradients;
+pub use layout::{Key, TIES, buckets, counted, join_ties, reducer};
 pub use trace::{Trace, trace};
 pub use transport::PipeTransport;

@@ -10,15 +10,23 @@ use meshwork_pipeline::{ActionKind, Event, Phase};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::{Device, Meter, Result, family};
 use meshwork_train::config::Config;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Long against the time in which a thread of a busy machine wakes up and notes that a bucket is complete.
 const PAUSE: Duration = Duration::from_millis(150);
 
-/// A CPU that pauses before it touches a table. The gradient of the token table is the last thing that a first stage computes.
-#[derive(Debug, Default)]
-struct SlowCpu(Cpu);
+/// A CPU that pauses before it touches a table, and notes when it went on. The gradient of the token table is the last thing
+/// that a first stage computes.
+#[derive(Debug)]
+struct SlowCpu(Cpu, Arc<Mutex<Instant>>);
+
+impl SlowCpu {
+    fn pause(&self) {
+        std::thread::sleep(PAUSE);
+        *self.1.lock().unwrap() = Instant::now();
+    }
+}
 
 #[rustfmt::skip] // One line each: all of it is the CPU's.
 impl Device for SlowCpu {
@@ -32,7 +40,7 @@ impl Device for SlowCpu {
     fn pointwise(&self) -> Result<&dyn family::Pointwise> { self.0.pointwise() }
     fn norm(&self) -> Result<&dyn family::Norm> { self.0.norm() }
     fn attention(&self) -> Result<&dyn family::Attention> { self.0.attention() }
-    fn embedding(&self) -> Result<&dyn family::Embedding> { std::thread::sleep(PAUSE); self.0.embedding() }
+    fn embedding(&self) -> Result<&dyn family::Embedding> { self.pause(); self.0.embedding() }
     fn loss(&self) -> Result<&dyn family::Loss> { self.0.loss() }
     fn layout(&self) -> Result<&dyn family::Layout> { self.0.layout() }
     fn optim(&self) -> Result<&dyn family::Optim> { self.0.optim() }
@@ -60,11 +68,12 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
         );
         let config = Config::from_toml(&text).unwrap();
         let data = meshwork_train::Data::from_tokens((0..1000).map(|at| at * 7 % 256).collect(), 16);
+        let went_on = Arc::new(Mutex::new(Instant::now()));
         let timelines = try_on_mesh(
             &config,
             Options::default(),
             |coords| match (coords.get(Axis::Dp), coords.get(Axis::Pp)) {
-                (1, 0) => Arc::new(SlowCpu::default()),
+                (1, 0) => Arc::new(SlowCpu(Cpu::default(), went_on.clone())),
                 _ => Cpu::device(),
             },
             |mut trainer| {
@@ -80,7 +89,9 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
             },
         );
         let timelines = timelines.unwrap_or_else(|error| panic!("{mesh}: {error}"));
+        let went_on = *went_on.lock().unwrap();
         let last_backward = timelines.iter().map(|timeline| timeline.backward_end).max().unwrap();
+        assert!(went_on < last_backward, "{mesh}: the last pause is not within the last backward");
         for (rank, timeline) in timelines.iter().enumerate() {
             let buckets = timeline.buckets.len() / 2; // each is started and done once
             assert!(buckets >= least_buckets, "{mesh}: rank {rank} has {buckets} buckets");
@@ -95,9 +106,9 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
             for bucket in 0..buckets - 1 {
                 let done = timeline.of(BucketEvent::Done(bucket));
                 assert!(
-                    done < last_backward,
-                    "{mesh}: bucket {bucket} of {buckets} is complete on rank {rank} {:?} after the last backward",
-                    done - last_backward
+                    done < went_on,
+                    "{mesh}: bucket {bucket} of {buckets} is complete on rank {rank} {:?} after the last pause",
+                    done - went_on
                 );
             }
         }
