@@ -46,7 +46,7 @@ pub struct Gpt2Stage {
     config: Gpt2Config,
     region: Region,
     types: Types,
-    local_seq: usize,
+    tp: usize,
     embedding: Option<(VocabParallelEmbedding, Positions)>,
     blocks: Vec<Block>,
     head: Option<(LayerNorm, VocabParallelEmbedding)>,
@@ -102,8 +102,7 @@ impl Gpt2Stage {
         let types = mesh.value_axes().fold(Types::NONE, |types, axis| {
             types.with(axis, if axis == Axis::Tp { region.ty() } else { Ty::Shard(0) })
         });
-        let local_seq = region.local_seq(config.seq_len, mesh.degree(Axis::Tp));
-        Ok(Self { config, region, types, local_seq, embedding, blocks, head })
+        Ok(Self { config, region, types, tp: mesh.degree(Axis::Tp), embedding, blocks, head })
     }
 }
 
@@ -156,7 +155,8 @@ impl Stage for Gpt2Stage {
         logits.all_gather(Axis::Tp, 2)
     }
 
-    fn boundary(&self, batch: usize) -> Boundary {
-        Boundary { shape: Shape::new(&[batch, self.local_seq, self.config.hidden_size]), types: self.types }
+    fn boundary(&self, batch: usize, seq: usize) -> Boundary {
+        let held = self.region.local_seq(seq, self.tp);
+        Boundary { shape: Shape::new(&[batch, held, self.config.hidden_size]), types: self.types }
     }
 }

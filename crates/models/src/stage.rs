@@ -25,6 +25,6 @@ pub trait Stage: Debug {
     /// The whole logits `[batch, seq, vocab]` on every rank, for sampling; padding, if any, at the end.
     fn gather_logits(&self, logits: &Var) -> Result<Var>;
 
-    /// The hidden state between stages, for micro-batches of `batch` sequences.
-    fn boundary(&self, batch: usize) -> Boundary;
+    /// The hidden state between stages, for micro-batches of `batch` sequences of `seq` tokens.
+    fn boundary(&self, batch: usize, seq: usize) -> Boundary;
 }

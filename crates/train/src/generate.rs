@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 /// Tokens of the data that the model starts from.
 const PROMPT: usize = 16;
-/// Tokens to write: each costs a forward pass over a whole sequence.
+/// Tokens to write: each costs a forward pass over all of them, or the last of a sequence.
 const LENGTH: usize = 160;
 /// Divides the logits before sampling: below 1 the likely tokens become more so.
 const TEMPERATURE: f32 = 0.8;
@@ -18,17 +18,13 @@ const TEMPERATURE: f32 = 0.8;
 /// Continues the first tokens of the data, until `stop`. Collective: every rank takes part and gets the same text, since the
 /// randomness is a function of the seed and the place of the token.
 pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &AtomicBool) -> Result<String, TrainError> {
-    let seq_len = config.model.seq_len;
     let key = random::key(config.training.seed, "sample");
-    let mut tokens = data.prompt(PROMPT.min(seq_len)).to_vec();
+    let mut tokens = data.prompt(PROMPT).to_vec();
     for place in 0..LENGTH as u64 {
         if agree_to_stop(trainer.rank(), stop)? {
             break;
         }
-        let known = &tokens[tokens.len().saturating_sub(seq_len)..];
-        let mut window = known.to_vec();
-        window.resize(seq_len, 0); // behind the last known token: causal attention never looks there
-        let logits = trainer.next_token_logits(&window, known.len() - 1, config.model.vocab_size)?;
+        let logits = trainer.next_token_logits(&tokens, config.model.vocab_size)?;
         tokens.push(pick(&logits, random::uniform(key, place)) as i32);
     }
     Ok(printable(&data.decode(&tokens)))

@@ -48,7 +48,6 @@ pub struct Trainer {
     /// Per parameter: the part of its elements that this rank counts in the gradient norm.
     counted: Vec<Range<usize>>,
     steps_done: u64,
-    wants_to_stop: bool,
 }
 
 /// What a step did, the same on every rank.
@@ -68,8 +67,6 @@ pub struct StepReport {
     pub peak_bytes: Vec<u64>,
     /// What this rank communicated in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
-    /// Whether some rank asked to stop: all of them learn it at the same step.
-    pub stop: bool,
 }
 
 impl Trainer {
@@ -117,7 +114,6 @@ impl Trainer {
             batch_per_dp: micros * config.training.micro_batch_size,
             counted,
             steps_done: 0,
-            wants_to_stop: false,
             rank,
             device,
         })
@@ -142,11 +138,6 @@ impl Trainer {
     /// This rank's parameters.
     pub fn params(&self) -> &Params {
         &self.params
-    }
-
-    /// Asks for the run to end: every rank learns it from the report of the next step.
-    pub fn ask_to_stop(&mut self) {
-        self.wants_to_stop = true;
     }
 
     /// Elements of this rank's parameters, padding not counted.
@@ -227,18 +218,8 @@ impl Trainer {
         self.steps_done = step;
 
         let records = self.rank.log().drain();
-        let mut report = StepReport {
-            step,
-            loss,
-            grad_norm,
-            lr,
-            comm_bytes: BTreeMap::new(),
-            peak_bytes: Vec::new(),
-            records,
-            stop: false,
-        };
-        self.share_report(&mut report)?;
-        Ok(report)
+        let (comm_bytes, peak_bytes) = self.gather_report(&records)?;
+        Ok(StepReport { step, loss, grad_norm, lr, comm_bytes, peak_bytes, records })
     }
 
     /// The mean loss over the unmasked tokens of some batches, without training. Every rank gets it.
@@ -259,11 +240,17 @@ impl Trainer {
         }
     }
 
-    /// The logits of the token that follows `window[..=position]`, for the real part of the vocabulary. `window` has as many tokens
-    /// as a sequence; those after `position` do not matter. Every rank gets the same.
-    pub fn next_token_logits(&mut self, window: &[i32], position: usize, vocab: usize) -> Result<Vec<f32>, TrainError> {
-        let batch = Batch { inputs: window.to_vec(), targets: Vec::new(), rows: 1, seq_len: self.seq_len };
-        let pass = Pass { micro_batch: 1, ..self.pass(Purpose::Sample, &batch, 0.0) };
+    /// The logits of the token that follows `tokens`, for the real part of the vocabulary; of a longer text than a sequence only the
+    /// last tokens count. Every rank gets the same.
+    pub fn next_token_logits(&mut self, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
+        let mut window = tokens[tokens.len().saturating_sub(self.seq_len)..].to_vec();
+        let position = window.len().saturating_sub(1);
+        // Sequence parallelism cuts the sequence evenly. What stands behind the last token does not matter: attention is causal.
+        let even = window.len().next_multiple_of(self.rank.mesh().degree(Axis::Tp));
+        window.resize(even.min(self.seq_len), 0);
+        let seq_len = window.len();
+        let batch = Batch { inputs: window, targets: Vec::new(), rows: 1, seq_len };
+        let pass = Pass { micro_batch: 1, seq_len, ..self.pass(Purpose::Sample, &batch, 0.0) };
         self.walk(&pass, &mut |_| {})?;
         let mut row = vec![0f32; vocab];
         if let Some(logits) = self.chunks.iter_mut().find_map(Chunk::take_logits) {
@@ -300,7 +287,7 @@ impl Trainer {
 
     /// Walks the schedule over all micro-batches.
     fn walk(&mut self, pass: &Pass, observe: &mut impl FnMut(Event)) -> Result<(), TrainError> {
-        let boundary = self.chunks[0].stage().boundary(pass.micro_batch);
+        let boundary = self.chunks[0].stage().boundary(pass.micro_batch, pass.seq_len);
         let mut transport = PipeTransport::new(self.rank.group(Axis::Pp).clone(), self.device.clone(), boundary);
         let schedule = match pass.purpose {
             Purpose::Train => &self.schedule,
@@ -368,23 +355,20 @@ impl Trainer {
         Ok(())
     }
 
-    /// Fills in what needs the other ranks: bytes per group, every rank's peak, and whether one asked to stop. One sum over the world.
-    fn share_report(&self, report: &mut StepReport) -> Result<(), TrainError> {
+    /// Bytes per group, averaged over the ranks, and every rank's peak: one sum over the world.
+    fn gather_report(&self, records: &[Record]) -> Result<(BTreeMap<&'static str, f64>, Vec<u64>), TrainError> {
         let world = self.rank.world();
         let names = Axis::ALL.map(Axis::name).into_iter().chain([TIES, WORLD]);
-        let on_group = |name| report.records.iter().filter(move |record| record.group == name);
+        let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
         let mut values: Vec<f64> = names.clone().map(bytes).collect();
-        values.push(f64::from(u8::from(self.wants_to_stop)));
         let peaks = values.len();
         values.resize(peaks + world.size(), 0.0);
         values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
         world.all_reduce_slice(&mut values, ReduceOp::Sum)?;
         self.rank.log().drain();
-        report.comm_bytes = names.zip(&values).map(|(name, bytes)| (name, bytes / world.size() as f64)).collect();
-        report.stop = values[peaks - 1] > 0.0;
-        report.peak_bytes = values[peaks..].iter().map(|&peak| peak as u64).collect();
-        Ok(())
+        let bytes = names.zip(&values).map(|(name, bytes)| (name, bytes / world.size() as f64)).collect();
+        Ok((bytes, values[peaks..].iter().map(|&peak| peak as u64).collect()))
     }
 }
 

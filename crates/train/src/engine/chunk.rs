@@ -124,7 +124,7 @@ impl Chunk {
         let mut output = self.stage.forward(&tape, &input)?;
         let mut message = None;
         if !self.is_last() {
-            message = Some(outgoing(self.number, &output, self.stage.boundary(pass.micro_batch))?);
+            message = Some(outgoing(self.number, &output, self.stage.boundary(pass.micro_batch, pass.seq_len))?);
         } else if pass.purpose == Purpose::Sample {
             self.logits = Some(self.stage.gather_logits(&output)?.into_tensor());
         } else {

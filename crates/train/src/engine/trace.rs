@@ -58,7 +58,7 @@ pub fn trace(
     for (number, stage) in model.stages.iter().rev() {
         let tape = Tape::new(rank.clone(), params.clone(), device.clone(), Mode::Train, Position::default());
         let tokens = || tape.constant(ids.clone(), super::chunk::token_types(&rank));
-        let boundary = stage.boundary(micro_batch);
+        let boundary = stage.boundary(micro_batch, seq_len);
         let input: Var = match number {
             0 => tokens(),
             _ => tape.input(Tensor::zeros(&device, DType::F32, boundary.shape)?, boundary.types),

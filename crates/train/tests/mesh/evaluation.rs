@@ -23,7 +23,7 @@ fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
         train(&mut trainer, &data, &config)?;
         let loss = validation_loss(&mut trainer, &data)?;
         let window = data.batch(3, BATCH, 0..1).inputs;
-        let logits = |position| trainer.next_token_logits(&window, position, case.model.vocab);
+        let logits = |position| trainer.next_token_logits(&window[..=position], case.model.vocab);
         Ok((loss, POSITIONS.into_iter().map(logits).collect::<Result<Vec<_>, _>>()?))
     });
     for (rank, both) in ranks.iter().enumerate() {
@@ -88,7 +88,7 @@ fn an_evaluation_between_two_steps_changes_nothing() {
             let first = train(&mut trainer, &data, &config)?;
             if evaluating {
                 validation_loss(&mut trainer, &data)?;
-                trainer.next_token_logits(&[0; SEQ], 4, case.model.vocab)?;
+                trainer.next_token_logits(&[0; 5], case.model.vocab)?;
             }
             Ok([first, train(&mut trainer, &data, &config)?])
         })

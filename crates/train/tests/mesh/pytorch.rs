@@ -146,7 +146,7 @@ fn run(fixture: &Fixture, tied: bool, mesh: (&str, usize), optimizer: &str) -> R
         let batch = fixture.batch(&trainer);
         let mut logits = Vec::new();
         for position in 0..window.len() {
-            logits.extend(trainer.next_token_logits(window, position, config.model.vocab_size)?);
+            logits.extend(trainer.next_token_logits(&window[..=position], config.model.vocab_size)?);
         }
         let mut reports = vec![trainer.step(&batch, |_| {})?];
         let first = pieces(&trainer)?;

@@ -54,7 +54,6 @@ unsafe fn tile_of<const R: usize, const V: usize>(tile: &Tile) {
         for v in 0..V {
             _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + v * LANES).cast());
         }
-        _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + tile.columns - 1).cast());
     }
     let mut sums = [[_mm512_setzero_ps(); V]; R];
     for _ in 0..tile.k {

@@ -4,10 +4,11 @@ mod avx512;
 use super::matmul::{Strides, Update};
 use std::cell::RefCell;
 
-pub const KC: usize = 384;
+pub const KC: usize = 256;
 pub static NC: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(512);
 pub static READ_A: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 pub static READ_B: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(14);
+pub static CH: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(16);
 pub static AP: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(16);
 
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +65,8 @@ pub unsafe fn product(path: Path, dims: [usize; 3], a: (*const f32, Strides), b:
 unsafe fn drive<M: Micro>([m, n, k]: [usize; 3], (a, (a_row, a_col)): (*const f32, Strides), (b, (b_row, b_col)): (*const f32, Strides), (c, c_row): (*mut f32, usize), update: Update) {
     use std::sync::atomic::Ordering::Relaxed;
     let ncmax = NC.load(Relaxed);
-    let read_a = n <= READ_A.load(Relaxed);
+    let far = if a_row == 1 { a_col } else if a_col == 1 { a_row } else { 0 };
+    let read_a = n <= READ_A.load(Relaxed) && far % 1024 != 0;
     let read_b = b_col == 1 && m <= READ_B.load(Relaxed);
     let width = 2 * M::LANES;
     let panels = m.div_ceil(M::ROWS);
@@ -83,10 +85,13 @@ unsafe fn drive<M: Micro>([m, n, k]: [usize; 3], (a, (a_row, a_col)): (*const f3
                 unsafe {
                     let b = b.add(k0 * b_row + j0 * b_col);
                     if !read_b {
+                        let chunk = if b_col == 1 { CH.load(Relaxed) } else { KC };
+                        for l in (0..kc).step_by(chunk) {
                         for j in (0..nc).step_by(M::LANES) {
                             let lanes = (nc - j).min(M::LANES);
-                            let to = pb.add(j / width * width * KC + j % width);
-                            M::pack(Strip { from: b.add(j * b_col), lanes, k: kc, lane: b_col, step: b_row }, to, width);
+                            let to = pb.add(j / width * width * KC + j % width + l * width);
+                            M::pack(Strip { from: b.add(j * b_col + l * b_row), lanes, k: (kc - l).min(chunk), lane: b_col, step: b_row }, to, width);
+                        }
                         }
                     }
                     for p in 0..panels {
