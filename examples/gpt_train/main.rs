@@ -3,6 +3,8 @@
 
 use meshwork::train::config::{Args, usage};
 use meshwork::train::{load, plan, train};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,39 +19,29 @@ const INTERRUPTED: i32 = 130;
 fn main() -> ExitCode {
     let args = Args::parse(std::env::args_os().skip(1));
     if args.help {
-        println!("{}", usage("cargo run --release --example gpt_train --"));
-        return ExitCode::SUCCESS;
+        return show(&usage("cargo run --release --example gpt_train --"));
     }
     let (config, data) = match load(&args) {
         Ok(loaded) => loaded,
         Err(error) => return fail(BAD_INPUT, &error),
     };
     for notice in &config.notices {
-        eprintln!("note: {notice}");
+        tell(&format_args!("note: {notice}"));
     }
     if config.training.steps == 0 {
         return match plan::report(&config) {
-            Ok(report) => {
-                print!("{report}");
-                ExitCode::SUCCESS
-            }
+            Ok(report) => show(&report),
             Err(error) => fail(FAILED, &error),
         };
     }
 
     let stop = Arc::new(AtomicBool::new(false));
     if let Err(error) = stop_on_ctrl_c(stop.clone()) {
-        eprintln!("note: Ctrl-C will end the run at once, not after a step: {error}");
+        tell(&format_args!("note: Ctrl-C will end the run at once, not after a step: {error}"));
     }
     match train(&config, &data, args.metrics.as_deref(), &stop) {
-        Ok(outcome) if outcome.stopped => {
-            println!("stopped after step {} as asked", outcome.steps);
-            ExitCode::SUCCESS
-        }
-        Ok(outcome) => {
-            println!("\nA sample of the trained model:\n{}", outcome.sample);
-            ExitCode::SUCCESS
-        }
+        Ok(outcome) if outcome.stopped => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
+        Ok(outcome) => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
         Err(error) => fail(FAILED, &error),
     }
 }
@@ -60,11 +52,27 @@ fn stop_on_ctrl_c(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
         if stop.swap(true, Ordering::Relaxed) {
             std::process::exit(INTERRUPTED);
         }
-        eprintln!("\nstopping after this step; once more to stop at once");
+        tell(&"\nstopping after this step; once more to stop at once");
     })
 }
 
-fn fail(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
-    eprintln!("error: {error}");
+/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+fn show(text: &dyn Display) -> ExitCode {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// Writes a line to standard error. Where nobody listens, nobody is told.
+fn tell(text: &dyn Display) {
+    _ = writeln!(io::stderr(), "{text}");
+}
+
+fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    tell(&format_args!("error: {error}"));
     ExitCode::from(code)
 }

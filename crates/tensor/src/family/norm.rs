@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// Layer norm and its gradients, over `rows = x.count() / n`.
 pub trait Norm: Debug {
-    /// (y, mean [rows], rstd [rows]).
+    /// (y, mean `[rows]`, rstd `[rows]`).
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
     /// dx.
@@ -19,7 +19,7 @@ pub trait Norm: Debug {
         rstd: &Buffer,
     ) -> Result<Buffer>;
 
-    /// (dgamma [n], dbeta [n]), summed over rows in order.
+    /// (dgamma `[n]`, dbeta `[n]`), summed over rows in order.
     fn layer_norm_weight_grad(
         &self,
         dy: &Buffer,

@@ -4,6 +4,7 @@
 use crate::cases::{BATCH, Case, HIDDEN, PLAIN, SEQ, SGD};
 use crate::world::{Counted, Stepped};
 use meshwork_core::{Axis, Coords, Record};
+use meshwork_train::config::Config;
 use meshwork_train::engine::Blueprint;
 use meshwork_train::plan::predict;
 use std::collections::BTreeMap;
@@ -140,4 +141,19 @@ fn two_ranks_of_tp_by_hand() {
         "world all_reduce 2 x1",
     ];
     assert_eq!(calls(true), sequence_parallel);
+}
+
+/// Messages once waited for the end of the step before they let go of their memory, so that the peak of 1F1B grew with the number of
+/// micro-batches, which it is there to prevent.
+#[test]
+fn the_peak_of_1f1b_does_not_grow_with_the_number_of_micro_batches() {
+    let peaks = |micros: usize| -> Vec<u64> {
+        let text = format!(
+            "[model]\nhidden_size = 32\nseq_len = 32\n[parallelism]\npp = 4\n[training]\nglobal_batch_size = {micros}\n\
+             [pipeline]\nnum_microbatches = {micros}"
+        );
+        let config = Config::from_toml(&text).unwrap();
+        (0..4).map(|rank| predict(&config, rank).unwrap().peak_bytes).collect()
+    };
+    assert_eq!(peaks(16), peaks(256));
 }

@@ -90,6 +90,8 @@ where
     let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
         let start = |(rank, group)| {
             let (world, body) = (&world, &body);
+            // Outlives a thread that does not start, so that this is told, and not that its communicators are gone.
+            let _life = Group::clone(&group);
             let run = move || {
                 // Lives longer than the body, so that a panic is told by its message.
                 let _life = Group::clone(&group);

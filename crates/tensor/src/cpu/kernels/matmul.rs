@@ -1,11 +1,14 @@
-//! Matrix products, over `matrixmultiply`.
+//! Matrix products: our own for `f32` where the CPU has AVX-512 or AVX2, `matrixmultiply` elsewhere.
 //!
 //! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices
-//! of larger matrices need no copy. `matrixmultiply` cuts `k` into blocks of 256, sums each
-//! block in order and adds the blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the
-//! same bits in every product that holds it (tested below). Its packing buffer is allocated per call.
+//! of larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add
+//! the blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product
+//! that holds it (tested below). From one implementation to the other they may differ. `matrixmultiply` allocates
+//! its packing buffer per call, ours once per thread.
 
 use super::Float;
+#[cfg(target_arch = "x86_64")]
+use super::gemm::{self, Path};
 
 /// Whether an output is replaced or added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +25,7 @@ pub type Strides = (usize, usize);
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n.
 ///
 /// Panics if an operand is shorter than its dims and strides need, or if the strides of `C` do not keep its elements
-/// apart. With `k = 0` the product is zero.
+/// apart or leave gaps along both its rows and its columns. With `k = 0` the product is zero.
 pub fn gemm<T: Float>(
     [m, n, k]: [usize; 3],
     a: (&[T], Strides),
@@ -34,17 +37,11 @@ pub fn gemm<T: Float>(
     assert_inside("B", k, n, b.1, b.0.len());
     assert_inside("C", m, n, c.1, c.0.len());
     assert_apart(m, n, c.1);
-    let beta = match update {
-        Update::Overwrite => T::ZERO,
-        Update::Accumulate => T::ONE,
-    };
-    let signed = |(rows, columns): Strides| (rows as isize, columns as isize);
-    let (a, b) = ((a.0.as_ptr(), signed(a.1)), (b.0.as_ptr(), signed(b.1)));
-    let c = (c.0.as_mut_ptr(), signed(c.1));
-    // SAFETY: `assert_inside` held each operand's farthest element against its slice, so every access is in bounds;
-    // strides passed as isize were checked to fit. `assert_apart`: no two elements of C share memory. C is borrowed
-    // mutably, so it overlaps neither A nor B.
-    unsafe { T::product([m, n, k], a, b, beta, c) }
+    let (a, b, c) = ((a.0.as_ptr(), a.1), (b.0.as_ptr(), b.1), (c.0.as_mut_ptr(), c.1));
+    // SAFETY: `assert_inside` held each operand's farthest element against its slice, so every access is in bounds,
+    // and strides fit isize. `assert_apart`: no two elements of C share memory, and they are contiguous along a dim.
+    // C is borrowed mutably, so it overlaps neither A nor B.
+    unsafe { T::product([m, n, k], a, b, c, update) }
 }
 
 /// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
@@ -89,7 +86,8 @@ fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len:
     );
 }
 
-/// Whether the elements of a matrix lie at distinct places: the far stride steps over all that the near one covers.
+/// Whether the elements of a matrix lie at distinct places (the far stride steps over all that the near one covers),
+/// contiguous along its rows or its columns.
 fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     if rows == 0 || columns == 0 {
         return;
@@ -101,44 +99,85 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
         (near.1 <= 1 || near.0 > 0) && (far.1 <= 1 || far.0 > covered),
         "C: the elements of {rows} by {columns} overlap with strides {strides:?}"
     );
+    assert!(
+        near.0 == 1 || rows == 1 || columns == 1,
+        "C: {rows} by {columns} with strides {strides:?} is contiguous along no dim"
+    );
 }
 
 /// The unchecked product under [`gemm`], one per element type.
 pub trait Product: Sized {
-    /// `C = A · B + beta C` for `[m, n, k]`; with `beta` zero `C` is not read.
+    /// `C = A · B` or `C += A · B` for `[m, n, k]`; C is only read to be added to.
     ///
     /// # Safety
-    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing; no two elements
-    /// of C may share memory, nor C with A or B.
+    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
+    /// fit isize; no two elements of C may share memory, nor C with A or B; one stride of C must be 1, save along a
+    /// dim of 1.
     unsafe fn product(
         dims: [usize; 3],
-        a: (*const Self, (isize, isize)),
-        b: (*const Self, (isize, isize)),
-        beta: Self,
-        c: (*mut Self, (isize, isize)),
+        a: (*const Self, Strides),
+        b: (*const Self, Strides),
+        c: (*mut Self, Strides),
+        update: Update,
     );
 }
 
-macro_rules! product {
-    ($t:ty, $routine:path) => {
-        impl Product for $t {
-            unsafe fn product(
-                [m, n, k]: [usize; 3],
-                (a, (a_row, a_column)): (*const Self, (isize, isize)),
-                (b, (b_row, b_column)): (*const Self, (isize, isize)),
-                beta: Self,
-                (c, (c_row, c_column)): (*mut Self, (isize, isize)),
-            ) {
-                // SAFETY: the caller's promise is the routine's precondition, word for word.
-                unsafe {
-                    $routine(m, k, n, 1.0, a, a_row, a_column, b, b_row, b_column, beta, c, c_row, c_column);
-                }
+impl Product for f32 {
+    unsafe fn product(
+        dims: [usize; 3],
+        a: (*const Self, Strides),
+        b: (*const Self, Strides),
+        c: (*mut Self, Strides),
+        update: Update,
+    ) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(path) = Path::best() {
+            // SAFETY: this CPU runs the path; the rest is the caller's promise, word for word.
+            return unsafe { gemm::product(path, dims, a, b, c, update) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { portable_f32(dims, a, b, c, update) }
+    }
+}
+
+impl Product for f64 {
+    unsafe fn product(
+        dims: [usize; 3],
+        a: (*const Self, Strides),
+        b: (*const Self, Strides),
+        c: (*mut Self, Strides),
+        update: Update,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { portable_f64(dims, a, b, c, update) }
+    }
+}
+
+macro_rules! portable {
+    ($name:ident, $t:ty, $routine:path) => {
+        /// [`Product::product`] over `matrixmultiply`.
+        ///
+        /// # Safety
+        /// As there.
+        unsafe fn $name(
+            [m, n, k]: [usize; 3],
+            (a, a_strides): (*const $t, Strides),
+            (b, b_strides): (*const $t, Strides),
+            (c, c_strides): (*mut $t, Strides),
+            update: Update,
+        ) {
+            let beta = if update == Update::Accumulate { 1.0 } else { 0.0 };
+            let [a_row, a_column, b_row, b_column, c_row, c_column] =
+                [a_strides.0, a_strides.1, b_strides.0, b_strides.1, c_strides.0, c_strides.1].map(|s| s as isize);
+            // SAFETY: the caller's promise is the routine's precondition; with a beta of zero it does not read C.
+            unsafe {
+                $routine(m, k, n, 1.0, a, a_row, a_column, b, b_row, b_column, beta, c, c_row, c_column);
             }
         }
     };
 }
-product!(f32, matrixmultiply::sgemm);
-product!(f64, matrixmultiply::dgemm);
+portable!(portable_f32, f32, matrixmultiply::sgemm);
+portable!(portable_f64, f64, matrixmultiply::dgemm);
 
 #[cfg(test)]
 mod tests {
@@ -219,6 +258,39 @@ mod tests {
         }
     }
 
+    /// `matrixmultiply` in `f32`, which [`gemm`] only takes on CPUs without a path of our own: rectangles of C with a
+    /// transposed B against the whole, and that against three loops.
+    #[test]
+    fn portable_products_have_the_bits_of_the_whole() {
+        let portable = |[m, n, k]: [usize; 3], a: (&[f32], Strides), b: (&[f32], Strides), update| {
+            let mut c = vec![1.0; m * n];
+            assert_inside("A", m, k, a.1, a.0.len());
+            assert_inside("B", k, n, b.1, b.0.len());
+            // SAFETY: A and B were checked; C is dense.
+            unsafe {
+                let (a, b) = ((a.0.as_ptr(), a.1), (b.0.as_ptr(), b.1));
+                portable_f32([m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update);
+            }
+            c
+        };
+        for [m, n, k] in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]] {
+            let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+            let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+            let want = naive([m, n, k], (&widen(&a), (k, 1)), (&widen(&b), (n, 1)));
+            for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
+                let whole = portable([m, n, k], (&a, (k, 1)), (&b, (n, 1)), update);
+                assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
+                for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
+                    let (a, b) = ((&a[i * k..], (k, 1)), (&transposed[j * k..], (1, k)));
+                    let part = portable([rows, columns, k], a, b, update);
+                    for (r, part) in part.chunks(columns).enumerate() {
+                        assert_eq!(part, &whole[(i + r) * n + j..][..columns], "[{m}, {n}, {k}], row {i} + {r}");
+                    }
+                }
+            }
+        }
+    }
+
     /// Layouts and accumulation do not change the order either: a product in two transposed layouts, and one added
     /// to zero.
     #[test]
@@ -262,6 +334,13 @@ mod tests {
     fn short_operands_are_refused() {
         let c = &mut [0.0_f32; 4];
         gemm([2, 2, 3], (&[0.0; 6], (3, 1)), (&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
+    }
+
+    #[test]
+    #[should_panic(expected = "C: 2 by 3 with strides (6, 2) is contiguous along no dim")]
+    fn outputs_with_gaps_both_ways_are_refused() {
+        let c = &mut [0.0_f32; 12];
+        gemm([2, 3, 1], (&[0.0; 2], (1, 1)), (&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
     }
 
     #[test]

@@ -11,6 +11,8 @@
 //! give the bits of one call on the concatenated rows.
 
 mod float;
+#[cfg(target_arch = "x86_64")]
+mod gemm;
 mod reduce;
 
 pub mod attention;

@@ -1,43 +1,45 @@
-//! The AVX-512 micro-kernel: tiles of up to 14 by 32, two vectors of 16 a row.
+//! The product's kernels for `avx512f`: tiles of up to 14 by 32, two vectors of 16 a row.
 //!
-//! 28 accumulators, two vectors of B and one broadcast of A fill 31 of the 32 registers. Functions with a target
-//! feature are only inlined into functions that have it too, so nothing here passes through a closure.
+//! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
+//! into one with the same target features, and a closure is not one: there are none here.
 
-use super::{Micro, Tile};
+use super::{Micro, Strip, Tile};
 use std::arch::x86_64::*;
 
 /// Floats of a vector.
 const LANES: usize = 16;
 
-/// The kernel of CPUs with `avx512f`.
+/// Fewer terms than this are summed before a prefetch of C helps.
+const PREFETCH: usize = 128;
+
+/// The implementation.
 pub(super) struct Avx512;
 
 impl Micro for Avx512 {
     const LANES: usize = LANES;
     const ROWS: usize = 14;
 
-    #[inline(always)]
     unsafe fn tile(tile: &Tile) {
-        // SAFETY: the caller's promise, passed on; each height is at most `ROWS`.
-        unsafe {
-            if tile.columns > LANES { tile_of_width::<2>(tile) } else { tile_of_width::<1>(tile) }
-        }
+        // SAFETY: the caller's promise; each width is the tile's.
+        unsafe { if tile.columns > LANES { tile_of_width::<2>(tile) } else { tile_of_width::<1>(tile) } }
     }
 
-    #[inline(always)]
-    unsafe fn pack(source: super::Strip, to: *mut f32, step: usize) {
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { pack(source, to, step) }
+        unsafe { pack(strip, to, step) }
     }
 }
 
-/// [`tile_of`] for the tile's number of rows.
+/// [`Micro::tile`] for tiles of V vectors.
+///
+/// # Safety
+/// As there, and there are more than V - 1 and at most V vectors of columns.
 #[target_feature(enable = "avx512f")]
 unsafe fn tile_of_width<const V: usize>(tile: &Tile) {
     macro_rules! by_height {
         ($($rows:literal)*) => {
             match tile.rows {
-                // SAFETY: the caller's promise, passed on; the arm's height is the tile's.
+                // SAFETY: the caller's promise; the height is the tile's.
                 $($rows => unsafe { tile_of::<$rows, V>(tile) },)*
                 rows => unreachable!("a tile of {rows} rows"),
             }
@@ -46,123 +48,131 @@ unsafe fn tile_of_width<const V: usize>(tile: &Tile) {
     by_height!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
 }
 
-/// Multiplies and adds along k, one after the other from zero, then stores or adds the sums.
+/// [`Micro::tile`] for tiles of R rows and V vectors.
+///
+/// # Safety
+/// As there, the tile being that large.
 #[target_feature(enable = "avx512f")]
 unsafe fn tile_of<const R: usize, const V: usize>(tile: &Tile) {
-    let (last, mut a, mut b) = (mask(tile.columns - (V - 1) * LANES), tile.a, tile.b);
-    for i in 0..R {
-        for v in 0..V {
-            _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + v * LANES).cast());
+    let last = first_lanes(tile.columns - (V - 1) * LANES);
+    if tile.k >= PREFETCH {
+        for i in 0..R {
+            for v in 0..V {
+                _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + v * LANES).cast());
+            }
         }
     }
+    let (mut a, mut b) = (tile.a, tile.b);
     let mut sums = [[_mm512_setzero_ps(); V]; R];
     for _ in 0..tile.k {
-        let mut vectors = [_mm512_setzero_ps(); V];
-        // SAFETY: the caller keeps row k of B, `columns` wide, readable; the last vector is masked to its width.
-        unsafe {
-            for v in 0..V - 1 {
-                vectors[v] = _mm512_loadu_ps(b.add(v * LANES));
-            }
-            vectors[V - 1] = _mm512_maskz_loadu_ps(last, b.add((V - 1) * LANES));
+        let mut row = [_mm512_setzero_ps(); V];
+        for (v, vector) in row.iter_mut().enumerate() {
+            // SAFETY: this row of B, masked to its last column.
+            *vector = unsafe { _mm512_maskz_loadu_ps(if v + 1 == V { last } else { !0 }, b.add(v * LANES)) };
         }
-        for i in 0..R {
-            // SAFETY: the caller keeps column k of A, R high, readable.
+        for (i, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: this column of A.
             let x = _mm512_set1_ps(unsafe { *a.add(i * tile.a_row) });
-            for v in 0..V {
-                sums[i][v] = _mm512_fmadd_ps(x, vectors[v], sums[i][v]);
+            for (sum, vector) in sums.iter_mut().zip(row) {
+                *sum = _mm512_fmadd_ps(x, vector, *sum);
             }
         }
-        a = a.wrapping_add(tile.a_step);
-        b = b.wrapping_add(tile.b_step);
+        (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
     }
-    for i in 0..R {
-        for v in 0..V {
+    for (i, sums) in sums.into_iter().enumerate() {
+        for (v, sum) in sums.into_iter().enumerate() {
             let mask = if v + 1 == V { last } else { !0 };
-            // SAFETY: the caller keeps C, R by `columns`, readable and writable; the mask ends at its width.
+            // SAFETY: row i of C, masked to its last column.
             unsafe {
-                let at = tile.c.add(i * tile.c_row + v * LANES);
-                let mut sum = sums[i][v];
-                if tile.add {
-                    sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), sum);
-                }
-                _mm512_mask_storeu_ps(at, mask, sum);
+                let to = tile.c.add(i * tile.c_row + v * LANES);
+                let sum = if tile.add { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum) } else { sum };
+                _mm512_mask_storeu_ps(to, mask, sum);
             }
         }
     }
 }
 
-/// The first `lanes` lanes, all of them if there are more.
-fn mask(lanes: usize) -> __mmask16 {
+/// A mask of so many lanes, or of all if there are fewer.
+fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
 
 /// [`Micro::pack`].
+///
+/// # Safety
+/// As there.
 #[target_feature(enable = "avx512f")]
-unsafe fn pack(source: super::Strip, mut to: *mut f32, step: usize) {
-    let super::Strip { mut from, lanes, k, lane, step: along } = source;
-    if lane == 1 {
-        let mask = mask(lanes);
-        for _ in 0..k {
-            // SAFETY: `lanes` floats are readable here, and `LANES` writable there, by the caller's promise.
-            unsafe { _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from)) };
-            from = from.wrapping_add(along);
-            to = to.wrapping_add(step);
+unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+    let Strip { from, lanes, k, apart, along } = strip;
+    if apart == 1 {
+        let mask = first_lanes(lanes);
+        for l in 0..k {
+            // SAFETY: `lanes` floats of the strip, and a vector of its packed form.
+            unsafe { _mm512_storeu_ps(to.add(l * step), _mm512_maskz_loadu_ps(mask, from.add(l * along))) };
         }
     } else if along == 1 {
-        for done in (0..k).step_by(LANES) {
-            // SAFETY: a part of the caller's strip, at most `LANES` long.
-            unsafe { transpose(from.add(done), lanes, lane, (k - done).min(LANES), to.add(done * step), step) };
+        for l in (0..k).step_by(LANES) {
+            let k = (k - l).min(LANES);
+            // SAFETY: a part of the strip, at most `LANES` long.
+            unsafe { transpose(Strip { from: from.add(l), k, ..strip }, to.add(l * step), step) };
         }
     } else {
         // SAFETY: the caller's promise, passed on.
-        unsafe { source.copy::<LANES>(to, step) };
+        unsafe { strip.gather::<LANES>(to, step) };
     }
 }
 
-/// Writes `k` vectors, `step` apart: vector l holds element l of each of the `lanes` rows, then zeros.
+/// [`Micro::pack`] for at most `LANES` elements, contiguous along each lane: a transpose of 16 by 16 in registers.
+///
+/// # Safety
+/// As there.
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose(from: *const f32, lanes: usize, row: usize, k: usize, to: *mut f32, step: usize) {
-    let mask = mask(k);
+unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
+    let mask = first_lanes(strip.k);
     let mut x = [_mm512_setzero_ps(); LANES];
-    for (i, x) in x.iter_mut().enumerate() {
-        if i < lanes {
-            // SAFETY: row i has `k` readable floats.
-            *x = unsafe { _mm512_maskz_loadu_ps(mask, from.add(i * row)) };
+    for (lane, x) in x.iter_mut().enumerate() {
+        if lane < strip.lanes {
+            // SAFETY: the `k` floats of this lane.
+            *x = unsafe { _mm512_maskz_loadu_ps(mask, strip.from.add(lane * strip.apart)) };
         }
     }
     let mut y = x;
-    // Lanes of 32 bits of neighbouring rows, then of 64 bits: y[4q + p] holds column p of each 128-bit part of
-    // rows 4q .. 4q + 4.
+    // In the 128-bit parts: y[4q + p] holds, in part s, element 4s + p of lanes 4q .. 4q + 4.
     for q in 0..4 {
-        let r = 4 * q;
-        let (low, high) = (_mm512_unpacklo_ps(x[r], x[r + 1]), _mm512_unpackhi_ps(x[r], x[r + 1]));
-        let (low2, high2) = (_mm512_unpacklo_ps(x[r + 2], x[r + 3]), _mm512_unpackhi_ps(x[r + 2], x[r + 3]));
-        y[r] = pairs::<false>(low, low2);
-        y[r + 1] = pairs::<true>(low, low2);
-        y[r + 2] = pairs::<false>(high, high2);
-        y[r + 3] = pairs::<true>(high, high2);
+        let [x0, x1, x2, x3] = [x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]];
+        let (low, high) = (_mm512_unpacklo_ps(x0, x1), _mm512_unpackhi_ps(x0, x1));
+        let (low2, high2) = (_mm512_unpacklo_ps(x2, x3), _mm512_unpackhi_ps(x2, x3));
+        y[4 * q] = even_pairs(low, low2);
+        y[4 * q + 1] = odd_pairs(low, low2);
+        y[4 * q + 2] = even_pairs(high, high2);
+        y[4 * q + 3] = odd_pairs(high, high2);
     }
-    // The 128-bit parts: column 4s + p is part s of y[p], y[4 + p], y[8 + p] and y[12 + p].
+    // The parts: element 4s + p of all lanes is part s of y[p], y[4 + p], y[8 + p] and y[12 + p].
     for p in 0..4 {
-        let (a, b, c, d) = (y[p], y[4 + p], y[8 + p], y[12 + p]);
-        let (ab, cd) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0x44>(c, d));
-        x[p] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
-        x[4 + p] = _mm512_shuffle_f32x4::<0xdd>(ab, cd);
-        let (ab, cd) = (_mm512_shuffle_f32x4::<0xee>(a, b), _mm512_shuffle_f32x4::<0xee>(c, d));
-        x[8 + p] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
-        x[12 + p] = _mm512_shuffle_f32x4::<0xdd>(ab, cd);
+        let [a, b, c, d] = [y[p], y[4 + p], y[8 + p], y[12 + p]];
+        let (low, low2) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0x44>(c, d));
+        let (high, high2) = (_mm512_shuffle_f32x4::<0xee>(a, b), _mm512_shuffle_f32x4::<0xee>(c, d));
+        x[p] = _mm512_shuffle_f32x4::<0x88>(low, low2);
+        x[4 + p] = _mm512_shuffle_f32x4::<0xdd>(low, low2);
+        x[8 + p] = _mm512_shuffle_f32x4::<0x88>(high, high2);
+        x[12 + p] = _mm512_shuffle_f32x4::<0xdd>(high, high2);
     }
     for (l, x) in x.iter().enumerate() {
-        if l < k {
-            // SAFETY: vector l is writable by the caller's promise.
+        if l < strip.k {
+            // SAFETY: vector l of the packed form.
             unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
         }
     }
 }
 
-/// The even (or odd) pairs of floats of `a` and `b`, in turn.
+/// Floats 0 and 1 of every four of `a`, then of `b`.
 #[target_feature(enable = "avx512f")]
-fn pairs<const ODD: bool>(a: __m512, b: __m512) -> __m512 {
-    let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
-    _mm512_castpd_ps(if ODD { _mm512_unpackhi_pd(a, b) } else { _mm512_unpacklo_pd(a, b) })
+fn even_pairs(a: __m512, b: __m512) -> __m512 {
+    _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)))
+}
+
+/// Floats 2 and 3 of every four of `a`, then of `b`.
+#[target_feature(enable = "avx512f")]
+fn odd_pairs(a: __m512, b: __m512) -> __m512 {
+    _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)))
 }

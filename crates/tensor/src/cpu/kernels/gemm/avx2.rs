@@ -1,0 +1,169 @@
+//! The product's kernels for `avx2` and `fma`: tiles of up to 6 by 16, two vectors of 8 a row.
+//!
+//! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: a mask would not fit as
+//! well, so tiles at the right edge, whose last vector is masked, are functions of their own.
+
+use super::{Micro, Strip, Tile};
+use std::arch::x86_64::*;
+
+/// Floats of a vector.
+const LANES: usize = 8;
+
+/// The implementation.
+pub(super) struct Avx2;
+
+impl Micro for Avx2 {
+    const LANES: usize = LANES;
+    const ROWS: usize = 6;
+
+    unsafe fn tile(tile: &Tile) {
+        // SAFETY: the caller's promise; each width is the tile's.
+        unsafe {
+            match tile.columns {
+                16 => tile_of_width::<2, false>(tile),
+                9.. => tile_of_width::<2, true>(tile),
+                8 => tile_of_width::<1, false>(tile),
+                _ => tile_of_width::<1, true>(tile),
+            }
+        }
+    }
+
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { pack(strip, to, step) }
+    }
+}
+
+/// [`Micro::tile`] for tiles of V vectors, the last of them masked or full.
+///
+/// # Safety
+/// As there, and there are more than V - 1 and at most V vectors of columns; V whole ones, unless `MASKED`.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn tile_of_width<const V: usize, const MASKED: bool>(tile: &Tile) {
+    macro_rules! by_height {
+        ($($rows:literal)*) => {
+            match tile.rows {
+                // SAFETY: the caller's promise; the height is the tile's.
+                $($rows => unsafe { tile_of::<$rows, V, MASKED>(tile) },)*
+                rows => unreachable!("a tile of {rows} rows"),
+            }
+        };
+    }
+    by_height!(1 2 3 4 5 6);
+}
+
+/// [`Micro::tile`] for tiles of R rows and V vectors, the last of them masked or full.
+///
+/// # Safety
+/// As there, the tile being that large.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Tile) {
+    let last = first_lanes(tile.columns - (V - 1) * LANES);
+    for i in 0..R {
+        _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row).cast());
+    }
+    let (mut a, mut b) = (tile.a, tile.b);
+    let mut sums = [[_mm256_setzero_ps(); V]; R];
+    for _ in 0..tile.k {
+        let mut row = [_mm256_setzero_ps(); V];
+        for (v, vector) in row.iter_mut().enumerate() {
+            // SAFETY: this row of B, whose last vector is masked unless it is full.
+            *vector = unsafe { load(MASKED && v + 1 == V, last, b.add(v * LANES)) };
+        }
+        for (i, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: this column of A.
+            let x = _mm256_set1_ps(unsafe { *a.add(i * tile.a_row) });
+            for (sum, vector) in sums.iter_mut().zip(row) {
+                *sum = _mm256_fmadd_ps(x, vector, *sum);
+            }
+        }
+        (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+    }
+    for (i, sums) in sums.into_iter().enumerate() {
+        for (v, sum) in sums.into_iter().enumerate() {
+            let masked = MASKED && v + 1 == V;
+            // SAFETY: row i of C, whose last vector is masked unless it is full.
+            unsafe {
+                let to = tile.c.add(i * tile.c_row + v * LANES);
+                let sum = if tile.add { _mm256_add_ps(load(masked, last, to), sum) } else { sum };
+                if masked { _mm256_maskstore_ps(to, last, sum) } else { _mm256_storeu_ps(to, sum) }
+            }
+        }
+    }
+}
+
+/// A vector, if `masked` only the lanes of the mask.
+///
+/// # Safety
+/// Those lanes are readable.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn load(masked: bool, mask: __m256i, from: *const f32) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe { if masked { _mm256_maskload_ps(from, mask) } else { _mm256_loadu_ps(from) } }
+}
+
+/// A mask of so many lanes, or of all if there are fewer.
+#[target_feature(enable = "avx2,fma")]
+fn first_lanes(lanes: usize) -> __m256i {
+    let lanes = _mm256_set1_epi32(lanes.min(LANES) as i32);
+    _mm256_cmpgt_epi32(lanes, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
+}
+
+/// [`Micro::pack`].
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+    let Strip { from, lanes, k, apart, along } = strip;
+    if apart == 1 {
+        let mask = first_lanes(lanes);
+        for l in 0..k {
+            // SAFETY: `lanes` floats of the strip, and a vector of its packed form.
+            unsafe { _mm256_storeu_ps(to.add(l * step), load(lanes < LANES, mask, from.add(l * along))) };
+        }
+    } else if along == 1 {
+        for l in (0..k).step_by(4) {
+            let k = (k - l).min(4);
+            // SAFETY: a part of the strip, at most four long.
+            unsafe { transpose(Strip { from: from.add(l), k, ..strip }, to.add(l * step), step) };
+        }
+    } else {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { strip.gather::<LANES>(to, step) };
+    }
+}
+
+/// [`Micro::pack`] for at most four elements, contiguous along each lane: two transposes of 4 by 4 side by side.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
+    let mask = _mm256_castsi256_si128(first_lanes(strip.k));
+    let mut x = [_mm_setzero_ps(); LANES];
+    for (lane, x) in x.iter_mut().enumerate() {
+        if lane < strip.lanes {
+            // SAFETY: the `k` floats of this lane.
+            *x = unsafe { _mm_maskload_ps(strip.from.add(lane * strip.apart), mask) };
+        }
+    }
+    let mut y = [_mm256_setzero_ps(); 4];
+    for (p, y) in y.iter_mut().enumerate() {
+        *y = _mm256_set_m128(x[4 + p], x[p]);
+    }
+    let (low, high) = (_mm256_unpacklo_ps(y[0], y[1]), _mm256_unpackhi_ps(y[0], y[1]));
+    let (low2, high2) = (_mm256_unpacklo_ps(y[2], y[3]), _mm256_unpackhi_ps(y[2], y[3]));
+    let vectors = [
+        _mm256_shuffle_ps::<0x44>(low, low2),
+        _mm256_shuffle_ps::<0xee>(low, low2),
+        _mm256_shuffle_ps::<0x44>(high, high2),
+        _mm256_shuffle_ps::<0xee>(high, high2),
+    ];
+    for (l, vector) in vectors.iter().enumerate() {
+        if l < strip.k {
+            // SAFETY: vector l of the packed form.
+            unsafe { _mm256_storeu_ps(to.add(l * step), *vector) };
+        }
+    }
+}

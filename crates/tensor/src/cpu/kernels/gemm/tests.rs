@@ -1,0 +1,302 @@
+//! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
+//! sizes that take every branch; blocks of C against the whole; and against f64 with a derived bound.
+
+use super::super::oracle::values;
+use super::*;
+
+/// The paths this CPU runs.
+fn paths() -> Vec<Path> {
+    let paths: Vec<Path> = [Path::Avx512, Path::Avx2].into_iter().filter(|path| path.runs_here()).collect();
+    assert_eq!(paths.first().copied(), Path::best());
+    paths
+}
+
+/// A small generator of choices.
+struct Choices(u64);
+
+impl Choices {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+
+    fn of(&mut self, from: &[usize]) -> usize {
+        from[self.below(from.len())]
+    }
+
+    fn coin(&mut self) -> bool {
+        self.below(2) == 0
+    }
+
+    /// A side of C: mostly around multiples of the tiles' sides.
+    fn side(&mut self) -> usize {
+        match self.below(3) {
+            0 => 1 + self.below(70),
+            1 => self.of(&[6, 12, 14, 28, 42, 56]) + self.below(3) - 1,
+            _ => self.of(&[8, 16, 32, 48, 64, 96]) + self.below(3) - 1,
+        }
+    }
+
+    fn terms(&mut self) -> usize {
+        if self.coin() { 1 + self.below(700) } else { self.of(&[1, 2, 3, 4, 15, 16, 17, 255, 256, 257, 511, 512, 513]) }
+    }
+
+    fn update(&mut self) -> Update {
+        if self.coin() { Update::Overwrite } else { Update::Accumulate }
+    }
+
+    /// Strides of a matrix by rows or columns, dense, padded or so far apart that rows alias; or of one with gaps.
+    fn strides(&mut self, rows: usize, columns: usize) -> Strides {
+        let (by_rows, pad) = (self.coin(), self.below(4));
+        let near = if by_rows { columns } else { rows };
+        let far = if pad == 3 { near.next_multiple_of(ALIASED) } else { near + pad };
+        match (self.below(8), by_rows) {
+            (0, true) => (3 * far, 3),
+            (0, false) => (3, 3 * far),
+            (_, true) => (far, 1),
+            (_, false) => (1, far),
+        }
+    }
+
+    /// A part of a side: all, one, all but one, a half or anything.
+    fn part(&mut self, len: usize) -> (usize, usize) {
+        let at = self.below(len);
+        match self.below(5) {
+            0 => (0, len),
+            1 => (at, 1),
+            2 if len > 1 => (self.below(2), len - 1),
+            3 if len > 1 => (len / 2, len - len / 2),
+            _ => (at, 1 + self.below(len - at)),
+        }
+    }
+}
+
+/// A rectangle of a dense row-major matrix, laid out with these strides among NaNs.
+fn laid_out(dense: &[f32], width: usize, [rows, columns]: [(usize, usize); 2], strides: Strides) -> Vec<f32> {
+    let len = 1 + (rows.1 - 1) * strides.0 + (columns.1 - 1) * strides.1;
+    let mut out = vec![f32::NAN; len];
+    for i in 0..rows.1 {
+        for j in 0..columns.1 {
+            out[i * strides.0 + j * strides.1] = dense[(rows.0 + i) * width + columns.0 + j];
+        }
+    }
+    out
+}
+
+/// Three dense row-major matrices.
+struct Case {
+    dims: [usize; 3],
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+}
+
+impl Case {
+    fn new(dims @ [m, n, k]: [usize; 3]) -> Case {
+        Case { dims, a: values("a", m * k), b: values("b", k * n), c: values("c", m * n) }
+    }
+
+    /// These rows and columns of C, computed alone by `path` in layouts of choice. Checks that nothing else changes.
+    fn part(
+        &self,
+        path: Path,
+        [rows, columns]: [(usize, usize); 2],
+        update: Update,
+        choices: &mut Choices,
+    ) -> Vec<f32> {
+        let [_, n, k] = self.dims;
+        let (a_strides, b_strides) = (choices.strides(rows.1, k), choices.strides(k, columns.1));
+        let mut c_strides = choices.strides(rows.1, columns.1);
+        if c_strides.0 != 1 && c_strides.1 != 1 {
+            c_strides = (columns.1, 1);
+        }
+        let a = laid_out(&self.a, k, [rows, (0, k)], a_strides);
+        let b = laid_out(&self.b, n, [(0, k), columns], b_strides);
+        let mut c = laid_out(&self.c, n, [rows, columns], c_strides);
+        c.extend([f32::NAN; 32]);
+        if update == Update::Overwrite {
+            c.fill(f32::NAN);
+        }
+        let dims = [rows.1, columns.1, k];
+        // SAFETY: the path runs here; `laid_out` makes the slices as long as their matrices need, with the elements
+        // apart, and those of C along rows or columns.
+        unsafe {
+            product(path, dims, (a.as_ptr(), a_strides), (b.as_ptr(), b_strides), (c.as_mut_ptr(), c_strides), update);
+        }
+        let element = |at: usize| c[at / columns.1 * c_strides.0 + at % columns.1 * c_strides.1];
+        let got: Vec<f32> = (0..rows.1 * columns.1).map(element).collect();
+        let numbers = |x: &[f32]| x.iter().filter(|x| !x.is_nan()).count();
+        assert_eq!(numbers(&c), numbers(&got), "C changed between its elements: {dims:?}, {c_strides:?}");
+        got
+    }
+
+    fn whole(&self, path: Path, update: Update, choices: &mut Choices) -> Vec<f32> {
+        self.part(path, [(0, self.dims[0]), (0, self.dims[1])], update, choices)
+    }
+
+    /// The definition of an element.
+    fn defined(&self, i: usize, j: usize, update: Update) -> f32 {
+        let [_, n, k] = self.dims;
+        let terms: Vec<usize> = (0..k).collect();
+        let block =
+            |block: &[usize]| block.iter().fold(0.0_f32, |sum, l| self.a[i * k + l].mul_add(self.b[l * n + j], sum));
+        let sums = terms.chunks(K_BLOCK).map(block);
+        match update {
+            Update::Overwrite => sums.reduce(|c, sum| c + sum).unwrap_or(0.0),
+            Update::Accumulate => sums.fold(self.c[i * n + j], |c, sum| c + sum),
+        }
+    }
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// The corners of C and some elements between have the bits of the definition.
+#[track_caller]
+fn check_definition(case: &Case, got: &[f32], path: Path, update: Update, choices: &mut Choices) {
+    let [m, n, _] = case.dims;
+    let corners = [(0, 0), (0, n - 1), (m - 1, 0), (m - 1, n - 1)];
+    let others: Vec<(usize, usize)> = (0..12).map(|_| (choices.below(m), choices.below(n))).collect();
+    for (i, j) in corners.into_iter().chain(others) {
+        let (got, want) = (got[i * n + j], case.defined(i, j, update));
+        let at = format!("{path:?}, {:?}, {update:?}, element {i}, {j}", case.dims);
+        assert_eq!(got.to_bits(), want.to_bits(), "{at}: {got} instead of {want}");
+    }
+}
+
+#[test]
+fn elements_have_the_bits_of_the_definition() {
+    let mut choices = Choices(1);
+    for _ in 0..1000 {
+        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        for path in paths() {
+            let update = choices.update();
+            let got = case.whole(path, update, &mut choices);
+            check_definition(&case, &got, path, update, &mut choices);
+        }
+    }
+}
+
+/// Any rectangle of C computed alone has the bits it has in the whole, in other layouts and on another path.
+#[test]
+fn parts_of_c_have_the_bits_of_the_whole() {
+    let mut choices = Choices(2);
+    for _ in 0..500 {
+        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let [m, n, _] = case.dims;
+        let update = choices.update();
+        let whole = case.whole(paths()[0], update, &mut choices);
+        for path in paths().repeat(2) {
+            let [rows, columns] = [choices.part(m), choices.part(n)];
+            let got = case.part(path, [rows, columns], update, &mut choices);
+            let want = laid_out(&whole, n, [rows, columns], (columns.1, 1));
+            assert!(bits(&got) == bits(&want), "{path:?}, {:?}, {update:?}, {rows:?}, {columns:?}", case.dims);
+        }
+    }
+}
+
+/// Several blocks of columns, and enough of them that A is packed in every layout.
+#[test]
+fn wide_products_have_the_bits_of_the_definition() {
+    let mut choices = Choices(3);
+    for n in [A_IN_PLACE, A_IN_PLACE + 1, N_BLOCK - 1, N_BLOCK + 1, 2 * N_BLOCK + 33] {
+        for (m, k) in [(1, 3), (5, 300), (15, 17), (29, 257)] {
+            let case = Case::new([m, n, k]);
+            for path in paths().repeat(3) {
+                let update = choices.update();
+                let got = case.whole(path, update, &mut choices);
+                check_definition(&case, &got, path, update, &mut choices);
+                let columns = choices.part(n);
+                let part = case.part(path, [(0, m), columns], update, &mut choices);
+                assert!(bits(&part) == bits(&laid_out(&got, n, [(0, m), columns], (columns.1, 1))), "{columns:?}");
+            }
+        }
+    }
+}
+
+/// Sums of at most `K_BLOCK` products, each term rounded at most so often, then the sums of the blocks and the old
+/// value: with `t` roundings, the error is at most `t u / (1 - t u)` times the sum of the magnitudes, `u = 2^-24`
+/// (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+#[test]
+fn products_are_within_the_bound_of_their_roundings() {
+    let mut choices = Choices(4);
+    for _ in 0..200 {
+        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let [m, n, k] = case.dims;
+        let roundings = (k.min(K_BLOCK) + k.div_ceil(K_BLOCK)) as f64 * 2_f64.powi(-24);
+        for path in paths() {
+            let update = choices.update();
+            let got = case.whole(path, update, &mut choices);
+            for (at, got) in got.iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                let old = if update == Update::Accumulate { f64::from(case.c[at]) } else { 0.0 };
+                let terms = (0..k).map(|l| f64::from(case.a[i * k + l]) * f64::from(case.b[l * n + j]));
+                let (sum, size) = terms.fold((old, old.abs()), |(sum, size), term| (sum + term, size + term.abs()));
+                let (error, bound) = ((f64::from(*got) - sum).abs(), roundings / (1.0 - roundings) * size);
+                assert!(error <= bound, "{path:?}, [{m}, {n}, {k}], {i}, {j}: off by {error:e}, not {bound:e}");
+            }
+        }
+    }
+}
+
+/// NaNs and infinities stay in their row and column, also where tiles and packed strips are not full.
+#[test]
+fn non_finite_values_stay_in_their_row_and_column() {
+    let mut choices = Choices(5);
+    for _ in 0..300 {
+        let mut case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let [m, n, k] = case.dims;
+        let (row, column) = (choices.below(m), choices.below(n));
+        case.a[row * k + choices.below(k)] = f32::NAN;
+        case.b[choices.below(k) * n + column] = f32::INFINITY;
+        for path in paths() {
+            let got = case.part(path, [(0, m), (0, n)], Update::Accumulate, &mut choices);
+            for (at, got) in got.iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                assert_eq!(got.is_nan(), i == row, "{path:?}, {:?}, {i}, {j}: {got}", case.dims);
+                assert_eq!(got.is_infinite(), i != row && j == column, "{path:?}, {:?}, {i}, {j}: {got}", case.dims);
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_products_and_sums() {
+    for path in paths() {
+        for (update, want) in [(Update::Overwrite, 0.0), (Update::Accumulate, 7.0)] {
+            let mut c = [7.0_f32; 7];
+            let (nothing, (row, column)) = (std::ptr::dangling::<f32>(), (4, 1));
+            for dims in [[0, 3, 5], [2, 0, 5]] {
+                // SAFETY: no element of any operand exists.
+                unsafe {
+                    product(path, dims, (nothing, (1, 1)), (nothing, (1, 1)), (c.as_mut_ptr(), (4, 1)), update);
+                }
+                assert_eq!(c, [7.0; 7]);
+            }
+            // SAFETY: A and B have no elements, and C is two rows of three, four apart.
+            unsafe {
+                product(path, [2, 3, 0], (nothing, (0, 1)), (nothing, (3, 1)), (c.as_mut_ptr(), (row, column)), update);
+            }
+            assert_eq!(c, [want, want, want, 7.0, want, want, want]);
+        }
+    }
+}
+
+#[test]
+fn repeated_products_reuse_the_packed_buffers() {
+    let held = || PACKED.with_borrow(|[a, b]| [(a.as_ptr(), a.capacity()), (b.as_ptr(), b.capacity())]);
+    let mut choices = Choices(6);
+    for path in paths() {
+        // Large first: what follows needs no more.
+        let large = Case::new([20, 2 * N_BLOCK, K_BLOCK + 1]);
+        large.part(path, [(0, 20), (0, 2 * N_BLOCK)], Update::Overwrite, &mut choices);
+        let before = held();
+        for dims in [[14, 100, 600], [64, 128, 32], [1, 1, 1], [20, N_BLOCK, K_BLOCK]] {
+            Case::new(dims).whole(path, Update::Accumulate, &mut choices);
+            assert_eq!(held(), before, "{dims:?}");
+        }
+        let lines = before.map(|(_, lines)| lines * size_of::<Line>());
+        assert!(lines[0] <= 16 << 10 && lines[1] <= 768 << 10, "{lines:?} bytes");
+    }
+}

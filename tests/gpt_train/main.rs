@@ -1,0 +1,9 @@
+//! The program `gpt_train` as a user runs it: flags and files in; standard output, metrics and exit codes out.
+
+#[cfg(unix)]
+mod ending;
+mod inputs;
+mod metrics;
+mod program;
+mod refusals;
+mod training;

@@ -1,0 +1,293 @@
+//! Bad input: one clear error before any training, exit code 2, nothing touched.
+
+use std::fs;
+use std::path::Path;
+
+use crate::program::{folder, run};
+
+/// Runs a command line that must be refused before anything is trained, printed or written, and gives its faults.
+fn refused(folder: &Path, line: &str) -> Vec<String> {
+    let metrics = folder.join("never.jsonl");
+    let ended = run(&format!("{line} --metrics {}", metrics.display()));
+    assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{line}\n{}", ended.err);
+    assert!(!metrics.exists(), "{line} leaves metrics behind");
+    assert!(!ended.err.contains("panicked") && !ended.err.contains("backtrace"), "{}", ended.err);
+    let faults = ended.err.strip_prefix("error: ").unwrap_or_else(|| panic!("{line}\n{}", ended.err));
+    faults.lines().map(str::to_owned).collect()
+}
+
+/// Each (command line, start of its only fault, how the fault goes on somewhere).
+fn refused_alone(name: &str, cases: &[(&str, &str, &str)]) {
+    let folder = folder(name);
+    for (line, start, part) in cases {
+        let faults = refused(&folder, line);
+        assert!(
+            faults.len() == 1 && faults[0].starts_with(start) && faults[0].contains(part),
+            "{line}\nwants {start} ... {part}\ngot   {}",
+            faults.join("\n      ")
+        );
+    }
+}
+
+#[test]
+fn a_bad_command_line() {
+    refused_alone(
+        "command_line",
+        &[
+            ("train", "train: not a flag; ", "--mesh"),
+            ("--step 3", "--step: unknown flag; ", "the nearest is --steps"),
+            ("--step=3", "--step: unknown flag; ", "the nearest is --steps"),
+            ("--mesh", "--mesh: no value; ", "use --mesh VALUE or --mesh=VALUE"),
+            ("--steps=", "training.steps = \"\" (from --steps): ", "use a whole number"),
+            ("--steps -1", "training.steps = -1 (from --steps): is below 0; ", "at least 0"),
+            ("--steps 1.5", "training.steps = 1.5 (from --steps): ", "use a whole number"),
+            (
+                "--steps 9223372036854775808",
+                "training.steps = 9223372036854775808 (from --steps): is out of range",
+                "at most 9",
+            ),
+            ("--set steps=3", "steps = 3 (from --set): unknown key; ", "the nearest is training.steps"),
+            ("--set training.steps", "--set training.steps: no value; ", "use --set section.key=value"),
+            ("--device cuda", "--device cuda: has not landed yet; ", "use cpu"),
+            ("--device gpu", "--device gpu: unknown device; ", "use cpu"),
+            ("--mesh=", "--mesh \"\": not an axis", "such as dp=2"),
+            ("--mesh xp=2", "--mesh xp=2: unknown axis; ", "dp, tp, pp"),
+            ("--mesh dp=0", "--mesh dp=0: a degree is at least 1; ", "use dp=1 or more"),
+            ("--mesh dp=2,dp=2", "--mesh dp=2: the axis is named twice; ", "name dp once"),
+            ("--mesh dp=99999999999999999999", "--mesh dp=99999999999999999999: the degree is too large; ", "dp=1"),
+            (
+                "--mesh dp=2 --set parallelism.dp=4",
+                "parallelism.dp = 4: conflicts with --mesh dp=2",
+                "use one of the two",
+            ),
+            (
+                "--mesh dp=2 --set parallelism.tp=2",
+                "parallelism.tp = 2: conflicts with --mesh dp=2",
+                "axes not named are 1",
+            ),
+            ("--mesh cp=2", "parallelism.cp = 2 (from --mesh cp=2): context parallelism has not landed yet; ", "use 1"),
+            ("--set model.preset=huge", "model.preset = \"huge\" (from --set): unknown; ", "tiny, small, medium, gpt2"),
+            ("--set model.preset=small --set model.preset=tny", "model.preset = \"tny\"", "the nearest is tiny"),
+        ],
+    );
+}
+
+#[test]
+fn a_model_or_batch_that_does_not_fit_the_mesh() {
+    refused_alone(
+        "fit",
+        &[
+            ("--mesh tp=8", "model.num_heads = 4: is not divisible by parallelism.tp = 8; ", "a multiple of 8"),
+            (
+                "--set model.hidden_size=130",
+                "model.hidden_size = 130: is not divisible by model.num_heads = 4",
+                "128 or 132",
+            ),
+            (
+                "--mesh tp=3 --set model.num_heads=6 --set model.hidden_size=126 --set model.ffn_hidden_size=500",
+                "model.ffn_hidden_size = 500: is not divisible by parallelism.tp = 3; ",
+                "498 or 501",
+            ),
+            ("--mesh pp=8", "model.num_layers = 4: fewer layers than stages", "pp of at most 4"),
+            ("--mesh dp=3", "training.global_batch_size = 16: is not divisible by dp = 3; ", "15 or 18"),
+            (
+                "--mesh dp=2 --set pipeline.num_microbatches=3",
+                "training.global_batch_size = 16: is not divisible by dp · num_microbatches = 2 · 3 = 6; ",
+                "12 or 18",
+            ),
+            (
+                "--set training.micro_batch_size=3",
+                "training.global_batch_size = 16: is not divisible by dp · micro_batch_size = 1 · 3 = 3; ",
+                "15 or 18",
+            ),
+            (
+                "--set training.micro_batch_size=4 --set pipeline.num_microbatches=8",
+                "training.global_batch_size = 16: is not dp · num_microbatches · micro_batch_size = 1 · 8 · 4 = 32",
+                "use training.global_batch_size = 32",
+            ),
+            (
+                "--mesh pp=4 --set pipeline.num_microbatches=2",
+                "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2",
+                "use 4 or more",
+            ),
+            ("--mesh dp=8,pp=4", "training.global_batch_size = 16: gives each of dp = 8 ranks 2 samples", "32 or more"),
+        ],
+    );
+}
+
+#[test]
+fn sizes_that_no_machine_has() {
+    const HUGE: &str = "4611686018427387904"; // 2^62
+    let set = |key: &str| format!("--set {key}={HUGE}");
+    let batch = "--set training.global_batch_size";
+    refused_alone(
+        "sizes",
+        &[
+            (&set("model.hidden_size"), "model = vocab_size=256,", "parameters, too many to count; use smaller sizes"),
+            (&set("model.vocab_size"), "model = vocab_size=4611686018427387904,", "too many to count"),
+            (&set("model.ffn_hidden_size"), "model = vocab_size=256,", "too many to count"),
+            (&set("model.num_layers"), "model.num_layers = 4611686018427387904: too many layers; ", "or fewer"),
+            (
+                &set("training.global_batch_size"),
+                "training.global_batch_size = 46",
+                "use a smaller batch or model.seq_len",
+            ),
+            (
+                &format!("{batch}=1048576 --set model.hidden_size=65536"),
+                "training.global_batch_size = 1048576: a step",
+                "more ranks",
+            ),
+            (
+                &format!("{batch}=8388608 --set training.micro_batch_size=1 --set model.seq_len=8"),
+                "pipeline.num_microbatches = 8388608: too many over pp = 1; ",
+                "4194304 or fewer",
+            ),
+            (
+                &format!("--mesh dp=100000 {batch}=100000"),
+                "parallelism = dp=100000,tp=1,pp=1: 100000 ranks",
+                "--steps 0 reports",
+            ),
+        ],
+    );
+    let folder = folder("overflow");
+    let faults = refused(&folder, &format!("--mesh dp={HUGE},pp={HUGE} {batch}={HUGE}"));
+    assert!(
+        faults.iter().any(|fault| fault.contains("the number of ranks, dp · tp · pp · cp, overflows")),
+        "{faults:?}"
+    );
+    let faults = refused(&folder, &set("model.seq_len")).join("\n");
+    assert!(faults.contains("tokens a step") && faults.contains("fewer than one sample"), "{faults}");
+}
+
+#[test]
+#[cfg(target_os = "linux")] // Elsewhere nobody has asked the system yet.
+fn more_memory_than_the_machine_has() {
+    let fault = "parallelism = dp=1,tp=1,pp=1: all ranks together need 784.5 TiB, this machine has ";
+    refused_alone("memory", &[("--set model.hidden_size=1048576", fault, "--steps 0 reports on any size")]);
+}
+
+#[test]
+fn a_bad_configuration_file() {
+    let folder = folder("files");
+    let wrong = [
+        ("[training]\nstepz = 3\n", "training.stepz = 3: unknown key; the nearest is training.steps"),
+        ("[trainning]\nsteps = 3\n", "trainning.steps = 3: unknown key; the nearest is training.steps"),
+        ("[model]\nheads = 3\n", "model.heads = 3: unknown key; the nearest is model.num_heads"),
+        ("[model]\nnum_heads = \"4\"\n", "model.num_heads = \"4\": is a string, not a whole number"),
+        ("[model]\nnum_heads = 4.0\n", "model.num_heads = 4.0: is a number with a fraction, not a whole number"),
+        ("[model]\ntie_embeddings = 1\n", "model.tie_embeddings = 1: is a whole number, not a boolean"),
+        ("[optimizer]\nlr = \"fast\"\n", "optimizer.lr = \"fast\": is a string, not a number"),
+        ("[optimizer]\nlr = nan\n", "optimizer.lr = nan: is out of range"),
+        ("[data]\npath = 3\n", "data.path = 3: is a whole number, not a string"),
+        ("model = 3\n", "model = 3: is a whole number, not a section"),
+        ("[training]\ndtype = \"bf16\"\n", "training.dtype = \"bf16\": has not landed yet; use f32"),
+        ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
+        ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": recomputation has not landed yet"),
+        ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
+        ("[model]\nnum_heads = \n", "--config "),
+        ("not toml", "--config "),
+        ("[parallelism]\ndp = 0\n", "parallelism.dp = 0: is below 1"),
+    ];
+    let path = folder.join("bad.toml");
+    for (toml, fault) in wrong {
+        fs::write(&path, toml).unwrap();
+        let faults = refused(&folder, &format!("--config {}", path.display()));
+        assert!(faults.len() == 1 && faults[0].starts_with(fault), "{toml}\nwants {fault}\ngot {faults:?}");
+    }
+    fs::write(&path, b"[model]\n# caf\xe9").unwrap();
+    assert!(refused(&folder, &format!("--config {}", path.display()))[0].contains("is not UTF-8 from byte 13 on"));
+    assert!(refused(&folder, &format!("--config {}", folder.display()))[0].contains("cannot be read: Is a directory"));
+    assert!(refused(&folder, "--config no/such.toml")[0].contains("no/such.toml: cannot be read: No such file"));
+}
+
+#[test]
+fn bad_data() {
+    let folder = folder("bad_data");
+    let ids = |ids: &[u16]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let cases: [(&str, Vec<u8>, &str); 6] = [
+        ("empty.txt", vec![], "is empty"),
+        ("empty.bin", vec![], "is empty"),
+        ("short.txt", b"arma virumque cano".to_vec(), "fewer than one sample of model.seq_len + 1 = 129 tokens"),
+        ("latin1.txt", b"caf\xe9 au lait".repeat(50), "is not UTF-8 from byte 3 on"),
+        ("odd.bin", vec![1; 301], "has 301 bytes, an odd number"),
+        ("beyond.bin", ids(&[[7; 200], [300; 200]].concat()), "token 200 is 300, beyond model.vocab_size = 256"),
+    ];
+    for (name, bytes, problem) in cases {
+        let path = folder.join(name);
+        fs::write(&path, bytes).unwrap();
+        let faults = refused(&folder, &format!("--data {}", path.display()));
+        let start = format!("data.path = {path:?}: ");
+        assert!(faults.len() == 1 && faults[0].starts_with(&start) && faults[0].contains(problem), "{faults:?}");
+    }
+    fs::create_dir(folder.join("nothing")).unwrap();
+    assert!(refused(&folder, &format!("--data {}/nothing", folder.display()))[0].contains("holds no text"));
+    refused_alone(
+        "bad_data",
+        &[
+            ("--data no/such/file", "data.path = \"no/such/file\": does not exist; ", "use a UTF-8 file"),
+            ("--set data.tokenizer=gpt2", "data.tokenizer = \"gpt2\": has 50257 ids", "use model.vocab_size = 50257"),
+            ("--set data.tokenizer=gtp2", "data.tokenizer = \"gtp2\": is neither", "bytes, gpt2 or the path"),
+            ("--set data.tokenizer=Cargo.toml", "data.tokenizer = \"Cargo.toml\": is not a tokenizer.json", ""),
+            (
+                "--set validation.every=1 --set validation.fraction=0.001",
+                "validation.fraction = 0.001: holds out 49 of 49068 tokens",
+                "use a larger fraction",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn metrics_that_cannot_be_written() {
+    let folder = folder("unwritable");
+    let text = folder.join("text.txt");
+    fs::write(&text, "arma virumque cano ".repeat(50)).unwrap();
+    let at = |path: &Path| path.display().to_string();
+    let cases = [
+        (at(&folder), "is a folder"),
+        (at(&folder.join("no/such/run.jsonl")), "its folder does not exist"),
+        (at(&text.join("run.jsonl")), "cannot be written"),
+        // Found out before what would be lost is lost.
+        (format!("{0} --data {0}", at(&text)), "would replace what data.path reads"),
+        (format!("{} --data {}", at(&text), at(&folder)), "would replace what data.path reads"),
+        ("Cargo.toml --config Cargo.toml".to_owned(), "would replace what --config reads"),
+    ];
+    for (line, problem) in cases {
+        let ended = run(&format!("--metrics {line}"));
+        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{line}\n{}", ended.err);
+        assert!(ended.err.contains("--metrics ") && ended.err.contains(problem), "{line}\n{}", ended.err);
+    }
+    assert!(fs::read_to_string(&text).unwrap().starts_with("arma"));
+}
+
+#[test]
+fn old_metrics_survive_a_refusal() {
+    let path = folder("old_metrics").join("run.jsonl");
+    fs::write(&path, "an old run\n").unwrap();
+    for line in ["--mesh dp=0", "--data no/such/file", "--set optimizer.lr=-1"] {
+        assert_eq!(run(&format!("{line} --metrics {}", path.display())).code, Some(2));
+        assert_eq!(fs::read_to_string(&path).unwrap(), "an old run\n", "{line}");
+    }
+}
+
+#[test]
+fn all_faults_come_at_once() {
+    let folder = folder("all_faults");
+    let path = folder.join("bad.toml");
+    fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"bf16\"\n")
+        .unwrap();
+    let flags = format!("--config {} --mesh dp=3 --data no/such/text --device cuda --step 3", path.display());
+    let faults = refused(&folder, &flags);
+    let keys: Vec<&str> = faults.iter().map(|fault| fault.split([':', ' ']).next().unwrap()).collect();
+    let expected = [
+        "--step",
+        "model.width",
+        "optimizer.lr",
+        "training.dtype",
+        "--device",
+        "model.hidden_size",
+        "training.global_batch_size",
+        "data.path",
+    ];
+    assert_eq!(keys, expected, "{faults:#?}");
+}

@@ -1,0 +1,28 @@
+//! The main job: a GPT that learns real text over a mesh.
+
+use crate::program::{SMALL, folder, lines, numbers, succeed};
+
+#[test]
+fn a_gpt_learns_latin_over_16_ranks() {
+    let path = folder("learning").join("run.jsonl");
+    let out = succeed(&format!("--mesh dp=2,tp=4,pp=2 --steps 40 --metrics {}", path.display()));
+    let losses = numbers(&lines(&path), "step", "loss");
+    assert!((5.4..5.7).contains(&losses[0]), "an untrained model guesses one of 256 bytes: {}", losses[0]);
+    assert!(losses[39] < 3.6, "{losses:?}");
+    assert!(out.contains("\nA sample of the trained model:\nNon eram nescius"), "{out}");
+}
+
+#[test]
+fn every_optimizer_and_schedule_of_the_rate_learns() {
+    let folder = folder("optimizers");
+    for settings in [
+        "--set optimizer.name=sgd --set optimizer.lr=0.5 --set optimizer.momentum=0.9",
+        "--set optimizer.lr=0.01 --set lr_scheduler.warmup_steps=5 --set lr_scheduler.decay=cosine",
+        "--set optimizer.lr=0.01 --set lr_scheduler.decay=linear --set lr_scheduler.min_lr_factor=0.1",
+        "--set optimizer.lr=0.01 --set model.tie_embeddings=false --set training.max_norm=0 --set model.dropout=0.1",
+    ] {
+        let run = crate::program::metrics(&folder, &format!("{SMALL} --mesh dp=2,tp=2 --steps 30 {settings}"));
+        let losses = numbers(&run, "step", "loss");
+        assert!(losses[29] < losses[0] - 1.0, "{settings}: {losses:?}");
+    }
+}
