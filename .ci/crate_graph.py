@@ -12,8 +12,8 @@ Reads the drawing between `<!-- crate graph -->` and `<!-- end -->`. A line of i
 Checks: the drawing has every crate of the workspace and its imports to the letter (dev-dependencies left out); every arrow
 goes to a lower layer; crates marked `nothing at all` have no dependency of any kind but dev; crates marked `dev only` are
 imported for tests alone; every crate forbids unsafe code but those listed between `<!-- unsafe -->` and `<!-- end -->`, where
-it stands in the files listed and in no other; every path in backticks exists, from the root or from
-`crates/`, and every name_like_this occurs in some source.
+it stands in the files listed and in no other; every path in backticks exists, from the root or from `crates/`, and every
+name_like_this occurs in some source.
 """
 
 import json
