@@ -8,7 +8,7 @@
 
 use super::Float;
 #[cfg(target_arch = "x86_64")]
-use super::gemm::{self, Path};
+use super::gemm::{Path, product};
 
 /// Whether an output is replaced or added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,7 +133,7 @@ impl Product for f32 {
         #[cfg(target_arch = "x86_64")]
         if let Some(path) = Path::best() {
             // SAFETY: this CPU runs the path; the rest is the caller's promise, word for word.
-            return unsafe { gemm::product(path, dims, a, b, c, update) };
+            return unsafe { product(path, dims, a, b, c, update) };
         }
         // SAFETY: the caller's promise.
         unsafe { portable_f32(dims, a, b, c, update) }
