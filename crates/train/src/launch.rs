@@ -58,6 +58,7 @@ fn run_rank(
 ) -> Result<Outcome, TrainError> {
     let steps = config.training.steps;
     let started = Instant::now();
+    // Dropped last: that waits for whoever reads the progress, and the other ranks must not wait along.
     let mut reporter = match rank.world_rank() {
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,
@@ -83,7 +84,7 @@ fn run_rank(
         }
         outcome.stopped = outcome.steps < steps && agree_to_stop(trainer.rank(), stop)?;
     }
-    if let Some(reporter) = reporter {
+    if let Some(reporter) = &mut reporter {
         reporter.end(&outcome, started)?;
     }
     if outcome.steps > 0 && !outcome.stopped {
@@ -151,9 +152,9 @@ impl Reporter {
         Ok(())
     }
 
-    /// The end of training, and of the progress: what is printed next comes below it.
-    fn end(self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
-        if let Some(mut metrics) = self.metrics {
+    /// The end of training.
+    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
+        if let Some(metrics) = &mut self.metrics {
             let seconds = started.elapsed().as_secs_f64();
             metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds })?;
         }
