@@ -98,11 +98,11 @@ fn help_and_report_without_a_reader_are_quiet() {
 #[test]
 fn a_reader_that_pauses_does_not_fail_the_run() {
     // More lines than a pipe holds, and a pause longer than ranks wait for each other.
-    let lines = "--set validation.every=1 --set validation.steps=1 --set comm.timeout_seconds=0.5";
+    let lines = "--set validation.every=1 --set validation.steps=1 --set comm.timeout_seconds=2";
     let sizes = "--set model.num_layers=1 --set model.seq_len=4 --set training.global_batch_size=2";
     let line = format!("{SMALL} --mesh dp=2 --steps 4000 {lines} {sizes}");
     let mut running = Running::start_unread(&mut command(&line));
-    thread::sleep(Duration::from_secs(2));
+    thread::sleep(Duration::from_secs(5));
     let mut out = String::new();
     running.child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
     let ended = running.end();
