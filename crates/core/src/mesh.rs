@@ -135,14 +135,6 @@ impl Mesh {
         }
     }
 
-    /// This mesh with the missing ones of `axes` added at degree 1.
-    pub fn with_axes(mut self, axes: &[Axis]) -> Self {
-        for axis in axes {
-            self.degrees[axis.index()].get_or_insert(1);
-        }
-        self
-    }
-
     /// The axes of this mesh, fastest first.
     pub fn axes(&self) -> impl Iterator<Item = Axis> + use<> {
         let degrees = self.degrees;

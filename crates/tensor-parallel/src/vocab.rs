@@ -35,9 +35,4 @@ impl VocabParallelEmbedding {
     pub fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
         logits.vocab_parallel_cross_entropy(targets, Axis::Tp, self.vocab)
     }
-
-    /// Size of the vocabulary, padding not counted.
-    pub fn vocab(&self) -> usize {
-        self.vocab
-    }
 }

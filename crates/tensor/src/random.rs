@@ -10,17 +10,11 @@
 
 use std::f32::consts::TAU;
 
-/// Names one random stream. Made by [`key`] and [`Key::fold_in`].
+/// Names one random stream. Made by [`key`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key([u32; 2]);
 
 impl Key {
-    /// A stream of its own for each `data`, for example the dropout of one layer at each step.
-    pub fn fold_in(self, data: u64) -> Key {
-        let Key([low, high]) = self;
-        Key::from_hash(mix(u64::from(low) | u64::from(high) << 32) ^ data)
-    }
-
     /// Mixes a hash, so that near hashes give unrelated keys.
     fn from_hash(hash: u64) -> Key {
         let mixed = mix(hash);
@@ -234,7 +228,6 @@ mod tests {
     fn streams_are_stable() {
         let k = key(42, "wte");
         assert_eq!(k, Key([618_401_186, 3_467_950_444]));
-        assert_eq!(k.fold_in(7), Key([549_554_939, 1_227_845_268]));
         let words = [12_854_457.0, 7_325_705.0, 11_662_485.0, 7_595_009.0];
         assert_eq!([0, 1, 2, 3].map(|i| uniform(k, i)), words.map(|word| word * ULP));
         assert_eq!([0, 1, 2, 3].map(|i| normal(k, i)), [-0.672_773_3, 0.282_910_43, -0.815_423_2, 0.249_747_93]);
@@ -243,8 +236,8 @@ mod tests {
     #[test]
     fn every_seed_name_and_fold_is_another_stream() {
         let mut keys = vec![key(0, ""), key(0, "a"), key(0, "b"), key(1, "a"), key(1, "ab"), key(256, "a")];
-        keys.extend((0..100).map(|step| key(0, "a").fold_in(step)));
-        keys.extend((0..100).map(|step| key(0, "b").fold_in(step)));
+        keys.extend((0..100).map(|step| key(0, &format!("a@{step}"))));
+        keys.extend((0..100).map(|step| key(0, &format!("b@{step}"))));
         let distinct: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
         // The whole index counts, not its low 32 bits: tensors and masks can be that long.

@@ -1,31 +1,22 @@
 //! Twenty steps of AdamW with clipping: the loss of every step follows that of the one-rank run.
 
-use crate::cases::{ADAMW, Case, DROPOUT, Model, UNEVEN, UNTIED};
+use crate::cases::{ADAMW, Case, DROPOUT, UNEVEN, UNTIED};
 use crate::world::{on_mesh, train};
 
 const STEPS: usize = 20;
 /// Largest relative difference of a loss. Adam divides by the size of the gradient, so rounding grows from step to step.
 const TOLERANCE: f64 = 1e-5;
 
-const fn case(
-    model: &'static Model,
-    (dp, tp, pp): (usize, usize, usize),
-    sequence_parallel: bool,
-    micros: usize,
-) -> Case {
-    Case { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros }
-}
-
 #[rustfmt::skip] // A table: one case, one line.
 static CASES: [Case; 8] = [
-    case(&UNEVEN,  (4, 1, 1), false, 2),
-    case(&UNEVEN,  (1, 4, 1), true,  1),
-    case(&UNEVEN,  (1, 1, 4), false, 8),
-    case(&UNEVEN,  (2, 2, 2), true,  4),
-    case(&UNEVEN,  (2, 4, 2), false, 4),
-    case(&UNTIED,  (2, 2, 4), true,  4),
-    case(&DROPOUT, (4, 2, 1), true,  2),
-    case(&DROPOUT, (1, 2, 2), false, 4),
+    Case::of_1f1b(&UNEVEN,  (4, 1, 1), false, 2),
+    Case::of_1f1b(&UNEVEN,  (1, 4, 1), true,  1),
+    Case::of_1f1b(&UNEVEN,  (1, 1, 4), false, 8),
+    Case::of_1f1b(&UNEVEN,  (2, 2, 2), true,  4),
+    Case::of_1f1b(&UNEVEN,  (2, 4, 2), false, 4),
+    Case::of_1f1b(&UNTIED,  (2, 2, 4), true,  4),
+    Case::of_1f1b(&DROPOUT, (4, 2, 1), true,  2),
+    Case::of_1f1b(&DROPOUT, (1, 2, 2), false, 4),
 ];
 
 /// The losses of all steps, which every rank must report alike.

@@ -89,6 +89,16 @@ impl Case {
         Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", micros: 1 }
     }
 
+    /// The model on a mesh of (dp, tp, pp), with schedule `1f1b`.
+    pub const fn of_1f1b(
+        model: &'static Model,
+        (dp, tp, pp): (usize, usize, usize),
+        sequence_parallel: bool,
+        micros: usize,
+    ) -> Self {
+        Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros }
+    }
+
     /// The configuration, with `more` sections: `[training]` and `[optimizer]`.
     pub fn config(&self, more: &str) -> Config {
         let &Self { model, dp, tp, pp, sequence_parallel, schedule, micros } = self;

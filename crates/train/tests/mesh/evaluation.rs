@@ -1,6 +1,6 @@
 //! Validation loss and next-token logits are the same on any mesh, and leave training alone.
 
-use crate::cases::{BATCH, Case, DROPOUT, Model, SEQ, SGD, UNEVEN, UNTIED};
+use crate::cases::{BATCH, Case, DROPOUT, SEQ, SGD, UNEVEN, UNTIED};
 use crate::world::{assert_same_report, on_mesh, train};
 use meshwork_testkit::parity::assert_close;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
@@ -32,25 +32,16 @@ fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
     ranks.into_iter().next().unwrap()
 }
 
-const fn case(
-    model: &'static Model,
-    (dp, tp, pp): (usize, usize, usize),
-    sequence_parallel: bool,
-    micros: usize,
-) -> Case {
-    Case { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros }
-}
-
 #[rustfmt::skip] // A table: one case, one line.
 static CASES: [Case; 8] = [
-    case(&UNEVEN,  (4, 1, 1), false, 2),
-    case(&UNEVEN,  (1, 4, 1), false, 1),
-    case(&UNEVEN,  (1, 4, 1), true,  1),
-    case(&UNEVEN,  (1, 1, 4), false, 8),
-    case(&UNEVEN,  (2, 4, 2), true,  4),
-    case(&UNTIED,  (2, 2, 4), false, 4),
-    case(&UNTIED,  (4, 2, 1), true,  1),
-    case(&DROPOUT, (2, 2, 2), true,  2),
+    Case::of_1f1b(&UNEVEN,  (4, 1, 1), false, 2),
+    Case::of_1f1b(&UNEVEN,  (1, 4, 1), false, 1),
+    Case::of_1f1b(&UNEVEN,  (1, 4, 1), true,  1),
+    Case::of_1f1b(&UNEVEN,  (1, 1, 4), false, 8),
+    Case::of_1f1b(&UNEVEN,  (2, 4, 2), true,  4),
+    Case::of_1f1b(&UNTIED,  (2, 2, 4), false, 4),
+    Case::of_1f1b(&UNTIED,  (4, 2, 1), true,  1),
+    Case::of_1f1b(&DROPOUT, (2, 2, 2), true,  2),
 ];
 
 #[test]

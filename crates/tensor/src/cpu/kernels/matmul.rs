@@ -44,30 +44,6 @@ pub fn gemm<T: Float>(
     unsafe { T::product([m, n, k], a, b, c, update) }
 }
 
-/// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
-pub fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
-    assert_lengths([(x.len(), m * k), (w.len(), n * k), (y.len(), m * n)]);
-    gemm([m, n, k], (x, (k, 1)), (w, (1, k)), (y, (n, 1)), Update::Overwrite);
-}
-
-/// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
-pub fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
-    assert_lengths([(dy.len(), m * n), (w.len(), n * k), (dx.len(), m * k)]);
-    gemm([m, k, n], (dy, (n, 1)), (w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
-}
-
-/// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
-pub fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
-    assert_lengths([(dy.len(), m * n), (x.len(), m * k), (dw.len(), n * k)]);
-    gemm([n, k, m], (dy, (1, n)), (x, (k, 1)), (dw, (k, 1)), update);
-}
-
-fn assert_lengths(operands: [(usize, usize); 3]) {
-    for (got, want) in operands {
-        assert_eq!(got, want, "elements of an operand");
-    }
-}
-
 /// Whether a `rows` by `columns` matrix lies inside a slice of `len` elements, and its strides inside `isize`.
 fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len: usize) {
     assert!(
@@ -184,6 +160,21 @@ mod tests {
     use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
     use super::*;
     use proptest::prelude::*;
+
+    /// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
+    fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
+        gemm([m, n, k], (x, (k, 1)), (w, (1, k)), (y, (n, 1)), Update::Overwrite);
+    }
+
+    /// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
+    fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
+        gemm([m, k, n], (dy, (n, 1)), (w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
+    }
+
+    /// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
+    fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
+        gemm([n, k, m], (dy, (1, n)), (x, (k, 1)), (dw, (k, 1)), update);
+    }
 
     /// Three loops over flat operands with strides.
     fn naive([m, n, k]: [usize; 3], a: (&[f64], Strides), b: (&[f64], Strides)) -> Vec<f64> {

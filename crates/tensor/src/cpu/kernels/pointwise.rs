@@ -18,13 +18,6 @@ pub fn add_assign<T: Float>(acc: &mut [T], x: &[T]) {
     }
 }
 
-/// `x *= factor`.
-pub fn scale<T: Float>(x: &mut [T], factor: T) {
-    for x in x {
-        *x *= factor;
-    }
-}
-
 /// `out[i, j] = x[i, j] + bias[j]`. Overwrites.
 pub fn bias<T: Float>(x: &[T], bias: &[T], out: &mut [T]) {
     for_rows(bias, [x, x], out, |b, [x, _]| x + b);
@@ -77,8 +70,6 @@ mod tests {
             prop_assert!((0..len).all(|i| out[i] == a[i] + b[i]));
             add_assign(&mut out, &b);
             prop_assert!((0..len).all(|i| out[i] == a[i] + b[i] + b[i]));
-            scale(&mut out, 0.25);
-            prop_assert!((0..len).all(|i| out[i] == (a[i] + b[i] + b[i]) * 0.25));
             bias(&a, &row, &mut out);
             prop_assert!((0..len).all(|i| out[i] == a[i] + row[i % n]));
             bias_residual(&a, &row, &b, &mut out);
