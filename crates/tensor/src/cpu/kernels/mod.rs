@@ -11,6 +11,10 @@
 //! give the bits of one call on the concatenated rows.
 
 mod float;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, unused_imports, unused_variables, unused_unsafe, unreachable_code)
+)]
 mod gemm;
 mod reduce;
 

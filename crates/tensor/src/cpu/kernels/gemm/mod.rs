@@ -49,7 +49,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 mod tests;
 
 use super::matmul::{Finish, Precision, Strides, Update};
@@ -79,18 +79,23 @@ const A_IN_PLACE: usize = 512;
 /// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache: packed in any case.
 const ALIASED: usize = 1024;
 
-/// An implementation of the product: the instructions it needs, and the precision.
+/// An implementation of the product: the instructions it needs, and the precision. Elsewhere than on x86-64 there is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// `avx512f`: tiles of 14 by 32.
+    #[cfg(target_arch = "x86_64")]
     Avx512,
     /// `avx2` and `fma`: tiles of 6 by 16.
+    #[cfg(target_arch = "x86_64")]
     Avx2,
     /// `avx512bf16`: the tiles of `avx512f`, two terms at a time.
+    #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     /// `avx512f` on rounded operands.
+    #[cfg(target_arch = "x86_64")]
     Avx512Rounded,
     /// `avx2` and `fma` on rounded operands.
+    #[cfg(target_arch = "x86_64")]
     Avx2Rounded,
 }
 
@@ -98,22 +103,27 @@ pub enum Path {
 macro_rules! for_micro {
     ($path:expr, $M:ident => $body:expr) => {
         match $path {
+            #[cfg(target_arch = "x86_64")]
             Path::Avx512 => {
                 type $M = Avx512;
                 $body
             }
+            #[cfg(target_arch = "x86_64")]
             Path::Avx2 => {
                 type $M = Avx2;
                 $body
             }
+            #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 => {
                 type $M = Avx512Bf16;
                 $body
             }
+            #[cfg(target_arch = "x86_64")]
             Path::Avx512Rounded => {
                 type $M = Rounded<Avx512>;
                 $body
             }
+            #[cfg(target_arch = "x86_64")]
             Path::Avx2Rounded => {
                 type $M = Rounded<Avx2>;
                 $body
@@ -124,6 +134,13 @@ macro_rules! for_micro {
 
 impl Path {
     /// All paths of a precision, the fastest first.
+    #[cfg(not(target_arch = "x86_64"))]
+    fn all(_: Precision) -> &'static [Path] {
+        &[]
+    }
+
+    /// All paths of a precision, the fastest first.
+    #[cfg(target_arch = "x86_64")]
     fn all(precision: Precision) -> &'static [Path] {
         match precision {
             Precision::F32 => &[Path::Avx512, Path::Avx2],
@@ -139,8 +156,11 @@ impl Path {
     /// Whether this CPU has the instructions.
     fn runs_here(self) -> bool {
         match self {
+            #[cfg(target_arch = "x86_64")]
             Path::Avx512 | Path::Avx512Rounded => is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "x86_64")]
             Path::Avx2 | Path::Avx2Rounded => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 => is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw"),
         }
     }
