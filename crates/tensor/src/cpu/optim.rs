@@ -5,8 +5,9 @@ use meshwork_core::Buffer;
 use std::ops::Range;
 
 impl Optim for Cpu {
-    fn zero(&self, x: &mut Buffer) -> Result<()> {
-        x.as_bytes_mut()?.fill(0);
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
+        let size = x.dtype().size();
+        x.as_bytes_mut()?[range.start * size..range.end * size].fill(0);
         Ok(())
     }
 

@@ -13,8 +13,8 @@ pub trait UpdateRule {
 
 /// Flat vectors of weights, gradients and optimizer states.
 pub trait Optim: Debug {
-    /// All elements to zero.
-    fn zero(&self, x: &mut Buffer) -> Result<()>;
+    /// A range of elements to zero.
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
     /// Σ x² over a range, accumulated in f64.
     fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64>;
