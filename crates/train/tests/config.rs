@@ -32,7 +32,7 @@ fn the_defaults_are_those_of_the_contract() {
     assert_eq!([p.dp, p.tp, p.pp, p.cp, p.ep, p.expert_tensor_parallel], [1; 6]);
     assert_eq!((p.sequence_parallel, p.zero_stage, p.context_parallel_method.as_str()), (false, 0, "ring"));
     let p = &c.pipeline;
-    assert_eq!((p.schedule.as_str(), p.virtual_stages, p.partition.as_str()), ("1f1b", 1, "uniform"));
+    assert_eq!((p.schedule.as_str(), p.virtual_stages, &p.partition[..]), ("1f1b", 1, &[4][..]));
     let t = &c.training;
     assert_eq!((t.steps, t.global_batch_size, t.seed, t.max_norm), (100, 16, 1234, 1.0));
     assert_eq!((t.dtype.as_str(), t.numerics.as_str()), ("f32", "fast"));
@@ -75,6 +75,17 @@ fn flags_take_both_forms_and_later_ones_win() {
     let c = config("--data 2024 --set data.tokenizer=\"gpt2\" --set model.dropout=0.5");
     assert_eq!((c.data.path.as_deref(), c.data.tokenizer.as_str(), c.model.dropout), (Some("2024"), "gpt2", 0.5));
     assert!(Args::parse(["--help"]).help && !args("--steps 1").help);
+}
+
+#[test]
+fn layers_are_dealt_to_stages() {
+    let dealt = |line: &str| config(&format!("--mesh pp=3 {line}")).pipeline.partition;
+    assert_eq!(dealt(""), [2, 1, 1]);
+    assert_eq!(dealt("--set pipeline.partition=uniform"), [2, 1, 1]);
+    assert_eq!(dealt("--set pipeline.partition=[0,4,0]"), [0, 4, 0]);
+    assert_eq!(dealt("--set pipeline.partition=[1,0,0] --set model.num_layers=1"), [1, 0, 0]);
+    let file = file("partition.toml", "[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]\n");
+    assert_eq!(config(&format!("--config {}", file.display())).pipeline.partition, [4, 0]);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod cli;
 mod fault;
 pub mod keys;
 mod mesh;
+mod partition;
 mod preset;
 mod reference;
 mod resolve;

@@ -53,7 +53,8 @@ pub struct Pipeline {
     pub schedule: String,
     pub virtual_stages: usize,
     pub num_microbatches: usize,
-    pub partition: String,
+    /// Layers of each stage, `uniform` worked out.
+    pub partition: Vec<usize>,
 }
 
 /// Section `[training]`.
