@@ -226,6 +226,10 @@ fn unknown_words_hear_of_the_nearest() {
             "pipeline.schedule = \"zbh1\" (from --set): unknown; the nearest, zb_h1, has not landed yet; use gpipe or 1f1b",
         ),
         (
+            "--set training.dtype=f16",
+            "training.dtype = \"f16\" (from --set): unknown; the nearest is bf16; use one of f32, bf16",
+        ),
+        (
             "--set optimizer.name=adam",
             "optimizer.name = \"adam\" (from --set): unknown; the nearest is adamw; use one of adamw, sgd",
         ),
@@ -249,7 +253,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "pipeline.schedule=dualpipe_v",
         "pipeline.schedule=pipedream",
         "pipeline.schedule=pipedream_2bw",
-        "training.dtype=bf16",
         "training.numerics=canonical",
         "memory.recompute=full",
         "memory.offload=cpu",
@@ -398,7 +401,7 @@ fn the_decay_must_outlast_the_warm_up() {
 fn all_faults_come_at_once() {
     let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[moe]\n");
     let line = format!(
-        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=bf16 --data no/such/text --metrics no/such/dir/m.jsonl \
+        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=f16 --data no/such/text --metrics no/such/dir/m.jsonl \
          --device cuda",
         path.display()
     );

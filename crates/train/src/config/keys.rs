@@ -190,7 +190,7 @@ pub static SECTIONS: &[Section] = &[
         key("global_batch_size", Count(1), int(16), "Samples per step, over all ranks: dp · num_microbatches · micro_batch_size."),
         key("micro_batch_size", Count(1), Derived("by batch and micro-batches"), "Samples per micro-batch."),
         key("seed", Count(0), int(1234), "Seed of initialisation, sample order and dropout."),
-        key("dtype", words(&["f32"], &["bf16"]), text("f32"), "Type of weights and activations."),
+        key("dtype", words(&["f32", "bf16"], &[]), text("f32"), "Type of the factors in matrix products and attention: bf16 rounds them and adds up in f32. All that is kept or sent is f32: weights, activations, gradients, optimizer states."),
         key("max_norm", Number(Interval::NotNegative), float(1.0), "Global gradient norm above which gradients are scaled down; 0 = off."),
         key("numerics", words(&["fast"], &["canonical"]), text("fast"), "Whether all meshes give the same bits (canonical)."),
     ]},
