@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
-use meshwork_tensor::Precision;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
 
 /// Section `[model]`.
