@@ -1,7 +1,7 @@
 use super::kernels::{embedding, pointwise};
 use super::{Cpu, PIECE, for_float, row_piece};
 use crate::error::{Error, Result};
-use crate::family::Embedding;
+use crate::family::{Embedding, TableGrad};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use std::ops::Range;
@@ -32,22 +32,26 @@ impl Embedding for Cpu {
         ids: &Buffer,
         dout: &Buffer,
         rows: Range<usize>,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
         for_float!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
-            self.output::<T>(table_rows * width, |dtable| {
-                // Each piece of the table looks through all ids for its own: few pieces, as the words seen most lie
-                // together.
-                let (held, padding) = dtable.split_at_mut(rows.len() * width);
+            let TableGrad { buffer, start, rows: table_rows, accumulate } = dtable;
+            let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
+            let (held, padding) = dtable.split_at_mut(rows.len() * width);
+            if !accumulate {
                 padding.fill(0.0);
-                let part = rows.len().div_ceil(GRAD_PIECES).max(1);
-                share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+            }
+            // Each piece of the table looks through all ids for its own: few pieces, as the words seen most lie together.
+            let part = rows.len().div_ceil(GRAD_PIECES).max(1);
+            share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+                if !accumulate {
                     dtable.fill(0.0);
-                    embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
-                });
-            })
+                }
+                embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
+            });
+            Ok(())
         })
     }
 

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
     use crate::cpu::kernels::Float;
     use crate::random::{fill_normal, key};
-    use meshwork_core::{DType, Element};
+    
 
     fn buffer(x: &[f32]) -> Buffer {
         Buffer::from_slice(x)
@@ -134,8 +134,14 @@ mod tests {
         weights.as_mut_slice::<f32>().unwrap()[PIECE] = 1234.0 - 1.0 - grads[PIECE] * 2.0;
         let refused = cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range);
         assert!(refused.unwrap_err().to_string().contains("seen"));
-        cpu.zero(&mut weights).unwrap();
-        assert_eq!(weights.dtype(), DType::F32);
-        assert!(weights.as_slice::<f32>().unwrap().iter().all(|&w| w == 0.0) && f32::DTYPE == DType::F32);
+    }
+
+    #[test]
+    fn zeros_reach_each_element_of_the_range_and_no_other() {
+        let (count, range) = (4 * PIECE, 7..3 * PIECE + 1);
+        let mut x = buffer(&vec![0.5; count]);
+        Cpu::default().zero(&mut x, range.clone()).unwrap();
+        let x = x.as_slice::<f32>().unwrap();
+        assert!((0..count).all(|i| x[i] == if range.contains(&i) { 0.0 } else { 0.5 }));
     }
 }
