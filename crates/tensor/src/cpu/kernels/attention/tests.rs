@@ -16,19 +16,19 @@ fn dropout(p: f32) -> Dropout {
 }
 
 /// Output and lse. Every buffer starts as NaN: what is not overwritten shows.
-fn run<T: Float>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
+fn run<T: Tiled>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
     let nan = T::from(f32::NAN);
     let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
-    forward(d, qkv, &mut out, &mut lse, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    forward(d, qkv, &mut out, &mut lse, dropout);
     [out, lse]
 }
 
-fn run_backward<T: Float>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
+fn run_backward<T: Tiled>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
     let nan = T::from(f32::NAN);
     let [out, lse] = run(d, qkv, dropout);
     let saved = Saved { qkv, out: &out, lse: &lse };
     let mut dqkv = vec![nan; qkv.len()];
-    backward(d, saved, dout, &mut dqkv, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    backward(d, saved, dout, &mut dqkv, dropout);
     dqkv
 }
 
