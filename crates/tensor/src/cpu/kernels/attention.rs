@@ -160,7 +160,7 @@ fn forward_head<T: Tiled>(
     dropout: HeadDropout,
 ) {
     let Dims { seq, head_dim, .. } = dims;
-    let (in_row, _) = dims.rows();
+    let ((in_row, _), scale) = (dims.rows(), dims.scale());
     let stride = seq.next_multiple_of(VECTOR) + VECTOR;
     let lens = [
         tiles.packed_len([head_dim, seq]),
@@ -176,11 +176,10 @@ fn forward_head<T: Tiled>(
             let (first, height, live) = (rows.start, rows.len(), rows.end);
             let q = (&q[first * in_row..], (in_row, 1));
             tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite);
-            let mut inverses = [T::ZERO; tiles::MAX_ROWS];
-            let lse = &mut lse[rows.clone()];
-            wide(|| {
-                for (r, row) in scores.chunks_exact_mut(stride).take(height).enumerate() {
-                    (lse[r], inverses[r]) = softmax(dims.scale(), row, first + r + 1, live);
+            let mut totals = [[T::ZERO; 2]; tiles::MAX_ROWS];
+            wide(#[inline(always)] || {
+                for ((i, row), total) in rows.clone().zip(scores.chunks_exact_mut(stride)).zip(&mut totals) {
+                    *total = softmax(scale, row, i + 1);
                 }
             });
             if let Some((mask, start)) = dropout {
@@ -195,7 +194,9 @@ fn forward_head<T: Tiled>(
                 let p = (&scores[keys.start..], (stride, 1));
                 tiles.times(height, p, (values, keys, 0..head_dim), (sums, head_dim), update);
             }
-            for ((i, sums), inverse) in rows.zip(sums.chunks_exact(head_dim)).zip(inverses) {
+            for ((i, sums), [max, total]) in rows.zip(sums.chunks_exact(head_dim)).zip(totals) {
+                lse[i] = T::from_f64(max.to_f64() + total.to_f64().ln());
+                let inverse = T::ONE / total;
                 out.row(i).iter_mut().zip(sums).for_each(|(o, &sum)| *o = sum * inverse);
             }
         }
@@ -214,7 +215,7 @@ fn backward_head<T: Tiled>(
     /// Between rows of a square of scores.
     const STRIDE: usize = BLOCK + VECTOR;
     let Dims { seq, head_dim, .. } = dims;
-    let (in_row, out_row) = dims.rows();
+    let ((in_row, out_row), scale) = (dims.rows(), dims.scale());
     let ([by_feature, by_row], square) = ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let block = BLOCK * head_dim;
     let lens =
@@ -225,10 +226,10 @@ fn backward_head<T: Tiled>(
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
         let qs = tiles.pack([seq, head_dim], (q, (in_row, 1)), qs);
         let gs = tiles.pack([seq, head_dim], (dout, (out_row, 1)), gs);
-        wide(|| {
+        wide(#[inline(always)] || {
             for (i, d) in dots.iter_mut().enumerate() {
                 let at = i * out_row;
-                *d = reduce::sum2(&dout[at..][..head_dim], &out[at..][..head_dim], |g, o| g * o);
+                *d = dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
             }
         });
         for keys in blocks(0..seq, BLOCK) {
@@ -251,11 +252,11 @@ fn backward_head<T: Tiled>(
                         &factors[..height * STRIDE]
                     });
                     factors.into_iter().for_each(|factors| multiply(ds, factors));
-                    wide(|| {
+                    wide(#[inline(always)] || {
                         let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
                         for (i, (p, ds)) in rows {
                             let shown = live.len().min(i + 1 - keys.start);
-                            softmax_backward(dims.scale(), [lse[i], dots[i]], [p, ds], shown, live.len());
+                            softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
                         }
                     });
                     factors.into_iter().for_each(|factors| multiply(p, factors));
@@ -287,37 +288,74 @@ fn backward_head<T: Tiled>(
     });
 }
 
-/// Turns the first `live` products of a row into `e^{S - max}`, those up to `end` and to a whole vector into zeros;
-/// returns the log-sum-exp, and what makes probabilities of the rest.
+/// Turns the first `live` products of a row into `e^{S - max}` and those after them, up to a whole vector and one more,
+/// into zeros; returns the largest `S` and the total.
 #[inline(always)]
-fn softmax<T: Float>(scale: T, row: &mut [T], live: usize, end: usize) -> (T, T) {
-    let whole = live.next_multiple_of(VECTOR);
-    row[live..whole].fill(T::NEG_INFINITY);
-    row[whole..whole.max(end)].fill(T::ZERO);
-    let row = &mut row[..whole];
-    let max = reduce::max(row);
-    for s in row.iter_mut() {
-        *s = ((*s - max) * scale).exp();
+fn softmax<T: Float>(scale: T, row: &mut [T], live: usize) -> [T; 2] {
+    let (row, after) = vectors(row, live, T::NEG_INFINITY);
+    let mut max = [T::NEG_INFINITY; VECTOR];
+    for x in row.iter() {
+        for l in 0..VECTOR {
+            max[l] = x[l].larger(max[l]);
+        }
     }
-    let total = reduce::sum(row, |e| e);
-    (T::from_f64((max * scale).to_f64() + total.to_f64().ln()), T::ONE / total)
+    let max = reduce::fold_lanes(max, T::larger);
+    for x in row.as_flattened_mut() {
+        *x = ((*x - max) * scale).exp();
+    }
+    after.fill(T::ZERO);
+    let mut total = 0.0;
+    for block in row.chunks(reduce::BLOCK / VECTOR) {
+        let mut sums = [T::ZERO; VECTOR];
+        for x in block {
+            for l in 0..VECTOR {
+                sums[l] += x[l];
+            }
+        }
+        total += reduce::fold_lanes(sums, |a, b| a + b).to_f64();
+    }
+    [max * scale, T::from_f64(total)]
 }
 
-/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those up to `end` and to a whole
-/// vector into zeros.
+/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole
+/// vector and one more, into zeros.
 #[inline(always)]
-fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize, end: usize) {
-    let whole = live.next_multiple_of(VECTOR);
-    let end = whole.max(end);
-    for (x, hidden) in [(&mut *p, T::NEG_INFINITY), (&mut *ds, T::ZERO)] {
-        x[live..whole].fill(hidden);
-        x[whole..end].fill(T::ZERO);
-    }
-    for (p, ds) in p[..whole].iter_mut().zip(&mut ds[..whole]) {
+fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize) {
+    let ((p, p_after), (ds, ds_after)) = (vectors(p, live, T::NEG_INFINITY), vectors(ds, live, T::ZERO));
+    for (p, ds) in p.as_flattened_mut().iter_mut().zip(ds.as_flattened_mut()) {
         let probability = (*p * scale - lse).exp();
         *ds = probability * (*ds - d) * scale;
         *p = probability;
     }
+    p_after.fill(T::ZERO);
+    ds_after.fill(T::ZERO);
+}
+
+/// The first `live` elements of a row in whole vectors, the last one filled up; and the vector after them.
+#[inline(always)]
+fn vectors<T: Float>(row: &mut [T], live: usize, filling: T) -> (&mut [[T; VECTOR]], &mut [T; VECTOR]) {
+    row[live..][..VECTOR].fill(filling);
+    let (row, _) = row.as_chunks_mut();
+    let (row, after) = row.split_at_mut(live.div_ceil(VECTOR));
+    (row, &mut after[0])
+}
+
+/// `Σ_e x_e y_e`, in the order of `reduce.rs`.
+#[inline(always)]
+fn dot<T: Float>(x: &[T], y: &[T]) -> T {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
+    let mut sums = [T::ZERO; VECTOR];
+    for (x, y) in x.iter().zip(y) {
+        for l in 0..VECTOR {
+            sums[l] += x[l] * y[l];
+        }
+    }
+    let mut rest = [T::ZERO; VECTOR];
+    rest.iter_mut().zip(x_rest.iter().zip(y_rest)).for_each(|(rest, (&x, &y))| *rest = x * y);
+    for l in 0..VECTOR {
+        sums[l] += rest[l];
+    }
+    reduce::fold_lanes(sums, |a, b| a + b)
 }
 
 /// `x[i] *= by[i]`.
