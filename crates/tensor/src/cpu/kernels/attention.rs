@@ -40,7 +40,7 @@ use meshwork_core::pool;
 use meshwork_core::simd::wide;
 use std::ops::Range;
 pub use tiles::Tiled;
-use tiles::Tiles;
+use tiles::{MAX_ROWS, Tiles};
 
 /// Keys in a block of the forward's sums.
 const FORWARD_KEYS: usize = 256;
@@ -176,12 +176,8 @@ fn forward_head<T: Tiled>(
             let (first, height, live) = (rows.start, rows.len(), rows.end);
             let q = (&q[first * in_row..], (in_row, 1));
             tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite);
-            let mut totals = [[T::ZERO; 2]; tiles::MAX_ROWS];
-            wide(#[inline(always)] || {
-                for ((i, row), total) in rows.clone().zip(scores.chunks_exact_mut(stride)).zip(&mut totals) {
-                    *total = softmax(scale, row, i + 1);
-                }
-            });
+            let panel = &mut scores[..height * stride];
+            let totals = wide(#[inline(always)] || softmax(scale, panel, stride, first + 1));
             if let Some((mask, start)) = dropout {
                 for (i, row) in rows.clone().zip(scores.chunks_exact_mut(stride)) {
                     let factors = &mut factors[..=i];
@@ -288,22 +284,39 @@ fn backward_head<T: Tiled>(
     });
 }
 
-/// Turns the first `live` products of a row into `e^{S - max}` and those after them, up to a whole vector and one more,
-/// into zeros; returns the largest `S` and the total.
+/// Turns the first products of each row, `live` in the first row and one more in each that follows, into `e^{S - max}`
+/// and those after them, up to a whole vector and one more, into zeros; returns each row's largest `S` and total.
+///
+/// Step by step over all rows, so that no row waits for the sums of the one before.
 #[inline(always)]
-fn softmax<T: Float>(scale: T, row: &mut [T], live: usize) -> [T; 2] {
-    let (row, after) = vectors(row, live, T::NEG_INFINITY);
-    let mut max = [T::NEG_INFINITY; VECTOR];
-    for x in row.iter() {
-        for l in 0..VECTOR {
-            max[l] = x[l].larger(max[l]);
+fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, live: usize) -> [[T; 2]; MAX_ROWS] {
+    let mut lanes = [[T::NEG_INFINITY; VECTOR]; MAX_ROWS];
+    for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+        let (row, after) = vectors(row, live + r, T::NEG_INFINITY);
+        after.fill(T::ZERO);
+        let max = &mut lanes[r];
+        for x in row.iter() {
+            for l in 0..VECTOR {
+                max[l] = x[l].larger(max[l]);
+            }
         }
     }
-    let max = reduce::fold_lanes(max, T::larger);
-    for x in row.as_flattened_mut() {
-        *x = ((*x - max) * scale).exp();
+    let max = lanes.map(|lanes| reduce::fold_lanes(lanes, T::larger));
+    for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+        for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
+            *x = ((*x - max[r]) * scale).exp();
+        }
     }
-    after.fill(T::ZERO);
+    let mut totals = [[T::ZERO; 2]; MAX_ROWS];
+    for (r, row) in scores.chunks_exact(stride).enumerate() {
+        totals[r] = [max[r] * scale, total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)])];
+    }
+    totals
+}
+
+/// The sum of whole vectors, in the order of `reduce.rs`.
+#[inline(always)]
+fn total<T: Float>(row: &[[T; VECTOR]]) -> T {
     let mut total = 0.0;
     for block in row.chunks(reduce::BLOCK / VECTOR) {
         let mut sums = [T::ZERO; VECTOR];
@@ -314,7 +327,7 @@ fn softmax<T: Float>(scale: T, row: &mut [T], live: usize) -> [T; 2] {
         }
         total += reduce::fold_lanes(sums, |a, b| a + b).to_f64();
     }
-    [max * scale, T::from_f64(total)]
+    T::from_f64(total)
 }
 
 /// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole
