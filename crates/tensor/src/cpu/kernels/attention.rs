@@ -28,13 +28,13 @@
 //! the sequence. On the diagonal both stop at a tile's edge.
 
 mod heads;
+mod rows;
 mod scratch;
 mod tiles;
 
 use super::Float;
 use super::dropout::Mask;
 use super::matmul::Update;
-use super::reduce;
 use heads::{HeadMut, heads_mut};
 use meshwork_core::pool;
 use meshwork_core::simd::wide;
@@ -177,7 +177,7 @@ fn forward_head<T: Tiled>(
             let q = (&q[first * in_row..], (in_row, 1));
             tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite);
             let panel = &mut scores[..height * stride];
-            let totals = wide(#[inline(always)] || softmax(scale, panel, stride, first + 1));
+            let totals = softmax(&tiles, scale, panel, stride, first + 1);
             if let Some((mask, start)) = dropout {
                 for (i, row) in rows.clone().zip(scores.chunks_exact_mut(stride)) {
                     let factors = &mut factors[..=i];
@@ -222,12 +222,10 @@ fn backward_head<T: Tiled>(
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
         let qs = tiles.pack([seq, head_dim], (q, (in_row, 1)), qs);
         let gs = tiles.pack([seq, head_dim], (dout, (out_row, 1)), gs);
-        wide(#[inline(always)] || {
-            for (i, d) in dots.iter_mut().enumerate() {
-                let at = i * out_row;
-                *d = dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
-            }
-        });
+        for (i, d) in dots.iter_mut().enumerate() {
+            let at = i * out_row;
+            *d = tiles.reductions.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
+        }
         for keys in blocks(0..seq, BLOCK) {
             for queries in blocks(keys.start..seq, BLOCK) {
                 let diagonal = queries.start == keys.start;
@@ -288,46 +286,26 @@ fn backward_head<T: Tiled>(
 /// and those after them, up to a whole vector and one more, into zeros; returns each row's largest `S` and total.
 ///
 /// Step by step over all rows, so that no row waits for the sums of the one before.
-#[inline(always)]
-fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, live: usize) -> [[T; 2]; MAX_ROWS] {
-    let mut lanes = [[T::NEG_INFINITY; VECTOR]; MAX_ROWS];
+fn softmax<T: Tiled>(tiles: &Tiles<T>, scale: T, scores: &mut [T], stride: usize, live: usize) -> [[T; 2]; MAX_ROWS] {
+    let mut results = [[T::ZERO; 2]; MAX_ROWS];
     for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
         let (row, after) = vectors(row, live + r, T::NEG_INFINITY);
         after.fill(T::ZERO);
-        let max = &mut lanes[r];
-        for x in row.iter() {
-            for l in 0..VECTOR {
-                max[l] = x[l].larger(max[l]);
+        results[r][0] = tiles.reductions.max(row);
+    }
+    wide(#[inline(always)] || {
+        for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+            let max = results[r][0];
+            for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
+                *x = ((*x - max) * scale).exp();
             }
         }
-    }
-    let max = lanes.map(|lanes| reduce::fold_lanes(lanes, T::larger));
-    for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
-        for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
-            *x = ((*x - max[r]) * scale).exp();
-        }
-    }
-    let mut totals = [[T::ZERO; 2]; MAX_ROWS];
+    });
     for (r, row) in scores.chunks_exact(stride).enumerate() {
-        totals[r] = [max[r] * scale, total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)])];
+        let total = tiles.reductions.total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)]);
+        results[r] = [results[r][0] * scale, total];
     }
-    totals
-}
-
-/// The sum of whole vectors, in the order of `reduce.rs`.
-#[inline(always)]
-fn total<T: Float>(row: &[[T; VECTOR]]) -> T {
-    let mut total = 0.0;
-    for block in row.chunks(reduce::BLOCK / VECTOR) {
-        let mut sums = [T::ZERO; VECTOR];
-        for x in block {
-            for l in 0..VECTOR {
-                sums[l] += x[l];
-            }
-        }
-        total += reduce::fold_lanes(sums, |a, b| a + b).to_f64();
-    }
-    T::from_f64(total)
+    results
 }
 
 /// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole
@@ -351,24 +329,6 @@ fn vectors<T: Float>(row: &mut [T], live: usize, filling: T) -> (&mut [[T; VECTO
     let (row, _) = row.as_chunks_mut();
     let (row, after) = row.split_at_mut(live.div_ceil(VECTOR));
     (row, &mut after[0])
-}
-
-/// `Σ_e x_e y_e`, in the order of `reduce.rs`.
-#[inline(always)]
-fn dot<T: Float>(x: &[T], y: &[T]) -> T {
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
-    let mut sums = [T::ZERO; VECTOR];
-    for (x, y) in x.iter().zip(y) {
-        for l in 0..VECTOR {
-            sums[l] += x[l] * y[l];
-        }
-    }
-    let mut rest = [T::ZERO; VECTOR];
-    rest.iter_mut().zip(x_rest.iter().zip(y_rest)).for_each(|(rest, (&x, &y))| *rest = x * y);
-    for l in 0..VECTOR {
-        sums[l] += rest[l];
-    }
-    reduce::fold_lanes(sums, |a, b| a + b)
 }
 
 /// `x[i] *= by[i]`.

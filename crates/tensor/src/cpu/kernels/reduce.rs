@@ -7,27 +7,25 @@
 
 use super::Float;
 
-pub(super) const BLOCK: usize = 1024;
+const BLOCK: usize = 1024;
 const LANES: usize = 16;
 
 /// `sum_i f(x[i])`.
-#[inline(always)]
+#[inline]
 pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     sum2(x, x, |a, _| f(a))
 }
 
 /// `sum_i f(x[i], y[i])` for rows of one length.
-#[inline(always)]
+#[inline]
 pub(super) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     assert_eq!(x.len(), y.len(), "rows of one length");
-    let mut total = 0.0;
-    for (x, y) in x.chunks(BLOCK).zip(y.chunks(BLOCK)) {
-        total += sum_block(x, y, &f).to_f64();
-    }
+    let blocks = x.chunks(BLOCK).zip(y.chunks(BLOCK));
+    let total = blocks.fold(0.0, |total, (x, y)| total + sum_block(x, y, &f).to_f64());
     T::from_f64(total)
 }
 
-#[inline(always)]
+#[inline]
 fn sum_block<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
     let (x_whole, x_rest) = x.as_chunks::<LANES>();
@@ -44,7 +42,7 @@ fn sum_block<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
 }
 
 /// The largest element, minus infinity for an empty row. A NaN may be missed; the sums that follow see it.
-#[inline(always)]
+#[inline]
 pub(super) fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [T::NEG_INFINITY; LANES];
     let (whole, rest) = x.as_chunks::<LANES>();
@@ -59,12 +57,14 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
     fold_lanes(lanes, T::larger)
 }
 
-#[inline(always)]
-pub(super) fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
-    // Spelled out, so that lanes stay in registers.
-    let x: [T; 8] = std::array::from_fn(|l| f(lanes[l], lanes[l + 8]));
-    let x: [T; 4] = std::array::from_fn(|l| f(x[l], x[l + 4]));
-    f(f(x[0], x[2]), f(x[1], x[3]))
+#[inline]
+fn fold_lanes<T: Copy>(mut lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
+    for width in [8, 4, 2, 1] {
+        for l in 0..width {
+            lanes[l] = f(lanes[l], lanes[l + width]);
+        }
+    }
+    lanes[0]
 }
 
 #[cfg(test)]

@@ -7,8 +7,11 @@
 //! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused.
 
 use super::super::Float;
+use super::rows::Reductions;
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{Micro, Path, Strip, Tile, avx2::Avx2, avx512::Avx512};
+#[cfg(target_arch = "x86_64")]
+use super::super::matmul::Precision;
 use super::super::matmul::{Strides, Update};
 use std::ops::Range;
 
@@ -37,6 +40,8 @@ pub(super) struct Tiles<T> {
     lanes: usize,
     tile: TileFn<T>,
     pack: PackFn<T>,
+    /// How it reduces rows.
+    pub(super) reductions: Reductions<T>,
 }
 
 /// An element type that attention computes in.
@@ -50,10 +55,10 @@ impl Tiled for f32 {
     #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles() -> Tiles<f32> {
         #[cfg(target_arch = "x86_64")]
-        match Path::best() {
-            Some(Path::Avx512) => return vectors::<Avx512>(),
-            Some(Path::Avx2) => return vectors::<Avx2>(),
-            None => {}
+        match Path::best(Precision::F32) {
+            Some(Path::Avx512) => return avx512(),
+            Some(Path::Avx2) => return vectors::<Avx2>(Reductions::loops()),
+            _ => {}
         }
         loops()
     }
@@ -141,10 +146,17 @@ fn check<T>(
     assert!(columns <= c_row && (rows - 1) * c_row + columns <= c.len(), "rows of a tile of C");
 }
 
-/// The tiles of a CPU's vector instructions.
+/// For a CPU that has `avx512f`, as the caller knows.
 #[cfg(target_arch = "x86_64")]
-fn vectors<M: Micro>() -> Tiles<f32> {
-    Tiles { rows: M::ROWS, lanes: M::LANES, tile: vector_tile::<M>, pack: vector_pack::<M> }
+fn avx512() -> Tiles<f32> {
+    // SAFETY: the caller asked the CPU.
+    vectors::<Avx512>(unsafe { Reductions::avx512() })
+}
+
+/// The tiles of vector instructions that this CPU has, as the caller knows.
+#[cfg(target_arch = "x86_64")]
+fn vectors<M: Micro>(reductions: Reductions<f32>) -> Tiles<f32> {
+    Tiles { rows: M::ROWS, lanes: M::LANES, tile: vector_tile::<M>, pack: vector_pack::<M>, reductions }
 }
 
 /// A [`TileFn`].
@@ -160,11 +172,11 @@ unsafe fn vector_tile<M: Micro>(
     update: Update,
 ) {
     check(dims, (a, (a_row, a_step)), (b, b_step), (c, c_row));
-    let [rows, columns, k] = dims;
+    let [rows, columns, words] = dims;
     assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
     let (a, b, c, add) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), update == Update::Accumulate);
     // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice.
-    unsafe { M::tile(&Tile { rows, columns, k, a, a_row, a_step, b, b_step, c, c_row, add }) }
+    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add }) }
 }
 
 /// A [`PackFn`].
@@ -186,7 +198,7 @@ unsafe fn vector_pack<M: Micro>(
 
 /// Tiles of plain loops.
 fn loops<T: Float>() -> Tiles<T> {
-    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, tile: loop_tile, pack: loop_pack }
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, tile: loop_tile, pack: loop_pack, reductions: Reductions::loops() }
 }
 
 const LOOP_ROWS: usize = 4;
@@ -237,8 +249,8 @@ impl Tiles<f32> {
         let mut all = vec![loops()];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend(Path::Avx2.runs_here().then(vectors::<Avx2>));
-            all.extend(Path::Avx512.runs_here().then(vectors::<Avx512>));
+            all.extend(Path::Avx2.runs_here().then(|| vectors::<Avx2>(Reductions::loops())));
+            all.extend(Path::Avx512.runs_here().then(avx512));
         }
         all.reverse();
         all
