@@ -34,7 +34,7 @@ fn main() {
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
-        let [batch, seq, heads, head_dim] = if std::env::var("DEV").is_ok() { [1, shape[1], if shape[1] > 600 { 1 } else {shape[2]}, shape[3]] } else if measured { shape } else { [1, shape[1].min(40), 1, shape[3]] };
+        let [batch, seq, heads, head_dim] = if measured { shape } else { [1, shape[1].min(40), 1, shape[3]] };
         let [forward, backward] = rates(AttentionShape { batch, seq, heads, head_dim }, measured);
         println!("{name:<16} {:<20} {forward:>13} {backward:>13}", format!("{batch} {seq} {heads} {head_dim}"));
     }

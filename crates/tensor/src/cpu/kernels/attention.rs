@@ -212,10 +212,23 @@ fn backward_head<T: Tiled>(
     const STRIDE: usize = BLOCK + VECTOR;
     let Dims { seq, head_dim, .. } = dims;
     let ((in_row, out_row), scale) = (dims.rows(), dims.scale());
-    let ([by_feature, by_row], square) = ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
+    let ([by_feature, by_row], square) =
+        ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let block = BLOCK * head_dim;
-    let lens =
-        [by_feature, by_feature, by_row, by_row, by_row, square, square, seq * head_dim, block, block, seq, tiles.rows * STRIDE];
+    let lens = [
+        by_feature,
+        by_feature,
+        by_row,
+        by_row,
+        by_row,
+        square,
+        square,
+        seq * head_dim,
+        block,
+        block,
+        seq,
+        tiles.rows * STRIDE,
+    ];
     scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors]| {
         let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
         let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
@@ -246,13 +259,16 @@ fn backward_head<T: Tiled>(
                         &factors[..height * STRIDE]
                     });
                     factors.into_iter().for_each(|factors| multiply(ds, factors));
-                    wide(#[inline(always)] || {
-                        let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
-                        for (i, (p, ds)) in rows {
-                            let shown = live.len().min(i + 1 - keys.start);
-                            softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
-                        }
-                    });
+                    wide(
+                        #[inline(always)]
+                        || {
+                            let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
+                            for (i, (p, ds)) in rows {
+                                let shown = live.len().min(i + 1 - keys.start);
+                                softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
+                            }
+                        },
+                    );
                     factors.into_iter().for_each(|factors| multiply(p, factors));
                     let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                     let dq = (&mut dq[first * head_dim..], head_dim);
@@ -293,14 +309,17 @@ fn softmax<T: Tiled>(tiles: &Tiles<T>, scale: T, scores: &mut [T], stride: usize
         after.fill(T::ZERO);
         results[r][0] = tiles.reductions.max(row);
     }
-    wide(#[inline(always)] || {
-        for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
-            let max = results[r][0];
-            for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
-                *x = ((*x - max) * scale).exp();
+    wide(
+        #[inline(always)]
+        || {
+            for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+                let max = results[r][0];
+                for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
+                    *x = ((*x - max) * scale).exp();
+                }
             }
-        }
-    });
+        },
+    );
     for (r, row) in scores.chunks_exact(stride).enumerate() {
         let total = tiles.reductions.total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)]);
         results[r] = [results[r][0] * scale, total];

@@ -7,12 +7,12 @@
 //! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused.
 
 use super::super::Float;
-use super::rows::Reductions;
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{Micro, Path, Strip, Tile, avx2::Avx2, avx512::Avx512};
 #[cfg(target_arch = "x86_64")]
 use super::super::matmul::Precision;
 use super::super::matmul::{Strides, Update};
+use super::rows::Reductions;
 use std::ops::Range;
 
 /// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row.
