@@ -54,10 +54,10 @@ impl Optim for Cpu {
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
 fn sum_of_squares(x: &[f32]) -> f64 {
-    let mut lanes = [0_f64; LANES];
     wide(
         #[inline(always)]
         || {
+            let mut lanes = [0_f64; LANES];
             let (whole, rest) = x.as_chunks::<LANES>();
             for x in whole {
                 for l in 0..LANES {
