@@ -143,11 +143,16 @@ impl Operation {
         self.slots[slot] = Slot::Posted { post, info, detached: false };
         self.missing -= 1;
         if self.is_full() {
-            let posts = self.slots.iter().filter_map(|slot| match slot {
+            let posts = self.slots.iter_mut().filter_map(|slot| match slot {
                 Slot::Posted { post, .. } => Some(post),
                 Slot::Missing | Slot::Taken => None,
             });
-            self.plan = Some(Arc::new(Plan::new(&posts.collect::<Vec<_>>())));
+            let mut posts: Vec<_> = posts.collect();
+            let plan = match Post::trade(&mut posts) {
+                true => Plan::empty(),
+                false => Plan::new(&posts.iter().map(|post| &**post).collect::<Vec<_>>()),
+            };
+            self.plan = Some(Arc::new(plan));
         }
     }
 
