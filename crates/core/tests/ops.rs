@@ -126,13 +126,31 @@ fn check_messages<T: Oracle>(group: &Group, count: usize) {
         return; // nobody to talk to
     }
     let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
-    let send = group.start_send(Buffer::from_vec(input::<T>(rank, count)), next, 5).unwrap();
+    let (mine, theirs) = (input::<T>(rank, count), input::<T>(previous, count));
+    // A sender that keeps a clone keeps the elements: the message is copied.
+    let buffer = Buffer::from_vec(mine.clone());
+    let send = group.start_send(buffer.clone(), next, 5).unwrap();
     let mut data = vec![T::zeroed(); count];
     group.recv_slice(&mut data, previous, 5).unwrap();
-    assert_eq!(data, input::<T>(previous, count), "a message of {} on {n}", T::DTYPE);
+    assert_eq!(data, theirs, "a message of {} on {n}", T::DTYPE);
     let mut sent = send.wait().unwrap();
+    assert_eq!(sent.as_slice::<T>().unwrap(), mine);
+    drop(buffer);
     assert!(sent.as_mut_slice::<T>().is_ok(), "a sent buffer comes back, and is unique again");
-    assert_eq!(sent.as_slice::<T>().unwrap(), input::<T>(rank, count));
+
+    // One that does not may get other memory back: the receiver has that of the sender.
+    let buffer = Buffer::from_vec(mine);
+    let at = |buffer: &Buffer| [buffer.as_bytes().unwrap().as_ptr() as usize as i64];
+    let (mut from, old) = ([0], at(&buffer));
+    let send = group.start_send(buffer, next, 6).unwrap();
+    let received = group.recv(Buffer::zeros(T::DTYPE, count), previous, 6).unwrap();
+    assert_eq!(received.as_slice::<T>().unwrap(), theirs, "a message of {} that moves on {n}", T::DTYPE);
+    let mut sent = send.wait().unwrap();
+    assert!(sent.as_mut_slice::<T>().is_ok() && sent.count() == count, "memory comes back for it");
+    let send = group.start_send(Buffer::from_slice(&old), next, 7).unwrap();
+    group.recv_slice(&mut from, previous, 7).unwrap();
+    send.wait().unwrap();
+    assert!(count == 0 || at(&received) == from, "nothing was copied");
 }
 
 fn check_dtype<T: Oracle>() {

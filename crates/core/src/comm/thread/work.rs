@@ -4,6 +4,7 @@
 //! operation write disjoint elements, and none reads what another writes, so that they can run at the same time and
 //! the result does not depend on who does which.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use half::{bf16, f16};
@@ -13,6 +14,7 @@ use super::stream;
 use crate::buffer::Buffer;
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
+use crate::simd::Wide;
 
 /// Bytes read and written per claim: large against a wake-up, small against a bucket. An operation of at most this
 /// size is done by the rank that arrives last, and nobody is woken to help.
@@ -266,46 +268,61 @@ impl Plan {
     ///
     /// As for [`Plan::run`]; `T` is the type of the elements.
     unsafe fn reduce<T: Reduce>(&self, piece: &Piece) {
-        // SAFETY: the caller's promise is the same.
-        unsafe {
-            match self.reduce {
-                ReduceOp::Sum => self.reduce_by::<T>(piece, T::sum),
-                ReduceOp::Max => self.reduce_by::<T>(piece, T::max),
-            }
+        match self.reduce {
+            ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
+            ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
         }
     }
+}
 
-    /// # Safety
-    ///
-    /// As for [`Plan::run`]; `T` is the type of the elements.
-    unsafe fn reduce_by<T: Reduce>(&self, piece: &Piece, f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy) {
-        let mut waiting = Vec::new();
-        let source = |rank: usize, start| self.sources[rank].cast::<T>().wrapping_add(piece.read_at + start);
-        let put = |result: &[T; BLOCK], start, count| {
-            for &target in &self.targets[piece.targets.clone()] {
-                let to = target.cast::<T>().wrapping_add(piece.write_at + start);
-                // SAFETY: in range and alive as in `copy`; `result` is on the stack, and no slice of this range is used
-                // any more.
-                unsafe { self.write(result.as_ptr().cast(), to.cast(), count * size_of::<T>()) }
-            }
-        };
-        let whole = piece.count - piece.count % BLOCK;
+/// One piece to be reduced by `f`. Made by [`Plan::reduce`] alone, whose contract holds as long as this exists.
+struct Reduction<'a, T, F> {
+    plan: &'a Plan,
+    piece: &'a Piece,
+    f: F,
+    elements: PhantomData<T>,
+}
+
+impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (sources, mut waiting) = (self.piece.sources.clone(), Vec::new());
+        let rest = self.piece.count % BLOCK;
+        let whole = self.piece.count - rest;
         for start in (0..whole).step_by(BLOCK) {
             // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are whole
             // elements. In place, the range is also written, but only in `put`, after the last use of this block, and
             // by no other piece.
-            let read = |rank: usize| unsafe { &*source(rank, start).cast::<[T; BLOCK]>() };
-            reduce::tree(f, read, piece.sources.clone(), &mut waiting, |result| put(result, start, BLOCK));
+            let read = |rank: usize| unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() };
+            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, start, BLOCK));
         }
-        if whole < piece.count {
-            let rest = piece.count - whole;
-            let mut blocks = vec![[T::zeroed(); BLOCK]; piece.sources.len()];
-            for (block, rank) in blocks.iter_mut().zip(piece.sources.clone()) {
+        if rest > 0 {
+            let mut blocks = vec![[T::zeroed(); BLOCK]; sources.len()];
+            for (block, rank) in blocks.iter_mut().zip(sources.clone()) {
                 // SAFETY: in range and alive as above, for the `rest` elements that there are.
-                unsafe { std::ptr::copy_nonoverlapping(source(rank, whole), block.as_mut_ptr(), rest) };
+                unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), rest) };
             }
-            let read = |rank: usize| &blocks[rank - piece.sources.start];
-            reduce::tree(f, read, piece.sources.clone(), &mut waiting, |result| put(result, whole, rest));
+            let read = |rank: usize| &blocks[rank - sources.start];
+            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, whole, rest));
+        }
+    }
+}
+
+impl<T: Reduce, F> Reduction<'_, T, F> {
+    #[inline(always)]
+    fn source(&self, rank: usize, start: usize) -> *const T {
+        self.plan.sources[rank].cast::<T>().wrapping_add(self.piece.read_at + start)
+    }
+
+    #[inline(always)]
+    fn put(&self, result: &[T; BLOCK], start: usize, count: usize) {
+        for &target in &self.plan.targets[self.piece.targets.clone()] {
+            let to = target.cast::<T>().wrapping_add(self.piece.write_at + start);
+            // SAFETY: in range and alive as in `copy`; `result` is on the stack, and no slice of this range is used any
+            // more.
+            unsafe { self.plan.write(result.as_ptr().cast(), to.cast(), count * size_of::<T>()) }
         }
     }
 }
