@@ -5,7 +5,9 @@ pub mod comm;
 mod dtype;
 mod memory;
 mod mesh;
+pub mod pool;
 mod rank;
+pub mod simd;
 mod spmd;
 
 pub use buffer::{Buffer, BufferError};

@@ -9,7 +9,6 @@ use crate::progress::Progress;
 use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Rank, ReduceOp};
-use meshwork_tensor::cpu::Cpu;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,7 +62,7 @@ fn run_rank(
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,
     };
-    let mut trainer = Trainer::new(config, rank, Cpu::device())?;
+    let mut trainer = Trainer::new(config, rank, config.device.open(config.training.dtype))?;
     let mut outcome = Outcome { steps: 0, loss: None, sample: String::new(), stopped: false };
     while outcome.steps < steps && !outcome.stopped {
         let began = Instant::now();
