@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Optimizer, Update};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::family::{DropoutMask, UpdateRule, VocabShard};
+use meshwork_tensor::family::{DropoutMask, TableGrad, UpdateRule, VocabShard};
 use meshwork_tensor::{Error, random};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
@@ -65,6 +65,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let [mut w, g, m, v] = [(); 4].map(|()| numbers(weights));
     let mut states = [m, v];
     let mut zeroed = Buffer::zeros(DType::F32, weights);
+    let mut dtable = Buffer::zeros(DType::F32, vocab * hidden);
 
     // Name, elements, bytes of each, and the work.
     type Work<'a> = Box<dyn FnMut() -> Result<(), Error> + Send + 'a>;
@@ -98,7 +99,10 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             "lookup_grad",
             vocab * hidden,
             4,
-            Box::new(|| device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, vocab, hidden).map(drop)),
+            Box::new(|| {
+                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false };
+                device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, hidden, dtable)
+            }),
         ),
         (
             "positions",
@@ -113,7 +117,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights).map(|sum| _ = black_box(sum))),
         ),
         ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, &mut w, &g, &mut states, 0..weights))),
-        ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed))),
+        ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),
     ];
     for (name, elements, bytes, mut work) in works {
         let alone = alone(|| median(budget, &mut work))?;

@@ -177,7 +177,7 @@ mod tests {
             for len in [1, 16, 40, 64, 256] {
                 let (x, y): (Vec<f32>, Vec<f32>) = (values("x", len), values("y", len));
                 let whole = len / VECTOR * VECTOR;
-                let want = reduce::sum2(&x[..whole], &y[..whole], |x, y| x * y);
+                let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
                 let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);
                 assert_eq!(kind.dot(&x, &y), want);
             }
