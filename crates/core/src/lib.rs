@@ -5,6 +5,7 @@ pub mod comm;
 mod dtype;
 mod memory;
 mod mesh;
+pub mod profile;
 mod rank;
 mod spmd;
 

@@ -1,0 +1,94 @@
+//! What the machine can do: the ceilings that a profile is held against.
+
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::family::Gemm;
+use meshwork_tensor::{Device, Error};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Measured peaks of the whole machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ceilings {
+    /// Floating point operations per second of a matrix product, per type of element.
+    pub flops: Vec<(DType, f64)>,
+    /// Bytes per second read and written by a copy that no cache holds.
+    pub bandwidth: f64,
+    /// Threads that copied.
+    pub threads: usize,
+}
+
+/// Rows, columns and sums of the product: large enough to be bound by arithmetic, small enough to be done in an instant.
+const SIDE: usize = 768;
+/// Bytes of source and of target, more than caches hold.
+const COPY_BYTES: usize = 64 << 20;
+/// Tries of each measurement, the best of which counts, and the time after which there is no further one.
+const TRIES: usize = 8;
+const ENOUGH: Duration = Duration::from_millis(100);
+
+impl Ceilings {
+    /// Measures, on a machine that does nothing else, in less than half a second: the best of several products of two
+    /// square matrices by the device itself, as fast as it gets, and of several copies on all cores.
+    pub fn measure(device: &Arc<dyn Device>) -> Self {
+        // A type that the device does not multiply has no ceiling.
+        let peak = |dtype| Some((dtype, product(&**device, dtype).ok()?));
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            flops: [DType::F32, DType::Bf16].into_iter().filter_map(peak).collect(),
+            bandwidth: copy(threads),
+            threads,
+        }
+    }
+
+    /// Seconds that the machine needs at least for so much matrix work, or, where there is none, for so many bytes.
+    pub fn least_seconds(&self, dtype: Option<DType>, flops: u64, bytes: u64) -> Option<f64> {
+        match flops {
+            0 => Some(bytes as f64 / self.bandwidth),
+            flops => {
+                let (_, peak) = self.flops.iter().find(|(of, _)| Some(*of) == dtype)?;
+                Some(flops as f64 / peak)
+            }
+        }
+    }
+}
+
+fn product(device: &dyn Device, dtype: DType) -> Result<f64, Error> {
+    let spec = Gemm::linear(SIDE, SIDE, SIDE);
+    let matrix = || device.zeros(dtype, SIDE * SIDE);
+    let (a, b, mut c): (Buffer, Buffer, Buffer) = (matrix()?, matrix()?, matrix()?);
+    let mut done = Ok(());
+    let seconds = best(|| {
+        if done.is_ok() {
+            done = device.matmul().and_then(|matmul| matmul.gemm(spec, &a, &b, &mut c));
+        }
+    });
+    done.map(|()| spec.flops() as f64 / seconds)
+}
+
+fn copy(threads: usize) -> f64 {
+    let (source, mut target) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
+    let part = COPY_BYTES.div_ceil(threads);
+    let seconds = best(|| {
+        thread::scope(|scope| {
+            for (from, to) in source.chunks(part).zip(target.chunks_mut(part)) {
+                scope.spawn(move || to.copy_from_slice(from));
+            }
+        });
+    });
+    2.0 * COPY_BYTES as f64 / seconds
+}
+
+/// Seconds of the fastest of several runs.
+fn best(mut work: impl FnMut()) -> f64 {
+    let began = Instant::now();
+    let mut best = f64::INFINITY;
+    for _ in 0..TRIES {
+        let start = Instant::now();
+        work();
+        best = best.min(start.elapsed().as_secs_f64());
+        if began.elapsed() > ENOUGH {
+            break;
+        }
+    }
+    best
+}
