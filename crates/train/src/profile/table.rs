@@ -154,7 +154,7 @@ pub(super) fn label(slice: &Slice<'_>) -> String {
     match slice.kind {
         Kind::Work | Kind::Hidden => slice.span.label(),
         Kind::Waiting => format!("for {}", slice.span.label()),
-        Kind::Rest => "tape, buffers, bookkeeping".to_owned(),
+        Kind::Rest => "tape, buffers".to_owned(),
     }
 }
 
@@ -175,15 +175,17 @@ impl fmt::Display for Rows {
             "", "calls", "ms", "share", "GFLOP/s", "GB/s", "of peak", "rank ms", "most"
         )?;
         for (sum, operations) in &self.classes {
-            self.line(f, &sum.label, sum, whole)?;
-            if operations.len() == 1 && operations[0].flops == 0 && operations[0].label == sum.label {
+            if let [only] = &operations[..] {
+                self.line(f, &format!("{}: {}", sum.label, only.label), sum, whole)?;
                 continue;
             }
+            self.line(f, &sum.label, sum, whole)?;
             let (large, small): (Vec<_>, Vec<_>) = operations.iter().partition(|row| row.machine >= SMALL * whole);
+            let large_are_shown = !large.is_empty();
             for row in large {
                 self.line(f, &format!("  {}", row.label), row, whole)?;
             }
-            if let Some((first, others)) = small.split_first() {
+            if large_are_shown && let Some((first, others)) = small.split_first() {
                 let mut sum = (*first).clone();
                 others.iter().for_each(|row| sum.merge(row));
                 let label = if others.is_empty() { first.label.clone() } else { format!("{} more", small.len()) };
@@ -199,7 +201,9 @@ impl fmt::Display for Rows {
         writeln!(
             f,
             "\nms: time of the machine, which ranks that work at the same moment share equally; the classes sum to the step.\n\
-             rank ms: time of one rank, mean and most over the ranks. GB/s: every input and output counted once, cached or not."
+             rank ms: time of one rank, mean and most over the ranks. GB/s: every input and output counted once, from memory or from\n\
+             a cache, so that small operations may go beyond the peak.\n\
+             behind other work: after the last rank came and before anybody saw the end, while this rank did something else."
         )?;
         write!(f, "of peak: against ")?;
         for (dtype, peak) in &self.ceilings.flops {
