@@ -5,8 +5,10 @@ pub mod comm;
 mod dtype;
 mod memory;
 mod mesh;
+pub mod pool;
 pub mod profile;
 mod rank;
+pub mod simd;
 mod spmd;
 
 pub use buffer::{Buffer, BufferError};

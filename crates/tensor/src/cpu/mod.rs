@@ -15,19 +15,26 @@ use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
 use crate::family;
 use arena::Arena;
+pub use kernels::matmul::Precision;
 use meshwork_core::{Buffer, DType, Element};
 use std::sync::Arc;
 
 /// One rank's CPU device. Memory that dies goes back to its arena, so that after the first step nothing comes from the
 /// system any more.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Cpu {
     arena: Arc<Arena>,
     meter: Arc<Meter>,
+    precision: Precision,
 }
 
 impl Cpu {
-    /// A device with an empty arena.
+    /// A device with an empty arena that computes products of `f32` tensors in this precision.
+    pub fn new(precision: Precision) -> Self {
+        Self { precision, ..Self::default() }
+    }
+
+    /// A device with an empty arena that computes in the precision of its tensors.
     pub fn device() -> Arc<dyn Device> {
         Arc::new(Self::default())
     }
@@ -35,13 +42,6 @@ impl Cpu {
     /// How many blocks the arena has asked the system for.
     pub fn system_allocations(&self) -> u64 {
         self.arena.system_allocations()
-    }
-}
-
-impl Default for Cpu {
-    fn default() -> Self {
-        let meter = Arc::<Meter>::default();
-        Self { arena: Arc::new(Arena::default()), meter }
     }
 }
 

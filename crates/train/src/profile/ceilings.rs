@@ -1,10 +1,9 @@
 //! What the machine can do: the ceilings that a profile is held against.
 
-use meshwork_core::{Buffer, DType};
+use meshwork_core::{Buffer, DType, pool};
 use meshwork_tensor::family::Gemm;
 use meshwork_tensor::{Device, Error};
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Measured peaks of the whole machine.
@@ -22,6 +21,8 @@ pub struct Ceilings {
 const SIDE: usize = 768;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
+/// Bytes that a thread copies at a time.
+const COPY_PIECE: usize = 1 << 20;
 /// Tries of each measurement, the best of which counts, and the time after which there is no further one.
 const TRIES: usize = 8;
 const ENOUGH: Duration = Duration::from_millis(100);
@@ -32,12 +33,8 @@ impl Ceilings {
     pub fn measure(device: &Arc<dyn Device>) -> Self {
         // A type that the device does not multiply has no ceiling.
         let peak = |dtype| Some((dtype, product(&**device, dtype).ok()?));
-        let threads = thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            flops: [DType::F32, DType::Bf16].into_iter().filter_map(peak).collect(),
-            bandwidth: copy(threads),
-            threads,
-        }
+        let flops = [DType::F32, DType::Bf16].into_iter().filter_map(peak).collect();
+        Self { flops, bandwidth: copy(), threads: pool::threads() }
     }
 
     /// Seconds that the machine needs at least for so much matrix work, or, where there is none, for so many bytes.
@@ -65,15 +62,11 @@ fn product(device: &dyn Device, dtype: DType) -> Result<f64, Error> {
     done.map(|()| spec.flops() as f64 / seconds)
 }
 
-fn copy(threads: usize) -> f64 {
+fn copy() -> f64 {
     let (source, mut target) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
-    let part = COPY_BYTES.div_ceil(threads);
     let seconds = best(|| {
-        thread::scope(|scope| {
-            for (from, to) in source.chunks(part).zip(target.chunks_mut(part)) {
-                scope.spawn(move || to.copy_from_slice(from));
-            }
-        });
+        let pieces = source.chunks(COPY_PIECE).zip(target.chunks_mut(COPY_PIECE));
+        pool::share(pieces, |(from, to)| to.copy_from_slice(from));
     });
     2.0 * COPY_BYTES as f64 / seconds
 }

@@ -77,29 +77,27 @@ impl Rows {
         let Profile { tracks, ceilings } = profile;
         let spans: Vec<_> = tracks.iter().map(|track| &track.spans[..]).collect();
         let slices = settle(&spans);
-        let mut rows: BTreeMap<(usize, String), Row> = BTreeMap::new();
+        let mut rows: BTreeMap<(&str, String), Row> = BTreeMap::new();
         for ((rank, slices), machine) in slices.iter().enumerate().zip(machine_time(&slices)) {
             for (slice, machine) in slices.iter().zip(machine) {
-                let (place, label) = (class(slice), label(slice));
-                let row = rows.entry((place, label.clone())).or_insert_with(|| Row::new(label, tracks.len()));
+                let (class, label) = (class(slice), label(slice));
+                let row = rows.entry((class, label.clone())).or_insert_with(|| Row::new(label, tracks.len()));
                 row.add(rank, slice, machine, ceilings);
             }
         }
-        let of_class = |place: usize| {
-            let mut of_class: Vec<Row> =
-                rows.iter().filter(|((other, _), _)| *other == place).map(|(_, row)| row.clone()).collect();
-            of_class.sort_by(|a, b| b.machine.total_cmp(&a.machine));
-            of_class
+        let of_class = |class: &str| {
+            let same = rows.iter().filter(|((other, _), _)| *other == class);
+            let mut operations: Vec<Row> = same.map(|(_, row)| row.clone()).collect();
+            operations.sort_by(|a, b| b.machine.total_cmp(&a.machine));
+            operations
         };
-        let mut classes = Vec::new();
-        for (place, name) in CLASSES.into_iter().enumerate() {
-            let of_class = of_class(place);
-            let mut sum = Row::new(name.to_owned(), tracks.len());
-            of_class.iter().for_each(|row| sum.merge(row));
-            if !of_class.is_empty() {
-                classes.push((sum, of_class));
-            }
-        }
+        let with_sum = |class: &str| {
+            let operations = of_class(class);
+            let mut sum = Row::new(class.to_owned(), tracks.len());
+            operations.iter().for_each(|row| sum.merge(row));
+            (sum, operations)
+        };
+        let classes = CLASSES.into_iter().map(with_sum).filter(|(_, operations)| !operations.is_empty()).collect();
         Self {
             steps: tracks.iter().flat_map(Track::steps).collect(),
             classes,
@@ -130,23 +128,23 @@ const CLASSES: [&str; 12] = [
     "waiting",
     "the rest",
 ];
-const HIDDEN: usize = CLASSES.len();
+const HIDDEN: &str = "behind other work";
 
-fn class(slice: &Slice<'_>) -> usize {
+fn class(slice: &Slice<'_>) -> &'static str {
     match (slice.kind, slice.span.class) {
         (Kind::Hidden, _) => HIDDEN,
-        (Kind::Rest, _) | (_, Class::Step | Class::Action) => 11,
-        (Kind::Waiting, _) => 10,
-        (Kind::Work, Class::Post | Class::Wait | Class::Flight) => 9,
-        (Kind::Work, Class::Product) => 0,
-        (Kind::Work, Class::Attention) => 1,
-        (Kind::Work, Class::Norm) => 2,
-        (Kind::Work, Class::Pointwise) => 3,
-        (Kind::Work, Class::Embedding) => 4,
-        (Kind::Work, Class::Loss) => 5,
-        (Kind::Work, Class::Optimizer) => 6,
-        (Kind::Work, Class::Memory) => 7,
-        (Kind::Work, Class::Data) => 8,
+        (Kind::Waiting, _) => "waiting",
+        (Kind::Rest, _) | (Kind::Work, Class::Step | Class::Action) => "the rest",
+        (Kind::Work, Class::Product) => "products",
+        (Kind::Work, Class::Attention) => "attention",
+        (Kind::Work, Class::Norm) => "norm",
+        (Kind::Work, Class::Pointwise) => "pointwise",
+        (Kind::Work, Class::Embedding) => "embedding",
+        (Kind::Work, Class::Loss) => "loss",
+        (Kind::Work, Class::Optimizer) => "optimizer",
+        (Kind::Work, Class::Memory) => "memory",
+        (Kind::Work, Class::Data) => "data",
+        (Kind::Work, Class::Post | Class::Wait | Class::Flight) => "communication",
     }
 }
 

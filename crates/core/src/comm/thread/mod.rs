@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use self::world::{RankLife, ThreadComm, World};
 use super::{Activity, Communicator, Fault, Group};
+use crate::pool;
 
 /// Settings of a world of threads.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +121,7 @@ where
 
 /// Runs one rank and tells the world how it ended.
 fn run_rank<T, E: Display>(world: &World, rank: usize, body: impl FnOnce() -> Result<T, E>) -> Result<T, RankEnd<E>> {
+    let _core = pool::Core::of_rank();
     // Unwind safe: nothing of the body is used after a panic, and the world keeps no half-done bookkeeping.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(value)) => {

@@ -12,6 +12,7 @@ use super::work::Post;
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
 use crate::comm::{Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, Site, check_members};
+use crate::pool;
 
 /// What the ranks of a world share.
 pub(super) struct World {
@@ -97,7 +98,7 @@ impl World {
                     state = self.lock();
                 }
                 Step::Park => {
-                    let parked = self.ranks[rank].wake.wait_timeout(state, tick);
+                    let parked = pool::lend(|| self.ranks[rank].wake.wait_timeout(state, tick));
                     let timed_out;
                     (state, timed_out) = parked.unwrap_or_else(PoisonError::into_inner);
                     if timed_out.timed_out() {

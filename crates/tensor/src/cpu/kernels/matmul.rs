@@ -3,12 +3,17 @@
 //! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices
 //! of larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add
 //! the blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product
-//! that holds it (tested below). From one implementation to the other they may differ. `matrixmultiply` allocates
-//! its packing buffer per call, ours once per thread.
+//! that holds it (tested below), alone or [shared](gemm_shared) by any number of threads. From one implementation to the
+//! other they may differ. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
+//!
+//! More than 400 lines, the tests included: what the entry points assert is what the unsafe calls under them need, and
+//! that is read in one go.
 
 use super::Float;
-#[cfg(target_arch = "x86_64")]
-use super::gemm::{Path, product};
+use super::gemm::{self, Line, Path, Piece, Right};
+use super::{gelu, pointwise};
+use meshwork_core::pool;
+use std::cell::RefCell;
 
 /// Whether an output is replaced or added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,29 +24,389 @@ pub enum Update {
     Accumulate,
 }
 
+/// In what products of `f32` are computed; those of `f64` always are in `f64`. Operands and results are stored in `f32`
+/// either way, and sums are taken in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    /// Operands as they are.
+    #[default]
+    F32,
+    /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU multiplies
+    /// pairs of them (`avx512bf16`). Elsewhere the rounded operands are multiplied in `f32`, with the same bits on x86-64
+    /// unless a partial sum is subnormal, which `avx512bf16` takes for zero.
+    Bf16,
+}
+
 /// Distance in elements from one row to the next, and from one column to the next.
 pub type Strides = (usize, usize);
 
-/// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n.
+/// What is done to the elements of a C with contiguous rows as soon as they are complete, while they are in the cache.
+#[derive(Debug)]
+pub enum Epilogue<'a, T> {
+    /// Nothing.
+    Nothing,
+    /// `C[i, j] += bias[j]`: the bits of [`pointwise::bias`] after the product.
+    Bias(&'a [T]),
+    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` lies as C does: the bits of [`gelu::bias_gelu`] after the
+    /// product, which stays in C.
+    BiasGelu(&'a [T], &'a mut [T]),
+}
+
+/// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
 ///
 /// Panics if an operand is shorter than its dims and strides need, or if the strides of `C` do not keep its elements
 /// apart or leave gaps along both its rows and its columns. With `k = 0` the product is zero.
 pub fn gemm<T: Float>(
+    dims: [usize; 3],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    c: (&mut [T], Strides),
+    update: Update,
+) {
+    gemm_in(Precision::F32, dims, a, b, c, update);
+}
+
+/// [`gemm`] in a precision.
+pub fn gemm_in<T: Float>(
+    precision: Precision,
     [m, n, k]: [usize; 3],
     a: (&[T], Strides),
     b: (&[T], Strides),
     c: (&mut [T], Strides),
     update: Update,
 ) {
+    serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
+}
+
+/// [`gemm`] with the first k rows and n columns of a packed B, in its precision. The rows of C are contiguous.
+///
+/// Panics as [`gemm`] does, and if B is smaller; also if k is odd but not all of a B packed in [`Precision::Bf16`].
+pub fn gemm_packed<T: Float>(
+    [m, n, k]: [usize; 3],
+    a: (&[T], Strides),
+    b: &Packed<T>,
+    (c, c_row): (&mut [T], usize),
+    update: Update,
+) {
+    serial(b.precision, [m, n, k], a, Source::Packed(b), (c, (c_row, 1)), update, Epilogue::Nothing);
+}
+
+/// Products of fewer multiplications are not shared: at 50 per ns, 80 µs of work, of which waking a thread and packing
+/// apart would eat a good part.
+const SHARED: usize = 1 << 22;
+
+/// Up to so many words of B are packed at once for all threads: 8 MiB, which stay in the last cache.
+const PACKED: usize = 1 << 21;
+
+/// Columns of B packed at once for all threads before terms are cut.
+const COLUMNS: usize = 4 * gemm::N_BLOCK;
+
+/// Multiplications of a block of C, at most: about a millisecond, so that threads come and go soon.
+const BLOCK: usize = 50 << 20;
+
+/// Blocks of C per thread, at least, so that one that comes late or is slow holds up the others little.
+const BLOCKS: usize = 4;
+
+/// Rows of C below which a block would not be worth reading a packed B for.
+const ROWS: usize = 28;
+
+/// [`gemm_in`] for a row-major C, then `epilogue`, shared with the threads that are free: the same bits.
+///
+/// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of it.
+/// Of a B that is too large for the cache, parts of its columns and terms have their turn one after the other.
+pub fn gemm_shared<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    c: &mut [T],
+    update: Update,
+    epilogue: Epilogue<'_, T>,
+) {
+    let threads = pool::threads();
+    if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
+        serial(precision, [m, n, k], a, Source::Strided(b), (c, (n, 1)), update, epilogue);
+    } else {
+        cut(threads, precision, [m, n, k], a, b, c, update, epilogue);
+    }
+}
+
+/// [`gemm_shared`] of a product of at least one element and term, cut for so many threads.
+#[expect(clippy::too_many_arguments, reason = "those of the product, and one")]
+fn cut<T: Float>(
+    threads: usize,
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    c: &mut [T],
+    update: Update,
+    mut epilogue: Epilogue<'_, T>,
+) {
     assert_inside("A", m, k, a.1, a.0.len());
     assert_inside("B", k, n, b.1, b.0.len());
+    assert_inside("C", m, n, (n, 1), c.len());
+    epilogue.check(m, n, n);
+    let path = T::path(precision);
+    let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
+    let rows = m.div_ceil(threads * (m / (threads * ROWS)).clamp(1, BLOCKS));
+    let rows = rows.min((BLOCK / (columns * terms)).max(ROWS));
+    // Not borrowed while other work may run on this thread.
+    let mut packed = Packed { lines: LINES.take(), ..Packed::new(precision) };
+    for (j, columns) in parts(n, columns) {
+        for (l, terms) in parts(k, terms) {
+            let update = if l > 0 { Update::Accumulate } else { update };
+            let b = (&b.0[l * b.1.0 + j * b.1.1..], b.1);
+            let b = match path {
+                Some(path) => {
+                    packed.dims = [terms, columns];
+                    pool::share(packed.parts(path), |part| pack(path, b, part));
+                    Source::Packed(&packed)
+                }
+                None => Source::Strided(b),
+            };
+            let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
+            pool::share(blocks.enumerate(), |(block, (c, epilogue))| {
+                let dims = [c.len() / n, columns, terms];
+                let a = (&a.0[block * rows * a.1.0 + l * a.1.1..], a.1);
+                serial(precision, dims, a, b, (&mut c[j..], (n, 1)), update, epilogue);
+            });
+        }
+    }
+    LINES.set(packed.lines);
+}
+
+/// Terms and columns of B to pack at once.
+fn at_once(n: usize, k: usize) -> (usize, usize) {
+    let terms = (PACKED / n.min(COLUMNS)).next_multiple_of(gemm::K_BLOCK).min(k);
+    (terms, (PACKED / terms).next_multiple_of(gemm::N_BLOCK).min(n))
+}
+
+/// Cuts `0..len` into parts of so many and a rest: (start, length).
+fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
+}
+
+impl<T: Float> Epilogue<'_, T> {
+    /// Panics if it does not fit a C of m rows and n columns with rows `c_row` apart.
+    fn check(&self, m: usize, n: usize, c_row: usize) {
+        let (Epilogue::Bias(bias) | Epilogue::BiasGelu(bias, _)) = self else { return };
+        assert_inside("bias", 1, n, (0, 1), bias.len());
+        if let Epilogue::BiasGelu(_, out) = self {
+            assert_inside("out", m, n, (c_row, 1), out.len());
+        }
+    }
+
+    /// Those of the consecutive parts of a C that are `len` elements long, from column j on: nothing unless `last`.
+    fn parts(&mut self, len: usize, j: usize, last: bool) -> impl Iterator<Item = Epilogue<'_, T>> + Send {
+        let (bias, out) = match self {
+            Epilogue::Bias(bias) if last => (Some(&bias[j..]), None),
+            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out)),
+            _ => (None, None),
+        };
+        let mut outs = out.map(|out| out.chunks_mut(len));
+        std::iter::from_fn(move || {
+            Some(match (bias, &mut outs) {
+                (Some(bias), Some(outs)) => Epilogue::BiasGelu(bias, &mut outs.next()?[j..]),
+                (Some(bias), None) => Epilogue::Bias(bias),
+                (None, _) => Epilogue::Nothing,
+            })
+        })
+    }
+
+    fn raw(&mut self) -> Finish<T> {
+        match self {
+            Epilogue::Nothing => Finish::Nothing,
+            Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), out.as_mut_ptr()),
+        }
+    }
+}
+
+thread_local! {
+    /// The packed operand of shared products that this thread began, as large as their largest.
+    static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A right operand packed once, to be multiplied often: see [`gemm_packed`].
+///
+/// Its memory stays with it, so that packing again allocates nothing unless it is larger. In [`Precision::Bf16`] it is
+/// half as large as what it holds, where the CPU has `avx512bf16`.
+#[derive(Debug)]
+pub struct Packed<T> {
+    precision: Precision,
+    dims: [usize; 2],
+    /// As our own path has it, if there is one.
+    lines: Vec<Line>,
+    /// Else row-major, rounded.
+    dense: Vec<T>,
+}
+
+impl<T: Float> Packed<T> {
+    /// An operand of no rows and columns.
+    pub fn new(precision: Precision) -> Packed<T> {
+        Packed { precision, dims: [0, 0], lines: Vec::new(), dense: Vec::new() }
+    }
+
+    /// Packs the k by n matrix `b` in place of what was here before.
+    ///
+    /// Panics if `b` is shorter than its dims and strides need.
+    pub fn pack(&mut self, [k, n]: [usize; 2], b: (&[T], Strides)) {
+        assert_inside("B", k, n, b.1, b.0.len());
+        self.dims = [k, n];
+        if let Some(path) = T::path(self.precision) {
+            self.parts(path).for_each(|part| pack(path, b, part));
+            return;
+        }
+        self.dense.clear();
+        for i in 0..k {
+            self.dense.extend((0..n).map(|j| b.0[i * b.1.0 + j * b.1.1].in_precision(self.precision)));
+        }
+    }
+
+    /// The parts of B for its dims, each with its memory.
+    fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [Line])> + Send {
+        let lines = path.words(self.dims) / Line::WORDS;
+        if self.lines.len() < lines {
+            self.lines.resize(lines, Line::ZERO);
+        }
+        let mut rest = &mut self.lines[..];
+        gemm::pieces(path, self.dims).map(move |(piece, words)| {
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(words / Line::WORDS);
+            rest = after;
+            (piece, part)
+        })
+    }
+}
+
+/// Packs a part of `b`, of which only an `f32` has a path.
+fn pack<T: Float>(path: Path, b: (&[T], Strides), (piece, to): (Piece, &mut [Line])) {
+    assert_inside("B", piece.l + piece.k, piece.j + piece.columns, b.1, b.0.len());
+    assert_eq!(path.words([piece.k, piece.columns]), to.len() * Line::WORDS, "words of a part of a packed B");
+    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
+    // from `T::path`.
+    unsafe { gemm::pack(path, (b.0.as_ptr().cast(), b.1), piece, to.as_mut_ptr().cast()) }
+}
+
+/// A right operand.
+#[derive(Clone, Copy)]
+enum Source<'a, T> {
+    Strided((&'a [T], Strides)),
+    Packed(&'a Packed<T>),
+}
+
+/// The product on this thread, checked.
+fn serial<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: (&[T], Strides),
+    b: Source<'_, T>,
+    c: (&mut [T], Strides),
+    update: Update,
+    mut epilogue: Epilogue<'_, T>,
+) {
+    assert_inside("A", m, k, a.1, a.0.len());
     assert_inside("C", m, n, c.1, c.0.len());
     assert_apart(m, n, c.1);
-    let (a, b, c) = ((a.0.as_ptr(), a.1), (b.0.as_ptr(), b.1), (c.0.as_mut_ptr(), c.1));
+    match b {
+        Source::Strided(b) => assert_inside("B", k, n, b.1, b.0.len()),
+        Source::Packed(Packed { dims, .. }) => {
+            assert!(k <= dims[0] && n <= dims[1], "B: packed as {dims:?}, not {k} by {n}");
+            let whole = k == dims[0] || k.is_multiple_of(2) || precision == Precision::F32;
+            assert!(whole, "B: {k} terms cut a pair of the {} packed", dims[0]);
+        }
+    }
+    epilogue.check(m, n, c.1.0);
+    let by_rows_only = matches!(b, Source::Packed(_)) || !matches!(epilogue, Epilogue::Nothing);
+    assert!(c.1.1 == 1 || !by_rows_only, "C: its rows are not contiguous beside a packed B or an epilogue");
+    let (c, finish) = ((c.0.as_mut_ptr(), c.1), epilogue.raw());
     // SAFETY: `assert_inside` held each operand's farthest element against its slice, so every access is in bounds,
-    // and strides fit isize. `assert_apart`: no two elements of C share memory, and they are contiguous along a dim.
-    // C is borrowed mutably, so it overlaps neither A nor B.
-    unsafe { T::product([m, n, k], a, b, c, update) }
+    // and strides fit isize; `check` did so for the epilogue. `assert_apart`: no two elements of C share memory, and
+    // they are contiguous along a dim. C and `out` are borrowed mutably, so they overlap nothing else. Only `f32` has a
+    // path, and the CPU runs it; a packed B was filled on it, or is dense.
+    unsafe {
+        if let Some(path) = T::path(precision) {
+            let b = match b {
+                Source::Strided((b, strides)) => Right::Strided(b.as_ptr().cast(), strides),
+                Source::Packed(b) => Right::Packed(b.lines.as_ptr().cast(), b.dims),
+            };
+            let (a, c) = ((a.0.as_ptr().cast(), a.1), (c.0.cast(), c.1));
+            return gemm::product(path, [m, n, k], a, b, c, update, finish.cast());
+        }
+        let b = match b {
+            Source::Strided(b) => b,
+            Source::Packed(b) => (&b.dense[..], (b.dims[1], 1)),
+        };
+        portable(precision, [m, n, k], a, b, c, update);
+        finish.rows((c.0, c.1.0), (0, m), (0, n));
+    }
+}
+
+/// The product over `matrixmultiply`, whose operands are rounded in copies.
+///
+/// # Safety
+/// That of [`Product::portable`], and A and B lie inside their slices.
+unsafe fn portable<T: Float>(
+    precision: Precision,
+    dims: [usize; 3],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    c: (*mut T, Strides),
+    update: Update,
+) {
+    let rounded = |x: &[T]| -> Vec<T> { x.iter().map(|x| x.in_precision(precision)).collect() };
+    let copies = T::narrows(precision).then(|| (rounded(a.0), rounded(b.0)));
+    let (a_slice, b_slice) = copies.as_ref().map_or((a.0, b.0), |(a, b)| (a, b));
+    // SAFETY: the caller's promise; a copy is as long as its operand.
+    unsafe { T::portable(dims, (a_slice.as_ptr(), a.1), (b_slice.as_ptr(), b.1), c, update) }
+}
+
+/// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous.
+#[derive(Clone, Copy)]
+pub(super) enum Finish<T> {
+    Nothing,
+    /// As [`Epilogue::Bias`].
+    Bias(*const T),
+    /// As [`Epilogue::BiasGelu`].
+    BiasGelu(*const T, *mut T),
+}
+
+impl<T: Float> Finish<T> {
+    fn cast<U>(self) -> Finish<U> {
+        match self {
+            Finish::Nothing => Finish::Nothing,
+            Finish::Bias(bias) => Finish::Bias(bias.cast()),
+            Finish::BiasGelu(bias, out) => Finish::BiasGelu(bias.cast(), out.cast()),
+        }
+    }
+
+    /// Finishes the rectangle of these (first, number of) rows and columns of a C with rows `c_row` apart.
+    ///
+    /// # Safety
+    /// It lies inside C and inside what this names, and nobody else uses it.
+    pub(super) unsafe fn rows(
+        self,
+        (c, c_row): (*mut T, usize),
+        (i, rows): (usize, usize),
+        (j, columns): (usize, usize),
+    ) {
+        let (bias, out) = match self {
+            Finish::Nothing => return,
+            Finish::Bias(bias) => (bias, None),
+            Finish::BiasGelu(bias, out) => (bias, Some(out)),
+        };
+        for at in (i..i + rows).map(|i| i * c_row + j) {
+            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart.
+            unsafe {
+                let bias = std::slice::from_raw_parts(bias.add(j), columns);
+                let c = std::slice::from_raw_parts_mut(c.add(at), columns);
+                match out {
+                    None => pointwise::add_assign(c, bias),
+                    Some(out) => gelu::bias_gelu(c, bias, std::slice::from_raw_parts_mut(out.add(at), columns)),
+                }
+            }
+        }
+    }
 }
 
 /// Whether a `rows` by `columns` matrix lies inside a slice of `len` elements, and its strides inside `isize`.
@@ -81,15 +446,23 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     );
 }
 
-/// The unchecked product under [`gemm`], one per element type.
-pub trait Product: Sized {
-    /// `C = A · B` or `C += A · B` for `[m, n, k]`; C is only read to be added to.
+/// What products differ in by element type.
+pub trait Product: Sized + Copy + Send + Sync {
+    /// Our own implementation for this CPU: of `f32` alone.
+    fn path(precision: Precision) -> Option<Path>;
+
+    /// Whether the precision rounds operands.
+    fn narrows(precision: Precision) -> bool;
+
+    /// An operand's element as the product takes it.
+    fn in_precision(self, precision: Precision) -> Self;
+
+    /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
     ///
     /// # Safety
     /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
-    /// fit isize; no two elements of C may share memory, nor C with A or B; one stride of C must be 1, save along a
-    /// dim of 1.
-    unsafe fn product(
+    /// fit isize; no two elements of C may share memory, nor C with A or B.
+    unsafe fn portable(
         dims: [usize; 3],
         a: (*const Self, Strides),
         b: (*const Self, Strides),
@@ -99,29 +472,48 @@ pub trait Product: Sized {
 }
 
 impl Product for f32 {
-    unsafe fn product(
+    fn path(precision: Precision) -> Option<Path> {
+        Path::best(precision)
+    }
+
+    fn narrows(precision: Precision) -> bool {
+        precision == Precision::Bf16
+    }
+
+    fn in_precision(self, precision: Precision) -> f32 {
+        if f32::narrows(precision) { gemm::rounded(self) } else { self }
+    }
+
+    unsafe fn portable(
         dims: [usize; 3],
-        a: (*const Self, Strides),
-        b: (*const Self, Strides),
-        c: (*mut Self, Strides),
+        a: (*const f32, Strides),
+        b: (*const f32, Strides),
+        c: (*mut f32, Strides),
         update: Update,
     ) {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(path) = Path::best() {
-            // SAFETY: this CPU runs the path; the rest is the caller's promise, word for word.
-            return unsafe { product(path, dims, a, b, c, update) };
-        }
         // SAFETY: the caller's promise.
         unsafe { portable_f32(dims, a, b, c, update) }
     }
 }
 
 impl Product for f64 {
-    unsafe fn product(
+    fn path(_: Precision) -> Option<Path> {
+        None
+    }
+
+    fn narrows(_: Precision) -> bool {
+        false
+    }
+
+    fn in_precision(self, _: Precision) -> f64 {
+        self
+    }
+
+    unsafe fn portable(
         dims: [usize; 3],
-        a: (*const Self, Strides),
-        b: (*const Self, Strides),
-        c: (*mut Self, Strides),
+        a: (*const f64, Strides),
+        b: (*const f64, Strides),
+        c: (*mut f64, Strides),
         update: Update,
     ) {
         // SAFETY: the caller's promise.
@@ -131,7 +523,7 @@ impl Product for f64 {
 
 macro_rules! portable {
     ($name:ident, $t:ty, $routine:path) => {
-        /// [`Product::product`] over `matrixmultiply`.
+        /// [`Product::portable`].
         ///
         /// # Safety
         /// As there.
@@ -253,27 +645,27 @@ mod tests {
     /// transposed B against the whole, and that against three loops.
     #[test]
     fn portable_products_have_the_bits_of_the_whole() {
-        let portable = |[m, n, k]: [usize; 3], a: (&[f32], Strides), b: (&[f32], Strides), update| {
+        let product = |precision, [m, n, k]: [usize; 3], a: (&[f32], Strides), b: (&[f32], Strides), update| {
             let mut c = vec![1.0; m * n];
             assert_inside("A", m, k, a.1, a.0.len());
             assert_inside("B", k, n, b.1, b.0.len());
             // SAFETY: A and B were checked; C is dense.
-            unsafe {
-                let (a, b) = ((a.0.as_ptr(), a.1), (b.0.as_ptr(), b.1));
-                portable_f32([m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update);
-            }
+            unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
             c
         };
-        for [m, n, k] in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]] {
+        for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate()
+        {
+            let precision = if i < 4 { Precision::F32 } else { Precision::Bf16 };
             let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
             let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
-            let want = naive([m, n, k], (&widen(&a), (k, 1)), (&widen(&b), (n, 1)));
+            let wide = |x: &[f32]| x.iter().map(|x| x.in_precision(precision).to_f64()).collect::<Vec<f64>>();
+            let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
             for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
-                let whole = portable([m, n, k], (&a, (k, 1)), (&b, (n, 1)), update);
+                let whole = product(precision, [m, n, k], (&a, (k, 1)), (&b, (n, 1)), update);
                 assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
                 for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
                     let (a, b) = ((&a[i * k..], (k, 1)), (&transposed[j * k..], (1, k)));
-                    let part = portable([rows, columns, k], a, b, update);
+                    let part = product(precision, [rows, columns, k], a, b, update);
                     for (r, part) in part.chunks(columns).enumerate() {
                         assert_eq!(part, &whole[(i + r) * n + j..][..columns], "[{m}, {n}, {k}], row {i} + {r}");
                     }
@@ -299,6 +691,108 @@ mod tests {
             gemm(dims, (&at, (1, m)), (&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
             assert_eq!(transpose(&plain, m, n), other);
         }
+    }
+
+    /// What `gemm`, and after it separate passes over C, would give.
+    fn one_after_the_other<T: Float>(
+        (precision, [m, n, k]): (Precision, [usize; 3]),
+        (a, b, bias, old): (&[T], &[T], &[T], &[T]),
+        update: Update,
+    ) -> [Vec<T>; 3] {
+        let mut c = old.to_vec();
+        gemm_in(precision, [m, n, k], (a, (k, 1)), (b, (n, 1)), (&mut c, (n, 1)), update);
+        let (mut biased, mut activated) = (c.clone(), c.clone());
+        pointwise::bias(&c, bias, &mut biased);
+        gelu::bias_gelu(&c, bias, &mut activated);
+        [c, biased, activated]
+    }
+
+    /// Shared or not, with B packed as a part of more or not, and with epilogues: the bits of the plain product.
+    fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
+        let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
+        let old: Vec<T> = values("c", m * n);
+        let b_transpose: Vec<T> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+        let right: (&[T], Strides) = if b_transposed { (&b_transpose, (1, k)) } else { (&b, (n, 1)) };
+        for update in [Update::Overwrite, Update::Accumulate] {
+            let want = one_after_the_other((precision, dims), (&a, &b, &bias, &old), update);
+            let at = format!("{precision:?}, {dims:?}, {update:?}");
+            for threads in [1, 2, 3, 7, 64] {
+                for epilogue in 0..3 {
+                    let (mut c, mut out) = (old.clone(), old.clone());
+                    let after = match epilogue {
+                        0 => Epilogue::Nothing,
+                        1 => Epilogue::Bias(&bias),
+                        _ => Epilogue::BiasGelu(&bias, &mut out),
+                    };
+                    if threads > 1 && k > 0 {
+                        cut(threads, precision, dims, (&a, (k, 1)), right, &mut c, update, after);
+                    } else {
+                        gemm_shared(precision, dims, (&a, (k, 1)), right, &mut c, update, after);
+                    }
+                    assert!(c == want[epilogue % 2], "{at}, epilogue {epilogue}, for {threads} threads");
+                    assert!(out == *if epilogue == 2 { &want[2] } else { &old }, "{at}, out, for {threads} threads");
+                }
+            }
+            let mut packed = Packed::new(precision);
+            packed.pack([k, n], right);
+            let (terms, columns) = (k / 2 / 2 * 2, n - n / 3);
+            for (terms, columns) in [(k, n), (terms, columns)] {
+                let (mut c, mut want) = (old.clone(), old.clone());
+                gemm_packed([m, columns, terms], (&a, (k, 1)), &packed, (&mut c, n), update);
+                gemm_in(precision, [m, columns, terms], (&a, (k, 1)), right, (&mut want, (n, 1)), update);
+                assert!(c == want, "{at}, {terms} terms of {columns} columns");
+            }
+        }
+    }
+
+    #[test]
+    fn shared_packed_and_finished_products_have_the_bits_of_the_plain_one() {
+        for (i, dims) in [
+            [1, 1, 1],
+            [5, 40, 0],
+            [37, 33, 257],
+            [3, 900, 515],
+            [300, 200, 100],
+            [29, 800, 300],
+            [57, 1601, 96],
+            [700, 65, 1030],
+            [113, 3100, 1300],
+            [1, 3000, 1500],
+            [4096, 33, 64],
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            same_bits_case::<f32>(Precision::F32, dims, i % 2 == 0);
+            same_bits_case::<f32>(Precision::Bf16, dims, i % 2 == 1);
+        }
+        same_bits_case::<f64>(Precision::Bf16, [170, 130, 300], true);
+        same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
+    }
+
+    /// Products that are cut along every dim.
+    #[test]
+    fn large_operands_are_packed_in_parts() {
+        assert_eq!(at_once(1152, 384), (384, 1152));
+        assert_eq!(at_once(50_304, 768), (768, 3072));
+        assert_eq!(at_once(768, 50_304), (2816, 768));
+        let (terms, columns) = at_once(3100, 1300);
+        assert!(terms < 1300 && columns < 3100);
+    }
+
+    #[test]
+    #[should_panic(expected = "B: 3 terms cut a pair of the 4 packed")]
+    fn half_a_pair_is_refused() {
+        let mut b = Packed::new(Precision::Bf16);
+        b.pack([4, 2], (&[1.0_f32; 8], (2, 1)));
+        gemm_packed([1, 2, 3], (&[1.0; 3], (3, 1)), &b, (&mut [0.0; 2], 2), Update::Overwrite);
+    }
+
+    #[test]
+    #[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
+    fn short_biases_are_refused() {
+        let (a, b) = ((&[1.0_f32; 2][..], (1, 1)), (&[1.0_f32; 3][..], (3, 1)));
+        gemm_shared(Precision::F32, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
     }
 
     #[test]

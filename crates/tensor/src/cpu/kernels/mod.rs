@@ -11,7 +11,6 @@
 //! give the bits of one call on the concatenated rows.
 
 mod float;
-#[cfg(target_arch = "x86_64")]
 mod gemm;
 mod reduce;
 

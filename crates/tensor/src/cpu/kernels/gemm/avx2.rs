@@ -64,7 +64,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
     }
     let (mut a, mut b) = (tile.a, tile.b);
     let mut sums = [[_mm256_setzero_ps(); V]; R];
-    for _ in 0..tile.k {
+    for _ in 0..tile.words {
         let mut row = [_mm256_setzero_ps(); V];
         for (v, vector) in row.iter_mut().enumerate() {
             // SAFETY: this row of B, whose last vector is masked unless it is full.

@@ -1,5 +1,7 @@
 //! The product's kernels for `avx512f`: tiles of up to 14 by 32, two vectors of 16 a row.
 //!
+//! For `avx512bf16` the same with two terms of `bf16` in a word, the first in the upper half.
+//!
 //! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
 //! into one with the same target features, and a closure is not one: there are none here.
 
@@ -9,10 +11,10 @@ use std::arch::x86_64::*;
 /// Floats of a vector.
 const LANES: usize = 16;
 
-/// Fewer terms than this are summed before a prefetch of C helps.
+/// Fewer words than this are summed before a prefetch of C helps.
 const PREFETCH: usize = 128;
 
-/// The implementation.
+/// The implementation for `f32`.
 pub(super) struct Avx512;
 
 impl Micro for Avx512 {
@@ -30,66 +32,116 @@ impl Micro for Avx512 {
     }
 }
 
-/// [`Micro::tile`] for tiles of V vectors.
-///
-/// # Safety
-/// As there, and there are more than V - 1 and at most V vectors of columns.
-#[target_feature(enable = "avx512f")]
-unsafe fn tile_of_width<const V: usize>(tile: &Tile) {
-    macro_rules! by_height {
-        ($($rows:literal)*) => {
-            match tile.rows {
-                // SAFETY: the caller's promise; the height is the tile's.
-                $($rows => unsafe { tile_of::<$rows, V>(tile) },)*
-                rows => unreachable!("a tile of {rows} rows"),
-            }
-        };
+/// The implementation for `bf16`.
+pub(super) struct Avx512Bf16;
+
+impl Micro for Avx512Bf16 {
+    const LANES: usize = LANES;
+    const ROWS: usize = 14;
+    const TERMS: usize = 2;
+    const IN_PLACE: bool = false;
+
+    unsafe fn tile(tile: &Tile) {
+        // SAFETY: the caller's promise; each width is the tile's.
+        unsafe { if tile.columns > LANES { bf16_tile_of_width::<2>(tile) } else { bf16_tile_of_width::<1>(tile) } }
     }
-    by_height!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { pack_bf16(strip, to, step) }
+    }
 }
 
-/// [`Micro::tile`] for tiles of R rows and V vectors.
-///
-/// # Safety
-/// As there, the tile being that large.
-#[target_feature(enable = "avx512f")]
-unsafe fn tile_of<const R: usize, const V: usize>(tile: &Tile) {
-    let last = first_lanes(tile.columns - (V - 1) * LANES);
-    if tile.k >= PREFETCH {
-        for i in 0..R {
-            for v in 0..V {
-                _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + v * LANES).cast());
+/// Calls a function with the number of rows as its first constant.
+macro_rules! by_height {
+    ($rows:expr, $of:ident::<$V:ident>($tile:expr)) => {
+        by_height!($rows, $of, $V, $tile, 1 2 3 4 5 6 7 8 9 10 11 12 13 14)
+    };
+    ($rows:expr, $of:ident, $V:ident, $tile:expr, $($height:literal)*) => {
+        match $rows {
+            $($height => $of::<$height, $V>($tile),)*
+            rows => unreachable!("a tile of {rows} rows"),
+        }
+    };
+}
+
+/// The tiles for one instruction: the sums of the words of A, each in all lanes, times the words of B.
+macro_rules! tiles {
+    ($of_width:ident, $of:ident, $feature:literal, $step:ident) => {
+        /// [`Micro::tile`] for tiles of V vectors.
+        ///
+        /// # Safety
+        /// As there, and there are more than V - 1 and at most V vectors of columns.
+        #[target_feature(enable = $feature)]
+        unsafe fn $of_width<const V: usize>(tile: &Tile) {
+            // SAFETY: the caller's promise; the height is the tile's.
+            unsafe { by_height!(tile.rows, $of::<V>(tile)) }
+        }
+
+        /// [`Micro::tile`] for tiles of R rows and V vectors.
+        ///
+        /// # Safety
+        /// As there, the tile being that large.
+        #[target_feature(enable = $feature)]
+        unsafe fn $of<const R: usize, const V: usize>(tile: &Tile) {
+            let last = first_lanes(tile.columns - (V - 1) * LANES);
+            if tile.words >= PREFETCH {
+                for i in 0..R {
+                    for v in 0..V {
+                        _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row + v * LANES).cast());
+                    }
+                }
+            }
+            let (mut a, mut b) = (tile.a, tile.b);
+            let mut sums = [[_mm512_setzero_ps(); V]; R];
+            for _ in 0..tile.words {
+                let mut row = [_mm512_setzero_ps(); V];
+                for (v, vector) in row.iter_mut().enumerate() {
+                    // SAFETY: this row of B, masked to its last column.
+                    *vector = unsafe { _mm512_maskz_loadu_ps(if v + 1 == V { last } else { !0 }, b.add(v * LANES)) };
+                }
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: this column of A.
+                    let x = _mm512_set1_ps(unsafe { *a.add(i * tile.a_row) });
+                    for (sum, vector) in sums.iter_mut().zip(row) {
+                        *sum = $step(x, vector, *sum);
+                    }
+                }
+                (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+            }
+            for (i, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    let mask = if v + 1 == V { last } else { !0 };
+                    // SAFETY: row i of C, masked to its last column.
+                    unsafe {
+                        let to = tile.c.add(i * tile.c_row + v * LANES);
+                        let sum = if tile.add { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum) } else { sum };
+                        _mm512_mask_storeu_ps(to, mask, sum);
+                    }
+                }
             }
         }
-    }
-    let (mut a, mut b) = (tile.a, tile.b);
-    let mut sums = [[_mm512_setzero_ps(); V]; R];
-    for _ in 0..tile.k {
-        let mut row = [_mm512_setzero_ps(); V];
-        for (v, vector) in row.iter_mut().enumerate() {
-            // SAFETY: this row of B, masked to its last column.
-            *vector = unsafe { _mm512_maskz_loadu_ps(if v + 1 == V { last } else { !0 }, b.add(v * LANES)) };
-        }
-        for (i, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: this column of A.
-            let x = _mm512_set1_ps(unsafe { *a.add(i * tile.a_row) });
-            for (sum, vector) in sums.iter_mut().zip(row) {
-                *sum = _mm512_fmadd_ps(x, vector, *sum);
-            }
-        }
-        (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
-    }
-    for (i, sums) in sums.into_iter().enumerate() {
-        for (v, sum) in sums.into_iter().enumerate() {
-            let mask = if v + 1 == V { last } else { !0 };
-            // SAFETY: row i of C, masked to its last column.
-            unsafe {
-                let to = tile.c.add(i * tile.c_row + v * LANES);
-                let sum = if tile.add { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum) } else { sum };
-                _mm512_mask_storeu_ps(to, mask, sum);
-            }
-        }
-    }
+    };
+}
+tiles!(tile_of_width, tile_of, "avx512f", _mm512_fmadd_ps);
+tiles!(bf16_tile_of_width, bf16_tile_of, "avx512f,avx512bw,avx512bf16", add_pairs);
+
+/// The sums and the products of both pairs of terms, the one in the upper halves first.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
+    _mm512_dpbf16_ps(sum, halves(x), halves(y))
+}
+
+/// Words as pairs.
+fn halves(x: __m512) -> __m512bh {
+    // SAFETY: both are 64 bytes of which all values are valid.
+    unsafe { std::mem::transmute(x) }
+}
+
+/// Pairs as words.
+fn words(x: __m512bh) -> __m512 {
+    // SAFETY: both are 64 bytes of which all values are valid.
+    unsafe { std::mem::transmute(x) }
 }
 
 /// A mask of so many lanes, or of all if there are fewer.
@@ -136,6 +188,17 @@ unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
             *x = unsafe { _mm512_maskz_loadu_ps(mask, strip.from.add(lane * strip.apart)) };
         }
     }
+    for (l, x) in transposed(x).iter().enumerate() {
+        if l < strip.k {
+            // SAFETY: vector l of the packed form.
+            unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
+        }
+    }
+}
+
+/// Rows as columns.
+#[target_feature(enable = "avx512f")]
+fn transposed(mut x: [__m512; LANES]) -> [__m512; LANES] {
     let mut y = x;
     // In the 128-bit parts: y[4q + p] holds, in part s, element 4s + p of lanes 4q .. 4q + 4.
     for q in 0..4 {
@@ -157,12 +220,7 @@ unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
         x[8 + p] = _mm512_shuffle_f32x4::<0x88>(high, high2);
         x[12 + p] = _mm512_shuffle_f32x4::<0xdd>(high, high2);
     }
-    for (l, x) in x.iter().enumerate() {
-        if l < strip.k {
-            // SAFETY: vector l of the packed form.
-            unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
-        }
-    }
+    x
 }
 
 /// Floats 0 and 1 of every four of `a`, then of `b`.
@@ -175,4 +233,72 @@ fn even_pairs(a: __m512, b: __m512) -> __m512 {
 #[target_feature(enable = "avx512f")]
 fn odd_pairs(a: __m512, b: __m512) -> __m512 {
     _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)))
+}
+
+/// [`Micro::pack`] to `bf16`.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
+    let Strip { from, lanes, k, apart, along } = strip;
+    if apart == 1 {
+        let mask = first_lanes(lanes);
+        // Half 2i of the result is half 16 + i of two converted rows, half 2i + 1 is half i.
+        let lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let order = _mm512_or_si512(_mm512_slli_epi32::<16>(lane), _mm512_add_epi32(lane, _mm512_set1_epi32(16)));
+        for l in (0..k).step_by(2) {
+            let second = if l + 1 < k { mask } else { 0 };
+            // SAFETY: `lanes` floats of the strip, twice if there is a second term, and a vector of its packed form.
+            unsafe {
+                let first = _mm512_maskz_loadu_ps(mask, from.add(l * along));
+                let second = _mm512_maskz_loadu_ps(second, from.wrapping_add((l + 1) * along));
+                let rows = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(second, first)));
+                _mm512_storeu_ps(to.add(l / 2 * step), _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, rows)));
+            }
+        }
+    } else if along == 1 {
+        for l in (0..k).step_by(2 * LANES) {
+            let k = (k - l).min(2 * LANES);
+            // SAFETY: a part of the strip, at most `2 LANES` long.
+            unsafe { transpose_bf16(Strip { from: from.add(l), k, ..strip }, to.add(l / 2 * step), step) };
+        }
+    } else {
+        for l in (0..k).step_by(2) {
+            let mut pair = [0.0_f32; 2 * LANES];
+            // SAFETY: one or two terms of the strip, as dense rows and then as a strip of their own.
+            unsafe {
+                let two = Strip { from: from.add(l * along), k: (k - l).min(2), ..strip };
+                two.gather::<LANES>(pair.as_mut_ptr(), LANES);
+                let dense = Strip { from: pair.as_ptr(), lanes: LANES, k: 2, apart: 1, along: LANES };
+                pack_bf16(dense, to.add(l / 2 * step), step);
+            }
+        }
+    }
+}
+
+/// [`Micro::pack`] to `bf16` for at most `2 LANES` elements, contiguous along each lane.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn transpose_bf16(strip: Strip, to: *mut f32, step: usize) {
+    let (low, high) = (first_lanes(strip.k), first_lanes(strip.k.saturating_sub(LANES)));
+    let mut x = [_mm512_setzero_ps(); LANES];
+    for (lane, x) in x.iter_mut().enumerate() {
+        if lane < strip.lanes {
+            let from = strip.from.wrapping_add(lane * strip.apart);
+            // SAFETY: the `k` floats of this lane.
+            let (low, high) =
+                unsafe { (_mm512_maskz_loadu_ps(low, from), _mm512_maskz_loadu_ps(high, from.wrapping_add(LANES))) };
+            let pairs = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)));
+            *x = _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs));
+        }
+    }
+    for (l, x) in transposed(x).iter().enumerate() {
+        if 2 * l < strip.k {
+            // SAFETY: vector l of the packed form.
+            unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Products of `f32` matrices on x86-64, with AVX-512 or with AVX2 and FMA.
+//! Products of `f32` matrices on x86-64, with AVX-512 or with AVX2 and FMA; in `f32`, or of operands rounded to `bf16`.
 //!
 //! # The bits
 //!
@@ -15,6 +15,11 @@
 //! Everything below may be tuned but for that order: [`K_BLOCK`], one chain of `fma` per element and block. The tests
 //! hold every path against this formula, element by element.
 //!
+//! In [`Precision::Bf16`] the formula is the same for operands rounded by [`rounded`]; sums stay `f32`. `vdpbf16ps` adds
+//! two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair holds its
+//! first term in the upper half. It takes subnormal sums for zero and makes none: a partial sum below 2^-126 is zero
+//! where the paths without that instruction keep it. They agree on everything else, bit for bit.
+//!
 //! # The work
 //!
 //! ```text
@@ -27,7 +32,10 @@
 //! ```
 //!
 //! What differs between CPUs is [`Micro`]: the tile and the packing of a strip. A tile takes both operands by pointer
-//! and strides, so that packed and unpacked ones go through the same instructions.
+//! and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of words of
+//! 32 bits: one `f32`, or two terms in `bf16`.
+//!
+//! All of B can be packed beforehand, in the very blocks that are packed above ([`pieces`]), to be multiplied often.
 //!
 //! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
 //! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can
@@ -37,21 +45,30 @@
 //! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
 //! depends on what the CPU can do.
 
+#[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(test)]
 mod tests;
 
-use super::matmul::{Strides, Update};
-use avx2::Avx2;
-use avx512::Avx512;
+use super::matmul::{Finish, Precision, Strides, Update};
 use std::cell::RefCell;
+use std::marker::PhantomData;
+#[cfg(target_arch = "x86_64")]
+use {
+    avx2::Avx2,
+    avx512::{Avx512, Avx512Bf16},
+};
 
 /// Terms summed in registers before they are added to C. Part of the definition of the bits.
-const K_BLOCK: usize = 256;
+pub(super) const K_BLOCK: usize = 256;
 
-/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte.
-const N_BLOCK: usize = 768;
+/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's width.
+pub(super) const N_BLOCK: usize = 768;
+
+/// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
+const PIECE: usize = 192;
 
 /// Rows of B copied at a time where its rows are contiguous: few streams, each long enough to be prefetched.
 const COPIED_ROWS: usize = 16;
@@ -62,59 +79,168 @@ const A_IN_PLACE: usize = 512;
 /// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache: packed in any case.
 const ALIASED: usize = 1024;
 
-/// An implementation of the product: the instructions it needs.
+/// An implementation of the product: the instructions it needs, and the precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Path {
+pub enum Path {
     /// `avx512f`: tiles of 14 by 32.
     Avx512,
     /// `avx2` and `fma`: tiles of 6 by 16.
     Avx2,
+    /// `avx512bf16`: the tiles of `avx512f`, two terms at a time.
+    Avx512Bf16,
+    /// `avx512f` on rounded operands.
+    Avx512Rounded,
+    /// `avx2` and `fma` on rounded operands.
+    Avx2Rounded,
+}
+
+/// Runs `$body` with `$M` standing for the [`Micro`] of `$path`.
+macro_rules! for_micro {
+    ($path:expr, $M:ident => $body:expr) => {
+        match $path {
+            Path::Avx512 => {
+                type $M = Avx512;
+                $body
+            }
+            Path::Avx2 => {
+                type $M = Avx2;
+                $body
+            }
+            Path::Avx512Bf16 => {
+                type $M = Avx512Bf16;
+                $body
+            }
+            Path::Avx512Rounded => {
+                type $M = Rounded<Avx512>;
+                $body
+            }
+            Path::Avx2Rounded => {
+                type $M = Rounded<Avx2>;
+                $body
+            }
+        }
+    };
 }
 
 impl Path {
+    /// All paths of a precision, the fastest first.
+    fn all(precision: Precision) -> &'static [Path] {
+        match precision {
+            Precision::F32 => &[Path::Avx512, Path::Avx2],
+            Precision::Bf16 => &[Path::Avx512Bf16, Path::Avx512Rounded, Path::Avx2Rounded],
+        }
+    }
+
     /// The fastest that this CPU runs, if any. Cheap: std asks the CPU once.
-    pub(super) fn best() -> Option<Path> {
-        [Path::Avx512, Path::Avx2].into_iter().find(|path| path.runs_here())
+    pub(super) fn best(precision: Precision) -> Option<Path> {
+        Path::all(precision).iter().copied().find(|path| path.runs_here())
     }
 
     /// Whether this CPU has the instructions.
     fn runs_here(self) -> bool {
         match self {
-            Path::Avx512 => is_x86_feature_detected!("avx512f"),
-            Path::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Path::Avx512 | Path::Avx512Rounded => is_x86_feature_detected!("avx512f"),
+            Path::Avx2 | Path::Avx2Rounded => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Path::Avx512Bf16 => is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw"),
         }
+    }
+
+    /// Words of a packed `[k, n]`: a whole number of cache lines.
+    pub(super) fn words(self, [k, n]: [usize; 2]) -> usize {
+        for_micro!(self, M => M::columns(n) * M::words(k))
     }
 }
 
-/// `C = A · B` or `C += A · B` for `[m, n, k]`. With `k = 0` the product is zero.
+/// The right operand of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Right {
+    /// As it lies.
+    Strided(*const f32, Strides),
+    /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product needs,
+    /// and no longer if the product's k is odd.
+    Packed(*const f32, [usize; 2]),
+}
+
+/// `C = A · B` or `C += A · B` for `[m, n, k]`, then `finish`. With `k = 0` the product is zero.
 ///
 /// # Safety
 /// The CPU runs `path`. Each pointer with its (row, column) strides is valid for the whole matrix, C for writing and
-/// with one of its strides 1, save along a dim of 1; no two elements of C share memory, nor C with A or B.
+/// with one of its strides 1, save along a dim of 1; no two elements of C share memory, nor C with A, B or what `finish`
+/// names. Beside a packed B or a `finish`, the rows of C are contiguous. A packed B is as [`Right`] says.
 pub(super) unsafe fn product(
     path: Path,
     [m, n, k]: [usize; 3],
     a: (*const f32, Strides),
-    b: (*const f32, Strides),
+    b: Right,
     (c, (c_row, c_column)): (*mut f32, Strides),
     update: Update,
+    finish: Finish<f32>,
 ) {
-    let (a, b) = (Matrix::new(a), Matrix::new(b));
+    let a = Matrix::new(a);
     // Of a C stored by columns, compute the transpose: the products are the same, commuted.
     let by_rows = c_column == 1 || n == 1;
     debug_assert!(by_rows || c_row == 1 || m == 1, "C has a contiguous dim");
-    let product = if by_rows {
-        Product { m, n, k, a, b, c, c_row, update }
-    } else {
-        Product { m: n, n: m, k, a: b.transposed(), b: a.transposed(), c, c_row: c_column, update }
+    let product = match b {
+        Right::Strided(start, strides) if by_rows => {
+            let b = Operand::Strided(Matrix::new((start, strides)));
+            Product { m, n, k, a, b, c, c_row, update, finish }
+        }
+        Right::Strided(start, strides) => {
+            let b = Matrix::new((start, strides)).transposed();
+            Product { m: n, n: m, k, a: b, b: Operand::Strided(a.transposed()), c, c_row: c_column, update, finish }
+        }
+        Right::Packed(start, dims) => {
+            debug_assert!(by_rows, "the rows of C are contiguous");
+            Product { m, n, k, a, b: Operand::Packed(start, dims), c, c_row, update, finish }
+        }
     };
     // SAFETY: the caller's promise; `product` holds the same matrices.
-    unsafe {
-        match path {
-            Path::Avx512 => product.run::<Avx512>(),
-            Path::Avx2 => product.run::<Avx2>(),
-        }
-    }
+    unsafe { for_micro!(path, M => product.run::<M>()) }
+}
+
+/// A part of a packed B: terms l .. l + k of columns j .. j + columns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) l: usize,
+    pub(super) k: usize,
+    pub(super) j: usize,
+    pub(super) columns: usize,
+}
+
+/// The pieces of a packed `[k, n]` and their lengths in words, in the order in which they lie one after the other.
+///
+/// By blocks of `N_BLOCK` columns, in those by blocks of `K_BLOCK` terms, in those by panels as wide as a tile.
+pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Piece, usize)> {
+    let blocks = move |block: usize| (0..k).step_by(K_BLOCK).map(move |l| (block, l));
+    let piece = move |(block, l): (usize, usize)| {
+        let end = n.min(block + N_BLOCK);
+        (block..end).step_by(PIECE).map(move |j| Piece { l, k: K_BLOCK.min(k - l), j, columns: PIECE.min(end - j) })
+    };
+    let all = (0..n).step_by(N_BLOCK).flat_map(blocks).flat_map(piece);
+    all.map(move |piece| (piece, path.words([piece.k, piece.columns])))
+}
+
+/// Packs a piece of B.
+///
+/// # Safety
+/// The CPU runs `path`; `b` with its strides is valid for the piece, and `to` for writing its words.
+pub(super) unsafe fn pack(path: Path, b: (*const f32, Strides), piece: Piece, to: *mut f32) {
+    let Piece { l, k, j, columns } = piece;
+    // SAFETY: the caller's promise.
+    unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
+}
+
+/// The nearest `bf16`, ties to even, as an `f32`: as `vcvtneps2bf16` does. Subnormals become zeros of their sign, and of
+/// a NaN the upper bits stay, quiet.
+#[inline(always)]
+pub(super) fn rounded(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    f32::from_bits(match bits & 0x7fff_ffff {
+        0x7f80_0001.. => bits & 0xffff_0000 | 0x0040_0000,
+        ..0x0080_0000 => bits & 0x8000_0000,
+        _ => up & 0xffff_0000,
+    })
 }
 
 /// What a CPU does its own way.
@@ -122,31 +248,71 @@ pub(super) unsafe fn product(
 /// # Safety of the functions
 /// The CPU has the instructions of the implementation.
 trait Micro {
-    /// Floats of a vector: lanes of a packed strip. A tile is two vectors wide.
+    /// Words of a vector: lanes of a packed strip. A tile is two vectors wide.
     const LANES: usize;
     /// Rows of the highest tile, at most `LANES`.
     const ROWS: usize;
+    /// Terms of a word.
+    const TERMS: usize = 1;
+    /// Whether tiles can read operands that are not packed.
+    const IN_PLACE: bool = true;
 
     /// Computes one tile.
     ///
     /// # Safety
-    /// `1 <= rows <= ROWS` and `1 <= columns <= 2 LANES`; the pointers with their strides are valid for `rows` by `k`,
-    /// `k` by `columns`, and (for writing) `rows` by `columns`.
+    /// `1 <= rows <= ROWS` and `1 <= columns <= 2 LANES`; the pointers with their strides are valid for `rows` by `words`,
+    /// `words` by `columns`, and (for writing) `rows` by `columns`.
     unsafe fn tile(tile: &Tile);
 
-    /// Writes `k` vectors of `LANES` floats, `step` apart: vector l is element l of every lane, zero beyond the last.
+    /// Writes a vector of `LANES` words for every `TERMS` of the strip's k terms, `step` words apart: vector l is word l of
+    /// every lane. Zero beyond the last lane and the last term.
     ///
     /// # Safety
     /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize);
+
+    /// Words of so many terms.
+    fn words(k: usize) -> usize {
+        k.div_ceil(Self::TERMS)
+    }
+
+    /// Columns of the panels that hold so many.
+    fn columns(n: usize) -> usize {
+        n.next_multiple_of(2 * Self::LANES)
+    }
 }
 
-/// One tile of C: `rows` by `columns`, the sum of `k` products added to it or replacing it.
+/// Operands rounded to `bf16` as they are packed, and multiplied in `f32`: for CPUs without the instructions.
+struct Rounded<M>(PhantomData<M>);
+
+impl<M: Micro> Micro for Rounded<M> {
+    const LANES: usize = M::LANES;
+    const ROWS: usize = M::ROWS;
+    const IN_PLACE: bool = false;
+
+    unsafe fn tile(tile: &Tile) {
+        // SAFETY: the caller's promise.
+        unsafe { M::tile(tile) }
+    }
+
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise; what is rounded are the vectors just packed.
+        unsafe {
+            M::pack(strip, to, step);
+            for l in 0..strip.k {
+                let vector = std::slice::from_raw_parts_mut(to.add(l * step), M::LANES);
+                vector.iter_mut().for_each(|x| *x = rounded(*x));
+            }
+        }
+    }
+}
+
+/// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
 struct Tile {
     rows: usize,
     columns: usize,
-    k: usize,
-    /// Element (i, l) at `i a_row + l a_step`.
+    words: usize,
+    /// Word (i, l) at `i a_row + l a_step`.
     a: *const f32,
     a_row: usize,
     a_step: usize,
@@ -210,26 +376,34 @@ impl Matrix {
     }
 }
 
+/// The right operand as [`Product`] reads it.
+enum Operand {
+    Strided(Matrix),
+    /// See [`Right::Packed`].
+    Packed(*const f32, [usize; 2]),
+}
+
 /// A product with the rows of C contiguous.
 struct Product {
     m: usize,
     n: usize,
     k: usize,
     a: Matrix,
-    b: Matrix,
+    b: Operand,
     c: *mut f32,
     c_row: usize,
     update: Update,
+    finish: Finish<f32>,
 }
 
 /// A cache line, for the alignment of the packed operands.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "read and written through pointers")] [f32; Line::FLOATS]);
+pub(super) struct Line(#[expect(dead_code, reason = "read and written through pointers")] [f32; Line::WORDS]);
 
 impl Line {
-    const FLOATS: usize = 16;
-    const ZERO: Line = Line([0.0; Line::FLOATS]);
+    pub(super) const WORDS: usize = 16;
+    pub(super) const ZERO: Line = Line([0.0; Line::WORDS]);
 }
 
 thread_local! {
@@ -237,13 +411,37 @@ thread_local! {
     static PACKED: RefCell<[Vec<Line>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
-/// The buffer, grown to at least `floats`.
-fn room(buffer: &mut Vec<Line>, floats: usize) -> *mut f32 {
-    let lines = floats.div_ceil(Line::FLOATS);
+/// The buffer, grown to at least so many words.
+fn room(buffer: &mut Vec<Line>, words: usize) -> *mut f32 {
+    let lines = words.div_ceil(Line::WORDS);
     if buffer.len() < lines {
         buffer.resize(lines, Line::ZERO);
     }
     buffer.as_mut_ptr().cast()
+}
+
+impl Matrix {
+    /// Packs terms l.. and columns j.. of a right operand: a panel as wide as a tile after the other.
+    ///
+    /// # Safety
+    /// The CPU runs M; the block lies inside the matrix, has at most `K_BLOCK` terms, and fits in `to`.
+    unsafe fn pack<M: Micro>(&self, (l, k): (usize, usize), (j, columns): (usize, usize), to: *mut f32) {
+        let (along, apart) = (self.row, self.column);
+        let (width, words) = (2 * M::LANES, M::words(k));
+        let slice = if apart == 1 { COPIED_ROWS } else { k };
+        for first in (0..k).step_by(slice) {
+            for strip in (0..columns).step_by(M::LANES) {
+                let (from, lanes) = (self.at(l + first, j + strip), (columns - strip).min(M::LANES));
+                let k = (k - first).min(slice);
+                // SAFETY: columns and terms inside the block; the panels before this one, the words of this one before
+                // these and the lanes before these end before `columns` rounded up times `words`.
+                unsafe {
+                    let to = to.add(strip / width * width * words + first / M::TERMS * width + strip % width);
+                    M::pack(Strip { from, lanes, k, apart, along }, to, width);
+                }
+            }
+        }
+    }
 }
 
 impl Product {
@@ -255,10 +453,14 @@ impl Product {
         if self.m == 0 || self.n == 0 {
             return;
         }
-        if self.k == 0 && self.update == Update::Overwrite {
+        if self.k == 0 {
             for i in 0..self.m {
-                // SAFETY: row i of C.
-                unsafe { self.c.add(i * self.c_row).write_bytes(0, self.n) };
+                if self.update == Update::Overwrite {
+                    // SAFETY: row i of C.
+                    unsafe { self.c.add(i * self.c_row).write_bytes(0, self.n) };
+                }
+                // SAFETY: the same row.
+                unsafe { self.finish.rows((self.c, self.c_row), (i, 1), (0, self.n)) };
             }
         }
         PACKED.with_borrow_mut(|[packed_a, packed_b]| {
@@ -287,29 +489,27 @@ impl Product {
         (j, columns): (usize, usize),
         buffer: &mut Vec<Line>,
     ) -> Panels {
-        let Matrix { row: along, column: apart, .. } = self.b;
-        let width = 2 * M::LANES;
-        if apart == 1 && self.m <= M::ROWS {
-            return Panels { start: self.b.at(l, j), step: along, panel: width };
-        }
-        let to = room(buffer, columns.next_multiple_of(width) * k);
-        let slice = if apart == 1 { COPIED_ROWS } else { k };
-        for first in (0..k).step_by(slice) {
-            for strip in (0..columns).step_by(M::LANES) {
-                let (from, lanes) = (self.b.at(l + first, j + strip), (columns - strip).min(M::LANES));
-                let rows = (k - first).min(slice);
-                // SAFETY: columns and terms inside B; the panels before this one, the rows of this one before these
-                // and the lanes before these end before `columns` rounded up times `k`.
-                unsafe {
-                    let to = to.add(strip / width * width * k + first * width + strip % width);
-                    M::pack(Strip { from, lanes, k: rows, apart, along }, to, width);
-                }
+        let step = 2 * M::LANES;
+        match self.b {
+            Operand::Packed(start, [all_k, all_n]) => {
+                let block = M::columns((all_n - j).min(N_BLOCK));
+                let words = M::words((all_k - l).min(K_BLOCK));
+                let start = start.wrapping_add(j * M::words(all_k) + block * (l / M::TERMS));
+                Panels { start, step, panel: step * words }
+            }
+            Operand::Strided(b) if M::IN_PLACE && b.column == 1 && self.m <= M::ROWS => {
+                Panels { start: b.at(l, j), step: b.row, panel: step }
+            }
+            Operand::Strided(b) => {
+                let to = room(buffer, M::columns(columns) * M::words(k));
+                // SAFETY: the block lies inside B, and there is room.
+                unsafe { b.pack::<M>((l, k), (j, columns), to) };
+                Panels { start: to, step, panel: step * M::words(k) }
             }
         }
-        Panels { start: to, step: width, panel: width * k }
     }
 
-    /// Terms l.. of columns j.. of C.
+    /// Terms l.. of columns j.. of C, finished if they are the last.
     ///
     /// # Safety
     /// That of [`product`]; the block lies inside it, there are at most `K_BLOCK` terms, and `b` is that block of B.
@@ -322,8 +522,10 @@ impl Product {
     ) {
         let Matrix { row: apart, column: along, .. } = self.a;
         let far = if along == 1 { apart } else { along };
-        let in_place = (along == 1 || apart == 1) && self.n <= A_IN_PLACE && far % ALIASED != 0;
-        let packed = room(buffer, if in_place { 0 } else { k * M::LANES });
+        let readable = M::IN_PLACE && (along == 1 || apart == 1);
+        let in_place = readable && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let words = M::words(k);
+        let packed = room(buffer, if in_place { 0 } else { words * M::LANES });
         let add = l > 0 || self.update == Update::Accumulate;
         let width = 2 * M::LANES;
         let panels = self.m.div_ceil(M::ROWS);
@@ -332,7 +534,7 @@ impl Product {
             let rows = (panel + 1) * self.m / panels - i;
             let (mut a, mut a_row, mut a_step) = (self.a.at(i, l), apart, along);
             if !in_place {
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; `packed` has room for k vectors.
+                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; `packed` has room for the vectors.
                 unsafe { M::pack(Strip { from: a, lanes: rows, k, apart, along }, packed, M::LANES) };
                 (a, a_row, a_step) = (packed, 1, M::LANES);
             }
@@ -343,14 +545,18 @@ impl Product {
                     let c = self.c.add(i * self.c_row + j + first);
                     let b_start = b.start.wrapping_add(first / width * b.panel);
                     let (b, b_step, c_row) = (b_start, b.step, self.c_row);
-                    M::tile(&Tile { rows, columns, k, a, a_row, a_step, b, b_step, c, c_row, add });
+                    M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add });
                 }
+            }
+            if l + k == self.k {
+                // SAFETY: inside C, and written.
+                unsafe { self.finish.rows((self.c, self.c_row), (i, rows), (j, columns)) };
             }
         }
     }
 }
 
-/// A block of B in panels as wide as a tile: `panel` floats from one to the next, `step` from row to row.
+/// A block of B in panels as wide as a tile: `panel` words from one to the next, `step` from row to row.
 #[derive(Clone, Copy)]
 struct Panels {
     start: *const f32,

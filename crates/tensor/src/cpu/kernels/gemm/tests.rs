@@ -1,13 +1,16 @@
 //! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
-//! sizes that take every branch; blocks of C against the whole; and against f64 with a derived bound.
+//! sizes that take every branch, with B packed beforehand or not; blocks of C against the whole; and against f64 with a
+//! derived bound.
 
 use super::super::oracle::values;
 use super::*;
 
+const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
+
 /// The paths this CPU runs.
-fn paths() -> Vec<Path> {
-    let paths: Vec<Path> = [Path::Avx512, Path::Avx2].into_iter().filter(|path| path.runs_here()).collect();
-    assert_eq!(paths.first().copied(), Path::best());
+fn paths(precision: Precision) -> Vec<Path> {
+    let paths: Vec<Path> = Path::all(precision).iter().copied().filter(|path| path.runs_here()).collect();
+    assert_eq!(paths.first().copied(), Path::best(precision));
     paths
 }
 
@@ -41,8 +44,18 @@ impl Choices {
         if self.coin() { 1 + self.below(700) } else { self.of(&[1, 2, 3, 4, 15, 16, 17, 255, 256, 257, 511, 512, 513]) }
     }
 
+    fn precision(&mut self) -> Precision {
+        if self.coin() { Precision::F32 } else { Precision::Bf16 }
+    }
+
     fn update(&mut self) -> Update {
         if self.coin() { Update::Overwrite } else { Update::Accumulate }
+    }
+
+    /// Dims of a packed B that serves a product of these.
+    fn packed(&mut self, [k, n]: [usize; 2]) -> [usize; 2] {
+        let longer = if k.is_multiple_of(2) { self.of(&[0, 0, 1, 2, 300]) } else { 0 };
+        [k + longer, n + self.of(&[0, 0, 1, 40, N_BLOCK])]
     }
 
     /// Strides of a matrix by rows or columns, dense, padded or so far apart that rows alias; or of one with gaps.
@@ -83,8 +96,26 @@ fn laid_out(dense: &[f32], width: usize, [rows, columns]: [(usize, usize); 2], s
     out
 }
 
+/// Packs a matrix that is NaN beyond the given rows and columns.
+fn packed(path: Path, dense: &[f32], [k, n]: [usize; 2], dims: [usize; 2], choices: &mut Choices) -> Vec<Line> {
+    let element = |at: usize| (at / dims[1] < k && at % dims[1] < n).then(|| dense[at / dims[1] * n + at % dims[1]]);
+    let b: Vec<f32> = (0..dims[0] * dims[1]).map(|at| element(at).unwrap_or(f32::NAN)).collect();
+    let strides = choices.strides(dims[0], dims[1]);
+    let b = laid_out(&b, dims[1], [(0, dims[0]), (0, dims[1])], strides);
+    let mut lines = vec![Line([f32::NAN; Line::WORDS]); path.words(dims) / Line::WORDS];
+    let mut at = 0;
+    for (piece, words) in pieces(path, dims) {
+        // SAFETY: the path runs here, B is laid out for its dims, and the pieces have the words of the whole.
+        unsafe { pack(path, (b.as_ptr(), strides), piece, lines[at..].as_mut_ptr().cast()) };
+        at += words / Line::WORDS;
+    }
+    assert_eq!(at, lines.len());
+    lines
+}
+
 /// Three dense row-major matrices.
 struct Case {
+    precision: Precision,
     dims: [usize; 3],
     a: Vec<f32>,
     b: Vec<f32>,
@@ -92,8 +123,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(dims @ [m, n, k]: [usize; 3]) -> Case {
-        Case { dims, a: values("a", m * k), b: values("b", k * n), c: values("c", m * n) }
+    fn new(precision: Precision, dims @ [m, n, k]: [usize; 3]) -> Case {
+        Case { precision, dims, a: values("a", m * k), b: values("b", k * n), c: values("c", m * n) }
     }
 
     /// These rows and columns of C, computed alone by `path` in layouts of choice. Checks that nothing else changes.
@@ -111,17 +142,28 @@ impl Case {
             c_strides = (columns.1, 1);
         }
         let a = laid_out(&self.a, k, [rows, (0, k)], a_strides);
-        let b = laid_out(&self.b, n, [(0, k), columns], b_strides);
+        let dense = laid_out(&self.b, n, [(0, k), columns], (columns.1, 1));
+        let b = laid_out(&dense, columns.1, [(0, k), (0, columns.1)], b_strides);
         let mut c = laid_out(&self.c, n, [rows, columns], c_strides);
         c.extend([f32::NAN; 32]);
         if update == Update::Overwrite {
             c.fill(f32::NAN);
         }
         let dims = [rows.1, columns.1, k];
+        let in_blocks = choices.packed([k, columns.1]);
+        let lines = match c_strides.1 == 1 && choices.coin() {
+            true => Some(packed(path, &dense, [k, columns.1], in_blocks, choices)),
+            false => None,
+        };
+        let b = match &lines {
+            Some(lines) => Right::Packed(lines.as_ptr().cast(), in_blocks),
+            None => Right::Strided(b.as_ptr(), b_strides),
+        };
         // SAFETY: the path runs here; `laid_out` makes the slices as long as their matrices need, with the elements
-        // apart, and those of C along rows or columns.
+        // apart, and those of C along rows or columns; beside a packed B along rows.
         unsafe {
-            product(path, dims, (a.as_ptr(), a_strides), (b.as_ptr(), b_strides), (c.as_mut_ptr(), c_strides), update);
+            let a = (a.as_ptr(), a_strides);
+            product(path, dims, a, b, (c.as_mut_ptr(), c_strides), update, Finish::Nothing);
         }
         let element = |at: usize| c[at / columns.1 * c_strides.0 + at % columns.1 * c_strides.1];
         let got: Vec<f32> = (0..rows.1 * columns.1).map(element).collect();
@@ -134,12 +176,16 @@ impl Case {
         self.part(path, [(0, self.dims[0]), (0, self.dims[1])], update, choices)
     }
 
+    fn operand(&self, x: f32) -> f32 {
+        if self.precision == Precision::Bf16 { rounded(x) } else { x }
+    }
+
     /// The definition of an element.
     fn defined(&self, i: usize, j: usize, update: Update) -> f32 {
         let [_, n, k] = self.dims;
         let terms: Vec<usize> = (0..k).collect();
-        let block =
-            |block: &[usize]| block.iter().fold(0.0_f32, |sum, l| self.a[i * k + l].mul_add(self.b[l * n + j], sum));
+        let (a, b) = (|l| self.operand(self.a[i * k + l]), |l| self.operand(self.b[l * n + j]));
+        let block = |block: &[usize]| block.iter().fold(0.0_f32, |sum, &l| a(l).mul_add(b(l), sum));
         let sums = terms.chunks(K_BLOCK).map(block);
         match update {
             Update::Overwrite => sums.reduce(|c, sum| c + sum).unwrap_or(0.0),
@@ -169,8 +215,8 @@ fn check_definition(case: &Case, got: &[f32], path: Path, update: Update, choice
 fn elements_have_the_bits_of_the_definition() {
     let mut choices = Choices(1);
     for _ in 0..1000 {
-        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
-        for path in paths() {
+        let case = Case::new(choices.precision(), [choices.side(), choices.side(), choices.terms()]);
+        for path in paths(case.precision) {
             let update = choices.update();
             let got = case.whole(path, update, &mut choices);
             check_definition(&case, &got, path, update, &mut choices);
@@ -183,11 +229,11 @@ fn elements_have_the_bits_of_the_definition() {
 fn parts_of_c_have_the_bits_of_the_whole() {
     let mut choices = Choices(2);
     for _ in 0..500 {
-        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let case = Case::new(choices.precision(), [choices.side(), choices.side(), choices.terms()]);
         let [m, n, _] = case.dims;
         let update = choices.update();
-        let whole = case.whole(paths()[0], update, &mut choices);
-        for path in paths().repeat(2) {
+        let whole = case.whole(paths(case.precision)[0], update, &mut choices);
+        for path in paths(case.precision).repeat(2) {
             let [rows, columns] = [choices.part(m), choices.part(n)];
             let got = case.part(path, [rows, columns], update, &mut choices);
             let want = laid_out(&whole, n, [rows, columns], (columns.1, 1));
@@ -202,8 +248,8 @@ fn wide_products_have_the_bits_of_the_definition() {
     let mut choices = Choices(3);
     for n in [A_IN_PLACE, A_IN_PLACE + 1, N_BLOCK - 1, N_BLOCK + 1, 2 * N_BLOCK + 33] {
         for (m, k) in [(1, 3), (5, 300), (15, 17), (29, 257)] {
-            let case = Case::new([m, n, k]);
-            for path in paths().repeat(3) {
+            let case = Case::new(choices.precision(), [m, n, k]);
+            for path in paths(case.precision).repeat(3) {
                 let update = choices.update();
                 let got = case.whole(path, update, &mut choices);
                 check_definition(&case, &got, path, update, &mut choices);
@@ -222,16 +268,17 @@ fn wide_products_have_the_bits_of_the_definition() {
 fn products_are_within_the_bound_of_their_roundings() {
     let mut choices = Choices(4);
     for _ in 0..200 {
-        let case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let case = Case::new(choices.precision(), [choices.side(), choices.side(), choices.terms()]);
         let [m, n, k] = case.dims;
         let roundings = (k.min(K_BLOCK) + k.div_ceil(K_BLOCK)) as f64 * 2_f64.powi(-24);
-        for path in paths() {
+        for path in paths(case.precision) {
             let update = choices.update();
             let got = case.whole(path, update, &mut choices);
             for (at, got) in got.iter().enumerate() {
                 let (i, j) = (at / n, at % n);
                 let old = if update == Update::Accumulate { f64::from(case.c[at]) } else { 0.0 };
-                let terms = (0..k).map(|l| f64::from(case.a[i * k + l]) * f64::from(case.b[l * n + j]));
+                let (a, b) = (|l| case.operand(case.a[i * k + l]), |l| case.operand(case.b[l * n + j]));
+                let terms = (0..k).map(|l| f64::from(a(l)) * f64::from(b(l)));
                 let (sum, size) = terms.fold((old, old.abs()), |(sum, size), term| (sum + term, size + term.abs()));
                 let (error, bound) = ((f64::from(*got) - sum).abs(), roundings / (1.0 - roundings) * size);
                 assert!(error <= bound, "{path:?}, [{m}, {n}, {k}], {i}, {j}: off by {error:e}, not {bound:e}");
@@ -245,12 +292,12 @@ fn products_are_within_the_bound_of_their_roundings() {
 fn non_finite_values_stay_in_their_row_and_column() {
     let mut choices = Choices(5);
     for _ in 0..300 {
-        let mut case = Case::new([choices.side(), choices.side(), choices.terms()]);
+        let mut case = Case::new(choices.precision(), [choices.side(), choices.side(), choices.terms()]);
         let [m, n, k] = case.dims;
         let (row, column) = (choices.below(m), choices.below(n));
         case.a[row * k + choices.below(k)] = f32::NAN;
         case.b[choices.below(k) * n + column] = f32::INFINITY;
-        for path in paths() {
+        for path in paths(case.precision) {
             let got = case.part(path, [(0, m), (0, n)], Update::Accumulate, &mut choices);
             for (at, got) in got.iter().enumerate() {
                 let (i, j) = (at / n, at % n);
@@ -263,20 +310,22 @@ fn non_finite_values_stay_in_their_row_and_column() {
 
 #[test]
 fn empty_products_and_sums() {
-    for path in paths() {
+    for path in PRECISIONS.into_iter().flat_map(paths) {
         for (update, want) in [(Update::Overwrite, 0.0), (Update::Accumulate, 7.0)] {
             let mut c = [7.0_f32; 7];
-            let (nothing, (row, column)) = (std::ptr::dangling::<f32>(), (4, 1));
+            let nothing = std::ptr::dangling::<f32>();
             for dims in [[0, 3, 5], [2, 0, 5]] {
                 // SAFETY: no element of any operand exists.
                 unsafe {
-                    product(path, dims, (nothing, (1, 1)), (nothing, (1, 1)), (c.as_mut_ptr(), (4, 1)), update);
+                    let (a, b) = ((nothing, (1, 1)), Right::Strided(nothing, (1, 1)));
+                    product(path, dims, a, b, (c.as_mut_ptr(), (4, 1)), update, Finish::Nothing);
                 }
                 assert_eq!(c, [7.0; 7]);
             }
             // SAFETY: A and B have no elements, and C is two rows of three, four apart.
             unsafe {
-                product(path, [2, 3, 0], (nothing, (0, 1)), (nothing, (3, 1)), (c.as_mut_ptr(), (row, column)), update);
+                let (a, b) = ((nothing, (0, 1)), Right::Strided(nothing, (3, 1)));
+                product(path, [2, 3, 0], a, b, (c.as_mut_ptr(), (4, 1)), update, Finish::Nothing);
             }
             assert_eq!(c, [want, want, want, 7.0, want, want, want]);
         }
@@ -287,16 +336,73 @@ fn empty_products_and_sums() {
 fn repeated_products_reuse_the_packed_buffers() {
     let held = || PACKED.with_borrow(|[a, b]| [(a.as_ptr(), a.capacity()), (b.as_ptr(), b.capacity())]);
     let mut choices = Choices(6);
-    for path in paths() {
+    for path in PRECISIONS.into_iter().flat_map(paths) {
         // Large first: what follows needs no more.
-        let large = Case::new([20, 2 * N_BLOCK, K_BLOCK + 1]);
+        let large = Case::new(Precision::F32, [20, 2 * N_BLOCK, K_BLOCK + 1]);
         large.part(path, [(0, 20), (0, 2 * N_BLOCK)], Update::Overwrite, &mut choices);
         let before = held();
         for dims in [[14, 100, 600], [64, 128, 32], [1, 1, 1], [20, N_BLOCK, K_BLOCK]] {
-            Case::new(dims).whole(path, Update::Accumulate, &mut choices);
+            Case::new(Precision::F32, dims).whole(path, Update::Accumulate, &mut choices);
             assert_eq!(held(), before, "{dims:?}");
         }
         let lines = before.map(|(_, lines)| lines * size_of::<Line>());
         assert!(lines[0] <= 16 << 10 && lines[1] <= 768 << 10, "{lines:?} bytes");
+    }
+}
+
+/// Every path rounds as [`rounded`] does, which is to the nearest, ties to even: what bf16 holds stays, and what lies
+/// between two neighbours goes to the nearer.
+#[test]
+fn operands_are_rounded_to_the_nearest() {
+    let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+    let x: Vec<f32> = (0..6 << 16).map(|i: u32| f32::from_bits(((i / 6) << 16) | lower[i as usize % 6])).collect();
+    for x in &x {
+        let got = rounded(*x);
+        let down = x.to_bits() & 0xffff_0000;
+        let (down, up) = (f32::from_bits(down), f32::from_bits(down.wrapping_add(0x1_0000)));
+        if x.is_nan() {
+            assert!(got.is_nan() && got.to_bits() & 0xffff == 0, "{x}");
+        } else if x.is_subnormal() {
+            assert_eq!(got.to_bits(), x.to_bits() & 0x8000_0000);
+        } else if up.is_finite() {
+            let (below, above) = (x.abs() - down.abs(), up.abs() - x.abs());
+            let even = if down.to_bits() & 0x1_0000 == 0 { down } else { up };
+            let want = if below == above {
+                even
+            } else if below < above {
+                down
+            } else {
+                up
+            };
+            assert_eq!(got.to_bits(), want.to_bits(), "{x:e}");
+        }
+    }
+    assert_eq!((rounded(f32::MAX), rounded(f32::INFINITY)), (f32::INFINITY, f32::INFINITY));
+    for path in paths(Precision::Bf16) {
+        for x in x.chunks(PIECE) {
+            let piece = Piece { l: 0, k: 1, j: 0, columns: x.len() };
+            let mut words = vec![0_u32; path.words([1, x.len()])];
+            // SAFETY: the path runs here; one row, and room for its words.
+            unsafe { pack(path, (x.as_ptr(), (x.len(), 1)), piece, words.as_mut_ptr().cast()) };
+            let width = path.words([1, 1]);
+            for (j, x) in x.iter().enumerate() {
+                assert_eq!(words[j / width * width + j % width], rounded(*x).to_bits(), "{path:?}: {x:e}");
+            }
+        }
+    }
+}
+
+/// The one difference between the paths of a precision.
+#[test]
+fn only_pairs_of_bf16_take_a_subnormal_sum_for_zero() {
+    let tiny = 2_f32.powi(-70);
+    for path in PRECISIONS.into_iter().flat_map(paths) {
+        let mut c = [7.0_f32];
+        // SAFETY: one element of each matrix.
+        unsafe {
+            let (a, b) = ((&raw const tiny, (1, 1)), Right::Strided(&raw const tiny, (1, 1)));
+            product(path, [1, 1, 1], a, b, (c.as_mut_ptr(), (1, 1)), Update::Overwrite, Finish::Nothing);
+        }
+        assert_eq!(c[0], if path == Path::Avx512Bf16 { 0.0 } else { tiny * tiny }, "{path:?}");
     }
 }

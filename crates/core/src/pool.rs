@@ -1,0 +1,429 @@
+//! One pool of worker threads per process, shared by all ranks: a rank that waits lends its core to the others.
+//!
+//! A rank is a thread that computes. When it has work that can be cut it [`share`]s it: it begins at once, and while a
+//! core is free a worker takes pieces too. A core is free when fewer threads compute than there are cores; ranks that
+//! wait for each other do not compute ([`lend`]), so in a pipeline's bubble the waiting rank's core works for the
+//! rank that it waits for. With as many busy ranks as cores nobody helps, and sharing costs a lock and a push.
+//!
+//! - **Results do not depend on it.** Pieces are cut by the caller; which thread does which one changes nothing that
+//!   a kernel may use.
+//! - **Nobody depends on a worker.** The thread that shares does every piece that nobody else has taken. It waits only
+//!   for pieces being done.
+//! - **Nobody spins for long.** A worker out of work looks for more for [`SPIN`], about as long as a wake-up takes, so
+//!   that it is still there for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
+//!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a thread looks before it sleeps: about what waking it up would take.
+const SPIN: Duration = Duration::from_micros(10);
+
+/// Threads that may compute at once: the cores that this process may use, or the environment variable
+/// `MESHWORK_THREADS` (at least 1), read once.
+pub fn threads() -> usize {
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| {
+        let asked = std::env::var("MESHWORK_THREADS").ok().and_then(|value| value.parse().ok());
+        asked.filter(|&threads| threads > 0).unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
+    })
+}
+
+/// Calls `work` on every item, on this thread and on cores that are free; returns when all are done.
+///
+/// Items are handed out in order, one at a time under a lock: one should be worth 20 µs or more, and a few per core
+/// keep all busy to the end. Inside one of several items, `share` runs serially. A panic of `work` comes out here, when no other
+/// thread is in an item any more; items not begun by then may not be done.
+///
+/// ```
+/// let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+/// let mut y = vec![0.0; 1000];
+/// meshwork_core::pool::share(x.chunks(256).zip(y.chunks_mut(256)), |(x, y)| {
+///     y.iter_mut().zip(x).for_each(|(y, x)| *y = 2.0 * x);
+/// });
+/// assert_eq!(y[999], 1998.0);
+/// ```
+pub fn share<I, S>(items: S, work: impl Fn(I) + Sync)
+where
+    S: IntoIterator<Item = I>,
+    S::IntoIter: Send,
+    I: Send,
+{
+    Pool::of_process().share(items.into_iter(), work);
+}
+
+/// Calls `wait`, during which this thread does not compute: its core works for others.
+pub(crate) fn lend<R>(wait: impl FnOnce() -> R) -> R {
+    if HOLDS_CORE.get() { Pool::of_process().lend(wait) } else { wait() }
+}
+
+thread_local! {
+    /// Whether this thread is counted among those that compute.
+    static HOLDS_CORE: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread is inside an item.
+    static IN_ITEM: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Counts this thread among those that compute, until dropped. Held by the thread of a rank all its life, and by any
+/// other thread while it shares.
+pub(crate) struct Core {
+    pool: Option<&'static Pool>,
+}
+
+impl Core {
+    /// Of the thread that runs a rank.
+    pub(crate) fn of_rank() -> Core {
+        Core::enter(Pool::of_process())
+    }
+
+    fn enter(pool: &'static Pool) -> Core {
+        let pool = (!HOLDS_CORE.replace(true)).then_some(pool);
+        if let Some(pool) = pool {
+            pool.busy.fetch_add(1, Ordering::Relaxed);
+        }
+        Core { pool }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if let Some(pool) = self.pool {
+            HOLDS_CORE.set(false);
+            pool.leave();
+        }
+    }
+}
+
+/// Shared work: lives on the stack of the thread that shares it.
+struct Job<'a> {
+    /// Takes items until there are none, or as a helper until the core is needed; whether there are none.
+    drain: &'a (dyn Fn(bool) -> bool + Sync),
+    /// Threads other than the owner that are in `drain`. Decreased as the last thing that a helper does with a job.
+    helpers: AtomicUsize,
+    /// What the first helper to panic said.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+impl Job<'_> {
+    fn drain(&self, helping: bool) -> thread::Result<bool> {
+        struct Inside;
+        impl Drop for Inside {
+            fn drop(&mut self) {
+                IN_ITEM.set(false);
+            }
+        }
+        IN_ITEM.set(true);
+        let _inside = Inside;
+        // Unwind safe: after a panic the items are only dropped.
+        catch_unwind(AssertUnwindSafe(|| (self.drain)(helping)))
+    }
+}
+
+/// A job that a worker may join. Listed only while its owner is in [`Pool::run`].
+struct Listed(*const Job<'static>);
+
+// SAFETY: a `Job` is shared between threads by reference: `drain` is `Sync`, the rest atomic or locked.
+unsafe impl Send for Listed {}
+
+#[derive(Default)]
+struct State {
+    jobs: Vec<Listed>,
+    /// Workers asleep.
+    sleeping: usize,
+    /// Owners asleep until their helpers are out.
+    owners: usize,
+}
+
+struct Pool {
+    threads: usize,
+    state: Mutex<State>,
+    /// Wakes workers.
+    work: Condvar,
+    /// Wakes owners.
+    out: Condvar,
+    /// Threads that compute: ranks that do not wait, and workers in a job.
+    busy: AtomicUsize,
+    /// Length of `State::jobs`, to be seen without the lock.
+    listed: AtomicUsize,
+}
+
+impl Pool {
+    /// The one that [`share`] uses.
+    fn of_process() -> &'static Pool {
+        static POOL: OnceLock<&'static Pool> = OnceLock::new();
+        POOL.get_or_init(|| Pool::start(threads()))
+    }
+
+    /// A pool for so many threads that compute at once, with a worker for each but one. It lives as long as the process.
+    fn start(threads: usize) -> &'static Pool {
+        let pool: &'static Pool = Box::leak(Box::new(Pool {
+            threads,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            out: Condvar::new(),
+            busy: AtomicUsize::new(0),
+            listed: AtomicUsize::new(0),
+        }));
+        for i in 1..threads {
+            // A worker that does not start is one helper less.
+            let _ = thread::Builder::new().name(format!("worker {i}")).spawn(|| pool.serve());
+        }
+        pool
+    }
+
+    /// [`share`].
+    fn share<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
+        let single = items.size_hint().1.is_some_and(|most| most <= 1);
+        if single || self.threads == 1 || IN_ITEM.get() {
+            return items.for_each(work);
+        }
+        let items = Mutex::new(items.fuse());
+        let drain = |helping: bool| {
+            let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+            while let Some(item) = next() {
+                work(item);
+                if helping && self.busy.load(Ordering::Relaxed) > self.threads {
+                    return false;
+                }
+            }
+            true
+        };
+        let _core = Core::enter(self);
+        self.run(&Job { drain: &drain, helpers: AtomicUsize::new(0), panic: Mutex::new(None) });
+    }
+
+    /// [`lend`].
+    fn lend<R>(&self, wait: impl FnOnce() -> R) -> R {
+        struct Back<'a>(&'a Pool);
+        impl Drop for Back<'_> {
+            fn drop(&mut self) {
+                self.0.busy.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        self.leave();
+        let _back = Back(self);
+        wait()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_free_core(&self) -> bool {
+        self.busy.load(Ordering::Relaxed) < self.threads
+    }
+
+    /// This thread computes no more; a worker may.
+    fn leave(&self) {
+        self.busy.fetch_sub(1, Ordering::Relaxed);
+        if self.listed.load(Ordering::Relaxed) > 0 && self.has_free_core() && self.lock().sleeping > 0 {
+            self.work.notify_one();
+        }
+    }
+
+    /// Does a job, with help from free cores. Panics if an item did.
+    fn run(&self, job: &Job<'_>) {
+        let listed = Listed(std::ptr::from_ref(job).cast());
+        let at = listed.0;
+        let mut state = self.lock();
+        state.jobs.push(listed);
+        self.listed.store(state.jobs.len(), Ordering::Relaxed);
+        let sleeping = state.sleeping;
+        drop(state);
+        let free = self.threads.saturating_sub(self.busy.load(Ordering::Relaxed));
+        for _ in 0..free.min(sleeping) {
+            self.work.notify_one();
+        }
+
+        let mine = job.drain(false);
+        self.unlist(&mut self.lock(), at);
+        // Nobody joins any more. What follows must not unwind before the helpers are out.
+        let out = || job.helpers.load(Ordering::Acquire) == 0;
+        if !spin_until(out) {
+            self.lend(|| {
+                let mut state = self.lock();
+                state.owners += 1;
+                while !out() {
+                    state = self.out.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                state.owners -= 1;
+            });
+        }
+        let theirs = job.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = mine.err().or(theirs) {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Takes a job off the list, if it is still there.
+    fn unlist(&self, state: &mut State, job: *const Job<'static>) {
+        state.jobs.retain(|listed| !std::ptr::eq(listed.0, job));
+        self.listed.store(state.jobs.len(), Ordering::Relaxed);
+    }
+
+    /// A worker's life.
+    fn serve(&self) {
+        let mut state = self.lock();
+        loop {
+            // The oldest first: its owner has waited longest.
+            let at = state.jobs.first().filter(|_| self.has_free_core()).map(|listed| listed.0);
+            let Some(at) = at else {
+                drop(state);
+                let found = spin_until(|| self.listed.load(Ordering::Relaxed) > 0 && self.has_free_core());
+                state = self.lock();
+                if !found && (state.jobs.is_empty() || !self.has_free_core()) {
+                    state.sleeping += 1;
+                    state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state.sleeping -= 1;
+                }
+                continue;
+            };
+            // SAFETY: the job is listed, so its owner is in `run` and will take it off under this lock before it looks
+            // at `helpers`; with `helpers` above 0 it stays in `run`, and the job alive, until the last use below.
+            let job = unsafe { &*at };
+            job.helpers.fetch_add(1, Ordering::Relaxed);
+            self.busy.fetch_add(1, Ordering::Relaxed);
+            drop(state);
+            let none_left = job.drain(true).unwrap_or_else(|panic| {
+                job.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+                true
+            });
+            self.busy.fetch_sub(1, Ordering::Relaxed);
+            state = self.lock();
+            if none_left {
+                self.unlist(&mut state, at);
+            }
+            job.helpers.fetch_sub(1, Ordering::Release); // the last use of the job
+            if state.owners > 0 {
+                self.out.notify_all();
+            }
+        }
+    }
+}
+
+/// Looks for at most [`SPIN`]; whether it saw what it was looking for.
+fn spin_until(seen: impl Fn() -> bool) -> bool {
+    if seen() {
+        return true;
+    }
+    let start = Instant::now();
+    loop {
+        for _ in 0..16 {
+            std::hint::spin_loop();
+        }
+        if seen() {
+            return true;
+        }
+        if start.elapsed() >= SPIN {
+            return false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn every_item_is_done_once_whoever_shares_and_however_often() {
+        let pool = Pool::start(4);
+        thread::scope(|scope| {
+            for owner in 0..6_usize {
+                scope.spawn(move || {
+                    for round in 0..300 {
+                        let mut done = vec![0; 2 + (owner + round) % 40];
+                        pool.share(done.iter_mut().enumerate(), |(i, done)| {
+                            *done += i + 1;
+                            // Inside an item: serial, on this very thread.
+                            let me = thread::current().id();
+                            pool.share(0..3, |_| assert_eq!(thread::current().id(), me));
+                        });
+                        assert!(done.iter().enumerate().all(|(i, done)| *done == i + 1), "{done:?}");
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+        assert!(pool.lock().jobs.is_empty());
+    }
+
+    /// Three items that wait for each other are only over if three threads are in them at once.
+    #[test]
+    fn free_cores_help() {
+        let (pool, meet) = (Pool::start(3), Barrier::new(3));
+        let threads = Mutex::new(HashSet::new());
+        pool.share(0..3, |_| {
+            meet.wait();
+            threads.lock().unwrap().insert(thread::current().id());
+        });
+        assert_eq!(threads.into_inner().unwrap().len(), 3);
+    }
+
+    /// Two ranks on two cores: no worker may help while both compute; one must, once the other waits.
+    #[test]
+    fn a_waiting_rank_lends_its_core() {
+        let pool = Pool::start(2);
+        let (lent, helped) = (Barrier::new(2), Barrier::new(2));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let _core = Core::enter(pool);
+                pool.lend(|| {
+                    lent.wait();
+                    helped.wait();
+                });
+            });
+            scope.spawn(|| {
+                let _core = Core::enter(pool);
+                lent.wait();
+                let meet = Barrier::new(2);
+                pool.share(0..2, |_| {
+                    meet.wait();
+                });
+                helped.wait();
+            });
+        });
+        assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn nobody_helps_where_no_core_is_free() {
+        let pool = Pool::start(2);
+        pool.busy.fetch_add(1, Ordering::Relaxed); // another rank, that never waits
+        for _ in 0..200 {
+            let me = thread::current().id();
+            pool.share(0..50, |_| assert_eq!(thread::current().id(), me));
+        }
+    }
+
+    #[test]
+    fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
+        let pool = Pool::start(3);
+        for round in 0..60 {
+            let meet = Barrier::new(3);
+            // All three threads are inside; the owner or a helper panics, whichever gets the item.
+            let shared = catch_unwind(AssertUnwindSafe(|| {
+                pool.share(0..3, |item| {
+                    meet.wait();
+                    assert!(item != round % 3, "item {item}");
+                });
+            }));
+            let panic = shared.expect_err("an item panicked");
+            assert_eq!(panic.downcast_ref::<String>(), Some(&format!("item {}", round % 3)));
+            assert!(!IN_ITEM.get());
+            let sum = AtomicUsize::new(0);
+            pool.share(0..100, |item| {
+                sum.fetch_add(item, Ordering::Relaxed);
+            });
+            assert_eq!(sum.into_inner(), 4950);
+        }
+        assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    }
+}

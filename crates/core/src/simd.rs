@@ -1,0 +1,79 @@
+//! Loops compiled for the widest vectors of the CPU that runs them.
+//!
+//! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide`]
+//! compiles a loop again for AVX2 and AVX-512 and picks at run time. The arithmetic is the same, operation by operation
+//! (Rust never fuses a multiplication with an addition by itself), so the bits are too.
+
+/// Runs `f` with the widest vectors this CPU has.
+///
+/// What `f` calls must be inlined into it to gain anything: mark it `#[inline(always)]`. No closures stored in between,
+/// no `dyn`.
+///
+/// ```
+/// let mut x = [1.0_f32; 1000];
+/// meshwork_core::simd::wide(|| x.iter_mut().for_each(|x| *x = *x * 2.0 + 1.0));
+/// assert_eq!(x, [3.0; 1000]);
+/// ```
+#[inline(always)]
+pub fn wide<R>(f: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            // SAFETY: the CPU has all four.
+            return unsafe { avx512(f) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has it.
+            return unsafe { avx2(f) };
+        }
+    }
+    f()
+}
+
+/// # Safety
+/// The CPU has these features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn avx512<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
+/// # Safety
+/// The CPU has this feature.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn avx2<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A loop in which a fused multiply-add would show: the same bits on each path that this CPU runs.
+    #[test]
+    fn every_path_gives_the_same_bits() {
+        let x: Vec<f32> = (0..1003).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+        let run = |how: &dyn Fn(&mut dyn FnMut())| {
+            let mut y = x.clone();
+            let mut body = || y.iter_mut().zip(&x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5));
+            how(&mut body);
+            y.iter().map(|y| y.to_bits()).collect::<Vec<_>>()
+        };
+        let plain = run(&|f| f());
+        let mut wide_y = x.clone();
+        wide(|| wide_y.iter_mut().zip(&x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5)));
+        assert_eq!(plain, wide_y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            let mut y = x.clone();
+            // SAFETY: the CPU has it.
+            unsafe { avx2(|| y.iter_mut().zip(&x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5))) };
+            assert_eq!(plain, y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
+        }
+    }
+}
