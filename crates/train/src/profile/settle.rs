@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(hidden(&slices[0]), [(20, 25)]);
         assert_eq!(hidden(&slices[1]), [(21, 22)]);
         // Rank 1 has no way to know before its wait ends; that rank 0 saw it at 25 ends the communication.
-        assert_eq!(shown(&slices[1])[3..5], [(Kind::Work, Class::Wait, 22, 25), (Kind::Waiting, Class::Wait, 25, 26)]);
+        assert_eq!(shown(&slices[1])[4..6], [(Kind::Work, Class::Wait, 22, 25), (Kind::Waiting, Class::Wait, 25, 26)]);
     }
 
     #[test]
