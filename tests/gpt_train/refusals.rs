@@ -180,7 +180,7 @@ fn a_bad_configuration_file() {
         ("[optimizer]\nlr = nan\n", "optimizer.lr = nan: is out of range"),
         ("[data]\npath = 3\n", "data.path = 3: is a whole number, not a string"),
         ("model = 3\n", "model = 3: is a whole number, not a section"),
-        ("[training]\ndtype = \"bf16\"\n", "training.dtype = \"bf16\": has not landed yet; use f32"),
+        ("[training]\nnumerics = \"canonical\"\n", "training.numerics = \"canonical\": has not landed yet; use fast"),
         ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
         ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": recomputation has not landed yet"),
         ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
@@ -274,8 +274,7 @@ fn old_metrics_survive_a_refusal() {
 fn all_faults_come_at_once() {
     let folder = folder("all_faults");
     let path = folder.join("bad.toml");
-    fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"bf16\"\n")
-        .unwrap();
+    fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"f16\"\n").unwrap();
     let flags = format!("--config {} --mesh dp=3 --data no/such/text --device cuda --step 3", path.display());
     let faults = refused(&folder, &flags);
     let keys: Vec<&str> = faults.iter().map(|fault| fault.split([':', ' ']).next().unwrap()).collect();

@@ -162,7 +162,7 @@ impl Device for Profiled {
 }
 
 impl Matmul for Profiled {
-    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer) -> Result<()> {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
         let Gemm { m, n, k, a_transposed, b_transposed, accumulate } = spec;
         let name = match (a_transposed, b_transposed, accumulate) {
             (false, false, false) => "gemm nn",
@@ -174,10 +174,10 @@ impl Matmul for Profiled {
             (true, false, true) => "gemm tn +=",
             (true, true, true) => "gemm tt +=",
         };
-        let result = c.bytes() as u64 * if accumulate { 2 } else { 1 };
+        let result = (m * n * c.dtype().size() * if accumulate { 2 } else { 1 }) as u64;
         let detail = Detail::Product([m, n, k]);
         let what = What { class: Class::Product, name, detail, dtype: dtype(&[a]), bytes: bytes(&[a, b]) + result };
-        self.record(what, |device| device.matmul()?.gemm(spec, a, b, c))
+        self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
     }
 }
 
@@ -209,7 +209,7 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
         self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
             device.pointwise()?.bias_gelu_grad(dy, x, bias)
         })
@@ -233,29 +233,16 @@ impl Norm for Profiled {
         self.span(Class::Norm, "layer_norm", &[x, gamma, beta], |device| device.norm()?.layer_norm(x, gamma, beta, eps))
     }
 
-    fn layer_norm_input_grad(
+    fn layer_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
-    ) -> Result<Buffer> {
-        self.span(Class::Norm, "layer_norm_input_grad", &[dy, x, gamma, mean, rstd], |device| {
-            device.norm()?.layer_norm_input_grad(dy, x, gamma, mean, rstd)
-        })
-    }
-
-    fn layer_norm_weight_grad(
-        &self,
-        dy: &Buffer,
-        x: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
-        n: usize,
-    ) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Norm, "layer_norm_weight_grad", &[dy, x, mean, rstd], |device| {
-            device.norm()?.layer_norm_weight_grad(dy, x, mean, rstd, n)
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        self.span(Class::Norm, "layer_norm_grad", &[dy, x, gamma, mean, rstd], |device| {
+            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd)
         })
     }
 }
@@ -300,12 +287,15 @@ impl Embedding for Profiled {
         ids: &Buffer,
         dout: &Buffer,
         rows: Range<usize>,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
-        self.span(Class::Embedding, "lookup_grad", &[ids, dout], |device| {
-            device.embedding()?.lookup_grad(ids, dout, rows, table_rows, width)
-        })
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        // Each row of dout is added to one that is read and written; all others are written where they are not kept.
+        let whole = if dtable.accumulate { 0 } else { dtable.rows * width * dout.dtype().size() };
+        let bytes = bytes(&[ids, dout, dout, dout]) + whole as u64;
+        let (name, detail, dtype) = ("lookup_grad", Detail::None, dtype(&[dout]));
+        let what = What { class: Class::Embedding, name, detail, dtype, bytes };
+        self.record(what, |device| device.embedding()?.lookup_grad(ids, dout, rows, width, dtable))
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
@@ -329,14 +319,16 @@ impl Embedding for Profiled {
 }
 
 impl Loss for Profiled {
-    fn row_max(&self, logits: &Buffer, shard: VocabShard) -> Result<Buffer> {
-        self.span(Class::Loss, "row_max", &[logits], |device| device.loss()?.row_max(logits, shard))
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Loss, "row_stats", &[logits, targets], |device| {
+            device.loss()?.row_stats(logits, targets, shard)
+        })
     }
 
-    fn row_sums(&self, logits: &Buffer, targets: &Buffer, max: &Buffer, shard: VocabShard) -> Result<Buffer> {
-        self.span(Class::Loss, "row_sums", &[logits, targets, max], |device| {
-            device.loss()?.row_sums(logits, targets, max, shard)
-        })
+    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
+        let bytes = 2 * sums.bytes() as u64 + bytes(&[local, global]);
+        let what = What { class: Class::Loss, name: "rescale", detail: Detail::None, dtype: dtype(&[sums]), bytes };
+        self.record(what, |device| device.loss()?.rescale(sums, local, global))
     }
 
     fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)> {
@@ -374,10 +366,10 @@ impl Layout for Profiled {
 }
 
 impl Optim for Profiled {
-    fn zero(&self, x: &mut Buffer) -> Result<()> {
-        let bytes = bytes(&[x]);
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
+        let bytes = (range.len() * x.dtype().size()) as u64;
         let what = What { class: Class::Optimizer, name: "zero", detail: Detail::None, dtype: dtype(&[x]), bytes };
-        self.record(what, |device| device.optim()?.zero(x))
+        self.record(what, |device| device.optim()?.zero(x, range))
     }
 
     fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64> {

@@ -11,7 +11,6 @@ use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
 use meshwork_core::{Rank, ReduceOp};
-use meshwork_tensor::cpu::Cpu;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +43,7 @@ pub fn train(
     let world_size = parallelism.dp * parallelism.tp * parallelism.pp;
     let options = Options { timeout: config.comm.timeout() };
     // Measured while no rank is there to disturb it.
-    let ceilings = config.metrics.profile.then(|| Ceilings::measure(&Cpu::device()));
+    let ceilings = config.metrics.profile.then(|| Ceilings::measure(&*config.device.open(config.training.dtype)));
     let origin = ceilings.is_some().then(Instant::now);
     let ends = thread::run(world_size, options, |world| {
         let blueprint = Blueprint::new(config)?;
@@ -76,7 +75,8 @@ fn run_rank(
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,
     };
-    let mut trainer = Trainer::new(config, rank, probe.device(Cpu::device()))?;
+    let device = probe.device(config.device.open(config.training.dtype));
+    let mut trainer = Trainer::new(config, rank, device)?;
     let mut outcome = Outcome::default();
     while outcome.steps < steps && !outcome.stopped {
         let began = Instant::now();

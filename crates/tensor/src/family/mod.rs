@@ -12,7 +12,7 @@ mod optim;
 mod pointwise;
 
 pub use attention::{Attention, AttentionDropout, AttentionShape};
-pub use embedding::Embedding;
+pub use embedding::{Embedding, TableGrad};
 pub use layout::Layout;
 pub use loss::{Loss, VocabShard};
 pub use matmul::{Gemm, Matmul};

@@ -3,14 +3,13 @@
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_tensor::family::Gemm;
 use meshwork_tensor::{Device, Error};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Measured peaks of the whole machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ceilings {
-    /// Floating point operations per second of a matrix product, per type of element.
-    pub flops: Vec<(DType, f64)>,
+    /// Floating point operations per second of a matrix product, if the device has any.
+    pub flops: Option<f64>,
     /// Bytes per second read and written by a copy that no cache holds.
     pub bandwidth: f64,
     /// Threads that copied.
@@ -29,34 +28,28 @@ const ENOUGH: Duration = Duration::from_millis(100);
 
 impl Ceilings {
     /// Measures, on a machine that does nothing else, in less than half a second: the best of several products of two
-    /// square matrices by the device itself, as fast as it gets, and of several copies on all cores.
-    pub fn measure(device: &Arc<dyn Device>) -> Self {
-        // A type that the device does not multiply has no ceiling.
-        let peak = |dtype| Some((dtype, product(&**device, dtype).ok()?));
-        let flops = [DType::F32, DType::Bf16].into_iter().filter_map(peak).collect();
-        Self { flops, bandwidth: copy(), threads: pool::threads() }
+    /// square matrices by the device itself, in the precision of the run, and of several copies on all cores.
+    pub fn measure(device: &dyn Device) -> Self {
+        Self { flops: product(device).ok(), bandwidth: copy(), threads: pool::threads() }
     }
 
     /// Seconds that the machine needs at least for so much matrix work, or, where there is none, for so many bytes.
-    pub fn least_seconds(&self, dtype: Option<DType>, flops: u64, bytes: u64) -> Option<f64> {
+    pub fn least_seconds(&self, flops: u64, bytes: u64) -> Option<f64> {
         match flops {
             0 => Some(bytes as f64 / self.bandwidth),
-            flops => {
-                let (_, peak) = self.flops.iter().find(|(of, _)| Some(*of) == dtype)?;
-                Some(flops as f64 / peak)
-            }
+            flops => Some(flops as f64 / self.flops?),
         }
     }
 }
 
-fn product(device: &dyn Device, dtype: DType) -> Result<f64, Error> {
+fn product(device: &dyn Device) -> Result<f64, Error> {
     let spec = Gemm::linear(SIDE, SIDE, SIDE);
-    let matrix = || device.zeros(dtype, SIDE * SIDE);
+    let matrix = || device.zeros(DType::F32, SIDE * SIDE);
     let (a, b, mut c): (Buffer, Buffer, Buffer) = (matrix()?, matrix()?, matrix()?);
     let mut done = Ok(());
     let seconds = best(|| {
         if done.is_ok() {
-            done = device.matmul().and_then(|matmul| matmul.gemm(spec, &a, &b, &mut c));
+            done = device.matmul().and_then(|matmul| matmul.gemm(spec, &a, &b, &mut c, 0));
         }
     });
     done.map(|()| spec.flops() as f64 / seconds)

@@ -21,7 +21,7 @@ pub struct Row {
     pub flops: u64,
     /// Bytes read and written at least.
     pub bytes: u64,
-    /// Nanoseconds in which the machine could have done it at its ceilings; none where it has none for that type.
+    /// Nanoseconds in which the machine could have done it at its ceilings; none for products where it has none.
     pub least: Option<f64>,
 }
 
@@ -40,7 +40,7 @@ impl Row {
                 self.calls += 1;
                 self.flops += span.flops;
                 self.bytes += span.bytes;
-                let least = ceilings.least_seconds(span.dtype, span.flops, span.bytes);
+                let least = ceilings.least_seconds(span.flops, span.bytes);
                 self.least = self.least.zip(least).map(|(sum, seconds)| sum + seconds * 1e9);
             }
             (Kind::Hidden, _) => self.calls += 1,
@@ -204,8 +204,8 @@ impl fmt::Display for Rows {
              behind other work: after the last rank came and before anybody saw the end, while this rank did something else."
         )?;
         write!(f, "of peak: against ")?;
-        for (dtype, peak) in &self.ceilings.flops {
-            write!(f, "{:.0} GFLOP/s in {dtype} (best square product of this device), ", peak / 1e9)?;
+        if let Some(peak) = self.ceilings.flops {
+            write!(f, "{:.0} GFLOP/s (best square product of this device), ", peak / 1e9)?;
         }
         let Ceilings { bandwidth, threads, .. } = self.ceilings;
         let threads = if threads == 1 { "one thread".to_owned() } else { format!("{threads} threads") };
