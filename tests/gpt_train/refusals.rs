@@ -180,7 +180,7 @@ fn a_bad_configuration_file() {
         ("[optimizer]\nlr = nan\n", "optimizer.lr = nan: is out of range"),
         ("[data]\npath = 3\n", "data.path = 3: is a whole number, not a string"),
         ("model = 3\n", "model = 3: is a whole number, not a section"),
-        ("[training]\ndtype = \"bf16\"\n", "training.dtype = \"bf16\": has not landed yet; use f32"),
+        ("[training]\nnumerics = \"canonical\"\n", "training.numerics = \"canonical\": has not landed yet; use fast"),
         ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
         ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": recomputation has not landed yet"),
         ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
@@ -274,8 +274,7 @@ fn old_metrics_survive_a_refusal() {
 fn all_faults_come_at_once() {
     let folder = folder("all_faults");
     let path = folder.join("bad.toml");
-    fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"bf16\"\n")
-        .unwrap();
+    fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"f16\"\n").unwrap();
     let flags = format!("--config {} --mesh dp=3 --data no/such/text --device cuda --step 3", path.display());
     let faults = refused(&folder, &flags);
     let keys: Vec<&str> = faults.iter().map(|fault| fault.split([':', ' ']).next().unwrap()).collect();
@@ -290,4 +289,24 @@ fn all_faults_come_at_once() {
         "data.path",
     ];
     assert_eq!(keys, expected, "{faults:#?}");
+}
+
+#[test]
+fn a_timeline_that_cannot_be_written_or_would_replace_something() {
+    let folder = folder("timeline_refused");
+    let (config, metrics) = (folder.join("run.toml"), folder.join("run.jsonl"));
+    fs::write(&config, "[training]\nsteps = 3\n").unwrap();
+    let (config, metrics) = (config.display().to_string(), metrics.display().to_string());
+    for (trace, more, problem) in [
+        (folder.display().to_string(), String::new(), "is a folder"),
+        ("no/such/folder/trace.json".to_owned(), String::new(), "its folder does not exist"),
+        (config.clone(), format!("--config {config}"), "would replace what --config reads"),
+        (metrics.clone(), format!("--metrics {metrics}"), "is the file of --metrics too"),
+    ] {
+        let ended = run(&format!("{more} --set metrics.profile=true --set metrics.trace={trace}"));
+        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{trace}");
+        assert_eq!(ended.err.lines().count(), 1, "{trace}\n{}", ended.err);
+        assert!(ended.err.contains("metrics.trace") && ended.err.contains(problem), "{trace}\n{}", ended.err);
+    }
+    assert_eq!(fs::read_to_string(&config).unwrap(), "[training]\nsteps = 3\n");
 }

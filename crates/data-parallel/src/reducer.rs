@@ -163,14 +163,6 @@ impl Reducer {
             _ => None,
         }
     }
-
-    /// The same, to be written: zeroed between steps.
-    pub fn gradients_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
-        match &mut self.slots[bucket].state {
-            State::Filling(buffer) => Some(buffer),
-            _ => None,
-        }
-    }
 }
 
 fn failed(bucket: usize, source: CommError) -> ReduceError {

@@ -9,12 +9,11 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`.
 
-use crate::{Boundary, Stage};
+use crate::{Boundary, Part, Stage};
 use meshwork_core::{Axis, Mesh, Ty, Types};
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_tensor::{Declarations, Init, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
-use std::ops::Range;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
@@ -60,38 +59,28 @@ struct Block {
     mlp: ParallelMlp,
 }
 
-impl Gpt2Config {
-    /// The blocks of each of `stages` stages: as even as can be, earlier stages first where it does not divide (the last one
-    /// also has the head).
-    pub fn uniform_partition(&self, stages: usize) -> Vec<Range<usize>> {
-        let (each, more) = (self.num_layers / stages, self.num_layers % stages);
-        let start = |stage: usize| stage * each + stage.min(more);
-        (0..stages).map(|stage| start(stage)..start(stage + 1)).collect()
-    }
-}
-
 impl Gpt2Stage {
-    /// Declares the parameters of the blocks `layers`, and those of the embedding and the head where the blocks are the first or
-    /// the last. Tied: both ends declare `wte.weight`, one logical parameter on two stages.
+    /// Declares the parameters of one part: its blocks, and the embedding or the head where it has that end. Tied: both ends
+    /// declare `wte.weight`, one logical parameter on two stages.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
         config: Gpt2Config,
         region: Region,
-        layers: Range<usize>,
+        part: &Part,
     ) -> Result<Self> {
         let normal = Init::Normal { std: STD };
-        let (first, last) = (layers.start == 0, layers.end == config.num_layers);
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let embedding = match first {
+        let embedding = match part.first {
             true => Some((
                 VocabParallelEmbedding::new(params, "wte", vocab, hidden, normal)?,
                 Positions::new(params, "wpe", config.seq_len, hidden, STD)?,
             )),
             false => None,
         };
-        let blocks = layers.map(|layer| Block::new(params, mesh, &config, layer)).collect::<Result<_>>()?;
-        let head = match last {
+        let blocks =
+            part.layers.clone().map(|layer| Block::new(params, mesh, &config, layer)).collect::<Result<_>>()?;
+        let head = match part.last {
             true => {
                 let name = if config.tie_embeddings { "wte" } else { "lm_head" };
                 let norm = LayerNorm::new(params, "ln_f", hidden)?;

@@ -9,4 +9,4 @@
 pub mod gpt2;
 mod stage;
 
-pub use stage::{Boundary, Stage};
+pub use stage::{Boundary, Part, Stage};

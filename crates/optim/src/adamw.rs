@@ -9,6 +9,8 @@
 //! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), with the decay scaled by the
 //! learning rate and the arithmetic in the order of PyTorch's `AdamW`.
 
+use meshwork_core::simd::wide;
+
 use crate::optimizer::{OptimError, Optimizer, Update, checked};
 
 /// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. State: the running mean of the gradient and of its
@@ -55,13 +57,18 @@ impl Optimizer for AdamW {
         let square_new = (1.0 - self.beta2) as f32;
         let eps = self.eps as f32;
 
-        let moments = mean.iter_mut().zip(square.iter_mut());
-        for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
-            let g = grad_scale * grad;
-            *m += mean_new * (g - *m);
-            *v = square_old * *v + square_new * (g * g);
-            *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
-        }
+        wide(
+            #[inline(always)]
+            || {
+                let moments = mean.iter_mut().zip(square.iter_mut());
+                for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
+                    let g = grad_scale * grad;
+                    *m += mean_new * (g - *m);
+                    *v = square_old * *v + square_new * (g * g);
+                    *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
+                }
+            },
+        );
         Ok(())
     }
 }

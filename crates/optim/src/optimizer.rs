@@ -19,8 +19,8 @@ pub struct Update {
 ///
 /// Every element is updated from its own weight, gradient and state only, so the bits of the result do not
 /// depend on how a parameter is cut into segments: segments that differ in `decay`, or that lie on different
-/// ranks, are separate calls.
-pub trait Optimizer: Send {
+/// ranks, are separate calls, and so may be the pieces that different threads update.
+pub trait Optimizer: Send + Sync {
     /// Number of `f32` values of state per weight: [`update`](Self::update) takes as many arrays, all zero
     /// before the first step.
     fn state_slots(&self) -> usize;

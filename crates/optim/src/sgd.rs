@@ -7,6 +7,8 @@
 //! ```
 //! Weight decay is coupled (L2): it joins the gradient, after clipping, and so passes through the momentum.
 
+use meshwork_core::simd::wide;
+
 use crate::optimizer::{OptimError, Optimizer, Update, checked};
 
 /// SGD with momentum and coupled (L2) weight decay. State: the momentum, or none where momentum is 0.
@@ -36,15 +38,25 @@ impl Optimizer for Sgd {
 
         if self.state_slots() == 0 {
             let [] = checked("sgd without momentum", step, weights.len(), grads.len(), state)?;
-            for (w, &grad) in weights.iter_mut().zip(grads) {
-                *w -= lr * (grad_scale * grad + decay * *w);
-            }
+            wide(
+                #[inline(always)]
+                || {
+                    for (w, &grad) in weights.iter_mut().zip(grads) {
+                        *w -= lr * (grad_scale * grad + decay * *w);
+                    }
+                },
+            );
         } else {
             let [buffer] = checked("sgd with momentum", step, weights.len(), grads.len(), state)?;
-            for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
-                *b = momentum * *b + (grad_scale * grad + decay * *w);
-                *w -= lr * *b;
-            }
+            wide(
+                #[inline(always)]
+                || {
+                    for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
+                        *b = momentum * *b + (grad_scale * grad + decay * *w);
+                        *w -= lr * *b;
+                    }
+                },
+            );
         }
         Ok(())
     }

@@ -89,9 +89,12 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     let mesh = blueprint.mesh();
     let parameters: usize = blueprint.parameters()?.iter().map(ParamSpec::global_elements).sum();
     let mut text = format!(
-        "mesh {mesh}: {}\n{}\n{} of {} a step: {} of {} on each dp rank\n\n",
+        "mesh {mesh}: {}\n{}\n{}{}; products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
         count(mesh.world_size(), "rank"),
         count(parameters, "parameter"),
+        count(config.model.num_layers, "layer"),
+        by_stage(&config.pipeline.partition),
+        config.training.dtype.name(),
         count(config.training.global_batch_size, "sequence"),
         count(config.model.seq_len, "token"),
         count(config.pipeline.num_microbatches, "micro-batch"),
@@ -119,6 +122,14 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         text += &format!("  communication  {talk}\n");
     }
     Ok(text)
+}
+
+/// `, 2 + 2 on the stages`; nothing where one stage has all layers.
+fn by_stage(layers: &[usize]) -> String {
+    match layers {
+        [_] => String::new(),
+        _ => format!(", {} on the stages", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(" + ")),
+    }
 }
 
 /// Ascending numbers as `0-3,8-11`.
@@ -183,7 +194,20 @@ mod tests {
         let config = Config::from_toml("[parallelism]\ndp = 2\npp = 2").unwrap();
         let text = report(&config).unwrap();
         assert!(text.starts_with("mesh tp=1,dp=2,pp=2: 4 ranks\n842,496 parameters\n"), "{text}");
+        assert!(text.contains("\n4 layers, 2 + 2 on the stages; products in f32\n"), "{text}");
         assert!(text.contains("ranks 0-1 (pp rank 0), each") && text.contains("ranks 2-3 (pp rank 1), each"), "{text}");
+    }
+
+    #[test]
+    fn the_report_follows_the_partition() {
+        let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();
+        let text = report(&config).unwrap();
+        assert!(text.contains("\n4 layers, 4 + 0 on the stages; products in f32\n"), "{text}");
+        // All of 842,496 but the last norm; that and the tied table, 256 · 128.
+        assert!(text.contains("rank 0 (pp rank 0)\n  parameters     842,240\n"), "{text}");
+        assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
+        let one = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
+        assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
     }
 
     #[test]

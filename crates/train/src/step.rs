@@ -199,7 +199,7 @@ impl Trainer {
         if tokens == 0 {
             return Err(TrainError::NoTokens { step });
         }
-        self.gradients.get_mut().begin()?;
+        self.gradients.get_mut().begin();
         let pass = self.pass(Purpose::Train, batch, 1.0 / tokens as f64);
         self.walk(&pass, &mut observe)?;
         drop(pass); // it reads the weights, which are about to change

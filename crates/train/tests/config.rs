@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use meshwork_train::config::keys::{self, Kind};
-use meshwork_train::config::{Args, Config, DecayName, OptimizerName, reference, usage};
+use meshwork_train::config::{Args, Config, DecayName, Dtype, OptimizerName, reference, usage};
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())
@@ -32,10 +32,10 @@ fn the_defaults_are_those_of_the_contract() {
     assert_eq!([p.dp, p.tp, p.pp, p.cp, p.ep, p.expert_tensor_parallel], [1; 6]);
     assert_eq!((p.sequence_parallel, p.zero_stage, p.context_parallel_method.as_str()), (false, 0, "ring"));
     let p = &c.pipeline;
-    assert_eq!((p.schedule.as_str(), p.virtual_stages, p.partition.as_str()), ("1f1b", 1, "uniform"));
+    assert_eq!((p.schedule.as_str(), p.virtual_stages, &p.partition[..]), ("1f1b", 1, &[4][..]));
     let t = &c.training;
     assert_eq!((t.steps, t.global_batch_size, t.seed, t.max_norm), (100, 16, 1234, 1.0));
-    assert_eq!((t.dtype.as_str(), t.numerics.as_str()), ("f32", "fast"));
+    assert_eq!((t.dtype, t.numerics.as_str()), (Dtype::F32, "fast"));
     let o = &c.optimizer;
     assert_eq!((o.name, o.lr, o.beta1, o.beta2), (OptimizerName::Adamw, 3e-4, 0.9, 0.95));
     assert_eq!((o.eps, o.weight_decay, o.momentum), (1e-8, 0.1, 0.0));
@@ -78,7 +78,26 @@ fn flags_take_both_forms_and_later_ones_win() {
 }
 
 #[test]
+fn layers_are_dealt_to_stages() {
+    let dealt = |line: &str| config(&format!("--mesh pp=3 {line}")).pipeline.partition;
+    assert_eq!(dealt(""), [2, 1, 1]);
+    assert_eq!(dealt("--set pipeline.partition=uniform"), [2, 1, 1]);
+    assert_eq!(dealt("--set pipeline.partition=[0,4,0]"), [0, 4, 0]);
+    assert_eq!(dealt("--set pipeline.partition=[1,0,0] --set model.num_layers=1"), [1, 0, 0]);
+    let file = file("partition.toml", "[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]\n");
+    assert_eq!(config(&format!("--config {}", file.display())).pipeline.partition, [4, 0]);
+}
+
+#[test]
 fn settings_without_effect_are_noticed() {
+    assert_eq!(
+        config("--set metrics.profile_steps=5 --set metrics.trace=t.json").notices,
+        [
+            "metrics.profile_steps = 5 has no effect: metrics.profile is off",
+            "metrics.trace = \"t.json\" has no effect: metrics.profile is off"
+        ]
+    );
+    assert!(config("--set metrics.profile=true --set metrics.trace=t.json").notices.is_empty());
     assert_eq!(
         config("--set optimizer.momentum=0.9").notices,
         ["optimizer.momentum = 0.9 has no effect: optimizer.name = \"adamw\" does not read it"]
@@ -126,7 +145,7 @@ fn the_reference_and_the_help_name_every_key() {
     }
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | Full learning rate. |",
-        "| `dtype` | \"f32\" | f32 (not yet: bf16) | Type of weights and activations. |",
+        "| `kind` | \"gpt2\" | gpt2 (not yet: llama, resnet, vgg) | Architecture. |",
         "| `keep` | 2 | whole number of at least 1 | Checkpoints to keep. Not yet: takes only its default. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");

@@ -226,6 +226,10 @@ fn unknown_words_hear_of_the_nearest() {
             "pipeline.schedule = \"zbh1\" (from --set): unknown; the nearest, zb_h1, has not landed yet; use gpipe or 1f1b",
         ),
         (
+            "--set training.dtype=f16",
+            "training.dtype = \"f16\" (from --set): unknown; the nearest is bf16; use one of f32, bf16",
+        ),
+        (
             "--set optimizer.name=adam",
             "optimizer.name = \"adam\" (from --set): unknown; the nearest is adamw; use one of adamw, sgd",
         ),
@@ -249,8 +253,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "pipeline.schedule=dualpipe_v",
         "pipeline.schedule=pipedream",
         "pipeline.schedule=pipedream_2bw",
-        "pipeline.partition=balanced",
-        "training.dtype=bf16",
         "training.numerics=canonical",
         "memory.recompute=full",
         "memory.offload=cpu",
@@ -260,7 +262,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "checkpoint.keep=3",
         "checkpoint.resume=true",
         "checkpoint.export=/tmp",
-        "metrics.profile=true",
         "model.init_from=gpt2",
         "model.kind=llama",
         "model.num_kv_heads=2",
@@ -312,8 +313,57 @@ fn the_model_must_fit_the_mesh() {
              more, or pp of at most 4",
         ),
     ]);
+    // A stage that got no layers by name may have none.
+    config("--mesh pp=5 --set pipeline.partition=[1,1,1,1,0] --set training.global_batch_size=20");
     config("--mesh tp=4 --set model.seq_len=126");
     config("--set parallelism.sequence_parallel=true --set model.seq_len=127");
+}
+
+#[test]
+fn the_partition_must_fit_model_and_mesh() {
+    const VALID: &str = "use \"uniform\", or a list of 2 that add up to 4";
+    const LIST: &str = "use \"uniform\", or a list of whole numbers, such as [3, 1]";
+    refused(&[
+        (
+            "--mesh pp=2 --set pipeline.partition=[3,2]",
+            &format!("pipeline.partition = [3, 2]: deals 5 layers, not model.num_layers = 4; {VALID}"),
+        ),
+        (
+            "--mesh pp=2 --set pipeline.partition=[2,1,1]",
+            &format!("pipeline.partition = [2, 1, 1]: is for 3 stages, not parallelism.pp = 2; {VALID}"),
+        ),
+        (
+            "--mesh pp=2 --set pipeline.partition=[]",
+            &format!(
+                "pipeline.partition = []: deals 0 layers, not model.num_layers = 4; {VALID}\n\
+                 pipeline.partition = []: is for 0 stages, not parallelism.pp = 2; {VALID}"
+            ),
+        ),
+        // Of a number of layers that is not known, no sum can be asked.
+        (
+            "--mesh pp=2 --set pipeline.partition=[9,9] --set model.num_layers=0",
+            "model.num_layers = 0 (from --set): is below 1; use a whole number of at least 1",
+        ),
+        (
+            "--mesh pp=2 --set pipeline.partition=balanced",
+            &format!("pipeline.partition = \"balanced\" (from --set): unknown; {LIST}"),
+        ),
+        (
+            "--mesh pp=2 --set pipeline.partition=4",
+            &format!("pipeline.partition = 4 (from --set): is a whole number, not a list; {LIST}"),
+        ),
+        (
+            "--mesh pp=2 --set pipeline.partition=[5,-1]",
+            &format!("pipeline.partition = [5, -1] (from --set): holds what is no whole number of at least 0; {LIST}"),
+        ),
+    ]);
+    let huge = i64::MAX;
+    let sum = refusal(&format!("--mesh pp=3 --set pipeline.partition=[{huge},{huge},{huge}]"));
+    assert!(sum.contains(&format!(": deals {} layers, not", usize::MAX)), "{sum}");
+    assert_eq!(sum.lines().count(), 1, "{sum}");
+    // The batch is held against the mesh all the same.
+    let both = refusal("--mesh dp=3,pp=2 --set pipeline.partition=[9,9]");
+    assert_eq!(both.lines().count(), 2, "{both}");
 }
 
 #[test]
@@ -350,7 +400,7 @@ fn the_decay_must_outlast_the_warm_up() {
 fn all_faults_come_at_once() {
     let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[moe]\n");
     let line = format!(
-        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=bf16 --data no/such/text --metrics no/such/dir/m.jsonl \
+        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=f16 --data no/such/text --metrics no/such/dir/m.jsonl \
          --device cuda",
         path.display()
     );

@@ -1,9 +1,13 @@
 use super::kernels::embedding;
-use super::{Cpu, for_float};
+use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
-use crate::family::Embedding;
+use crate::family::{Embedding, TableGrad};
 use meshwork_core::Buffer;
+use meshwork_core::pool::share;
 use std::ops::Range;
+
+/// Pieces into which the gradient of a table is cut.
+const GRAD_PIECES: usize = 16;
 
 impl Embedding for Cpu {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
@@ -14,7 +18,12 @@ impl Embedding for Cpu {
                 return Err(Error::Id { op: "embedding", id: ids[at], at, vocab });
             }
             let held = &table.as_slice::<T>()?[..rows.len() * width];
-            self.output::<T>(ids.len() * width, |out| embedding::lookup(ids, held, rows.start, width, out))
+            self.output::<T>(ids.len() * width, |out| {
+                let piece = row_piece(width);
+                share(out.chunks_mut(piece).zip(ids.chunks(piece / width)), |(out, ids)| {
+                    embedding::lookup(ids, held, rows.start, width, out);
+                });
+            })
         })
     }
 
@@ -23,21 +32,42 @@ impl Embedding for Cpu {
         ids: &Buffer,
         dout: &Buffer,
         rows: Range<usize>,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
         for_float!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
-            self.sum::<T>(table_rows * width, |dtable| {
-                embedding::lookup_backward(ids, dout, rows.start, width, &mut dtable[..rows.len() * width]);
-            })
+            let TableGrad { buffer, start, rows: table_rows, accumulate } = dtable;
+            let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
+            let (held, padding) = dtable.split_at_mut(rows.len() * width);
+            if !accumulate {
+                padding.fill(0.0);
+            }
+            // Each piece of the table looks through all ids for its own: few pieces, as the words seen most lie together.
+            let part = rows.len().div_ceil(GRAD_PIECES).max(1);
+            share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+                if !accumulate {
+                    dtable.fill(0.0);
+                }
+                embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
+            });
+            Ok(())
         })
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
         for_float!(self, "positions", x, T => {
             let (x, table) = (x.as_slice::<T>()?, table.as_slice::<T>()?);
-            self.output::<T>(x.len(), |out| embedding::add_positions(x, table, first, seq, width, out))
+            let (sequence, piece) = ((seq * width).max(1), row_piece(width));
+            self.output::<T>(x.len(), |out| {
+                let pieces = out.chunks_mut(sequence).zip(x.chunks(sequence)).flat_map(|(out, x)| {
+                    out.chunks_mut(piece).zip(x.chunks(piece)).enumerate()
+                });
+                share(pieces, |(i, (out, x))| {
+                    let (first, rows) = (first + i * piece / width, x.len() / width);
+                    embedding::add_positions(x, table, first, rows, width, out);
+                });
+            })
         })
     }
 
@@ -51,8 +81,19 @@ impl Embedding for Cpu {
     ) -> Result<Buffer> {
         for_float!(self, "positions", dout, T => {
             let dout = dout.as_slice::<T>()?;
-            self.sum::<T>(table_rows * width, |dtable| {
-                embedding::add_positions_backward(dout, first, seq, width, dtable);
+            self.output::<T>(table_rows * width, |dtable| {
+                let (before, rest) = dtable.split_at_mut(first * width);
+                let (used, after) = rest.split_at_mut(seq * width);
+                before.fill(0.0);
+                after.fill(0.0);
+                let piece = row_piece(width);
+                share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
+                    dtable.fill(0.0);
+                    for dout in dout.chunks_exact(seq * width) {
+                        let (dout, rows) = (&dout[i * piece..][..dtable.len()], dtable.len() / width);
+                        embedding::add_positions_backward(dout, 0, rows, width, dtable);
+                    }
+                });
             })
         })
     }

@@ -3,6 +3,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::family::Layout;
 use meshwork_core::Buffer;
+use meshwork_core::pool::share;
 use std::ops::Range;
 
 impl Layout for Cpu {
@@ -10,11 +11,11 @@ impl Layout for Cpu {
         let mut out = self.alloc(x.dtype(), x.count())?;
         let block = inner * x.dtype().size();
         let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
-        for i in 0..a {
-            for j in 0..b {
-                to[(j * a + i) * block..][..block].copy_from_slice(&from[(i * b + j) * block..][..block]);
+        share(to.chunks_mut((a * block).max(1)).enumerate(), |(j, to)| {
+            for (i, to) in to.chunks_exact_mut(block).enumerate() {
+                to.copy_from_slice(&from[(i * b + j) * block..][..block]);
             }
-        }
+        });
         Ok(out)
     }
 

@@ -6,7 +6,7 @@ use crate::family::{Gemm, Matmul};
 use meshwork_core::Buffer;
 
 impl Matmul for Cpu {
-    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer) -> Result<()> {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
         let Gemm { m, n, k, .. } = spec;
         self.meter().add_flops(Work::Matmul, spec.flops());
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
@@ -17,7 +17,7 @@ impl Matmul for Cpu {
                 [m, n, k],
                 (a.as_slice::<T>()?, strides(spec.a_transposed, m, k)),
                 (b.as_slice::<T>()?, strides(spec.b_transposed, k, n)),
-                c.as_mut_slice::<T>()?,
+                &mut c.as_mut_slice::<T>()?[start..start + m * n],
                 update,
                 Epilogue::Nothing,
             );

@@ -15,6 +15,7 @@ use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
 use crate::family;
 use arena::Arena;
+use kernels::Float;
 pub use kernels::matmul::Precision;
 use meshwork_core::{Buffer, DType, Element};
 use std::sync::Arc;
@@ -107,18 +108,38 @@ impl Device for Cpu {
     }
 }
 
+/// Elements of a piece of shared work: enough for tens of microseconds, few enough for a core's cache.
+const PIECE: usize = 1 << 15;
+
+/// Elements of a piece that is whole rows of `n`.
+fn row_piece(n: usize) -> usize {
+    let n = n.max(1);
+    (PIECE / n).max(1) * n
+}
+
+/// Rows of a leaf. Sums over rows (gradients of biases and gains) add the rows of each leaf one after another, from zero,
+/// and then the leaves one after another: an order that depends on the number of rows alone, with leaves that different
+/// threads can sum.
+pub(crate) const LEAF: usize = 64;
+
+/// Elements of the sums of all leaves of `rows` rows of `n`.
+pub(crate) fn leaves_len(rows: usize, n: usize) -> usize {
+    rows.div_ceil(LEAF) * n
+}
+
 impl Cpu {
+    /// The sum of the rows of `leaves`.
+    fn sum_leaves<T: Element + Float>(&self, leaves: &[T], n: usize) -> Result<Buffer> {
+        self.output::<T>(n, |sum| {
+            sum.fill(T::ZERO);
+            kernels::pointwise::bias_backward(leaves, sum);
+        })
+    }
+
     /// An output of `count` elements written by `fill`.
     fn output<T: Element>(&self, count: usize, fill: impl FnOnce(&mut [T])) -> Result<Buffer> {
         let mut out = self.alloc(T::DTYPE, count)?;
         fill(out.as_mut_slice::<T>()?);
-        Ok(out)
-    }
-
-    /// An output of `count` zeros that `add` adds to.
-    fn sum<T: Element>(&self, count: usize, add: impl FnOnce(&mut [T])) -> Result<Buffer> {
-        let mut out = self.zeros(T::DTYPE, count)?;
-        add(out.as_mut_slice::<T>()?);
         Ok(out)
     }
 

@@ -1,52 +1,56 @@
 use super::kernels::norm;
-use super::{Cpu, for_float};
+use super::{Cpu, LEAF, for_float, leaves_len, row_piece};
 use crate::error::Result;
 use crate::family::Norm;
 use meshwork_core::Buffer;
+use meshwork_core::pool::share;
 
 impl Norm for Cpu {
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
-            let rows = x.count() / gamma.count();
             let (x, gamma, beta) = (x.as_slice::<T>()?, gamma.as_slice::<T>()?, beta.as_slice::<T>()?);
-            let mut mean = self.output::<T>(rows, |_| {})?;
-            let mut rstd = self.output::<T>(rows, |_| {})?;
+            let n = gamma.len();
+            let mut mean = self.output::<T>(x.len() / n, |_| {})?;
+            let mut rstd = self.output::<T>(x.len() / n, |_| {})?;
             let (means, rstds) = (mean.as_mut_slice::<T>()?, rstd.as_mut_slice::<T>()?);
-            let y = self.output::<T>(x.len(), |y| norm::forward(x, gamma, beta, eps as T, y, means, rstds))?;
+            let (piece, rows) = (row_piece(n), row_piece(n) / n);
+            let y = self.output::<T>(x.len(), |y| {
+                let stats = means.chunks_mut(rows).zip(rstds.chunks_mut(rows));
+                share(y.chunks_mut(piece).zip(x.chunks(piece)).zip(stats), |((y, x), (mean, rstd))| {
+                    norm::forward(x, gamma, beta, eps as T, y, mean, rstd);
+                });
+            })?;
             Ok((y, mean, rstd))
         })
     }
 
-    fn layer_norm_input_grad(
+    fn layer_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
-    ) -> Result<Buffer> {
+    ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
             let (mean, rstd) = (mean.as_slice::<T>()?, rstd.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| norm::backward_input(dy, x, gamma, mean, rstd, dx))
-        })
-    }
-
-    fn layer_norm_weight_grad(
-        &self,
-        dy: &Buffer,
-        x: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
-        n: usize,
-    ) -> Result<(Buffer, Buffer)> {
-        for_float!(self, "layer_norm", x, T => {
-            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
-            let (mean, rstd) = (mean.as_slice::<T>()?, rstd.as_slice::<T>()?);
-            let mut dbeta = self.sum::<T>(n, |_| {})?;
-            let shift = dbeta.as_mut_slice::<T>()?;
-            let dgamma = self.sum::<T>(n, |dgamma| norm::backward_params(dy, x, mean, rstd, dgamma, shift))?;
-            Ok((dgamma, dbeta))
+            let n = gamma.len();
+            let count = leaves_len(mean.len(), n);
+            let mut leaves = self.output::<T>(2 * count, |_| {})?;
+            let (dgammas, dbetas) = leaves.as_mut_slice::<T>()?.split_at_mut(count);
+            let dx = self.output::<T>(x.len(), |dx| {
+                let stats = mean.chunks(LEAF).zip(rstd.chunks(LEAF));
+                let rows = dx.chunks_mut(LEAF * n).zip(dy.chunks(LEAF * n)).zip(x.chunks(LEAF * n)).zip(stats);
+                let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
+                share(rows.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
+                    dgamma.fill(0.0);
+                    dbeta.fill(0.0);
+                    norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, dx, dgamma, dbeta);
+                });
+            })?;
+            let (dgammas, dbetas) = leaves.as_slice::<T>()?.split_at(count);
+            Ok((dx, self.sum_leaves(dgammas, n)?, self.sum_leaves(dbetas, n)?))
         })
     }
 }

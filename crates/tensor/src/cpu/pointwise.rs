@@ -1,20 +1,25 @@
 use super::kernels::{dropout, gelu, pointwise};
-use super::{Cpu, for_float};
+use super::{Cpu, LEAF, PIECE, for_float, leaves_len, row_piece};
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
 use meshwork_core::Buffer;
+use meshwork_core::pool::share;
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
         for_float!(self, "add", a, T => {
             let (a, b) = (a.as_slice::<T>()?, b.as_slice::<T>()?);
-            self.output::<T>(a.len(), |out| pointwise::add(a, b, out))
+            self.output::<T>(a.len(), |out| {
+                let pieces = out.chunks_mut(PIECE).zip(a.chunks(PIECE)).zip(b.chunks(PIECE));
+                share(pieces, |((out, a), b)| pointwise::add(a, b, out));
+            })
         })
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
         for_float!(self, "add", b, T => {
-            pointwise::add_assign(&mut a.as_mut_slice::<T>()?[at..at + b.count()], b.as_slice::<T>()?);
+            let (a, b) = (&mut a.as_mut_slice::<T>()?[at..at + b.count()], b.as_slice::<T>()?);
+            share(a.chunks_mut(PIECE).zip(b.chunks(PIECE)), |(a, b)| pointwise::add_assign(a, b));
             Ok(())
         })
     }
@@ -22,49 +27,80 @@ impl Pointwise for Cpu {
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         for_float!(self, "bias", x, T => {
             let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
-            self.output::<T>(x.len(), |out| pointwise::bias(x, bias, out))
+            let piece = row_piece(bias.len());
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| pointwise::bias(x, bias, out));
+            })
         })
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
         for_float!(self, "bias", dy, T => {
             let dy = dy.as_slice::<T>()?;
-            self.sum::<T>(n, |dbias| pointwise::bias_backward(dy, dbias))
+            let leaves = self.output::<T>(leaves_len(dy.len() / n, n), |leaves| {
+                share(leaves.chunks_mut(n).zip(dy.chunks(LEAF * n)), |(leaf, dy)| {
+                    leaf.fill(0.0);
+                    pointwise::bias_backward(dy, leaf);
+                });
+            })?;
+            self.sum_leaves(leaves.as_slice::<T>()?, n)
         })
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
         for_float!(self, "bias_residual", x, T => {
             let (x, bias, residual) = (x.as_slice::<T>()?, bias.as_slice::<T>()?, residual.as_slice::<T>()?);
-            self.output::<T>(x.len(), |out| pointwise::bias_residual(x, bias, residual, out))
+            let piece = row_piece(bias.len());
+            self.output::<T>(x.len(), |out| {
+                let pieces = out.chunks_mut(piece).zip(x.chunks(piece)).zip(residual.chunks(piece));
+                share(pieces, |((out, x), residual)| pointwise::bias_residual(x, bias, residual, out));
+            })
         })
     }
 
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
             let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
-            self.output::<T>(x.len(), |out| gelu::bias_gelu(x, bias, out))
+            let piece = row_piece(bias.len());
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+            })
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
         for_float!(self, "gelu", x, T => {
             let (dy, x, bias) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| gelu::bias_gelu_backward(x, bias, dy, dx))
+            let n = bias.len();
+            let mut leaves = self.output::<T>(leaves_len(x.len() / n, n), |_| {})?;
+            let sums = leaves.as_mut_slice::<T>()?;
+            let dx = self.output::<T>(x.len(), |dx| {
+                let rows = dx.chunks_mut(LEAF * n).zip(x.chunks(LEAF * n)).zip(dy.chunks(LEAF * n));
+                share(rows.zip(sums.chunks_mut(n)), |(((dx, x), dy), leaf)| {
+                    leaf.fill(0.0);
+                    gelu::bias_gelu_backward(x, bias, dy, dx, leaf);
+                });
+            })?;
+            Ok((dx, self.sum_leaves(leaves.as_slice::<T>()?, n)?))
         })
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
             let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |out| gelu::gelu(x, out))
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| gelu::gelu(x, out));
+            })
         })
     }
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
             let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| gelu::gelu_backward(x, dy, dx))
+            self.output::<T>(x.len(), |dx| {
+                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
+                share(pieces, |((dx, x), dy)| gelu::gelu_backward(x, dy, dx));
+            })
         })
     }
 
@@ -77,7 +113,11 @@ impl Pointwise for Cpu {
         for_float!(self, "dropout", x, T => {
             let x = x.as_slice::<T>()?;
             let mask = dropout::Mask { key: mask.key, p: mask.p };
-            self.output::<T>(x.len(), |y| dropout::dropout(mask, region, x, y))
+            self.output::<T>(x.len(), |y| {
+                share(y.chunks_mut(PIECE).zip(x.chunks(PIECE)).enumerate(), |(i, (y, x))| {
+                    dropout::dropout(mask, region, i * PIECE, x, y);
+                });
+            })
         })
     }
 }

@@ -19,12 +19,13 @@ pub struct VocabShard {
 
 /// Cross entropy of logits `[rows, width]` against i32 targets `[rows]`; a negative target is masked.
 pub trait Loss: Debug {
-    /// Largest valid logit of each row `[rows]`; -inf where the shard is empty.
-    fn row_max(&self, logits: &Buffer, shard: VocabShard) -> Result<Buffer>;
+    /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
+    /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>;
 
-    /// `[2, rows]`: the sum of exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0. Both
-    /// are to be summed over the shards.
-    fn row_sums(&self, logits: &Buffer, targets: &Buffer, max: &Buffer, shard: VocabShard) -> Result<Buffer>;
+    /// Takes the sums of exp against the maxima over all shards instead of this one's own: they become fit to be summed
+    /// over the shards, as are the targets' logits.
+    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>;
 
     /// (one f64: the sum over unmasked rows of lse - target logit; lse `[rows]`), where lse = max + ln(sum of exp).
     fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)>;

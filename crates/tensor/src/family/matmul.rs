@@ -37,6 +37,11 @@ impl Gemm {
         Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false }
     }
 
+    /// The same, added to what is there if `accumulate`.
+    pub fn accumulating(self, accumulate: bool) -> Self {
+        Self { accumulate, ..self }
+    }
+
     /// Floating point operations: a multiplication and an addition per term.
     pub fn flops(&self) -> u64 {
         2 * self.m as u64 * self.n as u64 * self.k as u64
@@ -45,6 +50,6 @@ impl Gemm {
 
 /// Matrix products whose result bits depend on k alone: never on m, n, layout or thread count.
 pub trait Matmul: Debug {
-    /// Computes `spec` into `c`.
-    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer) -> Result<()>;
+    /// Computes `spec` into the elements of `c` from `start` on.
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
 }

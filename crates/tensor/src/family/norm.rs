@@ -9,23 +9,13 @@ pub trait Norm: Debug {
     /// (y, mean `[rows]`, rstd `[rows]`).
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
-    /// dx.
-    fn layer_norm_input_grad(
+    /// (dx, dgamma `[n]`, dbeta `[n]`); the sums over rows go by leaves of 64 rows in order, and then over the leaves in order.
+    fn layer_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
-    ) -> Result<Buffer>;
-
-    /// (dgamma `[n]`, dbeta `[n]`), summed over rows in order.
-    fn layer_norm_weight_grad(
-        &self,
-        dy: &Buffer,
-        x: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
-        n: usize,
-    ) -> Result<(Buffer, Buffer)>;
+    ) -> Result<(Buffer, Buffer, Buffer)>;
 }

@@ -5,18 +5,18 @@ use meshwork_core::Buffer;
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// An update rule, element by element: w, g, state → w, state.
-pub trait UpdateRule {
+/// An update rule, element by element: w, g, state → w, state. A device may call it on pieces, from several threads.
+pub trait UpdateRule: Sync {
     /// The rule on host slices of equal length; `states` has as many as the optimizer keeps per element.
     fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()>;
 }
 
 /// Flat vectors of weights, gradients and optimizer states.
 pub trait Optim: Debug {
-    /// All elements to zero.
-    fn zero(&self, x: &mut Buffer) -> Result<()>;
+    /// A range of elements to zero.
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Σ x² over a range, accumulated in f64.
+    /// Σ x² over a range, accumulated in f64, in an order that depends on the length of the range alone.
     fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64>;
 
     /// Applies `rule` to a range of f32 vectors.

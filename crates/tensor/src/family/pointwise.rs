@@ -31,14 +31,15 @@ pub trait Pointwise: Debug {
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>;
     /// x + bias.
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// Gradient of a bias of `n` elements: the sum of the rows of dy, in order.
+    /// Gradient of a bias of `n` elements: the sum of the rows of dy, by leaves of 64 rows in order, and then over the leaves in
+    /// order.
     fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
     /// gelu(x + bias), tanh form.
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// dy · gelu'(x + bias).
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// (dx = dy · gelu'(x + bias), the gradient of the bias as by [`bias_grad`](Self::bias_grad)).
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).

@@ -5,12 +5,13 @@ use crate::family::{Loss, VocabShard};
 use meshwork_core::{Buffer, DType};
 
 impl Loss for Meta {
-    fn row_max(&self, logits: &Buffer, shard: VocabShard) -> Result<Buffer> {
-        self.alloc(logits.dtype(), logits.count() / shard.width)
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, _shard: VocabShard) -> Result<(Buffer, Buffer)> {
+        let max = self.alloc(logits.dtype(), targets.count())?;
+        Ok((max, self.alloc(logits.dtype(), 2 * targets.count())?))
     }
 
-    fn row_sums(&self, logits: &Buffer, _targets: &Buffer, max: &Buffer, _shard: VocabShard) -> Result<Buffer> {
-        self.alloc(logits.dtype(), 2 * max.count())
+    fn rescale(&self, _sums: &mut Buffer, _local: &Buffer, _global: &Buffer) -> Result<()> {
+        Ok(())
     }
 
     fn total(&self, max: &Buffer, _sums: &Buffer, _targets: &Buffer) -> Result<(Buffer, Buffer)> {

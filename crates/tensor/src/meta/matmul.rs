@@ -5,7 +5,7 @@ use crate::family::{Gemm, Matmul};
 use meshwork_core::Buffer;
 
 impl Matmul for Meta {
-    fn gemm(&self, spec: Gemm, _a: &Buffer, _b: &Buffer, _c: &mut Buffer) -> Result<()> {
+    fn gemm(&self, spec: Gemm, _a: &Buffer, _b: &Buffer, _c: &mut Buffer, _start: usize) -> Result<()> {
         self.meter().add_flops(Work::Matmul, spec.flops());
         Ok(())
     }

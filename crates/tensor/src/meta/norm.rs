@@ -1,4 +1,5 @@
 use super::Meta;
+use crate::cpu::leaves_len;
 use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
@@ -11,25 +12,16 @@ impl Norm for Meta {
         Ok((self.alloc(x.dtype(), x.count())?, mean, rstd))
     }
 
-    fn layer_norm_input_grad(
+    fn layer_norm_grad(
         &self,
         _dy: &Buffer,
         x: &Buffer,
-        _gamma: &Buffer,
-        _mean: &Buffer,
+        gamma: &Buffer,
+        mean: &Buffer,
         _rstd: &Buffer,
-    ) -> Result<Buffer> {
-        self.alloc(x.dtype(), x.count())
-    }
-
-    fn layer_norm_weight_grad(
-        &self,
-        _dy: &Buffer,
-        x: &Buffer,
-        _mean: &Buffer,
-        _rstd: &Buffer,
-        n: usize,
-    ) -> Result<(Buffer, Buffer)> {
-        Ok((self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let n = gamma.count();
+        let _leaves = self.alloc(x.dtype(), 2 * leaves_len(mean.count(), n))?;
+        Ok((self.alloc(x.dtype(), x.count())?, self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
     }
 }

@@ -5,7 +5,7 @@ use meshwork_core::Buffer;
 use std::ops::Range;
 
 impl Optim for Meta {
-    fn zero(&self, _x: &mut Buffer) -> Result<()> {
+    fn zero(&self, _x: &mut Buffer, _range: Range<usize>) -> Result<()> {
         Ok(())
     }
 

@@ -1,4 +1,5 @@
 use super::Meta;
+use crate::cpu::leaves_len;
 use crate::device::Device;
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
@@ -24,6 +25,7 @@ impl Pointwise for Meta {
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
+        let _leaves = self.alloc(dy.dtype(), leaves_len(dy.count() / n, n))?;
         self.alloc(dy.dtype(), n)
     }
 
@@ -35,8 +37,10 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
-    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
-        self.like(x)
+    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+        let n = bias.count();
+        let _leaves = self.alloc(x.dtype(), leaves_len(x.count() / n, n))?;
+        Ok((self.like(x)?, self.like(bias)?))
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

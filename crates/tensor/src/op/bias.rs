@@ -62,20 +62,15 @@ impl Op for Bias {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let shape = grad.shape();
-        let grad = match self.gelu {
-            true => {
-                let (x, b) = (cx.saved(0)?, cx.saved(1)?);
-                let dx = grad.device().pointwise()?.bias_gelu_grad(grad.buffer(), x.buffer(), b.buffer())?;
-                Tensor::from_buffer(grad.device(), dx, shape)?
-            }
-            false => grad,
-        };
-        let db = match cx.needs(1) {
-            true => Some(bias_grad(&grad, self.bias_shape)?),
-            false => None,
-        };
-        Ok(vec![cx.needs(0).then_some(grad), db])
+        if !self.gelu {
+            let db = cx.needs(1).then(|| bias_grad(&grad, self.bias_shape)).transpose()?;
+            return Ok(vec![cx.needs(0).then_some(grad), db]);
+        }
+        let (x, b) = (cx.saved(0)?, cx.saved(1)?);
+        let (dx, db) = grad.device().pointwise()?.bias_gelu_grad(grad.buffer(), x.buffer(), b.buffer())?;
+        let dx = Tensor::from_buffer(grad.device(), dx, grad.shape())?;
+        let db = Tensor::from_buffer(grad.device(), db, self.bias_shape)?;
+        Ok(vec![cx.needs(0).then_some(dx), cx.needs(1).then_some(db)])
     }
 }
 

@@ -57,7 +57,7 @@ impl Op for Linear {
         )?;
         let (m, n, k) = self.mnk();
         let mut y = x.device().alloc(x.dtype(), m * n)?;
-        x.device().matmul()?.gemm(Gemm::linear(m, n, k), x.buffer(), w.buffer(), &mut y)?;
+        x.device().matmul()?.gemm(Gemm::linear(m, n, k), x.buffer(), w.buffer(), &mut y, 0)?;
         cx.save(x)?;
         cx.save(w)?;
         let lead = &xs[..xs.len() - self.contract];
@@ -68,19 +68,15 @@ impl Op for Linear {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (m, n, k) = self.mnk();
         let device = grad.device();
-        let product = |spec: Gemm, other: Tensor, shape: Shape| {
-            let mut out = device.alloc(grad.dtype(), shape.count())?;
-            device.matmul()?.gemm(spec, grad.buffer(), other.buffer(), &mut out)?;
-            Tensor::from_buffer(device, out, shape)
-        };
-        let dx = match cx.needs(0) {
-            true => Some(product(Gemm::linear_input_grad(m, n, k), cx.saved(1)?, self.input_shape)?),
-            false => None,
-        };
-        let dw = match cx.needs(1) {
-            true => Some(product(Gemm::linear_weight_grad(m, n, k), cx.saved(0)?, self.weight_shape)?),
-            false => None,
-        };
+        let (x, w) = (cx.saved(0)?, cx.saved(1)?);
+        let dx = cx.write_grad(0, grad.dtype(), self.input_shape, |dx, start, accumulate| {
+            let spec = Gemm::linear_input_grad(m, n, k).accumulating(accumulate);
+            device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), dx, start)
+        })?;
+        let dw = cx.write_grad(1, grad.dtype(), self.weight_shape, |dw, start, accumulate| {
+            let spec = Gemm::linear_weight_grad(m, n, k).accumulating(accumulate);
+            device.matmul()?.gemm(spec, grad.buffer(), x.buffer(), dw, start)
+        })?;
         Ok(vec![dx, dw])
     }
 }

@@ -101,13 +101,13 @@ impl Op for VocabLoss {
             inputs,
         )?;
         let loss = logits.device().loss()?;
-        let mut max = loss.row_max(logits.buffer(), self.shard)?;
+        let (mut max, mut sums) = loss.row_stats(logits.buffer(), targets.buffer(), self.shard)?;
         if let Some(axis) = self.cut_over {
-            max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
-        }
-        let mut sums = loss.row_sums(logits.buffer(), targets.buffer(), &max, self.shard)?;
-        if let Some(axis) = self.cut_over {
-            sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
+            let group = cx.tape().rank().group(axis);
+            let local = logits.device().upload(&max)?;
+            max = group.all_reduce(max, ReduceOp::Max)?;
+            loss.rescale(&mut sums, &local, &max)?;
+            sums = group.all_reduce(sums, ReduceOp::Sum)?;
         }
         let (total, lse) = loss.total(&max, &sums, targets.buffer())?;
         cx.save(logits)?;

@@ -52,19 +52,10 @@ impl Op for LayerNorm {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
         let norm = grad.device().norm()?;
-        let (dy, xb, mean, rstd) = (grad.buffer(), x.buffer(), mean.buffer(), rstd.buffer());
-        let dx = match cx.needs(0) {
-            true => {
-                let dx = norm.layer_norm_input_grad(dy, xb, gamma.buffer(), mean, rstd)?;
-                Some(Tensor::from_buffer(grad.device(), dx, x.shape())?)
-            }
-            false => None,
-        };
-        if !cx.needs(1) && !cx.needs(2) {
-            return Ok(vec![dx, None, None]);
-        }
-        let (dgamma, dbeta) = norm.layer_norm_weight_grad(dy, xb, mean, rstd, gamma.count())?;
+        let (dx, dgamma, dbeta) =
+            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer())?;
         let vector = |buffer| Tensor::from_buffer(grad.device(), buffer, gamma.shape());
-        Ok(vec![dx, Some(vector(dgamma)?), Some(vector(dbeta)?)])
+        let all = [Tensor::from_buffer(grad.device(), dx, x.shape())?, vector(dgamma)?, vector(dbeta)?];
+        Ok(all.into_iter().enumerate().map(|(i, grad)| cx.needs(i).then_some(grad)).collect())
     }
 }

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
+use meshwork_core::Buffer;
 use std::fmt::Debug;
 
 /// How an operation's saved tensors wait for the backward pass: kept, compressed, offloaded, recomputed.
@@ -48,10 +49,27 @@ impl SavedPolicy for Keep {
     }
 }
 
+/// Where the gradient of a parameter lies.
+#[derive(Debug)]
+pub struct Place<'a> {
+    /// Memory that holds it.
+    pub buffer: &'a mut Buffer,
+    /// Its first element there.
+    pub start: usize,
+    /// Whether this is the first share, which overwrites whatever is there; later ones are added.
+    pub first: bool,
+}
+
 /// Where parameter gradients go.
 pub trait GradSink {
     /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
     fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()>;
+
+    /// Where an operation may write or add its share itself, which then needs no memory of its own and no pass over
+    /// both; it must. `None` where there is no such place.
+    fn place(&mut self, _id: ParamId) -> Result<Option<Place<'_>>> {
+        Ok(None)
+    }
 
     /// Every use of the parameter on this tape has added its share.
     fn ready(&mut self, id: ParamId) -> Result<()>;

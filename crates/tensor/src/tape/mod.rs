@@ -10,7 +10,7 @@ mod backward;
 mod hooks;
 mod op;
 
-pub use hooks::{GradSink, Keep, Saved, SavedPolicy, SavedTensor, Weights};
+pub use hooks::{GradSink, Keep, Place, Saved, SavedPolicy, SavedTensor, Weights};
 pub use op::{Backward, Forward, Op};
 
 use crate::device::Device;

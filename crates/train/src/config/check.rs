@@ -40,13 +40,6 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         ));
     }
 
-    let keys = ["model.num_layers", "parallelism.pp"];
-    if settings.sound(&keys) && model.num_layers < mesh.pp {
-        let (layers, pp) = (model.num_layers, mesh.pp);
-        let problem = format!("fewer layers than stages: {} = {pp} needs a layer for each", keys[1]);
-        fail(Fault::new(keys[0], layers, problem, format!("use {pp} layers or more, or pp of at most {layers}")));
-    }
-
     let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "parallelism.cp"];
     if settings.sound(&axes) && mesh.world_size().is_none() {
         fail(Fault::new(
@@ -77,6 +70,13 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         OptimizerName::Adamw => (&["optimizer.momentum"], "adamw"),
         OptimizerName::Sgd => (&["optimizer.beta1", "optimizer.beta2", "optimizer.eps"], "sgd"),
     };
+    if !config.metrics.profile && settings.sound(&["metrics.profile"]) {
+        for key in ["metrics.profile_steps", "metrics.trace"] {
+            if let Some(value) = settings.given::<toml::Value>(key) {
+                config.notices.push(format!("{key} = {value} has no effect: metrics.profile is off"));
+            }
+        }
+    }
     for key in idle {
         if let Some(value) = settings.given::<f64>(key) {
             config.notices.push(format!("{key} = {value} has no effect: optimizer.name = \"{rule}\" does not read it"));

@@ -5,7 +5,7 @@
 //! default and refuses anything else.
 
 use Fallback::{Derived, Is, Unset};
-use Kind::{Choice, Count, Number, Switch, Text};
+use Kind::{Choice, Count, Number, Switch, Text, WordOrCounts};
 
 /// A section of the TOML file.
 #[derive(Debug)]
@@ -49,6 +49,8 @@ pub enum Kind {
         /// Words that will.
         planned: &'static [&'static str],
     },
+    /// This word, or a list of whole numbers of at least 0.
+    WordOrCounts(&'static str),
 }
 
 /// The intervals that numbers lie in.
@@ -113,7 +115,7 @@ pub enum Literal {
     Float(f64),
     /// Of a [`Kind::Switch`].
     Bool(bool),
-    /// Of a [`Kind::Text`] or [`Kind::Choice`].
+    /// Of a [`Kind::Text`], [`Kind::Choice`] or [`Kind::WordOrCounts`].
     Str(&'static str),
 }
 
@@ -181,14 +183,14 @@ pub static SECTIONS: &[Section] = &[
         key("schedule", SCHEDULES, text("1f1b"), "Order of forward and backward passes."),
         key("virtual_stages", Count(1), int(1), "Model chunks per pipeline rank.").awaits("more than one chunk per pipeline rank"),
         key("num_microbatches", Count(1), Derived("by batch and schedule"), "Micro-batches of a step, per data-parallel rank."),
-        key("partition", Text, text("uniform"), "How layers are dealt to stages.").awaits("any partition but the uniform one"),
+        key("partition", WordOrCounts("uniform"), text("uniform"), "Layers of each stage: as even as can be, or as listed; a stage may have none. The embedding is on the first stage, head and loss on the last."),
     ]},
     Section { name: "training", keys: &[
         key("steps", Count(0), int(100), "Number of steps; 0 validates and reports without training."),
         key("global_batch_size", Count(1), int(16), "Samples per step, over all ranks: dp · num_microbatches · micro_batch_size."),
         key("micro_batch_size", Count(1), Derived("by batch and micro-batches"), "Samples per micro-batch."),
         key("seed", Count(0), int(1234), "Seed of initialisation, sample order and dropout."),
-        key("dtype", words(&["f32"], &["bf16"]), text("f32"), "Type of weights and activations."),
+        key("dtype", words(&["f32", "bf16"], &[]), text("f32"), "Type of the factors in matrix products and attention: bf16 rounds them and adds up in f32. All that is kept or sent is f32: weights, activations, gradients, optimizer states."),
         key("max_norm", Number(Interval::NotNegative), float(1.0), "Global gradient norm above which gradients are scaled down; 0 = off."),
         key("numerics", words(&["fast"], &["canonical"]), text("fast"), "Whether all meshes give the same bits (canonical)."),
     ]},
@@ -230,7 +232,9 @@ pub static SECTIONS: &[Section] = &[
         key("export", Text, Unset, "Folder of the final model in Hugging Face format.").awaits("exporting the model"),
     ]},
     Section { name: "metrics", keys: &[
-        key("profile", Switch, OFF, "Whether to time every op.").awaits("profiling"),
+        key("profile", Switch, OFF, "Whether to time every operation, print a table of where a step's time goes, and write its timeline."),
+        key("profile_steps", Count(1), int(3), "Steps to profile: the first ones but for the very first."),
+        key("trace", Text, text("trace.json"), "File for the timeline of a profile, to be opened in Perfetto."),
     ]},
     Section { name: "comm", keys: &[
         key("timeout_seconds", Number(Interval::Positive), float(60.0), "Time without progress after which a collective gives up on a rank."),

@@ -14,6 +14,7 @@ mod cli;
 mod fault;
 pub mod keys;
 mod mesh;
+mod partition;
 mod preset;
 mod reference;
 mod resolve;
@@ -26,7 +27,7 @@ pub use fault::{ConfigError, Fault};
 pub use mesh::{AXES, parse_mesh};
 pub use reference::{reference, usage};
 pub(crate) use resolve::resolve;
-pub use sections::{DecayName, Device, OptimizerName, Parallelism};
+pub use sections::{DecayName, Device, Dtype, OptimizerName, Parallelism};
 pub(crate) use settings::Settings;
 
 use serde::Serialize;

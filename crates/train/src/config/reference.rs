@@ -60,6 +60,7 @@ fn values(key: &Key) -> String {
         Kind::Switch => "true or false".to_string(),
         Kind::Text => "text".to_string(),
         Kind::Choice { landed, planned: [] } => landed.join(", "),
+        Kind::WordOrCounts(word) => format!("{word}, or a list such as [3, 1]"),
         Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }
 }

@@ -10,6 +10,7 @@ use super::check::check;
 use super::cli::Args;
 use super::fault::choose_from;
 use super::mesh::{AXES, parse_mesh};
+use super::partition;
 use super::preset::{self, preset};
 use super::sections::*;
 use super::settings::Settings;
@@ -32,6 +33,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let mut config = typed(&settings, device);
     distrust_derived(&mut settings);
     check(&mut config, &mut settings);
+    partition::deal(&mut config, &mut settings);
     cut_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
     (config, settings)
@@ -141,7 +143,7 @@ fn typed(settings: &Settings, device: Device) -> Config {
             schedule: get!("pipeline.schedule"),
             virtual_stages: get!("pipeline.virtual_stages"),
             num_microbatches: get!("pipeline.num_microbatches", 1),
-            partition: get!("pipeline.partition"),
+            partition: Vec::new(), // dealt once all else is known
         },
         training: Training {
             steps,
@@ -189,7 +191,11 @@ fn typed(settings: &Settings, device: Device) -> Config {
             resume: get!("checkpoint.resume"),
             export: settings.get("checkpoint.export"),
         },
-        metrics: Metrics { profile: get!("metrics.profile") },
+        metrics: Metrics {
+            profile: get!("metrics.profile"),
+            profile_steps: get!("metrics.profile_steps"),
+            trace: get!("metrics.trace"),
+        },
         comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
         numerics: Numerics { leaves: get!("numerics.leaves") },
         device,
@@ -207,8 +213,8 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         "pipeline.num_microbatches",
         "training.micro_batch_size",
     ];
-    // A schedule for more stages than layers is no schedule, and may be absurdly long.
-    if !settings.sound(&keys) || config.parallelism.pp > config.model.num_layers {
+    // A schedule for stages that got no layers dealt is no schedule, and may be absurdly long.
+    if !settings.sound(&keys) || config.pipeline.partition.is_empty() {
         return;
     }
     let schedule = match by_name(&config.pipeline.schedule) {

@@ -3,9 +3,11 @@
 //! What the keys mean stands in the [table](super::keys); here are only their types.
 #![allow(missing_docs)] // One text per key is enough, and the table's is the one that users read.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
+use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
 
 /// Section `[model]`.
@@ -53,7 +55,8 @@ pub struct Pipeline {
     pub schedule: String,
     pub virtual_stages: usize,
     pub num_microbatches: usize,
-    pub partition: String,
+    /// Layers of each stage, `uniform` worked out.
+    pub partition: Vec<usize>,
 }
 
 /// Section `[training]`.
@@ -63,9 +66,28 @@ pub struct Training {
     pub global_batch_size: usize,
     pub micro_batch_size: usize,
     pub seed: u64,
-    pub dtype: String,
+    pub dtype: Dtype,
     pub max_norm: f64,
     pub numerics: String,
+}
+
+/// `training.dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    F32,
+    Bf16,
+}
+
+impl Dtype {
+    /// As in the configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
 }
 
 /// `optimizer.name`.
@@ -170,6 +192,8 @@ pub struct Checkpoint {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Metrics {
     pub profile: bool,
+    pub profile_steps: u64,
+    pub trace: String,
 }
 
 /// Section `[comm]`.
@@ -197,4 +221,18 @@ pub struct Numerics {
 #[serde(rename_all = "lowercase")]
 pub enum Device {
     Cpu,
+}
+
+impl Device {
+    /// A device for one rank, which computes products in `dtype`.
+    #[must_use]
+    pub fn open(self, dtype: Dtype) -> Arc<dyn meshwork_tensor::Device> {
+        let precision = match dtype {
+            Dtype::F32 => Precision::F32,
+            Dtype::Bf16 => Precision::Bf16,
+        };
+        match self {
+            Self::Cpu => Arc::new(Cpu::new(precision)),
+        }
+    }
 }

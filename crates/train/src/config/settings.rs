@@ -205,6 +205,16 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         (Kind::Choice { landed, .. }, _) => {
             return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
         }
+        (Kind::WordOrCounts(known), Value::String(word)) if word == known => value,
+        (Kind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
+        (Kind::WordOrCounts(known), _) => {
+            let problem = match &value {
+                Value::String(_) => "unknown".to_string(),
+                Value::Array(_) => "holds what is no whole number of at least 0".to_string(),
+                _ => wrong("a list"),
+            };
+            return Err((problem, format!("use {known:?}, or a list of whole numbers, such as [3, 1]")));
+        }
     };
     match (key.awaits, key.default) {
         (Some(feature), Fallback::Is(default)) if !equal(default, &value) => {
@@ -215,6 +225,10 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         }
         _ => Ok(value),
     }
+}
+
+fn is_count(value: &Value) -> bool {
+    value.as_integer().is_some_and(|count| count >= 0)
 }
 
 fn equal(default: Literal, value: &Value) -> bool {

@@ -5,7 +5,7 @@ use super::fault::Fault;
 use super::settings::Settings;
 
 /// Every rank draws up the parameters of every layer.
-const MAX_LAYERS: usize = 1 << 14;
+pub(crate) const MAX_LAYERS: usize = 1 << 14;
 /// Also counts their bytes, optimizer states included.
 const MAX_PARAMETERS: u128 = 1 << 53;
 /// A rank holds the token ids of its part of the batch.
@@ -60,7 +60,10 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             faults.push(Fault::new(BATCH, batch, problem, valid));
         } else if countable && settings.sound(&["parallelism.tp", "parallelism.pp"]) {
             let attention = product(&[2, layers, hidden, seq_len]);
-            let operations = (parameters + attention).saturating_mul(6 * tokens) / product(&[mesh.tp, mesh.pp]);
+            // The stage with the most layers.
+            let most = config.pipeline.partition.iter().max().copied().unwrap_or(layers.div_ceil(mesh.pp));
+            let all = (parameters + attention).saturating_mul(6 * tokens);
+            let operations = all.saturating_mul(most as u128) / product(&[layers, mesh.tp]);
             if operations > MAX_OPERATIONS {
                 let problem =
                     format!("a step is about {:.0e} operations on each rank, too many to count", operations as f64);

@@ -2,12 +2,11 @@
 
 use crate::config::Config;
 use meshwork_core::{Axis, Mesh, MeshError};
-use meshwork_models::Stage;
 use meshwork_models::gpt2::{Gpt2Config, Gpt2Stage};
+use meshwork_models::{Part, Stage};
 use meshwork_tensor::{Declarations, Error, ParamId, ParamSpec, Result};
 use meshwork_tensor_parallel::Region;
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 /// A model on a mesh, cut into stages.
 #[derive(Clone, Debug)]
@@ -15,7 +14,7 @@ pub struct Blueprint {
     mesh: Mesh,
     model: Gpt2Config,
     region: Region,
-    partition: Vec<Range<usize>>,
+    parts: Vec<Part>,
 }
 
 /// The stages that one pp rank holds, with the parameters they declare together.
@@ -52,10 +51,9 @@ impl Blueprint {
             tie_embeddings: model.tie_embeddings,
             dropout: model.dropout as f32,
         };
-        let stages = parallelism.pp * config.pipeline.virtual_stages;
         Ok(Self {
             mesh: Mesh::new(axes)?,
-            partition: model.uniform_partition(stages),
+            parts: Part::cut(&config.pipeline.partition),
             region: Region::new(parallelism.sequence_parallel),
             model,
         })
@@ -73,15 +71,15 @@ impl Blueprint {
 
     /// Number of stages.
     pub fn stages(&self) -> usize {
-        self.partition.len()
+        self.parts.len()
     }
 
     /// The stages that lie on `pp_rank`, where `placement` says on which pp rank each stage lies.
     pub fn rank_model(&self, placement: &[usize], pp_rank: usize) -> Result<RankModel> {
         let mut declarations = Declarations::new();
         let mut stages: Vec<(usize, Box<dyn Stage>)> = Vec::new();
-        for (number, layers) in self.partition.iter().enumerate().filter(|(number, _)| placement[*number] == pp_rank) {
-            let stage = Gpt2Stage::new(&mut declarations, &self.mesh, self.model, self.region, layers.clone())?;
+        for (number, part) in self.parts.iter().enumerate().filter(|(number, _)| placement[*number] == pp_rank) {
+            let stage = Gpt2Stage::new(&mut declarations, &self.mesh, self.model, self.region, part)?;
             stages.push((number, Box::new(stage)));
         }
         Ok(RankModel { declarations, stages })
@@ -90,8 +88,8 @@ impl Blueprint {
     /// Every parameter of the model once, by name; refuses two declarations that do not agree.
     pub fn parameters(&self) -> Result<Vec<ParamSpec>> {
         let mut all = Declarations::new();
-        for layers in &self.partition {
-            Gpt2Stage::new(&mut all, &self.mesh, self.model, self.region, layers.clone())?;
+        for part in &self.parts {
+            Gpt2Stage::new(&mut all, &self.mesh, self.model, self.region, part)?;
         }
         Ok(all.specs().to_vec())
     }

@@ -2,7 +2,7 @@
 
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
-use meshwork_tensor::tape::GradSink;
+use meshwork_tensor::tape::{GradSink, Place};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,6 +17,8 @@ pub struct Gradients {
     readers: Vec<usize>,
     /// Per parameter: how many of those have not added their share yet.
     missing: Vec<usize>,
+    /// Per parameter: whether it has no share yet, and the bucket holds last step's.
+    empty: Vec<bool>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
     events: Vec<(Instant, BucketEvent)>,
@@ -35,20 +37,16 @@ impl Gradients {
     ) -> Self {
         let readers: Vec<usize> = chunks_reading.iter().map(|chunks| chunks * micros).collect();
         let seen_done = vec![false; reducer.buckets()];
-        Self { reducer, places, missing: readers.clone(), readers, device, events: Vec::new(), seen_done }
+        let empty = vec![true; readers.len()];
+        Self { reducer, places, missing: readers.clone(), empty, readers, device, events: Vec::new(), seen_done }
     }
 
-    /// Zeroes every gradient before a step.
-    pub fn begin(&mut self) -> Result<()> {
+    /// Forgets every gradient before a step: the first share of each overwrites it.
+    pub fn begin(&mut self) {
         self.missing.copy_from_slice(&self.readers);
+        self.empty.fill(true);
         self.events.clear();
         self.seen_done.fill(false);
-        for bucket in 0..self.reducer.buckets() {
-            if let Some(gradients) = self.reducer.gradients_mut(bucket) {
-                self.device.optim()?.zero(gradients)?;
-            }
-        }
-        Ok(())
     }
 
     /// Waits until every gradient is reduced.
@@ -85,9 +83,19 @@ impl Gradients {
 
 impl GradSink for Gradients {
     fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
+        let device = Arc::clone(&self.device);
+        let Some(Place { buffer, start, first }) = self.place(id)? else { return Ok(()) };
+        if first {
+            device.optim()?.zero(buffer, start..start + grad.buffer().count())?;
+        }
+        device.pointwise()?.add_assign(buffer, start, grad.buffer())
+    }
+
+    fn place(&mut self, id: ParamId) -> Result<Option<Place<'_>>> {
         let (bucket, member) = self.places[id.index()];
-        let (gradients, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-        self.device.pointwise()?.add_assign(gradients, range.start, grad.buffer())
+        let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let first = std::mem::replace(&mut self.empty[id.index()], false);
+        Ok(Some(Place { buffer, start: range.start, first }))
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {
@@ -97,6 +105,11 @@ impl GradSink for Gradients {
             return Ok(());
         }
         let (bucket, member) = self.places[id.index()];
+        if self.empty[id.index()] {
+            // No use of it had a gradient.
+            let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+            self.device.optim()?.zero(buffer, range)?;
+        }
         if let Some(event) = self.reducer.ready(bucket, member).map_err(as_backward)? {
             self.events.push((Instant::now(), event));
         }

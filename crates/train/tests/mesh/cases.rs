@@ -81,12 +81,14 @@ pub struct Case {
     pub schedule: &'static str,
     /// Micro-batches per dp rank.
     pub micros: usize,
+    /// Layers of each stage; none for as even as can be.
+    pub partition: &'static [usize],
 }
 
 impl Case {
     /// The model on one rank, the whole batch at once: the reference.
     pub fn alone(model: &'static Model) -> Self {
-        Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", micros: 1 }
+        Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", micros: 1, partition: &[] }
     }
 
     /// The model on a mesh of (dp, tp, pp), with schedule `1f1b`.
@@ -96,18 +98,25 @@ impl Case {
         sequence_parallel: bool,
         micros: usize,
     ) -> Self {
-        Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros }
+        Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros, partition: &[] }
+    }
+
+    /// The same with its layers dealt as listed.
+    pub const fn dealt(self, partition: &'static [usize]) -> Self {
+        Self { partition, ..self }
     }
 
     /// The configuration, with `more` sections: `[training]` and `[optimizer]`.
     pub fn config(&self, more: &str) -> Config {
-        let &Self { model, dp, tp, pp, sequence_parallel, schedule, micros } = self;
+        let &Self { model, dp, tp, pp, sequence_parallel, schedule, micros, partition } = self;
+        let partition = if partition.is_empty() { "'uniform'".to_owned() } else { format!("{partition:?}") };
         let &Model { vocab, layers, tied, dropout, .. } = model;
         let text = format!(
             "[model]\nvocab_size = {vocab}\nnum_layers = {layers}\nhidden_size = {HIDDEN}\nnum_heads = {HEADS}\n\
              seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n\
              [parallelism]\ndp = {dp}\ntp = {tp}\npp = {pp}\nsequence_parallel = {sequence_parallel}\n\
-             [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n{more}"
+             [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n\
+             partition = {partition}\n{more}"
         );
         Config::from_toml(&text).unwrap_or_else(|error| panic!("{self}: {error}"))
     }
@@ -116,8 +125,9 @@ impl Case {
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sp = if self.sequence_parallel { ",sequence_parallel" } else { "" };
-        let Self { model, dp, tp, pp, schedule, micros, .. } = self;
-        write!(f, "{} on dp={dp},tp={tp},pp={pp}{sp} {schedule} x{micros}", model.name)
+        let Self { model, dp, tp, pp, schedule, micros, partition, .. } = self;
+        write!(f, "{} on dp={dp},tp={tp},pp={pp}{sp} {schedule} x{micros}", model.name)?;
+        if partition.is_empty() { Ok(()) } else { write!(f, " dealt {partition:?}") }
     }
 }
 
@@ -132,10 +142,11 @@ const fn case(
     schedule: &'static str,
     micros: usize,
 ) -> Case {
-    Case { model, dp, tp, pp, sequence_parallel, schedule, micros }
+    Case { model, dp, tp, pp, sequence_parallel, schedule, micros, partition: &[] }
 }
 
-/// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways.
+/// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways; and layers dealt unevenly: to one end
+/// alone, to the middle, to stages on both sides of one that only passes on.
 #[rustfmt::skip] // A table: one case, one line.
 pub static CASES: &[Case] = &[
     //   model     dp tp pp   sp  schedule micro-batches per dp rank
@@ -187,6 +198,16 @@ pub static CASES: &[Case] = &[
     case(&DROPOUT, (2, 4, 2), SP, "1f1b",  4),
     case(&DROPOUT, (1, 4, 4), NO, "1f1b",  8),
     case(&DROPOUT, (1, 2, 2), SP, "1f1b",  4),
+
+    case(&PLAIN,   (1, 1, 2), NO, "1f1b",  4).dealt(&[3, 1]),
+    case(&PLAIN,   (1, 1, 2), NO, "gpipe", 2).dealt(&[0, 4]),
+    case(&PLAIN,   (2, 1, 2), NO, "1f1b",  4).dealt(&[4, 0]),
+    case(&UNEVEN,  (2, 2, 2), SP, "1f1b",  4).dealt(&[5, 0]),
+    case(&UNEVEN,  (1, 1, 4), NO, "1f1b",  8).dealt(&[0, 5, 0, 0]),
+    case(&UNTIED,  (1, 2, 2), SP, "gpipe", 4).dealt(&[4, 0]),
+    case(&UNTIED,  (2, 2, 2), NO, "1f1b",  4).dealt(&[0, 4]),
+    case(&DROPOUT, (1, 2, 4), SP, "1f1b",  4).dealt(&[2, 0, 3, 0]),
+    case(&DROPOUT, (2, 1, 2), NO, "gpipe", 2).dealt(&[1, 4]),
 ];
 
 #[test]

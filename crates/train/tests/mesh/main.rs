@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `parity` | any mesh gives the loss, gradients, norm and weights of the one-rank run, and the work is really split |
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
+//! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
 //! | `overlap` | gradients are reduced while backward runs |
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
@@ -13,6 +14,7 @@
 //! | `steady_state` | after two steps nothing is asked of the system any more |
 
 mod adamw;
+mod bf16;
 mod cases;
 mod determinism;
 mod evaluation;

@@ -74,11 +74,12 @@ fn parameters(case: &Case) -> usize {
 /// With H the bytes of the hidden states of all tokens of a dp rank, and a = 2(n-1)/n what a rank moves of a buffer that n ranks
 /// all-reduce:
 fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
-    let &Case { model, dp, tp, pp, sequence_parallel, .. } = case;
+    let &Case { model, dp, tp, pp, sequence_parallel, partition, .. } = case;
     let moved = |ranks: usize| 2.0 * (ranks as f64 - 1.0) / ranks as f64;
     let (h, stage) = (HIDDEN, coords.get(Axis::Pp));
     let (first, last) = (stage == 0, stage + 1 == pp);
-    let layers = model.layers / pp + usize::from(stage < model.layers % pp);
+    let uniform = model.layers / pp + usize::from(stage < model.layers % pp);
+    let layers = partition.get(stage).copied().unwrap_or(uniform);
     let count = |holds: bool| usize::from(holds);
     let tokens = BATCH / dp * SEQ;
     let hidden = (4 * tokens * h) as f64;

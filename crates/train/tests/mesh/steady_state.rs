@@ -4,21 +4,22 @@ use crate::cases::{ADAMW, Case, UNEVEN};
 use crate::world::{train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_train::engine::Blueprint;
 use std::sync::Arc;
 
 #[test]
 fn later_steps_ask_the_system_for_no_memory() {
     let alone = Case { micros: 4, ..Case::alone(&UNEVEN) };
-    for case in [
-        alone,
-        Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone },
-        Case { dp: 2, tp: 4, sequence_parallel: true, ..alone },
+    for (case, precision) in [
+        (alone, Precision::F32),
+        (alone, Precision::Bf16),
+        (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, Precision::F32),
+        (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, Precision::F32),
     ] {
         let (config, data) = (case.config(ADAMW), case.model.data());
         let mesh = Blueprint::new(&config).unwrap().mesh().clone();
-        let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::default())).collect();
+        let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::new(precision))).collect();
         let asked = try_on_mesh(
             &config,
             Options::default(),

@@ -4,7 +4,6 @@ use crate::cases::Case;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, Rank};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::Config;
 use meshwork_train::engine::Blueprint;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
@@ -27,10 +26,10 @@ pub fn try_on_mesh<T: Send>(
     })
 }
 
-/// The same on CPU devices, where nothing may fail.
+/// The same on the devices that the configuration asks for, where nothing may fail.
 #[track_caller]
 pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, TrainError> + Sync) -> Vec<T> {
-    let done = try_on_mesh(config, Options::default(), |_| Cpu::device(), body);
+    let done = try_on_mesh(config, Options::default(), |_| config.device.open(config.training.dtype), body);
     done.unwrap_or_else(|error| panic!("{error}"))
 }
 

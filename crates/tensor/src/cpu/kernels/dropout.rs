@@ -3,6 +3,7 @@
 
 use super::Float;
 use crate::random::{Key, fill_uniform};
+use meshwork_core::simd::wide;
 
 /// The mask of one global tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,16 +25,27 @@ pub struct Region<'a> {
     pub global: &'a [u64],
 }
 
-/// `y = x · keep / (1 - p)` over a region. Overwrites `y`. The backward is the same call with `dy` and `dx`.
-pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, x: &[T], y: &mut [T]) {
-    assert_eq!([x.len(), y.len()], [region.len(); 2], "elements of x, y against {region:?}");
-    let run = region.run_len();
-    let rows = y.chunks_exact_mut(run.max(1)).zip(x.chunks_exact(run.max(1)));
-    for (i, (y, x)) in rows.enumerate() {
-        mask.factors(region.global_index(i * run), y);
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y *= x;
-        }
+/// `y = x · keep / (1 - p)` over the elements `first .. first + x.len()` of a region. Overwrites `y`. The backward is
+/// the same call with `dy` and `dx`.
+pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [T]) {
+    assert_eq!(x.len(), y.len(), "elements of x against y");
+    assert!(first + x.len() <= region.len(), "elements {first} .. {} of {region:?}", first + x.len());
+    let (run, mut at) = (region.run_len(), first);
+    while !x.is_empty() {
+        let (x_run, y_run);
+        let count = (run - at % run).min(x.len());
+        (x_run, x) = x.split_at(count);
+        (y_run, y) = y.split_at_mut(count);
+        mask.factors(region.global_index(at), y_run);
+        wide(
+            #[inline(always)]
+            || {
+                for (y, &x) in y_run.iter_mut().zip(x_run) {
+                    *y *= x;
+                }
+            },
+        );
+        at += count;
     }
 }
 
@@ -44,9 +56,14 @@ impl Mask {
         let p = T::from(self.p);
         let kept = T::from_f64(1.0 / (1.0 - self.p.to_f64()));
         fill_uniform(self.key, start, out);
-        for u in out {
-            *u = if *u < p { T::ZERO } else { kept };
-        }
+        wide(
+            #[inline(always)]
+            || {
+                for u in out {
+                    *u = if *u < p { T::ZERO } else { kept };
+                }
+            },
+        );
     }
 }
 
@@ -92,7 +109,7 @@ mod tests {
 
     fn apply<T: Float>(mask: Mask, shape: &[usize], offset: &[u64], global: &[u64], x: &[T]) -> Vec<T> {
         let mut y = vec![T::from(9.0); x.len()];
-        dropout(mask, Region { shape, offset, global }, x, &mut y);
+        dropout(mask, Region { shape, offset, global }, 0, x, &mut y);
         y
     }
 
@@ -100,7 +117,7 @@ mod tests {
         /// Every region of a tensor gets what the definition says of its global elements.
         #[test]
         fn regions_see_the_global_mask(
-            dims in prop::collection::vec((1..7_u64, 0.0..1.0, 0.0..1.0), 0..5), p in 0.0..0.9_f32,
+            dims in prop::collection::vec((1..7_u64, 0.0..1.0, 0.0..1.0), 0..5), p in 0.0..0.9_f32, cut in 0.0..1.0,
         ) {
             let global: Vec<u64> = dims.iter().map(|d| d.0).collect();
             let offset: Vec<u64> = dims.iter().map(|d| (d.1 * d.0 as f64) as u64).collect();
@@ -110,6 +127,11 @@ mod tests {
             let len = shape.iter().product();
             let x: Vec<f32> = values("x", len);
             let y = apply(mask, &shape, &offset, &global, &x);
+            let (mut parts, region) = (vec![9.0; len], Region { shape: &shape, offset: &offset, global: &global });
+            let cut = (cut * len as f64) as usize;
+            dropout(mask, region, 0, &x[..cut], &mut parts[..cut]);
+            dropout(mask, region, cut, &x[cut..], &mut parts[cut..]);
+            prop_assert_eq!(&parts, &y);
             for local in 0..len {
                 let mut rest = local;
                 let coordinates: Vec<u64> = shape.iter().zip(&offset).rev().map(|(&n, o)| {

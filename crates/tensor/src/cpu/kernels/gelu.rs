@@ -5,33 +5,64 @@
 //! `1.5e-7 max(1, |x|)` of the exact tanh form and the derivative within 3e-7.
 
 use super::Float;
-use super::pointwise::for_rows;
+use super::pointwise::{assert_rows, for_rows};
+use meshwork_core::simd::wide;
 
 /// `out = gelu(x)`. Overwrites.
 pub fn gelu<T: Float>(x: &[T], out: &mut [T]) {
     assert_eq!(x.len(), out.len(), "elements of x against out");
-    for (out, &x) in out.iter_mut().zip(x) {
-        *out = value(x);
-    }
+    wide(
+        #[inline(always)]
+        || {
+            for (out, &x) in out.iter_mut().zip(x) {
+                *out = value(x);
+            }
+        },
+    );
 }
 
 /// `dx = dy gelu'(x)`. Overwrites.
 pub fn gelu_backward<T: Float>(x: &[T], dy: &[T], dx: &mut [T]) {
     assert_eq!([x.len(), dy.len()], [dx.len(); 2], "elements of x, dy against dx");
-    for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-        *dx = dy * derivative(x);
-    }
+    wide(
+        #[inline(always)]
+        || {
+            for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+                *dx = dy * derivative(x);
+            }
+        },
+    );
 }
 
 /// `out[i, j] = gelu(x[i, j] + bias[j])`. Overwrites.
 pub fn bias_gelu<T: Float>(x: &[T], bias: &[T], out: &mut [T]) {
-    for_rows(bias, [x, x], out, |b, [x, _]| value(x + b));
+    for_rows(
+        bias,
+        [x, x],
+        out,
+        #[inline(always)]
+        |b, [x, _]| value(x + b),
+    );
 }
 
-/// `dx[i, j] = dy[i, j] gelu'(x[i, j] + bias[j])`. Overwrites. The gradient of the bias is the sum of the rows of
-/// `dx`, see [`bias_backward`](super::pointwise::bias_backward).
-pub fn bias_gelu_backward<T: Float>(x: &[T], bias: &[T], dy: &[T], dx: &mut [T]) {
-    for_rows(bias, [x, dy], dx, |b, [x, dy]| dy * derivative(x + b));
+/// `dx[i, j] = dy[i, j] gelu'(x[i, j] + bias[j])` (overwrites), and `dbias[j] += Σ_i dx[i, j]`, the rows one after
+/// another.
+pub fn bias_gelu_backward<T: Float>(x: &[T], bias: &[T], dy: &[T], dx: &mut [T], dbias: &mut [T]) {
+    assert_eq!([x.len(), dy.len()], [dx.len(); 2], "elements of x, dy against dx");
+    assert_eq!(bias.len(), dbias.len(), "elements of bias against dbias");
+    assert_rows(dx.len(), bias.len());
+    let n = bias.len().max(1);
+    wide(
+        #[inline(always)]
+        || {
+            for ((dx, x), dy) in dx.chunks_exact_mut(n).zip(x.chunks_exact(n)).zip(dy.chunks_exact(n)) {
+                for ((((dx, &x), &dy), &b), dbias) in dx.iter_mut().zip(x).zip(dy).zip(bias).zip(dbias.iter_mut()) {
+                    *dx = dy * derivative(x + b);
+                    *dbias += *dx;
+                }
+            }
+        },
+    );
 }
 
 /// √(2/π) and the coefficient of the cube.
@@ -72,6 +103,7 @@ fn clamp<T: Float>(x: T) -> T {
 #[cfg(test)]
 mod tests {
     use super::super::oracle::{check_gradient, dot, values};
+    use super::super::pointwise::bias_backward;
     use super::*;
     use proptest::prelude::*;
 
@@ -117,8 +149,10 @@ mod tests {
             };
             gelu_backward(&x, &dy, &mut dx);
             check_gradient(&x, &dx, |x| apply(&|y| gelu(x, y)));
-            bias_gelu_backward(&x, &b, &dy, &mut dx);
+            let mut db = vec![0.0; n];
+            bias_gelu_backward(&x, &b, &dy, &mut dx, &mut db);
             check_gradient(&x, &dx, |x| apply(&|y| bias_gelu(x, &b, y)));
+            check_gradient(&b, &db, |b| apply(&|y| bias_gelu(&x, b, y)));
         }
 
         /// Vector body, remainder and fused forms agree bit for bit with the element alone.
@@ -133,8 +167,11 @@ mod tests {
             prop_assert!((0..len).all(|i| out[i] == dy[i] * derivative(x[i])));
             bias_gelu(&x, &b, &mut out);
             prop_assert!((0..len).all(|i| out[i] == value(x[i] + b[i % n])));
-            bias_gelu_backward(&x, &b, &dy, &mut out);
+            let (mut db, mut sum) = (b.clone(), b.clone());
+            bias_gelu_backward(&x, &b, &dy, &mut out, &mut db);
             prop_assert!((0..len).all(|i| out[i] == dy[i] * derivative(x[i] + b[i % n])));
+            bias_backward(&out, &mut sum);
+            prop_assert_eq!(db, sum);
         }
     }
 }

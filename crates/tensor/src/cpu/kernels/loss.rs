@@ -3,13 +3,14 @@
 //! Row `i` of `logits[rows, width]` with target `t` adds `-ln p_t = lse - logits[i, t]`, where
 //! `lse = ln Σ_j e^{logits[i, j]}`; a negative target masks the row. `dlogits = (e^{logits - lse} - onehot(t)) scale`.
 //!
-//! Over a sharded vocabulary, each rank calls [`row_max`], takes the maximum over the ranks, calls
-//! [`sum_exp_and_target`], adds up both results over the ranks, and ends with [`finish`] and [`backward`]. The whole
-//! loss, [`forward`], is those steps with one shard. Whether a target lies in the vocabulary at all is the caller's
+//! Over a sharded vocabulary, each rank calls [`row_stats`], takes the maximum over the ranks, has its sums follow with
+//! [`rescale`], adds them up over the ranks with the target logits, and ends with [`finish`] and [`backward`]. The whole
+//! loss, [`forward`], is those steps with one shard, where nothing is left to rescale. Whether a target lies in the vocabulary at all is the caller's
 //! check where the vocabulary is sharded: no single shard can tell.
 
 use super::Float;
 use super::reduce;
+use meshwork_core::simd::wide;
 
 /// The columns of the vocabulary that one `logits` buffer holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,41 +45,54 @@ impl Columns {
 /// The loss over a whole vocabulary: returns its sum over unmasked rows and saves `lse[rows]` (overwrites).
 pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &mut [T]) -> f64 {
     columns.check(logits, targets.len(), &[lse.len()]);
-    let rows = logits.chunks_exact(columns.width).zip(targets).zip(lse.iter_mut());
-    rows.map(|((logits, target), lse)| {
-        assert!(*target < 0 || columns.of(*target).is_some(), "target {target} is not in {columns:?}");
-        let [mut max, mut sum_exp, mut target_logit] = [[T::ZERO]; 3];
-        let target = std::slice::from_ref(target);
-        row_max(columns, logits, &mut max);
-        sum_exp_and_target(columns, logits, target, &max, &mut sum_exp, &mut target_logit);
-        finish(target, &max, &sum_exp, &target_logit, std::slice::from_mut(lse))
-    })
-    .sum()
-}
-
-/// `max[i] = max_j logits[i, j]` over the words held here, minus infinity if there are none. Overwrites.
-pub fn row_max<T: Float>(columns: Columns, logits: &[T], max: &mut [T]) {
-    columns.check(logits, max.len(), &[]);
-    for (logits, max) in logits.chunks_exact(columns.width).zip(max) {
-        *max = reduce::max(&logits[..columns.valid]);
+    let known = |target: &&i32| **target < 0 || columns.of(**target).is_some();
+    if let Some(target) = targets.iter().find(|target| !known(target)) {
+        panic!("target {target} is not in {columns:?}");
     }
+    let [mut max, mut sum_exp, mut target_logit] = [(); 3].map(|()| vec![T::ZERO; targets.len()]);
+    row_stats(columns, logits, targets, &mut max, &mut sum_exp, &mut target_logit);
+    finish(targets, &max, &sum_exp, &target_logit, lse)
 }
 
-/// From the global `max[rows]`: `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}` over the words held here, and
-/// `target_logit[i] = logits[i, targets[i]]` if that word is held here, else 0. Overwrites both.
-pub fn sum_exp_and_target<T: Float>(
+/// Of the words held here: `max[i] = max_j logits[i, j]`, minus infinity if there are none;
+/// `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}`; and `target_logit[i] = logits[i, targets[i]]` if that word is held
+/// here, else 0. Overwrites all three. Both passes over a row come while it is in cache.
+pub fn row_stats<T: Float>(
     columns: Columns,
     logits: &[T],
     targets: &[i32],
-    max: &[T],
+    max: &mut [T],
     sum_exp: &mut [T],
     target_logit: &mut [T],
 ) {
     columns.check(logits, targets.len(), &[max.len(), sum_exp.len(), target_logit.len()]);
-    let rows = logits.chunks_exact(columns.width).zip(targets).zip(max);
-    for (((logits, &target), &max), (sum_exp, target_logit)) in rows.zip(sum_exp.iter_mut().zip(target_logit)) {
-        *sum_exp = reduce::sum(&logits[..columns.valid], |x| (x - max).exp());
-        *target_logit = columns.of(target).map_or(T::ZERO, |column| logits[column]);
+    let outputs = max.iter_mut().zip(sum_exp).zip(target_logit);
+    wide(
+        #[inline(always)]
+        || {
+            let rows = logits.chunks_exact(columns.width).zip(targets);
+            for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
+                let words = &logits[..columns.valid];
+                *max = reduce::max(words);
+                // Words of probability zero alone: measured from zero, their exponentials add up to 0 and not to NaN.
+                let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
+                *sum_exp = reduce::sum(
+                    words,
+                    #[inline(always)]
+                    |x| (x - from).exp(),
+                );
+                *target_logit = columns.of(target).map_or(T::ZERO, |column| logits[column]);
+            }
+        },
+    );
+}
+
+/// `sum_exp[i] *= e^{local[i] - global[i]}`: the sum of a shard, taken against the maximum of all shards instead of
+/// its own.
+pub fn rescale<T: Float>(local: &[T], global: &[T], sum_exp: &mut [T]) {
+    assert_eq!([local.len(), global.len()], [sum_exp.len(); 2], "rows of the maxima against the sums");
+    for ((sum, &local), &global) in sum_exp.iter_mut().zip(local).zip(global) {
+        *sum *= (local - global).exp();
     }
 }
 
@@ -102,21 +116,26 @@ pub fn finish<T: Float>(targets: &[i32], max: &[T], sum_exp: &[T], target_logit:
 /// become zero.
 pub fn backward<T: Float>(columns: Columns, logits: &mut [T], targets: &[i32], lse: &[T], scale: T) {
     columns.check(logits, targets.len(), &[lse.len()]);
-    let rows = logits.chunks_exact_mut(columns.width).zip(targets).zip(lse);
-    for ((logits, &target), &lse) in rows {
-        if target < 0 {
-            logits.fill(T::ZERO);
-            continue;
-        }
-        let (words, padding) = logits.split_at_mut(columns.valid);
-        for x in words.iter_mut() {
-            *x = (*x - lse).exp() * scale;
-        }
-        if let Some(column) = columns.of(target) {
-            words[column] = words[column] - scale;
-        }
-        padding.fill(T::ZERO);
-    }
+    wide(
+        #[inline(always)]
+        || {
+            let rows = logits.chunks_exact_mut(columns.width).zip(targets).zip(lse);
+            for ((logits, &target), &lse) in rows {
+                if target < 0 {
+                    logits.fill(T::ZERO);
+                    continue;
+                }
+                let (words, padding) = logits.split_at_mut(columns.valid);
+                for x in words.iter_mut() {
+                    *x = (*x - lse).exp() * scale;
+                }
+                if let Some(column) = columns.of(target) {
+                    words[column] = words[column] - scale;
+                }
+                padding.fill(T::ZERO);
+            }
+        },
+    );
 }
 
 #[cfg(test)]
@@ -188,16 +207,18 @@ mod tests {
                 let at = |(i, j): (usize, usize)| if j < valid { logits[i * words + first + j] } else { f32::NAN };
                 (Columns { width, valid, first }, (0..rows).flat_map(row).map(at).collect())
             }).collect();
+            let stats: Vec<[Vec<f32>; 3]> = parts.iter().map(|(columns, logits)| {
+                let [mut max, mut sum, mut target] = [(); 3].map(|()| vec![9.0; rows]);
+                row_stats(*columns, logits, &targets, &mut max, &mut sum, &mut target);
+                [max, sum, target]
+            }).collect();
             let mut max = vec![f32::NEG_INFINITY; rows];
-            for (columns, logits) in &parts {
-                let mut local = vec![9.0; rows];
-                row_max(*columns, logits, &mut local);
-                max.iter_mut().zip(local).for_each(|(max, local)| *max = max.max(local));
+            for [local, ..] in &stats {
+                max.iter_mut().zip(local).for_each(|(max, local)| *max = max.max(*local));
             }
             let (mut sums, mut target_logits) = (vec![0.0; rows], vec![0.0; rows]);
-            for (columns, logits) in &parts {
-                let (mut sum, mut target) = (vec![9.0; rows], vec![9.0; rows]);
-                sum_exp_and_target(*columns, logits, &targets, &max, &mut sum, &mut target);
+            for ((columns, _), [local, mut sum, target]) in parts.iter().zip(stats) {
+                rescale(&local, &max, &mut sum);
                 if columns.valid == 0 {
                     prop_assert!(sum.iter().chain(&target).all(|v| *v == 0.0));
                 }
@@ -245,6 +266,16 @@ mod tests {
         let (loss, _, grad) = run(Columns::whole(4), &logits, &[0], 1.0);
         assert!((loss - 2_f64.ln()).abs() < 1e-6, "{loss}");
         assert_eq!(grad[2..], [0.0, 0.0]);
+    }
+
+    /// A shard whose words all have probability zero adds nothing to the others.
+    #[test]
+    fn a_shard_of_minus_infinities_adds_nothing() {
+        let (columns, logits) = (Columns { width: 3, valid: 3, first: 0 }, [f32::NEG_INFINITY; 3]);
+        let [mut max, mut sum, mut target] = [[9.0]; 3];
+        row_stats(columns, &logits, &[7], &mut max, &mut sum, &mut target);
+        rescale(&max, &[2.0], &mut sum);
+        assert_eq!((max, sum, target), ([f32::NEG_INFINITY], [0.0], [0.0]));
     }
 
     #[test]

@@ -4,56 +4,86 @@
 //! costs no digits), `y = (x - mean) rstd gamma + beta`. With `x̂ = (x - mean) rstd` and `g = dy gamma`:
 //! `dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n)`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`.
 //!
-//! `n` is the length of `gamma`, the number of rows that of `mean`; both backward functions take the forward's `x`,
-//! `mean` and `rstd`, and may run at different times.
+//! `n` is the length of `gamma`, the number of rows that of `mean`.
 
 use super::Float;
-use super::reduce::{sum, sum2};
+use super::reduce::{sum, sums};
+use meshwork_core::simd::wide;
 
 /// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three.
 pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: &mut [T], mean: &mut [T], rstd: &mut [T]) {
     let n = row_len(gamma, [beta.len()], mean, rstd, [x.len(), y.len()]);
     let count = T::from_f64(n as f64);
     let stats = mean.iter_mut().zip(rstd);
-    for ((x, y), (mean, rstd)) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats) {
-        let m = sum(x, |x| x) / count;
-        let variance = sum(x, |x| (x - m) * (x - m)) / count;
-        let r = T::ONE / (variance + eps).sqrt();
-        for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
-            *y = (x - m) * r * gamma + beta;
-        }
-        (*mean, *rstd) = (m, r);
-    }
+    wide(
+        #[inline(always)]
+        || {
+            for ((x, y), (mean, rstd)) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats) {
+                let m = sum(
+                    x,
+                    #[inline(always)]
+                    |x| x,
+                ) / count;
+                let variance = sum(
+                    x,
+                    #[inline(always)]
+                    |x| (x - m) * (x - m),
+                ) / count;
+                let r = T::ONE / (variance + eps).sqrt();
+                for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
+                    *y = (x - m) * r * gamma + beta;
+                }
+                (*mean, *rstd) = (m, r);
+            }
+        },
+    );
 }
 
-/// `dx[rows, n]` from `dy[rows, n]`. Overwrites.
-pub fn backward_input<T: Float>(dy: &[T], x: &[T], gamma: &[T], mean: &[T], rstd: &[T], dx: &mut [T]) {
-    let n = row_len(gamma, [], mean, rstd, [dy.len(), x.len(), dx.len()]);
+/// What the backward needs of the forward, and the gradient that comes in.
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<'a, T> {
+    /// Gradient of `y[rows, n]`.
+    pub dy: &'a [T],
+    /// The forward's `x[rows, n]`.
+    pub x: &'a [T],
+    /// Its mean of each row.
+    pub mean: &'a [T],
+    /// Its `1/√(variance + eps)` of each row.
+    pub rstd: &'a [T],
+}
+
+/// `dx[rows, n]` (overwrites), and `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one after another.
+/// Each row is read from memory once.
+pub fn backward<T: Float>(saved: Saved<'_, T>, gamma: &[T], dx: &mut [T], dgamma: &mut [T], dbeta: &mut [T]) {
+    let Saved { dy, x, mean, rstd } = saved;
+    let n = row_len(gamma, [dgamma.len(), dbeta.len()], mean, rstd, [dy.len(), x.len(), dx.len()]);
     let count = T::from_f64(n as f64);
-    let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
-    for (((dx, dy), x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-        let g_mean = sum2(dy, gamma, |dy, gamma| dy * gamma) / count;
-        // dx holds g x̂ until its sum is known.
-        for (((dx, &dy), &x), &gamma) in dx.iter_mut().zip(dy).zip(x).zip(gamma) {
-            *dx = dy * gamma * ((x - mean) * rstd);
-        }
-        let gx_mean = sum(dx, |gx| gx) / count;
-        for (((dx, &dy), &x), &gamma) in dx.iter_mut().zip(dy).zip(x).zip(gamma) {
-            *dx = rstd * (dy * gamma - g_mean - (x - mean) * rstd * gx_mean);
-        }
-    }
-}
-
-/// `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one after another.
-pub fn backward_params<T: Float>(dy: &[T], x: &[T], mean: &[T], rstd: &[T], dgamma: &mut [T], dbeta: &mut [T]) {
-    let n = row_len(dgamma, [dbeta.len()], mean, rstd, [dy.len(), x.len()]);
-    let rows = dy.chunks_exact(n).zip(x.chunks_exact(n));
-    for ((dy, x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-        for (((dgamma, dbeta), &dy), &x) in dgamma.iter_mut().zip(dbeta.iter_mut()).zip(dy).zip(x) {
-            *dgamma += dy * ((x - mean) * rstd);
-            *dbeta += dy;
-        }
-    }
+    wide(
+        #[inline(always)]
+        || {
+            let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
+            for (((dx, dy), x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+                let [g, gx] = sums(
+                    dy,
+                    gamma,
+                    x,
+                    #[inline(always)]
+                    |dy, gamma, x| {
+                        let g = dy * gamma;
+                        [g, g * ((x - mean) * rstd)]
+                    },
+                );
+                let (g_mean, gx_mean) = (g / count, gx / count);
+                let params = gamma.iter().zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
+                for (((dx, &dy), &x), ((&gamma, dgamma), dbeta)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
+                    let normal = (x - mean) * rstd;
+                    *dx = rstd * (dy * gamma - g_mean - normal * gx_mean);
+                    *dgamma += dy * normal;
+                    *dbeta += dy;
+                }
+            }
+        },
+    );
 }
 
 /// The row length, after holding every length against it and the number of rows.
@@ -123,10 +153,9 @@ mod tests {
         fn gradients_match_finite_differences(rows in 1..4_usize, n in 2..40_usize) {
             let c = case::<f64>(rows, n);
             let [_, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
-            let mut dx = vec![9.0; rows * n];
-            backward_input(&c.dy, &c.x, &c.gamma, &mean, &rstd, &mut dx);
-            let (mut dgamma, mut dbeta) = (vec![0.0; n], vec![0.0; n]);
-            backward_params(&c.dy, &c.x, &mean, &rstd, &mut dgamma, &mut dbeta);
+            let (mut dx, mut dgamma, mut dbeta) = (vec![9.0; rows * n], vec![0.0; n], vec![0.0; n]);
+            let saved = Saved { dy: &c.dy, x: &c.x, mean: &mean, rstd: &rstd };
+            backward(saved, &c.gamma, &mut dx, &mut dgamma, &mut dbeta);
             let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| dot(&run(x, gamma, beta)[0], &c.dy);
             if n > 2 {
                 // With two elements y is a step function of x[0] - x[1]: differences say nothing.
@@ -141,28 +170,28 @@ mod tests {
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
-            let mut dx = vec![9.0; rows * n];
-            backward_input(&c.dy, &c.x, &c.gamma, &mean, &rstd, &mut dx);
+            // The gradients of the rows given, added to gamma and beta.
+            let grads = |dx: &mut [f32], rows: std::ops::Range<usize>, dgamma: &mut [f32], dbeta: &mut [f32]| {
+                let all = rows.start * n..rows.end * n;
+                let (mean, rstd) = (&mean[rows.clone()], &rstd[rows]);
+                let saved = Saved { dy: &c.dy[all.clone()], x: &c.x[all], mean, rstd };
+                backward(saved, &c.gamma, dx, dgamma, dbeta);
+            };
+            let (mut dx, mut dgamma, mut dbeta) = (vec![9.0; rows * n], c.gamma.clone(), c.beta.clone());
+            grads(&mut dx, 0..rows, &mut dgamma, &mut dbeta);
             for i in 0..rows {
                 let row = i * c.n..(i + 1) * c.n;
                 let alone = run(&c.x[row.clone()], &c.gamma, &c.beta);
                 prop_assert_eq!(&alone[0], &y[row.clone()]);
                 let mut dx_alone = vec![9.0; n];
-                let (dy, x) = (&c.dy[row.clone()], &c.x[row.clone()]);
-                backward_input(dy, x, &c.gamma, &mean[i..=i], &rstd[i..=i], &mut dx_alone);
+                grads(&mut dx_alone, i..i + 1, &mut vec![0.0; n], &mut vec![0.0; n]);
                 prop_assert_eq!(&dx_alone, &dx[row]);
             }
-            let grads = |cuts: &[usize]| {
-                let (mut dgamma, mut dbeta) = (c.gamma.clone(), c.beta.clone());
-                for span in cuts.windows(2) {
-                    let (from, to) = (span[0], span[1]);
-                    let (dy, x) = (&c.dy[from * n..to * n], &c.x[from * n..to * n]);
-                    backward_params(dy, x, &mean[from..to], &rstd[from..to], &mut dgamma, &mut dbeta);
-                }
-                (dgamma, dbeta)
-            };
+            let (mut dgamma_parts, mut dbeta_parts) = (c.gamma.clone(), c.beta.clone());
             let cut = (cut * rows as f64) as usize;
-            prop_assert_eq!(grads(&[0, rows]), grads(&[0, cut, rows]));
+            grads(&mut dx[..cut * n], 0..cut, &mut dgamma_parts, &mut dbeta_parts);
+            grads(&mut dx[cut * n..], cut..rows, &mut dgamma_parts, &mut dbeta_parts);
+            prop_assert_eq!((dgamma_parts, dbeta_parts), (dgamma, dbeta));
         }
     }
 }

@@ -11,38 +11,61 @@ const BLOCK: usize = 1024;
 const LANES: usize = 16;
 
 /// `sum_i f(x[i])`.
-#[inline]
+#[inline(always)]
 pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
-    sum2(x, x, |a, _| f(a))
+    let [sum] = sums(
+        x,
+        x,
+        x,
+        #[inline(always)]
+        |x, _, _| [f(x)],
+    );
+    sum
 }
 
-/// `sum_i f(x[i], y[i])` for rows of one length.
-#[inline]
-pub(super) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
-    assert_eq!(x.len(), y.len(), "rows of one length");
-    let blocks = x.chunks(BLOCK).zip(y.chunks(BLOCK));
-    let total = blocks.fold(0.0, |total, (x, y)| total + sum_block(x, y, &f).to_f64());
-    T::from_f64(total)
-}
-
-#[inline]
-fn sum_block<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
-    let mut lanes = [T::ZERO; LANES];
-    let (x_whole, x_rest) = x.as_chunks::<LANES>();
-    let (y_whole, y_rest) = y.as_chunks::<LANES>();
-    for (x, y) in x_whole.iter().zip(y_whole) {
-        for l in 0..LANES {
-            lanes[l] += f(x[l], y[l]);
+/// `K` sums in one pass, `sum_i f(x[i], y[i], z[i])`, for rows of one length.
+#[inline(always)]
+pub(super) fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [T; K] {
+    assert_eq!([x.len(); 2], [y.len(), z.len()], "rows of one length");
+    let blocks = x.chunks(BLOCK).zip(y.chunks(BLOCK)).zip(z.chunks(BLOCK));
+    let mut totals = [0.0; K];
+    for ((x, y), z) in blocks {
+        let lanes = block_lanes(x, y, z, &f);
+        for (total, lanes) in totals.iter_mut().zip(lanes) {
+            *total += fold_lanes(
+                lanes,
+                #[inline(always)]
+                |a, b| a + b,
+            )
+            .to_f64();
         }
     }
-    for (lane, (&x, &y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
-        *lane += f(x, y);
+    totals.map(T::from_f64)
+}
+
+#[inline(always)]
+fn block_lanes<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [[T; LANES]; K] {
+    let mut lanes = [[T::ZERO; LANES]; K];
+    let ((x_whole, x_rest), (y_whole, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let (z_whole, z_rest) = z.as_chunks::<LANES>();
+    for ((x, y), z) in x_whole.iter().zip(y_whole).zip(z_whole) {
+        for l in 0..LANES {
+            let terms = f(x[l], y[l], z[l]);
+            for k in 0..K {
+                lanes[k][l] += terms[k];
+            }
+        }
     }
-    fold_lanes(lanes, |a, b| a + b)
+    for (l, ((&x, &y), &z)) in x_rest.iter().zip(y_rest).zip(z_rest).enumerate() {
+        for (lanes, term) in lanes.iter_mut().zip(f(x, y, z)) {
+            lanes[l] += term;
+        }
+    }
+    lanes
 }
 
 /// The largest element, minus infinity for an empty row. A NaN may be missed; the sums that follow see it.
-#[inline]
+#[inline(always)]
 pub(super) fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [T::NEG_INFINITY; LANES];
     let (whole, rest) = x.as_chunks::<LANES>();
@@ -57,7 +80,7 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
     fold_lanes(lanes, T::larger)
 }
 
-#[inline]
+#[inline(always)]
 fn fold_lanes<T: Copy>(mut lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
     for width in [8, 4, 2, 1] {
         for l in 0..width {
@@ -78,7 +101,7 @@ mod tests {
         fn integer_sums_are_exact(x in prop::collection::vec(-1000..1000_i32, 0..5000)) {
             let row: Vec<f32> = x.iter().map(|&v| v as f32).collect();
             prop_assert_eq!(sum(&row, |v| v), x.iter().sum::<i32>() as f32);
-            prop_assert_eq!(sum2(&row, &row, |a, b| a - b), 0.0);
+            prop_assert_eq!(sums(&row, &row, &row, |a, b, c| [a - b, b + c]), [0.0, 2.0 * sum(&row, |v| v)]);
             let largest = x.iter().max().map_or(f32::NEG_INFINITY, |&v| v as f32);
             prop_assert_eq!(max(&row), largest);
         }
