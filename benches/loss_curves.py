@@ -13,8 +13,8 @@ import json
 import math
 import sys
 
-# Okabe and Ito's colours, which colour-blind people tell apart; the first run is black.
-COLOURS = ["#000000", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#999999"]
+from harness.svg import COLOURS, panel, path, power_of_ten, text
+
 WIDTH, LEFT, RIGHT = 860, 70, 838
 LOSS_PANEL, DIFFERENCE_PANEL = (58, 318), (372, 552)  # top and bottom
 HEIGHT = 604
@@ -60,32 +60,6 @@ def table(runs):
         yield f"| `{run['name']}` | {run['ranks']} | {run['loss'][0]:.5f} | {mean:.5f} | {apart} |"
 
 
-def text(x, y, words, anchor="middle", size=13, fill="#333", extra=""):
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"{extra}>{words}</text>'
-
-
-def path(points, colour, width, dash=""):
-    """A line, written as steps from point to point to keep the file small."""
-    x, y = (round(v, 1) for v in points[0])
-    d = [f"M{x:g} {y:g}l"]
-    for px, py in points[1:]:
-        dx, dy = round(px - x, 1), round(py - y, 1)
-        x, y = round(x + dx, 1), round(y + dy, 1)
-        d.append(f"{dx:g},{dy:g} ")
-    dash = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path d="{"".join(d).strip()}" fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-linejoin="round"{dash}/>'
-
-
-def panel(top, bottom, title, ticks, y_of):
-    """Frame, title and horizontal grid."""
-    yield text(LEFT, top - 10, title, "start", 14, "#111", ' font-weight="600"')
-    for value, label in ticks:
-        y = y_of(value)
-        yield f'<path d="M{LEFT} {y:g}H{RIGHT}" stroke="#e3e3e3"/>'
-        yield text(LEFT - 8, y + 4.5, label, "end")
-    yield f'<path d="M{LEFT} {top}V{bottom}H{RIGHT}" fill="none" stroke="#888"/>'
-
-
 def draw(runs):
     first, others = runs[0], runs[1:]
     steps = len(first["loss"])
@@ -106,7 +80,7 @@ def draw(runs):
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
     yield text(LEFT, 24, f"One model on {len(runs)} meshes", "start", 17, "#111", ' font-weight="600"')
     ticks = [(low + i / 2, f"{low + i / 2:.1f}") for i in range(round(2 * (high - low)) + 1)]
-    yield from panel(top, bottom, "loss", ticks, loss_y)
+    yield from panel(LEFT, RIGHT, top, bottom, "loss", ticks, loss_y)
     for index, run in enumerate(runs):
         points = [(x_of(step + 1), loss_y(loss)) for step, loss in enumerate(run["loss"])]
         if run is first:
@@ -137,11 +111,8 @@ def draw(runs):
     def difference_y(value):
         return bottom - (bottom - top) * (math.log10(max(value, FLOOR)) - decades[0]) / (decades[1] - decades[0])
 
-    ticks = [
-        (10.0**power, f'10<tspan dy="-5" font-size="9">{"−" if power < 0 else ""}{abs(power)}</tspan>')
-        for power in range(round(decades[0]), decades[1] + 1)
-    ]
-    yield from panel(top, bottom, "relative difference from one rank, largest of five steps", ticks, difference_y)
+    ticks = [(10.0**power, power_of_ten(power)) for power in range(round(decades[0]), decades[1] + 1)]
+    yield from panel(LEFT, RIGHT, top, bottom, "relative difference from one rank, largest of five steps", ticks, difference_y)
     y = round(difference_y(ROUNDING), 1)
     yield f'<path d="M{LEFT} {y:g}H{RIGHT}" stroke="#333" stroke-dasharray="2 4"/>'
     yield text(LEFT + 8, y + 15, "rounding one number to f32", "start", 12)

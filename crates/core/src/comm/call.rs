@@ -75,9 +75,10 @@ pub enum OpKind {
     Barrier,
 }
 
-impl fmt::Display for OpKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl OpKind {
+    /// Its name in programs and messages: `all_reduce`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
             OpKind::AllReduce => "all_reduce",
             OpKind::ReduceScatter => "reduce_scatter",
             OpKind::AllGather => "all_gather",
@@ -86,7 +87,13 @@ impl fmt::Display for OpKind {
             OpKind::Send => "send",
             OpKind::Recv => "recv",
             OpKind::Barrier => "barrier",
-        })
+        }
+    }
+}
+
+impl fmt::Display for OpKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

@@ -1,7 +1,7 @@
-use super::kernels::{embedding, pointwise};
-use super::{Cpu, PIECE, for_float, row_piece};
+use super::kernels::embedding;
+use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
-use crate::family::Embedding;
+use crate::family::{Embedding, TableGrad};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use std::ops::Range;
@@ -32,35 +32,41 @@ impl Embedding for Cpu {
         ids: &Buffer,
         dout: &Buffer,
         rows: Range<usize>,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
         for_float!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
-            self.output::<T>(table_rows * width, |dtable| {
-                // Each piece of the table looks through all ids for its own: few pieces, as the words seen most lie
-                // together.
-                let (held, padding) = dtable.split_at_mut(rows.len() * width);
+            let TableGrad { buffer, start, rows: table_rows, accumulate } = dtable;
+            let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
+            let (held, padding) = dtable.split_at_mut(rows.len() * width);
+            if !accumulate {
                 padding.fill(0.0);
-                let part = rows.len().div_ceil(GRAD_PIECES).max(1);
-                share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+            }
+            // Each piece of the table looks through all ids for its own: few pieces, as the words seen most lie together.
+            let part = rows.len().div_ceil(GRAD_PIECES).max(1);
+            share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+                if !accumulate {
                     dtable.fill(0.0);
-                    embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
-                });
-            })
+                }
+                embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
+            });
+            Ok(())
         })
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
         for_float!(self, "positions", x, T => {
             let (x, table) = (x.as_slice::<T>()?, table.as_slice::<T>()?);
-            let used = &table[first * width..(first + seq) * width];
+            let (sequence, piece) = ((seq * width).max(1), row_piece(width));
             self.output::<T>(x.len(), |out| {
-                let sequences = out.chunks_mut(used.len()).zip(x.chunks(used.len()));
-                let pieces = sequences.flat_map(|(out, x)| {
-                    out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(used.chunks(PIECE))
+                let pieces = out.chunks_mut(sequence).zip(x.chunks(sequence)).flat_map(|(out, x)| {
+                    out.chunks_mut(piece).zip(x.chunks(piece)).enumerate()
                 });
-                share(pieces, |((out, x), table)| pointwise::add(x, table, out));
+                share(pieces, |(i, (out, x))| {
+                    let (first, rows) = (first + i * piece / width, x.len() / width);
+                    embedding::add_positions(x, table, first, rows, width, out);
+                });
             })
         })
     }
@@ -83,8 +89,9 @@ impl Embedding for Cpu {
                 let piece = row_piece(width);
                 share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
                     dtable.fill(0.0);
-                    for dout in dout.chunks(seq * width) {
-                        pointwise::add_assign(dtable, &dout[i * piece..][..dtable.len()]);
+                    for dout in dout.chunks_exact(seq * width) {
+                        let (dout, rows) = (&dout[i * piece..][..dtable.len()], dtable.len() / width);
+                        embedding::add_positions_backward(dout, 0, rows, width, dtable);
                     }
                 });
             })

@@ -54,10 +54,10 @@ impl Optim for Cpu {
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
 fn sum_of_squares(x: &[f32]) -> f64 {
-    let mut lanes = [0_f64; LANES];
     wide(
         #[inline(always)]
         || {
+            let mut lanes = [0_f64; LANES];
             let (whole, rest) = x.as_chunks::<LANES>();
             for x in whole {
                 for l in 0..LANES {
@@ -77,7 +77,6 @@ mod tests {
     use super::*;
     use crate::cpu::kernels::Float;
     use crate::random::{fill_normal, key};
-    use meshwork_core::{DType, Element};
 
     fn buffer(x: &[f32]) -> Buffer {
         Buffer::from_slice(x)
@@ -125,8 +124,8 @@ mod tests {
         let range = 5..2 * PIECE + 9;
         let cpu = Cpu::default();
         cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range.clone()).unwrap();
-        for i in 0..count {
-            let g = if range.contains(&i) { grads[i] } else { 0.0 };
+        for (i, &grad) in grads.iter().enumerate() {
+            let g = if range.contains(&i) { grad } else { 0.0 };
             let w = if range.contains(&i) { 1.5 + g } else { 0.5 };
             let got = [&weights, &states[0], &states[1]].map(|buffer| buffer.as_slice::<f32>().unwrap()[i]);
             assert_eq!(got, [w, 1.0 + g, 2.0 - g], "{i}");
@@ -134,8 +133,14 @@ mod tests {
         weights.as_mut_slice::<f32>().unwrap()[PIECE] = 1234.0 - 1.0 - grads[PIECE] * 2.0;
         let refused = cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range);
         assert!(refused.unwrap_err().to_string().contains("seen"));
-        cpu.zero(&mut weights).unwrap();
-        assert_eq!(weights.dtype(), DType::F32);
-        assert!(weights.as_slice::<f32>().unwrap().iter().all(|&w| w == 0.0) && f32::DTYPE == DType::F32);
+    }
+
+    #[test]
+    fn zeros_reach_each_element_of_the_range_and_no_other() {
+        let (count, range) = (4 * PIECE, 7..3 * PIECE + 1);
+        let mut x = buffer(&vec![0.5; count]);
+        Cpu::default().zero(&mut x, range.clone()).unwrap();
+        let x = x.as_slice::<f32>().unwrap();
+        assert!((0..count).all(|i| x[i] == if range.contains(&i) { 0.0 } else { 0.5 }));
     }
 }

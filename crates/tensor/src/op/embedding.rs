@@ -1,6 +1,7 @@
 //! Rows of a table by id, and positions added to a sequence.
 
 use crate::error::Result;
+use crate::family::TableGrad;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;
@@ -80,19 +81,13 @@ impl Op for Lookup {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(1) {
-            return Ok(vec![None, None]);
-        }
         let ids = cx.saved(0)?;
-        let (table_rows, width) = (self.table_shape[0], self.table_shape[1]);
-        let dtable = grad.device().embedding()?.lookup_grad(
-            ids.buffer(),
-            grad.buffer(),
-            self.rows.clone(),
-            table_rows,
-            width,
-        )?;
-        Ok(vec![None, Some(Tensor::from_buffer(grad.device(), dtable, self.table_shape)?)])
+        let (rows, width) = (self.table_shape[0], self.table_shape[1]);
+        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, |buffer, start, accumulate| {
+            let dtable = TableGrad { buffer, start, rows, accumulate };
+            grad.device().embedding()?.lookup_grad(ids.buffer(), grad.buffer(), self.rows.clone(), width, dtable)
+        })?;
+        Ok(vec![None, dtable])
     }
 }
 

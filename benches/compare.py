@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Times our programs and PyTorch's on the same work, in turn, and prints the ratios reached beside the targets.
+
+    benches/compare.py                        # every row of rows.toml: about two hours on two cores
+    benches/compare.py --only small tiny      # rows whose group or name has one of these in it
+    benches/compare.py --list
+    benches/compare.py --quick                # few steps, one turn: whether it works, not how fast it is
+    benches/compare.py --self-test            # ours alone, tiny, once, into a temporary folder: for .ci/run
+
+Results go to benches/results/DATE-HARDWARE.json and .md after every row, so that Ctrl-C loses none; rows of an earlier call
+of the same day stay, or are replaced. PyTorch is that of MESHWORK_PEER_PYTHON, or is installed into target/peer-venv; without
+it (`--no-peer`, or no network) our figures stand alone. Needs cargo and Python 3.11, and Linux for the binding to cores.
+"""
+
+import argparse
+import datetime
+import shlex
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from harness import machine, programs, results
+
+ROWS = Path(__file__).with_name("rows.toml")
+# For the time to expect: what an untuned step reaches, and what starting takes.
+FLOPS = 1e11
+STARTUP_S = {"gpt_train": 1, "collectives": 40, "train.py": 5, "mesh.py": 20, "collectives.py": 60}
+COMPILE_S = 40
+
+
+def say(words):
+    print(words, file=sys.stderr, flush=True)
+
+
+def definitions(text):
+    """The rows, each with the values of its size, and the other settings."""
+    settings = tomllib.loads(text)
+    rows = settings.pop("rows")
+    for row in rows:
+        row["size"] = settings["sizes"][row["size"]] if "size" in row else {}
+        row["environment"] = settings["environments"][row["environment"]] if "environment" in row else {}
+    if len({row["name"] for row in rows}) != len(rows):
+        raise ValueError("two rows of one name")
+    return rows, settings
+
+
+def shortened(row):
+    size = row["size"] and row["size"] | {"steps": min(row["size"]["steps"], 2), "warmup": 1}
+    return row | {"size": size}
+
+
+def sides(row, peer):
+    """Name and command line of each side, ours first."""
+    others = {side: text for side, text in row["against"].items() if peer or not programs.is_peer(text)}
+    return {"ours": row["ours"]} | others
+
+
+def expected_seconds(row, peer):
+    """Of one turn of all sides, roughly."""
+    size = row["size"]
+    work = programs.step_flops(size) * (size["steps"] + size["warmup"]) / FLOPS if size else 0
+    texts = sides(row, peer).values()
+    return sum(STARTUP_S[text.split()[0]] + COMPILE_S * ("--compile" in text) + work for text in texts)
+
+
+def run_row(row, makers, alternations):
+    """Runs a row's sides in turn; its result. A side that fails ends the row, with what was measured before."""
+    texts = sides(row, makers.python)
+    result = {
+        "group": row["group"],
+        "targets": row["targets"],
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "commands": {},
+        "runs": {side: [] for side in texts},
+    }
+    try:
+        commands = {side: makers.command(text, row["size"], row["environment"]) for side, text in texts.items()}
+        result["commands"] = {side: str(command) for side, command in commands.items()}
+        for _ in range(alternations):
+            for side, command in commands.items():
+                begun = time.monotonic()
+                measured = programs.measure(command)
+                result["runs"][side].append(measured)
+                shown = ", ".join(f"{key} {measured[key]:,.4g}" for key in row["targets"] if key in measured)
+                busy = f"; others had {measured['others_busy']:.1f} cores" if measured["others_busy"] > results.BUSY else ""
+                say(f"  {side}: {shown}  [{time.monotonic() - begun:.0f} s{busy}]")
+    except programs.Failed as failed:
+        result["error"] = str(failed)
+        say(f"  {failed}")
+    return result
+
+
+def compare(rows, makers, alternations, path, cores):
+    """Runs rows and writes the results after each; returns them all, those of earlier calls too."""
+    facts = machine.hardware(cores)
+    found = results.load(path.with_name(path.name + ".json"))
+    found = found | {
+        "date": datetime.date.today().isoformat(),
+        "hardware": facts,
+        "peer": makers.python and f"PyTorch {programs.torch_of(makers.python)}",
+        "command": shlex.join(["benches/compare.py", *sys.argv[1:]]),
+    }
+    left = {row["name"]: alternations * expected_seconds(row, makers.python) for row in rows}
+    for number, row in enumerate(rows, 1):
+        name = row["name"]
+        say(f"[{number}/{len(rows)}] {name}: about {left[name]:.0f} s; all that is left about {sum(left.values()) / 60:.0f} min")
+        found["rows"][name] = run_row(row, makers, alternations)
+        results.write(path, found)
+        del left[name]
+    return found
+
+
+def self_test():
+    """Everything but the peer, once: a mesh against one rank, through the files to the table."""
+    text = """
+        [sizes]
+        least = { vocab_size = 256, num_layers = 2, hidden_size = 32, num_heads = 2, seq_len = 16, batch = 4, steps = 2, warmup = 1 }
+        [[rows]]
+        name = "a mesh"
+        group = "steps"
+        size = "least"
+        ours = "gpt_train --mesh dp=2"
+        against = { "one rank" = "gpt_train --mesh dp=1", "not there" = "train.py" }
+        targets = { tokens_per_s = 1e-9, first_step_s = 1e9, peak_rss_mib = 1e-9 }
+        [[rows]]
+        name = "a failure"
+        group = "steps"
+        size = "least"
+        ours = "gpt_train --mesh dp=3"
+        against = {}
+        targets = { tokens_per_s = 1 }
+    """
+    definitions(ROWS.read_text(encoding="utf-8"))
+    rows, _ = definitions(text)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results" / "run"
+        compare(rows, programs.Programs(2, folder=Path(folder)), 1, path, None)
+        found = results.load(path.with_name("run.json"))
+        reached = {line.measure: line.reached for line in results.lines("a mesh", found["rows"]["a mesh"])}
+        assert reached == {"tokens_per_s": True, "first_step_s": True, "peak_rss_mib": False}, reached
+        assert "dp = 3" in found["rows"]["a failure"]["error"], found["rows"]["a failure"]
+        shown = path.with_name("run.md").read_text(encoding="utf-8")
+        assert shown.count("\n| a mesh |") == 3 and "| a failure | failed:" in shown, shown
+        # A row of a later call stands beside the earlier ones.
+        compare(rows[1:], programs.Programs(2, folder=Path(folder)), 1, path, None)
+        assert len(results.load(path.with_name("run.json"))["rows"]) == 2
+    # Ratios of made-up runs: the medians' ratio against the best side, with the spread of the turns.
+    turns = lambda *values: [{"tokens_per_s": value, "all_reduce 4 KiB": value} for value in values]
+    made_up = {"group": "", "targets": {"tokens_per_s": 1.5, "all_reduce 4 KiB": 0.5}}
+    made_up["runs"] = {"ours": turns(100, 160, 150), "slow": turns(20, 20, 20), "fast": turns(100, 80, 75)}
+    speed, latency = results.lines("made up", made_up)
+    assert (speed.best, speed.ratio, speed.reached) == ("fast", results.Spread(150 / 80, 1.0, 2.0), True), speed
+    assert (latency.best, latency.ratio.median, latency.reached) == ("slow", 20 / 150, False), latency
+    say("self-test passed")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="WORDS", nargs="+", default=[""], help="rows with one of them in `group: name`")
+    parser.add_argument("--list", action="store_true", help="show the rows and what they run")
+    parser.add_argument("--quick", action="store_true", help="few steps, one turn; results to target/benches")
+    parser.add_argument("--alternations", type=int, help="turns of each side")
+    parser.add_argument("--no-peer", action="store_true", help="our figures alone")
+    parser.add_argument("--results", type=Path, help="folder for the results")
+    parser.add_argument("--self-test", action="store_true")
+    args = parser.parse_args()
+    if args.self_test:
+        return self_test()
+
+    rows, settings = definitions(ROWS.read_text(encoding="utf-8"))
+    rows = [row for row in rows if any(word in f"{row['group']}: {row['name']}" for word in args.only)]
+    if not rows:
+        sys.exit(f"no row has any of {args.only} in its group or name; see --list")
+    if args.list:
+        for row in rows:
+            print(f"{row['group']}: {row['name']}  {row['targets']}")
+            for side, text in sides(row, True).items():
+                print(f"    {side}: {text}")
+        return None
+
+    cores = machine.bind(settings["threads"])
+    python = None
+    if not args.no_peer and any(programs.is_peer(text) for row in rows for text in row["against"].values()):
+        try:
+            python = programs.peer_python()
+        except programs.Failed as failed:
+            say(f"note: our figures alone: {failed}")
+    folder = args.results or (machine.ROOT / ("target/benches" if args.quick else "benches/results"))
+    path = folder / f"{datetime.date.today()}-{machine.slug(machine.hardware(cores))}"
+    alternations = args.alternations or (1 if args.quick else settings["alternations"])
+    rows = [shortened(row) for row in rows] if args.quick else rows
+    try:
+        found = compare(rows, programs.Programs(settings["threads"], python), alternations, path, cores)
+    except KeyboardInterrupt:
+        say(f"\nstopped; the rows that were finished are in {path}.md")
+        return 130
+    print("\n".join(results.markdown(found)))
+    say(f"\nwritten: {path}.md and .json")
+    return int(any(found["rows"][row["name"]].get("error") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

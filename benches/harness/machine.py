@@ -1,0 +1,59 @@
+"""What a measurement was made on, and the cores that it may use."""
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(path, default=""):
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return default
+
+
+def bind(threads):
+    """Binds this process and its children to so many cores, no two of one physical core if there are enough; their ids.
+
+    So both sides have the same cores, however many threads and processes they start. Where the system knows no binding
+    (it is Linux's), nothing is bound and None returned.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    allowed = sorted(os.sched_getaffinity(0))
+    first = {read(siblings.format(cpu), str(cpu)): cpu for cpu in reversed(allowed)}  # of each physical core
+    chosen = sorted(sorted(allowed, key=lambda cpu: (cpu not in first.values(), cpu))[:threads])
+    os.sched_setaffinity(0, chosen)
+    return chosen
+
+
+def hardware(cores):
+    """Facts of this machine, `cores` being those in use."""
+    model = re.search(r"^model name\s*: (.+)$", read("/proc/cpuinfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
+    huge = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return {
+        "cpu": model.group(1).strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_used": cores,
+        "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
+        "huge_pages": huge.group(1) if huge else None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def slug(facts):
+    """The hardware, for the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{facts['cpu']} {facts['cores']} cores".lower()).strip("-")
+
+
+def commit():
+    """The commit of the sources, `+` behind it if they were changed since; None outside a repository."""
+    git = lambda *args: subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=False).stdout.strip()
+    head = git("rev-parse", "--short", "HEAD")
+    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if head else None

@@ -1,0 +1,222 @@
+"""Runs a program, ours or a peer's, and reads what it measured.
+
+Programs write JSON lines to standard output; other lines are passed over. A step is `{"step", "step_ms" or "seconds"}`, a
+collective `{"op", "bytes", "us"}`.
+"""
+
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import venv
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .machine import ROOT, read
+
+PEERS = ROOT / "benches" / "peers"
+REQUIREMENTS = ["torch==2.15.0", "numpy"]
+TOKENS = 1 << 18
+TIMEOUT_S = 1800
+
+# Our programs: how cargo builds each.
+OURS = {
+    "gpt_train": ["build", "--release", "--example", "gpt_train"],
+    "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
+}
+MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
+
+
+class Failed(Exception):
+    """A program that did not do what it should; says which and why."""
+
+
+@dataclass
+class Command:
+    argv: list
+    environment: dict = field(default_factory=dict)
+    tokens: int = 0  # of a step
+    warmup: int = 0  # steps that do not count
+
+    def __str__(self):
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(str(arg) for arg in self.argv)])
+
+
+def step_flops(size):
+    """Arithmetic of a training step: 6 a weight of a product and token, and attention in full, its masked half too."""
+    hidden, layers, tokens = size["hidden_size"], size["num_layers"], size["batch"] * size["seq_len"]
+    weights = 12 * layers * hidden**2 + size["vocab_size"] * hidden
+    return tokens * (6 * weights + 12 * layers * hidden * size["seq_len"])
+
+
+def is_peer(text):
+    return text.split()[0].endswith(".py")
+
+
+class Programs:
+    """Makes commands; builds what they need when they first do. `python` runs the peers, None if there is none."""
+
+    def __init__(self, threads, python=None, folder=ROOT / "target" / "benches"):
+        self.threads, self.python, self.folder = threads, python, folder
+        self.built = {}
+
+    def command(self, text, size=None, environment=None):
+        """The command that `text` stands for, at `size`."""
+        name, *args = shlex.split(text)
+        size = size or {}
+        command = Command([], {}, size.get("batch", 0) * size.get("seq_len", 0), size.get("warmup", 0))
+        steps = size.get("steps", 0) + command.warmup
+        if is_peer(text):
+            ranks = 1 if name == "train.py" else self.threads  # of a mesh, each has one thread
+            threads = str(self.threads // ranks)
+            command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {})}
+            command.argv = [self.python, PEERS / name, *args]
+            if size:
+                work = {key: size[key] for key in [*MODEL_KEYS, "batch"]}
+                command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(self.tokens(size))})]
+            return command
+        command.environment = {"MESHWORK_THREADS": str(self.threads)}
+        command.argv = [self.build(name), *(["--bench"] if OURS[name][0] == "bench" else []), *args]
+        if size:
+            sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}
+            command.argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+            command.argv += ["--steps", str(steps), "--data", self.tokens(size), "--metrics", "/dev/stdout"]
+        return command
+
+    def build(self, name):
+        """The path of one of our programs, built."""
+        if name not in self.built:
+            cargo = ["cargo", *OURS[name], "--locked", "--message-format=json-render-diagnostics"]
+            done = subprocess.run(cargo, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+            made = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            paths = [unit["executable"] for unit in made if unit.get("executable") and unit["target"]["name"] == name]
+            if done.returncode or not paths:
+                raise Failed(f"{shlex.join(cargo)} did not build {name}")
+            self.built[name] = paths[0]
+        return self.built[name]
+
+    def tokens(self, size):
+        """A file of random tokens that both sides train on: little-endian u16."""
+        vocab = size["vocab_size"]
+        path = self.folder / f"tokens-{vocab}.bin"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw = random.Random(vocab)
+            ids = array("H", (draw.randrange(vocab) for _ in range(TOKENS)))
+            if sys.byteorder == "big":
+                ids.byteswap()
+            path.write_bytes(ids.tobytes())
+        return path
+
+
+def measure(command):
+    """Runs a command to its end: what it measured, by name.
+
+    `tokens_per_s` is the median over the steps that count; `first_step_s` runs from before the process exists to the arrival
+    of its first step's line; `peak_rss_mib` is the process's own (with what it waited for), and never below this script's;
+    `others_busy` is how many cores other work had meanwhile.
+    """
+    environment = os.environ | command.environment
+    steps, measured = [], {}
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+        busy, begun = machine_seconds(), time.monotonic()
+        child = subprocess.Popen(
+            [str(arg) for arg in command.argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            start_new_session=True,
+        )
+        timer = threading.Timer(TIMEOUT_S, kill, [child])
+        timer.start()
+        try:
+            for line in child.stdout:
+                if not line.startswith(b"{"):
+                    continue
+                event = json.loads(line)
+                if "step_ms" in event or "seconds" in event and "step" in event:
+                    if not steps:
+                        measured["first_step_s"] = time.monotonic() - begun
+                    steps.append(event["step_ms"] / 1e3 if "step_ms" in event else event["seconds"])
+                elif "op" in event:
+                    measured[f"{event['op']} {bytes_as_text(event['bytes'])}"] = event["us"]
+                elif event.get("event") == "end":
+                    child.send_signal(signal.SIGINT)  # what is left is a sample of text
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            others = machine_seconds() - busy - usage.ru_utime - usage.ru_stime
+            measured["others_busy"] = max(others, 0) / (time.monotonic() - begun)
+        except BaseException:
+            kill(child)
+            child.wait()
+            raise
+        finally:
+            timer.cancel()
+            child.stdout.close()
+        if child.returncode:
+            complaints.seek(0)
+            raise Failed(f"{command}\nended with {child.returncode}: {complaints.read()[-2000:]}")
+    if command.tokens:
+        if len(steps) <= command.warmup:
+            raise Failed(f"{command}\nreported {len(steps)} steps")
+        measured["tokens_per_s"] = command.tokens / statistics.median(steps[command.warmup :])
+    measured["peak_rss_mib"] = usage.ru_maxrss / 1024
+    return measured
+
+
+def machine_seconds():
+    """Time that all cores have worked for anybody so far, what a host took away included; 0 where the system does not tell."""
+    kinds = read("/proc/stat", "cpu 0 0 0 0 0 0 0 0").splitlines()[0].split()[1:9]
+    user, nice, system, _idle, _waiting, irq, softirq, steal = (int(ticks) for ticks in kinds)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def kill(child):
+    """Ends a program and the processes that it started."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def bytes_as_text(count):
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def peer_python(folder=ROOT / "target" / "peer-venv"):
+    """A Python that has PyTorch: that of MESHWORK_PEER_PYTHON, or one in a virtual environment made here.
+
+    # Raises
+    Failed, when there is none and none can be made.
+    """
+    asked = os.environ.get("MESHWORK_PEER_PYTHON")
+    python = Path(asked) if asked else folder / "bin" / "python"
+    if torch_of(python):
+        return python
+    if asked:
+        raise Failed(f"{asked} cannot import torch")
+    print(f"installing {' '.join(REQUIREMENTS)} into {folder}", file=sys.stderr)
+    venv.create(folder, with_pip=True)
+    done = subprocess.run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS], check=False)
+    if done.returncode or not torch_of(python):
+        raise Failed(f"could not install {' '.join(REQUIREMENTS)}")
+    return python
+
+
+def torch_of(python):
+    """The version of PyTorch that this Python has, if any."""
+    try:
+        script = "import torch; print(torch.__version__)"
+        return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

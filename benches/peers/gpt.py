@@ -1,0 +1,142 @@
+"""The GPT-2 that gpt_train trains, in PyTorch, and what every peer program shares: its work, its data, its report.
+
+Pre-norm blocks, learned positions, GELU (tanh), biases, no dropout, output layer tied to the token embedding; AdamW and
+clipping as in gpt_train's defaults. A program is given its work as one JSON argument and prints one JSON line per step.
+"""
+
+import argparse
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+MAX_NORM = 1.0
+STD = 0.02
+
+
+class Attention(nn.Module):
+    """`fused`: one product gives query, key and value. Tensor parallelism needs three: cut rows of one would mix them."""
+
+    def __init__(self, hidden, heads, fused):
+        super().__init__()
+        self.head_size = hidden // heads
+        self.qkv = nn.ModuleList([nn.Linear(hidden, 3 * hidden)] if fused else [nn.Linear(hidden, hidden) for _ in range(3)])
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x):
+        parts = self.qkv[0](x).chunk(3, dim=-1) if len(self.qkv) == 1 else [linear(x) for linear in self.qkv]
+        # -1: under tensor parallelism a rank has only its own heads.
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, heads, fused):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(hidden), Attention(hidden, heads, fused)
+        self.norm2, self.ffn = nn.LayerNorm(hidden), FeedForward(hidden)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.ffn(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """The whole model; `keep` cuts it down to a pipeline stage."""
+
+    def __init__(self, work, fused=True):
+        super().__init__()
+        torch.manual_seed(1234)
+        self.embed, self.position = nn.Embedding(work.vocab_size, work.hidden_size), nn.Embedding(work.seq_len, work.hidden_size)
+        blocks = (Block(work.hidden_size, work.num_heads, fused) for _ in range(work.num_layers))
+        self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
+        self.norm, self.head = nn.LayerNorm(work.hidden_size), nn.Linear(work.hidden_size, work.vocab_size, bias=False)
+        self.register_buffer("positions", torch.arange(work.seq_len), persistent=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+                nn.init.normal_(p, std=STD / (2 * work.num_layers) ** 0.5 if residual else STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        self.tie()
+
+    def tie(self):
+        self.head.weight = self.embed.weight
+
+    def keep(self, layers, first, last):
+        """Keeps the blocks of `layers`; the embeddings if `first`; the output layer if `last`."""
+        self.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in layers})
+        if not last:
+            self.norm = self.head = None
+        if not first:
+            # The copy of the tied weight on the last stage is a parameter of its own.
+            if last:
+                self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+            self.embed = self.position = None
+        return self
+
+    def forward(self, x):
+        if self.embed is not None:
+            x = self.embed(x) + self.position(self.positions.unsqueeze(0))
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def arguments(**flags):
+    """`--work JSON` and the given flags (name: default), and the work: the model's sizes, batch, steps, file of tokens."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=json.loads, required=True)
+    for name, default in flags.items():
+        kind = dict(action="store_true") if default is False else dict(type=type(default), default=default)
+        parser.add_argument("--" + name.replace("_", "-"), **kind)
+    args = parser.parse_args()
+    return args, SimpleNamespace(**args.work)
+
+
+class Batches:
+    """Batches of a file of u16 tokens, from its start again at its end."""
+
+    def __init__(self, work):
+        with open(work.tokens, "rb") as file:
+            self.tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long() & 0xFFFF
+        self.shape = (work.batch, work.seq_len)
+        self.count = len(self.tokens) // (work.batch * work.seq_len) - 1
+
+    def get(self, step):
+        size = self.shape[0] * self.shape[1]
+        at = step % self.count * size
+        return self.tokens[at : at + size].view(self.shape), self.tokens[at + 1 : at + size + 1].view(self.shape)
+
+
+def report(step, seconds, loss):
+    print(json.dumps({"step": step + 1, "seconds": seconds, "loss": loss}), flush=True)
+
+
+def relaunch(ranks):
+    """Goes on as `ranks` processes under torchrun, unless this is one of them already."""
+    if "LOCAL_RANK" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])

@@ -1,0 +1,30 @@
+"""One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast."""
+
+import contextlib
+import time
+
+import torch
+
+import gpt
+
+args, work = gpt.arguments(compile=False, bf16=False)
+model = gpt.Gpt(work)
+optimizer = gpt.adamw(model)
+batches = gpt.Batches(work)
+
+
+def loss_of(x, y):
+    return gpt.cross_entropy(model(x), y)
+
+
+forward = torch.compile(loss_of) if args.compile else loss_of
+for step in range(work.steps):
+    x, y = batches.get(step)
+    start = time.perf_counter()
+    with torch.autocast("cpu", dtype=torch.bfloat16) if args.bf16 else contextlib.nullcontext():
+        loss = forward(x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    gpt.report(step, time.perf_counter() - start, loss.item())
