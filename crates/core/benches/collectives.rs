@@ -1,6 +1,7 @@
 //! Collectives of the thread backend, by size and number of ranks.
 //!
-//! `cargo bench -p meshwork-core --bench collectives -- [--json] [OPERATION...] [RANKS...]`. One time is that of one
+//! `cargo bench -p meshwork-core --bench collectives -- [--json] [OPERATION...] [RANKS...] [BYTES...]`, where a number
+//! from 1024 on is one of bytes. One time is that of one
 //! rank from the end of a barrier to the end of the operation; shown is the median over the repeats, of the rank where
 //! it is largest. The bytes are those of the full, uncut buffer of each rank (what a reduce-scatter takes, what an
 //! all-gather gives), and a `send_recv` is there and back. All memory is touched before. Without `--bench` (as under
@@ -91,14 +92,18 @@ fn main() {
     let (full, json) = (flag("--bench"), flag("--json"));
     let (numbers, names): (Vec<_>, Vec<_>) =
         args.iter().filter(|arg| !arg.starts_with('-')).partition(|arg| arg.parse::<usize>().is_ok());
-    let wanted = |list: &[&String], value: &str| list.is_empty() || list.iter().any(|arg| *arg == value);
+    let numbers: Vec<usize> = numbers.into_iter().filter_map(|arg| arg.parse().ok()).collect();
+    let (sizes, worlds): (Vec<_>, Vec<_>) = numbers.into_iter().partition(|&number| number >= 1024);
+    fn wanted<T: PartialEq>(list: &[T], value: T) -> bool {
+        list.is_empty() || list.contains(&value)
+    }
     if !json {
         println!("{:>16} {:>10} {:>6} {:>14} {:>8}", "operation", "bytes", "ranks", "median", "GB/s");
     }
-    for bytes in [4 << 10, 256 << 10, 4 << 20, 64 << 20] {
+    for bytes in [4 << 10, 256 << 10, 4 << 20, 64 << 20].into_iter().filter(|&bytes| wanted(&sizes, bytes)) {
         let bytes = if full { bytes } else { bytes >> 5 };
-        for ranks in [2, 4, 8].into_iter().filter(|ranks| wanted(&numbers, &ranks.to_string())) {
-            for case in CASES.iter().filter(|case| wanted(&names, case.name)) {
+        for ranks in [2, 4, 8].into_iter().filter(|&ranks| wanted(&worlds, ranks)) {
+            for case in CASES.iter().filter(|case| wanted(&names, &case.name.to_owned())) {
                 if case.name.starts_with("send") && ranks > 2 {
                     continue;
                 }

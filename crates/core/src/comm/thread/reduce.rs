@@ -125,8 +125,21 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// Reduces what `read` gives for each of `ranks` (at least one) by `f`, and hands the result to `put`. `waiting` is empty before
-/// and after: it is there so as not to be made for each block.
+/// Where [`tree`] keeps sums. Made once for many blocks.
+pub(super) struct Room<A> {
+    /// What is not held as accumulators already.
+    leaves: [[A; BLOCK]; 8],
+    /// Sums that wait for their right neighbours, and of how many ranks they are. Empty between blocks.
+    waiting: Vec<(usize, [A; BLOCK])>,
+}
+
+impl<A: Copy + Default> Default for Room<A> {
+    fn default() -> Room<A> {
+        Room { leaves: [[A::default(); BLOCK]; 8], waiting: Vec::new() }
+    }
+}
+
+/// Reduces what `read` gives for each of `ranks` (at least one) by `f`, and hands the result to `put`.
 ///
 /// Up to eight ranks, a power of two of them, are added up in registers. Beyond that, sums wait for their right
 /// neighbours: those of as many ranks join at once, which builds the tree from its leaves, and what is left joins from
@@ -136,15 +149,15 @@ pub(super) fn tree<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
-    waiting: &mut Vec<(usize, [T::Acc; BLOCK])>,
+    room: &mut Room<T::Acc>,
     put: impl FnOnce(&[T; BLOCK]),
 ) {
     let mut sum = [T::Acc::default(); BLOCK];
     let mut rest = ranks;
     loop {
-        let mut weight = leaves(f, &read, rest.clone(), &mut sum);
+        let mut weight = leaves(f, &read, rest.clone(), &mut room.leaves, &mut sum);
         rest.start += weight;
-        while let Some((_, left)) = waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
+        while let Some((_, left)) = room.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
             for (right, left) in sum.iter_mut().zip(left) {
                 *right = f(left, *right);
             }
@@ -153,7 +166,7 @@ pub(super) fn tree<'a, T: Reduce>(
         if rest.is_empty() {
             return put(T::narrow(&sum, &mut [T::zeroed(); BLOCK]));
         }
-        waiting.push((weight, sum));
+        room.waiting.push((weight, sum));
     }
 }
 
@@ -163,10 +176,9 @@ fn leaves<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: &impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
+    [a, b, c, d, e, g, h, i]: &mut [[T::Acc; BLOCK]; 8],
     sum: &mut [T::Acc; BLOCK],
 ) -> usize {
-    let mut room = [[T::Acc::default(); BLOCK]; 8];
-    let [a, b, c, d, e, g, h, i] = &mut room;
     let leaf = |at: usize| read(ranks.start + at);
     let two = |a, b| f(a, b);
     let four = |a, b, c, d| f(f(a, b), f(c, d));
@@ -199,13 +211,13 @@ mod tests {
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[T]) -> T {
         let blocks: Vec<_> = ranks.iter().map(|&value| [value; BLOCK]).collect();
-        let (mut result, mut waiting) = (T::zeroed(), Vec::new());
+        let (mut result, mut room) = (T::zeroed(), Room::default());
         let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
         match op {
-            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut waiting, put),
-            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut waiting, put),
+            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut room, put),
+            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut room, put),
         }
-        assert!(waiting.is_empty());
+        assert!(room.waiting.is_empty());
         result
     }
 

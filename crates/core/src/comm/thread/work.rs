@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::reduce::{self, BLOCK, Reduce};
+use super::reduce::{self, BLOCK, Reduce, Room};
 use super::stream;
 use crate::buffer::Buffer;
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
@@ -288,7 +288,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
 
     #[inline(always)]
     fn run(self) {
-        let (sources, mut waiting) = (self.piece.sources.clone(), Vec::new());
+        let (sources, mut room) = (self.piece.sources.clone(), Room::default());
         let rest = self.piece.count % BLOCK;
         let whole = self.piece.count - rest;
         for start in (0..whole).step_by(BLOCK) {
@@ -296,7 +296,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
             // elements. In place, the range is also written, but only in `put`, after the last use of this block, and
             // by no other piece.
             let read = |rank: usize| unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() };
-            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, start, BLOCK));
+            reduce::tree(self.f, read, sources.clone(), &mut room, |result| self.put(result, start, BLOCK));
         }
         if rest > 0 {
             let mut blocks = vec![[T::zeroed(); BLOCK]; sources.len()];
@@ -305,7 +305,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
                 unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), rest) };
             }
             let read = |rank: usize| &blocks[rank - sources.start];
-            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, whole, rest));
+            reduce::tree(self.f, read, sources.clone(), &mut room, |result| self.put(result, whole, rest));
         }
     }
 }
