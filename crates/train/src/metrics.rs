@@ -154,8 +154,11 @@ pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
             _ => Ok(()),
         };
     }
-    match File::create_new(path).and_then(|_| fs::remove_file(path)) {
-        Ok(()) => Ok(()),
+    match File::create_new(path) {
+        // Whoever is as quick to remove it has done the same.
+        Ok(_) => Ok(_ = fs::remove_file(path)),
+        // Another run has made it just now.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => fault("its folder does not exist".to_string()),
         Err(error) => fault(format!("cannot be written: {error}")),
     }
