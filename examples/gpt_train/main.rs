@@ -2,9 +2,11 @@
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
 
 use meshwork::train::config::{Args, usage};
+use meshwork::train::profile::{Profile, Rows, write_trace};
 use meshwork::train::{load, plan, train};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,9 +41,27 @@ fn main() -> ExitCode {
     if let Err(error) = stop_on_ctrl_c(stop.clone()) {
         tell(&format_args!("note: Ctrl-C will end the run at once, not after a step: {error}"));
     }
-    match train(&config, &data, args.metrics.as_deref(), &stop) {
-        Ok(outcome) if outcome.stopped => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
-        Ok(outcome) => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
+    let outcome = match train(&config, &data, args.metrics.as_deref(), &stop) {
+        Ok(outcome) => outcome,
+        Err(error) => return fail(FAILED, &error),
+    };
+    let ending = match outcome.stopped {
+        true => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
+        false => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
+    };
+    match outcome.profile {
+        Some(profile) if ending == ExitCode::SUCCESS => tell_profile(&profile, &config.metrics.trace),
+        _ => ending,
+    }
+}
+
+/// Prints where the time of a step went, and leaves the timeline of all ranks in a file.
+fn tell_profile(profile: &Profile, trace: &str) -> ExitCode {
+    match write_trace(profile, Path::new(trace)) {
+        Ok(()) => show(&format_args!(
+            "\n{}\nThe timeline of every rank is in {trace}; https://ui.perfetto.dev opens it.\n",
+            Rows::new(profile)
+        )),
         Err(error) => fail(FAILED, &error),
     }
 }

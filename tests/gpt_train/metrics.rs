@@ -158,3 +158,23 @@ fn validation_comes_when_asked() {
     let validated = metrics(&folder, &format!("{SMALL} --steps 4 --set data.shuffle=false --set validation.every=1"));
     assert_eq!(numbers(&plain, "step", "loss"), numbers(&validated, "step", "loss"));
 }
+
+#[test]
+fn a_profile_prints_a_table_and_leaves_a_timeline() {
+    let path = folder("profile").join("trace.json");
+    let profile = format!("--set metrics.profile=true --set metrics.trace={}", path.display());
+    let out = succeed(&format!("{SMALL} --mesh dp=2,tp=2 --steps 3 {profile}"));
+    let table = out.split_once("\nA step takes ").unwrap_or_else(|| panic!("no table in\n{out}")).1;
+    assert!(table.lines().next().unwrap().ends_with(" ms: mean of steps 2 to 3 on 4 ranks."), "{table}");
+    for class in
+        ["products", "attention", "norm", "pointwise", "loss", "optimizer", "communication", "waiting", "the rest"]
+    {
+        assert_eq!(table.lines().filter(|line| line.starts_with(class)).count(), 1, "{class} in\n{table}");
+    }
+    assert!(out.contains("\nA sample of the trained model:\n"), "{out}");
+    let trace: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let tracks = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "thread_name");
+    let names: Vec<&str> = tracks.map(|event| event["args"]["name"].as_str().unwrap()).collect();
+    assert_eq!(names[3], "rank 3 (dp=1,tp=1,pp=0)");
+    assert_eq!(names.len(), 4);
+}

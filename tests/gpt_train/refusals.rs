@@ -290,3 +290,23 @@ fn all_faults_come_at_once() {
     ];
     assert_eq!(keys, expected, "{faults:#?}");
 }
+
+#[test]
+fn a_timeline_that_cannot_be_written_or_would_replace_something() {
+    let folder = folder("timeline_refused");
+    let (config, metrics) = (folder.join("run.toml"), folder.join("run.jsonl"));
+    fs::write(&config, "[training]\nsteps = 3\n").unwrap();
+    let (config, metrics) = (config.display().to_string(), metrics.display().to_string());
+    for (trace, more, problem) in [
+        (folder.display().to_string(), String::new(), "is a folder"),
+        ("no/such/folder/trace.json".to_owned(), String::new(), "its folder does not exist"),
+        (config.clone(), format!("--config {config}"), "would replace what --config reads"),
+        (metrics.clone(), format!("--metrics {metrics}"), "is the file of --metrics too"),
+    ] {
+        let ended = run(&format!("{more} --set metrics.profile=true --set metrics.trace={trace}"));
+        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{trace}");
+        assert_eq!(ended.err.lines().count(), 1, "{trace}\n{}", ended.err);
+        assert!(ended.err.contains("metrics.trace") && ended.err.contains(problem), "{trace}\n{}", ended.err);
+    }
+    assert_eq!(fs::read_to_string(&config).unwrap(), "[training]\nsteps = 3\n");
+}

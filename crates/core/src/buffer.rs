@@ -168,6 +168,23 @@ impl Buffer {
         Ok(Buffer { memory: Arc::clone(&self.memory), dtype: self.dtype, offset, count })
     }
 
+    /// Trades elements with a buffer of the same type and count, without copying them: the two exchange the host bytes
+    /// below them, and keep all else that their [`Memory`]s are. False, and nothing happens, unless both are unique,
+    /// on the host, of memory of one size and at the same offset in it.
+    pub fn trade(&mut self, other: &mut Buffer) -> bool {
+        let window = |buffer: &Buffer| (buffer.dtype, buffer.offset, buffer.count);
+        if window(self) != window(other) {
+            return false;
+        }
+        fn host(buffer: &mut Buffer) -> Option<&mut HostMemory> {
+            Arc::get_mut(&mut buffer.memory)?.host_mut()
+        }
+        match (host(self), host(other)) {
+            (Some(mine), Some(theirs)) => mine.trade(theirs),
+            _ => false,
+        }
+    }
+
     /// The elements, when they are `T`s on the host.
     pub fn as_slice<T: Element>(&self) -> Result<&[T], BufferError> {
         self.check_type::<T>()?;
@@ -251,6 +268,34 @@ mod tests {
             assert_eq!(elements, vec![0.0; count]);
             assert_eq!(elements.as_ptr() as usize % 64, 0);
         }
+    }
+
+    #[test]
+    fn buffers_trade_bytes_only_if_nobody_else_has_them() {
+        let fresh = |v: [f32; 3]| Buffer::from_vec(v.to_vec());
+        let (mut a, mut b) = (fresh([1.0, 2.0, 3.0]), fresh([4.0, 5.0, 6.0]));
+        let at = |buffer: &Buffer| buffer.as_bytes().unwrap().as_ptr();
+        let before = (at(&a), at(&b));
+        assert!(a.trade(&mut b));
+        assert_eq!((at(&b), at(&a)), before);
+        assert_eq!(
+            (a.as_slice::<f32>().unwrap(), b.as_slice::<f32>().unwrap()),
+            (&[4.0, 5.0, 6.0][..], &[1.0, 2.0, 3.0][..])
+        );
+
+        let mut tail = a.slice(1..3).unwrap();
+        assert!(!a.trade(&mut b) && !b.trade(&mut a), "`tail` reads the memory of `a`");
+        drop(a);
+        let mut head = fresh([7.0, 8.0, 9.0]).slice(0..2).unwrap();
+        assert!(!tail.trade(&mut head), "not at the same offset");
+        assert!(!head.trade(&mut Buffer::zeros(DType::I32, 2)), "another type");
+        assert!(!head.trade(&mut Buffer::zeros(DType::F32, 3)), "another count");
+        let mut large = Buffer::zeros(DType::F32, 100).slice(0..2).unwrap();
+        assert!(!head.trade(&mut large), "more memory below it");
+        assert_eq!(
+            (head.as_slice::<f32>().unwrap(), tail.as_slice::<f32>().unwrap()),
+            (&[7.0, 8.0][..], &[5.0, 6.0][..])
+        );
     }
 
     #[test]

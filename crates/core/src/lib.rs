@@ -6,6 +6,7 @@ mod dtype;
 mod memory;
 mod mesh;
 pub mod pool;
+pub mod profile;
 mod rank;
 pub mod simd;
 mod spmd;

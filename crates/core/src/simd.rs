@@ -16,43 +16,84 @@
 /// ```
 #[inline(always)]
 pub fn wide<R>(f: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
-        {
-            // SAFETY: the CPU has all four.
-            return unsafe { avx512(f) };
-        }
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the CPU has it.
-            return unsafe { avx2(f) };
+    struct Closure<F>(F);
+
+    impl<R, F: FnOnce() -> R> Wide for Closure<F> {
+        type Output = R;
+
+        #[inline(always)]
+        fn run(self) -> R {
+            (self.0)()
         }
     }
-    f()
+
+    Closure(f).wide()
+}
+
+/// A loop that [`wide`] is not enough for: the compiler inlines a closure if it likes to, and a long one not. `run`, marked
+/// `#[inline(always)]`, has no such choice.
+pub trait Wide: Sized {
+    /// What the loop gives.
+    type Output;
+
+    /// The loop. Mark it `#[inline(always)]`.
+    fn run(self) -> Self::Output;
+
+    /// Runs it with the widest vectors this CPU has.
+    #[inline(always)]
+    fn wide(self) -> Self::Output {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                // SAFETY: the CPU has all four.
+                return unsafe { avx512(self) };
+            }
+            if is_x86_feature_detected!("avx2") {
+                // SAFETY: the CPU has it.
+                return unsafe { avx2(self) };
+            }
+        }
+        self.run()
+    }
 }
 
 /// # Safety
 /// The CPU has these features.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn avx512<R>(f: impl FnOnce() -> R) -> R {
-    f()
+unsafe fn avx512<W: Wide>(work: W) -> W::Output {
+    work.run()
 }
 
 /// # Safety
 /// The CPU has this feature.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn avx2<R>(f: impl FnOnce() -> R) -> R {
-    f()
+unsafe fn avx2<W: Wide>(work: W) -> W::Output {
+    work.run()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    struct Poly<'a> {
+        x: &'a [f32],
+        y: &'a mut [f32],
+    }
+
+    impl Wide for Poly<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run(self) {
+            self.y.iter_mut().zip(self.x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5));
+        }
+    }
 
     /// A loop in which a fused multiply-add would show: the same bits on each path that this CPU runs.
     #[test]
@@ -68,11 +109,14 @@ mod tests {
         let mut wide_y = x.clone();
         wide(|| wide_y.iter_mut().zip(&x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5)));
         assert_eq!(plain, wide_y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
+        let mut wide_y = x.clone();
+        Poly { x: &x, y: &mut wide_y }.wide();
+        assert_eq!(plain, wide_y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             let mut y = x.clone();
             // SAFETY: the CPU has it.
-            unsafe { avx2(|| y.iter_mut().zip(&x).for_each(|(y, x)| *y = (*y * *x + 0.1) / (x * x * *y + 2.5))) };
+            unsafe { avx2(Poly { x: &x, y: &mut y }) };
             assert_eq!(plain, y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
         }
     }

@@ -1,7 +1,7 @@
 //! Every operation, dtype and world size on the thread backend, against an oracle that is as naive as can be.
 
 use half::{bf16, f16};
-use meshwork_core::{Buffer, Element, Group, ReduceOp};
+use meshwork_core::{Buffer, DType, Element, Group, ReduceOp};
 use meshwork_testkit::{Rng, run_world};
 
 /// World sizes: all small ones, odd ones with them, and one deep tree.
@@ -86,6 +86,19 @@ fn check_collectives<T: Oracle>(group: &Group, count: usize) {
         group.all_reduce_slice(&mut data, op).unwrap();
         assert_eq!(data, reduced::<T>(op, n, count), "all_reduce {op:?} of {} on {n}", T::DTYPE);
 
+        // Every second rank out of place, from memory that is shared.
+        let kept = Buffer::from_vec(input::<T>(rank, count));
+        let reduced_all = match rank % 2 {
+            0 => group.all_reduce_into(
+                kept.clone(),
+                Buffer::from_vec(vec![input::<T>(rank + 9, count + 1)[0]; count]),
+                op,
+            ),
+            _ => group.all_reduce(Buffer::from_vec(input::<T>(rank, count)), op),
+        };
+        assert_eq!(reduced_all.unwrap().as_slice::<T>().unwrap(), data, "all_reduce {op:?} out of place on {n}");
+        assert_eq!(kept.as_slice::<T>().unwrap(), input::<T>(rank, count), "the input stays as it is");
+
         let mut part = zeros(count);
         group.reduce_scatter_slice(&input::<T>(rank, n * count), &mut part, op).unwrap();
         let whole = reduced::<T>(op, n, n * count);
@@ -126,13 +139,31 @@ fn check_messages<T: Oracle>(group: &Group, count: usize) {
         return; // nobody to talk to
     }
     let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
-    let send = group.start_send(Buffer::from_vec(input::<T>(rank, count)), next, 5).unwrap();
+    let (mine, theirs) = (input::<T>(rank, count), input::<T>(previous, count));
+    // A sender that keeps a clone keeps the elements: the message is copied.
+    let buffer = Buffer::from_vec(mine.clone());
+    let send = group.start_send(buffer.clone(), next, 5).unwrap();
     let mut data = vec![T::zeroed(); count];
     group.recv_slice(&mut data, previous, 5).unwrap();
-    assert_eq!(data, input::<T>(previous, count), "a message of {} on {n}", T::DTYPE);
+    assert_eq!(data, theirs, "a message of {} on {n}", T::DTYPE);
     let mut sent = send.wait().unwrap();
+    assert_eq!(sent.as_slice::<T>().unwrap(), mine);
+    drop(buffer);
     assert!(sent.as_mut_slice::<T>().is_ok(), "a sent buffer comes back, and is unique again");
-    assert_eq!(sent.as_slice::<T>().unwrap(), input::<T>(rank, count));
+
+    // One that does not may get other memory back: the receiver has that of the sender.
+    let buffer = Buffer::from_vec(mine);
+    let at = |buffer: &Buffer| [buffer.as_bytes().unwrap().as_ptr() as usize as i64];
+    let (mut from, old) = ([0], at(&buffer));
+    let send = group.start_send(buffer, next, 6).unwrap();
+    let received = group.recv(Buffer::zeros(T::DTYPE, count), previous, 6).unwrap();
+    assert_eq!(received.as_slice::<T>().unwrap(), theirs, "a message of {} that moves on {n}", T::DTYPE);
+    let mut sent = send.wait().unwrap();
+    assert!(sent.as_mut_slice::<T>().is_ok() && sent.count() == count, "memory comes back for it");
+    let send = group.start_send(Buffer::from_slice(&old), next, 7).unwrap();
+    group.recv_slice(&mut from, previous, 7).unwrap();
+    send.wait().unwrap();
+    assert!(count == 0 || at(&received) == from, "nothing was copied");
 }
 
 fn check_dtype<T: Oracle>() {
@@ -184,6 +215,30 @@ fn large_operations_match_the_oracle() {
             check_messages::<u8>(&group, 1_000_003);
         });
     }
+}
+
+/// So large that what is written bypasses the caches. Sums of small integers are exact in any order.
+#[test]
+fn very_large_operations_leave_no_element_out() {
+    let (n, count) = (4, (7 << 18) + 13);
+    run_world(n, |group| {
+        let value = |rank: usize, i: usize| (rank * 1000 + i % 251) as f32;
+        let of = |rank: usize, at: usize, count: usize| (at..at + count).map(|i| value(rank, i)).collect::<Vec<_>>();
+        let sum = |at: usize, count: usize| {
+            let sum = |i| (0..n).map(|rank| value(rank, i)).sum();
+            (at..at + count).map(sum).collect::<Vec<f32>>()
+        };
+        let rank = group.rank();
+        let room = |count| Buffer::zeros(DType::F32, count);
+        let whole = Buffer::from_vec(of(rank, 0, n * count));
+        let reduced = group.all_reduce_into(whole.clone(), room(n * count), ReduceOp::Sum).unwrap();
+        assert!(reduced.as_slice::<f32>().unwrap() == sum(0, n * count));
+        drop(reduced);
+        let part = group.reduce_scatter(whole, room(count), ReduceOp::Sum).unwrap();
+        assert!(part.as_slice::<f32>().unwrap() == sum(rank * count, count));
+        let all = group.all_gather(part, room(n * count)).unwrap();
+        assert!(all.as_slice::<f32>().unwrap() == sum(0, n * count));
+    });
 }
 
 /// Eight ranks in rows of 2 and columns of 4, as `tp` and `dp` of a mesh.

@@ -127,6 +127,43 @@ fn the_memory_of_a_failed_operation_goes_too() {
     assert_eq!(arena.returned(), 2);
 }
 
+/// A message that moves trades memory, so that each arena gets back as much as it gave, and no more.
+#[test]
+fn memory_that_a_message_trades_goes_back_in_equal_parts() {
+    let arenas = [(); 2].map(|()| Arc::new(Arena::default()));
+    let (sent, received) = (Mutex::new(0), Mutex::new(0));
+    let at = |buffer: &Buffer| buffer.as_bytes().unwrap().as_ptr() as usize;
+    run_world(2, |group| {
+        let arena = &arenas[group.rank()];
+        let buffer = arena.buffer(10);
+        match group.rank() {
+            0 => {
+                *sent.lock().unwrap() = at(&buffer);
+                drop(group.send(buffer, 1, 0).unwrap());
+            }
+            _ => {
+                let buffer = group.recv(buffer, 0, 0).unwrap();
+                *received.lock().unwrap() = at(&buffer);
+                assert_eq!(arena.returned(), 0, "the receiver has it");
+            }
+        }
+        assert_eq!(arena.returned(), 1);
+    });
+    assert_eq!(*sent.lock().unwrap(), *received.lock().unwrap(), "nothing was copied");
+}
+
+/// The sender of a message that nobody takes gets its own memory back, untraded.
+#[test]
+fn a_message_that_moves_to_a_rank_that_fails_stays_with_its_sender() {
+    let arena = Arc::new(Arena::default());
+    let failed = run(2, Options::default(), |group| match group.rank() {
+        1 => Err("injected".to_owned()),
+        _ => group.send(arena.buffer(10), 1, 0).map(drop).map_err(|e: CommError| e.to_string()),
+    });
+    assert_eq!(failed.unwrap_err().rank, 1);
+    assert_eq!(arena.returned(), 1);
+}
+
 #[test]
 fn messages_arrive_in_order_whatever_the_order_of_waits() {
     run_world(2, |group| {

@@ -1,39 +1,177 @@
-use meshwork_tensor::cpu::kernels::*;
-use std::time::Instant;
-fn main() {
-    let n = 1 << 15;
-    let x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
-    let mut y = vec![0.0; n];
-    let time = |name: &str, f: &mut dyn FnMut()| {
-        let mut best = f64::MAX;
-        for _ in 0..300 {
-            let t = Instant::now();
-            f();
-            best = best.min(t.elapsed().as_secs_f64());
-        }
-        println!("{name} {:.3} ns/elem", best * 1e9 / n as f64);
+//! Nanoseconds per element and GB/s of the kernels that are no products: element-wise, along rows, over flat vectors.
+//!
+//! Run with `cargo bench -p meshwork-tensor --bench pointwise [-- PRESETS]`: as the device runs them, on one thread and on
+//! all (`MESHWORK_THREADS` or the cores); medians. Bytes are those that must be read and written once; `cached` is a
+//! problem that stays in a core's cache. Without `--bench` (as under `cargo test`), everything runs once on a few rows.
+
+use std::hint::black_box;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use meshwork_core::{Buffer, DType, pool};
+use meshwork_optim::{AdamW, Optimizer, Update};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::family::{DropoutMask, TableGrad, UpdateRule, VocabShard};
+use meshwork_tensor::{Error, random};
+
+/// Preset, tokens of a step, hidden size, vocabulary.
+const PRESETS: [(&str, usize, usize, usize); 5] = [
+    ("cached", 64, 128, 4096),
+    ("tiny", 2048, 128, 256),
+    ("small", 3072, 384, 256),
+    ("medium", 2048, 512, 50_257),
+    ("gpt2", 2048, 768, 50_304),
+];
+
+fn main() -> Result<(), Error> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let full = args.iter().any(|arg| arg == "--bench");
+    let presets: Vec<&String> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
+    let asked = |preset: &str| presets.is_empty() || presets.iter().any(|asked| *asked == preset);
+    println!("{} threads share", pool::threads());
+    println!("{:26} {:>10} {:>8} {:>8} {:>8} {:>8}", "", "elements", "ns alone", "GB/s", "ns all", "GB/s");
+    for (preset, tokens, hidden, vocab) in PRESETS.into_iter().filter(|(preset, ..)| asked(preset)) {
+        let tokens = if full { tokens } else { 3 };
+        let budget = if full { Duration::from_millis(250) } else { Duration::ZERO };
+        run(preset, [tokens, hidden, vocab], budget)?;
+    }
+    Ok(())
+}
+
+fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> Result<(), Error> {
+    let device = Cpu::device();
+    let (count, wide) = (tokens * hidden, 4 * tokens * hidden);
+    let (x, dy, gamma) = (numbers(wide), numbers(wide), numbers(4 * hidden));
+    let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
+    let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5)?;
+    let mask = DropoutMask {
+        p: 0.1,
+        key: random::key(0, "bench"),
+        ndim: 2,
+        local: [tokens, hidden, 1, 1, 1, 1],
+        offset: [0; 6],
+        global: [tokens as u64, hidden as u64, 1, 1, 1, 1],
     };
-    time("gelu", &mut || gelu::gelu(&x, &mut y));
-    let dy = x.clone();
-    let b = vec![0.1f32; 1024];
-    let mut db = vec![0.1f32; 1024];
-    time("gelu_backward", &mut || gelu::gelu_backward(&x, &dy, &mut y));
-    time("bias_gelu", &mut || gelu::bias_gelu(&x, &b, &mut y));
-    time("bias_gelu_backward", &mut || gelu::bias_gelu_backward(&x, &b, &dy, &mut y, &mut db));
-    time("bias_backward", &mut || pointwise::bias_backward(&x, &mut db));
-    time("exp", &mut || {
-        meshwork_core::simd::wide(
-            #[inline(always)]
-            || {
-                for (y, x) in y.iter_mut().zip(&x) {
-                    *y = Float::exp(*x)
-                }
-            },
-        )
+    let shard = VocabShard { first: 0, valid: vocab, width: vocab, vocab };
+    let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % vocab) as i32).collect();
+    let ids = Buffer::from_slice(&ids);
+    // The gradient of a gradient of a gradient goes nowhere with this lse: to a fixed point.
+    let (logits, mut turned, lse) =
+        (numbers(tokens * vocab), numbers(tokens * vocab), Buffer::from_vec(vec![3.0_f32; tokens]));
+    let scale = Buffer::from_slice(&[1.0_f64]);
+    let table = numbers(vocab * hidden);
+    let weights = 12 * hidden * hidden;
+    let rule = Rule(AdamW::default());
+    let [mut w, g, m, v] = [(); 4].map(|()| numbers(weights));
+    let mut states = [m, v];
+    let mut zeroed = Buffer::zeros(DType::F32, weights);
+    let mut dtable = Buffer::zeros(DType::F32, vocab * hidden);
+
+    // Name, elements, bytes of each, and the work.
+    type Work<'a> = Box<dyn FnMut() -> Result<(), Error> + Send + 'a>;
+    let works: Vec<(&str, usize, usize, Work<'_>)> = vec![
+        ("add", count, 12, Box::new(|| device.pointwise()?.add(&x_narrow, &dy_narrow).map(drop))),
+        ("bias", wide, 8, Box::new(|| device.pointwise()?.bias(&x, &gamma).map(drop))),
+        (
+            "bias_residual",
+            count,
+            12,
+            Box::new(|| device.pointwise()?.bias_residual(&x_narrow, &narrow, &dy_narrow).map(drop)),
+        ),
+        ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden).map(drop))),
+        ("gelu", wide, 8, Box::new(|| device.pointwise()?.gelu(&x).map(drop))),
+        ("gelu_grad", wide, 12, Box::new(|| device.pointwise()?.gelu_grad(&dy, &x).map(drop))),
+        ("bias_gelu", wide, 8, Box::new(|| device.pointwise()?.bias_gelu(&x, &gamma).map(drop))),
+        ("bias_gelu_grad", wide, 12, Box::new(|| device.pointwise()?.bias_gelu_grad(&dy, &x, &gamma).map(drop))),
+        ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
+        ("layer_norm", count, 8, Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5).map(drop))),
+        (
+            "layer_norm_grad",
+            count,
+            12,
+            Box::new(|| device.norm()?.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, &mean, &rstd).map(drop)),
+        ),
+        ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),
+        ("loss backward", tokens * vocab, 8, Box::new(|| device.loss()?.grad(&mut turned, &ids, &lse, &scale, shard))),
+        ("lookup", count, 8, Box::new(|| device.embedding()?.lookup(&ids, &table, 0..vocab, vocab, hidden).map(drop))),
+        // The table is written once; what is added to it is small beside it.
+        (
+            "lookup_grad",
+            vocab * hidden,
+            4,
+            Box::new(|| {
+                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false };
+                device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, hidden, dtable)
+            }),
+        ),
+        (
+            "positions",
+            count,
+            8,
+            Box::new(|| device.embedding()?.positions(&x_narrow, &dy_narrow, 0, tokens, hidden).map(drop)),
+        ),
+        (
+            "sum_of_squares",
+            weights,
+            4,
+            Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights).map(|sum| _ = black_box(sum))),
+        ),
+        ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, &mut w, &g, &mut states, 0..weights))),
+        ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),
+    ];
+    for (name, elements, bytes, mut work) in works {
+        let alone = alone(|| median(budget, &mut work))?;
+        let shared = median(budget, &mut work)?;
+        let (ns, rate) = (|time: f64| time / elements as f64, |time: f64| (elements * bytes) as f64 / time);
+        let name = format!("{preset} {name}");
+        let figures = [ns(alone), rate(alone), ns(shared), rate(shared)].map(|figure| format!("{figure:>8.3}"));
+        println!("{name:26} {elements:>10} {}", figures.join(" "));
+    }
+    Ok(())
+}
+
+/// `AdamW` as a device applies it.
+struct Rule(AdamW);
+
+impl UpdateRule for Rule {
+    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<(), Error> {
+        let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay: true };
+        self.0.update(update, weights, grads, states).map_err(|error| Error::Update(error.to_string()))
+    }
+}
+
+/// Numbers between -3 and 3.
+fn numbers(len: usize) -> Buffer {
+    let numbers: Vec<f32> =
+        (0..len).map(|i| (((i * 2_654_435_761) >> 12) & 0xffff) as f32 * (6.0 / 65_536.0) - 3.0).collect();
+    Buffer::from_slice(&numbers)
+}
+
+/// Runs `work` inside one of two items of the pool, where nothing more is shared.
+fn alone<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    let (work, result) = (Mutex::new(Some(work)), Mutex::new(None));
+    pool::share(0..2, |_| {
+        let mine = work.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(work) = mine {
+            let value = work();
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+        }
     });
-    let cols = loss::Columns::whole(n);
-    let mut m = [0f32];
-    let mut s = [0f32];
-    let mut t = [0f32];
-    time("row_stats", &mut || loss::row_stats(cols, &x, &[3], &mut m, &mut s, &mut t));
+    let result = result.into_inner().unwrap_or_else(PoisonError::into_inner);
+    result.unwrap_or_else(|| unreachable!("one of the items takes the work"))
+}
+
+/// Median of the nanoseconds of a call, over so much time but at least once.
+fn median(budget: Duration, work: &mut impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    if !budget.is_zero() {
+        work()?; // warms caches and the arena
+    }
+    let (begun, mut times) = (Instant::now(), Vec::new());
+    while times.is_empty() || begun.elapsed() < budget {
+        let start = Instant::now();
+        work()?;
+        times.push(start.elapsed().as_nanos().max(1) as f64);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
 }

@@ -116,7 +116,8 @@ impl Var {
             return Err(refuse(ty).into());
         }
         let input = self.tensor();
-        let reduced = group.all_reduce(input.copy_buffer()?, ReduceOp::Max)?;
+        let out = input.device().alloc(input.dtype(), input.count())?;
+        let reduced = group.all_reduce_into(input.buffer().clone(), out, ReduceOp::Max)?;
         let tensor = Tensor::from_buffer(input.device(), reduced, input.shape())?;
         Ok(self.tape().constant(tensor, self.types().with(axis, Ty::Invariant)))
     }
@@ -209,7 +210,14 @@ impl Move {
         match self {
             Move::Identity => Ok(x),
             Move::AllReduce => {
-                let buffer = group.all_reduce(x.into_owned_buffer()?, ReduceOp::Sum)?;
+                // In place where nobody else holds it: else what a copy would need, without the copy's pass over it.
+                let buffer = match x.buffer().is_unique() {
+                    true => group.all_reduce(x.into_buffer(), ReduceOp::Sum)?,
+                    false => {
+                        let out = device.alloc(x.dtype(), x.count())?;
+                        group.all_reduce_into(x.into_buffer(), out, ReduceOp::Sum)?
+                    }
+                };
                 Tensor::from_buffer(&device, buffer, shape)
             }
             Move::Gather(dim) => {

@@ -15,6 +15,7 @@ pub mod family;
 pub mod meta;
 pub mod op;
 pub mod param;
+pub mod profiled;
 pub mod random;
 mod shape;
 pub mod tape;

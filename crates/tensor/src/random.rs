@@ -8,6 +8,7 @@
 //! `i` of a stream comes from word `i % 4`. [`uniform`] and [`normal`] use the same words: give each use a name of
 //! its own. Only IEEE additions, products and square roots are used, no libm, so every machine draws the same bits.
 
+use meshwork_core::simd::wide;
 use std::f32::consts::TAU;
 
 /// Names one random stream. Made by [`key`].
@@ -46,12 +47,18 @@ pub fn normal(key: Key, index: u64) -> f32 {
 
 /// `out[i] = uniform(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
 pub fn fill_uniform<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
-    fill::<Uniform, T>(key, start, out);
+    wide(
+        #[inline(always)]
+        || fill::<Uniform, T>(key, start, out),
+    );
 }
 
 /// `out[i] = normal(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
 pub fn fill_normal<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
-    fill::<Normal, T>(key, start, out);
+    wide(
+        #[inline(always)]
+        || fill::<Normal, T>(key, start, out),
+    );
 }
 
 /// The SplitMix64 finaliser (Steele, Lea and Flood 2014; Stafford's variant 13), preceded by its increment.
@@ -63,6 +70,7 @@ fn mix(value: u64) -> u64 {
 }
 
 /// `N` Philox4x32-10 blocks side by side: `[w][l]` is word `w` of block `l`. The lanes are there for the vectoriser.
+#[inline(always)]
 fn philox<const N: usize>(counters: [[u32; N]; 4], Key([mut k0, mut k1]): Key) -> [[u32; N]; 4] {
     let mut words = counters;
     for _ in 0..10 {
@@ -82,6 +90,7 @@ fn philox<const N: usize>(counters: [[u32; N]; 4], Key([mut k0, mut k1]): Key) -
 }
 
 /// The words of blocks `first .. first + N`.
+#[inline(always)]
 fn blocks<const N: usize>(key: Key, first: u64) -> [[u32; N]; 4] {
     let block = |l: usize| first.wrapping_add(l as u64);
     let low = std::array::from_fn(|l| block(l) as u32);
@@ -100,6 +109,7 @@ trait Distribution {
 struct Uniform;
 
 impl Distribution for Uniform {
+    #[inline(always)]
     fn draw<const N: usize>(words: [[u32; N]; 4]) -> [[f32; N]; 4] {
         // The upper 24 bits are exact in an f32; as i32 because that conversion is one instruction.
         words.map(|lanes| lanes.map(|word| (word >> 8) as i32 as f32 * ULP))
@@ -109,6 +119,7 @@ impl Distribution for Uniform {
 struct Normal;
 
 impl Distribution for Normal {
+    #[inline(always)]
     fn draw<const N: usize>(words: [[u32; N]; 4]) -> [[f32; N]; 4] {
         let mut out = [[0.0; N]; 4];
         for pair in [0, 2] {
@@ -122,11 +133,13 @@ impl Distribution for Normal {
 }
 
 /// The definition of both streams: word `index % 4` of block `index / 4`.
+#[inline(always)]
 fn element<D: Distribution>(key: Key, index: u64) -> f32 {
     D::draw(blocks::<1>(key, index / 4))[(index % 4) as usize][0]
 }
 
 /// Elements `start ..` of a stream, eight blocks at a time where the alignment allows.
+#[inline(always)]
 fn fill<D: Distribution, T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
     const WIDE: usize = 16;
     let lead = ((4 - start % 4) % 4) as usize;

@@ -5,9 +5,11 @@ use crate::data::Data;
 use crate::engine::{Blueprint, TrainError};
 use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
+use crate::profile::{Ceilings, Probe, Profile};
 use crate::progress::Progress;
 use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::profile::Class;
 use meshwork_core::{Rank, ReduceOp};
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// How a run ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// Steps that were trained.
     pub steps: u64,
@@ -25,6 +27,8 @@ pub struct Outcome {
     pub sample: String,
     /// Whether the run was asked to stop before its last step.
     pub stopped: bool,
+    /// Where the time of some steps went, if that was asked for.
+    pub profile: Option<Profile>,
 }
 
 /// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step
@@ -38,13 +42,21 @@ pub fn train(
     let parallelism = &config.parallelism;
     let world_size = parallelism.dp * parallelism.tp * parallelism.pp;
     let options = Options { timeout: config.comm.timeout() };
-    let outcomes = thread::run(world_size, options, |world| {
+    // Measured while no rank is there to disturb it.
+    let ceilings = config.metrics.profile.then(|| Ceilings::measure(&*config.device.open(config.training.dtype)));
+    let origin = ceilings.is_some().then(Instant::now);
+    let ends = thread::run(world_size, options, |world| {
         let blueprint = Blueprint::new(config)?;
-        let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
-        run_rank(config, data, metrics, stop, rank)
+        let probe = Probe::new(config, origin);
+        let rank = Arc::new(Rank::new(blueprint.mesh(), probe.communicator(world.communicator().clone()))?);
+        let outcome = run_rank(config, data, metrics, stop, rank.clone(), &probe)?;
+        Ok((outcome, probe.track(&rank)))
     })?;
+    let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
+    let profile = ceilings.map(|ceilings| Profile { tracks: tracks.into_iter().flatten().collect(), ceilings });
     // Every rank ends with the same outcome.
-    Ok(outcomes.into_iter().next().unwrap_or(Outcome { steps: 0, loss: None, sample: String::new(), stopped: false }))
+    let outcome = outcomes.into_iter().next().unwrap_or_default();
+    Ok(Outcome { profile, ..outcome })
 }
 
 /// One rank's run.
@@ -54,6 +66,7 @@ fn run_rank(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     rank: Arc<Rank>,
+    probe: &Probe,
 ) -> Result<Outcome, TrainError> {
     let steps = config.training.steps;
     let started = Instant::now();
@@ -62,12 +75,16 @@ fn run_rank(
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,
     };
-    let mut trainer = Trainer::new(config, rank, config.device.open(config.training.dtype))?;
-    let mut outcome = Outcome { steps: 0, loss: None, sample: String::new(), stopped: false };
+    let device = probe.device(config.device.open(config.training.dtype));
+    let mut trainer = Trainer::new(config, rank, device)?;
+    let mut outcome = Outcome::default();
     while outcome.steps < steps && !outcome.stopped {
         let began = Instant::now();
-        let batch = data.batch(outcome.steps, config.training.global_batch_size, trainer.rows());
-        let report = trainer.step(&batch, |_| {})?;
+        let report = probe.step(outcome.steps + 1, || {
+            let read = || data.batch(outcome.steps, config.training.global_batch_size, trainer.rows());
+            let batch = probe.time(Class::Data, "batch", read);
+            trainer.step(&batch, |event| probe.observe(event))
+        })?;
         outcome = Outcome { steps: report.step, loss: Some(report.loss), ..outcome };
         if let Some(reporter) = &mut reporter {
             reporter.step(config, &report, began)?;

@@ -9,6 +9,7 @@ mod launch;
 mod load;
 pub mod metrics;
 pub mod plan;
+pub mod profile;
 pub mod progress;
 mod step;
 

@@ -24,9 +24,15 @@ use std::path::Path;
 /// ```
 pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     let (mut config, mut settings) = resolve(args, Settings::default());
-    if let Some(path) = &args.metrics {
-        settings.faults.extend(metrics::check(path).err());
-        settings.faults.extend(overwritten(path, args, &config));
+    let trace =
+        (config.metrics.profile && settings.sound(&["metrics.trace"])).then_some(Path::new(&config.metrics.trace));
+    for (key, path) in [("--metrics", args.metrics.as_deref()), ("metrics.trace", trace)] {
+        let Some(path) = path else { continue };
+        settings.faults.extend(metrics::check(key, path).err());
+        settings.faults.extend(overwritten(key, path, args, &config));
+    }
+    if let Some(path) = trace.filter(|&path| args.metrics.as_deref() == Some(path)) {
+        settings.fault("metrics.trace", path.display(), "is the file of --metrics too", "use another file");
     }
     let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 {
@@ -41,9 +47,9 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
 }
 
-/// The fault of metrics that would replace a file that the run reads.
-fn overwritten(metrics: &Path, args: &Args, config: &Config) -> Option<Fault> {
-    let target = fs::canonicalize(metrics).ok().filter(|path| path.is_file())?;
+/// The fault of metrics or a timeline that would replace a file that the run reads.
+fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Option<Fault> {
+    let target = fs::canonicalize(written).ok().filter(|path| path.is_file())?;
     let read = [
         ("--config", args.config.as_deref()),
         ("data.path", config.data.path.as_deref().map(Path::new)),
@@ -53,9 +59,9 @@ fn overwritten(metrics: &Path, args: &Args, config: &Config) -> Option<Fault> {
     let reads = |path: Option<&Path>| {
         path.and_then(|path| fs::canonicalize(path).ok()).is_some_and(|path| target.starts_with(path))
     };
-    let (key, _) = read.into_iter().find(|(_, path)| reads(*path))?;
-    let problem = format!("would replace what {key} reads");
-    Some(Fault::new("--metrics", metrics.display(), problem, "use another file"))
+    let (reader, _) = read.into_iter().find(|(_, path)| reads(*path))?;
+    let problem = format!("would replace what {reader} reads");
+    Some(Fault::new(key, written.display(), problem, "use another file"))
 }
 
 /// The fault of a run that needs more memory than the machine has.

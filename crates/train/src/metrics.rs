@@ -141,10 +141,9 @@ impl Metrics {
     }
 }
 
-/// Whether metrics could be written to `path`, which is left as it is.
-pub(crate) fn check(path: &Path) -> Result<(), Fault> {
-    let fault =
-        |problem: String| Err(Fault::new("--metrics", path.display(), problem, "use a file that can be written"));
+/// Whether what `key` asks for could be written to `path`, which is left as it is.
+pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
+    let fault = |problem: String| Err(Fault::new(key, path.display(), problem, "use a file that can be written"));
     if path.is_dir() {
         return fault("is a folder".to_string());
     }

@@ -91,6 +91,14 @@ fn layers_are_dealt_to_stages() {
 #[test]
 fn settings_without_effect_are_noticed() {
     assert_eq!(
+        config("--set metrics.profile_steps=5 --set metrics.trace=t.json").notices,
+        [
+            "metrics.profile_steps = 5 has no effect: metrics.profile is off",
+            "metrics.trace = \"t.json\" has no effect: metrics.profile is off"
+        ]
+    );
+    assert!(config("--set metrics.profile=true --set metrics.trace=t.json").notices.is_empty());
+    assert_eq!(
         config("--set optimizer.momentum=0.9").notices,
         ["optimizer.momentum = 0.9 has no effect: optimizer.name = \"adamw\" does not read it"]
     );

@@ -262,7 +262,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "checkpoint.keep=3",
         "checkpoint.resume=true",
         "checkpoint.export=/tmp",
-        "metrics.profile=true",
         "model.init_from=gpt2",
         "model.kind=llama",
         "model.num_kv_heads=2",

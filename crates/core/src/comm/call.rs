@@ -18,7 +18,7 @@ pub enum ReduceOp {
 /// What to do. Ranks are ranks within the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// `output` of every rank becomes the reduction of all of them.
+    /// `output` of every rank becomes the reduction of all `input`s; of a rank without an input, its output is one.
     AllReduce(ReduceOp),
     /// `output` (c elements) of rank r becomes the reduction of the r-th parts of all `input`s (n·c elements).
     ReduceScatter(ReduceOp),
@@ -36,7 +36,7 @@ pub enum Op {
         /// Elements from each rank.
         recv_counts: Vec<usize>,
     },
-    /// Sends `input` to one rank.
+    /// Sends `input` to one rank. If nobody else refers to it, its memory may be traded for the receiver's.
     Send {
         /// The receiver.
         to: usize,
@@ -75,9 +75,10 @@ pub enum OpKind {
     Barrier,
 }
 
-impl fmt::Display for OpKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl OpKind {
+    /// Its name in programs and messages: `all_reduce`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
             OpKind::AllReduce => "all_reduce",
             OpKind::ReduceScatter => "reduce_scatter",
             OpKind::AllGather => "all_gather",
@@ -86,7 +87,13 @@ impl fmt::Display for OpKind {
             OpKind::Send => "send",
             OpKind::Recv => "recv",
             OpKind::Barrier => "barrier",
-        })
+        }
+    }
+}
+
+impl fmt::Display for OpKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -105,10 +112,12 @@ impl Op {
         }
     }
 
-    /// Whether the operation has an input and an output. Those in place have only an output.
-    fn buffers(&self) -> (bool, bool) {
+    /// Whether the operation has an input and an output. Those in place have only an output, and an all-reduce is in
+    /// place or not, as each rank likes.
+    fn buffers(&self, has_input: bool) -> (bool, bool) {
         match self.kind() {
-            OpKind::AllReduce | OpKind::Broadcast | OpKind::Recv => (false, true),
+            OpKind::AllReduce => (has_input, true),
+            OpKind::Broadcast | OpKind::Recv => (false, true),
             OpKind::ReduceScatter | OpKind::AllGather | OpKind::AllToAll => (true, true),
             OpKind::Send => (true, false),
             OpKind::Barrier => (false, false),
@@ -116,8 +125,9 @@ impl Op {
     }
 }
 
-/// One communication call, the same for every backend. In-place operations (all-reduce, broadcast) have only an
-/// output, which is read and written. The output must be unique; the input is only read, so it may be shared.
+/// One communication call, the same for every backend. In-place operations (broadcast, all-reduce unless it has an
+/// input) have only an output, which is read and written. The output must be unique; the input is only read, so it may
+/// be shared.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// What to do.
@@ -131,7 +141,7 @@ pub struct Call {
 impl Call {
     /// Checks all that one rank alone can check, for a group of `size` ranks in which this one is `rank`.
     pub fn check(&self, rank: usize, size: usize) -> Result<(), CallError> {
-        let (has_input, has_output) = self.op.buffers();
+        let (has_input, has_output) = self.op.buffers(self.input.is_some());
         for (which, buffer, wanted) in [("input", &self.input, has_input), ("output", &self.output, has_output)] {
             if buffer.is_some() != wanted {
                 return Err(CallError::Buffers { which, wanted });
@@ -144,6 +154,9 @@ impl Call {
         }
         let (input, output) = (count(&self.input), count(&self.output));
         match &self.op {
+            Op::AllReduce(_) if self.input.is_some() && input != output => {
+                return Err(CallError::Count { which: "input", count: input, wanted: output });
+            }
             Op::AllReduce(_) | Op::Barrier => {}
             Op::ReduceScatter(_) => parts("input", input, "output", output, size)?,
             Op::AllGather => parts("output", output, "input", input, size)?,

@@ -123,6 +123,11 @@ impl Group {
         self.start(Call { op: Op::AllReduce(op), input: None, output: Some(buffer) })
     }
 
+    /// Starts [`Op::AllReduce`] with an input, which may be shared and stays as it is.
+    pub fn start_all_reduce_into(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
+        self.start(Call { op: Op::AllReduce(op), input: Some(input), output: Some(output) })
+    }
+
     /// Starts [`Op::ReduceScatter`].
     pub fn start_reduce_scatter(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
         self.start(Call { op: Op::ReduceScatter(op), input: Some(input), output: Some(output) })
@@ -174,6 +179,12 @@ impl Group {
         self.start_all_reduce(buffer, op)?.wait()
     }
 
+    /// The reduction of all ranks' inputs, in `output`. The input may be shared and stays as it is. A rank may do this
+    /// where others reduce in place.
+    pub fn all_reduce_into(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
+        self.start_all_reduce_into(input, output, op)?.wait()
+    }
+
     /// This rank's part of the reduction of all ranks' inputs.
     pub fn reduce_scatter(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
         self.start_reduce_scatter(input, output, op)?.wait()
@@ -200,7 +211,8 @@ impl Group {
         self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
     }
 
-    /// Sends a buffer, and gives it back when the receiver has it.
+    /// Sends a buffer, and gives it back when the receiver has it. If nobody else refers to its memory, what it holds
+    /// then is whatever the receiver's buffer held: the two may have traded memory instead of copying.
     pub fn send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Buffer, CommError> {
         self.start_send(buffer, to, signature)?.wait()
     }

@@ -31,10 +31,8 @@ impl Attention for Cpu {
             let qkv = qkv.as_slice::<T>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
-            let mut scratch = self.output::<T>(attention::scratch_len(shape.seq), |_| {})?;
-            let scratch = scratch.as_mut_slice::<T>()?;
             let out = self.output::<T>(qkv.len() / 3, |out| {
-                attention::forward(dims(shape), qkv, out, rows, mask(dropout), scratch);
+                attention::forward(dims(shape), qkv, out, rows, mask(dropout));
             })?;
             Ok((out, lse))
         })
@@ -57,10 +55,8 @@ impl Attention for Cpu {
                 lse: lse.as_slice::<T>()?,
             };
             let dout = dout.as_slice::<T>()?;
-            let mut scratch = self.output::<T>(attention::scratch_len(shape.seq), |_| {})?;
-            let scratch = scratch.as_mut_slice::<T>()?;
             self.output::<T>(qkv.count(), |dqkv| {
-                attention::backward(dims(shape), saved, dout, dqkv, mask(dropout), scratch);
+                attention::backward(dims(shape), saved, dout, dqkv, mask(dropout));
             })
         })
     }

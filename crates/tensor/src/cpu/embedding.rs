@@ -1,5 +1,5 @@
-use super::kernels::{embedding, pointwise};
-use super::{Cpu, PIECE, for_float, row_piece};
+use super::kernels::embedding;
+use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
 use crate::family::{Embedding, TableGrad};
 use meshwork_core::Buffer;
@@ -58,13 +58,15 @@ impl Embedding for Cpu {
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
         for_float!(self, "positions", x, T => {
             let (x, table) = (x.as_slice::<T>()?, table.as_slice::<T>()?);
-            let used = &table[first * width..(first + seq) * width];
+            let (sequence, piece) = ((seq * width).max(1), row_piece(width));
             self.output::<T>(x.len(), |out| {
-                let sequences = out.chunks_mut(used.len()).zip(x.chunks(used.len()));
-                let pieces = sequences.flat_map(|(out, x)| {
-                    out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(used.chunks(PIECE))
+                let pieces = out.chunks_mut(sequence).zip(x.chunks(sequence)).flat_map(|(out, x)| {
+                    out.chunks_mut(piece).zip(x.chunks(piece)).enumerate()
                 });
-                share(pieces, |((out, x), table)| pointwise::add(x, table, out));
+                share(pieces, |(i, (out, x))| {
+                    let (first, rows) = (first + i * piece / width, x.len() / width);
+                    embedding::add_positions(x, table, first, rows, width, out);
+                });
             })
         })
     }
@@ -87,8 +89,9 @@ impl Embedding for Cpu {
                 let piece = row_piece(width);
                 share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
                     dtable.fill(0.0);
-                    for dout in dout.chunks(seq * width) {
-                        pointwise::add_assign(dtable, &dout[i * piece..][..dtable.len()]);
+                    for dout in dout.chunks_exact(seq * width) {
+                        let (dout, rows) = (&dout[i * piece..][..dtable.len()], dtable.len() / width);
+                        embedding::add_positions_backward(dout, 0, rows, width, dtable);
                     }
                 });
             })

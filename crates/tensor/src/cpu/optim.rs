@@ -54,10 +54,10 @@ impl Optim for Cpu {
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
 fn sum_of_squares(x: &[f32]) -> f64 {
-    let mut lanes = [0_f64; LANES];
     wide(
         #[inline(always)]
         || {
+            let mut lanes = [0_f64; LANES];
             let (whole, rest) = x.as_chunks::<LANES>();
             for x in whole {
                 for l in 0..LANES {
@@ -77,7 +77,6 @@ mod tests {
     use super::*;
     use crate::cpu::kernels::Float;
     use crate::random::{fill_normal, key};
-    
 
     fn buffer(x: &[f32]) -> Buffer {
         Buffer::from_slice(x)
@@ -125,8 +124,8 @@ mod tests {
         let range = 5..2 * PIECE + 9;
         let cpu = Cpu::default();
         cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range.clone()).unwrap();
-        for i in 0..count {
-            let g = if range.contains(&i) { grads[i] } else { 0.0 };
+        for (i, &grad) in grads.iter().enumerate() {
+            let g = if range.contains(&i) { grad } else { 0.0 };
             let w = if range.contains(&i) { 1.5 + g } else { 0.5 };
             let got = [&weights, &states[0], &states[1]].map(|buffer| buffer.as_slice::<f32>().unwrap()[i]);
             assert_eq!(got, [w, 1.0 + g, 2.0 - g], "{i}");

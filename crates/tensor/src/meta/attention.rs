@@ -1,5 +1,4 @@
 use super::Meta;
-use crate::cpu::kernels::attention::scratch_len;
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::family::{Attention, AttentionDropout, AttentionShape};
@@ -14,7 +13,6 @@ impl Attention for Meta {
     ) -> Result<(Buffer, Buffer)> {
         self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(qkv.dtype(), shape.batch * shape.heads * shape.seq)?;
-        let _scratch = self.alloc(qkv.dtype(), scratch_len(shape.seq))?;
         Ok((self.alloc(qkv.dtype(), qkv.count() / 3)?, lse))
     }
 
@@ -28,7 +26,6 @@ impl Attention for Meta {
         _dropout: Option<&AttentionDropout>,
     ) -> Result<Buffer> {
         self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let _scratch = self.alloc(qkv.dtype(), scratch_len(shape.seq))?;
         self.alloc(qkv.dtype(), qkv.count())
     }
 }

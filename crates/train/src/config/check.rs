@@ -70,6 +70,13 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         OptimizerName::Adamw => (&["optimizer.momentum"], "adamw"),
         OptimizerName::Sgd => (&["optimizer.beta1", "optimizer.beta2", "optimizer.eps"], "sgd"),
     };
+    if !config.metrics.profile && settings.sound(&["metrics.profile"]) {
+        for key in ["metrics.profile_steps", "metrics.trace"] {
+            if let Some(value) = settings.given::<toml::Value>(key) {
+                config.notices.push(format!("{key} = {value} has no effect: metrics.profile is off"));
+            }
+        }
+    }
     for key in idle {
         if let Some(value) = settings.given::<f64>(key) {
             config.notices.push(format!("{key} = {value} has no effect: optimizer.name = \"{rule}\" does not read it"));

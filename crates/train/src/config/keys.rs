@@ -232,7 +232,9 @@ pub static SECTIONS: &[Section] = &[
         key("export", Text, Unset, "Folder of the final model in Hugging Face format.").awaits("exporting the model"),
     ]},
     Section { name: "metrics", keys: &[
-        key("profile", Switch, OFF, "Whether to time every op.").awaits("profiling"),
+        key("profile", Switch, OFF, "Whether to time every operation, print a table of where a step's time goes, and write its timeline."),
+        key("profile_steps", Count(1), int(3), "Steps to profile: the first ones but for the very first."),
+        key("trace", Text, text("trace.json"), "File for the timeline of a profile, to be opened in Perfetto."),
     ]},
     Section { name: "comm", keys: &[
         key("timeout_seconds", Number(Interval::Positive), float(60.0), "Time without progress after which a collective gives up on a rank."),

@@ -191,7 +191,11 @@ fn typed(settings: &Settings, device: Device) -> Config {
             resume: get!("checkpoint.resume"),
             export: settings.get("checkpoint.export"),
         },
-        metrics: Metrics { profile: get!("metrics.profile") },
+        metrics: Metrics {
+            profile: get!("metrics.profile"),
+            profile_steps: get!("metrics.profile_steps"),
+            trace: get!("metrics.trace"),
+        },
         comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
         numerics: Numerics { leaves: get!("numerics.leaves") },
         device,

@@ -192,6 +192,8 @@ pub struct Checkpoint {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Metrics {
     pub profile: bool,
+    pub profile_steps: u64,
+    pub trace: String,
 }
 
 /// Section `[comm]`.

@@ -16,6 +16,7 @@
 mod operation;
 mod reduce;
 mod state;
+mod stream;
 mod watch;
 mod work;
 mod world;

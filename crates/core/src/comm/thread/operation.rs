@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::work::{Plan, Post};
 use crate::comm::{Op, OpInfo, OpKind, Peer};
+use crate::pool;
 
 /// What tells operations apart. Messages have a sequence of their own for each sender and receiver, because the order
 /// between them and the collectives is nobody's business.
@@ -143,11 +144,16 @@ impl Operation {
         self.slots[slot] = Slot::Posted { post, info, detached: false };
         self.missing -= 1;
         if self.is_full() {
-            let posts = self.slots.iter().filter_map(|slot| match slot {
+            let posts = self.slots.iter_mut().filter_map(|slot| match slot {
                 Slot::Posted { post, .. } => Some(post),
                 Slot::Missing | Slot::Taken => None,
             });
-            self.plan = Some(Arc::new(Plan::new(&posts.collect::<Vec<_>>())));
+            let mut posts: Vec<_> = posts.collect();
+            let plan = match Post::trade(&mut posts) {
+                true => Plan::empty(),
+                false => Plan::new(&posts.iter().map(|post| &**post).collect::<Vec<_>>()),
+            };
+            self.plan = Some(Arc::new(plan));
         }
     }
 
@@ -163,11 +169,12 @@ impl Operation {
         Some(Claim { key, plan: Arc::clone(plan), pieces })
     }
 
-    /// How many members could help the one that came last: one for each claim but its own first.
+    /// How many members could help the one that came last: one for each claim but its own first, and one for each core
+    /// but its own.
     pub(super) fn helpers(&self) -> usize {
         let Some(plan) = &self.plan else { return 0 };
         let next = |start: &usize| Some(plan.claim_end(*start)).filter(|&end| end < plan.len());
-        std::iter::successors(next(&self.claimed), next).take(self.slots.len()).count()
+        std::iter::successors(next(&self.claimed), next).take(pool::threads() - 1).count()
     }
 
     /// Takes a claim back, its pieces done.

@@ -10,66 +10,52 @@ use std::ops::Range;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::comm::ReduceOp;
 use crate::dtype::Element;
 
-/// Elements reduced at a time: a few of these fit into the first-level cache.
-pub(super) const CHUNK: usize = 1024;
+/// Elements reduced at a time: so few that each is in a register from its first read to its write. All ranks' buffers
+/// tend to lie at the same offset of a page, so that more of each would push the others out of the first-level cache.
+pub(super) const BLOCK: usize = 64;
 
 /// An element type that can be reduced.
 pub(super) trait Reduce: Element {
     /// What sums are held in.
     type Acc: Copy + Default;
 
-    /// Reads elements into accumulators.
-    fn widen(from: &[Self], to: &mut [Self::Acc]);
+    /// Elements as accumulators, in `room` if they are not already.
+    fn widen<'a>(from: &'a [Self; BLOCK], room: &'a mut [Self::Acc; BLOCK]) -> &'a [Self::Acc; BLOCK];
 
-    /// `to = a op b`; `room` is as long as `to`.
-    fn pair(op: ReduceOp, a: &[Self], b: &[Self], to: &mut [Self::Acc], room: &mut [Self::Acc]);
+    /// Accumulators as elements, rounded if need be into `room`.
+    fn narrow<'a>(from: &'a [Self::Acc; BLOCK], room: &'a mut [Self; BLOCK]) -> &'a [Self; BLOCK];
 
-    /// `to = to op other`.
-    fn combine(op: ReduceOp, to: &mut [Self::Acc], other: &[Self::Acc]);
+    /// The sum; integers wrap around.
+    fn sum(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 
-    /// The accumulators as elements, rounded if need be into `room`.
-    fn narrow<'a>(from: &'a [Self::Acc], room: &'a mut [Self]) -> &'a [Self];
-}
-
-/// `to = to op other` by `f`, a loop that the compiler vectorises.
-fn zip<A: Copy>(to: &mut [A], other: &[A], f: impl Fn(A, A) -> A) {
-    for (x, &y) in to.iter_mut().zip(other) {
-        *x = f(*x, y);
-    }
+    /// The larger; NaN if one is NaN.
+    fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
 macro_rules! exact {
-    ($($t:ty: $add:expr, $max:expr;)*) => { $(impl Reduce for $t {
+    ($($t:ty: $sum:expr, $max:expr;)*) => { $(impl Reduce for $t {
         type Acc = $t;
 
-        fn widen(from: &[Self], to: &mut [$t]) {
-            to.copy_from_slice(from);
-        }
-
-        fn pair(op: ReduceOp, a: &[$t], b: &[$t], to: &mut [$t], _room: &mut [$t]) {
-            fn zip3(a: &[$t], b: &[$t], to: &mut [$t], f: impl Fn($t, $t) -> $t) {
-                for ((x, &a), &b) in to.iter_mut().zip(a).zip(b) {
-                    *x = f(a, b);
-                }
-            }
-            match op {
-                ReduceOp::Sum => zip3(a, b, to, $add),
-                ReduceOp::Max => zip3(a, b, to, $max),
-            }
-        }
-
-        fn combine(op: ReduceOp, to: &mut [$t], other: &[$t]) {
-            match op {
-                ReduceOp::Sum => zip(to, other, $add),
-                ReduceOp::Max => zip(to, other, $max),
-            }
-        }
-
-        fn narrow<'a>(from: &'a [$t], _room: &'a mut [$t]) -> &'a [$t] {
+        #[inline(always)]
+        fn widen<'a>(from: &'a [$t; BLOCK], _room: &'a mut [$t; BLOCK]) -> &'a [$t; BLOCK] {
             from
+        }
+
+        #[inline(always)]
+        fn narrow<'a>(from: &'a [$t; BLOCK], _room: &'a mut [$t; BLOCK]) -> &'a [$t; BLOCK] {
+            from
+        }
+
+        #[inline(always)]
+        fn sum(a: $t, b: $t) -> $t {
+            $sum(a, b)
+        }
+
+        #[inline(always)]
+        fn max(a: $t, b: $t) -> $t {
+            $max(a, b)
         }
     })* };
 }
@@ -78,23 +64,26 @@ macro_rules! rounded {
     ($($t:ty: $widen:expr, $narrow:expr;)*) => { $(impl Reduce for $t {
         type Acc = f32;
 
-        fn widen(from: &[Self], to: &mut [f32]) {
-            $widen(from, to);
+        #[inline(always)]
+        fn widen<'a>(from: &'a [$t; BLOCK], room: &'a mut [f32; BLOCK]) -> &'a [f32; BLOCK] {
+            $widen(from, &mut *room);
+            room
         }
 
-        fn pair(op: ReduceOp, a: &[Self], b: &[Self], to: &mut [f32], room: &mut [f32]) {
-            Self::widen(a, to);
-            Self::widen(b, room);
-            Self::combine(op, to, room);
-        }
-
-        fn combine(op: ReduceOp, to: &mut [f32], other: &[f32]) {
-            f32::combine(op, to, other);
-        }
-
-        fn narrow<'a>(from: &'a [f32], room: &'a mut [Self]) -> &'a [Self] {
+        #[inline(always)]
+        fn narrow<'a>(from: &'a [f32; BLOCK], room: &'a mut [$t; BLOCK]) -> &'a [$t; BLOCK] {
             $narrow(from, &mut *room);
             room
+        }
+
+        #[inline(always)]
+        fn sum(a: f32, b: f32) -> f32 {
+            a + b
+        }
+
+        #[inline(always)]
+        fn max(a: f32, b: f32) -> f32 {
+            <f32 as Reduce>::max(a, b)
         }
     })* };
 }
@@ -110,11 +99,12 @@ exact! {
 rounded! {
     bf16: widen_bf16, narrow_bf16;
     // Has its own machine instructions, which `half` uses where they exist.
-    f16: |from: &[f16], to: &mut [f32]| from.convert_to_f32_slice(to),
-        |from: &[f32], to: &mut [f16]| to.convert_from_f32_slice(from);
+    f16: |from: &[f16; BLOCK], to: &mut [f32; BLOCK]| from.convert_to_f32_slice(to),
+        |from: &[f32; BLOCK], to: &mut [f16; BLOCK]| to.convert_from_f32_slice(from);
 }
 
 /// As `bf16::to_f32`, in a form that the compiler vectorises: these two loops are most of a bf16 reduction.
+#[inline(always)]
 fn widen_bf16(from: &[bf16], to: &mut [f32]) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = f32::from_bits(u32::from(from.to_bits()) << 16);
@@ -122,6 +112,7 @@ fn widen_bf16(from: &[bf16], to: &mut [f32]) {
 }
 
 /// As `bf16::from_f32`: to nearest, ties to even, NaN stays NaN.
+#[inline(always)]
 fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     for (to, from) in to.iter_mut().zip(from) {
         let bits = from.to_bits();
@@ -134,44 +125,110 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// Reduces what `read` gives for each of `ranks` (at least one) into `to`. `room` needs [`room_for`] elements.
+/// Reduces what `read` gives for each of `ranks` (at least one) by `f`, and hands the result to `put`. `waiting` is empty before
+/// and after: it is there so as not to be made for each block.
+///
+/// Up to eight ranks, a power of two of them, are added up in registers. Beyond that, sums wait for their right
+/// neighbours: those of as many ranks join at once, which builds the tree from its leaves, and what is left joins from
+/// the right.
+#[inline(always)]
 pub(super) fn tree<'a, T: Reduce>(
-    op: ReduceOp,
-    read: &impl Fn(usize) -> &'a [T],
+    f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
+    read: impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
-    to: &mut [T::Acc],
-    room: &mut [T::Acc],
+    waiting: &mut Vec<(usize, [T::Acc; BLOCK])>,
+    put: impl FnOnce(&[T; BLOCK]),
 ) {
-    match ranks.len() {
-        1 => T::widen(read(ranks.start), to),
-        2 => {
-            let (a, b) = (read(ranks.start), read(ranks.start + 1));
-            T::pair(op, a, b, to, &mut room[..to.len()]);
+    let mut sum = [T::Acc::default(); BLOCK];
+    let mut rest = ranks;
+    loop {
+        let mut weight = leaves(f, &read, rest.clone(), &mut sum);
+        rest.start += weight;
+        while let Some((_, left)) = waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
+            for (right, left) in sum.iter_mut().zip(left) {
+                *right = f(left, *right);
+            }
+            weight *= 2;
         }
-        n => {
-            let middle = ranks.start + n.next_power_of_two() / 2;
-            tree(op, read, ranks.start..middle, to, room);
-            let (right, room) = room.split_at_mut(to.len());
-            tree(op, read, middle..ranks.end, right, room);
-            T::combine(op, to, right);
+        if rest.is_empty() {
+            return put(T::narrow(&sum, &mut [T::zeroed(); BLOCK]));
         }
+        waiting.push((weight, sum));
     }
 }
 
-/// Accumulators that [`tree`] needs over `ranks` ranks: a chunk for each level.
-pub(super) fn room_for(ranks: usize) -> usize {
-    CHUNK * (ranks.next_power_of_two().ilog2() as usize)
+/// Adds up the first of `ranks`, up to eight: as many as the largest power of two among them, which is given back.
+#[inline(always)]
+fn leaves<'a, T: Reduce>(
+    f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
+    read: &impl Fn(usize) -> &'a [T; BLOCK],
+    ranks: Range<usize>,
+    sum: &mut [T::Acc; BLOCK],
+) -> usize {
+    let mut room = [[T::Acc::default(); BLOCK]; 8];
+    let [a, b, c, d, e, g, h, i] = &mut room;
+    let leaf = |at: usize| read(ranks.start + at);
+    let two = |a, b| f(a, b);
+    let four = |a, b, c, d| f(f(a, b), f(c, d));
+    match ranks.len() {
+        1 => sum.copy_from_slice(T::widen(leaf(0), a)),
+        2 | 3 => {
+            let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
+            (0..BLOCK).for_each(|k| sum[k] = two(a[k], b[k]));
+        }
+        4..8 => {
+            let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
+            let (c, d) = (T::widen(leaf(2), c), T::widen(leaf(3), d));
+            (0..BLOCK).for_each(|k| sum[k] = four(a[k], b[k], c[k], d[k]));
+        }
+        _ => {
+            let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
+            let (c, d) = (T::widen(leaf(2), c), T::widen(leaf(3), d));
+            let (e, g) = (T::widen(leaf(4), e), T::widen(leaf(5), g));
+            let (h, i) = (T::widen(leaf(6), h), T::widen(leaf(7), i));
+            (0..BLOCK).for_each(|k| sum[k] = f(four(a[k], b[k], c[k], d[k]), four(e[k], g[k], h[k], i[k])));
+        }
+    }
+    1 << ranks.len().min(8).ilog2()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::ReduceOp;
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[T]) -> T {
-        let (mut to, mut room) = ([T::Acc::default()], vec![T::Acc::default(); room_for(ranks.len())]);
-        let read = |rank: usize| &ranks[rank..rank + 1];
-        tree(op, &read, 0..ranks.len(), &mut to, &mut room);
-        T::narrow(&to, &mut [ranks[0]])[0]
+        let blocks: Vec<_> = ranks.iter().map(|&value| [value; BLOCK]).collect();
+        let (mut result, mut waiting) = (T::zeroed(), Vec::new());
+        let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
+        match op {
+            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut waiting, put),
+            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut waiting, put),
+        }
+        assert!(waiting.is_empty());
+        result
+    }
+
+    /// The tree as its definition says it.
+    fn by_definition(ranks: &[f32]) -> f32 {
+        match ranks {
+            [one] => *one,
+            _ => {
+                let (left, right) = ranks.split_at(ranks.len().next_power_of_two() / 2);
+                by_definition(left) + by_definition(right)
+            }
+        }
+    }
+
+    #[test]
+    fn every_number_of_ranks_adds_up_as_defined() {
+        let ranks: Vec<f32> = (0..70).map(|i| (i as f32 * 0.7).sin()).collect();
+        let mut orders = 0;
+        for n in 1..=ranks.len() {
+            assert_eq!(reduce(ReduceOp::Sum, &ranks[..n]).to_bits(), by_definition(&ranks[..n]).to_bits(), "{n} ranks");
+            orders += usize::from(by_definition(&ranks[..n]) != ranks[..n].iter().sum::<f32>());
+        }
+        assert!(orders > 30, "the values must tell orders apart");
     }
 
     #[test]
@@ -199,7 +256,7 @@ mod tests {
             let value = bf16::from_bits(high);
             let mut wide = [0.0];
             widen_bf16(&[value], &mut wide);
-            assert_eq!(wide[0].to_bits() >> 16, u32::from(high));
+            assert_eq!(wide[0].to_bits(), u32::from(high) << 16);
             for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let wide = f32::from_bits(u32::from(high) << 16 | low);
                 let mut narrow = [bf16::ZERO];

@@ -4,19 +4,31 @@
 //! operation write disjoint elements, and none reads what another writes, so that they can run at the same time and
 //! the result does not depend on who does which.
 
+use std::marker::PhantomData;
 use std::ops::Range;
-use std::slice;
 
 use half::{bf16, f16};
 
-use super::reduce::{self, CHUNK, Reduce};
+use super::reduce::{self, BLOCK, Reduce};
+use super::stream;
 use crate::buffer::Buffer;
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
+use crate::simd::Wide;
 
 /// Bytes read and written per claim: large against a wake-up, small against a bucket. An operation of at most this
 /// size is done by the rank that arrives last, and nobody is woken to help.
 const CLAIM_BYTES: usize = 256 << 10;
+
+/// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
+const PIECES: usize = 32;
+
+/// Bytes written by an operation from which on they bypass the caches: too many to be found there by whoever reads
+/// them next, and without them nothing has to be read in order to be overwritten.
+const STREAM_BYTES: usize = 24 << 20;
+
+/// Bytes copied to one target before the next gets them: what was read stays in the first-level cache.
+const COPY_BYTES: usize = 16 << 10;
 
 /// One rank's part in an operation: its call, and where its bytes are.
 ///
@@ -44,6 +56,16 @@ impl Post {
             None => target.cast_const(),
         };
         Ok(Post { call, source, target })
+    }
+
+    /// Does a whole message without copying it, if both ends have memory that is alike and nobody else refers to: they
+    /// trade their blocks, so that what each rank owns stays as much as it was.
+    pub(super) fn trade(posts: &mut [&mut Post]) -> bool {
+        let [Post { call: sender, .. }, Post { call: receiver, .. }] = posts else { return false };
+        match (&sender.op, &mut sender.input, &mut receiver.output) {
+            (Op::Send { .. }, Some(input), Some(output)) => input.trade(output),
+            _ => false,
+        }
     }
 
     /// The buffer that the member gets back.
@@ -77,6 +99,8 @@ pub(super) struct Plan {
     sources: Vec<*const u8>,
     targets: Vec<*mut u8>,
     pieces: Vec<Piece>,
+    /// Whether what is written bypasses the caches.
+    stream: bool,
 }
 
 // SAFETY: a plan only holds addresses; using them is `run`, whose contract says when that is sound.
@@ -93,6 +117,7 @@ impl Plan {
             sources: posts.iter().map(|post| post.source).collect(),
             targets: posts.iter().map(|post| post.target).collect(),
             pieces: Vec::new(),
+            stream: false,
         };
         let Some(first) = posts.first() else { return plan };
         let buffer = first.call.input.as_ref().or(first.call.output.as_ref());
@@ -118,7 +143,16 @@ impl Plan {
             Op::Send { .. } | Op::Recv { .. } => plan.cut(0..1, 0, 1..2, 0, count),
             Op::Barrier => {}
         }
+        // Where an all-reduce writes to what it just read, that is in the cache already.
+        let in_place = |post: &&Post| matches!(post.call.op, Op::AllReduce(_)) && post.call.input.is_none();
+        let written: usize = plan.pieces.iter().map(|piece| piece.count * piece.targets.len()).sum();
+        plan.stream = written * dtype.size() >= STREAM_BYTES && !posts.iter().any(in_place);
         plan
+    }
+
+    /// Nothing to do.
+    pub(super) fn empty() -> Plan {
+        Plan::new(&[])
     }
 
     fn exchange(&mut self, posts: &[&Post]) {
@@ -137,7 +171,7 @@ impl Plan {
     /// Adds the pieces of one range. Where the cuts are depends on sizes alone, and changes no result.
     fn cut(&mut self, sources: Range<usize>, read_at: usize, targets: Range<usize>, write_at: usize, count: usize) {
         let element = self.dtype.size() * (sources.len() + targets.len());
-        let step = (CLAIM_BYTES / element).next_multiple_of(CHUNK);
+        let step = (CLAIM_BYTES / element).max(count / PIECES).next_multiple_of(BLOCK);
         for at in (0..count).step_by(step) {
             self.pieces.push(Piece {
                 sources: sources.clone(),
@@ -187,6 +221,9 @@ impl Plan {
                 }
             }
         }
+        if self.stream {
+            stream::fence();
+        }
     }
 
     /// # Safety
@@ -195,17 +232,34 @@ impl Plan {
     unsafe fn copy(&self, piece: &Piece) {
         let size = self.dtype.size();
         let source = self.sources[piece.sources.start];
-        for &target in &self.targets[piece.targets.clone()] {
-            if target.cast_const() == source {
-                continue; // the root of a broadcast, in place
+        let bytes = piece.count * size;
+        for at in (0..bytes).step_by(COPY_BYTES) {
+            for &target in &self.targets[piece.targets.clone()] {
+                if target.cast_const() == source {
+                    continue; // the root of a broadcast, in place
+                }
+                // SAFETY: `Call::check` and the agreement of the posts put both ranges inside their buffers, which the
+                // posts keep alive. A target is a unique buffer, so it overlaps no other buffer; and no other piece
+                // reads or writes this range of it.
+                unsafe {
+                    let from = source.add(piece.read_at * size + at);
+                    let to = target.add(piece.write_at * size + at);
+                    self.write(from, to, COPY_BYTES.min(bytes - at));
+                }
             }
-            // SAFETY: `Call::check` and the agreement of the posts put both ranges inside their buffers, which the
-            // posts keep alive. A target is a unique buffer, so it overlaps no other buffer; and no other piece
-            // reads or writes this range of it.
-            unsafe {
-                let from = source.add(piece.read_at * size);
-                let to = target.add(piece.write_at * size);
-                std::ptr::copy_nonoverlapping(from, to, piece.count * size);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `bytes` can be read from `from` and written to `to`, and these do not overlap.
+    #[inline(always)]
+    unsafe fn write(&self, from: *const u8, to: *mut u8, bytes: usize) {
+        // SAFETY: the caller's promise is the same.
+        unsafe {
+            match self.stream {
+                true => stream::copy(from, to, bytes),
+                false => std::ptr::copy_nonoverlapping(from, to, bytes),
             }
         }
     }
@@ -214,29 +268,61 @@ impl Plan {
     ///
     /// As for [`Plan::run`]; `T` is the type of the elements.
     unsafe fn reduce<T: Reduce>(&self, piece: &Piece) {
-        let mut sum = [T::Acc::default(); CHUNK];
-        let mut rounded = [T::zeroed(); CHUNK];
-        let mut room = vec![T::Acc::default(); reduce::room_for(piece.sources.len())];
-        for start in (0..piece.count).step_by(CHUNK) {
-            let count = CHUNK.min(piece.count - start);
-            let read = |rank: usize| {
-                let source = self.sources[rank].cast::<T>();
-                // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are
-                // whole elements. In place, the range is also written, but only below, after the last use of these
-                // slices, and by no other piece.
-                unsafe { slice::from_raw_parts(source.add(piece.read_at + start), count) }
-            };
-            let sum = &mut sum[..count];
-            reduce::tree(self.reduce, &read, piece.sources.clone(), sum, &mut room);
-            let result = T::narrow(sum, &mut rounded[..count]);
-            for &target in &self.targets[piece.targets.clone()] {
-                // SAFETY: in range, alive and aligned as above; `result` is on the stack, and no slice of this range
-                // exists any more.
-                unsafe {
-                    let to = target.cast::<T>().add(piece.write_at + start);
-                    std::ptr::copy_nonoverlapping(result.as_ptr(), to, count);
-                }
+        match self.reduce {
+            ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
+            ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
+        }
+    }
+}
+
+/// One piece to be reduced by `f`. Made by [`Plan::reduce`] alone, whose contract holds as long as this exists.
+struct Reduction<'a, T, F> {
+    plan: &'a Plan,
+    piece: &'a Piece,
+    f: F,
+    elements: PhantomData<T>,
+}
+
+impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (sources, mut waiting) = (self.piece.sources.clone(), Vec::new());
+        let rest = self.piece.count % BLOCK;
+        let whole = self.piece.count - rest;
+        for start in (0..whole).step_by(BLOCK) {
+            // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are whole
+            // elements. In place, the range is also written, but only in `put`, after the last use of this block, and
+            // by no other piece.
+            let read = |rank: usize| unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() };
+            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, start, BLOCK));
+        }
+        if rest > 0 {
+            let mut blocks = vec![[T::zeroed(); BLOCK]; sources.len()];
+            for (block, rank) in blocks.iter_mut().zip(sources.clone()) {
+                // SAFETY: in range and alive as above, for the `rest` elements that there are.
+                unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), rest) };
             }
+            let read = |rank: usize| &blocks[rank - sources.start];
+            reduce::tree(self.f, read, sources.clone(), &mut waiting, |result| self.put(result, whole, rest));
+        }
+    }
+}
+
+impl<T: Reduce, F> Reduction<'_, T, F> {
+    #[inline(always)]
+    fn source(&self, rank: usize, start: usize) -> *const T {
+        self.plan.sources[rank].cast::<T>().wrapping_add(self.piece.read_at + start)
+    }
+
+    #[inline(always)]
+    fn put(&self, result: &[T; BLOCK], start: usize, count: usize) {
+        for &target in &self.plan.targets[self.piece.targets.clone()] {
+            let to = target.cast::<T>().wrapping_add(self.piece.write_at + start);
+            // SAFETY: in range and alive as in `copy`; `result` is on the stack, and no slice of this range is used any
+            // more.
+            unsafe { self.plan.write(result.as_ptr().cast(), to.cast(), count * size_of::<T>()) }
         }
     }
 }

@@ -6,17 +6,51 @@
 //! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
 //! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
 //!
-//! One head at a time, in blocks of 64 query rows against all keys up to the block's last row; the masked
-//! corner of a block holds exact zeros. `dK` and `dV` add up the blocks in order. So a head's bits do not depend on
-//! the other heads or samples, and a row's output not on later rows (zeros add nothing).
+//! # The order of sums
+//!
+//! Each product is summed in tiles, one chain in the order of its terms (see [`tiles`]), and blocks of terms are added
+//! one after another:
+//!
+//! - `S` and `dP`: one chain over the features.
+//! - `O`: over the keys, in blocks of 256 from key 0; divided by the row's total of `e^{S - max}` at the end, which is
+//!   summed as in `reduce.rs`.
+//! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0.
+//!
+//! What the mask hides is skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ`
+//! depend on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later
+//! positions, other heads, other samples, or who computed them.
+//!
+//! # The work
+//!
+//! Heads are shared among threads; each is one thread's, products and all. Forward: K transposed and V are packed, then
+//! panels of as many query rows as a tile is high pass by them, with all their scores at once. Backward: over blocks of
+//! 128 keys, and for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long
+//! the sequence. On the diagonal both stop at a tile's edge.
+
+mod heads;
+mod rows;
+mod scratch;
+mod tiles;
 
 use super::Float;
 use super::dropout::Mask;
-use super::matmul::{Strides, Update, gemm};
-use super::reduce;
+use super::matmul::Update;
+use heads::{HeadMut, heads_mut};
+use meshwork_core::pool;
+use meshwork_core::simd::wide;
+use std::ops::Range;
+pub use tiles::Tiled;
+use tiles::{MAX_ROWS, Tiles};
 
-/// Query rows per block.
-const BLOCK: usize = 64;
+/// Keys in a block of the forward's sums.
+const FORWARD_KEYS: usize = 256;
+
+/// Queries and keys in a block of the backward: two squares of them are a quarter of a common L2 cache.
+const BLOCK: usize = 128;
+
+/// Softmax works on so many scores at a time; the scratch of a row is longer by as many, so that the last ones have
+/// room and rows do not all map to the same sets of the L1 cache.
+const VECTOR: usize = 16;
 
 /// The dims of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,11 +79,11 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Global index of element `(sample, head, i, 0)`, the first two local.
-    fn row_start(&self, dims: Dims, sample: usize, head: usize, i: usize) -> u64 {
+    /// Global index of the first element of a head, both local.
+    fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
         let sample = self.first_sample + sample as u64;
         let head = self.first_head + head as u64;
-        ((sample * self.global_heads + head) * dims.seq as u64 + i as u64) * dims.seq as u64
+        (sample * self.global_heads + head) * (dims.seq * dims.seq) as u64
     }
 }
 
@@ -64,135 +98,283 @@ pub struct Saved<'a, T> {
     pub lse: &'a [T],
 }
 
-/// Elements of scratch that [`forward`] and [`backward`] need for sequences of `seq`.
-pub fn scratch_len(seq: usize) -> usize {
-    (2 * BLOCK.min(seq) + 1) * seq
+/// `out` and `lse` from `qkv`. Overwrites both.
+pub fn forward<T: Tiled>(dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], dropout: Option<Dropout>) {
+    forward_in(T::tiles(), dims, qkv, out, lse, dropout);
 }
 
-/// `out` and `lse` from `qkv`. Overwrites both, and the scratch.
-pub fn forward<T: Float>(
+/// `dqkv` from `dout`, with the forward's dropout. Overwrites it.
+pub fn backward<T: Tiled>(dims: Dims, saved: Saved<'_, T>, dout: &[T], dqkv: &mut [T], dropout: Option<Dropout>) {
+    backward_in(T::tiles(), dims, saved, dout, dqkv, dropout);
+}
+
+/// [`forward`] with these tiles.
+fn forward_in<T: Tiled>(
+    tiles: Tiles<T>,
     dims: Dims,
     qkv: &[T],
     out: &mut [T],
     lse: &mut [T],
     dropout: Option<Dropout>,
-    scratch: &mut [T],
 ) {
-    dims.check(&[qkv.len()], &[out.len()], lse.len(), scratch.len());
-    let Dims { seq, head_dim, .. } = dims;
-    let (in_row, out_row) = dims.rows();
-    let (factors, scores) = scratch.split_at_mut(seq);
-    for (sample, head) in dims.each_head() {
-        let [q, k, v] = dims.qkv_starts(sample, head);
-        let o = dims.out_start(sample, head);
-        let lse = &mut lse[(sample * dims.heads + head) * seq..][..seq];
-        for (first, rows, columns) in dims.blocks() {
-            let scores = &mut scores[..rows * columns];
-            let q = (&qkv[q + first * in_row..], (in_row, 1));
-            gemm([rows, columns, head_dim], q, (&qkv[k..], (1, in_row)), (scores, (columns, 1)), Update::Overwrite);
-            for (i, row) in (first..).zip(scores.chunks_exact_mut(columns)) {
-                lse[i] = softmax(dims.scale(), row, i + 1);
-                if let Some(dropout) = dropout {
-                    let factors = &mut factors[..=i];
-                    dropout.mask.factors(dropout.row_start(dims, sample, head, i), factors);
-                    row.iter_mut().zip(factors).for_each(|(p, factor)| *p *= *factor);
-                }
-            }
-            let o = (&mut out[o + first * out_row..], (out_row, 1));
-            gemm([rows, head_dim, columns], (scores, (columns, 1)), (&qkv[v..], (in_row, 1)), o, Update::Overwrite);
-        }
-    }
+    dims.check(&[qkv.len()], &[out.len()], lse.len());
+    let outputs = heads_mut::<1, T>(out, dims.array()).zip(lse.chunks_mut(dims.seq.max(1)));
+    pool::share(dims.each_head().zip(outputs), |((sample, head), ([out], lse))| {
+        let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
+        let dropout = dropout.map(|dropout| (dropout.mask, dropout.head_start(dims, sample, head)));
+        forward_head(tiles, dims, [q, k, v], out, lse, dropout);
+    });
 }
 
-/// `dqkv` from `dout`, with the forward's dropout. Overwrites `dqkv`, and the scratch.
-pub fn backward<T: Float>(
+/// [`backward`] with these tiles.
+fn backward_in<T: Tiled>(
+    tiles: Tiles<T>,
     dims: Dims,
     saved: Saved<'_, T>,
     dout: &[T],
     dqkv: &mut [T],
     dropout: Option<Dropout>,
-    scratch: &mut [T],
 ) {
     let Saved { qkv, out, lse } = saved;
-    dims.check(&[qkv.len(), dqkv.len()], &[out.len(), dout.len()], lse.len(), scratch.len());
-    let Dims { seq, head_dim, .. } = dims;
-    let (in_row, out_row) = dims.rows();
-    let (in_strides, out_strides): (Strides, Strides) = ((in_row, 1), (out_row, 1));
-    let (factors, scratch) = scratch.split_at_mut(seq);
-    let (scores, grads) = scratch.split_at_mut(BLOCK.min(seq) * seq);
-    factors.fill(T::ONE);
-    dqkv.fill(T::ZERO);
-    for (sample, head) in dims.each_head() {
-        let [q, k, v] = dims.qkv_starts(sample, head);
+    dims.check(&[qkv.len(), dqkv.len()], &[out.len(), dout.len()], lse.len());
+    let gradients = heads_mut::<3, T>(dqkv, dims.array());
+    pool::share(dims.each_head().zip(gradients), |((sample, head), gradients)| {
+        let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
         let o = dims.out_start(sample, head);
-        let lse = &lse[(sample * dims.heads + head) * seq..][..seq];
-        for (first, rows, columns) in dims.blocks() {
-            let (p, ds) = (&mut scores[..rows * columns], &mut grads[..rows * columns]);
-            let (square, transposed): (Strides, Strides) = ((columns, 1), (1, columns));
-            let q_block = q + first * in_row;
-            let q_rows = (&qkv[q_block..], in_strides);
-            let do_rows = (&dout[o + first * out_row..], out_strides);
-            let pairs = [rows, columns, head_dim];
-            gemm(pairs, q_rows, (&qkv[k..], (1, in_row)), (p, square), Update::Overwrite);
-            gemm(pairs, do_rows, (&qkv[v..], (1, in_row)), (ds, square), Update::Overwrite);
-            let block_rows = p.chunks_exact_mut(columns).zip(ds.chunks_exact_mut(columns));
-            for (i, (p, ds)) in (first..).zip(block_rows) {
-                if let Some(dropout) = dropout {
-                    let start = dropout.row_start(dims, sample, head, i);
-                    dropout.mask.factors(start, &mut factors[..=i]);
+        let lse = &lse[(sample * dims.heads + head) * dims.seq..][..dims.seq];
+        let dropout = dropout.map(|dropout| (dropout.mask, dropout.head_start(dims, sample, head)));
+        backward_head(tiles, dims, [q, k, v, &out[o..], &dout[o..]], lse, gradients, dropout);
+    });
+}
+
+/// The dropout of one head: its mask and the global index of its first element.
+type HeadDropout = Option<(Mask, u64)>;
+
+/// One head's `out` and `lse`; `q`, `k` and `v` begin at its first position.
+fn forward_head<T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    [q, k, v]: [&[T]; 3],
+    mut out: HeadMut<'_, T>,
+    lse: &mut [T],
+    dropout: HeadDropout,
+) {
+    let Dims { seq, head_dim, .. } = dims;
+    let ((in_row, _), scale) = (dims.rows(), dims.scale());
+    let stride = seq.next_multiple_of(VECTOR) + VECTOR;
+    let lens = [
+        tiles.packed_len([head_dim, seq]),
+        tiles.packed_len([seq, head_dim]),
+        tiles.rows * stride,
+        tiles.rows * head_dim,
+        seq,
+    ];
+    scratch::with(lens, |[keys, values, scores, sums, factors]| {
+        let keys = tiles.pack([head_dim, seq], (k, (1, in_row)), keys);
+        let values = tiles.pack([seq, head_dim], (v, (in_row, 1)), values);
+        for rows in panels(0..seq, tiles.rows) {
+            let (first, height, live) = (rows.start, rows.len(), rows.end);
+            let q = (&q[first * in_row..], (in_row, 1));
+            tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite);
+            let panel = &mut scores[..height * stride];
+            let totals = softmax(&tiles, scale, panel, stride, first + 1);
+            if let Some((mask, start)) = dropout {
+                for (i, row) in rows.clone().zip(scores.chunks_exact_mut(stride)) {
+                    let factors = &mut factors[..=i];
+                    mask.factors(start + (i * seq) as u64, factors);
+                    row.iter_mut().zip(factors).for_each(|(p, factor)| *p *= *factor);
                 }
-                let at = o + i * out_row;
-                let d = reduce::sum2(&dout[at..][..head_dim], &out[at..][..head_dim], |g, o| g * o);
-                softmax_backward(dims.scale(), lse[i], d, &factors[..=i], p, ds);
             }
-            let per_key = [columns, head_dim, rows];
-            gemm(per_key, (p, transposed), do_rows, (&mut dqkv[v..], in_strides), Update::Accumulate);
-            gemm(per_key, (ds, transposed), q_rows, (&mut dqkv[k..], in_strides), Update::Accumulate);
-            let dq_rows = (&mut dqkv[q_block..], in_strides);
-            gemm([rows, head_dim, columns], (ds, square), (&qkv[k..], in_strides), dq_rows, Update::Overwrite);
+            for keys in blocks(0..live, FORWARD_KEYS) {
+                let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
+                let p = (&scores[keys.start..], (stride, 1));
+                tiles.times(height, p, (values, keys, 0..head_dim), (sums, head_dim), update);
+            }
+            for ((i, sums), [max, total]) in rows.zip(sums.chunks_exact(head_dim)).zip(totals) {
+                lse[i] = T::from_f64(max.to_f64() + total.to_f64().ln());
+                let inverse = T::ONE / total;
+                out.row(i).iter_mut().zip(sums).for_each(|(o, &sum)| *o = sum * inverse);
+            }
         }
-    }
+    });
 }
 
-/// Turns the first `live` products of a row into probabilities, the rest into zeros; returns the log-sum-exp.
-fn softmax<T: Float>(scale: T, row: &mut [T], live: usize) -> T {
-    let (row, masked) = row.split_at_mut(live);
-    let max = reduce::max(row);
-    for s in row.iter_mut() {
-        *s = ((*s - max) * scale).exp();
-    }
-    let total = reduce::sum(row, |e| e);
-    let inverse = T::ONE / total;
-    for e in row.iter_mut() {
-        *e *= inverse;
-    }
-    masked.fill(T::ZERO);
-    T::from_f64((max * scale).to_f64() + total.to_f64().ln())
+/// One head's gradients of `q`, `k` and `v`; those, `out` and `dout` begin at its first position.
+fn backward_head<T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    [q, k, v, out, dout]: [&[T]; 5],
+    lse: &[T],
+    [mut q_grad, mut k_grad, mut v_grad]: [HeadMut<'_, T>; 3],
+    dropout: HeadDropout,
+) {
+    /// Between rows of a square of scores.
+    const STRIDE: usize = BLOCK + VECTOR;
+    let Dims { seq, head_dim, .. } = dims;
+    let ((in_row, out_row), scale) = (dims.rows(), dims.scale());
+    let ([by_feature, by_row], square) =
+        ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
+    let block = BLOCK * head_dim;
+    let lens = [
+        by_feature,
+        by_feature,
+        by_row,
+        by_row,
+        by_row,
+        square,
+        square,
+        seq * head_dim,
+        block,
+        block,
+        seq,
+        tiles.rows * STRIDE,
+    ];
+    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors]| {
+        let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
+        let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
+        let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
+        let qs = tiles.pack([seq, head_dim], (q, (in_row, 1)), qs);
+        let gs = tiles.pack([seq, head_dim], (dout, (out_row, 1)), gs);
+        for (i, d) in dots.iter_mut().enumerate() {
+            let at = i * out_row;
+            *d = tiles.reductions.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
+        }
+        for keys in blocks(0..seq, BLOCK) {
+            for queries in blocks(keys.start..seq, BLOCK) {
+                let diagonal = queries.start == keys.start;
+                for rows in panels(queries.clone(), tiles.rows) {
+                    let (first, height) = (rows.start, rows.len());
+                    let live = keys.start..keys.end.min(rows.end);
+                    let at = (first - queries.start) * STRIDE;
+                    let (p, ds) = (&mut p[at..][..height * STRIDE], &mut ds[at..][..height * STRIDE]);
+                    let q = (&q[first * in_row..], (in_row, 1));
+                    let g = (&dout[first * out_row..], (out_row, 1));
+                    tiles.times(height, q, (kt, 0..head_dim, live.clone()), (p, STRIDE), Update::Overwrite);
+                    tiles.times(height, g, (vt, 0..head_dim, live.clone()), (ds, STRIDE), Update::Overwrite);
+                    let factors = dropout.map(|(mask, start)| {
+                        for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
+                            let start = start + (i * seq + keys.start) as u64;
+                            mask.factors(start, &mut factors[..live.len()]);
+                        }
+                        &factors[..height * STRIDE]
+                    });
+                    factors.into_iter().for_each(|factors| multiply(ds, factors));
+                    wide(
+                        #[inline(always)]
+                        || {
+                            let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
+                            for (i, (p, ds)) in rows {
+                                let shown = live.len().min(i + 1 - keys.start);
+                                softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
+                            }
+                        },
+                    );
+                    factors.into_iter().for_each(|factors| multiply(p, factors));
+                    let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
+                    let dq = (&mut dq[first * head_dim..], head_dim);
+                    tiles.times(height, (ds, (STRIDE, 1)), (ks, live, 0..head_dim), dq, update);
+                }
+                let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
+                for columns in panels(0..keys.len(), tiles.rows) {
+                    // On the diagonal, queries before these keys have nothing for them.
+                    let first = queries.start + if diagonal { columns.start } else { 0 };
+                    let at = (first - queries.start) * STRIDE + columns.start;
+                    for (scores, rows, sums) in [(&*p, gs, &mut *dv), (&*ds, qs, &mut *dk)] {
+                        let sums = (&mut sums[columns.start * head_dim..], head_dim);
+                        let terms = (rows, first..queries.end, 0..head_dim);
+                        tiles.times(columns.len(), (&scores[at..], (1, STRIDE)), terms, sums, update);
+                    }
+                }
+            }
+            for (head, sums) in [(&mut k_grad, &*dk), (&mut v_grad, &*dv)] {
+                for (i, sums) in keys.clone().zip(sums.chunks_exact(head_dim)) {
+                    head.row(i).copy_from_slice(sums);
+                }
+            }
+        }
+        for (i, sums) in dq.chunks_exact(head_dim).enumerate() {
+            q_grad.row(i).copy_from_slice(sums);
+        }
+    });
 }
 
-/// Turns a row of products `p` into `P∘M` and of `dO Vᵀ` in `ds` into `dS scale`; `factors` ends at the diagonal,
-/// zeros follow it.
-fn softmax_backward<T: Float>(scale: T, lse: T, d: T, factors: &[T], p: &mut [T], ds: &mut [T]) {
-    let (p, p_masked) = p.split_at_mut(factors.len());
-    let (ds, ds_masked) = ds.split_at_mut(factors.len());
-    for ((p, ds), &factor) in p.iter_mut().zip(ds).zip(factors) {
+/// Turns the first products of each row, `live` in the first row and one more in each that follows, into `e^{S - max}`
+/// and those after them, up to a whole vector and one more, into zeros; returns each row's largest `S` and total.
+///
+/// Step by step over all rows, so that no row waits for the sums of the one before.
+fn softmax<T: Tiled>(tiles: &Tiles<T>, scale: T, scores: &mut [T], stride: usize, live: usize) -> [[T; 2]; MAX_ROWS] {
+    let mut results = [[T::ZERO; 2]; MAX_ROWS];
+    for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+        let (row, after) = vectors(row, live + r, T::NEG_INFINITY);
+        after.fill(T::ZERO);
+        results[r][0] = tiles.reductions.max(row);
+    }
+    wide(
+        #[inline(always)]
+        || {
+            for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
+                let max = results[r][0];
+                for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
+                    *x = ((*x - max) * scale).exp();
+                }
+            }
+        },
+    );
+    for (r, row) in scores.chunks_exact(stride).enumerate() {
+        let total = tiles.reductions.total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)]);
+        results[r] = [results[r][0] * scale, total];
+    }
+    results
+}
+
+/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole
+/// vector and one more, into zeros.
+#[inline(always)]
+fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize) {
+    let ((p, p_after), (ds, ds_after)) = (vectors(p, live, T::NEG_INFINITY), vectors(ds, live, T::ZERO));
+    for (p, ds) in p.as_flattened_mut().iter_mut().zip(ds.as_flattened_mut()) {
         let probability = (*p * scale - lse).exp();
-        *ds = probability * (*ds * factor - d) * scale;
-        *p = probability * factor;
+        *ds = probability * (*ds - d) * scale;
+        *p = probability;
     }
-    p_masked.fill(T::ZERO);
-    ds_masked.fill(T::ZERO);
+    p_after.fill(T::ZERO);
+    ds_after.fill(T::ZERO);
+}
+
+/// The first `live` elements of a row in whole vectors, the last one filled up; and the vector after them.
+#[inline(always)]
+fn vectors<T: Float>(row: &mut [T], live: usize, filling: T) -> (&mut [[T; VECTOR]], &mut [T; VECTOR]) {
+    row[live..][..VECTOR].fill(filling);
+    let (row, _) = row.as_chunks_mut();
+    let (row, after) = row.split_at_mut(live.div_ceil(VECTOR));
+    (row, &mut after[0])
+}
+
+/// `x[i] *= by[i]`.
+fn multiply<T: Float>(x: &mut [T], by: &[T]) {
+    x.iter_mut().zip(by).for_each(|(x, by)| *x *= *by);
+}
+
+/// A range in pieces of `len`, the last one shorter.
+fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(len).map(move |start| start..range.end.min(start + len))
+}
+
+/// A range in as few pieces of at most `height` as it takes, all about as long.
+fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usize>> {
+    let pieces = range.len().div_ceil(height);
+    let edge = move |piece: usize| range.start + piece * range.len() / pieces;
+    (0..pieces).map(move |piece| edge(piece)..edge(piece + 1))
 }
 
 impl Dims {
-    fn check(&self, qkvs: &[usize], outs: &[usize], lse: usize, scratch: usize) {
+    fn check(&self, qkvs: &[usize], outs: &[usize], lse: usize) {
         let Dims { batch, seq, heads, head_dim } = *self;
         let elements = batch * seq * heads * head_dim;
         assert!(head_dim > 0, "heads of no elements");
         assert!(qkvs.iter().all(|&len| len == 3 * elements), "elements of qkv {qkvs:?} for {self:?}");
         assert!(outs.iter().all(|&len| len == elements), "elements of out {outs:?} for {self:?}");
         assert_eq!(lse, batch * heads * seq, "elements of lse for {self:?}");
-        assert!(scratch >= scratch_len(seq), "scratch of {scratch}, {} needed", scratch_len(seq));
     }
 
     fn scale<T: Float>(&self) -> T {
@@ -204,7 +386,7 @@ impl Dims {
         (3 * self.heads * self.head_dim, self.heads * self.head_dim)
     }
 
-    fn each_head(self) -> impl Iterator<Item = (usize, usize)> {
+    fn each_head(self) -> impl Iterator<Item = (usize, usize)> + Send {
         (0..self.batch).flat_map(move |sample| (0..self.heads).map(move |head| (sample, head)))
     }
 
@@ -219,13 +401,8 @@ impl Dims {
         (sample * self.seq * self.heads + head) * self.head_dim
     }
 
-    /// First row, number of rows and number of keys of each block.
-    fn blocks(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        let seq = self.seq;
-        (0..seq).step_by(BLOCK).map(move |first| {
-            let rows = BLOCK.min(seq - first);
-            (first, rows, first + rows)
-        })
+    fn array(&self) -> [usize; 4] {
+        [self.batch, self.seq, self.heads, self.head_dim]
     }
 }
 

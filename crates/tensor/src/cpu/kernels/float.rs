@@ -119,9 +119,9 @@ impl Float for f64 {
 /// `e^x` without branches, calls or fused operations, so that loops over it vectorise on any x86-64 and its bits are
 /// the same on every machine.
 ///
-/// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a polynomial for `e^r` (coefficients of Cephes `expf`, Moshier), and two
-/// multiplications by powers of two, so that results overflow to infinity and underflow through the subnormals to
-/// zero as they should. Within 1 ulp everywhere.
+/// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, `1 + r + r² p(r)` for `e^r` (`p` of degree 4 and minimax in the relative
+/// error, 3.2e-9), and two multiplications by powers of two, so that results overflow to infinity and underflow
+/// through the subnormals to zero as they should. Within 1 ulp everywhere.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     /// 1.5 * 2^23: added to a small number it leaves the nearest integer in the low bits of the mantissa.
@@ -129,21 +129,23 @@ fn exp_f32(x: f32) -> f32 {
     /// ln 2 in two parts, the first so short that `n` times it is exact.
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
+    /// 2^-25, which brings the results of negative `x` down to where they belong.
+    const SMALL: f32 = 1.0 / 33_554_432.0;
 
     // Outside, the result is 0 or infinity. Ordered so that NaN passes.
     let x = Float::smaller(89.0, Float::larger(-104.0, x));
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
+    // 2^n = 2^(n + 25) 2^-25 or 2^(n - 2) 4, of which the first factor is a normal number for every n: its exponent
+    // with its bias, 127, comes out of the rounding.
+    let (round, unit) = if x > 0.0 { (ROUND + 125.0, 4.0) } else { (ROUND + 152.0, SMALL) };
+    let shifted = x * std::f32::consts::LOG2_E + round;
+    let n = shifted - round;
     let r = (x - n * LN2_HIGH) - n * LN2_LOW;
-    let mut p = 1.987_569_1e-4;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5e-1] {
+    let mut p = 1.383_881_2e-3;
+    for c in [8.369_192e-3, 4.166_810_2e-2, 1.666_651_7e-1, 0.499_999_94] {
         p = p * r + c;
     }
     let exp_r = (p * (r * r) + r) + 1.0;
-    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = n >> 1;
-    let power_of_two = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
-    exp_r * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+    exp_r * f32::from_bits(shifted.to_bits() << 23) * unit
 }
 
 #[cfg(test)]
@@ -157,7 +159,7 @@ mod tests {
         (f64::from(exp_f32(x)) - exact).abs() / ulp
     }
 
-    /// One value in 997; all of them, tried once, gave 0.991 ulp at worst.
+    /// One value in 997; one in 7, tried once, gave 0.989 ulp at worst.
     #[test]
     fn exp_is_within_1_ulp() {
         let sampled = (0..=f32::INFINITY.to_bits()).step_by(997).map(f32::from_bits);

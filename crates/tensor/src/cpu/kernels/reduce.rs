@@ -23,19 +23,6 @@ pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     sum
 }
 
-/// `sum_i f(x[i], y[i])` for rows of one length.
-#[inline(always)]
-pub(super) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
-    let [sum] = sums(
-        x,
-        y,
-        y,
-        #[inline(always)]
-        |x, y, _| [f(x, y)],
-    );
-    sum
-}
-
 /// `K` sums in one pass, `sum_i f(x[i], y[i], z[i])`, for rows of one length.
 #[inline(always)]
 pub(super) fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [T; K] {
@@ -114,7 +101,7 @@ mod tests {
         fn integer_sums_are_exact(x in prop::collection::vec(-1000..1000_i32, 0..5000)) {
             let row: Vec<f32> = x.iter().map(|&v| v as f32).collect();
             prop_assert_eq!(sum(&row, |v| v), x.iter().sum::<i32>() as f32);
-            prop_assert_eq!(sum2(&row, &row, |a, b| a - b), 0.0);
+            prop_assert_eq!(sums(&row, &row, &row, |a, b, c| [a - b, b + c]), [0.0, 2.0 * sum(&row, |v| v)]);
             let largest = x.iter().max().map_or(f32::NEG_INFINITY, |&v| v as f32);
             prop_assert_eq!(max(&row), largest);
         }

@@ -16,19 +16,27 @@ fn dropout(p: f32) -> Dropout {
 }
 
 /// Output and lse. Every buffer starts as NaN: what is not overwritten shows.
-fn run<T: Float>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
+fn run<T: Tiled>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
+    run_in(T::tiles(), d, qkv, dropout)
+}
+
+fn run_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
     let nan = T::from(f32::NAN);
     let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
-    forward(d, qkv, &mut out, &mut lse, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    forward_in(tiles, d, qkv, &mut out, &mut lse, dropout);
     [out, lse]
 }
 
-fn run_backward<T: Float>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
+fn run_backward<T: Tiled>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
+    run_backward_in(T::tiles(), d, qkv, dout, dropout)
+}
+
+fn run_backward_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
     let nan = T::from(f32::NAN);
-    let [out, lse] = run(d, qkv, dropout);
+    let [out, lse] = run_in(tiles, d, qkv, dropout);
     let saved = Saved { qkv, out: &out, lse: &lse };
     let mut dqkv = vec![nan; qkv.len()];
-    backward(d, saved, dout, &mut dqkv, dropout, &mut vec![nan; scratch_len(d.seq)]);
+    backward_in(tiles, d, saved, dout, &mut dqkv, dropout);
     dqkv
 }
 
@@ -145,4 +153,79 @@ fn large_scores_do_not_overflow() {
     let [out, lse] = run(d, &qkv, None);
     assert_eq!(out, [1.0, 2.0, 2.0]);
     assert_eq!(lse[1..], [1e6, 1e6]);
+}
+
+/// Sides at the edges of vectors, tiles and blocks.
+const SHAPES: [[usize; 4]; 9] = [
+    [1, 1, 1, 1],
+    [1, 1, 2, 256],
+    [2, 13, 1, 31],
+    [1, 33, 2, 64],
+    [1, 127, 1, 17],
+    [1, 129, 2, 33],
+    [1, 256, 1, 32],
+    [1, 300, 1, 65],
+    [1, 2 * FORWARD_KEYS + 1, 1, 128],
+];
+
+/// Each kind of tiles against f64, forward and backward.
+#[test]
+fn every_kind_of_tiles_is_right_at_every_edge() {
+    for d in SHAPES.map(dims) {
+        let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
+        for dropout in [None, Some(dropout(0.2))] {
+            let [out, lse] = naive(d, &widen(&qkv), dropout);
+            let dqkv = run_backward(d, &widen(&qkv), &widen(&dout), dropout);
+            for tiles in Tiles::all() {
+                let [got, got_lse] = run_in(tiles, d, &qkv, dropout);
+                assert_close(&got, &out, 5e-6);
+                assert_close(&got_lse, &lse, 2e-6);
+                assert_close(&run_backward_in(tiles, d, &qkv, &dout, dropout), &dqkv, 2e-5);
+            }
+        }
+    }
+}
+
+/// AVX-512 and AVX2 give the same bits, as the products do.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn vector_tiles_agree_bit_for_bit() {
+    let all = Tiles::all();
+    let [first, others @ .., _loops] = &all[..] else { return };
+    for d in SHAPES.map(dims) {
+        let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
+        for other in others {
+            assert_eq!(run_in(*other, d, &qkv, None), run_in(*first, d, &qkv, None));
+            let [got, want] = [other, first].map(|tiles| run_backward_in(*tiles, d, &qkv, &dout, None));
+            assert_eq!(got, want);
+        }
+    }
+}
+
+/// The orders of sums that the module states, for the last row of one head: `O` over blocks of keys from its
+/// probabilities, and the total.
+#[test]
+fn sums_follow_the_stated_order() {
+    let d = dims([1, 2 * FORWARD_KEYS + 40, 1, 3]);
+    let qkv: Vec<f32> = values("qkv", 3 * elements(d));
+    let at = |i: usize, part: usize| &qkv[(i * 3 + part) * d.head_dim..][..d.head_dim];
+    let last = d.seq - 1;
+    let fused = Tiles::<f32>::all().len() > 1;
+    let add = |a: f32, b: f32, sum: f32| if fused { a.mul_add(b, sum) } else { sum + a * b };
+    let scores: Vec<f32> =
+        (0..=last).map(|j| at(last, 0).iter().zip(at(j, 1)).fold(0.0, |sum, (&q, &k)| add(q, k, sum))).collect();
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let e: Vec<f32> = scores.iter().map(|s| Float::exp((s - max) * d.scale::<f32>())).collect();
+    let inverse = 1.0 / super::super::reduce::sum(&e, |e| e);
+    let want: Vec<f32> = (0..d.head_dim)
+        .map(|x| {
+            let blocks = (0..=last).step_by(FORWARD_KEYS).map(|first| {
+                let keys = first..(first + FORWARD_KEYS).min(d.seq);
+                keys.fold(0.0, |sum, j| add(e[j], at(j, 2)[x], sum))
+            });
+            blocks.reduce(|a, b| a + b).unwrap_or(f32::NAN) * inverse
+        })
+        .collect();
+    let [out, _] = run(d, &qkv, None);
+    assert_eq!(&out[last * d.head_dim..], &want);
 }

@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 const LANES: usize = 8;
 
 /// The implementation.
-pub(super) struct Avx2;
+pub(in super::super) struct Avx2;
 
 impl Micro for Avx2 {
     const LANES: usize = LANES;

@@ -15,7 +15,7 @@ const LANES: usize = 16;
 const PREFETCH: usize = 128;
 
 /// The implementation for `f32`.
-pub(super) struct Avx512;
+pub(in super::super) struct Avx512;
 
 impl Micro for Avx512 {
     const LANES: usize = LANES;

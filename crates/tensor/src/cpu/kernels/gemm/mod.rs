@@ -46,9 +46,9 @@
 //! depends on what the CPU can do.
 
 #[cfg(target_arch = "x86_64")]
-mod avx2;
+pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
-mod avx512;
+pub(super) mod avx512;
 #[cfg(test)]
 mod tests;
 
@@ -137,7 +137,7 @@ impl Path {
     }
 
     /// Whether this CPU has the instructions.
-    fn runs_here(self) -> bool {
+    pub(super) fn runs_here(self) -> bool {
         match self {
             Path::Avx512 | Path::Avx512Rounded => is_x86_feature_detected!("avx512f"),
             Path::Avx2 | Path::Avx2Rounded => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
@@ -247,7 +247,7 @@ pub(super) fn rounded(x: f32) -> f32 {
 ///
 /// # Safety of the functions
 /// The CPU has the instructions of the implementation.
-trait Micro {
+pub(super) trait Micro {
     /// Words of a vector: lanes of a packed strip. A tile is two vectors wide.
     const LANES: usize;
     /// Rows of the highest tile, at most `LANES`.
@@ -308,32 +308,32 @@ impl<M: Micro> Micro for Rounded<M> {
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
-struct Tile {
-    rows: usize,
-    columns: usize,
-    words: usize,
+pub(super) struct Tile {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) words: usize,
     /// Word (i, l) at `i a_row + l a_step`.
-    a: *const f32,
-    a_row: usize,
-    a_step: usize,
+    pub(super) a: *const f32,
+    pub(super) a_row: usize,
+    pub(super) a_step: usize,
     /// Row l at `l b_step`, its columns contiguous.
-    b: *const f32,
-    b_step: usize,
+    pub(super) b: *const f32,
+    pub(super) b_step: usize,
     /// Row i at `i c_row`, its columns contiguous.
-    c: *mut f32,
-    c_row: usize,
+    pub(super) c: *mut f32,
+    pub(super) c_row: usize,
     /// Add to C instead of replacing it.
-    add: bool,
+    pub(super) add: bool,
 }
 
 /// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
 #[derive(Clone, Copy)]
-struct Strip {
-    from: *const f32,
-    lanes: usize,
-    k: usize,
-    apart: usize,
-    along: usize,
+pub(super) struct Strip {
+    pub(super) from: *const f32,
+    pub(super) lanes: usize,
+    pub(super) k: usize,
+    pub(super) apart: usize,
+    pub(super) along: usize,
 }
 
 impl Strip {

@@ -1,0 +1,399 @@
+//! A device that records what another one does: one [`Span`] per call of a family.
+//!
+//! FLOPs are what the wrapped device's meter counts during the call. Bytes are the least that must move: each input read
+//! and each output written once. Whoever adds a method to a family passes it on here too, provided methods included:
+//! their default would run in the place of the device's own.
+
+use crate::device::{Device, Meter};
+use crate::error::Result;
+use crate::family::*;
+use meshwork_core::profile::{Class, Detail, Recorder, Span};
+use meshwork_core::{Buffer, DType};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Profiled {
+    inner: Arc<dyn Device>,
+    recorder: Recorder,
+}
+
+impl Profiled {
+    /// `inner`, recorded.
+    pub fn device(inner: Arc<dyn Device>, recorder: Recorder) -> Arc<dyn Device> {
+        Arc::new(Self { inner, recorder })
+    }
+
+    /// Runs `work` as a span that reads `reads` and writes what comes back.
+    fn span<T: Written>(
+        &self,
+        class: Class,
+        name: &'static str,
+        reads: &[&Buffer],
+        work: impl FnOnce(&dyn Device) -> Result<T>,
+    ) -> Result<T> {
+        let what = What { class, name, detail: Detail::None, dtype: dtype(reads), bytes: bytes(reads) };
+        self.record(what, work)
+    }
+
+    /// Runs `work` as a span that touches `what.bytes`, and writes what comes back.
+    fn record<T: Written>(&self, what: What, work: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
+        let What { class, name, detail, dtype, bytes } = what;
+        let (before, start) = (self.inner.meter().total_flops(), self.recorder.now());
+        let result = work(&*self.inner)?;
+        let (end, flops) = (self.recorder.now(), self.inner.meter().total_flops() - before);
+        let bytes = bytes + result.bytes();
+        self.recorder.record(Span { class, name, detail, dtype, start, end, flops, bytes });
+        Ok(result)
+    }
+}
+
+/// What a call is, before it runs.
+struct What {
+    class: Class,
+    name: &'static str,
+    detail: Detail,
+    dtype: Option<DType>,
+    bytes: u64,
+}
+
+/// The type that an operation computes in: that of its first operand of floats.
+fn dtype(reads: &[&Buffer]) -> Option<DType> {
+    reads.iter().map(|buffer| buffer.dtype()).find(|dtype| dtype.is_float())
+}
+
+fn bytes(buffers: &[&Buffer]) -> u64 {
+    buffers.iter().map(|buffer| buffer.bytes() as u64).sum()
+}
+
+/// Bytes of what an operation gives back.
+trait Written {
+    fn bytes(&self) -> u64;
+}
+
+impl Written for () {
+    fn bytes(&self) -> u64 {
+        0
+    }
+}
+
+impl Written for f64 {
+    fn bytes(&self) -> u64 {
+        0
+    }
+}
+
+impl Written for Buffer {
+    fn bytes(&self) -> u64 {
+        Buffer::bytes(self) as u64
+    }
+}
+
+impl Written for (Buffer, Buffer) {
+    fn bytes(&self) -> u64 {
+        bytes(&[&self.0, &self.1])
+    }
+}
+
+impl Written for (Buffer, Buffer, Buffer) {
+    fn bytes(&self) -> u64 {
+        bytes(&[&self.0, &self.1, &self.2])
+    }
+}
+
+impl Device for Profiled {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    // Too many and too short to be told apart from the code around.
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.alloc(dtype, count)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "zeros", &[], |device| device.zeros(dtype, count))
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.span(Class::Memory, "upload", &[host], |device| device.upload(host))
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.span(Class::Memory, "download", &[buffer], |device| device.download(buffer))
+    }
+
+    fn meter(&self) -> &Meter {
+        self.inner.meter()
+    }
+
+    fn matmul(&self) -> Result<&dyn Matmul> {
+        self.inner.matmul().map(|_| self as _)
+    }
+
+    fn pointwise(&self) -> Result<&dyn Pointwise> {
+        self.inner.pointwise().map(|_| self as _)
+    }
+
+    fn norm(&self) -> Result<&dyn Norm> {
+        self.inner.norm().map(|_| self as _)
+    }
+
+    fn attention(&self) -> Result<&dyn Attention> {
+        self.inner.attention().map(|_| self as _)
+    }
+
+    fn embedding(&self) -> Result<&dyn Embedding> {
+        self.inner.embedding().map(|_| self as _)
+    }
+
+    fn loss(&self) -> Result<&dyn Loss> {
+        self.inner.loss().map(|_| self as _)
+    }
+
+    fn layout(&self) -> Result<&dyn Layout> {
+        self.inner.layout().map(|_| self as _)
+    }
+
+    fn optim(&self) -> Result<&dyn Optim> {
+        self.inner.optim().map(|_| self as _)
+    }
+}
+
+impl Matmul for Profiled {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate } = spec;
+        let name = match (a_transposed, b_transposed, accumulate) {
+            (false, false, false) => "gemm nn",
+            (false, true, false) => "gemm nt",
+            (true, false, false) => "gemm tn",
+            (true, true, false) => "gemm tt",
+            (false, false, true) => "gemm nn +=",
+            (false, true, true) => "gemm nt +=",
+            (true, false, true) => "gemm tn +=",
+            (true, true, true) => "gemm tt +=",
+        };
+        let result = (m * n * c.dtype().size() * if accumulate { 2 } else { 1 }) as u64;
+        let detail = Detail::Product([m, n, k]);
+        let what = What { class: Class::Product, name, detail, dtype: dtype(&[a]), bytes: bytes(&[a, b]) + result };
+        self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
+    }
+}
+
+impl Pointwise for Profiled {
+    fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "add", &[a, b], |device| device.pointwise()?.add(a, b))
+    }
+
+    fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
+        let added = &[b, b, b]; // b, and as much of a read and written
+        self.span(Class::Pointwise, "add_assign", added, |device| device.pointwise()?.add_assign(a, at, b))
+    }
+
+    fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias", &[x, bias], |device| device.pointwise()?.bias(x, bias))
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_grad", &[dy], |device| device.pointwise()?.bias_grad(dy, n))
+    }
+
+    fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_residual", &[x, bias, residual], |device| {
+            device.pointwise()?.bias_residual(x, bias, residual)
+        })
+    }
+
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
+    }
+
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
+            device.pointwise()?.bias_gelu_grad(dy, x, bias)
+        })
+    }
+
+    fn gelu(&self, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "gelu", &[x], |device| device.pointwise()?.gelu(x))
+    }
+
+    fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "gelu_grad", &[dy, x], |device| device.pointwise()?.gelu_grad(dy, x))
+    }
+
+    fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        self.span(Class::Pointwise, "dropout", &[x], |device| device.pointwise()?.dropout(x, mask))
+    }
+}
+
+impl Norm for Profiled {
+    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
+        self.span(Class::Norm, "layer_norm", &[x, gamma, beta], |device| device.norm()?.layer_norm(x, gamma, beta, eps))
+    }
+
+    fn layer_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        gamma: &Buffer,
+        mean: &Buffer,
+        rstd: &Buffer,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        self.span(Class::Norm, "layer_norm_grad", &[dy, x, gamma, mean, rstd], |device| {
+            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd)
+        })
+    }
+}
+
+impl Attention for Profiled {
+    fn causal(
+        &self,
+        shape: AttentionShape,
+        qkv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "causal", &[qkv], |device| device.attention()?.causal(shape, qkv, dropout))
+    }
+
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        dout: &Buffer,
+        qkv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<Buffer> {
+        self.span(Class::Attention, "causal_grad", &[dout, qkv, out, lse], |device| {
+            device.attention()?.causal_grad(shape, dout, qkv, out, lse, dropout)
+        })
+    }
+}
+
+impl Embedding for Profiled {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
+        // Of the table only the rows asked for: as many as are written.
+        let read = (ids.count() * width * table.dtype().size()) as u64;
+        let bytes = bytes(&[ids]) + read;
+        let what =
+            What { class: Class::Embedding, name: "lookup", detail: Detail::None, dtype: dtype(&[table]), bytes };
+        self.record(what, |device| device.embedding()?.lookup(ids, table, rows, vocab, width))
+    }
+
+    fn lookup_grad(
+        &self,
+        ids: &Buffer,
+        dout: &Buffer,
+        rows: Range<usize>,
+        width: usize,
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        // Each row of dout is added to one that is read and written; all others are written where they are not kept.
+        let whole = if dtable.accumulate { 0 } else { dtable.rows * width * dout.dtype().size() };
+        let bytes = bytes(&[ids, dout, dout, dout]) + whole as u64;
+        let (name, detail, dtype) = ("lookup_grad", Detail::None, dtype(&[dout]));
+        let what = What { class: Class::Embedding, name, detail, dtype, bytes };
+        self.record(what, |device| device.embedding()?.lookup_grad(ids, dout, rows, width, dtable))
+    }
+
+    fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
+        self.span(Class::Embedding, "positions", &[x, table], |device| {
+            device.embedding()?.positions(x, table, first, seq, width)
+        })
+    }
+
+    fn positions_grad(
+        &self,
+        dout: &Buffer,
+        first: usize,
+        seq: usize,
+        table_rows: usize,
+        width: usize,
+    ) -> Result<Buffer> {
+        self.span(Class::Embedding, "positions_grad", &[dout], |device| {
+            device.embedding()?.positions_grad(dout, first, seq, table_rows, width)
+        })
+    }
+}
+
+impl Loss for Profiled {
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Loss, "row_stats", &[logits, targets], |device| {
+            device.loss()?.row_stats(logits, targets, shard)
+        })
+    }
+
+    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
+        let bytes = 2 * sums.bytes() as u64 + bytes(&[local, global]);
+        let what = What { class: Class::Loss, name: "rescale", detail: Detail::None, dtype: dtype(&[sums]), bytes };
+        self.record(what, |device| device.loss()?.rescale(sums, local, global))
+    }
+
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Loss, "total", &[max, sums, targets], |device| device.loss()?.total(max, sums, targets))
+    }
+
+    fn grad(
+        &self,
+        logits: &mut Buffer,
+        targets: &Buffer,
+        lse: &Buffer,
+        scale: &Buffer,
+        shard: VocabShard,
+    ) -> Result<()> {
+        let bytes = 2 * logits.bytes() as u64 + bytes(&[targets, lse]);
+        let what = What { class: Class::Loss, name: "grad", detail: Detail::None, dtype: dtype(&[logits]), bytes };
+        self.record(what, |device| device.loss()?.grad(logits, targets, lse, scale, shard))
+    }
+}
+
+impl Layout for Profiled {
+    fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "swap_blocks", &[x], |device| device.layout()?.swap_blocks(x, a, b, inner))
+    }
+
+    fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        let bytes = (outer * range.len() * inner * x.dtype().size()) as u64; // no more of x than is written
+        let what = What { class: Class::Memory, name: "narrow", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.layout()?.narrow(x, outer, extent, inner, range))
+    }
+
+    fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        self.span(Class::Memory, "widen", &[x], |device| device.layout()?.widen(x, outer, extent, inner, range))
+    }
+}
+
+impl Optim for Profiled {
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
+        let bytes = (range.len() * x.dtype().size()) as u64;
+        let what = What { class: Class::Optimizer, name: "zero", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.optim()?.zero(x, range))
+    }
+
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64> {
+        let bytes = (range.len() * x.dtype().size()) as u64;
+        let (detail, dtype) = (Detail::None, dtype(&[x]));
+        let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
+        self.record(what, |device| device.optim()?.sum_of_squares(x, range))
+    }
+
+    fn update(
+        &self,
+        rule: &dyn UpdateRule,
+        weights: &mut Buffer,
+        grads: &Buffer,
+        states: &mut [Buffer],
+        range: Range<usize>,
+    ) -> Result<()> {
+        // Weights and states are read and written, gradients read.
+        let per_element = 2 * weights.dtype().size()
+            + grads.dtype().size()
+            + states.iter().map(|state| 2 * state.dtype().size()).sum::<usize>();
+        let bytes = (range.len() * per_element) as u64;
+        let (detail, dtype) = (Detail::None, dtype(&[weights]));
+        let what = What { class: Class::Optimizer, name: "update", detail, dtype, bytes };
+        self.record(what, |device| device.optim()?.update(rule, weights, grads, states, range))
+    }
+}

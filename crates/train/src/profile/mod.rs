@@ -1,0 +1,51 @@
+//! Where a step's time goes: `metrics.profile = true`.
+//!
+//! ```text
+//! Probe (one per rank) ── spans ──▶ Track ─┐
+//!   around device, communicator, step      ├─▶ Profile ── settle ──▶ slices ──▶ table, trace
+//! Ceilings (measured before the run) ──────┘
+//! ```
+//! Spans are plain data ([`meshwork_core::profile`]), collected without a word between the ranks and only looked at when the
+//! run is over. A run without a profile is not touched at all: nothing is decorated, nothing asked.
+
+mod ceilings;
+mod probe;
+mod settle;
+mod table;
+mod trace;
+
+pub use ceilings::Ceilings;
+pub use probe::Probe;
+pub use settle::{Kind, Slice, machine_time, settle};
+pub use table::{Row, Rows};
+pub use trace::{TraceError, write_trace};
+
+use meshwork_core::profile::{Class, Detail, Span};
+
+/// What one rank did.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Track {
+    /// `rank 0 (dp=0,tp=0,pp=0)`
+    pub name: String,
+    /// In the order of their ends.
+    pub spans: Vec<Span>,
+}
+
+impl Track {
+    /// The steps that it saw, by number.
+    pub fn steps(&self) -> impl Iterator<Item = u64> {
+        self.spans.iter().filter_map(|span| match span.detail {
+            Detail::Step(step) if span.class == Class::Step => Some(step),
+            _ => None,
+        })
+    }
+}
+
+/// Some steps of all ranks, on one clock.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Profile {
+    /// By world rank.
+    pub tracks: Vec<Track>,
+    /// What the machine can do.
+    pub ceilings: Ceilings,
+}

@@ -1,0 +1,91 @@
+//! One rank's end of a profile.
+
+use super::Track;
+use crate::config::Config;
+use meshwork_core::profile::{self, Class, Detail, Recorder, Span};
+use meshwork_core::{Axis, Communicator, Rank};
+use meshwork_pipeline::{ActionKind, Event, Phase};
+use meshwork_tensor::Device;
+use meshwork_tensor::profiled::Profiled;
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Decorates what its rank works with, and frames its steps. Without a profile it hands everything on as it is.
+#[derive(Debug)]
+pub struct Probe {
+    recorder: Option<Recorder>,
+    /// Numbers of the steps to record.
+    steps: Range<u64>,
+    /// When the action under way began.
+    action: Cell<u64>,
+}
+
+impl Probe {
+    /// A probe of a run's first steps but for the very first, which is slower than all others (unless it is the only one):
+    /// `metrics.profile_steps` of them. Probes of one profile have the same origin, none without a profile.
+    pub fn new(config: &Config, origin: Option<Instant>) -> Self {
+        let first = config.training.steps.min(2);
+        let steps = first..first.saturating_add(config.metrics.profile_steps);
+        Self { recorder: origin.map(Recorder::new), steps, action: Cell::new(0) }
+    }
+
+    /// The communicator that the rank is to use.
+    pub fn communicator(&self, inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        match &self.recorder {
+            Some(recorder) => profile::communicator(inner, recorder.clone()),
+            None => inner,
+        }
+    }
+
+    /// The device that the rank is to use.
+    pub fn device(&self, inner: Arc<dyn Device>) -> Arc<dyn Device> {
+        match &self.recorder {
+            Some(recorder) => Profiled::device(inner, recorder.clone()),
+            None => inner,
+        }
+    }
+
+    /// Runs a training step.
+    pub fn step<T>(&self, number: u64, work: impl FnOnce() -> T) -> T {
+        let Some(recorder) = self.recorder.as_ref().filter(|_| self.steps.contains(&number)) else { return work() };
+        recorder.resume();
+        let result = recorder.time(Class::Step, "step", Detail::Step(number), work);
+        recorder.pause();
+        result
+    }
+
+    /// Runs a part of a step.
+    pub fn time<T>(&self, class: Class, name: &'static str, work: impl FnOnce() -> T) -> T {
+        match &self.recorder {
+            Some(recorder) => recorder.time(class, name, Detail::None, work),
+            None => work(),
+        }
+    }
+
+    /// Notes an end of an action of the schedule. Messages are left to the communicator.
+    pub fn observe(&self, event: Event) {
+        let Some(recorder) = &self.recorder else { return };
+        let name = match event.action.kind {
+            ActionKind::Forward => "forward",
+            ActionKind::Backward => "backward",
+            _ => return,
+        };
+        let now = recorder.now();
+        if event.phase == Phase::Started {
+            return self.action.set(now);
+        }
+        let detail = Detail::Part { stage: event.action.stage, micro: event.action.micro };
+        let (start, end) = (self.action.get(), now);
+        recorder.record(Span { class: Class::Action, name, detail, dtype: None, start, end, flops: 0, bytes: 0 });
+    }
+
+    /// What was recorded, if anything was to be.
+    pub fn track(&self, rank: &Rank) -> Option<Track> {
+        let place = |axis: Axis| format!("{axis}={}", rank.coords().get(axis));
+        let place = [Axis::Dp, Axis::Tp, Axis::Pp].map(place).join(",");
+        let spans = self.recorder.as_ref()?.drain();
+        Some(Track { name: format!("rank {} ({place})", rank.world_rank()), spans })
+    }
+}

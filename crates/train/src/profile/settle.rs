@@ -1,0 +1,273 @@
+//! From the spans of all ranks to slices that add up.
+//!
+//! Two questions that no rank can answer alone:
+//!
+//! - *Did a rank wait for others, or for the communication itself?* A communication goes on from the moment at which its
+//!   last member has come until the first member sees that it is over. Of the time in which a rank stands still, that part
+//!   is communication; what comes before is waiting, and so is what comes after, in which the rank is woken up.
+//! - *What did the machine spend its time on, when ranks share its cores?* At any moment each rank that does something is
+//!   given an equal share of the machine, and so is each communication that ranks stand still for, whose share they divide;
+//!   ranks that wait are given none, unless all of them wait. [`machine_time`] sums these shares, so that over all slices
+//!   they make up the step, no more and no less.
+
+use meshwork_core::profile::{Class, Meeting, Span};
+use std::collections::HashMap;
+
+/// What a slice of a rank's time is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// The work of a span: a kernel, or a communication's own part of it.
+    Work,
+    /// Between spans: the tape, the optimizer's bookkeeping, memory.
+    Rest,
+    /// Standing still until other ranks come, or until the scheduler lets this one go on.
+    Waiting,
+    /// A communication that goes on beside other work of the rank. Not a part of its time.
+    Hidden,
+}
+
+/// A stretch of a rank's time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Slice<'a> {
+    /// What it is.
+    pub kind: Kind,
+    /// The span that it is (a part of); the step, where it lies between spans.
+    pub span: &'a Span,
+    /// Start, in nanoseconds.
+    pub start: u64,
+    /// End, in nanoseconds.
+    pub end: u64,
+}
+
+impl Slice<'_> {
+    /// Its length in nanoseconds.
+    pub fn duration(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
+/// When a communication could begin, and when it was over.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Course {
+    complete: u64,
+    over: u64,
+}
+
+/// Per rank, its time in slices: those not hidden follow each other without gap or overlap from the start of each step to
+/// its end. `ranks` holds the spans of each rank in the order of their ends.
+pub fn settle<'a>(ranks: &[&'a [Span]]) -> Vec<Vec<Slice<'a>>> {
+    let courses = courses(ranks);
+    ranks.iter().map(|spans| slices(spans, &courses)).collect()
+}
+
+fn courses<'a>(ranks: &[&'a [Span]]) -> HashMap<&'a Meeting, Course> {
+    let mut courses = HashMap::new();
+    for spans in ranks {
+        for (at, span) in spans.iter().enumerate() {
+            let Some(meeting) = span.meeting() else { continue };
+            let course: &mut Course = courses.entry(meeting).or_insert(Course { complete: 0, over: u64::MAX });
+            match span.class {
+                Class::Post => course.complete = course.complete.max(span.start),
+                Class::Wait => course.over = course.over.min(span.end),
+                // A flight that ended before its wait began was seen to be over.
+                Class::Flight if spans.get(at + 1).is_some_and(|wait| span.end < wait.start) => {
+                    course.over = course.over.min(span.end);
+                }
+                _ => {}
+            }
+        }
+    }
+    courses
+}
+
+fn slices<'a>(spans: &'a [Span], courses: &HashMap<&Meeting, Course>) -> Vec<Slice<'a>> {
+    let mut slices = Vec::with_capacity(2 * spans.len());
+    let mut push = |kind, span, start, end| {
+        if start < end {
+            slices.push(Slice { kind, span, start, end });
+        }
+    };
+    // Leaves come before the step that they lie in.
+    let mut leaves: Vec<&Span> = Vec::new();
+    for span in spans {
+        let course = span.meeting().and_then(|meeting| courses.get(meeting));
+        match (span.class, course) {
+            (Class::Step, _) => {
+                let mut at = span.start;
+                for leaf in leaves.drain(..) {
+                    push(Kind::Rest, span, at, leaf.start);
+                    match leaf.meeting().and_then(|meeting| courses.get(meeting)) {
+                        Some(course) if leaf.class == Class::Wait => {
+                            let begun = course.complete.clamp(leaf.start, leaf.end);
+                            let over = course.over.clamp(begun, leaf.end);
+                            push(Kind::Waiting, leaf, leaf.start, begun);
+                            push(Kind::Work, leaf, begun, over);
+                            push(Kind::Waiting, leaf, over, leaf.end);
+                        }
+                        _ => push(Kind::Work, leaf, leaf.start, leaf.end),
+                    }
+                    at = leaf.end;
+                }
+                push(Kind::Rest, span, at, span.end);
+            }
+            (Class::Action, _) => {}
+            (Class::Flight, Some(course)) => {
+                push(Kind::Hidden, span, span.start.max(course.complete), span.end.min(course.over));
+            }
+            _ => leaves.push(span),
+        }
+    }
+    slices
+}
+
+/// Per rank and slice, the nanoseconds of the whole machine that it took; 0 for hidden ones.
+pub fn machine_time(ranks: &[Vec<Slice<'_>>]) -> Vec<Vec<f64>> {
+    let mut ends: Vec<(u64, i64, i64)> = Vec::new(); // (time, more weight that works, more that waits)
+    for slice in ranks.iter().flatten() {
+        let (working, waiting) = weight(slice);
+        ends.push((slice.start, working, waiting));
+        ends.push((slice.end, -working, -waiting));
+    }
+    ends.sort_unstable();
+
+    // What a weight of one that works, or waits, from the beginning would have got by each time.
+    let mut clock: Vec<(u64, f64, f64)> = Vec::with_capacity(ends.len());
+    let (mut work, mut wait, mut working, mut waiting, mut last) = (0.0, 0.0, 0, 0, 0);
+    for (time, more_work, more_wait) in ends {
+        let passed = (time - last) as f64;
+        match (working, waiting) {
+            (0, 0) => {}
+            (0, weight) => wait += passed / weight as f64,
+            (weight, _) => work += passed / weight as f64,
+        }
+        clock.push((time, work, wait));
+        (working, waiting, last) = (working + more_work, waiting + more_wait, time);
+    }
+    let at = |time: u64| match clock.partition_point(|&(other, ..)| other < time) {
+        place if place < clock.len() => clock[place],
+        _ => (time, work, wait),
+    };
+    let share = |slice: &Slice<'_>| {
+        let ((_, work, wait), (_, work_end, wait_end)) = (at(slice.start), at(slice.end));
+        let (working, waiting) = weight(slice);
+        working as f64 * (work_end - work) + waiting as f64 * (wait_end - wait)
+    };
+    ranks.iter().map(|slices| slices.iter().map(share).collect()).collect()
+}
+
+/// The weight of one rank, a number that groups of most sizes divide.
+const RANK: i64 = 1 << 20;
+
+/// How a slice counts among those that work at its time, and among those that wait.
+fn weight(slice: &Slice<'_>) -> (i64, i64) {
+    match (slice.kind, slice.span.meeting()) {
+        (Kind::Work, Some(meeting)) if slice.span.class == Class::Wait => {
+            let members = if meeting.message.is_some() { 2 } else { meeting.group.1.len() };
+            ((RANK / members as i64).max(1), 0)
+        }
+        (Kind::Work | Kind::Rest, _) => (RANK, 0),
+        (Kind::Waiting, _) => (0, RANK),
+        (Kind::Hidden, _) => (0, 0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_core::profile::Detail;
+    use std::sync::Arc;
+
+    fn span(class: Class, start: u64, end: u64) -> Span {
+        Span { class, name: "op", detail: Detail::None, dtype: None, start, end, flops: 0, bytes: 0 }
+    }
+
+    /// A part in the first all_reduce of two ranks.
+    fn part(class: Class, start: u64, end: u64) -> Span {
+        let group = Arc::new(("tp".to_owned(), vec![0, 1]));
+        Span { detail: Detail::Meeting(Meeting { group, message: None, seq: 0 }), ..span(class, start, end) }
+    }
+
+    fn shown(slices: &[Slice<'_>]) -> Vec<(Kind, Class, u64, u64)> {
+        slices.iter().map(|slice| (slice.kind, slice.span.class, slice.start, slice.end)).collect()
+    }
+
+    #[test]
+    fn a_wait_is_cut_where_the_last_rank_comes_and_where_the_first_one_is_done() {
+        let early = [
+            part(Class::Post, 10, 12),
+            part(Class::Flight, 12, 12),
+            part(Class::Wait, 12, 50),
+            span(Class::Step, 0, 60),
+        ];
+        let late = [
+            span(Class::Product, 5, 30),
+            part(Class::Post, 30, 40),
+            part(Class::Flight, 40, 40),
+            part(Class::Wait, 40, 41),
+            span(Class::Step, 0, 60),
+        ];
+        let slices = settle(&[&early, &late]);
+        let wanted = [
+            (Kind::Rest, Class::Step, 0, 10),
+            (Kind::Work, Class::Post, 10, 12),
+            (Kind::Waiting, Class::Wait, 12, 30),
+            (Kind::Work, Class::Wait, 30, 41),
+            (Kind::Waiting, Class::Wait, 41, 50),
+            (Kind::Rest, Class::Step, 50, 60),
+        ];
+        assert_eq!(shown(&slices[0]), wanted);
+        let wanted = [
+            (Kind::Rest, Class::Step, 0, 5),
+            (Kind::Work, Class::Product, 5, 30),
+            (Kind::Work, Class::Post, 30, 40),
+            (Kind::Work, Class::Wait, 40, 41),
+            (Kind::Rest, Class::Step, 41, 60),
+        ];
+        assert_eq!(shown(&slices[1]), wanted);
+
+        // While rank 0 waits, rank 1 has the machine; while it stands still for the all_reduce, it counts half.
+        let times = machine_time(&slices);
+        let near = |got: f64, wanted: f64| assert!((got - wanted).abs() < 1e-9, "{got}, not {wanted}");
+        near(times[0][2], 0.0);
+        near(times[0][3], 10.0 / 3.0 + 0.5);
+        near(times[1][1], 2.5 + 1.0 + 18.0); // 5 to 10 beside the rest of rank 0, 10 to 12 beside its start, then alone
+        near(times.iter().flatten().sum(), 60.0);
+    }
+
+    #[test]
+    fn a_communication_is_hidden_from_the_coming_of_the_last_rank_until_it_is_seen_to_be_over() {
+        let early = [
+            part(Class::Post, 0, 1),
+            span(Class::Product, 1, 30),
+            part(Class::Flight, 1, 25),
+            part(Class::Wait, 30, 31),
+            span(Class::Step, 0, 31),
+        ];
+        let late = [
+            part(Class::Post, 20, 21),
+            part(Class::Flight, 21, 22),
+            part(Class::Wait, 22, 26),
+            span(Class::Step, 0, 31),
+        ];
+        let slices = settle(&[&early, &late]);
+        let hidden = |slices: &[Slice<'_>]| -> Vec<_> {
+            slices.iter().filter(|slice| slice.kind == Kind::Hidden).map(|slice| (slice.start, slice.end)).collect()
+        };
+        assert_eq!(hidden(&slices[0]), [(20, 25)]);
+        assert_eq!(hidden(&slices[1]), [(21, 22)]);
+        // Rank 1 has no way to know before its wait ends; that rank 0 saw it at 25 ends the communication.
+        assert_eq!(shown(&slices[1])[4..6], [(Kind::Work, Class::Wait, 22, 25), (Kind::Waiting, Class::Wait, 25, 26)]);
+    }
+
+    #[test]
+    fn where_all_wait_the_time_is_theirs() {
+        let ranks = [
+            [part(Class::Post, 0, 0), part(Class::Flight, 0, 0), part(Class::Wait, 0, 8), span(Class::Step, 0, 8)],
+            [part(Class::Post, 8, 8), part(Class::Flight, 8, 8), part(Class::Wait, 8, 8), span(Class::Step, 4, 8)],
+        ];
+        let slices = settle(&[&ranks[0], &ranks[1][3..]]);
+        assert_eq!(shown(&slices[1]), [(Kind::Rest, Class::Step, 4, 8)]);
+        let alone = settle(&[&ranks[0], &ranks[1][..3]]); // rank 1 is between steps
+        assert_eq!(machine_time(&alone), [vec![8.0], vec![]]);
+    }
+}

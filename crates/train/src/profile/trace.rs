@@ -1,0 +1,103 @@
+//! The profile as a timeline, in the trace event format that <https://ui.perfetto.dev> and `chrome://tracing` open.
+//!
+//! One track per rank: steps, in them the actions of the schedule, in them operations; where a rank waits for others it says
+//! `for ..`. Communication behind other work lies beside the tracks. Times are in microseconds, FLOPs and bytes among the
+//! arguments.
+
+use super::Profile;
+use super::settle::{Kind, settle};
+use super::table::label;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// A timeline that could not be written.
+#[derive(Debug, Error)]
+#[error("cannot write the timeline to {}: {source}", path.display())]
+pub struct TraceError {
+    /// The file.
+    pub path: PathBuf,
+    /// What the system said.
+    pub source: io::Error,
+}
+
+/// Writes the timeline of a profile to a file, in the place of any old one.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), TraceError> {
+    let write = || {
+        let mut file = BufWriter::new(File::create(path)?);
+        serde_json::to_writer(&mut file, &json!({ "displayTimeUnit": "ms", "traceEvents": events(profile) }))?;
+        file.flush()
+    };
+    write().map_err(|source| TraceError { path: path.to_path_buf(), source })
+}
+
+/// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of one that may overlap others.
+#[derive(Serialize)]
+struct Event {
+    ph: char,
+    pid: usize,
+    tid: usize,
+    name: String,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    cat: &'static str,
+    ts: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<usize>,
+    #[serde(skip_serializing_if = "Value::is_null")]
+    args: Value,
+}
+
+impl Event {
+    fn new(ph: char, rank: usize, name: String, ns: u64) -> Self {
+        Self { ph, pid: 0, tid: rank, name, cat: "", ts: ns as f64 / 1e3, dur: None, id: None, args: Value::Null }
+    }
+}
+
+fn events(profile: &Profile) -> Vec<Event> {
+    let args = |of: Event, args| Event { args, ..of };
+    let mut events = vec![args(Event::new('M', 0, "process_name".into(), 0), json!({ "name": "meshwork" }))];
+    for (rank, track) in profile.tracks.iter().enumerate() {
+        events.push(args(Event::new('M', rank, "thread_name".into(), 0), json!({ "name": track.name })));
+        events.push(args(Event::new('M', rank, "thread_sort_index".into(), 0), json!({ "sort_index": rank })));
+    }
+    let micros = |from: u64, to: u64| Some((to - from) as f64 / 1e3);
+    let spans: Vec<_> = profile.tracks.iter().map(|track| &track.spans[..]).collect();
+    let mut flights = 0;
+    for (rank, (spans, slices)) in spans.iter().zip(settle(&spans)).enumerate() {
+        for span in spans.iter().filter(|span| span.class.is_frame()) {
+            let event = Event::new('X', rank, span.label(), span.start);
+            events.push(Event { cat: "frame", dur: micros(span.start, span.end), ..event });
+        }
+        for slice in slices {
+            let args = match slice.kind {
+                Kind::Work => json!({ "flops": slice.span.flops, "bytes": slice.span.bytes }),
+                _ => Value::Null,
+            };
+            let event = |ph, at| Event::new(ph, rank, label(&slice), at);
+            match slice.kind {
+                Kind::Rest => {}
+                Kind::Work | Kind::Waiting => {
+                    let cat = if slice.kind == Kind::Work { "work" } else { "waiting" };
+                    let dur = micros(slice.start, slice.end);
+                    events.push(Event { cat, dur, args, ..event('X', slice.start) });
+                }
+                Kind::Hidden => {
+                    let (cat, id) = ("behind other work", Some(flights));
+                    let args = json!({ "rank": rank });
+                    events.push(Event { cat, id, args, ..event('b', slice.start) });
+                    events.push(Event { cat, id, ..event('e', slice.end) });
+                    flights += 1;
+                }
+            }
+        }
+    }
+    events
+}
