@@ -41,6 +41,9 @@ def definitions(text):
     for row in rows:
         row["size"] = settings["sizes"][row["size"]] if "size" in row else {}
         row["environment"] = settings["environments"][row["environment"]] if "environment" in row else {}
+        for text in sides(row, True).values():
+            if text.split()[0] not in programs.NAMES:
+                raise ValueError(f"{row['name']}: no program for `{text}`")
     if len({row["name"] for row in rows}) != len(rows):
         raise ValueError("two rows of one name")
     return rows, settings
@@ -134,6 +137,8 @@ def self_test():
         targets = { tokens_per_s = 1 }
     """
     definitions(ROWS.read_text(encoding="utf-8"))
+    for script in programs.PEERS.glob("*.py"):
+        compile(script.read_text(encoding="utf-8"), script, "exec")
     rows, _ = definitions(text)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results" / "run"

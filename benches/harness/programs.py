@@ -32,6 +32,7 @@ OURS = {
     "gpt_train": ["build", "--release", "--example", "gpt_train"],
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
 }
+NAMES = {*OURS, "train.py", "mesh.py", "collectives.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
