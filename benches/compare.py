@@ -152,6 +152,16 @@ def self_test():
         # A row of a later call stands beside the earlier ones.
         compare(rows[1:], programs.Programs(2, folder=Path(folder)), 1, path, None)
         assert len(results.load(path.with_name("run.json"))["rows"]) == 2
+    # A program may be gone when its last line is read.
+    script = """if True:
+        import os, time
+        print('{"step": 1, "seconds": 2}', flush=True)
+        if os.fork() == 0:
+            time.sleep(0.3)
+            print('{"event": "end"}', flush=True)
+    """
+    gone = programs.measure(programs.Command([sys.executable, "-c", script], tokens=10))
+    assert gone["tokens_per_s"] == 5, gone
     # Ratios of made-up runs: the medians' ratio against the best side, with the spread of the turns.
     turns = lambda *values: [{"tokens_per_s": value, "all_reduce 4 KiB": value} for value in values]
     made_up = {"group": "", "targets": {"tokens_per_s": 1.5, "all_reduce 4 KiB": 0.5}}

@@ -5,7 +5,7 @@
     benches/scaling.py --ceiling 232    # GFLOP/s that the machine can do; default: the best rate met on the way
     benches/scaling.py --self-test      # two points an axis of a tiny model, into a temporary folder: for .ci/run
 
-The model says: time = arithmetic of a step / ceiling, whatever the mesh, for the cores are the same. Of each axis of
+The model says: time = arithmetic of a step (attention in full, its masked half too) / ceiling, whatever the mesh. Of each axis of
 scaling.toml, straight lines through log(time) over log(value) give the exponent measured and the model's own. Where time over
 model, the last column, is not level, something that is not arithmetic counts: memory, overhead of each op, communication.
 Needs cargo and Python 3.11.
@@ -20,7 +20,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from harness import machine, programs
+from harness import machine, programs, results
 from harness.svg import COLOURS, panel, path, power_of_ten, text
 
 GRID = Path(__file__).with_suffix(".toml")
@@ -38,19 +38,20 @@ def points(axis, base):
 
 
 def measured(grid, makers):
-    """Seconds of a step at every point, as `[(axis name, [(value, flops, seconds)])]`."""
+    """Seconds of a step at every point, as `[(axis name, [(value, flops, seconds)])]`, and the cores that others had at most."""
     runs = [(axis["name"], *point) for axis in grid["axes"] for point in points(axis, grid["base"])]
-    times = {}
+    times, busy = {}, 0
     for turn in range(grid["rounds"]):
         for name, value, size, text_of_command in runs:
             print(f"round {turn + 1}/{grid['rounds']}: {name} {value}", file=sys.stderr, flush=True)
             command = makers.command(text_of_command, size)
-            seconds = command.tokens / programs.measure(command)["tokens_per_s"]
-            times.setdefault((name, value), []).append(seconds)
+            run = programs.measure(command)
+            times.setdefault((name, value), []).append(command.tokens / run["tokens_per_s"])
+            busy = max(busy, run["others_busy"])
     rows = {}
     for name, value, size, _ in runs:
         rows.setdefault(name, []).append((value, programs.step_flops(size), statistics.median(times[name, value])))
-    return list(rows.items())
+    return list(rows.items()), busy
 
 
 def exponent(pairs):
@@ -60,12 +61,14 @@ def exponent(pairs):
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
 
 
-def report(axes, ceiling, origin, base, facts):
+def report(axes, busy, ceiling, origin, base, facts):
     """Lines of Markdown: the exponents, then every point."""
     sizes = ", ".join(f"{key} {value}" for key, value in base.items() if key not in ("steps", "warmup"))
     yield from (f"# Scaling of a step, {datetime.date.today()}", "")
     yield f"{facts['cpu']}, {facts['cores']} cores, on cores {facts['cores_used']}; commit {machine.commit()}; `benches/scaling.py`."
     yield f"All but the axis at hand: {sizes}. Ceiling of the model: {ceiling / 1e9:.0f} GFLOP/s ({origin})."
+    if busy > results.BUSY:
+        yield f"**Not to be trusted**, for other work had up to {busy:.1f} cores."
     yield from ("", "| axis | exponent measured | of the model | time / model, from first to last |", "|---|---|---|---|")
     for name, rows in axes:
         slopes = (exponent([(value, seconds) for value, _, seconds in rows]), exponent([(value, flops) for value, flops, _ in rows]))
@@ -104,7 +107,7 @@ def draw(axes, ceiling):
             return bottom - (bottom - top) * (math.log10(milliseconds) - decades[0]) / (decades[1] - decades[0])
 
         ticks = [(10.0**power, power_of_ten(power)) for power in range(decades[0], decades[1] + 1)]
-        yield from panel(left, right, top, bottom, f"ms a step, by {name}", ticks, y_of)
+        yield from panel(left, right, top, bottom, f"ms, by {name}", ticks, y_of)
         yield path([(x_of(value), y_of(1e3 * flops / ceiling)) for value, flops, _ in rows], COLOURS[1], 2, "6 4")
         yield path([(x_of(value), y_of(1e3 * seconds)) for value, _, seconds in rows], COLOURS[5], 2)
         for value, _, seconds in rows:
@@ -114,11 +117,11 @@ def draw(axes, ceiling):
 
 
 def run(grid, makers, ceiling, table, picture, cores):
-    axes = measured(grid, makers)
+    axes, busy = measured(grid, makers)
     origin = "given" if ceiling else "the best rate of all points"
     ceiling = ceiling or max(flops / seconds for _, rows in axes for _, flops, seconds in rows)
     for file, lines in (
-        (table, report(axes, ceiling, origin, grid["base"], machine.hardware(cores))),
+        (table, report(axes, busy, ceiling, origin, grid["base"], machine.hardware(cores))),
         (picture, draw(axes, ceiling)),
     ):
         file.parent.mkdir(parents=True, exist_ok=True)

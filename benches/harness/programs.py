@@ -152,7 +152,8 @@ def measure(command):
                 elif "op" in event:
                     measured[f"{event['op']} {bytes_as_text(event['bytes'])}"] = event["us"]
                 elif event.get("event") == "end":
-                    child.send_signal(signal.SIGINT)  # what is left is a sample of text
+                    # What is left is a sample of text. Not send_signal, which would reap a child that is gone already.
+                    os.kill(child.pid, signal.SIGINT)
             _, status, usage = os.wait4(child.pid, 0)
             child.returncode = os.waitstatus_to_exitcode(status)
             others = machine_seconds() - busy - usage.ru_utime - usage.ru_stime
