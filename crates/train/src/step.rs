@@ -245,8 +245,10 @@ impl Trainer {
     pub fn next_token_logits(&mut self, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
         let mut window = tokens[tokens.len().saturating_sub(self.seq_len)..].to_vec();
         let position = window.len().saturating_sub(1);
-        // Sequence parallelism cuts the sequence evenly. What stands behind the last token does not matter: attention is causal.
-        let even = window.len().next_multiple_of(self.rank.mesh().degree(Axis::Tp));
+        // What stands behind the last token does not matter: attention is causal. Sequence parallelism cuts the sequence
+        // evenly, and a few lengths for all tokens of a sample let the device use its memory again.
+        let tp = self.rank.mesh().degree(Axis::Tp);
+        let even = window.len().next_multiple_of(tp * SAMPLE_BLOCK.div_ceil(tp));
         window.resize(even.min(self.seq_len), 0);
         let seq_len = window.len();
         let batch = Batch { inputs: window, targets: Vec::new(), rows: 1, seq_len };
@@ -255,7 +257,8 @@ impl Trainer {
         let mut row = vec![0f32; vocab];
         if let Some(logits) = self.chunks.iter_mut().find_map(Chunk::take_logits) {
             let width = logits.shape()[2];
-            row.copy_from_slice(&logits.to_vec::<f32>()?[position * width..][..vocab]);
+            let host = self.device.download(logits.buffer())?;
+            row.copy_from_slice(&host.as_slice::<f32>().map_err(Error::from)?[position * width..][..vocab]);
         }
         let last_stage = self.sampling.schedule().placement.last().copied().unwrap_or(0);
         self.rank.group(Axis::Pp).broadcast_slice(&mut row, last_stage)?;
@@ -371,6 +374,9 @@ impl Trainer {
         Ok((bytes, values[peaks..].iter().map(|&peak| peak as u64).collect()))
     }
 }
+
+/// Tokens of a sample are added to a sequence whose length grows in blocks of at least so many.
+const SAMPLE_BLOCK: usize = 32;
 
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
