@@ -37,8 +37,8 @@ impl SelfAttention {
 
     /// `x [b, s, hidden] → [b, s, hidden]`. `dropout` is the probability of dropping an attention weight.
     pub fn forward(&self, tape: &Tape, x: &Var, dropout: f32) -> Result<Var> {
-        let qkv = x.linear(&tape.param(self.qkv)?, 1)?.bias(&tape.param(self.qkv_bias)?)?; // [b, s, 3, heads, d]
+        let qkv = x.linear_bias(&tape.param(self.qkv)?, &tape.param(self.qkv_bias)?, 1)?; // [b, s, 3, heads, d]
         let mixed = qkv.causal_attention(Some((dropout, &self.name)))?; // [b, s, heads, d]
-        mixed.linear(&tape.param(self.out)?, 2)?.bias(&tape.param(self.out_bias)?)
+        mixed.linear_bias(&tape.param(self.out)?, &tape.param(self.out_bias)?, 2)
     }
 }

@@ -31,10 +31,10 @@ impl Linear {
 
     /// `x [.., in] → [.., out]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let y = x.linear(&tape.param(self.weight)?, 1)?;
+        let weight = tape.param(self.weight)?;
         match self.bias {
-            Some(bias) => y.bias(&tape.param(bias)?),
-            None => Ok(y),
+            Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, 1),
+            None => x.linear(&weight, 1),
         }
     }
 }

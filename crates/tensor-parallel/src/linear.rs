@@ -35,12 +35,12 @@ impl ColumnLinear {
 
     /// `x [.., input] → [.., out..]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.linear(&tape.param(self.weight)?, 1)?.bias(&tape.param(self.bias)?)
+        x.linear_bias(&tape.param(self.weight)?, &tape.param(self.bias)?, 1)
     }
 
-    /// `gelu(x · Wᵀ + b)`: bias and activation in one pass.
+    /// `gelu(x · Wᵀ + b)`, in one pass.
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.linear(&tape.param(self.weight)?, 1)?.bias_gelu(&tape.param(self.bias)?)
+        x.linear_bias_gelu(&tape.param(self.weight)?, &tape.param(self.bias)?, 1)
     }
 }
 

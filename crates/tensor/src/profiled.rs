@@ -58,6 +58,13 @@ struct What {
     bytes: u64,
 }
 
+impl What {
+    fn product(name: &'static str, mnk: [usize; 3], reads: &[&Buffer]) -> What {
+        let detail = Detail::Product(mnk);
+        What { class: Class::Product, name, detail, dtype: dtype(reads), bytes: bytes(reads) }
+    }
+}
+
 /// The type that an operation computes in: that of its first operand of floats.
 fn dtype(reads: &[&Buffer]) -> Option<DType> {
     reads.iter().map(|buffer| buffer.dtype()).find(|dtype| dtype.is_float())
@@ -175,9 +182,19 @@ impl Matmul for Profiled {
             (true, true, true) => "gemm tt +=",
         };
         let result = (m * n * c.dtype().size() * if accumulate { 2 } else { 1 }) as u64;
-        let detail = Detail::Product([m, n, k]);
-        let what = What { class: Class::Product, name, detail, dtype: dtype(&[a]), bytes: bytes(&[a, b]) + result };
+        let mut what = What::product(name, [m, n, k], &[a, b]);
+        what.bytes += result;
         self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
+    }
+
+    fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        let what = What::product("gemm nt + bias", mnk, &[x, w, bias]);
+        self.record(what, |device| device.matmul()?.linear_bias(mnk, x, w, bias))
+    }
+
+    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+        let what = What::product("gemm nt + bias, gelu", mnk, &[x, w, bias]);
+        self.record(what, |device| device.matmul()?.linear_bias_gelu(mnk, x, w, bias))
     }
 }
 
@@ -203,10 +220,6 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "bias_residual", &[x, bias, residual], |device| {
             device.pointwise()?.bias_residual(x, bias, residual)
         })
-    }
-
-    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
     }
 
     fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {

@@ -47,7 +47,12 @@ fn cases() -> Vec<Case> {
         case("linear", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].linear(&v[1], 1)),
         case("linear over two dims", &[(&[2, 3, 2, 4], S(2)), (&[5, 2, 4], S(1))], |_, v| v[0].linear(&v[1], 2)),
         case("bias", &[(x, R), (&[6], R)], |_, v| v[0].bias(&v[1])),
-        case("bias_gelu", &[(x, R), (&[6], R)], |_, v| v[0].bias_gelu(&v[1])),
+        case("linear_bias", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
+            v[0].linear_bias(&v[1], &v[2], 1)
+        }),
+        case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
+            v[0].linear_bias_gelu(&v[1], &v[2], 1)
+        }),
         case("gelu", &[(x, V)], |_, v| v[0].gelu()),
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
@@ -167,6 +172,7 @@ fn a_missing_family_names_the_operation_and_the_device() {
     let tokens = ids(&tape, &[0; 6], &[2, 3], Types::NONE);
     for (operation, result, family) in [
         ("linear", x.linear(&x, 1), "matmul"),
+        ("linear_bias", x.linear_bias(&x, &input(&[2, 3]), 1), "matmul"),
         ("gelu", x.gelu(), "pointwise"),
         ("dropout", x.dropout(0.5, "x"), "pointwise"),
         ("layer_norm", x.layer_norm(&input(&[3]), &input(&[3]), 1e-5), "norm"),

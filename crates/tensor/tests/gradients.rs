@@ -81,16 +81,43 @@ fn a_value_used_more_than_once_gets_the_sum_of_its_gradients() {
 #[test]
 fn gelu() {
     check("gelu", &[("x", &[5, 7])], |_, v| v[0].gelu());
-    check("bias_gelu", &[("x", &[5, 7]), ("b", &[7])], |_, v| v[0].bias_gelu(&v[1]));
 }
 
 #[test]
-fn bias_gelu_is_gelu_of_bias() {
-    let tape = tape_of(&alone());
-    let x = input(&tape, &values("x", 35), &[5, 7], Types::NONE);
-    let b = input(&tape, &values("b", 7), &[7], Types::NONE);
-    let (fused, apart) = (x.bias_gelu(&b).unwrap(), x.bias(&b).unwrap().gelu().unwrap());
-    assert_eq!(to_f64(fused.tensor()), to_f64(apart.tensor()));
+fn linear_with_what_follows_it() {
+    let inputs: [(_, &[usize]); 3] = [("x", &[2, 3, 5]), ("w", &[2, 4, 5]), ("b", &[2, 4])];
+    check("linear_bias", &inputs, |_, v| v[0].linear_bias(&v[1], &v[2], 1));
+    check("linear_bias_gelu", &inputs, |_, v| v[0].linear_bias_gelu(&v[1], &v[2], 1));
+    let inputs: [(_, &[usize]); 3] = [("x", &[2, 3, 2, 4]), ("w", &[5, 2, 4]), ("b", &[5])];
+    check("linear_bias over two dims", &inputs, |_, v| v[0].linear_bias(&v[1], &v[2], 2));
+    check("linear_bias_gelu over two dims", &inputs, |_, v| v[0].linear_bias_gelu(&v[1], &v[2], 2));
+}
+
+/// Forward and every gradient, in f32, of a shape that threads share and of one that none does.
+#[test]
+fn one_pass_has_the_bits_of_the_operations_apart() {
+    type Program = fn(&[Var]) -> Result<Var>;
+    let pairs: [[Program; 2]; 2] = [
+        [|v| v[0].linear_bias(&v[1], &v[2], 2), |v| v[0].linear(&v[1], 2)?.bias(&v[2])],
+        [|v| v[0].linear_bias_gelu(&v[1], &v[2], 2), |v| v[0].linear(&v[1], 2)?.bias(&v[2])?.gelu()],
+    ];
+    for shapes in [[&[3, 5, 2, 4][..], &[3, 7, 2, 4], &[3, 7]], [&[2, 129, 3, 100], &[131, 3, 100], &[131]]] {
+        for programs in pairs {
+            let [fused, apart] = programs.map(|program| {
+                let tape = tape_of(&alone());
+                let single = |name: &str, shape: &[usize]| {
+                    let values: Vec<f32> = values(name, shape.iter().product()).iter().map(|&x| x as f32).collect();
+                    Tensor::from_slice(tape.device(), &values, shape).unwrap()
+                };
+                let vars = [("x", shapes[0]), ("w", shapes[1]), ("b", shapes[2])]
+                    .map(|(name, shape)| tape.input(single(name, shape), Types::NONE));
+                let y = program(&vars).unwrap();
+                tape.backward(&y, single("seed", &y.shape()), Weights::Now, &mut NoParams).unwrap();
+                (y.shape(), to_f64(y.tensor()), vars.map(|var| to_f64(&tape.take_grad(&var).unwrap())))
+            });
+            assert!(fused == apart, "{shapes:?}");
+        }
+    }
 }
 
 #[test]

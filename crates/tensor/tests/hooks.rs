@@ -60,7 +60,7 @@ impl Model {
         let words = ids(tape, &[1, 5, 1, 0], &[1, 4], Types::NONE);
         let x = words.embedding(&param("table")?)?.add(input)?.dropout(0.25, "embedding")?;
         let normed = x.layer_norm(&param("gamma")?, &param("beta")?, 1e-5)?;
-        let inner = normed.linear(&param("up")?, 1)?.bias_gelu(&param("up_bias")?)?;
+        let inner = normed.linear_bias_gelu(&param("up")?, &param("up_bias")?, 1)?;
         let x = inner.linear(&param("down")?, 1)?.bias_residual(&param("down_bias")?, &x)?;
         x.linear(&param("nowhere")?, 1)?;
         let targets = ids(tape, &[5, 1, -1, 2], &[1, 4], Types::NONE);
@@ -262,7 +262,7 @@ fn deferred_weight_gradients_equal_immediate_ones_bit_for_bit() {
 }
 
 /// Reverse order of execution; the tied table when its first use, the embedding, has added its share.
-const READY: [&str; 8] = ["nowhere", "down_bias", "down", "up_bias", "up", "gamma", "beta", "table"];
+const READY: [&str; 8] = ["nowhere", "down_bias", "down", "up", "up_bias", "gamma", "beta", "table"];
 
 #[test]
 fn a_gradient_is_ready_once_after_its_last_share() {

@@ -52,4 +52,10 @@ impl Gemm {
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
+    /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).
+    fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])`), tanh form, with the bits of the product, then
+    /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is what
+    /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad) takes.
+    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;
 }

@@ -9,4 +9,15 @@ impl Matmul for Meta {
         self.meter().add_flops(Work::Matmul, spec.flops());
         Ok(())
     }
+
+    fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, _w: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.meter().add_flops(Work::Matmul, Gemm::linear(m, n, k).flops());
+        self.alloc(x.dtype(), m * n)
+    }
+
+    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+        let product = self.linear_bias(mnk, x, w, bias)?;
+        let activated = self.alloc(product.dtype(), product.count())?;
+        Ok((product, activated))
+    }
 }

@@ -1,5 +1,7 @@
-//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims.
+//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
+//! `y + b[N..]` and `gelu(y + b)`, with the bits that the operations one after the other would give.
 
+use super::bias::bias_grad;
 use crate::error::Result;
 use crate::family::Gemm;
 use crate::shape::Shape;
@@ -14,12 +16,44 @@ struct Linear {
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
+    then: Then,
+}
+
+/// What is done to the product, with a bias of that shape.
+#[derive(Debug)]
+enum Then {
+    Nothing,
+    Bias(Shape),
+    BiasGelu(Shape),
 }
 
 impl Linear {
+    fn new(x: &Var, weight: &Var, contract: usize, then: Then) -> Self {
+        Self { contract, weight_shape: weight.shape(), input_shape: x.shape(), then }
+    }
+
     fn mnk(&self) -> (usize, usize, usize) {
         let (m, k) = self.input_shape.rows_columns(self.contract);
         (m, self.weight_shape.rows_columns(self.contract).0, k)
+    }
+
+    /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
+    fn product_grad(&self, cx: &Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        match self.then {
+            Then::Nothing => Ok((grad, None)),
+            Then::Bias(shape) => {
+                let db = cx.needs(2).then(|| bias_grad(&grad, shape)).transpose()?;
+                Ok((grad, db))
+            }
+            // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
+            // much memory as the product.
+            Then::BiasGelu(shape) => {
+                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device());
+                let (dy, db) = device.pointwise()?.bias_gelu_grad(grad.buffer(), product.buffer(), b.buffer())?;
+                let db = cx.needs(2).then(|| Tensor::from_buffer(device, db, shape)).transpose()?;
+                Ok((Tensor::from_buffer(device, dy, grad.shape())?, db))
+            }
+        }
     }
 }
 
@@ -27,22 +61,49 @@ impl Var {
     /// `x · wᵀ` over the last `contract` dims of both: a fused qkv is `x[b, s, h].linear(w[3, heads, d, h], 1)`, and the
     /// projection back is `y[b, s, heads, d].linear(w[h, heads, d], 2)`. Summing over a dim that both shard gives `Partial`.
     pub fn linear(&self, weight: &Var, contract: usize) -> Result<Var> {
-        let op = Linear { contract, weight_shape: weight.shape(), input_shape: self.shape() };
-        self.tape().apply(op, &[self, weight])
+        self.tape().apply(Linear::new(self, weight, contract, Then::Nothing), &[self, weight])
+    }
+
+    /// `x · wᵀ + b`: [`linear`](Self::linear), then [`bias`](Self::bias) with the dims of `w` that are not summed over. A
+    /// bias added to a `Partial` product would be counted once per rank: refused.
+    pub fn linear_bias(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
+        self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
+    }
+
+    /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu).
+    pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
+        self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
     }
 }
 
 impl Op for Linear {
     fn name(&self) -> &'static str {
-        "linear"
+        match self.then {
+            Then::Nothing => "linear",
+            Then::Bias(_) => "linear_bias",
+            Then::BiasGelu(_) => "linear_bias_gelu",
+        }
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["x", "weight"]
+        match self.then {
+            Then::Nothing => &["x", "weight"],
+            Then::Bias(_) | Then::BiasGelu(_) => &["x", "weight", "bias"],
+        }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
-        rules::contract(self.name(), operands[0], operands[1], self.contract)
+        let (x, weight) = (operands[0], operands[1]);
+        let product = rules::contract(self.name(), x, weight, self.contract)?;
+        let ndim = x.ndim + weight.ndim - 2 * self.contract;
+        let sum = |bias| rules::add(self.name(), Operand::value("x · weightᵀ", product, ndim), bias);
+        match self.then {
+            Then::Nothing => Ok(product),
+            Then::Bias(_) => sum(operands[2]),
+            Then::BiasGelu(_) => {
+                rules::pointwise(self.name(), Operand::value("x · weightᵀ + bias", sum(operands[2])?, ndim))
+            }
+        }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -55,18 +116,36 @@ impl Op for Linear {
             || format!("the last {} dims of x and weight are summed over and must be equal", self.contract),
             inputs,
         )?;
-        let (m, n, k) = self.mnk();
-        let mut y = x.device().alloc(x.dtype(), m * n)?;
-        x.device().matmul()?.gemm(Gemm::linear(m, n, k), x.buffer(), w.buffer(), &mut y, 0)?;
+        let (lead, out) = (&xs[..xs.len() - self.contract], &ws[..ws.len() - self.contract]);
+        if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
+            cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
+        }
         cx.save(x)?;
         cx.save(w)?;
-        let lead = &xs[..xs.len() - self.contract];
-        let out = &ws[..ws.len() - self.contract];
-        Tensor::from_buffer(x.device(), y, Shape::new(&[lead, out].concat()))
+        let (m, n, k) = self.mnk();
+        let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
+        let matmul = device.matmul()?;
+        let y = match self.then {
+            Then::Nothing => {
+                let mut y = device.alloc(x.dtype(), m * n)?;
+                matmul.gemm(Gemm::linear(m, n, k), x.buffer(), w.buffer(), &mut y, 0)?;
+                y
+            }
+            Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
+            Then::BiasGelu(_) => {
+                let b = inputs[2];
+                let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer())?;
+                cx.save(&Tensor::from_buffer(device, product, shape)?)?;
+                cx.save(b)?;
+                y
+            }
+        };
+        Tensor::from_buffer(device, y, shape)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (m, n, k) = self.mnk();
+        let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
         let (x, w) = (cx.saved(0)?, cx.saved(1)?);
         let dx = cx.write_grad(0, grad.dtype(), self.input_shape, |dx, start, accumulate| {
@@ -77,6 +156,9 @@ impl Op for Linear {
             let spec = Gemm::linear_weight_grad(m, n, k).accumulating(accumulate);
             device.matmul()?.gemm(spec, grad.buffer(), x.buffer(), dw, start)
         })?;
-        Ok(vec![dx, dw])
+        Ok(match self.then {
+            Then::Nothing => vec![dx, dw],
+            Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],
+        })
     }
 }
