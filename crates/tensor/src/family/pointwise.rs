@@ -36,7 +36,8 @@ pub trait Pointwise: Debug {
     fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
-    /// Of gelu(x + bias), as [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes it: (dx = dy · gelu'(x + bias), the gradient of the bias as by [`bias_grad`](Self::bias_grad)).
+    /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes:
+    /// (dx = dy · gelu'(x + bias), that of the bias as by [`bias_grad`](Self::bias_grad)).
     fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;

@@ -44,6 +44,8 @@
 //! Packed operands live in a buffer of the calling thread that grows to its largest product and stays (at most 16 KiB
 //! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
 //! depends on what the CPU can do.
+//!
+//! More than 400 lines: how operands are cut and packed must agree with how the tiles read them, pointer by pointer.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;

@@ -1,0 +1,287 @@
+//! The products against three loops, and against themselves: however a product is cut, laid out, packed, shared or
+//! finished, its bits are the same.
+
+use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+use super::*;
+use proptest::prelude::*;
+
+/// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
+fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
+    gemm([m, n, k], (x, (k, 1)), (w, (1, k)), (y, (n, 1)), Update::Overwrite);
+}
+
+/// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
+fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
+    gemm([m, k, n], (dy, (n, 1)), (w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
+}
+
+/// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
+fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
+    gemm([n, k, m], (dy, (1, n)), (x, (k, 1)), (dw, (k, 1)), update);
+}
+
+/// Three loops over flat operands with strides.
+fn naive([m, n, k]: [usize; 3], a: (&[f64], Strides), b: (&[f64], Strides)) -> Vec<f64> {
+    let at = |x: (&[f64], Strides), i: usize, j: usize| x.0[i * x.1.0 + j * x.1.1];
+    let element = |i, j| (0..k).map(|l| at(a, i, l) * at(b, l, j)).sum();
+    (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j)).collect()
+}
+
+proptest! {
+    #[test]
+    fn products_match_three_loops(m in 0..40_usize, n in 0..40_usize, k in 0..300_usize, pad in 0..3_usize) {
+        let (lda, ldb, ldc) = (k + pad, k + pad, n + pad);
+        let a: Vec<f32> = values("a", m * lda);
+        let b: Vec<f32> = values("b", n * ldb);
+        let old: Vec<f32> = values("c", m * ldc);
+        let want = naive([m, n, k], (&widen(&a), (lda, 1)), (&widen(&b), (1, ldb)));
+        for update in [Update::Overwrite, Update::Accumulate] {
+            let mut c = old.clone();
+            gemm([m, n, k], (&a, (lda, 1)), (&b, (1, ldb)), (&mut c, (ldc, 1)), update);
+            for i in 0..m {
+                let base = |j: usize| if update == Update::Accumulate { old[i * ldc + j].to_f64() } else { 0.0 };
+                let row: Vec<f64> = (0..n).map(|j| base(j) + want[i * n + j]).collect();
+                assert_close(&c[i * ldc..][..n], &row, 2e-5);
+                prop_assert_eq!(&c[i * ldc + n..][..pad], &old[i * ldc + n..][..pad]);
+            }
+        }
+    }
+
+    /// Any block of C alone has the bits it has in the whole, for every K.
+    #[test]
+    fn blocks_of_c_have_the_bits_of_the_whole(
+        m in 1..70_usize, n in 1..70_usize, k in 1..700_usize, cut in prop::array::uniform4(0.0..1.0),
+    ) {
+        let span = |from: f64, to: f64, len: usize| {
+            let at = ((from * len as f64) as usize).min(len - 1);
+            (at, 1 + (to * (len - at) as f64) as usize)
+        };
+        let (i, rows) = span(cut[0], cut[1], m);
+        let (j, columns) = span(cut[2], cut[3], n);
+        let (rows, columns) = (rows.min(m - i), columns.min(n - j));
+        split_case::<f32>([m, n, k], (i, rows), (j, columns));
+        split_case::<f64>([m, n, k], (i, rows), (j, columns));
+    }
+}
+
+#[track_caller]
+fn split_case<T: Float>([m, n, k]: [usize; 3], (i, rows): (usize, usize), (j, columns): (usize, usize)) {
+    let (x, w): (Vec<T>, Vec<T>) = (values("x", m * k), values("w", n * k));
+    let mut whole = vec![T::ZERO; m * n];
+    linear([m, n, k], &x, &w, &mut whole);
+    let mut part = vec![T::ZERO; rows * columns];
+    linear([rows, columns, k], &x[i * k..][..rows * k], &w[j * k..][..columns * k], &mut part);
+    for r in 0..rows {
+        let want = &whole[(i + r) * n + j..][..columns];
+        assert_eq!(&part[r * columns..][..columns], want, "{m}x{n}x{k}, rows {i}+{rows}, columns {j}+{columns}");
+    }
+}
+
+/// The splits that break other libraries: one row or column, all but one, halves, blocks' edges.
+#[test]
+fn adversarial_splits_have_the_bits_of_the_whole() {
+    for k in [1, 16, 63, 255, 256, 257, 511, 513, 1024, 2048] {
+        for [m, n] in [[33, 65], [2, 96], [64, 7], [129, 34]] {
+            let parts = |len: usize| [(0, 1), (len - 1, 1), (0, len - 1), (1, len - 1), (len / 2, len - len / 2)];
+            for rows in parts(m) {
+                split_case::<f32>([m, n, k], rows, (0, n));
+            }
+            for columns in parts(n) {
+                split_case::<f32>([m, n, k], (0, m), columns);
+            }
+        }
+    }
+}
+
+/// `matrixmultiply` in `f32`, which [`gemm`] only takes on CPUs without a path of our own: rectangles of C with a
+/// transposed B against the whole, and that against three loops.
+#[test]
+fn portable_products_have_the_bits_of_the_whole() {
+    let product = |precision, [m, n, k]: [usize; 3], a: (&[f32], Strides), b: (&[f32], Strides), update| {
+        let mut c = vec![1.0; m * n];
+        assert_inside("A", m, k, a.1, a.0.len());
+        assert_inside("B", k, n, b.1, b.0.len());
+        // SAFETY: A and B were checked; C is dense.
+        unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
+        c
+    };
+    for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate() {
+        let precision = if i < 4 { Precision::F32 } else { Precision::Bf16 };
+        let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+        let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+        let wide = |x: &[f32]| x.iter().map(|x| x.in_precision(precision).to_f64()).collect::<Vec<f64>>();
+        let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
+        for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
+            let whole = product(precision, [m, n, k], (&a, (k, 1)), (&b, (n, 1)), update);
+            assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
+            for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
+                let (a, b) = ((&a[i * k..], (k, 1)), (&transposed[j * k..], (1, k)));
+                let part = product(precision, [rows, columns, k], a, b, update);
+                for (r, part) in part.chunks(columns).enumerate() {
+                    assert_eq!(part, &whole[(i + r) * n + j..][..columns], "[{m}, {n}, {k}], row {i} + {r}");
+                }
+            }
+        }
+    }
+}
+
+/// Layouts and accumulation do not change the order either: a product in two transposed layouts, and one added
+/// to zero.
+#[test]
+fn layout_and_update_keep_the_bits() {
+    for dims in [[5, 7, 300], [64, 33, 600], [1, 9, 257]] {
+        let [m, n, k] = dims;
+        let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+        let transpose = |x: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+            (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect()
+        };
+        let mut plain = vec![f32::NAN; m * n];
+        gemm(dims, (&a, (k, 1)), (&b, (n, 1)), (&mut plain, (n, 1)), Update::Overwrite);
+        let (at, bt) = (transpose(&a, m, k), transpose(&b, k, n));
+        let mut other = vec![0.0; m * n];
+        gemm(dims, (&at, (1, m)), (&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
+        assert_eq!(transpose(&plain, m, n), other);
+    }
+}
+
+/// What `gemm`, and after it separate passes over C, would give.
+fn one_after_the_other<T: Float>(
+    (precision, [m, n, k]): (Precision, [usize; 3]),
+    (a, b, bias, old): (&[T], &[T], &[T], &[T]),
+    update: Update,
+) -> [Vec<T>; 3] {
+    let mut c = old.to_vec();
+    gemm_in(precision, [m, n, k], (a, (k, 1)), (b, (n, 1)), (&mut c, (n, 1)), update);
+    let (mut biased, mut activated) = (c.clone(), c.clone());
+    pointwise::bias(&c, bias, &mut biased);
+    gelu::bias_gelu(&c, bias, &mut activated);
+    [c, biased, activated]
+}
+
+/// Shared or not, with B packed as a part of more or not, and with epilogues: the bits of the plain product.
+fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
+    let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
+    let old: Vec<T> = values("c", m * n);
+    let b_transpose: Vec<T> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+    let right: (&[T], Strides) = if b_transposed { (&b_transpose, (1, k)) } else { (&b, (n, 1)) };
+    for update in [Update::Overwrite, Update::Accumulate] {
+        let want = one_after_the_other((precision, dims), (&a, &b, &bias, &old), update);
+        let at = format!("{precision:?}, {dims:?}, {update:?}");
+        for threads in [1, 2, 3, 7, 64] {
+            for epilogue in 0..3 {
+                let (mut c, mut out) = (old.clone(), old.clone());
+                let after = match epilogue {
+                    0 => Epilogue::Nothing,
+                    1 => Epilogue::Bias(&bias),
+                    _ => Epilogue::BiasGelu(&bias, &mut out),
+                };
+                if threads > 1 && k > 0 {
+                    cut(threads, precision, dims, (&a, (k, 1)), right, &mut c, update, after);
+                } else {
+                    gemm_shared(precision, dims, (&a, (k, 1)), right, &mut c, update, after);
+                }
+                assert!(c == want[epilogue % 2], "{at}, epilogue {epilogue}, for {threads} threads");
+                assert!(out == *if epilogue == 2 { &want[2] } else { &old }, "{at}, out, for {threads} threads");
+            }
+        }
+        let mut packed = Packed::new(precision);
+        packed.pack([k, n], right);
+        let (terms, columns) = (k / 2 / 2 * 2, n - n / 3);
+        for (terms, columns) in [(k, n), (terms, columns)] {
+            let (mut c, mut want) = (old.clone(), old.clone());
+            gemm_packed([m, columns, terms], (&a, (k, 1)), &packed, (&mut c, n), update);
+            gemm_in(precision, [m, columns, terms], (&a, (k, 1)), right, (&mut want, (n, 1)), update);
+            assert!(c == want, "{at}, {terms} terms of {columns} columns");
+        }
+    }
+}
+
+#[test]
+fn shared_packed_and_finished_products_have_the_bits_of_the_plain_one() {
+    for (i, dims) in [
+        [1, 1, 1],
+        [5, 40, 0],
+        [37, 33, 257],
+        [3, 900, 515],
+        [300, 200, 100],
+        [29, 800, 300],
+        [57, 1601, 96],
+        [700, 65, 1030],
+        [113, 3100, 1300],
+        [1, 3000, 1500],
+        [4096, 33, 64],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        same_bits_case::<f32>(Precision::F32, dims, i % 2 == 0);
+        same_bits_case::<f32>(Precision::Bf16, dims, i % 2 == 1);
+    }
+    same_bits_case::<f64>(Precision::Bf16, [170, 130, 300], true);
+    same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
+}
+
+/// Products that are cut along every dim.
+#[test]
+fn large_operands_are_packed_in_parts() {
+    assert_eq!(at_once(1152, 384), (384, 1152));
+    assert_eq!(at_once(50_304, 768), (768, 3072));
+    assert_eq!(at_once(768, 50_304), (2816, 768));
+    let (terms, columns) = at_once(3100, 1300);
+    assert!(terms < 1300 && columns < 3100);
+}
+
+#[test]
+#[should_panic(expected = "B: 3 terms cut a pair of the 4 packed")]
+fn half_a_pair_is_refused() {
+    let mut b = Packed::new(Precision::Bf16);
+    b.pack([4, 2], (&[1.0_f32; 8], (2, 1)));
+    gemm_packed([1, 2, 3], (&[1.0; 3], (3, 1)), &b, (&mut [0.0; 2], 2), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
+fn short_biases_are_refused() {
+    let (a, b) = ((&[1.0_f32; 2][..], (1, 1)), (&[1.0_f32; 3][..], (3, 1)));
+    gemm_shared(Precision::F32, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
+}
+
+#[test]
+fn linear_gradients_match_finite_differences() {
+    let [m, n, k] = [3, 4, 5];
+    let (x, w, dy): (Vec<f64>, Vec<f64>, Vec<f64>) = (values("x", m * k), values("w", n * k), values("dy", m * n));
+    let loss = |x: &[f64], w: &[f64]| {
+        let mut y = vec![0.0; m * n];
+        linear([m, n, k], x, w, &mut y);
+        dot(&y, &dy)
+    };
+    let (mut dx, mut dw) = (vec![9.0; m * k], vec![9.0; n * k]);
+    linear_dx([m, n, k], &dy, &w, &mut dx);
+    linear_dw([m, n, k], &dy, &x, &mut dw, Update::Overwrite);
+    check_gradient(&x, &dx, |x| loss(x, &w));
+    check_gradient(&w, &dw, |w| loss(&x, w));
+    let twice: Vec<f64> = dw.iter().map(|g| 2.0 * g).collect();
+    linear_dw([m, n, k], &dy, &x, &mut dw, Update::Accumulate);
+    assert_close(&dw, &twice, 1e-15);
+}
+
+#[test]
+#[should_panic(expected = "B: 3 by 2 with strides (2, 1) does not fit in 5 elements")]
+fn short_operands_are_refused() {
+    let c = &mut [0.0_f32; 4];
+    gemm([2, 2, 3], (&[0.0; 6], (3, 1)), (&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "C: 2 by 3 with strides (6, 2) is contiguous along no dim")]
+fn outputs_with_gaps_both_ways_are_refused() {
+    let c = &mut [0.0_f32; 12];
+    gemm([2, 3, 1], (&[0.0; 2], (1, 1)), (&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "C: the elements of 2 by 3 overlap with strides (2, 1)")]
+fn overlapping_outputs_are_refused() {
+    let c = &mut [0.0_f32; 9];
+    gemm([2, 3, 1], (&[0.0; 2], (1, 1)), (&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
+}
