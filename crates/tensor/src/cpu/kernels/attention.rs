@@ -8,7 +8,7 @@
 //!
 //! # The order of sums
 //!
-//! Each product is summed in tiles, one chain in the order of its terms (see [`tiles`]), and blocks of terms are added
+//! Each product is summed in tiles, one chain in the order of its terms (see `tiles`), and blocks of terms are added
 //! one after another:
 //!
 //! - `S` and `dP`: one chain over the features.
