@@ -32,7 +32,7 @@ impl Attention for Cpu {
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
             let out = self.output::<T>(qkv.len() / 3, |out| {
-                attention::forward(dims(shape), qkv, out, rows, mask(dropout));
+                attention::forward(self.precision, dims(shape), qkv, out, rows, mask(dropout));
             })?;
             Ok((out, lse))
         })
@@ -56,7 +56,7 @@ impl Attention for Cpu {
             };
             let dout = dout.as_slice::<T>()?;
             self.output::<T>(qkv.count(), |dqkv| {
-                attention::backward(dims(shape), saved, dout, dqkv, mask(dropout));
+                attention::backward(self.precision, dims(shape), saved, dout, dqkv, mask(dropout));
             })
         })
     }
