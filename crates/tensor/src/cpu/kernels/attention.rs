@@ -32,6 +32,8 @@
 //! panels of as many query rows as a tile is high pass by them, with all their scores at once. Backward: over blocks of
 //! 128 keys, and for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long
 //! the sequence. On the diagonal both stop at a tile's edge.
+//!
+//! More than 400 lines: both directions share the orders above, and what one leaves as zeros the next product relies on.
 
 mod heads;
 mod rows;
@@ -48,10 +50,10 @@ use std::ops::Range;
 pub use tiles::Tiled;
 use tiles::{MAX_ROWS, Tiles};
 
-/// Keys in a block of the forward's sums.
+/// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
 const FORWARD_KEYS: usize = 256;
 
-/// Queries and keys in a block of the backward: two squares of them are a quarter of a common L2 cache.
+/// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
 const BLOCK: usize = 128;
 
 /// Softmax works on so many scores at a time; the scratch of a row is longer by as many, so that the last ones have

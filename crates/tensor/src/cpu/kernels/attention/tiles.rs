@@ -20,7 +20,7 @@ use super::super::matmul::{Precision, Strides, Update};
 use super::rows::Reductions;
 use std::ops::Range;
 
-/// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row.
+/// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row. Even, for whole words.
 const COPIED_ROWS: usize = 16;
 
 /// Rows of the highest tile of any CPU.
