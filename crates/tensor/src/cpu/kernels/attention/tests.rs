@@ -96,11 +96,11 @@ fn naive_backward(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dout: &[f64], dro
             let (row, lse) = (part(d, 1, [b, i, 0, h]), lse[(b * d.heads + h) * d.seq + i]);
             let factors = factors(d, dropout, [b, i, h]);
             let delta = dot(&dout[row.clone()], &out[row.clone()]);
-            for j in 0..=i {
+            for (j, factor) in factors.iter().enumerate().take(i + 1) {
                 let [q, k, v] = [(i, 0), (j, 1), (j, 2)].map(|(row, p)| part(d, 3, [b, row, p, h]));
                 let p = (dot(&qkv[q.clone()], &qkv[k.clone()]) * scale - lse).exp();
-                let dp = dot(&g[row.clone()], &qkv[v.clone()]) * factors[j];
-                let (ds, p) = (round(p * (dp - delta) * scale), round(p * factors[j]));
+                let dp = dot(&g[row.clone()], &qkv[v.clone()]) * factor;
+                let (ds, p) = (round(p * (dp - delta) * scale), round(p * factor));
                 for e in 0..d.head_dim {
                     dqkv[q.start + e] += ds * qkv[k.start + e];
                     dqkv[k.start + e] += ds * qkv[q.start + e];
