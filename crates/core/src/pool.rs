@@ -24,12 +24,15 @@ use std::time::{Duration, Instant};
 /// How long a thread looks before it sleeps: about what waking it up would take.
 const SPIN: Duration = Duration::from_micros(10);
 
-/// Threads that may compute at once: the cores that this process may use, or the environment variable
-/// `MESHWORK_THREADS` (at least 1), read once.
+/// The environment variable that says how many [`threads`] may compute.
+pub const THREADS_VARIABLE: &str = "MESHWORK_THREADS";
+
+/// Threads that may compute at once: the value of [`THREADS_VARIABLE`] if that is a whole number of at least 1, else the
+/// cores that this process may use. Read once.
 pub fn threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| {
-        let asked = std::env::var("MESHWORK_THREADS").ok().and_then(|value| value.parse().ok());
+        let asked = std::env::var(THREADS_VARIABLE).ok().and_then(|value| value.parse().ok());
         asked.filter(|&threads| threads > 0).unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
     })
 }

@@ -64,7 +64,9 @@ fn disagreement_about_the_operation_names_both() {
     }
     // The others had nothing to do with it, and are told where it happened.
     let other = told(&error, 0);
-    assert!(other.starts_with("world group of world rank 0, op #0: barrier() stopped because in the tp group"));
+    // In the barrier, or on a busy machine still on its way there.
+    let place = other.starts_with("world group of world rank 0, ");
+    assert!(place && other.contains(" stopped because in the tp group"), "{other}");
     assert!(other.ends_with(disagree), "{other}");
     let summary = error.to_string();
     assert!(summary.starts_with("a world of 6 ranks failed: tp group of world rank"), "{summary}");

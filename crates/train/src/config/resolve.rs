@@ -1,14 +1,16 @@
 //! From settings to a whole configuration: presets, derived defaults, the mesh string.
 
+use meshwork_core::pool;
 use meshwork_pipeline::by_name;
 use serde::de::DeserializeOwned;
+use std::ffi::OsString;
 use toml::Value;
 
 use super::Config;
 use super::batch::Wish;
 use super::check::check;
 use super::cli::Args;
-use super::fault::choose_from;
+use super::fault::{Fault, choose_from};
 use super::mesh::{AXES, parse_mesh};
 use super::partition;
 use super::preset::{self, preset};
@@ -36,7 +38,15 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     partition::deal(&mut config, &mut settings);
     cut_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
+    settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
     (config, settings)
+}
+
+/// What is wrong with the number of threads, which the environment gives.
+fn thread_fault(value: Option<OsString>) -> Option<Fault> {
+    let value = value?.to_string_lossy().into_owned();
+    let sound = value.parse::<usize>().is_ok_and(|threads| threads > 0);
+    (!sound).then(|| Fault::new(pool::THREADS_VARIABLE, value, "no number of threads", "a whole number of at least 1"))
 }
 
 /// What is worked out from a value at fault is not to be trusted either.
@@ -239,5 +249,21 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
             config.notices.extend(cut.notice);
         }
         Err(mut faults) => settings.faults.append(&mut faults),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_of_threads_that_is_none_is_a_fault() {
+        for sound in [None, Some("1"), Some("64")] {
+            assert_eq!(thread_fault(sound.map(OsString::from)), None);
+        }
+        for wrong in ["0", "-1", "two", ""] {
+            let fault = thread_fault(Some(wrong.into())).unwrap().to_string();
+            assert!(fault.ends_with("no number of threads; a whole number of at least 1"), "{fault}");
+        }
     }
 }

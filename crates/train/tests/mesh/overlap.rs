@@ -48,6 +48,7 @@ impl Device for SlowCpu {
 
 /// One rank's times of a step.
 struct Timeline {
+    slow: bool,
     backward_end: Instant,
     buckets: Vec<(Instant, BucketEvent)>,
 }
@@ -85,7 +86,7 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
                     (ActionKind::Backward, Phase::Finished) => backward_end = Instant::now(),
                     _ => {}
                 })?;
-                Ok(Timeline { backward_end, buckets: trainer.bucket_events() })
+                Ok(Timeline { slow, backward_end, buckets: trainer.bucket_events() })
             },
         );
         let timelines = timelines.unwrap_or_else(|error| panic!("{mesh}: {error}"));
@@ -103,7 +104,9 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
                     started - timeline.backward_end
                 );
             }
-            for bucket in 0..buckets - 1 {
+            // The others have waited for this one, and see at once that a bucket is complete. The slow rank looks when it
+            // starts one, which on a busy machine may be before another thread has done its piece, and after its pause.
+            for bucket in (0..buckets - 1).filter(|_| !timeline.slow) {
                 let done = timeline.of(BucketEvent::Done(bucket));
                 assert!(
                     done < went_on,
