@@ -9,13 +9,13 @@
 //! is exact in `f32`, so that of rounded operands all kinds make the same bits, but for subnormal numbers.
 
 use super::super::Float;
-use super::super::gemm::rounded;
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{
-    Micro, Path, Rounded, Strip, Tile,
+    Micro, Rounded, Strip, Tile,
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
 };
+use super::super::gemm::{Path, rounded};
 use super::super::matmul::{Precision, Strides, Update};
 use super::rows::Reductions;
 use std::ops::Range;
@@ -63,11 +63,7 @@ pub trait Tiled: Float + bytemuck::Pod + Send + Sync {
 impl Tiled for f32 {
     #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles(precision: Precision) -> Tiles<f32> {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(path) = Path::best(precision) {
-            return vectors(path);
-        }
-        plain(precision)
+        Path::best(precision).map_or_else(|| plain(precision), vectors)
     }
 }
 
@@ -166,6 +162,12 @@ fn check<T>(
     let a_last = (rows - 1) * a_row + (words - 1) * a_step;
     assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
     assert!(columns <= c_row && (rows - 1) * c_row + columns <= c.len(), "rows of a tile of C");
+}
+
+/// There is no path elsewhere.
+#[cfg(not(target_arch = "x86_64"))]
+fn vectors(path: Path) -> Tiles<f32> {
+    match path {}
 }
 
 /// The tiles of a path that this CPU runs, as the caller knows.
@@ -298,10 +300,7 @@ fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows
 impl Tiles<f32> {
     /// Every kind of a precision that this CPU runs, the best first, the plain loops last.
     pub(super) fn all(precision: Precision) -> Vec<Tiles<f32>> {
-        let mut all = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        all.extend(Path::all(precision).iter().filter(|path| path.runs_here()).map(|path| vectors(*path)));
-        all.push(plain(precision));
-        all
+        let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
+        paths.map(vectors).chain([plain(precision)]).collect()
     }
 }
