@@ -1,11 +1,12 @@
-//! Causal attention at the shapes of the presets and at long sequences: GFLOP/s, forward and backward, counted as the
-//! pairs that the mask keeps.
+//! Causal attention at the shapes of the presets and at long sequences: GFLOP/s, forward and backward, in both
+//! precisions, counted as the pairs that the mask keeps.
 //!
 //! `cargo bench -p meshwork-tensor --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
 //! argument keeps the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
 
 use meshwork_core::pool;
 use meshwork_tensor::cpu::kernels::attention::{Dims, Saved, backward, forward};
+use meshwork_tensor::cpu::kernels::matmul::Precision;
 use meshwork_tensor::family::AttentionShape;
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
@@ -29,19 +30,24 @@ fn main() {
     let measured = arguments.iter().any(|argument| argument == "--bench");
     let only = arguments.iter().find(|argument| !argument.starts_with('-'));
     println!("{} threads; GFLOP/s, best/median", pool::threads());
-    println!("{:<16} {:<20} {:>13} {:>13}", "shape", "batch seq heads dim", "forward", "backward");
+    print!("{:<16} {:<20}", "shape", "batch seq heads dim");
+    println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
     for (name, shape) in SHAPES {
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
         let [batch, seq, heads, head_dim] = if measured { shape } else { [1, shape[1].min(40), 1, shape[3]] };
-        let [forward, backward] = rates(AttentionShape { batch, seq, heads, head_dim }, measured);
-        println!("{name:<16} {:<20} {forward:>13} {backward:>13}", format!("{batch} {seq} {heads} {head_dim}"));
+        print!("{name:<16} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
+        for precision in [Precision::F32, Precision::Bf16] {
+            let [forward, backward] = rates(precision, AttentionShape { batch, seq, heads, head_dim }, measured);
+            print!(" {forward:>13} {backward:>13}");
+        }
+        println!();
     }
 }
 
 /// GFLOP/s forward and backward, as text.
-fn rates(shape: AttentionShape, measured: bool) -> [String; 2] {
+fn rates(precision: Precision, shape: AttentionShape, measured: bool) -> [String; 2] {
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims { batch, seq, heads, head_dim };
     let elements = batch * seq * heads * head_dim;
@@ -52,9 +58,9 @@ fn rates(shape: AttentionShape, measured: bool) -> [String; 2] {
     };
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
-    let there = rate(shape.forward_flops(), measured, || forward(dims, &qkv, &mut out, &mut lse, None));
+    let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, None));
     let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || backward(dims, saved, &dout, &mut dqkv, None));
+    let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, None));
     [there, back]
 }
 

@@ -20,12 +20,20 @@
 //! depend on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later
 //! positions, other heads, other samples, or who computed them.
 //!
+//! # The precision
+//!
+//! In [`Precision::Bf16`] both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`,
+//! but also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does all
+//! that is between the products: softmax with its totals and `lse`, `D`, dropout. `f64` stays `f64`.
+//!
 //! # The work
 //!
 //! Heads are shared among threads; each is one thread's, products and all. Forward: K transposed and V are packed, then
 //! panels of as many query rows as a tile is high pass by them, with all their scores at once. Backward: over blocks of
 //! 128 keys, and for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long
 //! the sequence. On the diagonal both stop at a tile's edge.
+//!
+//! More than 400 lines: both directions share the orders above, and what one leaves as zeros the next product relies on.
 
 mod heads;
 mod rows;
@@ -34,7 +42,7 @@ mod tiles;
 
 use super::Float;
 use super::dropout::Mask;
-use super::matmul::Update;
+use super::matmul::{Precision, Update};
 use heads::{HeadMut, heads_mut};
 use meshwork_core::pool;
 use meshwork_core::simd::wide;
@@ -42,10 +50,10 @@ use std::ops::Range;
 pub use tiles::Tiled;
 use tiles::{MAX_ROWS, Tiles};
 
-/// Keys in a block of the forward's sums.
+/// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
 const FORWARD_KEYS: usize = 256;
 
-/// Queries and keys in a block of the backward: two squares of them are a quarter of a common L2 cache.
+/// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
 const BLOCK: usize = 128;
 
 /// Softmax works on so many scores at a time; the scratch of a row is longer by as many, so that the last ones have
@@ -98,14 +106,28 @@ pub struct Saved<'a, T> {
     pub lse: &'a [T],
 }
 
-/// `out` and `lse` from `qkv`. Overwrites both.
-pub fn forward<T: Tiled>(dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], dropout: Option<Dropout>) {
-    forward_in(T::tiles(), dims, qkv, out, lse, dropout);
+/// `out` and `lse` from `qkv`, in a precision. Overwrites both.
+pub fn forward<T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    qkv: &[T],
+    out: &mut [T],
+    lse: &mut [T],
+    dropout: Option<Dropout>,
+) {
+    forward_in(T::tiles(precision), dims, qkv, out, lse, dropout);
 }
 
-/// `dqkv` from `dout`, with the forward's dropout. Overwrites it.
-pub fn backward<T: Tiled>(dims: Dims, saved: Saved<'_, T>, dout: &[T], dqkv: &mut [T], dropout: Option<Dropout>) {
-    backward_in(T::tiles(), dims, saved, dout, dqkv, dropout);
+/// `dqkv` from `dout`, with the forward's precision and dropout. Overwrites it.
+pub fn backward<T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    saved: Saved<'_, T>,
+    dout: &[T],
+    dqkv: &mut [T],
+    dropout: Option<Dropout>,
+) {
+    backward_in(T::tiles(precision), dims, saved, dout, dqkv, dropout);
 }
 
 /// [`forward`] with these tiles.
@@ -168,14 +190,15 @@ fn forward_head<T: Tiled>(
         tiles.rows * stride,
         tiles.rows * head_dim,
         seq,
+        tiles.left_len(head_dim.max(FORWARD_KEYS)),
     ];
-    scratch::with(lens, |[keys, values, scores, sums, factors]| {
+    scratch::with(lens, |[keys, values, scores, sums, factors, left]| {
         let keys = tiles.pack([head_dim, seq], (k, (1, in_row)), keys);
         let values = tiles.pack([seq, head_dim], (v, (in_row, 1)), values);
         for rows in panels(0..seq, tiles.rows) {
             let (first, height, live) = (rows.start, rows.len(), rows.end);
             let q = (&q[first * in_row..], (in_row, 1));
-            tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite);
+            tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite, left);
             let panel = &mut scores[..height * stride];
             let totals = softmax(&tiles, scale, panel, stride, first + 1);
             if let Some((mask, start)) = dropout {
@@ -188,7 +211,7 @@ fn forward_head<T: Tiled>(
             for keys in blocks(0..live, FORWARD_KEYS) {
                 let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                 let p = (&scores[keys.start..], (stride, 1));
-                tiles.times(height, p, (values, keys, 0..head_dim), (sums, head_dim), update);
+                tiles.times(height, p, (values, keys, 0..head_dim), (sums, head_dim), update, left);
             }
             for ((i, sums), [max, total]) in rows.zip(sums.chunks_exact(head_dim)).zip(totals) {
                 lse[i] = T::from_f64(max.to_f64() + total.to_f64().ln());
@@ -228,8 +251,9 @@ fn backward_head<T: Tiled>(
         block,
         seq,
         tiles.rows * STRIDE,
+        tiles.left_len(head_dim.max(BLOCK)),
     ];
-    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors]| {
+    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors, left]| {
         let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
         let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
@@ -249,8 +273,8 @@ fn backward_head<T: Tiled>(
                     let (p, ds) = (&mut p[at..][..height * STRIDE], &mut ds[at..][..height * STRIDE]);
                     let q = (&q[first * in_row..], (in_row, 1));
                     let g = (&dout[first * out_row..], (out_row, 1));
-                    tiles.times(height, q, (kt, 0..head_dim, live.clone()), (p, STRIDE), Update::Overwrite);
-                    tiles.times(height, g, (vt, 0..head_dim, live.clone()), (ds, STRIDE), Update::Overwrite);
+                    tiles.times(height, q, (kt, 0..head_dim, live.clone()), (p, STRIDE), Update::Overwrite, left);
+                    tiles.times(height, g, (vt, 0..head_dim, live.clone()), (ds, STRIDE), Update::Overwrite, left);
                     let factors = dropout.map(|(mask, start)| {
                         for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
                             let start = start + (i * seq + keys.start) as u64;
@@ -258,7 +282,7 @@ fn backward_head<T: Tiled>(
                         }
                         &factors[..height * STRIDE]
                     });
-                    factors.into_iter().for_each(|factors| multiply(ds, factors));
+                    factors.into_iter().for_each(|factors| multiply(ds, factors, STRIDE, live.len()));
                     wide(
                         #[inline(always)]
                         || {
@@ -269,20 +293,20 @@ fn backward_head<T: Tiled>(
                             }
                         },
                     );
-                    factors.into_iter().for_each(|factors| multiply(p, factors));
+                    factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
                     let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                     let dq = (&mut dq[first * head_dim..], head_dim);
-                    tiles.times(height, (ds, (STRIDE, 1)), (ks, live, 0..head_dim), dq, update);
+                    tiles.times(height, (ds, (STRIDE, 1)), (ks, live, 0..head_dim), dq, update, left);
                 }
                 let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
                 for columns in panels(0..keys.len(), tiles.rows) {
-                    // On the diagonal, queries before these keys have nothing for them.
-                    let first = queries.start + if diagonal { columns.start } else { 0 };
+                    // On the diagonal, queries before these keys have nothing for them; terms begin at an even one.
+                    let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
                     let at = (first - queries.start) * STRIDE + columns.start;
                     for (scores, rows, sums) in [(&*p, gs, &mut *dv), (&*ds, qs, &mut *dk)] {
                         let sums = (&mut sums[columns.start * head_dim..], head_dim);
                         let terms = (rows, first..queries.end, 0..head_dim);
-                        tiles.times(columns.len(), (&scores[at..], (1, STRIDE)), terms, sums, update);
+                        tiles.times(columns.len(), (&scores[at..], (1, STRIDE)), terms, sums, update, left);
                     }
                 }
             }
@@ -350,9 +374,11 @@ fn vectors<T: Float>(row: &mut [T], live: usize, filling: T) -> (&mut [[T; VECTO
     (row, &mut after[0])
 }
 
-/// `x[i] *= by[i]`.
-fn multiply<T: Float>(x: &mut [T], by: &[T]) {
-    x.iter_mut().zip(by).for_each(|(x, by)| *x *= *by);
+/// `x[i] *= by[i]` for the first `len` of each row.
+fn multiply<T: Float>(x: &mut [T], by: &[T], stride: usize, len: usize) {
+    for (x, by) in x.chunks_exact_mut(stride).zip(by.chunks_exact(stride)) {
+        x[..len].iter_mut().zip(&by[..len]).for_each(|(x, by)| *x *= *by);
+    }
 }
 
 /// A range in pieces of `len`, the last one shorter.

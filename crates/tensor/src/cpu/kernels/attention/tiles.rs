@@ -1,21 +1,26 @@
 //! Products in tiles: attention multiplies small blocks whose operands it packs once per head, and skips what the mask
 //! hides to within a tile.
 //!
-//! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile, A is read as it
-//! lies. On x86-64 `f32` tiles are those of [`gemm`](super::super::gemm): an element is one chain of fused
+//! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read as it
+//! lies in [`Precision::F32`]; in [`Precision::Bf16`] packing is what rounds, so A is packed too, for each product. A
+//! packed operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles are those of [`gemm`](super::super::gemm): an element is one chain of fused
 //! multiply-adds over its terms in order, from zero, which is then added to C or replaces it; the same bits with
-//! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused.
+//! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused. A product of two `bf16`
+//! is exact in `f32`, so that of rounded operands all kinds make the same bits, but for subnormal numbers.
 
 use super::super::Float;
 #[cfg(target_arch = "x86_64")]
-use super::super::gemm::{Micro, Path, Strip, Tile, avx2::Avx2, avx512::Avx512};
-#[cfg(target_arch = "x86_64")]
-use super::super::matmul::Precision;
-use super::super::matmul::{Strides, Update};
+use super::super::gemm::{
+    Micro, Rounded, Strip, Tile,
+    avx2::Avx2,
+    avx512::{Avx512, Avx512Bf16},
+};
+use super::super::gemm::{Path, rounded};
+use super::super::matmul::{Precision, Strides, Update};
 use super::rows::Reductions;
 use std::ops::Range;
 
-/// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row.
+/// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row. Even, for whole words.
 const COPIED_ROWS: usize = 16;
 
 /// Rows of the highest tile of any CPU.
@@ -24,11 +29,11 @@ pub(super) const MAX_ROWS: usize = 16;
 /// A slice of elements and the distance between its rows, which are contiguous.
 type Rows<S> = (S, usize);
 
-/// Computes one tile: `[rows, columns, terms]`, A, B, C. The caller knows that this CPU can.
+/// Computes one tile: `[rows, columns, words]`, A, B, C. The caller knows that this CPU can.
 type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, Rows<&mut [T]>, Update);
 
-/// Packs `[terms, columns]` of B, at most `lanes` columns: row l at `l step`, zero beyond the last column.
-/// The caller knows that this CPU can.
+/// Packs `[terms, columns]` of B, or of A transposed, at most `lanes` columns: word l of every column at `l step`, zero
+/// beyond the last column and the last term. The caller knows that this CPU can.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
 
 /// How this CPU multiplies tiles of `T`.
@@ -38,6 +43,10 @@ pub(super) struct Tiles<T> {
     pub(super) rows: usize,
     /// Elements of a vector; the widest tile has two.
     lanes: usize,
+    /// Terms of a packed word.
+    terms: usize,
+    /// Whether A is read as it lies.
+    in_place: bool,
     tile: TileFn<T>,
     pack: PackFn<T>,
     /// How it reduces rows.
@@ -48,34 +57,28 @@ pub(super) struct Tiles<T> {
 pub trait Tiled: Float + bytemuck::Pod + Send + Sync {
     #[doc(hidden)]
     #[expect(private_interfaces, reason = "for attention alone")]
-    fn tiles() -> Tiles<Self>;
+    fn tiles(precision: Precision) -> Tiles<Self>;
 }
 
 impl Tiled for f32 {
     #[expect(private_interfaces, reason = "for attention alone")]
-    fn tiles() -> Tiles<f32> {
-        #[cfg(target_arch = "x86_64")]
-        match Path::best(Precision::F32) {
-            Some(Path::Avx512) => return avx512(),
-            Some(Path::Avx2) => return vectors::<Avx2>(Reductions::loops()),
-            _ => {}
-        }
-        loops()
+    fn tiles(precision: Precision) -> Tiles<f32> {
+        Path::best(precision).map_or_else(|| plain(precision), vectors)
     }
 }
 
 impl Tiled for f64 {
     #[expect(private_interfaces, reason = "for attention alone")]
-    fn tiles() -> Tiles<f64> {
+    fn tiles(_: Precision) -> Tiles<f64> {
         loops()
     }
 }
 
-/// A packed B of `terms` rows: for each panel of columns, its rows one after the other.
+/// A packed B of `words` rows: for each panel of columns, its rows one after the other.
 #[derive(Clone, Copy)]
 pub(super) struct Panels<'a, T> {
     packed: &'a [T],
-    terms: usize,
+    words: usize,
 }
 
 impl<T: Float> Tiles<T> {
@@ -86,7 +89,12 @@ impl<T: Float> Tiles<T> {
 
     /// Elements of a packed B.
     pub(super) fn packed_len(&self, [terms, columns]: [usize; 2]) -> usize {
-        terms * columns.next_multiple_of(self.width())
+        terms.div_ceil(self.terms) * columns.next_multiple_of(self.width())
+    }
+
+    /// Elements that [`times`](Self::times) needs to pack an A of at most so many terms.
+    pub(super) fn left_len(&self, terms: usize) -> usize {
+        if self.in_place { 0 } else { terms.div_ceil(self.terms) * self.lanes }
     }
 
     /// Packs B, `[terms, columns]`.
@@ -96,36 +104,46 @@ impl<T: Float> Tiles<T> {
         (from, (along, apart)): (&[T], Strides),
         to: &'a mut [T],
     ) -> Panels<'a, T> {
-        let width = self.width();
+        let (width, words) = (self.width(), terms.div_ceil(self.terms));
         let slice = if apart == 1 { COPIED_ROWS } else { terms };
         for first in (0..terms).step_by(slice.max(1)) {
             let rows = slice.min(terms - first);
             for column in (0..columns).step_by(self.lanes) {
-                let start = (column / width * terms + first) * width + column % width;
+                let start = (column / width * words + first / self.terms) * width + column % width;
                 let from = (&from[first * along + column * apart..], (along, apart));
                 let strip = [rows, self.lanes.min(columns - column)];
                 // SAFETY: a table is only made of functions that this CPU runs.
                 unsafe { (self.pack)(strip, from, (&mut to[start..], width)) };
             }
         }
-        Panels { packed: to, terms }
+        Panels { packed: to, words }
     }
 
-    /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; these begin at a
-    /// multiple of 32. A and C begin at the first of their terms and columns.
+    /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
+    /// at an even one, the columns at a multiple of 32. A and C begin at the first of their terms and columns. `left` has
+    /// room to pack A, [`left_len`](Self::left_len).
     pub(super) fn times(
         &self,
         rows: usize,
-        a: (&[T], Strides),
+        (a, (a_row, a_step)): (&[T], Strides),
         (b, terms, columns): (Panels<'_, T>, Range<usize>, Range<usize>),
         (c, c_row): Rows<&mut [T]>,
         update: Update,
+        left: &mut [T],
     ) {
-        let width = self.width();
+        let (width, words) = (self.width(), terms.len().div_ceil(self.terms));
         debug_assert_eq!(columns.start % width, 0, "columns from the start of a panel");
+        debug_assert_eq!(terms.start % 2, 0, "terms from the start of a word");
+        let a = if self.in_place {
+            (a, (a_row, a_step))
+        } else {
+            // SAFETY: a table is only made of functions that this CPU runs.
+            unsafe { (self.pack)([terms.len(), rows], (a, (a_step, a_row)), (&mut *left, self.lanes)) };
+            (&*left, (1, self.lanes))
+        };
         for column in columns.clone().step_by(width) {
-            let b = (&b.packed[column * b.terms + terms.start * width..], width);
-            let dims = [rows, width.min(columns.end - column), terms.len()];
+            let b = (&b.packed[column * b.words + terms.start / self.terms * width..], width);
+            let dims = [rows, width.min(columns.end - column), words];
             // SAFETY: a table is only made of functions that this CPU runs.
             unsafe { (self.tile)(dims, a, b, (&mut c[column - columns.start..], c_row), update) };
         }
@@ -134,29 +152,48 @@ impl<T: Float> Tiles<T> {
 
 /// Holds a tile against its slices.
 fn check<T>(
-    [rows, columns, terms]: [usize; 3],
+    [rows, columns, words]: [usize; 3],
     (a, (a_row, a_step)): (&[T], Strides),
     (b, b_step): Rows<&[T]>,
     (c, c_row): Rows<&mut [T]>,
 ) {
-    assert!(rows > 0 && columns > 0 && terms > 0, "a tile of {rows} by {columns}, {terms} terms");
+    assert!(rows > 0 && columns > 0 && words > 0, "a tile of {rows} by {columns}, {words} words");
     // Strides are extents of slices in memory, far from overflow.
-    let a_last = (rows - 1) * a_row + (terms - 1) * a_step;
-    assert!(a_last < a.len() && (terms - 1) * b_step + columns <= b.len(), "operands of a tile");
+    let a_last = (rows - 1) * a_row + (words - 1) * a_step;
+    assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
     assert!(columns <= c_row && (rows - 1) * c_row + columns <= c.len(), "rows of a tile of C");
+}
+
+/// There is no path elsewhere.
+#[cfg(not(target_arch = "x86_64"))]
+fn vectors(path: Path) -> Tiles<f32> {
+    match path {}
+}
+
+/// The tiles of a path that this CPU runs, as the caller knows.
+#[cfg(target_arch = "x86_64")]
+fn vectors(path: Path) -> Tiles<f32> {
+    match path {
+        Path::Avx512 => of_micro::<Avx512>(avx512()),
+        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(avx512()),
+        Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(avx512()),
+        Path::Avx2 => of_micro::<Avx2>(Reductions::loops()),
+        Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(Reductions::loops()),
+    }
 }
 
 /// For a CPU that has `avx512f`, as the caller knows.
 #[cfg(target_arch = "x86_64")]
-fn avx512() -> Tiles<f32> {
+fn avx512() -> Reductions<f32> {
     // SAFETY: the caller asked the CPU.
-    vectors::<Avx512>(unsafe { Reductions::avx512() })
+    unsafe { Reductions::avx512() }
 }
 
 /// The tiles of vector instructions that this CPU has, as the caller knows.
 #[cfg(target_arch = "x86_64")]
-fn vectors<M: Micro>(reductions: Reductions<f32>) -> Tiles<f32> {
-    Tiles { rows: M::ROWS, lanes: M::LANES, tile: vector_tile::<M>, pack: vector_pack::<M>, reductions }
+fn of_micro<M: Micro>(reductions: Reductions<f32>) -> Tiles<f32> {
+    let (tile, pack) = (vector_tile::<M>, vector_pack::<M>);
+    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, tile, pack, reductions }
 }
 
 /// A [`TileFn`].
@@ -190,15 +227,24 @@ unsafe fn vector_pack<M: Micro>(
     (to, step): Rows<&mut [f32]>,
 ) {
     assert!(k > 0 && (1..=M::LANES).contains(&lanes), "a strip of {lanes} by {k}");
-    assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of B");
-    assert!((k - 1) * step + M::LANES <= to.len(), "a packed strip");
+    assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of an operand");
+    assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
     // SAFETY: the caller's promise; the asserts held the farthest elements against the slices.
     unsafe { M::pack(Strip { from: from.as_ptr(), lanes, k, apart, along }, to.as_mut_ptr(), step) }
 }
 
+/// Tiles of plain loops for `f32`.
+fn plain(precision: Precision) -> Tiles<f32> {
+    match precision {
+        Precision::F32 => loops(),
+        Precision::Bf16 => Tiles { in_place: false, pack: rounded_loop_pack, ..loops() },
+    }
+}
+
 /// Tiles of plain loops.
 fn loops<T: Float>() -> Tiles<T> {
-    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, tile: loop_tile, pack: loop_pack, reductions: Reductions::loops() }
+    let (tile, pack, reductions) = (loop_tile, loop_pack, Reductions::loops());
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, tile, pack, reductions }
 }
 
 const LOOP_ROWS: usize = 4;
@@ -242,17 +288,19 @@ fn loop_pack<T: Float>(
     }
 }
 
+/// A [`PackFn`] that rounds to `bf16`.
+fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows<&mut [f32]>) {
+    loop_pack(dims, from, (&mut *to, step));
+    for to in to.chunks_mut(step).take(dims[0]) {
+        to[..LOOP_LANES].iter_mut().for_each(|x| *x = rounded(*x));
+    }
+}
+
 #[cfg(test)]
 impl Tiles<f32> {
-    /// Every kind that this CPU runs, the best first.
-    pub(super) fn all() -> Vec<Tiles<f32>> {
-        let mut all = vec![loops()];
-        #[cfg(target_arch = "x86_64")]
-        {
-            all.extend(Path::Avx2.runs_here().then(|| vectors::<Avx2>(Reductions::loops())));
-            all.extend(Path::Avx512.runs_here().then(avx512));
-        }
-        all.reverse();
-        all
+    /// Every kind of a precision that this CPU runs, the best first, the plain loops last.
+    pub(super) fn all(precision: Precision) -> Vec<Tiles<f32>> {
+        let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
+        paths.map(vectors).chain([plain(precision)]).collect()
     }
 }

@@ -33,7 +33,7 @@ impl Micro for Avx512 {
 }
 
 /// The implementation for `bf16`.
-pub(super) struct Avx512Bf16;
+pub(in super::super) struct Avx512Bf16;
 
 impl Micro for Avx512Bf16 {
     const LANES: usize = LANES;

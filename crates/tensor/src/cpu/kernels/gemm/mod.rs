@@ -137,13 +137,13 @@ macro_rules! for_micro {
 impl Path {
     /// All paths of a precision, the fastest first.
     #[cfg(not(target_arch = "x86_64"))]
-    fn all(_: Precision) -> &'static [Path] {
+    pub(super) fn all(_: Precision) -> &'static [Path] {
         &[]
     }
 
     /// All paths of a precision, the fastest first.
     #[cfg(target_arch = "x86_64")]
-    fn all(precision: Precision) -> &'static [Path] {
+    pub(super) fn all(precision: Precision) -> &'static [Path] {
         match precision {
             Precision::F32 => &[Path::Avx512, Path::Avx2],
             Precision::Bf16 => &[Path::Avx512Bf16, Path::Avx512Rounded, Path::Avx2Rounded],
@@ -305,7 +305,7 @@ pub(super) trait Micro {
 }
 
 /// Operands rounded to `bf16` as they are packed, and multiplied in `f32`: for CPUs without the instructions.
-struct Rounded<M>(PhantomData<M>);
+pub(super) struct Rounded<M>(PhantomData<M>);
 
 impl<M: Micro> Micro for Rounded<M> {
     const LANES: usize = M::LANES;
