@@ -3,6 +3,8 @@
 //! FLOPs are what the wrapped device's meter counts during the call. Bytes are the least that must move: each input read
 //! and each output written once. Whoever adds a method to a family passes it on here too, provided methods included:
 //! their default would run in the place of the device's own.
+//!
+//! More than 400 lines: every operation of every family, one after the other, and nothing else.
 
 use crate::device::{Device, Meter};
 use crate::error::Result;

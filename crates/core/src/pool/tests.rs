@@ -1,0 +1,99 @@
+use std::collections::HashSet;
+use std::sync::Barrier;
+
+use super::*;
+
+#[test]
+fn every_item_is_done_once_whoever_shares_and_however_often() {
+    let pool = Pool::start(4);
+    thread::scope(|scope| {
+        for owner in 0..6_usize {
+            scope.spawn(move || {
+                for round in 0..300 {
+                    let mut done = vec![0; 2 + (owner + round) % 40];
+                    pool.share(done.iter_mut().enumerate(), |(i, done)| {
+                        *done += i + 1;
+                        // Inside an item: serial, on this very thread.
+                        let me = thread::current().id();
+                        pool.share(0..3, |_| assert_eq!(thread::current().id(), me));
+                    });
+                    assert!(done.iter().enumerate().all(|(i, done)| *done == i + 1), "{done:?}");
+                }
+            });
+        }
+    });
+    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    assert!(pool.lock().jobs.is_empty());
+}
+
+/// Three items that wait for each other are only over if three threads are in them at once.
+#[test]
+fn free_cores_help() {
+    let (pool, meet) = (Pool::start(3), Barrier::new(3));
+    let threads = Mutex::new(HashSet::new());
+    pool.share(0..3, |_| {
+        meet.wait();
+        threads.lock().unwrap().insert(thread::current().id());
+    });
+    assert_eq!(threads.into_inner().unwrap().len(), 3);
+}
+
+/// Two ranks on two cores: no worker may help while both compute; one must, once the other waits.
+#[test]
+fn a_waiting_rank_lends_its_core() {
+    let pool = Pool::start(2);
+    let (lent, helped) = (Barrier::new(2), Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _core = Core::enter(pool);
+            pool.lend(|| {
+                lent.wait();
+                helped.wait();
+            });
+        });
+        scope.spawn(|| {
+            let _core = Core::enter(pool);
+            lent.wait();
+            let meet = Barrier::new(2);
+            pool.share(0..2, |_| {
+                meet.wait();
+            });
+            helped.wait();
+        });
+    });
+    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn nobody_helps_where_no_core_is_free() {
+    let pool = Pool::start(2);
+    pool.busy.fetch_add(1, Ordering::Relaxed); // another rank, that never waits
+    for _ in 0..200 {
+        let me = thread::current().id();
+        pool.share(0..50, |_| assert_eq!(thread::current().id(), me));
+    }
+}
+
+#[test]
+fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
+    let pool = Pool::start(3);
+    for round in 0..60 {
+        let meet = Barrier::new(3);
+        // All three threads are inside; the owner or a helper panics, whichever gets the item.
+        let shared = catch_unwind(AssertUnwindSafe(|| {
+            pool.share(0..3, |item| {
+                meet.wait();
+                assert!(item != round % 3, "item {item}");
+            });
+        }));
+        let panic = shared.expect_err("an item panicked");
+        assert_eq!(panic.downcast_ref::<String>(), Some(&format!("item {}", round % 3)));
+        assert!(!IN_ITEM.get());
+        let sum = AtomicUsize::new(0);
+        pool.share(0..100, |item| {
+            sum.fetch_add(item, Ordering::Relaxed);
+        });
+        assert_eq!(sum.into_inner(), 4950);
+    }
+    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+}
