@@ -1,4 +1,6 @@
 //! The configuration: what it says of everything that is wrong.
+//!
+//! More than 400 lines: one short case per kind of fault, to be read beside each other.
 
 use std::fs;
 use std::path::PathBuf;
