@@ -3,7 +3,7 @@
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
-use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Declarations, ParamId, Params, Result, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -270,8 +270,8 @@ fn join_runs<'a>(name: &str, ranks: impl Iterator<Item = &'a (Ty, Runs)>) -> Vec
 struct Sums(BTreeMap<ParamId, Vec<f32>>);
 
 impl GradSink for Sums {
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
-        let sum = self.0.entry(id).or_insert_with(|| vec![0.0; grad.count()]);
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+        let sum = self.0.entry(share.id).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(grad.to_vec::<f32>()?).for_each(|(sum, share)| *sum += share);
         Ok(())
     }
