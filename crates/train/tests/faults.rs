@@ -255,7 +255,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "pipeline.schedule=dualpipe_v",
         "pipeline.schedule=pipedream",
         "pipeline.schedule=pipedream_2bw",
-        "training.numerics=canonical",
         "memory.recompute=full",
         "memory.offload=cpu",
         "memory.limit_bytes=1",
@@ -267,7 +266,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "model.init_from=gpt2",
         "model.kind=llama",
         "model.num_kv_heads=2",
-        "numerics.leaves=4",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {

@@ -158,10 +158,11 @@ where
         }
     }
 
-    /// The gradient of the output: this rank's part of one whole array, or 1 for a loss.
+    /// The gradient of the output: this rank's part of one whole array, or ones for losses.
     fn seed(&self, output: &Var, rank: &Rank) -> Tensor {
         if output.tensor().dtype() == meshwork_core::DType::F64 {
-            return Tensor::from_slice(output.tensor().device(), &[1.0f64], output.shape()).unwrap();
+            return Tensor::from_slice(output.tensor().device(), &vec![1.0f64; output.shape().count()], output.shape())
+                .unwrap();
         }
         let (ty, mut shape) = (tp(output.types()), output.shape().to_vec());
         if let Ty::Shard(dim) = ty {

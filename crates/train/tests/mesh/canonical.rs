@@ -1,6 +1,6 @@
 //! Canonical numerics: every mesh, schedule and number of micro-batches gives the bits of one rank.
 
-use crate::cases::{ADAMW, CASES, CLIPPED_SGD, Case, DROPOUT, PLAIN, UNEVEN, UNTIED};
+use crate::cases::{ADAMW, CASES, Case, DROPOUT, PLAIN, UNEVEN, UNTIED};
 use crate::world::{assemble, on_mesh, pieces, train};
 use std::collections::BTreeMap;
 
@@ -69,5 +69,24 @@ fn every_mesh_has_the_bits_of_one_rank() {
         for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)) {
             assert_same(case, &run(case, &more), &alone);
         }
+    }
+}
+
+/// Two micro-batches of three samples, and three of two, are no whole subtrees of six: partial sums of both kinds wait.
+#[test]
+fn micro_batches_need_not_be_subtrees() {
+    let more = "[optimizer]\nname = 'sgd'\nlr = 1.0\n[training]\nmax_norm = 0.0\nglobal_batch_size = 12\nnumerics = 'canonical'\n\
+                [numerics]\nleaves = 4\n";
+    let alone = run(&Case { micros: 1, ..Case::alone(&UNEVEN) }, more);
+    for micros in [2, 3, 4, 6, 12] {
+        let case = Case { micros, ..Case::alone(&UNEVEN) };
+        assert_same(&case, &run(&case, more), &alone);
+    }
+    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks of twelve leaves of four, ...
+    for (dp, tp, pp, sequence_parallel, micros) in
+        [(3, 1, 1, false, 2), (3, 2, 1, true, 4), (6, 1, 2, false, 2), (3, 4, 1, true, 1)]
+    {
+        let case = Case { dp, tp, pp, sequence_parallel, micros, schedule: "1f1b", ..Case::alone(&UNEVEN) };
+        assert_same(&case, &run(&case, more), &alone);
     }
 }

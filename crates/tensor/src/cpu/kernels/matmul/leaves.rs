@@ -73,7 +73,7 @@ pub fn gemm_leaves<T: Float>(
         add_up(c, runs.len(), at_once, |leaf, c, update| {
             for (i, run) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let a = (&a.0[block * rows * a.1.0 + run.start * a.1.1..], a.1);
+                let a = from((&a.0[(block * rows * a.1.0).min(a.0.len())..], a.1), a.1.1, run);
                 let b = Source::Packed(&packed[leaf * terms.blocks + i]);
                 serial(precision, [c.len() / n, n, run.len()], a, b, (c, (n, 1)), update, Epilogue::Nothing);
             }
@@ -82,7 +82,7 @@ pub fn gemm_leaves<T: Float>(
     KEPT.set(packed.into_iter().map(|packed| packed.lines).collect());
 }
 
-/// An operand from the first of these terms on, which are `step` apart.
+/// An operand from the first of these terms on, which are `step` apart: nothing where there are none.
 fn from<'a, T>((x, strides): (&'a [T], Strides), step: usize, run: &Range<usize>) -> (&'a [T], Strides) {
     (&x[(run.start * step).min(x.len())..], strides)
 }
