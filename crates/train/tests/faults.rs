@@ -287,6 +287,36 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
 }
 
 #[test]
+fn degrees_must_fit_the_tree_of_canonical_numerics() {
+    let canonical = "--set training.numerics=canonical";
+    let six = "--set model.num_heads=6 --set model.hidden_size=96";
+    let share = "each rank must have an equal share that is a power of two";
+    refused(&[
+        (
+            &format!("{canonical} {six} --mesh tp=3"),
+            &format!(
+                "parallelism.tp = 3: does not fit canonical numerics with numerics.leaves = 8: {share}; use 1, 2, 4, 8, or \
+                 another numerics.leaves"
+            ),
+        ),
+        (
+            &format!("{canonical} {six} --mesh dp=2,tp=2 --set numerics.leaves=6 --set training.global_batch_size=24"),
+            &format!(
+                "parallelism.tp = 2: does not fit canonical numerics with numerics.leaves = 6: {share}; use 1, 3, 6, or another \
+                 numerics.leaves\n\
+                 parallelism.dp = 2: does not fit canonical numerics with training.global_batch_size = 24: {share}; use 1, 3, 6, \
+                 12, 24, or another training.global_batch_size"
+            ),
+        ),
+    ]);
+    config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.leaves=6 --set training.global_batch_size=24"));
+    assert_eq!(
+        config("--set numerics.leaves=6").notices,
+        ["numerics.leaves = 6 has no effect: training.numerics is fast"]
+    );
+}
+
+#[test]
 fn the_model_must_fit_the_mesh() {
     refused(&[
         (
