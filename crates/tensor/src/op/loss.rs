@@ -64,7 +64,7 @@ fn tree_of_sums(device: &Arc<dyn Device>, leaves: Vec<(Buffer, Buffer)>, max: &B
         device.loss()?.rescale(&mut sums, &local, max)?;
         tree.push(1, Ok(sums), join);
     }
-    tree.finish(join).unwrap_or_else(|| Ok(device.alloc(max.dtype(), 0)?))
+    tree.finish(join).unwrap_or_else(|| device.alloc(max.dtype(), 0))
 }
 
 impl Op for VocabLoss {

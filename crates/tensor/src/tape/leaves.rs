@@ -221,7 +221,7 @@ impl Backward<'_> {
     /// The shares in which so many samples are summed: all of them, or the subtrees that they are made of.
     fn parts(&self, samples: usize) -> Vec<Range<usize>> {
         match self.tape.leaves() {
-            None => vec![0..samples],
+            None => std::iter::once(0..samples).collect(),
             Some(_) => {
                 let first = self.tape.first_sample() as usize;
                 let local = |part: Range<usize>| part.start - first..part.end - first;
@@ -243,14 +243,15 @@ mod tests {
 
     #[test]
     fn leaves_cover_their_terms_once_and_in_order() {
-        let runs = |blocks, leaves, k| -> Vec<Vec<Range<usize>>> {
-            Terms { blocks, leaves }.runs(k).map(Iterator::collect).collect()
+        let runs = |blocks, leaves, k| -> Vec<Vec<[usize; 2]>> {
+            let leaf = |runs: &mut dyn Iterator<Item = Range<usize>>| runs.map(|run| [run.start, run.end]).collect();
+            Terms { blocks, leaves }.runs(k).map(|mut runs| leaf(&mut runs)).collect()
         };
-        assert_eq!(runs(1, 1, 7), [[0..7]]);
-        assert_eq!(runs(1, 4, 10), [[0..2], [2..5], [5..7], [7..10]]);
-        assert_eq!(runs(3, 2, 12), [[0..2, 4..6, 8..10], [2..4, 6..8, 10..12]]);
+        assert_eq!(runs(1, 1, 7), [[[0, 7]]]);
+        assert_eq!(runs(1, 4, 10), [[[0, 2]], [[2, 5]], [[5, 7]], [[7, 10]]]);
+        assert_eq!(runs(3, 2, 12), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
         // The leaves of two ranks that hold half each are those of one that holds all.
-        let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.start + 21..run.end + 21).collect();
+        let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.map(|at| at + 21)).collect();
         assert_eq!(half, runs(1, 8, 42).into_iter().flatten().skip(4).collect::<Vec<_>>());
     }
 
