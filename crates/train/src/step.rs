@@ -10,8 +10,8 @@
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{
-    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, buckets, counted, join_ties,
-    reducer, trace,
+    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, Watch, buckets, counted,
+    join_ties, reducer, trace,
 };
 use meshwork_core::{Axis, DType, Rank, Record, ReduceOp};
 use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
@@ -48,6 +48,7 @@ pub struct Trainer {
     /// Per parameter: the part of its elements that this rank counts in the gradient norm.
     counted: Vec<Range<usize>>,
     steps_done: u64,
+    watch: Option<Arc<dyn Watch>>,
 }
 
 /// What a step did, the same on every rank.
@@ -114,6 +115,7 @@ impl Trainer {
             batch_per_dp: micros * config.training.micro_batch_size,
             counted,
             steps_done: 0,
+            watch: None,
             rank,
             device,
         })
@@ -158,6 +160,21 @@ impl Trainer {
         let Some(all) = gradients.bucket(flat) else { return Ok(Vec::new()) };
         let host = self.device.download(all).map_err(TrainError::from)?;
         Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
+    }
+
+    /// The optimizer's states of a parameter, one vector per slot of the rule.
+    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+        let (flat, range) = self.params.place(id);
+        let state = |all| -> Result<Vec<f32>, TrainError> {
+            let host = self.device.download(all).map_err(TrainError::from)?;
+            Ok(host.as_slice::<f32>().map_err(Error::from)?[range.clone()].to_vec())
+        };
+        self.states[flat].iter().map(state).collect()
+    }
+
+    /// Shows every value of the training passes from now on to `watch`.
+    pub fn watch(&mut self, watch: Arc<dyn Watch>) {
+        self.watch = Some(watch);
     }
 
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
@@ -285,6 +302,7 @@ impl Trainer {
             micro_batch: self.micro_batch,
             seq_len: self.seq_len,
             seed,
+            watch: self.watch.clone(),
         }
     }
 
