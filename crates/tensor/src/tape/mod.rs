@@ -284,7 +284,11 @@ fn replaced(seen: &Seen<'_>, by: Option<Tensor>) -> Result<Tensor> {
     }
     Err(Error::Shape {
         op: seen.op,
-        problem: format!("an observer put {} in the place of {}", tensor.dtype(), seen.tensor.dtype()),
+        problem: format!(
+            "an observer gave {} for {}: dtype and shape must be the same",
+            tensor.dtype(),
+            seen.tensor.dtype()
+        ),
         shapes: vec![tensor.shape().to_vec(), seen.tensor.shape().to_vec()],
     })
 }

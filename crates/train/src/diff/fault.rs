@@ -2,7 +2,7 @@
 
 use super::program::{Op, Program, Value};
 use super::ulps::Float;
-use super::{Hook, Site};
+use super::{Broken, Hook, Place, Site};
 use crate::config::{Fault, choose_from};
 use meshwork_core::{Axis, DType, Ty, Types};
 use meshwork_tensor::tape::Seen;
@@ -17,9 +17,9 @@ pub(super) struct Break {
     operand: Option<&'static str>,
     /// By so many ulps.
     ulps: u32,
-    what: String,
+    place: Place,
     /// What was changed, once it was.
-    done: Arc<Mutex<Option<String>>>,
+    done: Arc<Mutex<Option<Broken>>>,
 }
 
 impl Break {
@@ -60,14 +60,14 @@ impl Break {
         // On a Partial value a share of the sum is changed, by an ulp for each share: so much of it is left in the sum.
         let shares = value.types.partial_axes().filter(|&axis| axis != Axis::Dp).map(|axis| program.mesh.degree(axis));
         let ulps = shares.product::<usize>() as u32;
-        let of = value.operand.map_or("output".to_owned(), |operand| format!("gradient of {operand}"));
-        let what = format!("{of} of operation #{number}, {} ({})", op.name, op.layer);
+        let (name, layer) = (op.name.to_owned(), op.layer.clone());
+        let place = Place::Op { number, name, layer, operand: value.operand };
         let (stage, number, operand) = (op.stage, op.number, value.operand);
-        Self { stage, number, operand, ulps, what, done: Arc::default() }
+        Self { stage, number, operand, ulps, place, done: Arc::default() }
     }
 
     /// What was changed.
-    pub(super) fn told(&self) -> Option<String> {
+    pub(super) fn told(&self) -> Option<Broken> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -93,10 +93,8 @@ impl Break {
         if let Some(at) = (0..values.len()).max_by(|a, b| size(a).total_cmp(&size(b))) {
             values[at] = values[at].up(self.ulps);
             let index = super::global::unravel(at, &tensor.shape());
-            let by =
-                if self.ulps == 1 { "1 ulp".to_owned() } else { format!("{} ulps of one rank's share", self.ulps) };
-            let told = format!("{}, element {index:?}, by {by}", self.what);
-            *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(told);
+            let broken = Broken { place: self.place.clone(), index, ulps: self.ulps };
+            *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
         }
         Tensor::from_slice(tensor.device(), &values, tensor.shape())
     }

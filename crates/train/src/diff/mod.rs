@@ -36,7 +36,7 @@ mod ulps;
 mod world;
 
 pub use options::{Comparison, Options, usage};
-pub use report::{Between, Divergence, Place, Report, Row, Vector};
+pub use report::{Between, Broken, Divergence, Place, Report, Row, Vector};
 pub use ulps::Spread;
 
 use crate::config::{Config, Dtype};

@@ -31,7 +31,7 @@ pub(super) struct Op {
     /// Its stage, and its number there.
     pub(super) stage: usize,
     pub(super) number: usize,
-    params: Vec<String>,
+    pub(super) params: Vec<String>,
     /// Its output, then the gradients of its inputs that it gives.
     pub(super) values: Vec<Value>,
 }
@@ -42,7 +42,7 @@ pub(super) struct Value {
     /// `None` for the output, else the operand whose gradient this is.
     pub(super) operand: Option<&'static str>,
     /// For a gradient, the operation that made the operand; `None` if another stage did.
-    maker: Option<usize>,
+    pub(super) maker: Option<usize>,
     pub(super) types: Types,
     pub(super) shape: Shape,
 }

@@ -158,6 +158,25 @@ impl fmt::Display for Divergence {
     }
 }
 
+/// A fault that was injected: one element of a value, in the first micro-batch of the first step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broken {
+    /// The value.
+    pub place: Place,
+    /// Global index of the element.
+    pub index: Vec<usize>,
+    /// By how much it was moved up; more than 1 where it is one rank's share of a sum.
+    pub ulps: u32,
+}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { place, index, ulps } = self;
+        let share = if *ulps > 1 { " of one rank's share" } else { "" };
+        write!(f, "{place}, element {index:?} by {}{share}", count(u64::from(*ulps), "ulp"))
+    }
+}
+
 /// How far values of one class were apart, over all steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
@@ -196,7 +215,7 @@ pub struct Report {
     /// Values that were not compared, by the reason.
     pub skipped: BTreeMap<&'static str, u64>,
     /// What was changed on purpose.
-    pub broken: Option<String>,
+    pub broken: Option<Broken>,
     /// Why the run ended before its last step.
     pub failed: Option<String>,
     /// Differences beyond this share of a value's largest element are no rounding.

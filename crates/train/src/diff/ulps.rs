@@ -148,8 +148,9 @@ mod tests {
         for x in [1.0f32, -1.0, 0.0, -0.0, f32::MAX, f32::from_bits(1), -f32::from_bits(1), 1.5e-40] {
             assert_eq!(x.ulps(x.next_up()), 1, "{x}");
             assert_eq!(x.next_down().ulps(x), 1, "{x}");
-            assert_eq!(x.up(3).ulps(x), 3, "{x}");
         }
+        assert_eq!(f32::from_bits(1).up(3), f32::from_bits(4));
+        assert_eq!((-1f64).up(3).ulps(-1.0), 3);
         assert_eq!((-f32::from_bits(2)).ulps(f32::from_bits(3)), 5);
         assert_eq!(0f64.ulps(-0.0), 0);
         assert_eq!(1f64.ulps(1.0 + 2.0 * f64::EPSILON), 2);

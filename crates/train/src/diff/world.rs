@@ -8,7 +8,7 @@ use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, pool};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamId, Tensor};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -47,7 +47,12 @@ pub(super) struct Stepped {
 }
 
 /// What a rank tells: of a step, or that it is gone.
-enum Told {
+struct Told {
+    rank: usize,
+    what: What,
+}
+
+enum What {
     Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<StepReport> },
     Gone,
 }
@@ -76,7 +81,8 @@ impl<'scope> World<'scope> {
         let thread = scope.spawn(move || {
             thread::run(size, options, |world| {
                 let wait = wait[world.rank()].lock().unwrap_or_else(PoisonError::into_inner);
-                run_rank(side, &blueprint, world, &wait, &Teller(tell.clone()))
+                let teller = Teller { rank: world.rank(), to: tell.clone() };
+                run_rank(side, &blueprint, world, &wait, &teller)
             })
         });
         Ok(Self { name, go, told, thread })
@@ -88,8 +94,17 @@ impl<'scope> World<'scope> {
         for go in &self.go {
             _ = go.send(()); // to a rank that is gone: it has said so
         }
-        for _ in 0..self.go.len() {
-            let Ok(Told::Step { records, held, report }) = self.told.recv() else { return None };
+        let mut missing: BTreeSet<usize> = (0..self.go.len()).collect();
+        while !missing.is_empty() {
+            let Told { rank, what } = self.told.recv().ok()?;
+            let What::Step { records, held, report } = what else {
+                // Gone after it had told all: the next step will not find it.
+                if missing.contains(&rank) {
+                    return None;
+                }
+                continue;
+            };
+            missing.remove(&rank);
             records.into_iter().for_each(|(key, record)| stepped.records.entry(key).or_default().push(record));
             held.into_iter().for_each(|(name, held)| stepped.held.entry(name).or_default().push(held));
             stepped.report = stepped.report.or(report);
@@ -111,11 +126,20 @@ impl<'scope> World<'scope> {
 }
 
 /// Tells, at the latest when it is dropped, that its rank is gone: nobody waits for a rank that failed.
-struct Teller(Sender<Told>);
+struct Teller {
+    rank: usize,
+    to: Sender<Told>,
+}
+
+impl Teller {
+    fn tell(&self, what: What) {
+        _ = self.to.send(Told { rank: self.rank, what }); // nobody listens once a comparison has failed
+    }
+}
 
 impl Drop for Teller {
     fn drop(&mut self) {
-        _ = self.0.send(Told::Gone);
+        self.tell(What::Gone);
     }
 }
 
@@ -151,7 +175,7 @@ fn run_rank(
             Err(error @ TrainError::NotFinite { .. }) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
-        _ = teller.0.send(Told::Step { records, held, report });
+        teller.tell(What::Step { records, held, report });
         if let Some(error) = failed {
             return Err(error);
         }
