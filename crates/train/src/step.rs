@@ -162,8 +162,8 @@ impl Trainer {
         Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
     }
 
-    /// The optimizer's states of a parameter, one vector per slot of the rule.
-    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+    /// The optimizer's state vectors of a parameter, as it lies on this rank.
+    pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let (flat, range) = self.params.place(id);
         let state = |all| -> Result<Vec<f32>, TrainError> {
             let host = self.device.download(all).map_err(TrainError::from)?;

@@ -312,3 +312,50 @@ fn scalar(step: u64, place: Place, values: [f64; 2], report: &mut Report) {
     });
     report.compared(&place, step, &delta.spread, delta.error(), divergence);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::global::tests::{program, records};
+    use super::*;
+
+    /// What comparing the one value of two programs finds, each with so many micro-batches of 2 samples.
+    fn compared(sides: [(&Program, usize); 2]) -> Report {
+        let mut report = Report::new(Default::default(), true, 1e-3);
+        let stepped = sides.map(|(program, micros)| {
+            let records = records(program, micros, |_, first, _| first as f32);
+            Stepped { records: [(program.key(0, 0), records)].into(), ..Stepped::default() }
+        });
+        let pair = Pair { programs: sides.map(|(program, _)| program) };
+        pair.step(1, stepped, &mut report).unwrap();
+        report
+    }
+
+    #[test]
+    fn what_has_no_like_is_skipped_with_the_reason() {
+        let sum = |mesh| program(mesh, &[(Axis::Dp, Ty::Partial)], &[1], None);
+        let (one, two) = (sum("dp=1"), sum("dp=2"));
+        // The same micro-batches, whoever computes them.
+        let report = compared([(&one, 4), (&two, 2)]);
+        assert_eq!((report.tensors(), report.skipped.len(), report.first), (1, 0, None));
+        let report = compared([(&one, 4), (&two, 1)]);
+        assert_eq!((report.tensors(), report.skipped.into_values().sum::<u64>()), (0, 1));
+
+        let varying = |mesh| program(mesh, &[(Axis::Tp, Ty::Varying), (Axis::Dp, Ty::Shard(0))], &[2, 3], None);
+        let (one, two) = (varying("tp=1,dp=1"), varying("tp=2,dp=1"));
+        let report = compared([(&two, 1), (&two, 1)]);
+        assert_eq!((report.tensors(), report.skipped.len(), report.first), (1, 0, None));
+        let report = compared([(&one, 1), (&two, 1)]);
+        assert_eq!((report.tensors(), report.skipped.into_values().sum::<u64>()), (0, 1));
+    }
+
+    #[test]
+    fn how_far_apart_is_a_share_of_the_largest() {
+        let mut delta = Delta::default();
+        assert_eq!(delta.add(&[1.0f32, -8.0], &[1.0, -8.0]), None);
+        assert_eq!(delta.add(&[2.0f32, 0.5], &[2.0, 0.25]), Some((1, [0.5, 0.25], 1 << 23)));
+        assert_eq!((delta.elements, delta.differing, delta.error()), (4, 1, 0.25 / 8.0));
+        delta.add(&[1.0f32], &[f32::NAN]);
+        assert_eq!((delta.max_ulps, delta.error()), (u64::MAX, f64::INFINITY));
+        assert_eq!(Delta::default().error(), 0.0);
+    }
+}

@@ -275,7 +275,7 @@ pub(super) fn unravel(mut place: usize, dims: &[usize]) -> Vec<usize> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::program::Op;
     use super::*;
     use meshwork_core::{Mesh, Types};
@@ -283,7 +283,12 @@ mod tests {
     use std::ops::Range;
 
     /// A program of one operation with one value, in micro-batches of 2 samples; it reads a parameter of those dims, cut over tp.
-    fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize], parameter: Option<(&[usize], usize)>) -> Program {
+    pub(in super::super) fn program(
+        mesh: &str,
+        types: &[(Axis, Ty)],
+        local: &[usize],
+        parameter: Option<(&[usize], usize)>,
+    ) -> Program {
         let spec = |(dims, dim): (&[usize], usize)| ParamSpec {
             name: "w".to_owned(),
             dims: Shape::new(dims),
@@ -305,7 +310,11 @@ mod tests {
     }
 
     /// What every rank holds, in each of so many micro-batches, as `value(coords, first sample, place)` says.
-    fn records(program: &Program, micros: usize, value: impl Fn(Coords, u64, usize) -> f32) -> Vec<Record> {
+    pub(in super::super) fn records(
+        program: &Program,
+        micros: usize,
+        value: impl Fn(Coords, u64, usize) -> f32,
+    ) -> Vec<Record> {
         let count = program.ops[0].values[0].shape.count();
         let on = |rank: usize, micro: usize| {
             let coords = program.mesh.coords(rank);

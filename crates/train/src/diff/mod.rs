@@ -9,7 +9,7 @@
 //! Both runs are worlds of threads in this process that do a step in turn. An observer on every tape copies each output and each
 //! gradient of an input; after the step come the reduced gradients, weights and optimizer states. A value is put together
 //! from all ranks by its SPMD types, cut into samples, and compared with its like: operations have the same number on any
-//! mesh ([`program`]). A step is dropped when it has been compared.
+//! mesh. A step is dropped when it has been compared.
 //!
 //! In `canonical` numerics nothing may differ, and the first value that does is the fault. In `fast` numerics two meshes
 //! round differently; then the report is how far, by kind of operation, and which value is the first beyond rounding.

@@ -193,7 +193,7 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
         let local = spec.local(rank.mesh(), rank.coords());
         local.for_each_run(spec.dims, |start, run| runs.push((start as usize, run)));
         let mut vectors = vec![trainer.gradient(id)?, params.value(id)?.to_vec::<f32>()?];
-        vectors.append(&mut trainer.states(id)?);
+        vectors.append(&mut trainer.optimizer_states(id)?);
         Ok((spec.name.clone(), Held { rank: rank.world_rank(), runs, vectors }))
     };
     declarations.ids().map(of).collect()
