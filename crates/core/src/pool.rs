@@ -60,8 +60,9 @@ where
     Pool::of_process().share(items.into_iter(), work);
 }
 
-/// Calls `wait`, during which this thread does not compute: its core works for others.
-pub(crate) fn lend<R>(wait: impl FnOnce() -> R) -> R {
+/// Calls `wait`, during which this thread does not compute: its core works for others. For a rank that waits for something other
+/// than its peers; those waits lend already.
+pub fn lend<R>(wait: impl FnOnce() -> R) -> R {
     if HOLDS_CORE.get() { Pool::of_process().lend(wait) } else { wait() }
 }
 

@@ -1,13 +1,13 @@
-//! The three hooks of the tape: saved tensors, deferred weight gradients, gradient ready.
+//! The hooks of the tape: saved tensors, deferred weight gradients, gradient ready, observer.
 
 mod common;
 
 use common::{POSITION, alone, ids, integers, to_f64, values};
 use meshwork_core::{Buffer, Types};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Saved, SavedPolicy, SavedTensor, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Share, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -49,10 +49,15 @@ impl Model {
     fn forward(&self, policy: Rc<dyn SavedPolicy>) -> (Tape, Var, Var) {
         let params = Arc::clone(&self.params);
         let tape = Tape::with_policy(alone(), params, Arc::clone(&self.device), Mode::Train, POSITION, policy);
-        let stage_input: Vec<f32> = values("input", 4 * WIDTH).iter().map(|&value| value as f32).collect();
-        let input = tape.input(Tensor::from_slice(&self.device, &stage_input, [1, 4, WIDTH]).unwrap(), Types::NONE);
+        let input = self.input(&tape);
         let loss = self.loss(&tape, &input).unwrap();
         (tape, input, loss)
+    }
+
+    /// What a stage before it sent.
+    fn input(&self, tape: &Tape) -> Var {
+        let stage_input: Vec<f32> = values("input", 4 * WIDTH).iter().map(|&value| value as f32).collect();
+        tape.input(Tensor::from_slice(&self.device, &stage_input, [1, 4, WIDTH]).unwrap(), Types::NONE)
     }
 
     fn loss(&self, tape: &Tape, input: &Var) -> Result<Var> {
@@ -289,4 +294,104 @@ fn a_tape_is_walked_once_and_the_seed_has_the_shape_of_the_output() {
     let seed = Tensor::from_slice(&model.device, &integers("seed", 2), [2]).unwrap();
     let error = tape.backward(&loss, seed, Weights::Now, &mut sink).unwrap_err().to_string();
     assert!(error.contains("has its shape") && error.contains("[2]"), "{error}");
+}
+
+/// Writes down what it sees, and puts something else in the place of one value.
+#[derive(Debug, Default)]
+struct Looker {
+    seen: RefCell<Vec<String>>,
+    replace: Option<(usize, Option<&'static str>)>,
+    by: Vec<usize>,
+}
+
+impl Observer for Looker {
+    fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>> {
+        let &Seen { op, number, operand, maker, params, inputs, tensor, position, .. } = seen;
+        assert_eq!(position, POSITION);
+        let line = match operand {
+            None => format!("#{number} {op} of {} reads {}", inputs.len(), params.join(" ")),
+            Some(operand) => format!("#{number} d{operand} of {maker:?}"),
+        };
+        self.seen.borrow_mut().push(line.trim_end().trim_end_matches(" reads").to_owned());
+        match self.replace == Some((number, operand)) {
+            false => Ok(None),
+            true if self.by.is_empty() => {
+                let values: Vec<f32> = tensor.to_vec::<f32>()?.iter().map(|x| x + 1.0).collect();
+                Tensor::from_slice(tensor.device(), &values, tensor.shape()).map(Some)
+            }
+            true => Tensor::zeros(tensor.device(), tensor.dtype(), &self.by[..]).map(Some),
+        }
+    }
+}
+
+/// (what was seen, loss, gradients, gradient of the input) with that observer.
+fn observed(model: &Model, looker: Looker) -> Result<(Vec<String>, f64, BTreeMap<String, Vec<f64>>, Vec<f32>)> {
+    let looker = Rc::new(looker);
+    let tape = Tape::new(alone(), Arc::clone(&model.params), Arc::clone(&model.device), Mode::Train, POSITION);
+    tape.observe(looker.clone());
+    let input = model.input(&tape);
+    let loss = model.loss(&tape, &input)?;
+    let mut recorder = Recorder::new(model);
+    tape.backward(&loss, model.seed(), Weights::Now, &mut recorder)?;
+    let grad = tape.take_grad(&input).unwrap().to_vec::<f32>()?;
+    let seen = looker.seen.borrow().clone();
+    Ok((seen, loss.tensor().to_vec::<f64>()?[0], recorder.grads, grad))
+}
+
+#[test]
+fn an_observer_sees_every_output_and_every_gradient_of_a_value() {
+    let model = Model::new();
+    let (seen, loss, grads, dx) = observed(&model, Looker::default()).unwrap();
+    assert_eq!(
+        seen,
+        [
+            "#0 embedding of 2 reads table",
+            "#1 add of 2",
+            "#2 dropout of 1",
+            "#3 layer_norm of 3 reads gamma beta",
+            "#4 linear_bias_gelu of 3 reads up up_bias",
+            "#5 linear of 2 reads down",
+            "#6 bias_residual of 3 reads down_bias",
+            "#7 linear of 2 reads nowhere",
+            "#8 linear of 2 reads table",
+            "#9 cross_entropy of 2",
+            // Back: the branch that leads nowhere has no gradient, token ids and targets have none either.
+            "#9 dlogits of Some(8)",
+            "#8 dx of Some(6)",
+            "#6 dx of Some(5)",
+            "#6 dresidual of Some(2)",
+            "#5 dx of Some(4)",
+            "#4 dx of Some(3)",
+            "#3 dx of Some(2)",
+            "#2 dx of Some(1)",
+            "#1 dx of Some(0)",
+            "#1 dy of None", // from another stage
+        ]
+    );
+    // Nothing of it changes a bit.
+    let (tape, input, unseen) = model.forward(Rc::new(Keep));
+    let mut recorder = Recorder::new(&model);
+    assert_eq!(unseen.tensor().to_vec::<f64>().unwrap(), [loss]);
+    tape.backward(&unseen, model.seed(), Weights::Now, &mut recorder).unwrap();
+    assert_eq!(recorder.grads, grads);
+    assert_eq!(tape.take_grad(&input).unwrap().to_vec::<f32>().unwrap(), dx);
+}
+
+#[test]
+fn what_an_observer_puts_in_a_values_place_goes_on() {
+    let model = Model::new();
+    let with = |replace, by| observed(&model, Looker { replace, by, ..Looker::default() });
+    let (_, loss, grads, dx) = with(None, vec![]).unwrap();
+    let (_, other_loss, other_grads, _) = with(Some((5, None)), vec![]).unwrap();
+    assert!(other_loss != loss && other_grads["up"] != grads["up"]);
+    let (_, same_loss, other_grads, other_dx) = with(Some((3, Some("x"))), vec![]).unwrap();
+    assert_eq!((same_loss, &other_grads["up"], &other_grads["gamma"]), (loss, &grads["up"], &grads["gamma"]));
+    assert!(other_dx != dx && other_grads["table"] != grads["table"]);
+    for place in [(3, None), (3, Some("x"))] {
+        let error = with(Some(place), vec![WIDTH, 4]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "layer_norm: an observer gave f32 for f32: dtype and shape must be the same (shapes [[8, 4], [1, 4, 8]])"
+        );
+    }
 }

@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod data;
+pub mod diff;
 pub mod engine;
 mod generate;
 mod launch;

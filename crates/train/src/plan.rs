@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::data::Batch;
-use crate::engine::{Blueprint, TrainError};
+use crate::engine::{Blueprint, TrainError, Watch};
 use crate::step::Trainer;
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_tensor::ParamSpec;
@@ -41,10 +41,7 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     let mut trainer = Trainer::new(config, rank, device.clone())?;
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();
-    let rows = trainer.rows().len();
-    let tokens = vec![0; rows * config.model.seq_len];
-    let batch = Batch { inputs: tokens.clone(), targets: tokens, rows, seq_len: config.model.seq_len };
-    let report = trainer.step(&batch, |_| {})?;
+    let report = trainer.step(&blank_batch(config, &trainer), |_| {})?;
     Ok(Prediction {
         parameters,
         model_bytes,
@@ -52,6 +49,24 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
         flops: device.meter().total_flops(),
         records: report.records,
     })
+}
+
+/// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
+pub(crate) fn rehearse(config: &Config, world_rank: usize, watch: Arc<dyn Watch>) -> Result<(), TrainError> {
+    let blueprint = Blueprint::new(config)?;
+    let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
+    let mut trainer = Trainer::new(config, rank, Meta::device())?;
+    trainer.watch(watch);
+    let batch = blank_batch(config, &trainer);
+    trainer.step(&batch, |_| {})?;
+    Ok(())
+}
+
+/// A rank's rows of a batch of the token 0.
+fn blank_batch(config: &Config, trainer: &Trainer) -> Batch {
+    let (rows, seq_len) = (trainer.rows().len(), config.model.seq_len);
+    let tokens = vec![0; rows * seq_len];
+    Batch { inputs: tokens.clone(), targets: tokens, rows, seq_len }
 }
 
 /// Ranks of one pp rank that do the same.
@@ -146,7 +161,7 @@ fn spans(numbers: &[usize]) -> String {
 }
 
 /// `1 rank`, `2,000 ranks`.
-fn count(number: usize, of: &str) -> String {
+pub(crate) fn count(number: usize, of: &str) -> String {
     let ending = match number {
         1 => "",
         _ if of.ends_with("ch") => "es",
@@ -156,7 +171,7 @@ fn count(number: usize, of: &str) -> String {
 }
 
 /// 1234567 as `1,234,567`.
-fn grouped(number: u64) -> String {
+pub(crate) fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (place, digit) in digits.chars().enumerate() {

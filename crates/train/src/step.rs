@@ -10,8 +10,8 @@
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{
-    Blueprint, Chunk, Counted, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, Trees, buckets,
-    counted, join_ties, reducer, trace,
+    Blueprint, Chunk, Counted, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, Trees, Watch,
+    buckets, counted, join_ties, reducer, trace,
 };
 use meshwork_core::{Axis, DType, Rank, Record, ReduceOp, tree};
 use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
@@ -50,6 +50,7 @@ pub struct Trainer {
     /// Sums of which the norm is made.
     norm_slots: usize,
     steps_done: u64,
+    watch: Option<Arc<dyn Watch>>,
 }
 
 /// What a step did, the same on every rank.
@@ -119,6 +120,7 @@ impl Trainer {
             counted,
             norm_slots,
             steps_done: 0,
+            watch: None,
             rank,
             device,
         })
@@ -168,12 +170,16 @@ impl Trainer {
     /// The optimizer's state vectors of a parameter, as it lies on this rank.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let (flat, range) = self.params.place(id);
-        let mut states = Vec::new();
-        for state in &self.states[flat] {
-            let host = self.device.download(state).map_err(TrainError::from)?;
-            states.push(host.as_slice::<f32>().map_err(Error::from)?[range.clone()].to_vec());
-        }
-        Ok(states)
+        let state = |all| -> Result<Vec<f32>, TrainError> {
+            let host = self.device.download(all).map_err(TrainError::from)?;
+            Ok(host.as_slice::<f32>().map_err(Error::from)?[range.clone()].to_vec())
+        };
+        self.states[flat].iter().map(state).collect()
+    }
+
+    /// Shows every value of the training passes from now on to `watch`.
+    pub fn watch(&mut self, watch: Arc<dyn Watch>) {
+        self.watch = Some(watch);
     }
 
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
@@ -301,6 +307,7 @@ impl Trainer {
             micro_batch: self.micro_batch,
             seq_len: self.seq_len,
             seed,
+            watch: self.watch.clone(),
         }
     }
 

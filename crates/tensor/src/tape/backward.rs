@@ -1,14 +1,14 @@
 //! Walking a tape in reverse.
 
-use super::hooks::{GradSink, Saved, Weights};
+use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
 use super::leaves::Share;
 use super::op::{Backward, Op};
-use super::{Source, Tape, Var};
+use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{SpmdError, Ty};
+use meshwork_core::{SpmdError, Ty, Types};
 use std::collections::BTreeMap;
 
 /// One remembered operation, or an input.
@@ -16,18 +16,29 @@ use std::collections::BTreeMap;
 pub(super) struct Node {
     /// `None` for an input.
     op: Option<Box<dyn Op>>,
+    /// Operations applied before it.
+    number: usize,
     sources: Vec<Source>,
     saved: Vec<Saved>,
+    /// Of the value that it made.
     shape: Shape,
+    types: Types,
 }
 
 impl Node {
-    pub(super) fn input(shape: Shape) -> Self {
-        Self { op: None, sources: Vec::new(), saved: Vec::new(), shape }
+    pub(super) fn input(shape: Shape, types: Types) -> Self {
+        Self { op: None, number: 0, sources: Vec::new(), saved: Vec::new(), shape, types }
     }
 
-    pub(super) fn operation(op: Box<dyn Op>, sources: Vec<Source>, saved: Vec<Saved>, shape: Shape) -> Self {
-        Self { op: Some(op), sources, saved, shape }
+    pub(super) fn operation(
+        op: Box<dyn Op>,
+        number: usize,
+        sources: Vec<Source>,
+        saved: Vec<Saved>,
+        shape: Shape,
+        types: Types,
+    ) -> Self {
+        Self { op: Some(op), number, sources, saved, shape, types }
     }
 
     fn has_param(&self) -> bool {
@@ -105,6 +116,10 @@ impl Tape {
                     Source::Constant => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
+                        let input_grad = match inner.observer.get() {
+                            None => input_grad,
+                            Some(observer) => self.show_gradient(&**observer, &nodes, (at, slot, from), input_grad)?,
+                        };
                         debug_assert_eq!(input_grad.shape(), nodes[from].shape, "gradient has the value's shape");
                         grads[from] = Some(match grads[from].take() {
                             None => input_grad,
@@ -119,6 +134,30 @@ impl Tape {
             }
         }
         Ok(())
+    }
+
+    /// Shows an observer the gradient that node `at` gave of its input `slot`, which node `from` made, and gives what goes on.
+    fn show_gradient(
+        &self,
+        observer: &dyn Observer,
+        nodes: &[Node],
+        (at, slot, from): (usize, usize, usize),
+        tensor: Tensor,
+    ) -> Result<Tensor> {
+        let Node { op: Some(op), number, sources, .. } = &nodes[at] else { return Ok(tensor) };
+        let maker = &nodes[from];
+        let seen = Seen {
+            op: op.name(),
+            number: *number,
+            operand: op.operands().get(slot).copied(),
+            maker: maker.op.is_some().then_some(maker.number),
+            params: &self.param_names(sources.iter().copied()),
+            inputs: &[],
+            position: self.inner.position,
+            types: maker.types.dual(),
+            tensor: &tensor,
+        };
+        replaced(&seen, observer.see(&seen)?)
     }
 
     /// Computes the parameter gradients that a [`Weights::Deferred`] backward left, in the same order.

@@ -1,10 +1,11 @@
 //! The hooks of the tape.
 
+use super::Position;
 use super::leaves::Share;
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, Types};
 use std::fmt::Debug;
 
 /// How an operation's saved tensors wait for the backward pass: kept, compressed, offloaded, recomputed.
@@ -83,4 +84,35 @@ pub enum Weights {
     Now,
     /// When [`Tape::weight_gradients`](super::Tape::weight_gradients) is called: zero-bubble's split of backward into B and W.
     Deferred,
+}
+
+/// Sees every value that a tape computes, and may put another in its place: what compares two runs, or injects a fault into
+/// one, attaches here with [`Tape::observe`](super::Tape::observe).
+pub trait Observer: Debug {
+    /// Sees a value before anything reads it. What this gives back, of the same dtype and shape, takes its place.
+    fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>>;
+}
+
+/// A value under an observer's eyes: the output of an operation, or the gradient of an input as one operation gave it, before
+/// those of other uses are added. Gradients of parameters are not seen here: they are written where they are kept.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen<'a> {
+    /// The operation.
+    pub op: &'static str,
+    /// How many operations were applied on this tape before it.
+    pub number: usize,
+    /// `None` for the output; in backward the operand whose gradient this is.
+    pub operand: Option<&'static str>,
+    /// In backward the number of the operation that made the operand; `None` if it came from outside.
+    pub maker: Option<usize>,
+    /// Names of the parameters that the operation reads.
+    pub params: &'a [&'a str],
+    /// Its inputs; none in backward.
+    pub inputs: &'a [&'a Tensor],
+    /// Where in the run this is.
+    pub position: Position,
+    /// Types of the value: of a gradient, the duals of the operand's.
+    pub types: Types,
+    /// The value on this rank.
+    pub tensor: &'a Tensor,
 }

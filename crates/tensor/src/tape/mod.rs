@@ -1,17 +1,18 @@
 //! The tape: operations on [`Var`]s are applied, typed and remembered; [`Tape::backward`] walks them in reverse.
 //!
-//! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need:
+//! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need, a fourth looks on:
 //! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass;
 //! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only what flows on, and
 //!   [`Tape::weight_gradients`] does the rest later;
-//! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share.
+//! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share;
+//! - *observer* ([`Observer`]): sees every output and every gradient of an input, and may replace it.
 
 mod backward;
 mod hooks;
 pub mod leaves;
 mod op;
 
-pub use hooks::{GradSink, Keep, Place, Saved, SavedPolicy, SavedTensor, Weights};
+pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Weights};
 pub use leaves::{Room, RowLeaves, Share, Terms, Tokens};
 pub use op::{Backward, Forward, Op};
 
@@ -24,7 +25,7 @@ use crate::tensor::Tensor;
 use backward::Node;
 use meshwork_core::rules::{Operand, resolve_reads};
 use meshwork_core::{Axis, DType, Rank, Ty, Types};
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -64,6 +65,9 @@ struct Inner {
     mode: Mode,
     position: Position,
     policy: Rc<dyn SavedPolicy>,
+    observer: OnceCell<Rc<dyn Observer>>,
+    /// Operations applied so far.
+    applied: Cell<usize>,
     nodes: RefCell<Vec<Node>>,
     reads: RefCell<BTreeMap<ParamId, Types>>,
     /// Gradients of inputs, once backward has run.
@@ -114,6 +118,8 @@ impl Tape {
             mode,
             position,
             policy,
+            observer: OnceCell::new(),
+            applied: Cell::new(0),
             nodes: RefCell::default(),
             reads: RefCell::default(),
             grads: RefCell::default(),
@@ -121,6 +127,11 @@ impl Tape {
             ran_backward: Cell::new(false),
         };
         Self { inner: Rc::new(inner) }
+    }
+
+    /// Shows every value from now on to `observer`. A tape has one for good: a second one is not taken.
+    pub fn observe(&self, observer: Rc<dyn Observer>) {
+        _ = self.inner.observer.set(observer);
     }
 
     /// The rank that this tape computes for.
@@ -160,7 +171,7 @@ impl Tape {
         if self.inner.mode == Mode::Evaluate {
             return self.constant(tensor, types);
         }
-        let node = self.push(Node::input(tensor.shape()));
+        let node = self.push(Node::input(tensor.shape(), types));
         Var { tape: self.clone(), tensor, types, source: Source::Node(node) }
     }
 
@@ -179,6 +190,7 @@ impl Tape {
     pub fn apply(&self, op: impl Op + 'static, inputs: &[&Var]) -> Result<Var> {
         let inner = &*self.inner;
         inner.rank.heartbeat();
+        let number = inner.applied.replace(inner.applied.get() + 1);
         let names = op.operands();
         debug_assert_eq!(names.len(), inputs.len(), "{} names its operands", op.name());
         let mut operands: Vec<Operand<'_>> = inputs
@@ -204,9 +216,28 @@ impl Tape {
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
         let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;
         let saved = forward.into_saved();
+        let tensor = match inner.observer.get() {
+            None => tensor,
+            Some(observer) => {
+                let params = self.param_names(inputs.iter().map(|var| var.source));
+                let position = inner.position;
+                let seen = Seen {
+                    op: op.name(),
+                    number,
+                    operand: None,
+                    maker: None,
+                    params: &params,
+                    inputs: &tensors,
+                    position,
+                    types,
+                    tensor: &tensor,
+                };
+                replaced(&seen, observer.see(&seen)?)?
+            }
+        };
         let source = if records {
             let sources = inputs.iter().map(|var| var.source).collect();
-            Source::Node(self.push(Node::operation(Box::new(op), sources, saved, tensor.shape())))
+            Source::Node(self.push(Node::operation(Box::new(op), number, sources, saved, tensor.shape(), types)))
         } else {
             Source::Constant
         };
@@ -217,6 +248,16 @@ impl Tape {
         let mut nodes = self.inner.nodes.borrow_mut();
         nodes.push(node);
         nodes.len() - 1
+    }
+
+    /// Names of the parameters among the inputs of an operation.
+    fn param_names(&self, sources: impl Iterator<Item = Source>) -> Vec<&str> {
+        let specs = self.inner.params.declarations();
+        let name = |source| match source {
+            Source::Param(id) => Some(&*specs.spec(id).name),
+            _ => None,
+        };
+        sources.filter_map(name).collect()
     }
 
     fn note_read(&self, id: ParamId, types: Types) -> Result<()> {
@@ -235,6 +276,23 @@ impl Tape {
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
         self.inner.policy.save(op, tensor)
     }
+}
+
+/// The value that goes on: what an observer gave instead of it, if anything.
+fn replaced(seen: &Seen<'_>, by: Option<Tensor>) -> Result<Tensor> {
+    let Some(tensor) = by else { return Ok(seen.tensor.clone()) };
+    if (tensor.shape(), tensor.dtype()) == (seen.tensor.shape(), seen.tensor.dtype()) {
+        return Ok(tensor);
+    }
+    Err(Error::Shape {
+        op: seen.op,
+        problem: format!(
+            "an observer gave {} for {}: dtype and shape must be the same",
+            tensor.dtype(),
+            seen.tensor.dtype()
+        ),
+        shapes: vec![tensor.shape().to_vec(), seen.tensor.shape().to_vec()],
+    })
 }
 
 impl Var {

@@ -1,12 +1,14 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
-use super::{Gradients, TrainError};
+use super::watch::Watched;
+use super::{At, Gradients, TrainError, Watch};
 use meshwork_core::{Axis, Rank, SpmdError, Ty, Types};
 use meshwork_models::{Boundary, Stage};
 use meshwork_tensor::tape::{Mode, Position, Weights};
 use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// A hidden state, or its gradient, between two stages.
@@ -52,6 +54,8 @@ pub struct Pass {
     pub seq_len: usize,
     /// Gradient of the summed loss: 1 / N for N unmasked tokens in the whole step.
     pub seed: f64,
+    /// Who looks on while this trains.
+    pub watch: Option<Arc<dyn Watch>>,
 }
 
 /// Per sample, by its number in the batch: the loss summed over its tokens.
@@ -119,6 +123,10 @@ impl Chunk {
         let position = Position { first_sample, ..pass.position };
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let tape = Tape::new(pass.rank.clone(), pass.params.clone(), pass.device.clone(), mode, position);
+        if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
+            let at = At { stage: self.number, micro };
+            tape.observe(Rc::new(Watched { watch: watch.clone(), at }));
+        }
         let input = match input {
             Some(message) => tape.input(message.tensor, message.types),
             None if self.is_first() => tape.constant(pass.tokens(&pass.inputs, micro)?, token_types(&pass.rank)),

@@ -7,6 +7,7 @@ mod gradients;
 mod layout;
 mod trace;
 mod transport;
+mod watch;
 
 pub use blueprint::{Blueprint, RankModel, Tie};
 pub use chunk::{Chunk, Message, Pass, Purpose, Running};
@@ -15,3 +16,4 @@ pub use gradients::{Gradients, Trees};
 pub use layout::{Counted, Key, TIES, buckets, counted, join_ties, reducer};
 pub use trace::{Trace, trace};
 pub use transport::PipeTransport;
+pub use watch::{At, Watch};

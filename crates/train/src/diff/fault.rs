@@ -1,0 +1,106 @@
+//! A fault of one ulp, injected to show that a comparison finds it.
+
+use super::program::{Op, Program, Value};
+use super::ulps::Float;
+use super::{Broken, Hook, Place, Site};
+use crate::config::{Fault, choose_from};
+use meshwork_core::{Axis, DType, Ty, Types};
+use meshwork_tensor::tape::Seen;
+use meshwork_tensor::{Error, Tensor};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// One element of one value of the first step's first micro-batch, to be changed: see [`Break::find`].
+#[derive(Clone, Debug)]
+pub(super) struct Break {
+    stage: usize,
+    number: usize,
+    operand: Option<&'static str>,
+    /// By so many ulps.
+    ulps: u32,
+    place: Place,
+    /// What was changed, once it was.
+    done: Arc<Mutex<Option<Broken>>>,
+}
+
+impl Break {
+    /// The fault that `OP` or `OP:backward` asks for: in the first operation of that name, its output, or the first gradient
+    /// that it gives of an input.
+    ///
+    /// # Errors
+    /// An unknown name, with the names there are.
+    pub(super) fn find(program: &Program, asked: &str) -> Result<Self, Fault> {
+        let (name, backward) = match asked.split_once(':') {
+            None => (asked, false),
+            Some((name, "backward")) => (name, true),
+            Some((name, "forward")) => (name, false),
+            Some((_, way)) => {
+                let problem = format!("an operation is broken forward or backward, not {way:?}");
+                return Err(Fault::new("--break", asked, problem, "use OP or OP:backward"));
+            }
+        };
+        let wanted = |value: &&Value| value.operand.is_some() == backward;
+        let mut known: Vec<&str> = Vec::new();
+        for (number, op) in program.ops.iter().enumerate() {
+            let Some(value) = op.values.iter().find(wanted) else { continue };
+            if op.name == name {
+                return Ok(Self::of(program, number, op, value));
+            }
+            if !known.contains(&op.name) {
+                known.push(op.name);
+            }
+        }
+        let problem = match backward {
+            true => "no operation of that name gives a gradient of a value",
+            false => "no operation of that name",
+        };
+        Err(Fault::new("--break", asked, problem, choose_from(name, &known)))
+    }
+
+    fn of(program: &Program, number: usize, op: &Op, value: &Value) -> Self {
+        // On a Partial value a share of the sum is changed, by an ulp for each share: so much of it is left in the sum.
+        let shares = value.types.partial_axes().filter(|&axis| axis != Axis::Dp).map(|axis| program.mesh.degree(axis));
+        let ulps = shares.product::<usize>() as u32;
+        let (name, layer) = (op.name.to_owned(), op.layer.clone());
+        let place = Place::Op { number, name, layer, operand: value.operand };
+        let (stage, number, operand) = (op.stage, op.number, value.operand);
+        Self { stage, number, operand, ulps, place, done: Arc::default() }
+    }
+
+    /// What was changed.
+    pub(super) fn told(&self) -> Option<Broken> {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The hook that does it.
+    pub(super) fn hook(&self) -> Arc<Hook> {
+        let fault = self.clone();
+        Arc::new(move |site: Site, seen: &Seen<'_>| {
+            let place = (site.stage, site.micro, seen.number, seen.operand, seen.position.step);
+            if place != (fault.stage, 0, fault.number, fault.operand, 0) || !changed_at(&seen.types, site) {
+                return Ok(None);
+            }
+            let changed = match seen.tensor.dtype() {
+                DType::F64 => fault.change::<f64>(seen.tensor.to_vec()?, seen.tensor)?,
+                _ => fault.change::<f32>(seen.tensor.to_vec()?, seen.tensor)?,
+            };
+            Ok(Some(changed))
+        })
+    }
+
+    /// The value with its largest element moved up: one near zero would be lost in a sum.
+    fn change<T: Float + meshwork_core::Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
+        let size = |&at: &usize| -> f64 { Into::<f64>::into(values[at]).abs() };
+        if let Some(at) = (0..values.len()).max_by(|a, b| size(a).total_cmp(&size(b))) {
+            values[at] = values[at].up(self.ulps);
+            let index = super::global::unravel(at, &tensor.shape());
+            let broken = Broken { place: self.place.clone(), index, ulps: self.ulps };
+            *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
+        }
+        Tensor::from_slice(tensor.device(), &values, tensor.shape())
+    }
+}
+
+/// Whether the rank changes its value: all replicas do, of slices and shares the first rank does. There local indices are global.
+fn changed_at(types: &Types, site: Site) -> bool {
+    types.iter().all(|(axis, ty)| matches!(ty, Ty::Invariant | Ty::Replicate) || site.coords.get(axis) == 0)
+}

@@ -1,0 +1,460 @@
+//! Global values, put together from what each rank holds by their SPMD types.
+//!
+//! | type | over the ranks of the axis |
+//! |---|---|
+//! | `Shard(dim)` | joined along `dim`, in rank order; padding at the end is cut off |
+//! | `Invariant`, `Replicate` | one of them, and whether they are the same |
+//! | `Partial` | summed in the balanced tree that reductions take |
+//! | `Varying` | side by side, along a dim of its own in front |
+//!
+//! On `dp` dim 0 of a value is its samples. There a value falls into samples, which do not depend on how the batch is cut; one that
+//! has no such dim, as a loss summed over a micro-batch, stays whole.
+
+use super::program::{Program, Value};
+use super::ulps::{Float, Values};
+use super::world::{Held, Record};
+use meshwork_core::{Axis, Coords, Ty};
+use std::collections::BTreeMap;
+
+/// What of a step's batch a piece of a value belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Unit {
+    /// One sample, by its global index.
+    Sample(u64),
+    /// A micro-batch: its first sample, and how many there are.
+    Micro(u64, usize),
+}
+
+/// A piece of a global value.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    /// The micro-batch that it was computed in.
+    pub(super) micro: usize,
+    /// Its rank on dp.
+    pub(super) dp: usize,
+    pub(super) dims: Vec<usize>,
+    pub(super) values: Values,
+}
+
+/// Two ranks that should hold the same and do not.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Replicas {
+    pub(super) ranks: [usize; 2],
+    pub(super) unit: Option<Unit>,
+    pub(super) micro: Option<usize>,
+    /// Extents of the value, and where in it the first difference is.
+    pub(super) dims: Vec<usize>,
+    pub(super) index: Vec<usize>,
+    pub(super) values: [f64; 2],
+    pub(super) ulps: u64,
+    /// Elements that differ.
+    pub(super) differing: u64,
+}
+
+/// A value of one rank, or of several put together.
+struct Part<T> {
+    rank: usize,
+    coords: Coords,
+    dims: Vec<usize>,
+    values: Vec<T>,
+}
+
+/// The pieces of value `value` of operation `op`, and the first replicas that differ.
+pub(super) fn assemble(
+    program: &Program,
+    (op, value): (usize, usize),
+    records: &[Record],
+) -> (BTreeMap<Unit, Piece>, Option<Replicas>) {
+    match records.first().map(|record| &record.values) {
+        None => Default::default(),
+        Some(Values::F32(_)) => assemble_of::<f32>(program, (op, value), records),
+        Some(Values::F64(_)) => assemble_of::<f64>(program, (op, value), records),
+    }
+}
+
+fn assemble_of<T: Float>(
+    program: &Program,
+    (op, value): (usize, usize),
+    records: &[Record],
+) -> (BTreeMap<Unit, Piece>, Option<Replicas>) {
+    let Value { types, shape, .. } = &program.ops[op].values[value];
+    let real = program.real(op, value);
+    let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
+    // Dims cut over several axes are cut over the first of them first, so they join over the last one first. Replicas are
+    // compared last, when both are whole.
+    let mut axes: Vec<(Axis, Ty)> = types.iter().filter(|&(axis, ty)| axis != Axis::Dp || replicated(ty)).collect();
+    axes.reverse();
+    axes.sort_by_key(|&(_, ty)| replicated(ty));
+
+    // What has parts on several dp ranks is put together over them; else each has samples of its own.
+    let whole_over_dp = types.get(Axis::Dp).is_none_or(replicated);
+    let mut groups: BTreeMap<(usize, usize), Vec<&Record>> = BTreeMap::new();
+    for record in records {
+        let dp = if whole_over_dp { 0 } else { record.coords.get(Axis::Dp) };
+        groups.entry((dp, record.micro)).or_default().push(record);
+    }
+    let (mut pieces, mut differ) = (BTreeMap::new(), None);
+    for ((dp, micro), mut records) in groups {
+        records.sort_by_key(|record| record.rank);
+        let first = records.iter().map(|record| record.first_sample).min().unwrap_or(0);
+        let mut parts: Vec<Part<T>> = records
+            .iter()
+            .filter_map(|record| {
+                let values = T::of(&record.values)?.to_vec();
+                Some(Part { rank: record.rank, coords: record.coords, dims: shape.to_vec(), values })
+            })
+            .collect();
+        let by_sample = !whole_over_dp && shape.first() == Some(&program.samples);
+        let unit = Unit::Micro(first, program.samples);
+        for &(axis, ty) in &axes {
+            let mut joined: BTreeMap<usize, Vec<Part<T>>> = BTreeMap::new();
+            for part in parts {
+                let line = program.mesh.rank_at(part.coords.with(axis, 0));
+                joined.entry(line).or_default().push(part);
+            }
+            let mut join = |(line, parts): (usize, Vec<Part<T>>)| {
+                let coords = program.mesh.coords(line);
+                if replicated(ty) && differ.is_none() {
+                    differ = replicas(&parts).map(|found| found.at(unit, micro, by_sample.then_some(first)));
+                }
+                join(parts, ty, coords)
+            };
+            parts = joined.into_iter().filter_map(&mut join).collect();
+        }
+        for part in parts {
+            let part = cut_off_padding(part, &real);
+            let Part { dims, values, .. } = part;
+            if !by_sample {
+                pieces.insert(unit, Piece { micro, dp, dims, values: T::wrap(values) });
+                continue;
+            }
+            let each = dims[1..].iter().product::<usize>().max(1);
+            for (row, values) in values.chunks(each).enumerate() {
+                let piece = Piece { micro, dp, dims: dims[1..].to_vec(), values: T::wrap(values.to_vec()) };
+                pieces.insert(Unit::Sample(first + row as u64), piece);
+            }
+        }
+    }
+    (pieces, differ)
+}
+
+/// Joins the parts of one line of ranks, in rank order.
+fn join<T: Float>(parts: Vec<Part<T>>, ty: Ty, coords: Coords) -> Option<Part<T>> {
+    let (rank, mut dims) = parts.first().map(|part| (part.rank, part.dims.clone()))?;
+    let degree = parts.len();
+    let values = match ty {
+        Ty::Invariant | Ty::Replicate => parts.into_iter().next()?.values,
+        Ty::Partial => sum(&parts.iter().map(|part| &part.values[..]).collect::<Vec<_>>()),
+        Ty::Varying => {
+            dims.insert(0, degree);
+            parts.into_iter().flat_map(|part| part.values).collect()
+        }
+        Ty::Shard(dim) => {
+            let run: usize = dims[dim..].iter().product();
+            let outer: usize = dims[..dim].iter().product();
+            dims[dim] *= degree;
+            let mut joined = Vec::with_capacity(outer * run * degree);
+            for at in 0..outer {
+                parts.iter().for_each(|part| joined.extend_from_slice(&part.values[at * run..(at + 1) * run]));
+            }
+            joined
+        }
+    };
+    Some(Part { rank, coords, dims, values })
+}
+
+/// The sum in a balanced tree that splits at the largest power of two below the number of parts, as reductions take it.
+fn sum<T: Float>(parts: &[&[T]]) -> Vec<T> {
+    match parts {
+        [] => Vec::new(),
+        [one] => one.to_vec(),
+        _ => {
+            let (left, right) = parts.split_at(parts.len().next_power_of_two() / 2);
+            sum(left).into_iter().zip(sum(right)).map(|(left, right)| left + right).collect()
+        }
+    }
+}
+
+/// The first two of these that differ.
+fn replicas<T: Float>(parts: &[Part<T>]) -> Option<Replicas> {
+    let (one, others) = parts.split_first()?;
+    others.iter().find_map(|other| {
+        let pairs = || one.values.iter().zip(&other.values).map(|(&a, &b)| (a, b, a.ulps(b)));
+        let at = pairs().position(|(.., ulps)| ulps > 0)?;
+        let (a, b, ulps) = pairs().nth(at)?;
+        Some(Replicas {
+            ranks: [one.rank, other.rank],
+            unit: None,
+            micro: None,
+            dims: one.dims.clone(),
+            index: unravel(at, &one.dims),
+            values: [a.into(), b.into()],
+            ulps,
+            differing: pairs().filter(|(.., ulps)| *ulps > 0).count() as u64,
+        })
+    })
+}
+
+impl Replicas {
+    fn at(mut self, unit: Unit, micro: usize, first_sample: Option<u64>) -> Self {
+        (self.unit, self.micro) = (Some(unit), Some(micro));
+        if let Some(first) = first_sample {
+            self.index[0] += first as usize;
+            self.unit = Some(Unit::Sample(self.index[0] as u64));
+        }
+        self
+    }
+}
+
+/// Cuts off what lies beyond the real extents.
+fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<T> {
+    // A dim in front that the value does not have on a rank is real.
+    let front = part.dims.len() - real.len();
+    for (dim, real) in real.iter().enumerate() {
+        let dim = front + dim;
+        let Some(real) = real.filter(|&real| real < part.dims[dim]) else { continue };
+        let inner: usize = part.dims[dim + 1..].iter().product();
+        let rows = part.values.chunks(part.dims[dim] * inner);
+        part.values = rows.flat_map(|row| row[..real * inner].to_vec()).collect();
+        part.dims[dim] = real;
+    }
+    part
+}
+
+/// A whole parameter, or a vector that goes with it, from the ranks' runs; `None` for elements that no rank holds. And the first
+/// replicas that differ.
+pub(super) fn whole(held: &[Held], vector: usize, dims: &[usize]) -> (Vec<Option<f32>>, Option<Replicas>) {
+    let mut whole = vec![None; dims.iter().product()];
+    let mut first: Option<usize> = None;
+    let mut differing = 0;
+    let each = |rank: &Held, visit: &mut dyn FnMut(usize, f32)| {
+        let Some(values) = rank.vectors.get(vector) else { return };
+        for (start, run) in &rank.runs {
+            let here = values.get(run.clone()).unwrap_or_default();
+            here.iter().enumerate().for_each(|(at, &value)| visit(start + at, value));
+        }
+    };
+    for rank in held {
+        each(rank, &mut |at, value: f32| {
+            let there = *whole[at].get_or_insert(value);
+            if there.ulps(value) > 0 {
+                first = Some(first.map_or(at, |first| first.min(at)));
+                differing += 1;
+            }
+        });
+    }
+    let differ = first.map(|at| {
+        let mut holders: Vec<(usize, f32)> = Vec::new();
+        for rank in held {
+            each(rank, &mut |other, value| holders.extend((other == at).then_some((rank.rank, value))));
+        }
+        let (a, value) = holders[0];
+        let (b, other) = holders.iter().copied().find(|(_, other)| value.ulps(*other) > 0).unwrap_or(holders[0]);
+        Replicas {
+            ranks: [a, b],
+            unit: None,
+            micro: None,
+            dims: dims.to_vec(),
+            index: unravel(at, dims),
+            values: [value.into(), other.into()],
+            ulps: value.ulps(other),
+            differing,
+        }
+    });
+    (whole, differ)
+}
+
+/// The index of an element, given its place in row-major order.
+pub(super) fn unravel(mut place: usize, dims: &[usize]) -> Vec<usize> {
+    let mut index = vec![0; dims.len()];
+    for (at, &extent) in index.iter_mut().zip(dims).rev() {
+        *at = place % extent.max(1);
+        place /= extent.max(1);
+    }
+    index
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::program::Op;
+    use super::*;
+    use meshwork_core::{Mesh, Types};
+    use meshwork_tensor::{Init, ParamSpec, Placement, Role, Shape};
+    use std::ops::Range;
+
+    /// A program of one operation with one value, in micro-batches of 2 samples; it reads a parameter of those dims, cut over tp.
+    pub(in super::super) fn program(
+        mesh: &str,
+        types: &[(Axis, Ty)],
+        local: &[usize],
+        parameter: Option<(&[usize], usize)>,
+    ) -> Program {
+        let spec = |(dims, dim): (&[usize], usize)| ParamSpec {
+            name: "w".to_owned(),
+            dims: Shape::new(dims),
+            placement: Placement::replicated().shard(Axis::Tp, dim),
+            role: Role::Weight,
+            init: Init::Zeros,
+        };
+        let value = Value { operand: None, maker: None, types: Types::of(types), shape: Shape::new(local) };
+        let op = Op {
+            name: "op",
+            layer: "layer".to_owned(),
+            stage: 0,
+            number: 0,
+            params: vec!["w".to_owned()],
+            values: vec![value],
+        };
+        let mesh: Mesh = mesh.parse().unwrap();
+        Program { mesh, ops: vec![op], parameters: parameter.map(spec).into_iter().collect(), samples: 2, batch: 8 }
+    }
+
+    /// What every rank holds, in each of so many micro-batches, as `value(coords, first sample, place)` says.
+    pub(in super::super) fn records(
+        program: &Program,
+        micros: usize,
+        value: impl Fn(Coords, u64, usize) -> f32,
+    ) -> Vec<Record> {
+        let count = program.ops[0].values[0].shape.count();
+        let on = |rank: usize, micro: usize| {
+            let coords = program.mesh.coords(rank);
+            let first_sample = (coords.get(Axis::Dp) * micros + micro) as u64 * 2;
+            let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
+            Record { rank, coords, micro, first_sample, values: Values::F32(values) }
+        };
+        // In an order that ranks do not keep.
+        let ranks = (0..program.mesh.world_size()).rev();
+        ranks
+            .flat_map(|rank| (0..micros).map(move |micro| (rank, micro)))
+            .map(|(rank, micro)| on(rank, micro))
+            .collect()
+    }
+
+    fn numbers(piece: &Piece) -> &[f32] {
+        f32::of(&piece.values).unwrap()
+    }
+
+    #[test]
+    fn slices_join_and_fall_into_samples() {
+        // [2, 3, 2] of [8, 6, 2]: element (sample, row, column) is 100·sample + 10·row + column.
+        let program = program("dp=2,tp=2", &[(Axis::Tp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))], &[2, 3, 2], None);
+        let records = records(&program, 2, |coords, first, place| {
+            let (sample, row, column) =
+                (first as usize + place / 6, coords.get(Axis::Tp) * 3 + place / 2 % 3, place % 2);
+            (100 * sample + 10 * row + column) as f32
+        });
+        let (pieces, differ) = assemble(&program, (0, 0), &records);
+        assert_eq!(differ, None);
+        assert!(pieces.keys().copied().eq((0..8).map(Unit::Sample)));
+        for (unit, piece) in &pieces {
+            let Unit::Sample(sample) = *unit else { unreachable!() };
+            let wanted: Vec<f32> = (0..12).map(|at| (100 * sample as usize + 10 * (at / 2) + at % 2) as f32).collect();
+            assert_eq!((numbers(piece), &piece.dims[..]), (&wanted[..], &[6, 2][..]), "sample {sample}");
+            assert_eq!((piece.dp, piece.micro), (sample as usize / 4, sample as usize / 2 % 2));
+        }
+    }
+
+    #[test]
+    fn a_dim_cut_twice_joins_as_it_was_cut() {
+        let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Cp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
+        let program = program("tp=2,cp=3,dp=1", &types, &[2, 2], None);
+        // The cut over tp is the outer one, as positions of dropout and of the position table have it.
+        let records = records(&program, 1, |coords, _, place| {
+            ((coords.get(Axis::Tp) * 3 + coords.get(Axis::Cp)) * 2 + place % 2) as f32
+        });
+        let (pieces, _) = assemble(&program, (0, 0), &records);
+        let wanted: Vec<f32> = (0..12).map(|at| at as f32).collect();
+        assert_eq!(numbers(&pieces[&Unit::Sample(1)]), wanted);
+    }
+
+    #[test]
+    fn shares_add_up_in_the_tree_of_reductions() {
+        let shares = [1e8f32, 3.3, -1e8, 7.7, 0.1];
+        let program = program("tp=5,dp=1", &[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))], &[2], None);
+        let records = records(&program, 1, |coords, _, _| shares[coords.get(Axis::Tp)]);
+        let (pieces, _) = assemble(&program, (0, 0), &records);
+        let [a, b, c, d, e] = shares;
+        assert_eq!(numbers(&pieces[&Unit::Sample(0)]), [((a + b) + (c + d)) + e]);
+        assert_ne!(((a + b) + (c + d)) + e, shares.iter().sum::<f32>(), "the values must tell orders apart");
+    }
+
+    #[test]
+    fn padding_of_a_parameters_slices_is_cut_off() {
+        let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
+        for (parameter, wanted) in [(Some((&[7, 4][..], 0)), 7), (Some((&[8, 4][..], 0)), 8), (None, 8)] {
+            let program = program("tp=4,dp=1", &types, &[2, 2], parameter);
+            let records = records(&program, 1, |coords, _, place| (coords.get(Axis::Tp) * 2 + place % 2) as f32);
+            let (pieces, _) = assemble(&program, (0, 0), &records);
+            let numbers = numbers(&pieces[&Unit::Sample(1)]);
+            assert_eq!(numbers, (0..wanted).map(|at| at as f32).collect::<Vec<_>>());
+            assert_eq!(pieces[&Unit::Sample(1)].dims, [wanted]);
+        }
+    }
+
+    #[test]
+    fn what_has_no_samples_stays_whole_and_values_of_their_own_lie_side_by_side() {
+        // One number per micro-batch, as of a loss.
+        let sums = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[1], None);
+        let records_of = |program: &Program| records(program, 2, |_, first, place| first as f32 + place as f32);
+        let (pieces, _) = assemble(&sums, (0, 0), &records_of(&sums));
+        let units: Vec<Unit> = pieces.keys().copied().collect();
+        assert_eq!(units, [0, 2, 4, 6].map(|first| Unit::Micro(first, 2)));
+        // One number per sample.
+        let each = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[2], None);
+        let (pieces, _) = assemble(&each, (0, 0), &records_of(&each));
+        assert!(
+            pieces
+                .iter()
+                .map(|(&unit, piece)| (unit, numbers(piece)[0]))
+                .eq((0..8).map(|at| (Unit::Sample(at), at as f32)))
+        );
+        // Whole over dp: one value, of all dp ranks together.
+        let whole = program("dp=2", &[(Axis::Dp, Ty::Invariant)], &[2], None);
+        let (pieces, differ) = assemble(&whole, (0, 0), &records(&whole, 1, |_, _, place| place as f32));
+        assert_eq!((pieces.keys().copied().collect::<Vec<_>>(), differ), (vec![Unit::Micro(0, 2)], None));
+
+        let varying = program("tp=3,dp=1", &[(Axis::Tp, Ty::Varying), (Axis::Dp, Ty::Partial)], &[1], None);
+        let (pieces, _) = assemble(&varying, (0, 0), &records(&varying, 1, |coords, _, _| coords.get(Axis::Tp) as f32));
+        let piece = &pieces[&Unit::Micro(0, 2)];
+        assert_eq!((numbers(piece), &piece.dims[..]), (&[0.0, 1.0, 2.0][..], &[3, 1][..]));
+    }
+
+    #[test]
+    fn replicas_that_differ_are_told_with_ranks_and_place() {
+        let types = [(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Shard(0))];
+        let program = program("tp=3,dp=2", &types, &[2, 4], None);
+        // Rank 5 is tp rank 2, dp rank 1.
+        let records = records(&program, 2, |coords, first, place| {
+            let wrong = coords == program.mesh.coords(5) && first == 6 && place == 6;
+            if wrong { 2.0 } else { 1.0 }
+        });
+        let (pieces, differ) = assemble(&program, (0, 0), &records);
+        let found = differ.unwrap();
+        assert_eq!((found.ranks, found.unit, &found.index[..]), ([3, 5], Some(Unit::Sample(7)), &[7, 2][..]));
+        assert_eq!((found.values, found.differing, found.micro), ([1.0, 2.0], 1, Some(1)));
+        assert_eq!(numbers(&pieces[&Unit::Sample(7)]), [1.0; 4], "the first replica goes on");
+    }
+
+    #[test]
+    fn a_parameter_is_put_together_from_runs() {
+        let held = |rank: usize, runs: &[(usize, Range<usize>)], values: &[f32]| Held {
+            rank,
+            runs: runs.to_vec(),
+            vectors: vec![Vec::new(), values.to_vec()],
+        };
+        // [2, 3], columns cut over two ranks with padding on the second; rank 2 is a replica of rank 1.
+        let all = [
+            held(0, &[(0, 0..2), (3, 2..4)], &[0.0, 1.0, 3.0, 4.0]),
+            held(1, &[(2, 0..1), (5, 2..3)], &[2.0, 9.0, 5.0, 9.0]),
+            held(2, &[(2, 0..1), (5, 2..3)], &[2.0, 8.0, 5.5, 8.0]),
+        ];
+        let (found, differ) = whole(&all[..2], 1, &[2, 3]);
+        assert_eq!((found, differ), ((0..6).map(|at| Some(at as f32)).collect(), None));
+        let (found, differ) = whole(&all, 1, &[2, 3]);
+        let differ = differ.unwrap();
+        assert_eq!((differ.ranks, &differ.index[..], differ.values), ([1, 2], &[1, 2][..], [5.0, 5.5]));
+        assert_eq!(found[5], Some(5.0));
+        assert_eq!(whole(&all[1..2], 1, &[2, 3]).0.iter().flatten().count(), 2, "what no rank holds is missing");
+        assert_eq!(whole(&all, 0, &[2, 3]).0, [None; 6], "a vector that nobody has");
+    }
+}

@@ -1,0 +1,174 @@
+//! The operations of a step as one list, whatever the mesh: found out on the meta device, without computing anything.
+
+use super::{Error, Key};
+use crate::config::Config;
+use crate::engine::{At, Blueprint, Watch};
+use crate::plan::rehearse;
+use meshwork_core::{Axis, Mesh, Ty, Types};
+use meshwork_tensor::tape::Seen;
+use meshwork_tensor::{ParamSpec, Shape, Tensor};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place on any mesh.
+#[derive(Clone, Debug)]
+pub(super) struct Program {
+    pub(super) mesh: Mesh,
+    pub(super) ops: Vec<Op>,
+    /// Every parameter of the model.
+    pub(super) parameters: Vec<ParamSpec>,
+    /// Samples of a micro-batch.
+    pub(super) samples: usize,
+    /// Samples of a step.
+    pub(super) batch: usize,
+}
+
+/// One of them.
+#[derive(Clone, Debug)]
+pub(super) struct Op {
+    pub(super) name: &'static str,
+    /// The layer whose parameters it reads, else `after` the last such layer.
+    pub(super) layer: String,
+    /// Its stage, and its number there.
+    pub(super) stage: usize,
+    pub(super) number: usize,
+    pub(super) params: Vec<String>,
+    /// Its output, then the gradients of its inputs that it gives.
+    pub(super) values: Vec<Value>,
+}
+
+/// A value that an operation gives, as it lies on each rank.
+#[derive(Clone, Debug)]
+pub(super) struct Value {
+    /// `None` for the output, else the operand whose gradient this is.
+    pub(super) operand: Option<&'static str>,
+    /// For a gradient, the operation that made the operand; `None` if another stage did.
+    pub(super) maker: Option<usize>,
+    pub(super) types: Types,
+    pub(super) shape: Shape,
+}
+
+impl Program {
+    /// The operations of one micro-batch of a configuration.
+    pub(super) fn new(config: &Config) -> Result<Self, Error> {
+        let blueprint = Blueprint::new(config).map_err(crate::TrainError::from)?;
+        let mesh = blueprint.mesh();
+        let list = Arc::new(List::default());
+        for stage in 0..mesh.degree(Axis::Pp) {
+            rehearse(config, mesh.rank_at(mesh.coords(0).with(Axis::Pp, stage)), list.clone())?;
+        }
+        let mut ops = std::mem::take(&mut *list.0.lock().unwrap_or_else(PoisonError::into_inner));
+        ops.sort_by_key(|op| (op.stage, op.number));
+        let mut layer: Option<String> = None;
+        for op in &mut ops {
+            if let Some(name) = op.params.first() {
+                layer = Some(name.rsplit_once('.').map_or(&**name, |(layer, _)| layer).to_owned());
+            }
+            op.layer = match &layer {
+                Some(layer) if op.params.is_empty() => format!("after {layer}"),
+                Some(layer) => layer.clone(),
+                None => "at the start".to_owned(),
+            };
+        }
+        Ok(Self {
+            mesh: mesh.clone(),
+            ops,
+            parameters: blueprint.parameters().map_err(crate::TrainError::from)?,
+            samples: config.training.micro_batch_size,
+            batch: config.training.global_batch_size,
+        })
+    }
+
+    /// Where the records of a value are found.
+    pub(super) fn key(&self, op: usize, value: usize) -> Key {
+        let op = &self.ops[op];
+        (op.stage, op.number, op.values[value].operand)
+    }
+
+    /// Per dim of a value, put together from all ranks: how much of it is real, where ranks store padding at its end. A slice of a
+    /// value is padded where a slice of a parameter is that the operation reads, or that its maker does.
+    pub(super) fn real(&self, op: usize, value: usize) -> Vec<Option<usize>> {
+        let Op { stage, values, .. } = &self.ops[op];
+        let Value { operand, maker, types, shape } = &values[value];
+        let made_by = match (operand, maker) {
+            (None, _) => Some(&self.ops[op]),
+            (Some(_), Some(maker)) => self.ops.iter().find(|op| (op.stage, op.number) == (*stage, *maker)),
+            (Some(_), None) => None,
+        };
+        let params = made_by.map_or(&[][..], |op| &op.params);
+        let cut_as = |axis: Axis| {
+            let specs = self.parameters.iter().filter(|spec| params.contains(&spec.name));
+            specs
+                .flat_map(move |spec| spec.placement.shards().iter().map(move |&shard| (spec, shard)))
+                .find_map(|(spec, (cut, dim))| (cut == axis).then_some(spec.dims[dim]))
+        };
+        let real = |dim| types.iter().find_map(|(axis, ty)| (ty == Ty::Shard(dim)).then(|| cut_as(axis)).flatten());
+        (0..shape.len()).map(real).collect()
+    }
+
+    /// Refuses two programs that do not go step by step together.
+    pub(super) fn require_same(&self, other: &Program) -> Result<(), Error> {
+        let refuse = |problem: String| Err(Error::Structure(problem));
+        let names = |program: &Program| -> Vec<String> {
+            program.parameters.iter().map(|spec| format!("{} {:?}", spec.name, spec.dims)).collect()
+        };
+        let (a, b) = (names(self), names(other));
+        if let Some((a, b)) = a.iter().zip(&b).find(|(a, b)| a != b) {
+            return refuse(format!("A has a parameter {a} where B has {b}"));
+        }
+        if self.batch != other.batch || a.len() != b.len() {
+            let sizes = |program: &Program| (program.parameters.len(), program.batch);
+            return refuse(format!("A has (parameters, samples a step) {:?}, B {:?}", sizes(self), sizes(other)));
+        }
+        for (at, (a, b)) in self.ops.iter().zip(&other.ops).enumerate() {
+            let operands = |op: &Op| op.values.iter().map(|value| value.operand).collect::<Vec<_>>();
+            if kind(a.name) != kind(b.name) || a.layer != b.layer || operands(a) != operands(b) {
+                return refuse(format!("operation #{at} is {} on A and {} on B", a.describe(), b.describe()));
+            }
+        }
+        match (self.ops.len(), other.ops.len()) {
+            (a, b) if a == b => Ok(()),
+            (a, b) => refuse(format!("A has {a} operations, B {b}")),
+        }
+    }
+}
+
+/// Operations of one kind give the same value, cut over the ranks in another way: region boundaries with and without sequence
+/// parallelism.
+fn kind(op: &'static str) -> &'static str {
+    match op {
+        "all_gather" => "copy",
+        "reduce_scatter" => "all_reduce",
+        other => other,
+    }
+}
+
+impl Op {
+    fn describe(&self) -> String {
+        let gradients: Vec<&str> = self.values.iter().filter_map(|value| value.operand).collect();
+        format!("{} ({}, gradients of {gradients:?})", self.name, self.layer)
+    }
+}
+
+/// Lists the operations of a rank's first micro-batch.
+#[derive(Debug, Default)]
+struct List(Mutex<Vec<Op>>);
+
+impl Watch for List {
+    fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
+        let At { stage, micro } = at;
+        let &Seen { op: name, number, operand, maker, params, types, tensor, .. } = seen;
+        if micro > 0 {
+            return Ok(None);
+        }
+        let mut ops = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let value = Value { operand, maker, types, shape: tensor.shape() };
+        match ops.iter_mut().find(|op| (op.stage, op.number) == (stage, number)) {
+            Some(op) => op.values.push(value),
+            None => {
+                let params = params.iter().map(|&name| name.to_owned()).collect();
+                ops.push(Op { name, layer: String::new(), stage, number, params, values: vec![value] });
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,234 @@
+//! One of the two runs: its ranks, threads that do a step when told to and hand over all that they saw of it.
+
+use super::ulps::Values;
+use super::{Error, Hook, Key, Side, Site};
+use crate::engine::{At, Blueprint, TrainError, Watch};
+use crate::step::{StepReport, Trainer};
+use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::{Coords, DType, Group, Rank, pool};
+use meshwork_tensor::tape::Seen;
+use meshwork_tensor::{ParamId, Tensor};
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
+
+/// A value as one rank saw it in one micro-batch.
+#[derive(Clone, Debug)]
+pub(super) struct Record {
+    pub(super) rank: usize,
+    pub(super) coords: Coords,
+    pub(super) micro: usize,
+    /// Global index of the micro-batch's first sample.
+    pub(super) first_sample: u64,
+    pub(super) values: Values,
+}
+
+/// A rank's part of a parameter after a step.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub(super) rank: usize,
+    /// Runs of elements: where they start in the whole parameter, and where they lie here.
+    pub(super) runs: Vec<(usize, Range<usize>)>,
+    /// The reduced gradient, the weights, and the optimizer's states.
+    pub(super) vectors: Vec<Vec<f32>>,
+}
+
+/// All that the ranks of a run saw of a step.
+#[derive(Debug, Default)]
+pub(super) struct Stepped {
+    pub(super) records: HashMap<Key, Vec<Record>>,
+    /// By the name of the parameter.
+    pub(super) held: HashMap<String, Vec<Held>>,
+    /// Loss and gradient norm; none where the step failed after its last backward pass.
+    pub(super) report: Option<StepReport>,
+}
+
+/// What a rank tells: of a step, or that it is gone.
+struct Told {
+    rank: usize,
+    what: What,
+}
+
+enum What {
+    Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<StepReport> },
+    Gone,
+}
+
+/// A run under way.
+pub(super) struct World<'scope> {
+    name: char,
+    go: Vec<Sender<()>>,
+    told: Receiver<Told>,
+    thread: ScopedJoinHandle<'scope, Result<Vec<()>, WorldError<TrainError>>>,
+}
+
+impl<'scope> World<'scope> {
+    /// Starts the ranks of a side, which wait.
+    pub(super) fn start<'env>(
+        scope: &'scope Scope<'scope, 'env>,
+        name: char,
+        side: &'env Side<'env>,
+    ) -> Result<Self, Error> {
+        let blueprint = Blueprint::new(side.config).map_err(TrainError::from)?;
+        let size = blueprint.mesh().world_size();
+        let (go, wait): (Vec<_>, Vec<_>) =
+            (0..size).map(|_| channel()).map(|(go, wait)| (go, Mutex::new(wait))).unzip();
+        let (tell, told) = channel();
+        let options = Options { timeout: side.config.comm.timeout() };
+        let thread = scope.spawn(move || {
+            thread::run(size, options, |world| {
+                let wait = wait[world.rank()].lock().unwrap_or_else(PoisonError::into_inner);
+                let teller = Teller { rank: world.rank(), to: tell.clone() };
+                run_rank(side, &blueprint, world, &wait, &teller)
+            })
+        });
+        Ok(Self { name, go, told, thread })
+    }
+
+    /// Does a step on every rank. `None` if some rank failed before it had seen all of it: [`end`](Self::end) says why.
+    pub(super) fn step(&mut self) -> Option<Stepped> {
+        let mut stepped = Stepped::default();
+        for go in &self.go {
+            _ = go.send(()); // to a rank that is gone: it has said so
+        }
+        let mut missing: BTreeSet<usize> = (0..self.go.len()).collect();
+        while !missing.is_empty() {
+            let Told { rank, what } = self.told.recv().ok()?;
+            let What::Step { records, held, report } = what else {
+                // Gone after it had told all: the next step will not find it.
+                if missing.contains(&rank) {
+                    return None;
+                }
+                continue;
+            };
+            missing.remove(&rank);
+            records.into_iter().for_each(|(key, record)| stepped.records.entry(key).or_default().push(record));
+            held.into_iter().for_each(|(name, held)| stepped.held.entry(name).or_default().push(held));
+            stepped.report = stepped.report.or(report);
+        }
+        Some(stepped)
+    }
+
+    /// Lets the ranks go, and gives the error of a run that failed.
+    pub(super) fn end(self) -> Result<(), Error> {
+        let Self { name, go, told, thread } = self;
+        drop(go);
+        drop(told);
+        match thread.join() {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(Error::Run { side: name, error: error.to_string() }),
+            Err(_) => Err(Error::Run { side: name, error: "its ranks could not be started".to_owned() }),
+        }
+    }
+}
+
+/// Tells, at the latest when it is dropped, that its rank is gone: nobody waits for a rank that failed.
+struct Teller {
+    rank: usize,
+    to: Sender<Told>,
+}
+
+impl Teller {
+    fn tell(&self, what: What) {
+        _ = self.to.send(Told { rank: self.rank, what }); // nobody listens once a comparison has failed
+    }
+}
+
+impl Drop for Teller {
+    fn drop(&mut self) {
+        self.tell(What::Gone);
+    }
+}
+
+/// One rank: a step each time it is told to go on.
+fn run_rank(
+    side: &Side<'_>,
+    blueprint: &Blueprint,
+    world: Group,
+    wait: &Receiver<()>,
+    teller: &Teller,
+) -> Result<(), TrainError> {
+    let Side { config, data, hook, before_step } = side;
+    let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
+    let mut trainer = Trainer::new(config, rank.clone(), config.device.open(config.training.dtype))?;
+    let recorder = Arc::new(Recorder {
+        rank: rank.world_rank(),
+        coords: rank.coords(),
+        hook: hook.clone(),
+        records: Mutex::default(),
+    });
+    trainer.watch(recorder.clone());
+    // The other run computes while this one waits.
+    while pool::lend(|| wait.recv()).is_ok() {
+        let mut batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.rows());
+        if let Some(before_step) = before_step {
+            before_step(&mut trainer, &mut batch)?;
+        }
+        let done = trainer.step(&batch, |_| {});
+        let records = std::mem::take(&mut *recorder.records.lock().unwrap_or_else(PoisonError::into_inner));
+        let (held, report, failed) = match done {
+            Ok(report) => (held(&trainer)?, Some(report), None),
+            // Every rank ends so, with all that led to it seen.
+            Err(error @ TrainError::NotFinite { .. }) => (Vec::new(), None, Some(error)),
+            Err(error) => return Err(error),
+        };
+        teller.tell(What::Step { records, held, report });
+        if let Some(error) = failed {
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// What a rank holds of every parameter of its stages.
+fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
+    let (rank, params) = (trainer.rank(), trainer.params());
+    let declarations = params.declarations();
+    let of = |id: ParamId| {
+        let spec = declarations.spec(id);
+        let mut runs = Vec::new();
+        let local = spec.local(rank.mesh(), rank.coords());
+        local.for_each_run(spec.dims, |start, run| runs.push((start as usize, run)));
+        let mut vectors = vec![trainer.gradient(id)?, params.value(id)?.to_vec::<f32>()?];
+        vectors.append(&mut trainer.optimizer_states(id)?);
+        Ok((spec.name.clone(), Held { rank: rank.world_rank(), runs, vectors }))
+    };
+    declarations.ids().map(of).collect()
+}
+
+/// Copies every value that a rank computes, as the hook leaves it.
+struct Recorder {
+    rank: usize,
+    coords: Coords,
+    hook: Option<Arc<Hook>>,
+    records: Mutex<Vec<(Key, Record)>>,
+}
+
+impl Watch for Recorder {
+    fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
+        let &Self { rank, coords, .. } = self;
+        let site = Site { rank, coords, stage: at.stage, micro: at.micro };
+        let replaced = match &self.hook {
+            Some(hook) => hook(site, seen)?,
+            None => None,
+        };
+        let tensor = replaced.as_ref().unwrap_or(seen.tensor);
+        let values = match tensor.dtype() {
+            DType::F64 => Values::F64(tensor.to_vec()?),
+            _ => Values::F32(tensor.to_vec()?),
+        };
+        let record = Record { rank, coords, micro: at.micro, first_sample: seen.position.first_sample, values };
+        let key = (at.stage, seen.number, seen.operand);
+        self.records.lock().unwrap_or_else(PoisonError::into_inner).push((key, record));
+        Ok(replaced)
+    }
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Recorder(rank {})", self.rank)
+    }
+}

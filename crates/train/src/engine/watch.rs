@@ -1,0 +1,34 @@
+//! Looking on at the training passes of a rank.
+
+use meshwork_tensor::Tensor;
+use meshwork_tensor::tape::{Observer, Seen};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// Where in the pipeline a tape is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct At {
+    /// The stage.
+    pub stage: usize,
+    /// The micro-batch.
+    pub micro: usize,
+}
+
+/// Sees every value of a rank's training passes, and may put another in its place: an [`Observer`] of all its tapes.
+pub trait Watch: Debug + Send + Sync {
+    /// Sees a value. What this gives back, of the same dtype and shape, takes its place.
+    fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error>;
+}
+
+/// The observer of one tape.
+#[derive(Debug)]
+pub(super) struct Watched {
+    pub(super) watch: Arc<dyn Watch>,
+    pub(super) at: At,
+}
+
+impl Observer for Watched {
+    fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
+        self.watch.see(self.at, seen)
+    }
+}

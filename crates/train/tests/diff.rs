@@ -1,0 +1,303 @@
+//! Two runs held against each other: equal ones are identical, unequal meshes are paired value by value, and a fault is found where
+//! it is.
+
+use meshwork_core::Axis;
+use meshwork_tensor::Tensor;
+use meshwork_train::config::{Args, Config};
+use meshwork_train::diff::{Between, Divergence, Error, Options, Place, Report, Side, Vector, compare};
+use meshwork_train::{Data, TrainError};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+const SEQ: usize = 8;
+const BATCH: usize = 8;
+
+/// A small model with a vocabulary that no degree divides, on a mesh and with the flags that follow it.
+fn config(mesh: &str) -> Config {
+    let small = "--set model.vocab_size=61 --set model.num_layers=2 --set model.hidden_size=16 --set model.num_heads=4 \
+                 --set model.seq_len=8 --set training.global_batch_size=8 --set optimizer.lr=1e-2 --mesh";
+    let words = small.split_whitespace().chain(mesh.split_whitespace());
+    Config::from_args(&Args::parse(words)).unwrap_or_else(|error| panic!("{mesh}: {error}"))
+}
+
+/// Random tokens. The first targets of a row are masked, a number of them that differs from row to row.
+fn data() -> Data {
+    let mut rng = meshwork_testkit::Rng::new(3);
+    let tokens = (0..8 * BATCH * SEQ + 1).map(|_| rng.below(61) as i32).collect();
+    Data::from_tokens(tokens, SEQ).masked(|at| at % SEQ < at / SEQ % 5)
+}
+
+#[track_caller]
+fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {
+    let data = data();
+    compare([&Side::new(a, &data), &Side::new(b, &data)], steps).unwrap()
+}
+
+/// The place of an operation: (number, name, layer, operand).
+fn place(found: &Divergence) -> (usize, &str, &str, Option<&str>) {
+    match &found.place {
+        Place::Op { number, name, layer, operand } => (*number, name, layer, *operand),
+        other => panic!("not an operation: {other}"),
+    }
+}
+
+#[test]
+fn a_mesh_is_identical_to_itself() {
+    for more in [
+        "",
+        "--set parallelism.sequence_parallel=true",
+        "--set pipeline.schedule=gpipe --set pipeline.num_microbatches=2",
+        "--set model.dropout=0.2",
+    ] {
+        let config = config(&format!("dp=2,tp=2,pp=2 {more}"));
+        let report = held_against([&config, &config], 2);
+        assert!(report.identical() && report.skipped.is_empty(), "{more}: {report}");
+        assert!(report.to_string().contains("identical: 2 steps, "), "{report}");
+        assert!(report.rows.iter().all(|row| row.spread.identical() == row.spread.total() && row.first.is_none()));
+    }
+}
+
+/// Another order of the same micro-batches gives the same bits.
+#[test]
+fn schedules_are_identical() {
+    let mesh = "pp=2,tp=2 --set pipeline.num_microbatches=4 --set pipeline.schedule=";
+    let [a, b] = ["1f1b", "gpipe"].map(|schedule| config(&format!("{mesh}{schedule}")));
+    let report = held_against([&a, &b], 2);
+    assert!(report.identical(), "{report}");
+}
+
+#[test]
+fn every_value_of_one_rank_finds_its_like_on_any_mesh() {
+    for mesh in [
+        "dp=4",
+        "tp=4",
+        "pp=2 --set pipeline.partition=[2,0]",
+        "dp=2,tp=2,pp=2",
+        "tp=2 --set parallelism.sequence_parallel=true",
+        "dp=2,tp=4 --set parallelism.sequence_parallel=true --set pipeline.num_microbatches=4",
+        "dp=2,tp=2,pp=2 --set model.dropout=0.2",
+        "dp=2,tp=4,pp=2 --set model.tie_embeddings=false",
+    ] {
+        // One rank with the same model.
+        let other = config(mesh);
+        let one = Config { model: other.model.clone(), ..config("dp=1") };
+        let alone = held_against([&one, &one], 2);
+        let report = held_against([&one, &other], 2);
+        assert!(report.unexplained.is_none() && report.replicas.is_none(), "{mesh}: {report}");
+        // All but, in each of two steps, a loss that is one sum over each micro-batch, where those are not the same.
+        let skipped: u64 = report.skipped.values().sum();
+        assert_eq!(report.tensors() + skipped, alone.tensors(), "{mesh}: {report}");
+        assert!(skipped == 0 || skipped == 2 && other.training.micro_batch_size != BATCH, "{mesh}: {report}");
+        let elements = |report: &Report| -> BTreeMap<_, _> {
+            let rows = report.rows.iter().filter(|row| !row.class.contains("cross_entropy") || row.phase != "forward");
+            let class = |class: &str| class.split(" | ").next().map(str::to_owned);
+            rows.map(|row| ((row.phase, class(&row.class)), row.spread.total())).collect()
+        };
+        assert_eq!(elements(&report), elements(&alone), "{mesh}: {report}");
+        assert!(!report.identical(), "{mesh}: two meshes that do not round differently show nothing");
+        let shown = report.to_string();
+        assert!(shown.contains("\nnothing differs by more than rounding"), "{shown}");
+    }
+}
+
+/// Runs the comparison of a command line.
+fn run(line: &str) -> Report {
+    let small = "--set model.vocab_size=259 --set model.num_layers=2 --set model.hidden_size=16 --set model.seq_len=8 \
+                 --set training.global_batch_size=8 --steps 1";
+    let words = line.split_whitespace().chain(small.split_whitespace());
+    Options::parse(words).load().unwrap_or_else(|error| panic!("{line}: {error}")).run().unwrap()
+}
+
+/// The operations that can be broken, as the error of an unknown one lists them.
+fn known(mesh: &str, way: &str) -> Vec<String> {
+    let line = format!("--mesh {mesh} --mesh {mesh} --break none{way}");
+    let error = Options::parse(line.split_whitespace()).load().unwrap_err().to_string();
+    let (_, list) = error.split_once("; use one of ").unwrap_or_else(|| panic!("{error}"));
+    list.split(", ").map(str::to_owned).collect()
+}
+
+#[test]
+fn an_error_of_one_ulp_is_found_in_every_operation() {
+    let meshes = ["dp=2,tp=2,pp=2", "tp=4 --set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"];
+    for (mesh, operations) in meshes.into_iter().zip([11, 11]) {
+        let (name, more) = mesh.split_once(' ').unwrap_or((mesh, ""));
+        for (way, fewer) in [("", 0), (":backward", 1)] {
+            let known = known(&format!("{name} {more}"), way);
+            assert_eq!(known.len(), operations - fewer, "{known:?}");
+            for op in &known {
+                let line = format!("--mesh {name} --mesh {name} {more} --break {op}{way}");
+                let report = run(&line);
+                let (first, broken) = (report.first.as_ref().unwrap(), report.broken.as_ref().unwrap());
+                assert_eq!((&first.place, &first.index), (&broken.place, &broken.index), "{line}: {report}");
+                assert_eq!((first.step, first.between, first.differing), (1, Between::Sides, 1), "{line}: {report}");
+                assert_eq!(first.micros, [Some(0); 2], "{line}: {report}");
+                // In a sum that cancels, a few ulps of a share are more.
+                assert!(first.ulps == 1 || broken.ulps > 1 && first.ulps > 0, "{line}: {report}");
+                assert_eq!(place(first).1, op, "{line}: {report}");
+                assert_eq!(place(first).3.is_some(), way == ":backward", "{line}: {report}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_fault_is_told_with_its_layer_and_global_index() {
+    let config = config("dp=2,tp=2,pp=2 --set pipeline.num_microbatches=2");
+    let data = data();
+    // dp rank 1, tp rank 1, the second stage, the second of two micro-batches of 2 samples: qkv [2, 8, 3, 4/2 heads, 4].
+    let fault = |site: meshwork_train::diff::Site, seen: &meshwork_tensor::tape::Seen<'_>| {
+        let here = [Axis::Dp, Axis::Tp, Axis::Pp].map(|axis| site.coords.get(axis)) == [1, 1, 1];
+        let qkv = seen.op == "linear_bias" && seen.operand.is_none() && seen.params[0].contains("attn.qkv");
+        if !here || !qkv || site.micro != 1 || seen.position.step != 1 {
+            return Ok(None);
+        }
+        assert_eq!((site.rank, seen.tensor.shape().to_vec()), (7, vec![2, 8, 3, 2, 4]));
+        let mut values = seen.tensor.to_vec::<f32>()?;
+        values[(((8 + 5) * 3 + 2) * 2 + 1) * 4 + 3] += 1.0; // [1, 5, 2, 1, 3]
+        Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
+    };
+    let b = Side::new(&config, &data).with_hook(fault);
+    let report = compare([&Side::new(&config, &data), &b], 2).unwrap();
+    let first = report.first.as_ref().unwrap();
+    assert_eq!(place(first), (18, "linear_bias", "h.1.attn.qkv", None), "{report}");
+    assert_eq!((first.step, &first.dims[..], &first.index[..]), (2, &[8, 8, 3, 4, 4][..], &[7, 5, 2, 3, 3][..]));
+    assert_eq!((first.micros, first.samples), ([Some(1); 2], Some((7, 1))), "{report}");
+    assert_eq!((&first.ranks[0][..], &first.ranks[1][..]), (&[7][..], &[7][..]), "{report}");
+    let difference = first.values[1] - first.values[0];
+    assert!((difference - 1.0).abs() < 1e-6 && first.differing == 1, "{report}");
+    assert_eq!(report.unexplained, report.first, "{report}");
+    assert!(report.to_string().contains("and that is more than rounding"), "{report}");
+}
+
+#[test]
+fn ranks_that_should_hold_the_same_and_do_not_are_named() {
+    let config = config("dp=2,tp=2");
+    let data = data();
+    let b = Side::new(&config, &data).with_hook(|site, seen| {
+        if site.rank != 3 || (seen.op, seen.number, seen.operand) != ("layer_norm", 3, None) {
+            return Ok(None);
+        }
+        let mut values = seen.tensor.to_vec::<f32>()?;
+        values[SEQ * 16 + 5] += 0.5;
+        Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
+    });
+    let report = compare([&Side::new(&config, &data), &b], 1).unwrap();
+    let found = report.replicas.as_ref().unwrap();
+    assert_eq!((place(found), found.between), ((3, "layer_norm", "h.0.ln_1", None), Between::Ranks { side: 'B' }));
+    assert_eq!((&found.ranks[0][..], &found.ranks[1][..]), (&[2][..], &[3][..]));
+    assert_eq!((&found.index[..], found.samples), (&[5, 0, 5][..], Some((5, 1))), "{report}");
+    assert_eq!(Some(found), report.first.as_ref(), "what one side knows by itself comes first");
+}
+
+/// The gradient of a copy is each rank's own share, as if the all-reduce behind it were forgotten: what another trainer would not see.
+#[test]
+fn a_forgotten_reduction_is_found_although_forward_is_right() {
+    let config = config("tp=2");
+    let data = data();
+    let shares: Mutex<BTreeMap<usize, Tensor>> = Mutex::default();
+    let b = Side::new(&config, &data).with_hook(move |site, seen| {
+        let mut shares = shares.lock().unwrap();
+        match (seen.op, seen.operand) {
+            ("copy", Some(_)) => Ok(shares.remove(&site.rank)),
+            (_, Some("x")) => {
+                shares.insert(site.rank, seen.tensor.clone());
+                Ok(None)
+            }
+            _ => Ok(None),
+        }
+    });
+    let report = compare([&Side::new(&config, &data), &b], 1).unwrap();
+    let rows = |phase: &str| report.rows.iter().filter(|row| row.phase == phase).collect::<Vec<_>>();
+    assert!(rows("forward").iter().all(|row| row.first.is_none()), "{report}");
+    let found = report.unexplained.as_ref().unwrap();
+    assert_eq!((place(found).1, place(found).2, place(found).3), ("copy", "after ln_f", Some("x")), "{report}");
+}
+
+#[test]
+fn weights_and_batches_can_be_tampered_with_between_steps() {
+    let config = config("dp=2");
+    let data = data();
+    let plain = Side::new(&config, &data);
+    let stale = plain.clone().with_before_step(|trainer, _| match trainer.steps_done() {
+        1 => trainer.load_parameter("h.0.ln_1.bias", &[0.0; 16]),
+        _ => Ok(()),
+    });
+    let report = compare([&plain, &stale], 2).unwrap();
+    let first = report.first.as_ref().unwrap();
+    assert_eq!((first.step, place(first)), (2, (3, "layer_norm", "h.0.ln_1", None)), "{report}");
+
+    let swapped = plain.clone().with_before_step(|trainer, batch| {
+        if trainer.rank().world_rank() == 1 {
+            let (one, two) = batch.inputs.split_at_mut(SEQ);
+            one.swap_with_slice(&mut two[..SEQ]);
+        }
+        Ok::<(), TrainError>(())
+    });
+    let report = compare([&plain, &swapped], 1).unwrap();
+    let first = report.first.as_ref().unwrap();
+    assert_eq!(
+        (place(first).0, place(first).1, first.samples),
+        (0, "vocab_parallel_embedding", Some((4, 1))),
+        "{report}"
+    );
+
+    // A wrong update is one of the parameters, after all else was the same.
+    let [a, b] = ["0.9", "0.8"].map(|beta1| self::config(&format!("dp=2 --set optimizer.beta1={beta1}")));
+    let report = held_against([&a, &b], 1);
+    let first = report.first.as_ref().unwrap();
+    let Place::Parameter { name, vector } = &first.place else { panic!("{report}") };
+    assert_eq!((&**name, *vector), ("wte.weight", Vector::State(0)), "{report}");
+}
+
+#[test]
+fn a_run_that_ends_in_no_number_is_compared_up_to_there() {
+    let config = config("tp=2,pp=2");
+    let data = data();
+    let b = Side::new(&config, &data).with_hook(|_, seen| {
+        if (seen.op, seen.operand, seen.position.step) != ("causal_attention", None, 1) {
+            return Ok(None);
+        }
+        let values = vec![f32::NAN; seen.tensor.count()];
+        Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
+    });
+    let report = compare([&Side::new(&config, &data), &b], 5).unwrap();
+    let first = report.first.as_ref().unwrap();
+    assert_eq!((first.step, place(first).1, first.ulps), (2, "causal_attention", u64::MAX), "{report}");
+    let failed = report.failed.as_ref().unwrap();
+    assert!(failed.contains("side B: ") && failed.contains("step 2: the loss is NaN"), "{failed}");
+    assert!(!report.holds() && report.steps == 2, "{report}");
+}
+
+#[test]
+fn a_run_that_fails_is_an_error_and_ends() {
+    let config = config("dp=2,tp=2");
+    let data = data();
+    let b = Side::new(&config, &data).with_before_step(|trainer, _| {
+        match (trainer.rank().world_rank(), trainer.steps_done()) {
+            (2, 1) => Err(TrainError::NoTokens { step: 77 }),
+            _ => Ok(()),
+        }
+    });
+    // The ranks that had nothing to do with it must not be waited for: this test would hang.
+    let error = compare([&Side::new(&config, &data), &b], 3).unwrap_err().to_string();
+    assert!(error.starts_with("side B: ") && error.contains("step 77"), "{error}");
+
+    let b = Side::new(&config, &data)
+        .with_hook(|_, seen| Tensor::zeros(seen.tensor.device(), seen.tensor.dtype(), [1, 2, 3]).map(Some));
+    let error = compare([&Side::new(&config, &data), &b], 1).unwrap_err().to_string();
+    assert!(
+        error.contains("vocab_parallel_embedding: an observer gave f32 for f32: dtype and shape must be the same (shapes [[1, 2, 3], "),
+        "{error}"
+    );
+}
+
+#[test]
+fn other_models_are_refused() {
+    let [a, b] = [config("dp=1"), config("dp=2")];
+    let untied =
+        Config { model: meshwork_train::config::sections::Model { tie_embeddings: false, ..b.model.clone() }, ..b };
+    let data = data();
+    let error = compare([&Side::new(&a, &data), &Side::new(&untied, &data)], 1).unwrap_err();
+    assert!(matches!(error, Error::Structure(_)), "{error}");
+    assert!(error.to_string().contains("A has (parameters, samples a step) (28, 8), B (29, 8)"), "{error}");
+}

@@ -1,0 +1,127 @@
+//! The program `mesh_diff` as a user runs it: flags in; standard output and exit codes out.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// A model that trains in no time.
+const SMALL: &str =
+    "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 --set training.global_batch_size=8";
+
+/// (exit code, standard output, standard error) of a command line of words without spaces.
+fn run(line: &str) -> (Option<i32>, String, String) {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let program = profile.join("examples").join(format!("mesh_diff{}", std::env::consts::EXE_SUFFIX));
+    assert!(program.is_file(), "{} is missing: build it with `cargo build --example mesh_diff`", program.display());
+    let ended = Command::new(program).args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (ended.status.code(), text(ended.stdout), text(ended.stderr))
+}
+
+#[track_caller]
+fn succeed(line: &str) -> String {
+    let (code, out, err) = run(&format!("{line} {SMALL}"));
+    assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
+    out
+}
+
+#[test]
+fn the_same_mesh_twice_is_identical() {
+    let out = succeed("--mesh dp=2,tp=2 --mesh tp=2,dp=2 --steps 2");
+    let side = "dp=2,tp=2,pp=1, 1f1b, 1 micro-batch of 4";
+    let tensors =
+        out.strip_prefix(&format!("A: {side}\nB: {side}\nidentical: 2 steps, ")).unwrap_or_else(|| panic!("{out}"));
+    let tensors: u32 = tensors.strip_suffix(" tensors\n").unwrap_or_else(|| panic!("{out}")).parse().unwrap();
+    // Of each of two steps: 28 parameters with gradient, weights and two states, and more values than that.
+    assert!(tensors > 2 * 4 * 28, "{out}");
+}
+
+#[test]
+fn a_side_can_be_set_alone() {
+    let out = succeed(
+        "--mesh pp=2 --mesh=pp=2 --set-b pipeline.schedule=gpipe --set-a=pipeline.num_microbatches=2 --steps=1",
+    );
+    assert!(out.starts_with("A: dp=1,tp=1,pp=2, 1f1b, 2 micro-batches of 4\nB: dp=1,tp=1,pp=2, gpipe, "), "{out}");
+    // Four micro-batches or two: each sample is computed with the same bits, and sums over samples are not.
+    assert!(out.contains("\nthe first to differ: step 1, the loss\n"), "{out}");
+    let values: Vec<&str> = out.lines().filter(|line| line.starts_with("  bias_residual ")).collect();
+    assert!(values.len() == 2 && values.iter().all(|line| line.contains(" 100.00% ")), "{out}");
+}
+
+#[test]
+fn two_meshes_in_fast_numerics_show_a_table() {
+    let out = succeed("--mesh dp=1 --mesh dp=2,tp=2,pp=2 --steps 1 --numerics fast");
+    let rows = ["forward", "  causal_attention", "backward", "  linear_bias_gelu", "step", "  optimizer states"];
+    for row in rows {
+        assert!(out.lines().any(|line| line == row || line.starts_with(&format!("{row} "))), "{row} in\n{out}");
+    }
+    let head: Vec<&str> = out.lines().nth(4).unwrap_or_default().split_whitespace().collect();
+    assert_eq!(head, ["tensors", "elements", "identical", "median", "99%", "max", "error", "first", "at"], "{out}");
+    assert!(out.contains("\nnothing differs by more than rounding\n"), "{out}");
+}
+
+#[test]
+fn a_fault_is_found_where_it_was_put() {
+    let out = succeed("--mesh dp=2,tp=2 --mesh dp=2,tp=2 --steps 1 --break causal_attention:backward");
+    let (_, broken) = out.split_once("\nchanged on purpose: ").unwrap();
+    let place = "backward: gradient of qkv by operation #6, causal_attention (after h.0.attn.qkv)";
+    assert!(broken.starts_with(place), "{out}");
+    assert!(out.contains(&format!("\nthe first to differ: step 1, {place}\n")), "{out}");
+}
+
+/// Each (command line, parts of the faults, in their order).
+#[test]
+fn bad_input_is_told_at_once() {
+    let cases: [(&str, &[&str]); 9] = [
+        ("", &["--mesh: two meshes are compared, and none is given; use --mesh A --mesh B"]),
+        ("--mesh dp=2", &["--mesh dp=2: two meshes are compared, not 1; use --mesh A --mesh B"]),
+        ("--mesh dp=2 --mesh dp=2 --mesh dp=2", &["--mesh dp=2 dp=2 dp=2: two meshes are compared, not 3; "]),
+        (
+            "--mesh dp=2 --mesh tp=3",
+            &["model.hidden_size = 16: is not divisible by parallelism.tp = 3; ", "model.num_heads"],
+        ),
+        (
+            "--mesh dp=2 --mesh xp=3 --stepps 3",
+            &["--stepps: unknown argument; the nearest is --steps; ", "--mesh xp=3: unknown axis; "],
+        ),
+        // A fault of both sides is told once.
+        ("--mesh dp=1 --mesh dp=2 --set model.num_head=3", &["model.num_head = 3 (from --set): unknown key; "]),
+        (
+            "--mesh dp=1 --mesh dp=2 --steps 0 --set-b",
+            &["--steps 0: no number of steps; use 1 or more", "--set-b: no value; "],
+        ),
+        (
+            "--mesh dp=1 --mesh dp=2 --break layernorm",
+            &[
+                "--break layernorm: no operation of that name; the nearest is layer_norm; use one of vocab_parallel_embedding, ",
+            ],
+        ),
+        (
+            "--mesh dp=1 --mesh dp=2 --set-b model.num_layers=1",
+            &[
+                "--mesh dp=1 dp=2: the two runs cannot be compared: A has a parameter h.1.ln_1.weight [16] where B has ln_f.weight [16]; ",
+            ],
+        ),
+    ];
+    for (line, parts) in cases {
+        let (code, out, err) = run(&format!("{line} {SMALL}"));
+        let told = err.strip_prefix("error: ").unwrap_or_default();
+        assert_eq!((code, &*out), (Some(2), ""), "{line}: {err}");
+        for part in parts {
+            assert_eq!(told.matches(part).count(), 1, "{line}: {part} in\n{err}");
+        }
+        let first_line = told.lines().next().unwrap_or_default();
+        assert!(first_line.starts_with(parts[0]), "{line}\n{err}");
+    }
+}
+
+#[test]
+fn help_names_every_flag() {
+    let (code, out, err) = run("--help");
+    assert_eq!((code, &*err), (Some(0), ""));
+    for flag in
+        ["--mesh", "--steps", "--config", "--data", "--device", "--set", "--set-a", "--set-b", "--numerics", "--break"]
+    {
+        assert!(out.lines().any(|line| line.trim_start().starts_with(&format!("{flag} "))), "{flag} in\n{out}");
+    }
+}
