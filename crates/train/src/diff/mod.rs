@@ -27,6 +27,7 @@
 //! ```
 
 mod compare;
+mod divergence;
 mod fault;
 mod global;
 mod options;
@@ -35,8 +36,9 @@ mod report;
 mod ulps;
 mod world;
 
+pub use divergence::{Between, Broken, Divergence, Place, Vector};
 pub use options::{Comparison, Options, usage};
-pub use report::{Between, Broken, Divergence, Place, Report, Row, Vector};
+pub use report::{Report, Row};
 pub use ulps::Spread;
 
 use crate::config::{Config, Dtype};

@@ -232,3 +232,29 @@ impl fmt::Debug for Recorder {
         write!(f, "Recorder(rank {})", self.rank)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank may fail when the others have all that they need of it, and stand still until they are told to go on.
+    #[test]
+    fn a_rank_that_is_gone_is_not_waited_for() {
+        std::thread::scope(|scope| {
+            let (tell, told) = channel();
+            let step = || What::Step { records: Vec::new(), held: Vec::new(), report: None };
+            let mut world =
+                World { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
+            // Rank 1 ends after it has told all, which is no reason not to wait for rank 0.
+            for (rank, what) in [(1, step()), (1, What::Gone), (0, step())] {
+                tell.send(Told { rank, what }).unwrap();
+            }
+            assert!(world.step().is_some());
+            for (rank, what) in [(0, step()), (1, What::Gone)] {
+                tell.send(Told { rank, what }).unwrap();
+            }
+            assert!(world.step().is_none(), "with a rank that may still tell something");
+            world.end().unwrap();
+        });
+    }
+}
