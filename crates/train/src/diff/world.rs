@@ -151,8 +151,10 @@ fn run_rank(
     wait: &Receiver<()>,
     teller: &Teller,
 ) -> Result<(), TrainError> {
-    let Side { config, data, hook, before_step } = side;
-    let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
+    let Side { config, data, hook, before_step, communicator } = side;
+    let world = world.communicator().clone();
+    let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
+    let rank = Arc::new(Rank::new(blueprint.mesh(), world)?);
     let mut trainer = Trainer::new(config, rank.clone(), config.device.open(config.training.dtype))?;
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),
