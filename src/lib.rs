@@ -12,6 +12,11 @@ pub use meshwork_tensor as tensor;
 pub use meshwork_tensor_parallel as tensor_parallel;
 pub use meshwork_train as train;
 
+/// The programs in the guides.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/mesh_diff.md")]
+mod guides {}
+
 /// What most programs need.
 pub mod prelude {
     pub use meshwork_core::comm::thread;

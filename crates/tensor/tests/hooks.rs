@@ -324,8 +324,11 @@ impl Observer for Looker {
     }
 }
 
-/// (what was seen, loss, gradients, gradient of the input) with that observer.
-fn observed(model: &Model, looker: Looker) -> Result<(Vec<String>, f64, BTreeMap<String, Vec<f64>>, Vec<f32>)> {
+/// What a pass over the model gives: loss, gradients, gradient of the input.
+type Passed = (f64, BTreeMap<String, Vec<f64>>, Vec<f32>);
+
+/// What that observer sees of a pass, and what the pass gives.
+fn observed(model: &Model, looker: Looker) -> Result<(Vec<String>, Passed)> {
     let looker = Rc::new(looker);
     let tape = Tape::new(alone(), Arc::clone(&model.params), Arc::clone(&model.device), Mode::Train, POSITION);
     tape.observe(looker.clone());
@@ -335,13 +338,13 @@ fn observed(model: &Model, looker: Looker) -> Result<(Vec<String>, f64, BTreeMap
     tape.backward(&loss, model.seed(), Weights::Now, &mut recorder)?;
     let grad = tape.take_grad(&input).unwrap().to_vec::<f32>()?;
     let seen = looker.seen.borrow().clone();
-    Ok((seen, loss.tensor().to_vec::<f64>()?[0], recorder.grads, grad))
+    Ok((seen, (loss.tensor().to_vec::<f64>()?[0], recorder.grads, grad)))
 }
 
 #[test]
 fn an_observer_sees_every_output_and_every_gradient_of_a_value() {
     let model = Model::new();
-    let (seen, loss, grads, dx) = observed(&model, Looker::default()).unwrap();
+    let (seen, (loss, grads, dx)) = observed(&model, Looker::default()).unwrap();
     assert_eq!(
         seen,
         [
@@ -381,10 +384,10 @@ fn an_observer_sees_every_output_and_every_gradient_of_a_value() {
 fn what_an_observer_puts_in_a_values_place_goes_on() {
     let model = Model::new();
     let with = |replace, by| observed(&model, Looker { replace, by, ..Looker::default() });
-    let (_, loss, grads, dx) = with(None, vec![]).unwrap();
-    let (_, other_loss, other_grads, _) = with(Some((5, None)), vec![]).unwrap();
+    let (_, (loss, grads, dx)) = with(None, vec![]).unwrap();
+    let (_, (other_loss, other_grads, _)) = with(Some((5, None)), vec![]).unwrap();
     assert!(other_loss != loss && other_grads["up"] != grads["up"]);
-    let (_, same_loss, other_grads, other_dx) = with(Some((3, Some("x"))), vec![]).unwrap();
+    let (_, (same_loss, other_grads, other_dx)) = with(Some((3, Some("x"))), vec![]).unwrap();
     assert_eq!((same_loss, &other_grads["up"], &other_grads["gamma"]), (loss, &grads["up"], &grads["gamma"]));
     assert!(other_dx != dx && other_grads["table"] != grads["table"]);
     for place in [(3, None), (3, Some("x"))] {

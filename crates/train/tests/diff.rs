@@ -1,13 +1,14 @@
 //! Two runs held against each other: equal ones are identical, unequal meshes are paired value by value, and a fault is found where
 //! it is.
 
-use meshwork_core::Axis;
+use meshwork_core::comm::Call;
+use meshwork_core::{Axis, CommError, Communicator, Pending};
 use meshwork_tensor::Tensor;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::diff::{Between, Divergence, Error, Options, Place, Report, Side, Vector, compare};
 use meshwork_train::{Data, TrainError};
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 const SEQ: usize = 8;
 const BATCH: usize = 8;
@@ -247,6 +248,55 @@ fn weights_and_batches_can_be_tampered_with_between_steps() {
     let first = report.first.as_ref().unwrap();
     let Place::Parameter { name, vector } = &first.place else { panic!("{report}") };
     assert_eq!((&**name, *vector), ("wte.weight", Vector::State(0)), "{report}");
+}
+
+/// A communicator whose groups of dp ranks have their members in another order, and so add up in another.
+#[derive(Debug)]
+struct Shuffled(Arc<dyn Communicator>);
+
+impl Communicator for Shuffled {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.0.world_ranks()
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn start(&self, call: Call) -> Result<Pending, CommError> {
+        self.0.start(call)
+    }
+
+    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        match (name, members) {
+            ("dp", &[a, b, c, d]) => self.0.split(name, &[a, c, b, d]),
+            _ => self.0.split(name, members),
+        }
+    }
+
+    fn heartbeat(&self) {
+        self.0.heartbeat();
+    }
+}
+
+#[test]
+fn a_reduction_in_another_order_is_one_of_gradients() {
+    let config = config("dp=4,tp=2");
+    let data = data();
+    let plain = Side::new(&config, &data);
+    let report = compare([&plain, &plain.clone().with_communicator(|inner| Arc::new(Shuffled(inner)))], 1).unwrap();
+    let first = report.first.as_ref().unwrap();
+    let Place::Parameter { vector: Vector::Gradient, .. } = &first.place else { panic!("{report}") };
+    assert!(first.between == Between::Sides && first.error < 1e-6 && report.unexplained.is_none(), "{report}");
+    assert_eq!((first.ranks[1].len(), report.replicas.as_ref()), (4, None), "{report}");
 }
 
 #[test]

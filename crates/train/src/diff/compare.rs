@@ -1,9 +1,10 @@
 //! Holds a step of one run against the same step of the other, in the order in which values come into being.
 
 use super::Error;
+use super::divergence::{Between, Divergence, Place, Vector};
 use super::global::{Piece, Replicas, Unit, assemble, unravel, whole};
 use super::program::Program;
-use super::report::{Between, Divergence, Place, Report, Vector};
+use super::report::Report;
 use super::ulps::{Float, Spread, Values};
 use super::world::{Held, Record, Stepped};
 use meshwork_core::{Axis, Ty, Types};

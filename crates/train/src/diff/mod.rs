@@ -27,6 +27,7 @@
 //! ```
 
 mod compare;
+mod divergence;
 mod fault;
 mod global;
 mod options;
@@ -35,8 +36,9 @@ mod report;
 mod ulps;
 mod world;
 
+pub use divergence::{Between, Broken, Divergence, Place, Vector};
 pub use options::{Comparison, Options, usage};
-pub use report::{Between, Broken, Divergence, Place, Report, Row, Vector};
+pub use report::{Report, Row};
 pub use ulps::Spread;
 
 use crate::config::{Config, Dtype};
@@ -45,7 +47,7 @@ use crate::engine::TrainError;
 use crate::step::Trainer;
 use compare::{Pair, SIDES};
 use fault::Break;
-use meshwork_core::Coords;
+use meshwork_core::{Communicator, Coords};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
 use program::Program;
@@ -72,6 +74,9 @@ pub type Hook = dyn Fn(Site, &Seen<'_>) -> Result<Option<Tensor>, meshwork_tenso
 /// Called on every rank of a side before each step, with the rank's trainer and its rows of the batch.
 pub type BeforeStep = dyn Fn(&mut Trainer, &mut Batch) -> Result<(), TrainError> + Send + Sync;
 
+/// Puts another communicator around that of each rank of a side: it sees every operation of every group that is split off it.
+pub type Wrap = dyn Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Send + Sync;
+
 /// One of the two runs.
 #[derive(Clone)]
 pub struct Side<'a> {
@@ -83,12 +88,14 @@ pub struct Side<'a> {
     pub hook: Option<Arc<Hook>>,
     /// What is done before each step.
     pub before_step: Option<Arc<BeforeStep>>,
+    /// What is put around the communicators.
+    pub communicator: Option<Arc<Wrap>>,
 }
 
 impl<'a> Side<'a> {
     /// A run as it is.
     pub fn new(config: &'a Config, data: &'a Data) -> Self {
-        Self { config, data, hook: None, before_step: None }
+        Self { config, data, hook: None, before_step: None, communicator: None }
     }
 
     /// The same with a hook on every value.
@@ -105,6 +112,14 @@ impl<'a> Side<'a> {
         act: impl Fn(&mut Trainer, &mut Batch) -> Result<(), TrainError> + Send + Sync + 'static,
     ) -> Self {
         Self { before_step: Some(Arc::new(act)), ..self }
+    }
+
+    /// The same with another communicator around that of each rank.
+    pub fn with_communicator(
+        self,
+        wrap: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Send + Sync + 'static,
+    ) -> Self {
+        Self { communicator: Some(Arc::new(wrap)), ..self }
     }
 
     /// What it is, in words.

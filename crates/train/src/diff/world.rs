@@ -151,8 +151,10 @@ fn run_rank(
     wait: &Receiver<()>,
     teller: &Teller,
 ) -> Result<(), TrainError> {
-    let Side { config, data, hook, before_step } = side;
-    let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
+    let Side { config, data, hook, before_step, communicator } = side;
+    let world = world.communicator().clone();
+    let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
+    let rank = Arc::new(Rank::new(blueprint.mesh(), world)?);
     let mut trainer = Trainer::new(config, rank.clone(), config.device.open(config.training.dtype))?;
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),
@@ -230,5 +232,31 @@ impl Watch for Recorder {
 impl fmt::Debug for Recorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Recorder(rank {})", self.rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank may fail when the others have all that they need of it, and stand still until they are told to go on.
+    #[test]
+    fn a_rank_that_is_gone_is_not_waited_for() {
+        std::thread::scope(|scope| {
+            let (tell, told) = channel();
+            let step = || What::Step { records: Vec::new(), held: Vec::new(), report: None };
+            let mut world =
+                World { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
+            // Rank 1 ends after it has told all, which is no reason not to wait for rank 0.
+            for (rank, what) in [(1, step()), (1, What::Gone), (0, step())] {
+                tell.send(Told { rank, what }).unwrap();
+            }
+            assert!(world.step().is_some());
+            for (rank, what) in [(0, step()), (1, What::Gone)] {
+                tell.send(Told { rank, what }).unwrap();
+            }
+            assert!(world.step().is_none(), "with a rank that may still tell something");
+            world.end().unwrap();
+        });
     }
 }

@@ -1,0 +1,179 @@
+//! Values put together from slices, shares and replicas whose whole is known.
+
+use super::super::program::Op;
+use super::*;
+use meshwork_core::{Mesh, Types};
+use meshwork_tensor::{Init, ParamSpec, Placement, Role, Shape};
+use std::ops::Range;
+
+/// A program of one operation with one value, in micro-batches of 2 samples; it reads a parameter of those dims, cut over tp.
+pub(in super::super) fn program(
+    mesh: &str,
+    types: &[(Axis, Ty)],
+    local: &[usize],
+    parameter: Option<(&[usize], usize)>,
+) -> Program {
+    let spec = |(dims, dim): (&[usize], usize)| ParamSpec {
+        name: "w".to_owned(),
+        dims: Shape::new(dims),
+        placement: Placement::replicated().shard(Axis::Tp, dim),
+        role: Role::Weight,
+        init: Init::Zeros,
+    };
+    let value = Value { operand: None, maker: None, types: Types::of(types), shape: Shape::new(local) };
+    let op = Op {
+        name: "op",
+        layer: "layer".to_owned(),
+        stage: 0,
+        number: 0,
+        params: vec!["w".to_owned()],
+        values: vec![value],
+    };
+    let mesh: Mesh = mesh.parse().unwrap();
+    Program { mesh, ops: vec![op], parameters: parameter.map(spec).into_iter().collect(), samples: 2, batch: 8 }
+}
+
+/// What every rank holds, in each of so many micro-batches, as `value(coords, first sample, place)` says.
+pub(in super::super) fn records(
+    program: &Program,
+    micros: usize,
+    value: impl Fn(Coords, u64, usize) -> f32,
+) -> Vec<Record> {
+    let count = program.ops[0].values[0].shape.count();
+    let on = |rank: usize, micro: usize| {
+        let coords = program.mesh.coords(rank);
+        let first_sample = (coords.get(Axis::Dp) * micros + micro) as u64 * 2;
+        let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
+        Record { rank, coords, micro, first_sample, values: Values::F32(values) }
+    };
+    // In an order that ranks do not keep.
+    let ranks = (0..program.mesh.world_size()).rev();
+    ranks.flat_map(|rank| (0..micros).map(move |micro| (rank, micro))).map(|(rank, micro)| on(rank, micro)).collect()
+}
+
+fn numbers(piece: &Piece) -> &[f32] {
+    f32::of(&piece.values).unwrap()
+}
+
+#[test]
+fn slices_join_and_fall_into_samples() {
+    // [2, 3, 2] of [8, 6, 2]: element (sample, row, column) is 100·sample + 10·row + column.
+    let program = program("dp=2,tp=2", &[(Axis::Tp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))], &[2, 3, 2], None);
+    let records = records(&program, 2, |coords, first, place| {
+        let (sample, row, column) = (first as usize + place / 6, coords.get(Axis::Tp) * 3 + place / 2 % 3, place % 2);
+        (100 * sample + 10 * row + column) as f32
+    });
+    let (pieces, differ) = assemble(&program, (0, 0), &records);
+    assert_eq!(differ, None);
+    assert!(pieces.keys().copied().eq((0..8).map(Unit::Sample)));
+    for (unit, piece) in &pieces {
+        let Unit::Sample(sample) = *unit else { unreachable!() };
+        let wanted: Vec<f32> = (0..12).map(|at| (100 * sample as usize + 10 * (at / 2) + at % 2) as f32).collect();
+        assert_eq!((numbers(piece), &piece.dims[..]), (&wanted[..], &[6, 2][..]), "sample {sample}");
+        assert_eq!((piece.dp, piece.micro), (sample as usize / 4, sample as usize / 2 % 2));
+    }
+}
+
+#[test]
+fn a_dim_cut_twice_joins_as_it_was_cut() {
+    let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Cp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
+    let program = program("tp=2,cp=3,dp=1", &types, &[2, 2], None);
+    // The cut over tp is the outer one, as positions of dropout and of the position table have it.
+    let records = records(&program, 1, |coords, _, place| {
+        ((coords.get(Axis::Tp) * 3 + coords.get(Axis::Cp)) * 2 + place % 2) as f32
+    });
+    let (pieces, _) = assemble(&program, (0, 0), &records);
+    let wanted: Vec<f32> = (0..12).map(|at| at as f32).collect();
+    assert_eq!(numbers(&pieces[&Unit::Sample(1)]), wanted);
+}
+
+#[test]
+fn shares_add_up_in_the_tree_of_reductions() {
+    let shares = [1e8f32, 3.3, -1e8, 7.7, 0.1];
+    let program = program("tp=5,dp=1", &[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))], &[2], None);
+    let records = records(&program, 1, |coords, _, _| shares[coords.get(Axis::Tp)]);
+    let (pieces, _) = assemble(&program, (0, 0), &records);
+    let [a, b, c, d, e] = shares;
+    assert_eq!(numbers(&pieces[&Unit::Sample(0)]), [((a + b) + (c + d)) + e]);
+    assert_ne!(((a + b) + (c + d)) + e, shares.iter().sum::<f32>(), "the values must tell orders apart");
+}
+
+#[test]
+fn padding_of_a_parameters_slices_is_cut_off() {
+    let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
+    for (parameter, wanted) in [(Some((&[7, 4][..], 0)), 7), (Some((&[8, 4][..], 0)), 8), (None, 8)] {
+        let program = program("tp=4,dp=1", &types, &[2, 2], parameter);
+        let records = records(&program, 1, |coords, _, place| (coords.get(Axis::Tp) * 2 + place % 2) as f32);
+        let (pieces, _) = assemble(&program, (0, 0), &records);
+        let numbers = numbers(&pieces[&Unit::Sample(1)]);
+        assert_eq!(numbers, (0..wanted).map(|at| at as f32).collect::<Vec<_>>());
+        assert_eq!(pieces[&Unit::Sample(1)].dims, [wanted]);
+    }
+}
+
+#[test]
+fn what_has_no_samples_stays_whole_and_values_of_their_own_lie_side_by_side() {
+    // One number per micro-batch, as of a loss.
+    let sums = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[1], None);
+    let records_of = |program: &Program| records(program, 2, |_, first, place| first as f32 + place as f32);
+    let (pieces, _) = assemble(&sums, (0, 0), &records_of(&sums));
+    let units: Vec<Unit> = pieces.keys().copied().collect();
+    assert_eq!(units, [0, 2, 4, 6].map(|first| Unit::Micro(first, 2)));
+    // One number per sample.
+    let each = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[2], None);
+    let (pieces, _) = assemble(&each, (0, 0), &records_of(&each));
+    assert!(
+        pieces
+            .iter()
+            .map(|(&unit, piece)| (unit, numbers(piece)[0]))
+            .eq((0..8).map(|at| (Unit::Sample(at), at as f32)))
+    );
+    // Whole over dp: one value, of all dp ranks together.
+    let whole = program("dp=2", &[(Axis::Dp, Ty::Invariant)], &[2], None);
+    let (pieces, differ) = assemble(&whole, (0, 0), &records(&whole, 1, |_, _, place| place as f32));
+    assert_eq!((pieces.keys().copied().collect::<Vec<_>>(), differ), (vec![Unit::Micro(0, 2)], None));
+
+    let varying = program("tp=3,dp=1", &[(Axis::Tp, Ty::Varying), (Axis::Dp, Ty::Partial)], &[1], None);
+    let (pieces, _) = assemble(&varying, (0, 0), &records(&varying, 1, |coords, _, _| coords.get(Axis::Tp) as f32));
+    let piece = &pieces[&Unit::Micro(0, 2)];
+    assert_eq!((numbers(piece), &piece.dims[..]), (&[0.0, 1.0, 2.0][..], &[3, 1][..]));
+}
+
+#[test]
+fn replicas_that_differ_are_told_with_ranks_and_place() {
+    let types = [(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Shard(0))];
+    let program = program("tp=3,dp=2", &types, &[2, 4], None);
+    // Rank 5 is tp rank 2, dp rank 1.
+    let records = records(&program, 2, |coords, first, place| {
+        let wrong = coords == program.mesh.coords(5) && first == 6 && place == 6;
+        if wrong { 2.0 } else { 1.0 }
+    });
+    let (pieces, differ) = assemble(&program, (0, 0), &records);
+    let found = differ.unwrap();
+    assert_eq!((found.ranks, found.unit, &found.index[..]), ([3, 5], Some(Unit::Sample(7)), &[7, 2][..]));
+    assert_eq!((found.values, found.differing, found.micro), ([1.0, 2.0], 1, Some(1)));
+    assert_eq!(numbers(&pieces[&Unit::Sample(7)]), [1.0; 4], "the first replica goes on");
+}
+
+#[test]
+fn a_parameter_is_put_together_from_runs() {
+    let held = |rank: usize, runs: &[(usize, Range<usize>)], values: &[f32]| Held {
+        rank,
+        runs: runs.to_vec(),
+        vectors: vec![Vec::new(), values.to_vec()],
+    };
+    // [2, 3], columns cut over two ranks with padding on the second; rank 2 is a replica of rank 1.
+    let all = [
+        held(0, &[(0, 0..2), (3, 2..4)], &[0.0, 1.0, 3.0, 4.0]),
+        held(1, &[(2, 0..1), (5, 2..3)], &[2.0, 9.0, 5.0, 9.0]),
+        held(2, &[(2, 0..1), (5, 2..3)], &[2.0, 8.0, 5.5, 8.0]),
+    ];
+    let (found, differ) = whole(&all[..2], 1, &[2, 3]);
+    assert_eq!((found, differ), ((0..6).map(|at| Some(at as f32)).collect(), None));
+    let (found, differ) = whole(&all, 1, &[2, 3]);
+    let differ = differ.unwrap();
+    assert_eq!((differ.ranks, &differ.index[..], differ.values), ([1, 2], &[1, 2][..], [5.0, 5.5]));
+    assert_eq!(found[5], Some(5.0));
+    assert_eq!(whole(&all[1..2], 1, &[2, 3]).0.iter().flatten().count(), 2, "what no rank holds is missing");
+    assert_eq!(whole(&all, 0, &[2, 3]).0, [None; 6], "a vector that nobody has");
+}
