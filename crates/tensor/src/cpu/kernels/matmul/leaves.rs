@@ -58,15 +58,14 @@ pub fn gemm_leaves<T: Float>(
         });
     }
     let mut kept = KEPT.take();
-    let packed: Vec<Packed<T>> = runs
-        .iter()
-        .flatten()
-        .map(|run| {
-            let mut packed = Packed { lines: kept.pop().unwrap_or_default(), ..Packed::new(precision) };
-            packed.pack_shared([run.len(), n], from(b, b.1.0, run));
+    let mut packed: Vec<Packed> = Vec::new();
+    if let Some(path) = T::path(precision) {
+        packed.extend(runs.iter().flatten().map(|run| {
+            let mut packed = Packed { dims: [0, 0], lines: kept.pop().unwrap_or_default() };
+            packed.pack(path, [run.len(), n], from(b, b.1.0, run));
             packed
-        })
-        .collect();
+        }));
+    }
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
     pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(block, c)| {
@@ -74,7 +73,10 @@ pub fn gemm_leaves<T: Float>(
             for (i, run) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
                 let a = from((&a.0[(block * rows * a.1.0).min(a.0.len())..], a.1), a.1.1, run);
-                let b = Source::Packed(&packed[leaf * terms.blocks + i]);
+                let b = match packed.get(leaf * terms.blocks + i) {
+                    Some(packed) => Source::Packed(packed),
+                    None => Source::Strided(from(b, b.1.0, run)),
+                };
                 serial(precision, [c.len() / n, n, run.len()], a, b, (c, (n, 1)), update, Epilogue::Nothing);
             }
         });
