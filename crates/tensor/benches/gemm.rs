@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use meshwork_core::pool;
-use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Packed, Precision, Update, gemm_in, gemm_packed, gemm_shared};
+use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Precision, Update, gemm_in, gemm_shared};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
 const PRESETS: [(&str, usize, usize, usize); 4] =
@@ -19,7 +19,7 @@ fn main() {
     let asked = |preset: &str| args.iter().all(|arg| arg.starts_with('-') || arg == preset);
     let threads = pool::threads();
     println!("GFLOP/s, median (best); {threads} threads share");
-    println!("{:34} {:>18} {:>4} {:>11} {:>11} {:>11}", "", "m x n x k", "", "alone", "B packed", "shared");
+    println!("{:34} {:>18} {:>4} {:>11} {:>11}", "", "m x n x k", "", "alone", "shared");
     for (preset, tokens, hidden, vocabulary) in PRESETS.into_iter().filter(|(preset, ..)| asked(preset)) {
         let layers = [
             ("qkv", 3 * hidden, hidden),
@@ -41,18 +41,13 @@ fn main() {
                     let alone = rate([m, n, k], budget, || {
                         gemm_in(precision, [m, n, k], (a.0, a.1), (b.0, b.1), (&mut c, (n, 1)), Update::Overwrite);
                     });
-                    let mut packed = Packed::new(precision);
-                    packed.pack([k, n], (b.0, b.1));
-                    let beforehand = rate([m, n, k], budget, || {
-                        gemm_packed([m, n, k], (a.0, a.1), &packed, (&mut c, n), Update::Overwrite);
-                    });
                     let shared = rate([m, n, k], budget, || {
                         let (a, b) = ((&a.0[..], a.1), (&b.0[..], b.1));
                         gemm_shared(precision, [m, n, k], a, b, &mut c, Update::Overwrite, Epilogue::Nothing);
                     });
                     let (name, shape) = (format!("{preset} {layer} {pass}"), format!("{m}x{n}x{k}"));
                     let precision = if precision == Precision::F32 { "f32" } else { "bf16" };
-                    println!("{name:34} {shape:>18} {precision:>4} {alone:>11} {beforehand:>11} {shared:>11}");
+                    println!("{name:34} {shape:>18} {precision:>4} {alone:>11} {shared:>11}");
                 }
             }
         }

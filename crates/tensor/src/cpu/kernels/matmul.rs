@@ -81,19 +81,6 @@ pub fn gemm_in<T: Float>(
     serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
 }
 
-/// [`gemm`] with the first k rows and n columns of a packed B, in its precision. The rows of C are contiguous.
-///
-/// Panics as [`gemm`] does, and if B is smaller; also if k is odd but not all of a B packed in [`Precision::Bf16`].
-pub fn gemm_packed<T: Float>(
-    [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
-    b: &Packed<T>,
-    (c, c_row): (&mut [T], usize),
-    update: Update,
-) {
-    serial(b.precision, [m, n, k], a, Source::Packed(b), (c, (c_row, 1)), update, Epilogue::Nothing);
-}
-
 /// Products of fewer multiplications are not shared: at 50 per ns, 80 µs of work, of which waking a thread and packing
 /// apart would eat a good part.
 const SHARED: usize = 1 << 22;
@@ -155,7 +142,7 @@ fn cut<T: Float>(
     let rows = m.div_ceil(threads * (m / (threads * ROWS)).clamp(1, BLOCKS));
     let rows = rows.min((BLOCK / (columns * terms)).max(ROWS));
     // Not borrowed while other work may run on this thread.
-    let mut packed = Packed { lines: LINES.take(), ..Packed::new(precision) };
+    let mut packed = Packed { dims: [0, 0], lines: LINES.take() };
     for (j, columns) in parts(n, columns) {
         for (l, terms) in parts(k, terms) {
             let update = if l > 0 { Update::Accumulate } else { update };
@@ -231,42 +218,13 @@ thread_local! {
     static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A right operand packed once, to be multiplied often: see [`gemm_packed`].
-///
-/// Its memory stays with it, so that packing again allocates nothing unless it is larger. In [`Precision::Bf16`] it is
-/// half as large as what it holds, where the CPU has `avx512bf16`.
-#[derive(Debug)]
-pub struct Packed<T> {
-    precision: Precision,
+/// A right operand as a path of ours packs it.
+struct Packed {
     dims: [usize; 2],
-    /// As our own path has it, if there is one.
     lines: Vec<Line>,
-    /// Else row-major, rounded.
-    dense: Vec<T>,
 }
 
-impl<T: Float> Packed<T> {
-    /// An operand of no rows and columns.
-    pub fn new(precision: Precision) -> Packed<T> {
-        Packed { precision, dims: [0, 0], lines: Vec::new(), dense: Vec::new() }
-    }
-
-    /// Packs the k by n matrix `b` in place of what was here before.
-    ///
-    /// Panics if `b` is shorter than its dims and strides need.
-    pub fn pack(&mut self, [k, n]: [usize; 2], b: (&[T], Strides)) {
-        assert_inside("B", k, n, b.1, b.0.len());
-        self.dims = [k, n];
-        if let Some(path) = T::path(self.precision) {
-            self.parts(path).for_each(|part| pack(path, b, part));
-            return;
-        }
-        self.dense.clear();
-        for i in 0..k {
-            self.dense.extend((0..n).map(|j| b.0[i * b.1.0 + j * b.1.1].in_precision(self.precision)));
-        }
-    }
-
+impl Packed {
     /// The parts of B for its dims, each with its memory.
     fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [Line])> + Send {
         let lines = path.words(self.dims) / Line::WORDS;
@@ -295,7 +253,8 @@ fn pack<T: Float>(path: Path, b: (&[T], Strides), (piece, to): (Piece, &mut [Lin
 #[derive(Clone, Copy)]
 enum Source<'a, T> {
     Strided((&'a [T], Strides)),
-    Packed(&'a Packed<T>),
+    /// Where there is a path.
+    Packed(&'a Packed),
 }
 
 /// The product on this thread, checked.
@@ -313,11 +272,7 @@ fn serial<T: Float>(
     assert_apart(m, n, c.1);
     match b {
         Source::Strided(b) => assert_inside("B", k, n, b.1, b.0.len()),
-        Source::Packed(Packed { dims, .. }) => {
-            assert!(k <= dims[0] && n <= dims[1], "B: packed as {dims:?}, not {k} by {n}");
-            let whole = k == dims[0] || k.is_multiple_of(2) || precision == Precision::F32;
-            assert!(whole, "B: {k} terms cut a pair of the {} packed", dims[0]);
-        }
+        Source::Packed(Packed { dims, .. }) => assert_eq!(*dims, [k, n], "B: dims of the packed one"),
     }
     epilogue.check(m, n, c.1.0);
     let by_rows_only = matches!(b, Source::Packed(_)) || !matches!(epilogue, Epilogue::Nothing);
@@ -336,10 +291,7 @@ fn serial<T: Float>(
             let (a, c) = ((a.0.as_ptr().cast(), a.1), (c.0.cast(), c.1));
             return gemm::product(path, [m, n, k], a, b, c, update, finish.cast());
         }
-        let b = match b {
-            Source::Strided(b) => b,
-            Source::Packed(b) => (&b.dense[..], (b.dims[1], 1)),
-        };
+        let Source::Strided(b) = b else { unreachable!("a B packed for no path") };
         portable(precision, [m, n, k], a, b, c, update);
         finish.rows((c.0, c.1.0), (0, m), (0, n));
     }

@@ -35,7 +35,7 @@
 //! and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of words of
 //! 32 bits: one `f32`, or two terms in `bf16`.
 //!
-//! All of B can be packed beforehand, in the very blocks that are packed above ([`pieces`]), to be multiplied often.
+//! All of B can be packed beforehand, in the very blocks that are packed above ([`pieces`]), for all threads at once.
 //!
 //! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
 //! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can

@@ -1,5 +1,5 @@
-//! The products against three loops, and against themselves: however a product is cut, laid out, packed, shared or
-//! finished, its bits are the same.
+//! The products against three loops, and against themselves: however a product is cut, laid out, shared or finished, its
+//! bits are the same.
 
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
 use super::*;
@@ -158,7 +158,7 @@ fn one_after_the_other<T: Float>(
     [c, biased, activated]
 }
 
-/// Shared or not, with B packed as a part of more or not, and with epilogues: the bits of the plain product.
+/// Shared or not, and with epilogues: the bits of the plain product.
 fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
     let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
     let old: Vec<T> = values("c", m * n);
@@ -184,20 +184,11 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
                 assert!(out == *if epilogue == 2 { &want[2] } else { &old }, "{at}, out, for {threads} threads");
             }
         }
-        let mut packed = Packed::new(precision);
-        packed.pack([k, n], right);
-        let (terms, columns) = (k / 2 / 2 * 2, n - n / 3);
-        for (terms, columns) in [(k, n), (terms, columns)] {
-            let (mut c, mut want) = (old.clone(), old.clone());
-            gemm_packed([m, columns, terms], (&a, (k, 1)), &packed, (&mut c, n), update);
-            gemm_in(precision, [m, columns, terms], (&a, (k, 1)), right, (&mut want, (n, 1)), update);
-            assert!(c == want, "{at}, {terms} terms of {columns} columns");
-        }
     }
 }
 
 #[test]
-fn shared_packed_and_finished_products_have_the_bits_of_the_plain_one() {
+fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     for (i, dims) in [
         [1, 1, 1],
         [5, 40, 0],
@@ -229,14 +220,6 @@ fn large_operands_are_packed_in_parts() {
     assert_eq!(at_once(768, 50_304), (2816, 768));
     let (terms, columns) = at_once(3100, 1300);
     assert!(terms < 1300 && columns < 3100);
-}
-
-#[test]
-#[should_panic(expected = "B: 3 terms cut a pair of the 4 packed")]
-fn half_a_pair_is_refused() {
-    let mut b = Packed::new(Precision::Bf16);
-    b.pack([4, 2], (&[1.0_f32; 8], (2, 1)));
-    gemm_packed([1, 2, 3], (&[1.0; 3], (3, 1)), &b, (&mut [0.0; 2], 2), Update::Overwrite);
 }
 
 #[test]
