@@ -1,5 +1,5 @@
 //! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
-//! sizes that take every branch, with B packed beforehand or not; blocks of C against the whole; and against f64 with a
+//! sizes that take every branch, with B packed whole or not; blocks of C against the whole; and against f64 with a
 //! derived bound.
 //!
 //! More than 400 lines: one oracle and the cases that every path, precision and layout is held to by it.
