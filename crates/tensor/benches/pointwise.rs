@@ -81,6 +81,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden).map(drop))),
         ("gelu", wide, 8, Box::new(|| device.pointwise()?.gelu(&x).map(drop))),
         ("gelu_grad", wide, 12, Box::new(|| device.pointwise()?.gelu_grad(&dy, &x).map(drop))),
+        ("bias_gelu", wide, 8, Box::new(|| device.pointwise()?.bias_gelu(&x, &gamma).map(drop))),
         ("bias_gelu_grad", wide, 12, Box::new(|| device.pointwise()?.bias_gelu_grad(&dy, &x, &gamma).map(drop))),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
         ("layer_norm", count, 8, Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5).map(drop))),

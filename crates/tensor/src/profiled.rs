@@ -224,6 +224,10 @@ impl Pointwise for Profiled {
         })
     }
 
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
+    }
+
     fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
         self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
             device.pointwise()?.bias_gelu_grad(dy, x, bias)

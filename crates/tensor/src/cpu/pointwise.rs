@@ -58,6 +58,16 @@ impl Pointwise for Cpu {
         })
     }
 
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        for_float!(self, "gelu", x, T => {
+            let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
+            let piece = row_piece(bias.len());
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+            })
+        })
+    }
+
     fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
         for_float!(self, "gelu", x, T => {
             let (dy, x, bias) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);

@@ -36,6 +36,8 @@ pub trait Pointwise: Debug {
     fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
+    /// gelu(x + bias), tanh form, with the bits of both one after the other.
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes:
     /// (dx = dy · gelu'(x + bias), that of the bias as by [`bias_grad`](Self::bias_grad)).
     fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;

@@ -33,6 +33,10 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
+    fn bias_gelu(&self, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
     fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
         let n = bias.count();
         let _leaves = self.alloc(x.dtype(), leaves_len(x.count() / n, n))?;

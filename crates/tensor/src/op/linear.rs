@@ -120,8 +120,8 @@ impl Op for Linear {
         if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
-        cx.save(x)?;
-        cx.save(w)?;
+        cx.save_input(0)?;
+        cx.save_input(1)?;
         let (m, n, k) = self.mnk();
         let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
         let matmul = device.matmul()?;
@@ -136,7 +136,12 @@ impl Op for Linear {
                 let b = inputs[2];
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer())?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
-                cx.save(b)?;
+                cx.save_input(2)?;
+                cx.recipe(|saved| {
+                    let (product, b) = (saved[2].restore()?, saved[3].restore()?);
+                    let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer())?;
+                    Tensor::from_buffer(product.device(), y, product.shape())
+                });
                 y
             }
         };

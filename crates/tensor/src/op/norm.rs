@@ -39,12 +39,19 @@ impl Op for LayerNorm {
             inputs,
         )?;
         let (y, mean, rstd) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), self.eps)?;
-        cx.save(x)?;
-        cx.save(gamma)?;
+        cx.save_input(0)?;
+        cx.save_input(1)?;
         for statistic in [mean, rstd] {
             let rows = statistic.count();
             cx.save(&Tensor::from_buffer(x.device(), statistic, [rows])?)?;
         }
+        cx.save_input(2)?;
+        let eps = self.eps;
+        cx.recipe(move |saved| {
+            let (x, gamma, beta) = (saved[0].restore()?, saved[1].restore()?, saved[4].restore()?);
+            let (y, ..) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps)?;
+            Tensor::from_buffer(x.device(), y, x.shape())
+        });
         Tensor::from_buffer(x.device(), y, x.shape())
     }
 

@@ -9,6 +9,7 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{SpmdError, Ty};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 /// One remembered operation, or an input.
 #[derive(Debug)]
@@ -16,16 +17,17 @@ pub(super) struct Node {
     /// `None` for an input.
     op: Option<Box<dyn Op>>,
     sources: Vec<Source>,
-    saved: Vec<Saved>,
+    /// Shared with the recipe of the result.
+    saved: Rc<[Saved]>,
     shape: Shape,
 }
 
 impl Node {
     pub(super) fn input(shape: Shape) -> Self {
-        Self { op: None, sources: Vec::new(), saved: Vec::new(), shape }
+        Self { op: None, sources: Vec::new(), saved: Rc::default(), shape }
     }
 
-    pub(super) fn operation(op: Box<dyn Op>, sources: Vec<Source>, saved: Vec<Saved>, shape: Shape) -> Self {
+    pub(super) fn operation(op: Box<dyn Op>, sources: Vec<Source>, saved: Rc<[Saved]>, shape: Shape) -> Self {
         Self { op: Some(op), sources, saved, shape }
     }
 
@@ -80,7 +82,7 @@ impl Tape {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
                 // Nothing flows here: its parameters will get no share from it.
-                nodes[at].saved.clear();
+                nodes[at].saved = Rc::default();
                 pending.settle(&nodes[at], sink)?;
                 continue;
             };
@@ -111,7 +113,7 @@ impl Tape {
                 }
             }
             if !deferred {
-                nodes[at].saved.clear();
+                nodes[at].saved = Rc::default();
                 pending.settle(&nodes[at], sink)?;
             }
         }
@@ -135,7 +137,7 @@ impl Tape {
                     sink.accumulate(*id, input_grad)?;
                 }
             }
-            nodes[at].saved.clear();
+            nodes[at].saved = Rc::default();
             pending.settle(&nodes[at], sink)?;
         }
         Ok(())
