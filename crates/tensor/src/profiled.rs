@@ -228,10 +228,9 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
-            device.pointwise()?.bias_gelu_grad(dy, x, bias)
-        })
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        let touched = &[x, x, x, bias]; // x, and as much of dy read and written
+        self.span(Class::Pointwise, "bias_gelu_grad", touched, |device| device.pointwise()?.bias_gelu_grad(dy, x, bias))
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

@@ -68,20 +68,18 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
-            let (dy, x, bias) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
+            let (dy, x, bias) = (dy.as_mut_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
             let n = bias.len();
-            let mut leaves = self.output::<T>(leaves_len(x.len() / n, n), |_| {})?;
-            let sums = leaves.as_mut_slice::<T>()?;
-            let dx = self.output::<T>(x.len(), |dx| {
-                let rows = dx.chunks_mut(LEAF * n).zip(x.chunks(LEAF * n)).zip(dy.chunks(LEAF * n));
-                share(rows.zip(sums.chunks_mut(n)), |(((dx, x), dy), leaf)| {
+            let leaves = self.output::<T>(leaves_len(x.len() / n, n), |leaves| {
+                let rows = dy.chunks_mut(LEAF * n).zip(x.chunks(LEAF * n));
+                share(rows.zip(leaves.chunks_mut(n)), |((dy, x), leaf)| {
                     leaf.fill(0.0);
-                    gelu::bias_gelu_backward(x, bias, dy, dx, leaf);
+                    gelu::bias_gelu_backward(x, bias, dy, leaf);
                 });
             })?;
-            Ok((dx, self.sum_leaves(leaves.as_slice::<T>()?, n)?))
+            self.sum_leaves(leaves.as_slice::<T>()?, n)
         })
     }
 

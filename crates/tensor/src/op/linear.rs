@@ -48,10 +48,11 @@ impl Linear {
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
             Then::BiasGelu(shape) => {
-                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device());
-                let (dy, db) = device.pointwise()?.bias_gelu_grad(grad.buffer(), product.buffer(), b.buffer())?;
-                let db = cx.needs(2).then(|| Tensor::from_buffer(device, db, shape)).transpose()?;
-                Ok((Tensor::from_buffer(device, dy, grad.shape())?, db))
+                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
+                let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
+                let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer())?;
+                let db = cx.needs(2).then(|| Tensor::from_buffer(&device, db, shape)).transpose()?;
+                Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
             }
         }
     }
