@@ -96,7 +96,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             "layer_norm_grad",
             count,
             12,
-            Box::new(|| device.norm()?.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, &mean, &rstd).map(drop)),
+            Box::new(|| device.norm()?.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, &mean, &rstd, None).map(drop)),
         ),
         ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),
         ("loss backward", tokens * vocab, 8, Box::new(|| device.loss()?.grad(&mut turned, &ids, &lse, &scale, shard))),

@@ -258,9 +258,12 @@ impl Norm for Profiled {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        self.span(Class::Norm, "layer_norm_grad", &[dy, x, gamma, mean, rstd], |device| {
-            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd)
+        // A sum has the size of x and is read like it.
+        let reads = &[dy, x, gamma, mean, rstd, x][..5 + usize::from(sum.is_some())];
+        self.span(Class::Norm, "layer_norm_grad", reads, |device| {
+            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd, sum)
         })
     }
 }

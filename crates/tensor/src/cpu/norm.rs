@@ -1,9 +1,11 @@
+use super::kernels::matmul::Update;
 use super::kernels::norm;
 use super::{Cpu, LEAF, for_float, leaves_len, row_piece};
+use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
-use meshwork_core::Buffer;
 use meshwork_core::pool::share;
+use meshwork_core::{Buffer, Element};
 
 impl Norm for Cpu {
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
@@ -31,6 +33,7 @@ impl Norm for Cpu {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
@@ -39,16 +42,17 @@ impl Norm for Cpu {
             let count = leaves_len(mean.len(), n);
             let mut leaves = self.output::<T>(2 * count, |_| {})?;
             let (dgammas, dbetas) = leaves.as_mut_slice::<T>()?.split_at_mut(count);
-            let dx = self.output::<T>(x.len(), |dx| {
-                let stats = mean.chunks(LEAF).zip(rstd.chunks(LEAF));
-                let rows = dx.chunks_mut(LEAF * n).zip(dy.chunks(LEAF * n)).zip(x.chunks(LEAF * n)).zip(stats);
-                let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
-                share(rows.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
-                    dgamma.fill(0.0);
-                    dbeta.fill(0.0);
-                    norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, dx, dgamma, dbeta);
-                });
-            })?;
+            let update = if sum.is_some() { Update::Accumulate } else { Update::Overwrite };
+            let mut dx = sum.map_or_else(|| self.alloc(T::DTYPE, x.len()), Ok)?;
+            let stats = mean.chunks(LEAF).zip(rstd.chunks(LEAF));
+            let outputs = dx.as_mut_slice::<T>()?.chunks_mut(LEAF * n);
+            let rows = outputs.zip(dy.chunks(LEAF * n)).zip(x.chunks(LEAF * n)).zip(stats);
+            let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
+            share(rows.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
+                dgamma.fill(0.0);
+                dbeta.fill(0.0);
+                norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, (dx, update), dgamma, dbeta);
+            });
             let (dgammas, dbetas) = leaves.as_slice::<T>()?.split_at(count);
             Ok((dx, self.sum_leaves(dgammas, n)?, self.sum_leaves(dbetas, n)?))
         })

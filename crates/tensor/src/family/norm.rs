@@ -10,6 +10,7 @@ pub trait Norm: Debug {
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
     /// (dx, dgamma `[n]`, dbeta `[n]`); the sums over rows go by leaves of 64 rows in order, and then over the leaves in order.
+    /// Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
     fn layer_norm_grad(
         &self,
         dy: &Buffer,
@@ -17,5 +18,6 @@ pub trait Norm: Debug {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 }

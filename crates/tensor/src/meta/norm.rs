@@ -19,9 +19,11 @@ impl Norm for Meta {
         gamma: &Buffer,
         mean: &Buffer,
         _rstd: &Buffer,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let n = gamma.count();
         let _leaves = self.alloc(x.dtype(), 2 * leaves_len(mean.count(), n))?;
-        Ok((self.alloc(x.dtype(), x.count())?, self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
+        let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
+        Ok((dx, self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
     }
 }

@@ -59,8 +59,9 @@ impl Op for LayerNorm {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
         let norm = grad.device().norm()?;
+        let sum = cx.take_sum(0).map(Tensor::into_buffer);
         let (dx, dgamma, dbeta) =
-            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer())?;
+            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer(), sum)?;
         let vector = |buffer| Tensor::from_buffer(grad.device(), buffer, gamma.shape());
         let all = [Tensor::from_buffer(grad.device(), dx, x.shape())?, vector(dgamma)?, vector(dbeta)?];
         Ok(all.into_iter().enumerate().map(|(i, grad)| cx.needs(i).then_some(grad)).collect())

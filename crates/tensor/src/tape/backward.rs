@@ -96,7 +96,9 @@ impl Tape {
                 inner.deferred.borrow_mut().push((at, grad.clone()));
             }
             let params = weights == Weights::Now;
-            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, params, values: true };
+            let grads_so_far = &mut grads[..];
+            let mut cx =
+                Backward { tape: self, sink: &mut *sink, saved, sources, grads: grads_so_far, params, values: true };
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
@@ -130,7 +132,8 @@ impl Tape {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
-            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, params: true, values: false };
+            let mut cx =
+                Backward { tape: self, sink: &mut *sink, saved, sources, grads: &mut [], params: true, values: false };
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (source, input_grad) in sources.iter().zip(input_grads) {
                 if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {

@@ -120,6 +120,8 @@ pub struct Backward<'a> {
     pub(super) sink: &'a mut dyn GradSink,
     pub(super) saved: &'a mut Rc<[Saved]>,
     pub(super) sources: &'a [Source],
+    /// Of all values on the tape, as far as they are summed up.
+    pub(super) grads: &'a mut [Option<Tensor>],
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
     pub(super) values: bool,
@@ -147,6 +149,16 @@ impl Backward<'_> {
         match std::mem::replace(&mut saved[i], Saved::Taken) {
             Saved::Kept(tensor) => Ok(tensor),
             other => other.restore(),
+        }
+    }
+
+    /// What other uses of input `i` have added to its gradient so far, in memory that nobody else holds, for an operation
+    /// that adds its own share in the pass that computes it: it gives back sum + share, element by element, as the
+    /// gradient of the input. `None`: it gives its share alone, and the tape adds it up.
+    pub fn take_sum(&mut self, i: usize) -> Option<Tensor> {
+        match self.sources[i] {
+            Source::Node(from) if self.values => self.grads[from].take_if(|sum| sum.buffer().is_unique()),
+            _ => None,
         }
     }
 

@@ -57,7 +57,7 @@ pub fn bias_gelu_backward<T: Float>(x: &[T], bias: &[T], dy: &mut [T], dbias: &m
         || {
             for (dy, x) in dy.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
                 for (((dy, &x), &b), dbias) in dy.iter_mut().zip(x).zip(bias).zip(dbias.iter_mut()) {
-                    *dy = *dy * derivative(x + b);
+                    *dy *= derivative(x + b);
                     *dbias += *dy;
                 }
             }
