@@ -153,14 +153,19 @@ impl Op for Linear {
         let (m, n, k) = self.mnk();
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
-        let (x, w) = (cx.saved(0)?, cx.saved(1)?);
+        // First, so that an x made again is gone when the memory of dx is asked for.
+        let mut dw = None;
+        if cx.needs(1) {
+            let x = cx.saved(0)?;
+            dw = cx.write_grad(1, grad.dtype(), self.weight_shape, |dw, start, accumulate| {
+                let spec = Gemm::linear_weight_grad(m, n, k).accumulating(accumulate);
+                device.matmul()?.gemm(spec, grad.buffer(), x.buffer(), dw, start)
+            })?;
+        }
+        let w = cx.saved(1)?;
         let dx = cx.write_grad(0, grad.dtype(), self.input_shape, |dx, start, accumulate| {
             let spec = Gemm::linear_input_grad(m, n, k).accumulating(accumulate);
             device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), dx, start)
-        })?;
-        let dw = cx.write_grad(1, grad.dtype(), self.weight_shape, |dw, start, accumulate| {
-            let spec = Gemm::linear_weight_grad(m, n, k).accumulating(accumulate);
-            device.matmul()?.gemm(spec, grad.buffer(), x.buffer(), dw, start)
         })?;
         Ok(match self.then {
             Then::Nothing => vec![dx, dw],
