@@ -73,8 +73,8 @@ fn sums() {
 /// adds it up, as behind a sum, whose two gradients are one. The bits are those of a sum of both shares.
 #[test]
 fn a_norm_adds_its_share_to_what_other_uses_have_left() {
-    let programs: [fn(&[Var], &Var) -> Result<Var>; 2] =
-        [|v, normed| normed.linear(&v[3], 1)?.add(&v[0]), |v, normed| normed.add(&v[0])];
+    type Program = fn(&[Var], &Var) -> Result<Var>;
+    let programs: [Program; 2] = [|v, normed| normed.linear(&v[3], 1)?.add(&v[0]), |v, normed| normed.add(&v[0])];
     for (i, program) in programs.into_iter().enumerate() {
         let run = |apart: bool| {
             let tape = tape_of(&alone());

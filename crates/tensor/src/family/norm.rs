@@ -1,6 +1,7 @@
 //! Layer norm over the last `n` elements of each row: `y = (x - mean) · rstd · gamma + beta`.
 
 use crate::error::Result;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -9,15 +10,15 @@ pub trait Norm: Debug {
     /// (y, mean `[rows]`, rstd `[rows]`).
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
-    /// (dx, dgamma `[n]`, dbeta `[n]`); the sums over rows go by leaves of 64 rows in order, and then over the leaves in order.
-    /// Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
+    /// (dx, dgamma and dbeta, each `[leaves, n]`); for each leaf its rows are summed by 64 of them in order, and then those in
+    /// order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
     fn layer_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
+        stats: [&Buffer; 2],
+        leaves: RowLeaves,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 }

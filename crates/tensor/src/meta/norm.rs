@@ -1,8 +1,9 @@
 use super::Meta;
-use crate::cpu::leaves_len;
+use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 
 impl Norm for Meta {
@@ -17,13 +18,14 @@ impl Norm for Meta {
         _dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        _rstd: &Buffer,
+        _stats: [&Buffer; 2],
+        leaves: RowLeaves,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let n = gamma.count();
-        let _leaves = self.alloc(x.dtype(), 2 * leaves_len(mean.count(), n))?;
+        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(x.count() / n, leaves).parts())?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        Ok((dx, self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
+        let vectors = n * leaves.count();
+        Ok((dx, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
     }
 }
