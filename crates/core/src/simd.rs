@@ -2,7 +2,7 @@
 //!
 //! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide`]
 //! compiles a loop again for AVX2 and AVX-512 and picks at run time. The arithmetic is the same, operation by operation
-//! (Rust never fuses a multiplication with an addition by itself), so the bits are too.
+//! (Rust never fuses a multiplication with an addition by itself, and `mul_add` rounds once everywhere), so the bits are too.
 
 /// Runs `f` with the widest vectors this CPU has.
 ///
@@ -52,8 +52,8 @@ pub trait Wide: Sized {
                 // SAFETY: the CPU has all four.
                 return unsafe { avx512(self) };
             }
-            if is_x86_feature_detected!("avx2") {
-                // SAFETY: the CPU has it.
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                // SAFETY: the CPU has both.
                 return unsafe { avx2(self) };
             }
         }
@@ -70,9 +70,9 @@ unsafe fn avx512<W: Wide>(work: W) -> W::Output {
 }
 
 /// # Safety
-/// The CPU has this feature.
+/// The CPU has these features.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<W: Wide>(work: W) -> W::Output {
     work.run()
 }
@@ -113,9 +113,9 @@ mod tests {
         Poly { x: &x, y: &mut wide_y }.wide();
         assert_eq!(plain, wide_y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") {
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
             let mut y = x.clone();
-            // SAFETY: the CPU has it.
+            // SAFETY: the CPU has both.
             unsafe { avx2(Poly { x: &x, y: &mut y }) };
             assert_eq!(plain, y.iter().map(|y| y.to_bits()).collect::<Vec<_>>());
         }

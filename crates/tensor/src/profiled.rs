@@ -231,8 +231,13 @@ impl Pointwise for Profiled {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
+    }
+
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+        let touched = &[x, x, x, bias]; // x, and as much of dy read and written
+        self.span(Class::Pointwise, "bias_gelu_grad", touched, |device| {
             device.pointwise()?.bias_gelu_grad(dy, x, bias, leaves)
         })
     }
@@ -260,12 +265,14 @@ impl Norm for Profiled {
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
+        [mean, rstd]: [&Buffer; 2],
         leaves: RowLeaves,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        self.span(Class::Norm, "layer_norm_grad", &[dy, x, gamma, mean, rstd], |device| {
-            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd, leaves)
+        // A sum has the size of x and is read like it.
+        let reads = &[dy, x, gamma, mean, rstd, x][..5 + usize::from(sum.is_some())];
+        self.span(Class::Norm, "layer_norm_grad", reads, |device| {
+            device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], leaves, sum)
         })
     }
 }

@@ -69,6 +69,35 @@ fn sums() {
     });
 }
 
+/// A norm adds its share in its own pass where nobody else holds what the other use has left, as behind a product; else the tape
+/// adds it up, as behind a sum, whose two gradients are one. The bits are those of a sum of both shares.
+#[test]
+fn a_norm_adds_its_share_to_what_other_uses_have_left() {
+    type Program = fn(&[Var], &Var) -> Result<Var>;
+    let programs: [Program; 2] = [|v, normed| normed.linear(&v[3], 1)?.add(&v[0]), |v, normed| normed.add(&v[0])];
+    for (i, program) in programs.into_iter().enumerate() {
+        let run = |apart: bool| {
+            let tape = tape_of(&alone());
+            let float = |name: &str, shape: &[usize]| {
+                let data: Vec<f32> = values(name, shape.iter().product()).iter().map(|&value| value as f32).collect();
+                tape.input(Tensor::from_slice(tape.device(), &data, shape).unwrap(), Types::NONE)
+            };
+            let v = [("x", &[70, 6][..]), ("gamma", &[6]), ("beta", &[6]), ("w", &[6, 6])];
+            let v = v.map(|(name, shape)| float(name, shape));
+            let x = if apart { tape.input(v[0].tensor().clone(), Types::NONE) } else { v[0].clone() };
+            let y = program(&v, &x.layer_norm(&v[1], &v[2], 1e-5).unwrap()).unwrap();
+            let seed = float("seed", &[70, 6]).into_tensor();
+            tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
+            let mut grads: Vec<Tensor> = v[..3].iter().filter_map(|input| tape.take_grad(input)).collect();
+            if apart {
+                grads[0] = grads[0].clone().accumulate(&tape.take_grad(&x).unwrap()).unwrap();
+            }
+            grads.iter().map(to_f64).collect::<Vec<_>>()
+        };
+        assert_eq!(run(false), run(true), "program {i}");
+    }
+}
+
 #[test]
 fn a_value_used_more_than_once_gets_the_sum_of_its_gradients() {
     check("x + x", &[("x", &[3, 4])], |_, v| v[0].add(&v[0]));

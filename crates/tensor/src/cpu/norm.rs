@@ -1,10 +1,12 @@
+use super::kernels::matmul::Update;
 use super::kernels::norm;
 use super::{Cpu, RowSums, for_float, row_piece};
+use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
 use meshwork_core::pool::share;
+use meshwork_core::{Buffer, Element};
 
 impl Norm for Cpu {
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
@@ -30,9 +32,9 @@ impl Norm for Cpu {
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
+        [mean, rstd]: [&Buffer; 2],
         leaves: RowLeaves,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
@@ -42,16 +44,16 @@ impl Norm for Cpu {
             let count = n * rows.parts();
             let mut parts = self.output::<T>(2 * count, |_| {})?;
             let (dgammas, dbetas) = parts.as_mut_slice::<T>()?.split_at_mut(count);
-            let dx = self.output::<T>(x.len(), |dx| {
-                let stats = rows.cut(mean, 1).zip(rows.cut(rstd, 1));
-                let cut = rows.cut_mut(dx, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n)).zip(stats);
-                let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
-                share(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
-                    dgamma.fill(0.0);
-                    dbeta.fill(0.0);
-                    norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, dx, dgamma, dbeta);
-                });
-            })?;
+            let update = if sum.is_some() { Update::Accumulate } else { Update::Overwrite };
+            let mut dx = sum.map_or_else(|| self.alloc(T::DTYPE, x.len()), Ok)?;
+            let stats = rows.cut(mean, 1).zip(rows.cut(rstd, 1));
+            let cut = rows.cut_mut(dx.as_mut_slice::<T>()?, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n)).zip(stats);
+            let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
+            share(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
+                dgamma.fill(0.0);
+                dbeta.fill(0.0);
+                norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, (dx, update), dgamma, dbeta);
+            });
             let (dgammas, dbetas) = parts.as_slice::<T>()?.split_at(count);
             Ok((dx, rows.finish(self, dgammas, n)?, rows.finish(self, dbetas, n)?))
         })

@@ -73,21 +73,29 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
-            let (dy, x, bias) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
+            let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
+            let piece = row_piece(bias.len());
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+            })
+        })
+    }
+
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+        for_float!(self, "gelu", x, T => {
+            let (dy, x, bias) = (dy.as_mut_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
             let n = bias.len();
             let rows = RowSums::new(x.len() / n, leaves);
-            let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
-            let sums = parts.as_mut_slice::<T>()?;
-            let dx = self.output::<T>(x.len(), |dx| {
-                let cut = rows.cut_mut(dx, n).zip(rows.cut(x, n)).zip(rows.cut(dy, n));
-                share(cut.zip(sums.chunks_mut(n)), |(((dx, x), dy), part)| {
+            let parts = self.output::<T>(n * rows.parts(), |parts| {
+                let cut = rows.cut_mut(dy, n).zip(rows.cut(x, n));
+                share(cut.zip(parts.chunks_mut(n)), |((dy, x), part)| {
                     part.fill(0.0);
-                    gelu::bias_gelu_backward(x, bias, dy, dx, part);
+                    gelu::bias_gelu_backward(x, bias, dy, part);
                 });
             })?;
-            Ok((dx, rows.finish(self, parts.as_slice::<T>()?, n)?))
+            rows.finish(self, parts.as_slice::<T>()?, n)
         })
     }
 

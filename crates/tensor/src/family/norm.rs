@@ -11,14 +11,14 @@ pub trait Norm: Debug {
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
     /// (dx, dgamma and dbeta, each `[leaves, n]`); for each leaf its rows are summed by 64 of them in order, and then those in
-    /// order.
+    /// order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
     fn layer_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        rstd: &Buffer,
+        stats: [&Buffer; 2],
         leaves: RowLeaves,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 }

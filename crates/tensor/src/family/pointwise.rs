@@ -40,9 +40,11 @@ pub trait Pointwise: Debug {
     fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
-    /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes:
-    /// (dx = dy · gelu'(x + bias), that of the bias as by [`bias_grad`](Self::bias_grad)).
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)>;
+    /// gelu(x + bias), tanh form, with the bits of both one after the other.
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
+    /// dx = dy · gelu'(x + bias), in place, and gives that of the bias as [`bias_grad`](Self::bias_grad) does.
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).

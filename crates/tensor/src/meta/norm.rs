@@ -18,13 +18,14 @@ impl Norm for Meta {
         _dy: &Buffer,
         x: &Buffer,
         gamma: &Buffer,
-        mean: &Buffer,
-        _rstd: &Buffer,
+        _stats: [&Buffer; 2],
         leaves: RowLeaves,
+        sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let n = gamma.count();
-        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(mean.count(), leaves).parts())?;
+        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(x.count() / n, leaves).parts())?;
+        let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         let vectors = n * leaves.count();
-        Ok((self.alloc(x.dtype(), x.count())?, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
+        Ok((dx, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
     }
 }

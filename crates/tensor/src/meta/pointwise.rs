@@ -38,10 +38,14 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
-    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu(&self, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
         let n = bias.count();
         let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, leaves).parts())?;
-        Ok((self.like(x)?, self.alloc(x.dtype(), n * leaves.count())?))
+        self.alloc(x.dtype(), n * leaves.count())
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

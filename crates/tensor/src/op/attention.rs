@@ -64,7 +64,7 @@ impl Op for CausalAttention {
         let s = self.shape;
         let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.dropout.as_ref())?;
         let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
-        cx.save(qkv)?;
+        cx.save_input(0)?;
         cx.save(&out)?;
         cx.save(&Tensor::from_buffer(qkv.device(), lse, [s.batch, s.heads, s.seq])?)?;
         Ok(out)

@@ -16,6 +16,10 @@ impl Var {
     }
 }
 
+fn gelu(x: &Tensor) -> Result<Tensor> {
+    Tensor::from_buffer(x.device(), x.device().pointwise()?.gelu(x.buffer())?, x.shape())
+}
+
 impl Op for Gelu {
     fn name(&self) -> &'static str {
         "gelu"
@@ -30,9 +34,9 @@ impl Op for Gelu {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let x = inputs[0];
-        cx.save(x)?;
-        Tensor::from_buffer(x.device(), x.device().pointwise()?.gelu(x.buffer())?, x.shape())
+        cx.save_input(0)?;
+        cx.recipe(|saved| gelu(&saved[0].restore()?));
+        gelu(inputs[0])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {

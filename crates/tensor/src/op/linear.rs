@@ -54,15 +54,15 @@ impl Linear {
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
             Then::BiasGelu(shape) => {
-                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device());
+                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
                 let leaves = if cx.needs(2) { cx.row_leaves(2, self.tokens) } else { RowLeaves::WHOLE };
-                let (dy, db) =
-                    device.pointwise()?.bias_gelu_grad(grad.buffer(), product.buffer(), b.buffer(), leaves)?;
+                let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
+                let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer(), leaves)?;
                 let db = match cx.needs(2) {
                     true => cx.sum_leaves(2, db, shape, self.tokens, leaves)?,
                     false => None,
                 };
-                Ok((Tensor::from_buffer(device, dy, grad.shape())?, db))
+                Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
             }
         }
     }
@@ -131,8 +131,8 @@ impl Op for Linear {
         if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
-        cx.save(x)?;
-        cx.save(w)?;
+        cx.save_input(0)?;
+        cx.save_input(1)?;
         let (m, n, k) = self.mnk();
         let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
         let matmul = device.matmul()?;
@@ -148,7 +148,12 @@ impl Op for Linear {
                 let b = inputs[2];
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer())?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
-                cx.save(b)?;
+                cx.save_input(2)?;
+                cx.recipe(|saved| {
+                    let (product, b) = (saved[2].restore()?, saved[3].restore()?);
+                    let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer())?;
+                    Tensor::from_buffer(product.device(), y, product.shape())
+                });
                 y
             }
         };
@@ -159,19 +164,23 @@ impl Op for Linear {
         let (m, n, k) = self.mnk();
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
-        let (x, w) = (cx.saved(0)?, cx.saved(1)?);
         let samples = self.input_shape.first().copied().unwrap_or(1);
+        // First, so that an x made again is gone when the memory of dx is asked for.
+        let mut dw = None;
+        if cx.needs(1) {
+            let (x, rows) = (cx.saved(0)?, m / samples.max(1));
+            dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
+                let (from, to) = (room.samples.start * rows, room.samples.end * rows);
+                let terms = Terms { leaves: room.leaves, ..Terms::WHOLE };
+                let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
+                let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
+                device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
+            })?;
+        }
+        let w = cx.saved(1)?;
         let dx = cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
             let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
             device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start)
-        })?;
-        let rows = m / samples.max(1);
-        let dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
-            let (from, to) = (room.samples.start * rows, room.samples.end * rows);
-            let terms = Terms { leaves: room.leaves, ..Terms::WHOLE };
-            let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
-            let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
-            device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
         })?;
         Ok(match self.then {
             Then::Nothing => vec![dx, dw],

@@ -40,12 +40,19 @@ impl Op for LayerNorm {
             inputs,
         )?;
         let (y, mean, rstd) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), self.eps)?;
-        cx.save(x)?;
-        cx.save(gamma)?;
+        cx.save_input(0)?;
+        cx.save_input(1)?;
         for statistic in [mean, rstd] {
             let rows = statistic.count();
             cx.save(&Tensor::from_buffer(x.device(), statistic, [rows])?)?;
         }
+        cx.save_input(2)?;
+        let eps = self.eps;
+        cx.recipe(move |saved| {
+            let (x, gamma, beta) = (saved[0].restore()?, saved[1].restore()?, saved[4].restore()?);
+            let (y, ..) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps)?;
+            Tensor::from_buffer(x.device(), y, x.shape())
+        });
         Tensor::from_buffer(x.device(), y, x.shape())
     }
 
@@ -55,8 +62,15 @@ impl Op for LayerNorm {
         // Both are parameters or neither.
         let leaves = if cx.needs(1) { cx.row_leaves(1, self.tokens) } else { RowLeaves::WHOLE };
         let norm = grad.device().norm()?;
-        let (dx, dgamma, dbeta) =
-            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer(), leaves)?;
+        let sum = cx.take_sum(0).map(Tensor::into_buffer);
+        let (dx, dgamma, dbeta) = norm.layer_norm_grad(
+            grad.buffer(),
+            x.buffer(),
+            gamma.buffer(),
+            [mean.buffer(), rstd.buffer()],
+            leaves,
+            sum,
+        )?;
         let mut all = vec![Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in [(1, dgamma), (2, dbeta)] {
             all.push(match cx.needs(i) {

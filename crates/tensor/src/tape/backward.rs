@@ -10,6 +10,7 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{SpmdError, Ty, Types};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 /// One remembered operation, or an input.
 #[derive(Debug)]
@@ -19,7 +20,8 @@ pub(super) struct Node {
     /// Operations applied before it.
     number: usize,
     sources: Vec<Source>,
-    saved: Vec<Saved>,
+    /// Shared with the recipe of the result.
+    saved: Rc<[Saved]>,
     /// Of the value that it made.
     shape: Shape,
     types: Types,
@@ -27,14 +29,14 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) fn input(shape: Shape, types: Types) -> Self {
-        Self { op: None, number: 0, sources: Vec::new(), saved: Vec::new(), shape, types }
+        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, types }
     }
 
     pub(super) fn operation(
         op: Box<dyn Op>,
         number: usize,
         sources: Vec<Source>,
-        saved: Vec<Saved>,
+        saved: Rc<[Saved]>,
         shape: Shape,
         types: Types,
     ) -> Self {
@@ -93,7 +95,7 @@ impl Tape {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
                 // Nothing flows here: its parameters will get no share from it.
-                nodes[at].saved.clear();
+                nodes[at].saved = Rc::default();
                 uses.settle(&nodes[at], sink)?;
                 continue;
             };
@@ -107,7 +109,17 @@ impl Tape {
                 inner.deferred.borrow_mut().push((at, grad.clone()));
             }
             let params = weights == Weights::Now;
-            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, uses: &uses, params, values: true };
+            let grads_so_far = &mut grads[..];
+            let mut cx = Backward {
+                tape: self,
+                sink: &mut *sink,
+                saved,
+                sources,
+                grads: grads_so_far,
+                uses: &uses,
+                params,
+                values: true,
+            };
             let name = op.name();
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
@@ -129,7 +141,7 @@ impl Tape {
                 }
             }
             if !deferred {
-                nodes[at].saved.clear();
+                nodes[at].saved = Rc::default();
                 uses.settle(&nodes[at], sink)?;
             }
         }
@@ -170,15 +182,23 @@ impl Tape {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
-            let mut cx =
-                Backward { tape: self, sink: &mut *sink, saved, sources, uses: &uses, params: true, values: false };
+            let mut cx = Backward {
+                tape: self,
+                sink: &mut *sink,
+                saved,
+                sources,
+                grads: &mut [],
+                uses: &uses,
+                params: true,
+                values: false,
+            };
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (source, input_grad) in sources.iter().zip(input_grads) {
                 if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {
                     sink.accumulate(&self.whole(*id, op.name())?, input_grad)?;
                 }
             }
-            nodes[at].saved.clear();
+            nodes[at].saved = Rc::default();
             uses.settle(&nodes[at], sink)?;
         }
         Ok(())

@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
 use meshwork_core::{Buffer, Types};
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
+use std::rc::Rc;
 
 /// How an operation's saved tensors wait for the backward pass: kept, compressed, offloaded, recomputed.
 pub trait SavedPolicy: Debug {
@@ -32,12 +33,35 @@ pub enum Saved {
 }
 
 impl Saved {
-    pub(super) fn restore(&self) -> Result<Tensor> {
+    /// The tensor.
+    pub fn restore(&self) -> Result<Tensor> {
         match self {
             Saved::Kept(tensor) => Ok(tensor.clone()),
             Saved::Packed(packed) => packed.restore(),
             Saved::Taken => Err(Error::Backward("a saved tensor was taken and then asked for again".to_owned())),
         }
+    }
+}
+
+/// How the result of an operation is made again from what the operation saved, see
+/// [`Forward::recipe`](super::Forward::recipe).
+pub(super) struct Recipe {
+    pub(super) saved: Rc<[Saved]>,
+    pub(super) make: Box<Make>,
+}
+
+/// A result, with the bits of the first time, from what its operation saved.
+pub(super) type Make = dyn Fn(&[Saved]) -> Result<Tensor>;
+
+impl SavedTensor for Rc<Recipe> {
+    fn restore(&self) -> Result<Tensor> {
+        (self.make)(&self.saved)
+    }
+}
+
+impl Debug for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recipe").field("saved", &self.saved).finish_non_exhaustive()
     }
 }
 

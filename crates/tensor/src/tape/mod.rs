@@ -1,7 +1,8 @@
 //! The tape: operations on [`Var`]s are applied, typed and remembered; [`Tape::backward`] walks them in reverse.
 //!
 //! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need, a fourth looks on:
-//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass;
+//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass. Values that are cheap to
+//!   make again ([`Forward::recipe`]) do not wait at all;
 //! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only what flows on, and
 //!   [`Tape::weight_gradients`] does the rest later;
 //! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share;
@@ -23,6 +24,7 @@ use crate::random;
 use crate::shape::{MAX_DIMS, Shape};
 use crate::tensor::Tensor;
 use backward::Node;
+use hooks::Recipe;
 use meshwork_core::rules::{Operand, resolve_reads};
 use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
@@ -83,6 +85,8 @@ pub struct Var {
     tensor: Tensor,
     types: Types,
     source: Source,
+    /// How it is made again in backward, if it need not be kept for that.
+    recipe: Option<Rc<Recipe>>,
 }
 
 /// Where the gradient of a value goes.
@@ -162,7 +166,7 @@ impl Tape {
 
     /// A value that needs no gradient: token ids, targets.
     pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
-        Var { tape: self.clone(), tensor, types, source: Source::Constant }
+        Var { tape: self.clone(), tensor, types, source: Source::Constant, recipe: None }
     }
 
     /// A value from outside whose gradient [`take_grad`](Self::take_grad) gives after backward: what a previous pipeline
@@ -172,13 +176,14 @@ impl Tape {
             return self.constant(tensor, types);
         }
         let node = self.push(Node::input(tensor.shape(), types));
-        Var { tape: self.clone(), tensor, types, source: Source::Node(node) }
+        Var { tape: self.clone(), tensor, types, source: Source::Node(node), recipe: None }
     }
 
     /// Reads a parameter.
     pub fn param(&self, id: ParamId) -> Result<Var> {
         let params = &self.inner.params;
-        Ok(Var { tape: self.clone(), tensor: params.value(id)?, types: params.types(id), source: Source::Param(id) })
+        let (tensor, types) = (params.value(id)?, params.types(id));
+        Ok(Var { tape: self.clone(), tensor, types, source: Source::Param(id), recipe: None })
     }
 
     /// The types with which each parameter was read. On axes where that is `Replicate` its gradient is `Partial`.
@@ -212,10 +217,10 @@ impl Tape {
         }
 
         let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source != Source::Constant);
-        let mut forward = Forward::new(self, op.name(), records);
+        let mut forward = Forward::new(self, op.name(), inputs, records);
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
         let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;
-        let saved = forward.into_saved();
+        let (saved, mut recipe) = forward.finish();
         let tensor = match inner.observer.get() {
             None => tensor,
             Some(observer) => {
@@ -232,7 +237,11 @@ impl Tape {
                     types,
                     tensor: &tensor,
                 };
-                replaced(&seen, observer.see(&seen)?)?
+                let by = observer.see(&seen)?;
+                if by.is_some() {
+                    recipe = None; // it would make what was replaced
+                }
+                replaced(&seen, by)?
             }
         };
         let source = if records {
@@ -241,7 +250,7 @@ impl Tape {
         } else {
             Source::Constant
         };
-        Ok(Var { tape: self.clone(), tensor, types, source })
+        Ok(Var { tape: self.clone(), tensor, types, source, recipe })
     }
 
     fn push(&self, node: Node) -> usize {

@@ -1,13 +1,14 @@
 //! What an operation is.
 
 use super::backward::Uses;
-use super::hooks::{GradSink, Saved};
-use super::{Source, Tape};
+use super::hooks::{GradSink, Make, Recipe, Saved};
+use super::{Source, Tape, Var};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
 use meshwork_core::{SpmdError, Types};
 use std::fmt::Debug;
+use std::rc::Rc;
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
 /// [`Tape::apply`](super::Tape::apply).
@@ -33,13 +34,24 @@ pub trait Op: Debug {
 pub struct Forward<'a> {
     tape: &'a Tape,
     op: &'static str,
+    inputs: &'a [&'a Var],
     records: bool,
     saved: Vec<Saved>,
+    again: Again,
+}
+
+/// How the result is had again in backward.
+enum Again {
+    /// It has to be kept.
+    Kept,
+    /// As the input with this index.
+    SameAs(usize),
+    Made(Box<Make>),
 }
 
 impl<'a> Forward<'a> {
-    pub(super) fn new(tape: &'a Tape, op: &'static str, records: bool) -> Self {
-        Self { tape, op, records, saved: Vec::new() }
+    pub(super) fn new(tape: &'a Tape, op: &'static str, inputs: &'a [&'a Var], records: bool) -> Self {
+        Self { tape, op, inputs, records, saved: Vec::new(), again: Again::Kept }
     }
 
     /// Keeps a tensor for backward, where `cx.saved(i)` gives back the i-th one saved.
@@ -48,6 +60,29 @@ impl<'a> Forward<'a> {
             self.saved.push(self.tape.save(self.op, tensor.clone())?);
         }
         Ok(())
+    }
+
+    /// The same for input `i`, of which the recipe is kept instead where it has one.
+    pub fn save_input(&mut self, i: usize) -> Result<()> {
+        let input = self.inputs[i];
+        match &input.recipe {
+            Some(recipe) if self.records => self.saved.push(Saved::Packed(Box::new(Rc::clone(recipe)))),
+            Some(_) => {}
+            None => self.save(&input.tensor)?,
+        }
+        Ok(())
+    }
+
+    /// Gives the recipe of the result: how to make it again, bit for bit, from what this operation saves anyway. Operations
+    /// that need the result in backward then do not keep it, each asks for it when its turn comes. For what takes a pass
+    /// over memory or two: a norm, an activation.
+    pub fn recipe(&mut self, make: impl Fn(&[Saved]) -> Result<Tensor> + 'static) {
+        self.again = Again::Made(Box::new(make));
+    }
+
+    /// The result is input `i` itself, and so is its recipe.
+    pub fn same_as(&mut self, i: usize) {
+        self.again = Again::SameAs(i);
     }
 
     /// The tape.
@@ -67,8 +102,15 @@ impl<'a> Forward<'a> {
         })
     }
 
-    pub(super) fn into_saved(self) -> Vec<Saved> {
-        self.saved
+    /// What was saved, and the recipe of the result.
+    pub(super) fn finish(self) -> (Rc<[Saved]>, Option<Rc<Recipe>>) {
+        let saved: Rc<[Saved]> = self.saved.into();
+        let recipe = match self.again {
+            Again::Made(make) if self.records => Some(Rc::new(Recipe { saved: Rc::clone(&saved), make })),
+            Again::SameAs(i) => self.inputs[i].recipe.clone(),
+            _ => None,
+        };
+        (saved, recipe)
     }
 }
 
@@ -76,8 +118,10 @@ impl<'a> Forward<'a> {
 pub struct Backward<'a> {
     pub(super) tape: &'a Tape,
     pub(super) sink: &'a mut dyn GradSink,
-    pub(super) saved: &'a mut [Saved],
+    pub(super) saved: &'a mut Rc<[Saved]>,
     pub(super) sources: &'a [Source],
+    /// Of all values on the tape, as far as they are summed up.
+    pub(super) grads: &'a mut [Option<Tensor>],
     pub(super) uses: &'a Uses,
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
@@ -102,9 +146,20 @@ impl Backward<'_> {
     /// The i-th tensor that forward saved, for good: its memory can be written if nobody else holds it. Not for operations
     /// with parameters, whose backward may run twice.
     pub fn take_saved(&mut self, i: usize) -> Result<Tensor> {
-        match std::mem::replace(&mut self.saved[i], Saved::Taken) {
+        let Some(saved) = Rc::get_mut(self.saved) else { return self.saved[i].restore() };
+        match std::mem::replace(&mut saved[i], Saved::Taken) {
             Saved::Kept(tensor) => Ok(tensor),
             other => other.restore(),
+        }
+    }
+
+    /// What other uses of input `i` have added to its gradient so far, in memory that nobody else holds, for an operation
+    /// that adds its own share in the pass that computes it: it gives back sum + share, element by element, as the
+    /// gradient of the input. `None`: it gives its share alone, and the tape adds it up.
+    pub fn take_sum(&mut self, i: usize) -> Option<Tensor> {
+        match self.sources[i] {
+            Source::Node(from) if self.values => self.grads[from].take_if(|sum| sum.buffer().is_unique()),
+            _ => None,
         }
     }
 

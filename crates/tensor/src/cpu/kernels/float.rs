@@ -38,7 +38,10 @@ pub trait Float:
     /// The magnitude.
     fn abs(self) -> Self;
 
-    /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1 ulp (see `exp_f32`), in `f64` std's.
+    /// `self · factor + term`, rounded once on every CPU; one instruction where [`wide`](meshwork_core::simd::wide) has any.
+    fn mul_add(self, factor: Self, term: Self) -> Self;
+
+    /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1.02 ulp (see `exp_f32`), in `f64` std's.
     fn exp(self) -> Self;
 
     /// The larger of two numbers; if either is NaN, `other`.
@@ -80,6 +83,11 @@ impl Float for f32 {
     }
 
     #[inline(always)]
+    fn mul_add(self, factor: f32, term: f32) -> f32 {
+        f32::mul_add(self, factor, term)
+    }
+
+    #[inline(always)]
     fn exp(self) -> f32 {
         exp_f32(self)
     }
@@ -111,41 +119,43 @@ impl Float for f64 {
     }
 
     #[inline(always)]
+    fn mul_add(self, factor: f64, term: f64) -> f64 {
+        f64::mul_add(self, factor, term)
+    }
+
+    #[inline(always)]
     fn exp(self) -> f64 {
         f64::exp(self)
     }
 }
 
-/// `e^x` without branches, calls or fused operations, so that loops over it vectorise on any x86-64 and its bits are
-/// the same on every machine.
+/// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once everywhere, so its bits
+/// are the same on every machine; a CPU that has none (on x86-64, older than 2013) takes a slow function for each.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, `1 + r + r² p(r)` for `e^r` (`p` of degree 4 and minimax in the relative
-/// error, 3.2e-9), and two multiplications by powers of two, so that results overflow to infinity and underflow
-/// through the subnormals to zero as they should. Within 1 ulp everywhere.
+/// error, 3.2e-9), times `2^n`. Within 1.02 ulp, for all that matters to exponentials of differences to a maximum: where
+/// `n = 128`, from 88.38 on, the result is infinity, the largest numbers left out; where `n = -127`, from -87.68 down, it is
+/// zero, most subnormals left out.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
-    /// 1.5 * 2^23: added to a small number it leaves the nearest integer in the low bits of the mantissa.
-    const ROUND: f32 = 12_582_912.0;
-    /// ln 2 in two parts, the first so short that `n` times it is exact.
+    /// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low bits of
+    /// the mantissa.
+    const ROUND: f32 = 12_583_039.0;
+    /// ln 2 in two parts.
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    /// 2^-25, which brings the results of negative `x` down to where they belong.
-    const SMALL: f32 = 1.0 / 33_554_432.0;
 
-    // Outside, the result is 0 or infinity. Ordered so that NaN passes.
-    let x = Float::smaller(89.0, Float::larger(-104.0, x));
-    // 2^n = 2^(n + 25) 2^-25 or 2^(n - 2) 4, of which the first factor is a normal number for every n: its exponent
-    // with its bias, 127, comes out of the rounding.
-    let (round, unit) = if x > 0.0 { (ROUND + 125.0, 4.0) } else { (ROUND + 152.0, SMALL) };
-    let shifted = x * std::f32::consts::LOG2_E + round;
-    let n = shifted - round;
-    let r = (x - n * LN2_HIGH) - n * LN2_LOW;
-    let mut p = 1.383_881_2e-3;
+    // Ordered so that NaN passes.
+    let x = Float::smaller(89.0, Float::larger(-88.0, x));
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
+    let mut p = 1.383_881_2e-3_f32;
     for c in [8.369_192e-3, 4.166_810_2e-2, 1.666_651_7e-1, 0.499_999_94] {
-        p = p * r + c;
+        p = p.mul_add(r, c);
     }
-    let exp_r = (p * (r * r) + r) + 1.0;
-    exp_r * f32::from_bits(shifted.to_bits() << 23) * unit
+    let exp_r = p.mul_add(r * r, r) + 1.0;
+    exp_r * f32::from_bits(shifted.to_bits() << 23)
 }
 
 #[cfg(test)]
@@ -159,27 +169,25 @@ mod tests {
         (f64::from(exp_f32(x)) - exact).abs() / ulp
     }
 
-    /// One value in 997; one in 7, tried once, gave 0.989 ulp at worst.
+    /// One value in 997; one in 7, tried once, gave 1.012 ulp at worst.
     #[test]
-    fn exp_is_within_1_ulp() {
+    fn exp_is_as_close_as_stated() {
         let sampled = (0..=f32::INFINITY.to_bits()).step_by(997).map(f32::from_bits);
-        let in_range = sampled.flat_map(|x| [x, -x]).filter(|x| *x < 88.722_83 && *x > -104.0);
+        let in_range = sampled.flat_map(|x| [x, -x]).filter(|x| *x < 88.376 && *x > -87.68);
         let worst = in_range.map(ulps).fold(0.0, f64::max);
-        assert!(worst <= 1.0, "{worst} ulp");
+        assert!(worst <= 1.02, "{worst} ulp");
     }
 
     #[test]
     fn exp_handles_the_ends_of_its_range() {
         assert_eq!(exp_f32(0.0), 1.0);
         assert_eq!(exp_f32(-0.0), 1.0);
-        for x in [88.722_85, 89.0, 100.0, f32::MAX, f32::INFINITY] {
+        for x in [88.377, 89.0, 100.0, f32::MAX, f32::INFINITY] {
             assert_eq!(exp_f32(x), f32::INFINITY, "{x}");
         }
-        for x in [-104.0, -1e4, f32::MIN, f32::NEG_INFINITY] {
+        for x in [-87.69, -104.0, -1e4, f32::MIN, f32::NEG_INFINITY] {
             assert_eq!(exp_f32(x), 0.0, "{x}");
         }
-        assert!(exp_f32(88.722_8).is_finite());
-        assert_eq!(exp_f32(-103.0).to_bits(), 1, "the smallest subnormal");
         assert!(exp_f32(f32::NAN).is_nan());
     }
 }

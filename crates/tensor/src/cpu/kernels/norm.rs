@@ -7,6 +7,7 @@
 //! `n` is the length of `gamma`, the number of rows that of `mean`.
 
 use super::Float;
+use super::matmul::Update;
 use super::reduce::{sum, sums};
 use meshwork_core::simd::wide;
 
@@ -52,9 +53,15 @@ pub struct Saved<'a, T> {
     pub rstd: &'a [T],
 }
 
-/// `dx[rows, n]` (overwrites), and `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one after another.
-/// Each row is read from memory once.
-pub fn backward<T: Float>(saved: Saved<'_, T>, gamma: &[T], dx: &mut [T], dgamma: &mut [T], dbeta: &mut [T]) {
+/// `dx[rows, n]` (overwrites it, or adds to it), and `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one
+/// after another. Each row is read from memory once.
+pub fn backward<T: Float>(
+    saved: Saved<'_, T>,
+    gamma: &[T],
+    (dx, update): (&mut [T], Update),
+    dgamma: &mut [T],
+    dbeta: &mut [T],
+) {
     let Saved { dy, x, mean, rstd } = saved;
     let n = row_len(gamma, [dgamma.len(), dbeta.len()], mean, rstd, [dy.len(), x.len(), dx.len()]);
     let count = T::from_f64(n as f64);
@@ -77,7 +84,8 @@ pub fn backward<T: Float>(saved: Saved<'_, T>, gamma: &[T], dx: &mut [T], dgamma
                 let params = gamma.iter().zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
                 for (((dx, &dy), &x), ((&gamma, dgamma), dbeta)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
                     let normal = (x - mean) * rstd;
-                    *dx = rstd * (dy * gamma - g_mean - normal * gx_mean);
+                    let share = rstd * (dy * gamma - g_mean - normal * gx_mean);
+                    *dx = if update == Update::Accumulate { *dx + share } else { share };
                     *dgamma += dy * normal;
                     *dbeta += dy;
                 }
@@ -155,7 +163,7 @@ mod tests {
             let [_, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
             let (mut dx, mut dgamma, mut dbeta) = (vec![9.0; rows * n], vec![0.0; n], vec![0.0; n]);
             let saved = Saved { dy: &c.dy, x: &c.x, mean: &mean, rstd: &rstd };
-            backward(saved, &c.gamma, &mut dx, &mut dgamma, &mut dbeta);
+            backward(saved, &c.gamma, (&mut dx, Update::Overwrite), &mut dgamma, &mut dbeta);
             let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| dot(&run(x, gamma, beta)[0], &c.dy);
             if n > 2 {
                 // With two elements y is a step function of x[0] - x[1]: differences say nothing.
@@ -175,7 +183,7 @@ mod tests {
                 let all = rows.start * n..rows.end * n;
                 let (mean, rstd) = (&mean[rows.clone()], &rstd[rows]);
                 let saved = Saved { dy: &c.dy[all.clone()], x: &c.x[all], mean, rstd };
-                backward(saved, &c.gamma, dx, dgamma, dbeta);
+                backward(saved, &c.gamma, (dx, Update::Overwrite), dgamma, dbeta);
             };
             let (mut dx, mut dgamma, mut dbeta) = (vec![9.0; rows * n], c.gamma.clone(), c.beta.clone());
             grads(&mut dx, 0..rows, &mut dgamma, &mut dbeta);
@@ -192,6 +200,10 @@ mod tests {
             grads(&mut dx[..cut * n], 0..cut, &mut dgamma_parts, &mut dbeta_parts);
             grads(&mut dx[cut * n..], cut..rows, &mut dgamma_parts, &mut dbeta_parts);
             prop_assert_eq!((dgamma_parts, dbeta_parts), (dgamma, dbeta));
+            let mut sum = c.x.clone();
+            let saved = Saved { dy: &c.dy, x: &c.x, mean: &mean, rstd: &rstd };
+            backward(saved, &c.gamma, (&mut sum, Update::Accumulate), &mut [0.0; 1100][..n], &mut [0.0; 1100][..n]);
+            prop_assert!((0..rows * n).all(|i| sum[i] == c.x[i] + dx[i]));
         }
     }
 }
