@@ -180,7 +180,7 @@ fn a_bad_configuration_file() {
         ("[optimizer]\nlr = nan\n", "optimizer.lr = nan: is out of range"),
         ("[data]\npath = 3\n", "data.path = 3: is a whole number, not a string"),
         ("model = 3\n", "model = 3: is a whole number, not a section"),
-        ("[training]\nnumerics = \"canonical\"\n", "training.numerics = \"canonical\": has not landed yet; use fast"),
+        ("[training]\nnumerics = \"exact\"\n", "training.numerics = \"exact\": unknown; the nearest is fast"),
         ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
         ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": recomputation has not landed yet"),
         ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),

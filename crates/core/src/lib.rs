@@ -10,6 +10,7 @@ pub mod profile;
 mod rank;
 pub mod simd;
 mod spmd;
+pub mod tree;
 
 pub use buffer::{Buffer, BufferError};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp};

@@ -5,7 +5,7 @@ use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use std::sync::Arc;
 
@@ -66,9 +66,9 @@ struct Flat<'a> {
 }
 
 impl GradSink for Flat<'_> {
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
         (self.at_share)();
-        let start = self.params.place(id).1.start;
+        let start = self.params.place(share.id).1.start;
         let device = Arc::clone(self.sum.device());
         device.pointwise()?.add_assign(self.sum.buffer_mut(), start, grad.buffer())
     }
@@ -94,8 +94,7 @@ fn train(device: &Arc<dyn Device>, steps: u64, at: &mut dyn FnMut(&str)) {
         let loss = gpt.loss(&tape, &tokens(&ids), &tokens(&ids), &mut || at("forward")).unwrap();
         let sum = Tensor::zeros(device, DType::F32, [params.flats()[0].count()]).unwrap();
         let mut sink = Flat { params: &params, sum, at_share: &mut || at("backward") };
-        let seed = Tensor::from_slice(device, &[1.0f64], [1]).unwrap();
-        tape.backward(&loss, seed, Weights::Now, &mut sink).unwrap();
+        tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut sink).unwrap();
         at("step");
     }
 }

@@ -6,7 +6,7 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;
@@ -306,13 +306,13 @@ fn mixing_invariant_with_shard_without_split() {
 }
 
 #[test]
-fn a_loss_that_is_partial_on_dp_reported_as_final() {
+fn a_loss_of_this_ranks_samples_reported_as_final() {
     let loss = |b: &Bench| b.x(I).cross_entropy(&b.tokens());
     refused(
         |b| loss(b)?.item(),
-        "item: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first",
+        "item: on axis dp, the value is Shard(0): no rank holds the true one; all_gather it over dp first",
     );
-    accepted(|b| loss(b)?.all_reduce(DP)?.item());
+    accepted(|b| loss(b)?.all_gather(DP, 0)?.item());
 }
 
 /// The value is right on every rank and the gradient would be too large by the degree: each rank backs up its own copy.
@@ -320,7 +320,7 @@ fn a_loss_that_is_partial_on_dp_reported_as_final() {
 fn backward_from_a_loss_that_every_rank_holds_a_copy_of() {
     struct Nowhere;
     impl GradSink for Nowhere {
-        fn accumulate(&mut self, _: ParamId, _: Tensor) -> Result<()> {
+        fn accumulate(&mut self, _: &Share, _: Tensor) -> Result<()> {
             Ok(())
         }
         fn ready(&mut self, _: ParamId) -> Result<()> {

@@ -12,6 +12,7 @@ use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Optimizer, Update};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::family::{DropoutMask, TableGrad, UpdateRule, VocabShard};
+use meshwork_tensor::tape::RowLeaves;
 use meshwork_tensor::{Error, random};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
@@ -52,7 +53,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         offset: [0; 6],
         global: [tokens as u64, hidden as u64, 1, 1, 1, 1],
     };
-    let shard = VocabShard { first: 0, valid: vocab, width: vocab, vocab };
+    let shard = VocabShard { first: 0, valid: vocab, width: vocab, skipped: 0, pitch: vocab, vocab };
     let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % vocab) as i32).collect();
     let ids = Buffer::from_slice(&ids);
     // The gradient of a gradient of a gradient goes nowhere with this lse: to a fixed point.
@@ -78,17 +79,24 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             12,
             Box::new(|| device.pointwise()?.bias_residual(&x_narrow, &narrow, &dy_narrow).map(drop)),
         ),
-        ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden).map(drop))),
+        ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden, RowLeaves::WHOLE).map(drop))),
         ("gelu", wide, 8, Box::new(|| device.pointwise()?.gelu(&x).map(drop))),
         ("gelu_grad", wide, 12, Box::new(|| device.pointwise()?.gelu_grad(&dy, &x).map(drop))),
-        ("bias_gelu_grad", wide, 12, Box::new(|| device.pointwise()?.bias_gelu_grad(&dy, &x, &gamma).map(drop))),
+        (
+            "bias_gelu_grad",
+            wide,
+            12,
+            Box::new(|| device.pointwise()?.bias_gelu_grad(&dy, &x, &gamma, RowLeaves::WHOLE).map(drop)),
+        ),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
         ("layer_norm", count, 8, Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5).map(drop))),
         (
             "layer_norm_grad",
             count,
             12,
-            Box::new(|| device.norm()?.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, &mean, &rstd).map(drop)),
+            Box::new(|| {
+                device.norm()?.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, &mean, &rstd, RowLeaves::WHOLE).map(drop)
+            }),
         ),
         ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),
         ("loss backward", tokens * vocab, 8, Box::new(|| device.loss()?.grad(&mut turned, &ids, &lse, &scale, shard))),
@@ -99,7 +107,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             vocab * hidden,
             4,
             Box::new(|| {
-                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false };
+                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false, leaves: 1 };
                 device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, hidden, dtable)
             }),
         ),
@@ -113,7 +121,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             "sum_of_squares",
             weights,
             4,
-            Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights).map(|sum| _ = black_box(sum))),
+            Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, 1, 0).map(|sum| _ = black_box(sum))),
         ),
         ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, &mut w, &g, &mut states, 0..weights))),
         ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),

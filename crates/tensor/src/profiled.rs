@@ -9,6 +9,7 @@
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::family::*;
+use crate::tape::RowLeaves;
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
@@ -172,7 +173,7 @@ impl Device for Profiled {
 
 impl Matmul for Profiled {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
-        let Gemm { m, n, k, a_transposed, b_transposed, accumulate } = spec;
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, .. } = spec;
         let name = match (a_transposed, b_transposed, accumulate) {
             (false, false, false) => "gemm nn",
             (false, true, false) => "gemm nt",
@@ -214,8 +215,14 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "bias", &[x, bias], |device| device.pointwise()?.bias(x, bias))
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
-        self.span(Class::Pointwise, "bias_grad", &[dy], |device| device.pointwise()?.bias_grad(dy, n))
+    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
+        let bytes = ((count + 1) * n * x.dtype().size()) as u64;
+        let what = What { class: Class::Pointwise, name: "tree_sum", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.pointwise()?.tree_sum(x, start, count, n, to))
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_grad", &[dy], |device| device.pointwise()?.bias_grad(dy, n, leaves))
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
@@ -224,9 +231,9 @@ impl Pointwise for Profiled {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
         self.span(Class::Pointwise, "bias_gelu_grad", &[dy, x, bias], |device| {
-            device.pointwise()?.bias_gelu_grad(dy, x, bias)
+            device.pointwise()?.bias_gelu_grad(dy, x, bias, leaves)
         })
     }
 
@@ -255,9 +262,10 @@ impl Norm for Profiled {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        leaves: RowLeaves,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         self.span(Class::Norm, "layer_norm_grad", &[dy, x, gamma, mean, rstd], |device| {
-            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd)
+            device.norm()?.layer_norm_grad(dy, x, gamma, mean, rstd, leaves)
         })
     }
 }
@@ -324,20 +332,27 @@ impl Embedding for Profiled {
         dout: &Buffer,
         first: usize,
         seq: usize,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
-        self.span(Class::Embedding, "positions_grad", &[dout], |device| {
-            device.embedding()?.positions_grad(dout, first, seq, table_rows, width)
-        })
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        let table = dtable.rows * width * if dtable.accumulate { 2 } else { 1 };
+        let bytes = bytes(&[dout]) + (table * dout.dtype().size()) as u64;
+        let (name, detail, dtype) = ("positions_grad", Detail::None, dtype(&[dout]));
+        let what = What { class: Class::Embedding, name, detail, dtype, bytes };
+        self.record(what, |device| device.embedding()?.positions_grad(dout, first, seq, width, dtable))
     }
 }
 
 impl Loss for Profiled {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Loss, "row_stats", &[logits, targets], |device| {
-            device.loss()?.row_stats(logits, targets, shard)
-        })
+        // Of the logits only the columns asked for.
+        let bytes = bytes(&[targets]) + (targets.count() * shard.width * logits.dtype().size()) as u64;
+        let what = What { class: Class::Loss, name: "row_stats", detail: Detail::None, dtype: dtype(&[logits]), bytes };
+        self.record(what, |device| device.loss()?.row_stats(logits, targets, shard))
+    }
+
+    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
+        self.span(Class::Loss, "larger", &[other, other, other], |device| device.loss()?.larger(max, other))
     }
 
     fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
@@ -346,8 +361,10 @@ impl Loss for Profiled {
         self.record(what, |device| device.loss()?.rescale(sums, local, global))
     }
 
-    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Loss, "total", &[max, sums, targets], |device| device.loss()?.total(max, sums, targets))
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Loss, "total", &[max, sums, targets], |device| {
+            device.loss()?.total(max, sums, targets, samples)
+        })
     }
 
     fn grad(
@@ -387,11 +404,11 @@ impl Optim for Profiled {
         self.record(what, |device| device.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64> {
-        let bytes = (range.len() * x.dtype().size()) as u64;
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64> {
+        let bytes = (range.len() * blocks * x.dtype().size()) as u64;
         let (detail, dtype) = (Detail::None, dtype(&[x]));
         let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.sum_of_squares(x, range))
+        self.record(what, |device| device.optim()?.sum_of_squares(x, range, blocks, pitch))
     }
 
     fn update(

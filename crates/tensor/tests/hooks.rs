@@ -5,7 +5,7 @@ mod common;
 use common::{POSITION, alone, ids, integers, to_f64, values};
 use meshwork_core::{Buffer, Types};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Weights};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Share, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -114,8 +114,8 @@ impl<'a> Recorder<'a> {
 }
 
 impl GradSink for Recorder<'_> {
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
-        let name = self.model.name(id);
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+        let name = self.model.name(share.id);
         assert!(!self.ready_names().contains(&name.as_str()), "{name} got a share after it was ready");
         let sum = self.grads.entry(name.clone()).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(to_f64(&grad)).for_each(|(sum, share)| *sum += share);

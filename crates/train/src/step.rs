@@ -10,10 +10,10 @@
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{
-    Blueprint, Chunk, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, Watch, buckets, counted,
-    join_ties, reducer, trace,
+    Blueprint, Chunk, Counted, Gradients, Pass, PipeTransport, Purpose, Running, TIES, TrainError, Trees, Watch,
+    buckets, counted, join_ties, reducer, trace,
 };
-use meshwork_core::{Axis, DType, Rank, Record, ReduceOp};
+use meshwork_core::{Axis, DType, Rank, Record, ReduceOp, tree};
 use meshwork_optim::{LrSchedule, Optimizer, Update, clip_factor};
 use meshwork_pipeline::{Event, Lowered, by_name, forward_only, lower, run};
 use meshwork_tensor::family::UpdateRule;
@@ -45,8 +45,10 @@ pub struct Trainer {
     seq_len: usize,
     micro_batch: usize,
     batch_per_dp: usize,
-    /// Per parameter: the part of its elements that this rank counts in the gradient norm.
-    counted: Vec<Range<usize>>,
+    /// What this rank counts in the gradient norm.
+    counted: Vec<Counted>,
+    /// Sums of which the norm is made.
+    norm_slots: usize,
     steps_done: u64,
     watch: Option<Arc<dyn Watch>>,
 }
@@ -87,7 +89,8 @@ impl Trainer {
         let declarations = Arc::new(model.declarations);
         let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
         let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tie_groups, &device)?;
-        let gradients = Gradients::new(reducer, places, &found.chunks_reading, micros, device.clone());
+        let trees = declarations.leaves().map(|_| Trees::new(found.copies, found.first_copy));
+        let gradients = Gradients::new(reducer, places, &found.chunks_reading, micros, trees, device.clone());
 
         let optimizer = config.optimizer.rule();
         let mut states = Vec::with_capacity(layout.len());
@@ -95,11 +98,12 @@ impl Trainer {
             let slots = 0..optimizer.state_slots();
             states.push(slots.map(|_| device.zeros(DType::F32, flat.count())).collect::<Result<Vec<_>, Error>>()?);
         }
-        let counted = declarations.ids().map(|id| counted(&params, id, &ties, &rank)).collect();
+        let model_specs = blueprint.parameters()?;
+        let (counted, norm_slots) = counted(&params, &model_specs, &ties, &rank);
         let stages = blueprint.stages();
         Ok(Self {
             chunks: model.stages.into_iter().map(|(number, stage)| Chunk::new(number, stages, stage)).collect(),
-            model: blueprint.parameters()?,
+            model: model_specs,
             params: Arc::new(params),
             gradients: RefCell::new(gradients),
             optimizer,
@@ -114,6 +118,7 @@ impl Trainer {
             micro_batch: config.training.micro_batch_size,
             batch_per_dp: micros * config.training.micro_batch_size,
             counted,
+            norm_slots,
             steps_done: 0,
             watch: None,
             rank,
@@ -222,8 +227,9 @@ impl Trainer {
         drop(pass); // it reads the weights, which are about to change
         self.gradients.get_mut().finish()?;
 
-        let shares = [self.loss_share(), self.norm_share()?];
-        let [loss, norm_squared] = self.sum_over_world(shares)?;
+        let losses = self.losses();
+        let norms = self.norms()?;
+        let (loss, norm_squared) = self.sum_over_world(losses, norms)?;
         let (loss, grad_norm) = (loss / tokens as f64, norm_squared.sqrt());
         for (what, value) in [("loss", loss), ("gradient norm", grad_norm)] {
             if !value.is_finite() {
@@ -246,9 +252,8 @@ impl Trainer {
             tokens += self.count_tokens(&batch)?;
             let pass = self.pass(Purpose::Evaluate, &batch, 0.0);
             self.walk(&pass, &mut |_| {})?;
-            let share = self.loss_share();
-            let [sum] = self.sum_over_world([share])?;
-            loss += sum;
+            let losses = self.losses();
+            loss += self.sum_over_world(losses, Vec::new())?.0;
         }
         self.rank.log().drain();
         match tokens {
@@ -329,30 +334,40 @@ impl Trainer {
         Ok(walked?)
     }
 
-    /// This rank's share of the summed loss over the world: the last stage's, where its types say that it counts.
-    fn loss_share(&mut self) -> f64 {
+    /// The loss of each sample of the global batch, zero where this rank does not count it: the last stage does, where its
+    /// types say so.
+    fn losses(&mut self) -> Vec<f64> {
         let coords = self.rank.coords();
-        let losses = self.chunks.iter_mut().filter_map(Chunk::take_loss);
-        losses.map(|(loss, types)| if types.counted_at(coords) { loss } else { 0.0 }).sum()
-    }
-
-    /// This rank's share of the squared gradient norm: each element of the model is counted by one rank.
-    fn norm_share(&self) -> Result<f64, TrainError> {
-        let gradients = self.gradients.borrow();
-        let optim = self.device.optim()?;
-        let mut sum = 0.0;
-        for (id, counted) in self.params.declarations().ids().zip(&self.counted) {
-            let (flat, _) = self.params.place(id);
-            if let Some(all) = gradients.bucket(flat) {
-                sum += optim.sum_of_squares(all, counted.clone())?;
+        let mut losses = vec![0.0; self.batch_per_dp * self.rank.mesh().degree(Axis::Dp)];
+        for (own, types) in self.chunks.iter_mut().filter_map(Chunk::take_losses) {
+            if types.counted_at(coords) {
+                own.into_iter().for_each(|(sample, loss)| losses[sample] = loss);
             }
         }
-        Ok(sum)
+        losses
     }
 
-    fn sum_over_world<const N: usize>(&self, mut shares: [f64; N]) -> Result<[f64; N], TrainError> {
-        self.rank.world().all_reduce_slice(&mut shares, ReduceOp::Sum)?;
-        Ok(shares)
+    /// This rank's share of the sums that make up the squared gradient norm: each element of the model is counted by one rank.
+    fn norms(&self) -> Result<Vec<f64>, TrainError> {
+        let gradients = self.gradients.borrow();
+        let optim = self.device.optim()?;
+        let mut sums = vec![0.0; self.norm_slots];
+        for Counted { flat, range, blocks, pitch, slot } in &self.counted {
+            if let Some(all) = gradients.bucket(*flat) {
+                sums[*slot] += optim.sum_of_squares(all, range.clone(), *blocks, *pitch)?;
+            }
+        }
+        Ok(sums)
+    }
+
+    /// The sum of all losses, and that of all norms. What one rank alone counts comes through as it is, and so every mesh adds
+    /// up the same numbers, here, in one order.
+    fn sum_over_world(&self, losses: Vec<f64>, norms: Vec<f64>) -> Result<(f64, f64), TrainError> {
+        let samples = losses.len();
+        let mut all = [losses, norms].concat();
+        self.rank.world().all_reduce_slice(&mut all, ReduceOp::Sum)?;
+        let sum = |values: &[f64]| tree::sum(values, |a, b| a + b).unwrap_or(0.0);
+        Ok((sum(&all[..samples]), sum(&all[samples..])))
     }
 
     /// Clips and updates every weight from its reduced gradient. Weight decay goes by role: weights only.

@@ -255,7 +255,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "pipeline.schedule=dualpipe_v",
         "pipeline.schedule=pipedream",
         "pipeline.schedule=pipedream_2bw",
-        "training.numerics=canonical",
         "memory.recompute=full",
         "memory.offload=cpu",
         "memory.limit_bytes=1",
@@ -267,7 +266,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "model.init_from=gpt2",
         "model.kind=llama",
         "model.num_kv_heads=2",
-        "numerics.leaves=4",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {
@@ -286,6 +284,36 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
          [compress]: compression has not landed yet; remove the section"
     );
     config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none --set model.num_kv_heads=4");
+}
+
+#[test]
+fn degrees_must_fit_the_tree_of_canonical_numerics() {
+    let canonical = "--set training.numerics=canonical";
+    let six = "--set model.num_heads=6 --set model.hidden_size=96";
+    let share = "each rank must have an equal share that is a power of two";
+    refused(&[
+        (
+            &format!("{canonical} {six} --mesh tp=3"),
+            &format!(
+                "parallelism.tp = 3: does not fit canonical numerics with numerics.leaves = 8: {share}; use 1, 2, 4, 8, or \
+                 another numerics.leaves"
+            ),
+        ),
+        (
+            &format!("{canonical} {six} --mesh dp=2,tp=2 --set numerics.leaves=6 --set training.global_batch_size=24"),
+            &format!(
+                "parallelism.tp = 2: does not fit canonical numerics with numerics.leaves = 6: {share}; use 1, 3, 6, or another \
+                 numerics.leaves\n\
+                 parallelism.dp = 2: does not fit canonical numerics with training.global_batch_size = 24: {share}; use 1, 3, 6, \
+                 12, 24, or another training.global_batch_size"
+            ),
+        ),
+    ]);
+    config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.leaves=6 --set training.global_batch_size=24"));
+    assert_eq!(
+        config("--set numerics.leaves=6").notices,
+        ["numerics.leaves = 6 has no effect: training.numerics is fast"]
+    );
 }
 
 #[test]

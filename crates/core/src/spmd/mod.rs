@@ -135,7 +135,10 @@ impl Types {
                 op: what.to_owned(),
                 axis,
                 problem: format!("the value is {ty}: no rank holds the true one"),
-                fix: format!("all_reduce it over {axis} first"),
+                fix: match ty {
+                    Ty::Shard(_) => format!("all_gather it over {axis} first"),
+                    _ => format!("all_reduce it over {axis} first"),
+                },
             }),
         }
     }

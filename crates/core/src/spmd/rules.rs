@@ -220,8 +220,8 @@ pub fn lookup(op: &str, ids: Operand<'_>, table: Operand<'_>) -> Result<Types, S
     })
 }
 
-/// The sum of a loss over all elements of `x`, whose dim `dim` is normalised over. `targets` lie like `x` without that
-/// dim. A sharded batch gives a `Partial` loss.
+/// The loss of each sample: its sum over all elements of `x` with one index of dim 0, where dim `dim` is normalised over.
+/// `targets` lie like `x` without that dim. Sharded samples stay sharded; another sharded dim gives a `Partial` loss.
 pub fn summed_loss(op: &str, x: Operand<'_>, dim: usize, targets: Operand<'_>) -> Result<Types, SpmdError> {
     per_axis(op, &[x, targets], |axis, types| match (types[0], types[1]) {
         (Ty::Shard(d), _) if d == dim => Err((
@@ -229,6 +229,7 @@ pub fn summed_loss(op: &str, x: Operand<'_>, dim: usize, targets: Operand<'_>) -
             "use the vocab-parallel loss, or all_gather first".to_owned(),
         )),
         (Ty::Partial, _) => Err(not_partial(op, axis, x.name, Ty::Partial).unwrap_err()),
+        (Ty::Shard(0), Ty::Shard(0)) => Ok(Ty::Shard(0)),
         (Ty::Shard(d), Ty::Shard(e)) if d == e => Ok(Ty::Partial),
         (Ty::Invariant, Ty::Invariant | Ty::Replicate) => Ok(Ty::Invariant),
         (Ty::Replicate, Ty::Invariant | Ty::Replicate) => Ok(Ty::Replicate),

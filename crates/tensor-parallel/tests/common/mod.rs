@@ -3,7 +3,7 @@
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
-use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Declarations, ParamId, Params, Result, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -158,10 +158,11 @@ where
         }
     }
 
-    /// The gradient of the output: this rank's part of one whole array, or 1 for a loss.
+    /// The gradient of the output: this rank's part of one whole array, or ones for losses.
     fn seed(&self, output: &Var, rank: &Rank) -> Tensor {
         if output.tensor().dtype() == meshwork_core::DType::F64 {
-            return Tensor::from_slice(output.tensor().device(), &[1.0f64], output.shape()).unwrap();
+            return Tensor::from_slice(output.tensor().device(), &vec![1.0f64; output.shape().count()], output.shape())
+                .unwrap();
         }
         let (ty, mut shape) = (tp(output.types()), output.shape().to_vec());
         if let Ty::Shard(dim) = ty {
@@ -270,8 +271,8 @@ fn join_runs<'a>(name: &str, ranks: impl Iterator<Item = &'a (Ty, Runs)>) -> Vec
 struct Sums(BTreeMap<ParamId, Vec<f32>>);
 
 impl GradSink for Sums {
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
-        let sum = self.0.entry(id).or_insert_with(|| vec![0.0; grad.count()]);
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+        let sum = self.0.entry(share.id).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(grad.to_vec::<f32>()?).for_each(|(sum, share)| *sum += share);
         Ok(())
     }

@@ -1,4 +1,4 @@
-use super::kernels::embedding;
+use super::kernels::{embedding, pointwise};
 use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
 use crate::family::{Embedding, TableGrad};
@@ -37,7 +37,7 @@ impl Embedding for Cpu {
     ) -> Result<()> {
         for_float!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
-            let TableGrad { buffer, start, rows: table_rows, accumulate } = dtable;
+            let TableGrad { buffer, start, rows: table_rows, accumulate, leaves } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
             let (held, padding) = dtable.split_at_mut(rows.len() * width);
             if !accumulate {
@@ -49,7 +49,11 @@ impl Embedding for Cpu {
                 if !accumulate {
                     dtable.fill(0.0);
                 }
-                embedding::lookup_backward(ids, dout, rows.start + i * part, width, dtable);
+                let first = rows.start + i * part;
+                match leaves {
+                    1 => embedding::lookup_backward(ids, dout, first, width, dtable),
+                    _ => embedding::lookup_backward_tree(ids, dout, first, width, leaves, dtable),
+                }
             });
             Ok(())
         })
@@ -76,25 +80,40 @@ impl Embedding for Cpu {
         dout: &Buffer,
         first: usize,
         seq: usize,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer> {
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
         for_float!(self, "positions", dout, T => {
             let dout = dout.as_slice::<T>()?;
-            self.output::<T>(table_rows * width, |dtable| {
-                let (before, rest) = dtable.split_at_mut(first * width);
-                let (used, after) = rest.split_at_mut(seq * width);
+            let TableGrad { buffer, start, rows, accumulate, leaves } = dtable;
+            let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + rows * width];
+            let (before, rest) = dtable.split_at_mut(first * width);
+            let (used, after) = rest.split_at_mut(seq * width);
+            if !accumulate {
                 before.fill(0.0);
                 after.fill(0.0);
-                let piece = row_piece(width);
-                share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
+            }
+            // As many elements of all samples at a time as stay in the cache while they are added up.
+            let samples = dout.len() / (seq * width).max(1);
+            let piece = (row_piece(width) / samples.max(1)).max(64);
+            share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
+                if !accumulate {
                     dtable.fill(0.0);
-                    for dout in dout.chunks_exact(seq * width) {
-                        let (dout, rows) = (&dout[i * piece..][..dtable.len()], dtable.len() / width);
-                        embedding::add_positions_backward(dout, 0, rows, width, dtable);
+                }
+                let of_sample = |sample: usize| &dout[sample * seq * width + i * piece..][..dtable.len()];
+                let mut sums: Vec<T> = Vec::new();
+                let of_leaf = samples.div_ceil(leaves);
+                for leaf in 0..leaves {
+                    let at = sums.len();
+                    sums.resize(at + dtable.len(), 0.0);
+                    for sample in leaf * of_leaf..((leaf + 1) * of_leaf).min(samples) {
+                        pointwise::add_assign(&mut sums[at..], of_sample(sample));
                     }
-                });
-            })
+                }
+                pointwise::tree_sum(&mut sums, dtable.len(), pointwise::add_assign);
+                pointwise::add_assign(dtable, &sums[..dtable.len()]);
+            });
+            Ok(())
         })
     }
 }

@@ -6,7 +6,8 @@ use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 
 fn columns(shard: VocabShard) -> loss::Columns {
-    loss::Columns { width: shard.width, valid: shard.valid, first: shard.first }
+    let VocabShard { width, skipped, pitch, valid, first, .. } = shard;
+    loss::Columns { width, skipped, pitch, valid, first }
 }
 
 impl Loss for Cpu {
@@ -20,8 +21,8 @@ impl Loss for Cpu {
             let maxima = max.as_mut_slice::<T>()?;
             let sums = self.output::<T>(2 * ids.len(), |sums| {
                 let (sum_exp, target) = sums.split_at_mut(ids.len());
-                let piece = row_piece(shard.width);
-                let rows = piece / shard.width;
+                let piece = row_piece(shard.pitch);
+                let rows = piece / shard.pitch;
                 let outputs = maxima.chunks_mut(rows).zip(sum_exp.chunks_mut(rows)).zip(target.chunks_mut(rows));
                 let pieces = logits.chunks(piece).zip(ids.chunks(rows)).zip(outputs);
                 share(pieces, |((logits, ids), ((max, sum_exp), target))| {
@@ -29,6 +30,13 @@ impl Loss for Cpu {
                 });
             })?;
             Ok((max, sums))
+        })
+    }
+
+    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
+        for_float!(self, "cross_entropy", other, T => {
+            loss::larger(max.as_mut_slice::<T>()?, other.as_slice::<T>()?);
+            Ok(())
         })
     }
 
@@ -40,13 +48,20 @@ impl Loss for Cpu {
         })
     }
 
-    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
         for_float!(self, "cross_entropy", max, T => {
             let (max, sums, targets) = (max.as_slice::<T>()?, sums.as_slice::<T>()?, targets.as_slice::<i32>()?);
             let (sum_exp, target) = sums.split_at(max.len());
-            let mut total = 0.0;
-            let lse = self.output::<T>(max.len(), |lse| total = loss::finish(targets, max, sum_exp, target, lse))?;
-            Ok((self.output::<f64>(1, |one| one[0] = total)?, lse))
+            let mut totals = vec![0.0; samples];
+            let rows = (targets.len() / samples.max(1)).max(1);
+            let lse = self.output::<T>(max.len(), |lse| {
+                for (i, (total, lse)) in totals.iter_mut().zip(lse.chunks_mut(rows)).enumerate() {
+                    let of = i * rows..(i + 1) * rows;
+                    let (targets, max) = (&targets[of.clone()], &max[of.clone()]);
+                    *total = loss::finish(targets, max, &sum_exp[of.clone()], &target[of], lse);
+                }
+            })?;
+            Ok((self.output::<f64>(samples, |out| out.copy_from_slice(&totals))?, lse))
         })
     }
 
@@ -59,12 +74,17 @@ impl Loss for Cpu {
         shard: VocabShard,
     ) -> Result<()> {
         for_float!(self, "cross_entropy", lse, T => {
-            let scale = T::from_f64(scale.as_slice::<f64>()?[0]);
             let (targets, lse) = (targets.as_slice::<i32>()?, lse.as_slice::<T>()?);
-            let piece = row_piece(shard.width);
-            let rows = targets.chunks(piece / shard.width).zip(lse.chunks(piece / shard.width));
-            share(logits.as_mut_slice::<T>()?.chunks_mut(piece).zip(rows), |(logits, (targets, lse))| {
-                loss::backward(columns(shard), logits, targets, lse, scale);
+            let scale = scale.as_slice::<f64>()?;
+            // Pieces of the rows of each sample, which have one scale.
+            let sample = (targets.len() / scale.len().max(1)).max(1);
+            let rows = row_piece(shard.pitch) / shard.pitch;
+            let samples = logits.as_mut_slice::<T>()?.chunks_mut(sample * shard.pitch).zip(scale);
+            let pieces = samples.zip(targets.chunks(sample).zip(lse.chunks(sample))).flat_map(|((logits, &scale), (targets, lse))| {
+                logits.chunks_mut(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
+            });
+            share(pieces, |((logits, (targets, lse)), scale)| {
+                loss::backward(columns(shard), logits, targets, lse, T::from_f64(scale));
             });
             Ok(())
         })

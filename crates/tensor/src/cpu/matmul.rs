@@ -1,9 +1,10 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, Update, gemm_shared};
+use super::kernels::matmul::{Epilogue, Update, gemm_leaves, gemm_shared};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::family::{Gemm, Matmul};
+use crate::tape::Terms;
 use meshwork_core::{Buffer, Element};
 
 impl Matmul for Cpu {
@@ -38,11 +39,17 @@ impl Matmul for Cpu {
 
 impl Cpu {
     fn product<T: Float>(&self, spec: Gemm, a: &[T], b: &[T], c: &mut [T], epilogue: Epilogue<'_, T>) {
-        let Gemm { m, n, k, a_transposed, b_transposed, accumulate } = spec;
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms } = spec;
         self.meter().add_flops(Work::Matmul, spec.flops());
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
         let (a, b) = ((a, strides(a_transposed, m, k)), (b, strides(b_transposed, k, n)));
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
-        gemm_shared(self.precision, [m, n, k], a, b, c, update, epilogue);
+        match terms {
+            Terms::WHOLE => gemm_shared(self.precision, [m, n, k], a, b, c, update, epilogue),
+            _ => {
+                debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one leaf go on");
+                gemm_leaves(self.precision, [m, n, k], a, b, c, terms);
+            }
+        }
     }
 }

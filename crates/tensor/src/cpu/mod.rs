@@ -14,6 +14,7 @@ mod pointwise;
 use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
 use crate::family;
+use crate::tape::RowLeaves;
 use arena::Arena;
 use kernels::Float;
 pub use kernels::matmul::Precision;
@@ -117,25 +118,56 @@ fn row_piece(n: usize) -> usize {
     (PIECE / n).max(1) * n
 }
 
-/// Rows of a leaf. Sums over rows (gradients of biases and gains) add the rows of each leaf one after another, from zero,
-/// and then the leaves one after another: an order that depends on the number of rows alone, with leaves that different
-/// threads can sum.
-pub(crate) const LEAF: usize = 64;
+/// Rows of a part of a sum over rows.
+const PART: usize = 64;
 
-/// Elements of the sums of all leaves of `rows` rows of `n`.
-pub(crate) fn leaves_len(rows: usize, n: usize) -> usize {
-    rows.div_ceil(LEAF) * n
+/// How rows are summed, for the gradients of biases and gains: each leaf in parts of up to 64 rows, one row after another,
+/// from zero, and then the parts one after another. The order depends on the number of rows of a leaf alone, and
+/// different threads can sum the parts.
+pub(crate) struct RowSums {
+    /// Rows of each part.
+    parts: Vec<usize>,
+    /// Parts of each leaf.
+    leaves: Vec<usize>,
+}
+
+impl RowSums {
+    pub(crate) fn new(rows: usize, leaves: RowLeaves) -> Self {
+        let mut sums = Self { parts: Vec::new(), leaves: Vec::new() };
+        for rows in leaves.rows(rows) {
+            sums.leaves.push(rows.div_ceil(PART));
+            sums.parts.extend((0..rows).step_by(PART).map(|at| PART.min(rows - at)));
+        }
+        sums
+    }
+
+    /// The number of parts.
+    pub(crate) fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Rows of `n` elements, cut into parts.
+    fn cut<'a, T>(&self, mut rows: &'a [T], n: usize) -> impl Iterator<Item = &'a [T]> {
+        self.parts.iter().map(move |part| rows.split_off(..part * n).unwrap_or_default())
+    }
+
+    /// The same to be written.
+    fn cut_mut<'a, T>(&self, mut rows: &'a mut [T], n: usize) -> impl Iterator<Item = &'a mut [T]> {
+        self.parts.iter().map(move |part| rows.split_off_mut(..part * n).unwrap_or_default())
+    }
+
+    /// The sums of all leaves from those of their parts, of `n` elements each.
+    fn finish<T: Element + Float>(&self, cpu: &Cpu, mut parts: &[T], n: usize) -> Result<Buffer> {
+        cpu.output::<T>(n * self.leaves.len(), |sums| {
+            sums.fill(T::ZERO);
+            for (count, sum) in self.leaves.iter().zip(sums.chunks_mut(n.max(1))) {
+                kernels::pointwise::bias_backward(parts.split_off(..count * n).unwrap_or_default(), sum);
+            }
+        })
+    }
 }
 
 impl Cpu {
-    /// The sum of the rows of `leaves`.
-    fn sum_leaves<T: Element + Float>(&self, leaves: &[T], n: usize) -> Result<Buffer> {
-        self.output::<T>(n, |sum| {
-            sum.fill(T::ZERO);
-            kernels::pointwise::bias_backward(leaves, sum);
-        })
-    }
-
     /// An output of `count` elements written by `fill`.
     fn output<T: Element>(&self, count: usize, fill: impl FnOnce(&mut [T])) -> Result<Buffer> {
         let mut out = self.alloc(T::DTYPE, count)?;

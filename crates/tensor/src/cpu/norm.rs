@@ -1,7 +1,8 @@
 use super::kernels::norm;
-use super::{Cpu, LEAF, for_float, leaves_len, row_piece};
+use super::{Cpu, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::family::Norm;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 
@@ -31,26 +32,28 @@ impl Norm for Cpu {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        leaves: RowLeaves,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
             let (mean, rstd) = (mean.as_slice::<T>()?, rstd.as_slice::<T>()?);
             let n = gamma.len();
-            let count = leaves_len(mean.len(), n);
-            let mut leaves = self.output::<T>(2 * count, |_| {})?;
-            let (dgammas, dbetas) = leaves.as_mut_slice::<T>()?.split_at_mut(count);
+            let rows = RowSums::new(mean.len(), leaves);
+            let count = n * rows.parts();
+            let mut parts = self.output::<T>(2 * count, |_| {})?;
+            let (dgammas, dbetas) = parts.as_mut_slice::<T>()?.split_at_mut(count);
             let dx = self.output::<T>(x.len(), |dx| {
-                let stats = mean.chunks(LEAF).zip(rstd.chunks(LEAF));
-                let rows = dx.chunks_mut(LEAF * n).zip(dy.chunks(LEAF * n)).zip(x.chunks(LEAF * n)).zip(stats);
+                let stats = rows.cut(mean, 1).zip(rows.cut(rstd, 1));
+                let cut = rows.cut_mut(dx, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n)).zip(stats);
                 let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
-                share(rows.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
+                share(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgamma, dbeta))| {
                     dgamma.fill(0.0);
                     dbeta.fill(0.0);
                     norm::backward(norm::Saved { dy, x, mean, rstd }, gamma, dx, dgamma, dbeta);
                 });
             })?;
-            let (dgammas, dbetas) = leaves.as_slice::<T>()?.split_at(count);
-            Ok((dx, self.sum_leaves(dgammas, n)?, self.sum_leaves(dbetas, n)?))
+            let (dgammas, dbetas) = parts.as_slice::<T>()?.split_at(count);
+            Ok((dx, rows.finish(self, dgammas, n)?, rows.finish(self, dbetas, n)?))
         })
     }
 }

@@ -20,10 +20,23 @@ impl Optim for Cpu {
         Ok(())
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64> {
-        let x = &x.as_slice::<f32>()?[range];
-        let mut sums = vec![0.0; x.len().div_ceil(PIECE)];
-        share(x.chunks(PIECE).zip(&mut sums), |(x, sum)| *sum = sum_of_squares(x));
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64> {
+        let x = x.as_slice::<f32>()?;
+        let block = |i: usize| &x[range.start + i * pitch..range.end + i * pitch];
+        if range.len() >= PIECE {
+            let pieces = || (0..blocks).flat_map(|i| block(i).chunks(PIECE));
+            let mut sums = vec![0.0; pieces().count()];
+            share(pieces().zip(&mut sums), |(x, sum)| *sum = sum_of_squares(x));
+            return Ok(sums.iter().sum());
+        }
+        // Small ones are shared by many.
+        let many = PIECE / range.len().max(1);
+        let mut sums = vec![0.0; blocks];
+        share(sums.chunks_mut(many).enumerate(), |(first, sums)| {
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = sum_of_squares(block(first * many + i));
+            }
+        });
         Ok(sums.iter().sum())
     }
 
@@ -93,7 +106,7 @@ mod tests {
                 (0..32).map(lane).sum()
             };
             let want: f64 = x[range.clone()].chunks(32_768).map(piece).sum();
-            assert_eq!(Cpu::default().sum_of_squares(&buffer(&x), range.clone()).unwrap(), want, "{range:?}");
+            assert_eq!(Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0).unwrap(), want, "{range:?}");
         }
     }
 

@@ -1,7 +1,8 @@
 use super::kernels::{dropout, gelu, pointwise};
-use super::{Cpu, LEAF, PIECE, for_float, leaves_len, row_piece};
+use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 
@@ -34,16 +35,30 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
+    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
+        for_float!(self, "add", x, T => {
+            let x = x.as_mut_slice::<T>()?;
+            pointwise::tree_sum(&mut x[start..start + count * n], n, |left, right| {
+                share(left.chunks_mut(PIECE).zip(right.chunks(PIECE)), |(left, right)| pointwise::add_assign(left, right));
+            });
+            if to != start {
+                x.copy_within(start..start + n, to);
+            }
+            Ok(())
+        })
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
         for_float!(self, "bias", dy, T => {
             let dy = dy.as_slice::<T>()?;
-            let leaves = self.output::<T>(leaves_len(dy.len() / n, n), |leaves| {
-                share(leaves.chunks_mut(n).zip(dy.chunks(LEAF * n)), |(leaf, dy)| {
-                    leaf.fill(0.0);
-                    pointwise::bias_backward(dy, leaf);
+            let rows = RowSums::new(dy.len() / n, leaves);
+            let parts = self.output::<T>(n * rows.parts(), |parts| {
+                share(parts.chunks_mut(n).zip(rows.cut(dy, n)), |(part, dy)| {
+                    part.fill(0.0);
+                    pointwise::bias_backward(dy, part);
                 });
             })?;
-            self.sum_leaves(leaves.as_slice::<T>()?, n)
+            rows.finish(self, parts.as_slice::<T>()?, n)
         })
     }
 
@@ -58,20 +73,21 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
         for_float!(self, "gelu", x, T => {
             let (dy, x, bias) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
             let n = bias.len();
-            let mut leaves = self.output::<T>(leaves_len(x.len() / n, n), |_| {})?;
-            let sums = leaves.as_mut_slice::<T>()?;
+            let rows = RowSums::new(x.len() / n, leaves);
+            let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
+            let sums = parts.as_mut_slice::<T>()?;
             let dx = self.output::<T>(x.len(), |dx| {
-                let rows = dx.chunks_mut(LEAF * n).zip(x.chunks(LEAF * n)).zip(dy.chunks(LEAF * n));
-                share(rows.zip(sums.chunks_mut(n)), |(((dx, x), dy), leaf)| {
-                    leaf.fill(0.0);
-                    gelu::bias_gelu_backward(x, bias, dy, dx, leaf);
+                let cut = rows.cut_mut(dx, n).zip(rows.cut(x, n)).zip(rows.cut(dy, n));
+                share(cut.zip(sums.chunks_mut(n)), |(((dx, x), dy), part)| {
+                    part.fill(0.0);
+                    gelu::bias_gelu_backward(x, bias, dy, dx, part);
                 });
             })?;
-            Ok((dx, self.sum_leaves(leaves.as_slice::<T>()?, n)?))
+            Ok((dx, rows.finish(self, parts.as_slice::<T>()?, n)?))
         })
     }
 

@@ -1,6 +1,7 @@
 //! Rows of a table.
 
 use crate::error::Result;
+use crate::tape::Room;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -16,6 +17,16 @@ pub struct TableGrad<'a> {
     pub rows: usize,
     /// Add to what is there instead of overwriting it.
     pub accumulate: bool,
+    /// Leaves in which the samples are summed, in the [tree](meshwork_core::tree): each of them, or all together.
+    pub leaves: usize,
+}
+
+impl<'a> TableGrad<'a> {
+    /// The gradient of a table of so many rows, in that room.
+    pub fn new(room: Room<'a>, rows: usize) -> Self {
+        let Room { buffer, start, accumulate, leaves, .. } = room;
+        Self { buffer, start, rows, accumulate, leaves }
+    }
 }
 
 /// Lookups by i32 ids, and positions added to a sequence.
@@ -24,7 +35,7 @@ pub trait Embedding: Debug {
     /// ranks. An id outside the vocabulary is an error.
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>;
 
-    /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in the order of i.
+    /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each leaf in the order of i.
     fn lookup_grad(
         &self,
         ids: &Buffer,
@@ -37,13 +48,13 @@ pub trait Embedding: Debug {
     /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>;
 
-    /// Gradient of a table of `table_rows` rows: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere.
+    /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each leaf has its samples one after the other.
     fn positions_grad(
         &self,
         dout: &Buffer,
         first: usize,
         seq: usize,
-        table_rows: usize,
         width: usize,
-    ) -> Result<Buffer>;
+        dtable: TableGrad<'_>,
+    ) -> Result<()>;
 }

@@ -4,34 +4,54 @@ use crate::error::Result;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
-/// The part of the vocabulary that this rank's logits `[rows, width]` cover.
+/// A part of the vocabulary in this rank's logits `[rows, pitch]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VocabShard {
     /// First id.
     pub first: usize,
     /// Ids held; columns from here to `width` are padding and never enter a sum.
     pub valid: usize,
-    /// Columns of the logits.
+    /// Columns here.
     pub width: usize,
+    /// Columns of the logits before these.
+    pub skipped: usize,
+    /// Columns of the logits in all.
+    pub pitch: usize,
     /// Ids over all ranks: a target beyond is an error, since no single shard could tell.
     pub vocab: usize,
 }
 
-/// Cross entropy of logits `[rows, width]` against i32 targets `[rows]`; a negative target is masked.
+impl VocabShard {
+    /// So many equal parts of it; boundaries are rounded down.
+    pub fn parts(self, count: usize) -> impl Iterator<Item = Self> {
+        (0..count).map(move |part| {
+            let (from, to) = (self.width * part / count, self.width * (part + 1) / count);
+            let valid = self.valid.clamp(from, to) - from;
+            let first = self.first + from.min(self.valid);
+            Self { first, valid, width: to - from, skipped: self.skipped + from, ..self }
+        })
+    }
+}
+
+/// Cross entropy of logits `[rows, pitch]` against i32 targets `[rows]`; a negative target is masked.
 pub trait Loss: Debug {
     /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
     /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>;
 
+    /// Takes the larger of each two maxima.
+    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>;
+
     /// Takes the sums of exp against the maxima over all shards instead of this one's own: they become fit to be summed
     /// over the shards, as are the targets' logits.
     fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>;
 
-    /// (one f64: the sum over unmasked rows of lse - target logit; lse `[rows]`), where lse = max + ln(sum of exp).
-    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer) -> Result<(Buffer, Buffer)>;
+    /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse = max +
+    /// ln(sum of exp).
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>;
 
     /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and padding.
-    /// `scale` is one f64, the gradient of the total.
+    /// `scale` has an f64 per sample, the gradient of its total.
     fn grad(
         &self,
         logits: &mut Buffer,

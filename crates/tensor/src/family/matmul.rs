@@ -1,6 +1,7 @@
 //! Matrix products.
 
 use crate::error::Result;
+use crate::tape::Terms;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -17,29 +18,36 @@ pub struct Gemm {
     pub a_transposed: bool,
     /// B is stored as [n, k] instead of [k, n].
     pub b_transposed: bool,
-    /// Add to C instead of overwriting it.
+    /// Add to C instead of overwriting it. Only sums of one leaf are.
     pub accumulate: bool,
+    /// How the sums are cut.
+    pub terms: Terms,
 }
 
 impl Gemm {
     /// The forward of a linear layer: `Y[m, n] = X[m, k] · W[n, k]ᵀ`.
     pub fn linear(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n, k, a_transposed: false, b_transposed: true, accumulate: false }
+        Self { m, n, k, a_transposed: false, b_transposed: true, accumulate: false, terms: Terms::WHOLE }
     }
 
     /// Its input gradient: `dX[m, k] = dY[m, n] · W[n, k]`, for the m, n, k of the forward.
     pub fn linear_input_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n: k, k: n, a_transposed: false, b_transposed: false, accumulate: false }
+        Self { m, n: k, k: n, a_transposed: false, b_transposed: false, accumulate: false, terms: Terms::WHOLE }
     }
 
     /// Its weight gradient: `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, for the m, n, k of the forward.
     pub fn linear_weight_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false }
+        Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false, terms: Terms::WHOLE }
     }
 
     /// The same, added to what is there if `accumulate`.
     pub fn accumulating(self, accumulate: bool) -> Self {
         Self { accumulate, ..self }
+    }
+
+    /// The same, the sums cut like that.
+    pub fn over(self, terms: Terms) -> Self {
+        Self { terms, ..self }
     }
 
     /// Floating point operations: a multiplication and an addition per term.
@@ -48,7 +56,7 @@ impl Gemm {
     }
 }
 
-/// Matrix products whose result bits depend on k alone: never on m, n, layout or thread count.
+/// Matrix products whose result bits depend on k and how it is cut alone: never on m, n, layout or thread count.
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;

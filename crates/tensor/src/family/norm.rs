@@ -1,6 +1,7 @@
 //! Layer norm over the last `n` elements of each row: `y = (x - mean) · rstd · gamma + beta`.
 
 use crate::error::Result;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -9,7 +10,8 @@ pub trait Norm: Debug {
     /// (y, mean `[rows]`, rstd `[rows]`).
     fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
 
-    /// (dx, dgamma `[n]`, dbeta `[n]`); the sums over rows go by leaves of 64 rows in order, and then over the leaves in order.
+    /// (dx, dgamma and dbeta, each `[leaves, n]`); for each leaf its rows are summed by 64 of them in order, and then those in
+    /// order.
     fn layer_norm_grad(
         &self,
         dy: &Buffer,
@@ -17,5 +19,6 @@ pub trait Norm: Debug {
         gamma: &Buffer,
         mean: &Buffer,
         rstd: &Buffer,
+        leaves: RowLeaves,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 }

@@ -16,8 +16,9 @@ pub trait Optim: Debug {
     /// A range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Σ x² over a range, accumulated in f64, in an order that depends on the length of the range alone.
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>) -> Result<f64>;
+    /// Σ x² over `blocks` ranges one after another, each `pitch` behind the one before, accumulated in f64 in an order that
+    /// depends on their number and length alone.
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64>;
 
     /// Applies `rule` to a range of f32 vectors.
     fn update(

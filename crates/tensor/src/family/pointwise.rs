@@ -3,6 +3,7 @@
 use crate::error::Result;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -29,16 +30,19 @@ pub trait Pointwise: Debug {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>;
     /// `a[at..at + b.count()] += b`.
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>;
+    /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the [tree](meshwork_core::tree): written
+    /// to `x[to..to + n]`, where `to <= start`. The vectors do not survive.
+    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>;
     /// x + bias.
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// Gradient of a bias of `n` elements: the sum of the rows of dy, by leaves of 64 rows in order, and then over the leaves in
-    /// order.
-    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer>;
+    /// Gradient of a bias of `n` elements: for each leaf the sum of its rows of dy, by 64 of them in order, and then over
+    /// those in order.
+    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes:
     /// (dx = dy · gelu'(x + bias), that of the bias as by [`bias_grad`](Self::bias_grad)).
-    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;
+    fn bias_gelu_grad(&self, dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).

@@ -10,13 +10,17 @@ impl Loss for Meta {
         Ok((max, self.alloc(logits.dtype(), 2 * targets.count())?))
     }
 
+    fn larger(&self, _max: &mut Buffer, _other: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
     fn rescale(&self, _sums: &mut Buffer, _local: &Buffer, _global: &Buffer) -> Result<()> {
         Ok(())
     }
 
-    fn total(&self, max: &Buffer, _sums: &Buffer, _targets: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn total(&self, max: &Buffer, _sums: &Buffer, _targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
         let lse = self.alloc(max.dtype(), max.count())?;
-        Ok((self.alloc(DType::F64, 1)?, lse))
+        Ok((self.alloc(DType::F64, samples)?, lse))
     }
 
     fn grad(

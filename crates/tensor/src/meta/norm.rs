@@ -1,8 +1,9 @@
 use super::Meta;
-use crate::cpu::leaves_len;
+use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 
 impl Norm for Meta {
@@ -19,9 +20,11 @@ impl Norm for Meta {
         gamma: &Buffer,
         mean: &Buffer,
         _rstd: &Buffer,
+        leaves: RowLeaves,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let n = gamma.count();
-        let _leaves = self.alloc(x.dtype(), 2 * leaves_len(mean.count(), n))?;
-        Ok((self.alloc(x.dtype(), x.count())?, self.alloc(x.dtype(), n)?, self.alloc(x.dtype(), n)?))
+        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(mean.count(), leaves).parts())?;
+        let vectors = n * leaves.count();
+        Ok((self.alloc(x.dtype(), x.count())?, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
     }
 }

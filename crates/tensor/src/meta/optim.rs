@@ -9,7 +9,7 @@ impl Optim for Meta {
         Ok(())
     }
 
-    fn sum_of_squares(&self, _x: &Buffer, _range: Range<usize>) -> Result<f64> {
+    fn sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _blocks: usize, _pitch: usize) -> Result<f64> {
         Ok(0.0)
     }
 

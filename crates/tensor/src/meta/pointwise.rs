@@ -1,8 +1,9 @@
 use super::Meta;
-use crate::cpu::leaves_len;
+use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
+use crate::tape::RowLeaves;
 use meshwork_core::Buffer;
 
 impl Meta {
@@ -24,19 +25,23 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize) -> Result<Buffer> {
-        let _leaves = self.alloc(dy.dtype(), leaves_len(dy.count() / n, n))?;
-        self.alloc(dy.dtype(), n)
+    fn tree_sum(&self, _x: &mut Buffer, _start: usize, _count: usize, _n: usize, _to: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
+        let _parts = self.alloc(dy.dtype(), n * RowSums::new(dy.count() / n, leaves).parts())?;
+        self.alloc(dy.dtype(), n * leaves.count())
     }
 
     fn bias_residual(&self, x: &Buffer, _bias: &Buffer, _residual: &Buffer) -> Result<Buffer> {
         self.like(x)
     }
 
-    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn bias_gelu_grad(&self, _dy: &Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<(Buffer, Buffer)> {
         let n = bias.count();
-        let _leaves = self.alloc(x.dtype(), leaves_len(x.count() / n, n))?;
-        Ok((self.like(x)?, self.like(bias)?))
+        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, leaves).parts())?;
+        Ok((self.like(x)?, self.alloc(x.dtype(), n * leaves.count())?))
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

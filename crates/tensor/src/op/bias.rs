@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -10,12 +10,14 @@ use meshwork_core::{SpmdError, Types};
 #[derive(Debug)]
 struct Bias {
     bias_shape: Shape,
+    tokens: Tokens,
 }
 
 impl Var {
     /// `x + b`. A bias added to a `Partial` value would be counted once per rank: refused.
     pub fn bias(&self, bias: &Var) -> Result<Var> {
-        self.tape().apply(Bias { bias_shape: bias.shape() }, &[self, bias])
+        let tokens = Tokens::of(self, bias.shape().len());
+        self.tape().apply(Bias { bias_shape: bias.shape(), tokens }, &[self, bias])
     }
 }
 
@@ -43,13 +45,23 @@ impl Op for Bias {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let db = cx.needs(1).then(|| bias_grad(&grad, self.bias_shape)).transpose()?;
+        let db = bias_grad(cx, 1, &grad, self.bias_shape, self.tokens)?;
         Ok(vec![cx.needs(0).then_some(grad), db])
     }
 }
 
-/// The gradient of a bias: the sum of the rows of `grad`.
-pub(super) fn bias_grad(grad: &Tensor, bias_shape: Shape) -> Result<Tensor> {
-    let sum = grad.device().pointwise()?.bias_grad(grad.buffer(), bias_shape.count())?;
-    Tensor::from_buffer(grad.device(), sum, bias_shape)
+/// The gradient of a bias, which is input `i`, where it is wanted: the sum of the rows of `grad`.
+pub(super) fn bias_grad(
+    cx: &mut Backward<'_>,
+    i: usize,
+    grad: &Tensor,
+    shape: Shape,
+    tokens: Tokens,
+) -> Result<Option<Tensor>> {
+    if !cx.needs(i) {
+        return Ok(None);
+    }
+    let leaves = cx.row_leaves(i, tokens);
+    let sums = grad.device().pointwise()?.bias_grad(grad.buffer(), shape.count(), leaves)?;
+    cx.sum_leaves(i, sums, shape, tokens, leaves)
 }

@@ -83,9 +83,13 @@ impl Op for Lookup {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let ids = cx.saved(0)?;
         let (rows, width) = (self.table_shape[0], self.table_shape[1]);
-        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, |buffer, start, accumulate| {
-            let dtable = TableGrad { buffer, start, rows, accumulate };
-            grad.device().embedding()?.lookup_grad(ids.buffer(), grad.buffer(), self.rows.clone(), width, dtable)
+        let samples = ids.shape().first().copied().unwrap_or(1);
+        let tokens = ids.shape().count() / samples.max(1);
+        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, samples, |room| {
+            let (from, to) = (room.samples.start * tokens, room.samples.end * tokens);
+            let (ids, dout) = (ids.buffer().slice(from..to)?, grad.buffer().slice(from * width..to * width)?);
+            let dtable = TableGrad::new(room, rows);
+            grad.device().embedding()?.lookup_grad(&ids, &dout, self.rows.clone(), width, dtable)
         })?;
         Ok(vec![None, dtable])
     }
@@ -157,15 +161,13 @@ impl Op for Positions {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let dtable = match cx.needs(1) {
-            true => {
-                let (seq, width) = (self.x_shape[1], self.x_shape[2]);
-                let rows = self.table_shape[0];
-                let dtable = grad.device().embedding()?.positions_grad(grad.buffer(), self.first, seq, rows, width)?;
-                Some(Tensor::from_buffer(grad.device(), dtable, self.table_shape)?)
-            }
-            false => None,
-        };
+        let (samples, seq, width) = (self.x_shape[0], self.x_shape[1], self.x_shape[2]);
+        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, samples, |room| {
+            let sample = seq * width;
+            let dout = grad.buffer().slice(room.samples.start * sample..room.samples.end * sample)?;
+            let dtable = TableGrad::new(room, self.table_shape[0]);
+            grad.device().embedding()?.positions_grad(&dout, self.first, seq, width, dtable)
+        })?;
         Ok(vec![cx.needs(0).then_some(grad), dtable])
     }
 }

@@ -5,7 +5,7 @@ use super::bias::bias_grad;
 use crate::error::Result;
 use crate::family::Gemm;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -16,6 +16,9 @@ struct Linear {
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
+    /// How the sums of the product go, and those of the input's gradient.
+    terms: [Terms; 2],
+    tokens: Tokens,
     then: Then,
 }
 
@@ -29,7 +32,10 @@ enum Then {
 
 impl Linear {
     fn new(x: &Var, weight: &Var, contract: usize, then: Then) -> Self {
-        Self { contract, weight_shape: weight.shape(), input_shape: x.shape(), then }
+        let (weight_shape, input_shape) = (weight.shape(), x.shape());
+        let out = weight_shape.len().saturating_sub(contract);
+        let terms = [out..weight_shape.len(), 0..out].map(|dims| x.tape().terms(weight, dims));
+        Self { contract, weight_shape, input_shape, terms, tokens: Tokens::of(x, contract), then }
     }
 
     fn mnk(&self) -> (usize, usize, usize) {
@@ -38,19 +44,24 @@ impl Linear {
     }
 
     /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
-    fn product_grad(&self, cx: &Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         match self.then {
             Then::Nothing => Ok((grad, None)),
             Then::Bias(shape) => {
-                let db = cx.needs(2).then(|| bias_grad(&grad, shape)).transpose()?;
+                let db = bias_grad(cx, 2, &grad, shape, self.tokens)?;
                 Ok((grad, db))
             }
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
             Then::BiasGelu(shape) => {
                 let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device());
-                let (dy, db) = device.pointwise()?.bias_gelu_grad(grad.buffer(), product.buffer(), b.buffer())?;
-                let db = cx.needs(2).then(|| Tensor::from_buffer(device, db, shape)).transpose()?;
+                let leaves = if cx.needs(2) { cx.row_leaves(2, self.tokens) } else { RowLeaves::WHOLE };
+                let (dy, db) =
+                    device.pointwise()?.bias_gelu_grad(grad.buffer(), product.buffer(), b.buffer(), leaves)?;
+                let db = match cx.needs(2) {
+                    true => cx.sum_leaves(2, db, shape, self.tokens, leaves)?,
+                    false => None,
+                };
                 Ok((Tensor::from_buffer(device, dy, grad.shape())?, db))
             }
         }
@@ -128,7 +139,8 @@ impl Op for Linear {
         let y = match self.then {
             Then::Nothing => {
                 let mut y = device.alloc(x.dtype(), m * n)?;
-                matmul.gemm(Gemm::linear(m, n, k), x.buffer(), w.buffer(), &mut y, 0)?;
+                let spec = Gemm::linear(m, n, k).over(self.terms[0]);
+                matmul.gemm(spec, x.buffer(), w.buffer(), &mut y, 0)?;
                 y
             }
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
@@ -148,13 +160,18 @@ impl Op for Linear {
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
         let (x, w) = (cx.saved(0)?, cx.saved(1)?);
-        let dx = cx.write_grad(0, grad.dtype(), self.input_shape, |dx, start, accumulate| {
-            let spec = Gemm::linear_input_grad(m, n, k).accumulating(accumulate);
-            device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), dx, start)
+        let samples = self.input_shape.first().copied().unwrap_or(1);
+        let dx = cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
+            let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
+            device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start)
         })?;
-        let dw = cx.write_grad(1, grad.dtype(), self.weight_shape, |dw, start, accumulate| {
-            let spec = Gemm::linear_weight_grad(m, n, k).accumulating(accumulate);
-            device.matmul()?.gemm(spec, grad.buffer(), x.buffer(), dw, start)
+        let rows = m / samples.max(1);
+        let dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
+            let (from, to) = (room.samples.start * rows, room.samples.end * rows);
+            let terms = Terms { leaves: room.leaves, ..Terms::WHOLE };
+            let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
+            let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
+            device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
         })?;
         Ok(match self.then {
             Then::Nothing => vec![dx, dw],

@@ -1,16 +1,20 @@
-//! Softmax cross entropy, summed over tokens: `L = Σ_i (ln Σ_v exp(x_iv) - x_i,target)`. Never a mean: the number of unmasked
-//! tokens of the whole step divides once, in the seed of backward.
+//! Softmax cross entropy, summed over the tokens of each sample: `L_s = Σ_i (ln Σ_v exp(x_siv) - x_si,target)`. Never a mean:
+//! the number of unmasked tokens of the whole step divides once, in the seed of backward. The sum over samples is left to
+//! whoever knows all of them.
 //!
 //! The vocab-parallel form (Megatron-LM, section 3) is the one collective operation here, and says so in its name: an
 //! all-reduce of the row maxima, then one of the sums and the target logit together.
 
+use crate::device::Device;
 use crate::error::Result;
 use crate::family::VocabShard;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
-use meshwork_core::{Axis, ReduceOp, SpmdError, Ty, Types};
+use meshwork_core::tree::Counter;
+use meshwork_core::{Axis, Buffer, ReduceOp, SpmdError, Ty, Types};
+use std::sync::Arc;
 
 /// The operation behind both forms of the loss.
 #[derive(Debug)]
@@ -21,10 +25,11 @@ pub struct VocabLoss {
 }
 
 impl Var {
-    /// The summed loss (one f64) of whole logits `[.., vocab]` against i32 targets `[..]`, negative ones masked.
+    /// The loss of each sample, `[samples]` in f64, of whole logits `[samples, .., vocab]` against i32 targets `[samples, ..]`,
+    /// negative ones masked.
     pub fn cross_entropy(&self, targets: &Var) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
-        let shard = VocabShard { first: 0, valid: width, width, vocab: width };
+        let shard = VocabShard { first: 0, valid: width, width, skipped: 0, pitch: width, vocab: width };
         self.tape().apply(VocabLoss { shard, cut_over: None, logits_shape: self.shape() }, &[self, targets])
     }
 
@@ -33,10 +38,33 @@ impl Var {
     pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * width).min(vocab);
-        let shard = VocabShard { first, valid: width.min(vocab - first), width, vocab };
+        let shard = VocabShard { first, valid: width.min(vocab - first), width, skipped: 0, pitch: width, vocab };
         let op = VocabLoss { shard, cut_over: Some(axis), logits_shape: self.shape() };
         self.tape().apply(op, &[self, targets])
     }
+}
+
+impl VocabLoss {
+    /// Ranks that share the vocabulary.
+    fn degree(&self, tape: &Tape) -> usize {
+        self.cut_over.map_or(1, |axis| tape.rank().mesh().degree(axis))
+    }
+}
+
+/// The sums of the leaves, each taken against its own maximum, added up in the tree after all have been taken against
+/// `max`.
+fn tree_of_sums(device: &Arc<dyn Device>, leaves: Vec<(Buffer, Buffer)>, max: &Buffer) -> Result<Buffer> {
+    let join = |left: Result<Buffer>, right: Result<Buffer>| {
+        let mut left = left?;
+        device.pointwise()?.add_assign(&mut left, 0, &right?)?;
+        Ok(left)
+    };
+    let mut tree = Counter::default();
+    for (local, mut sums) in leaves {
+        device.loss()?.rescale(&mut sums, &local, max)?;
+        tree.push(1, Ok(sums), join);
+    }
+    tree.finish(join).unwrap_or_else(|| device.alloc(max.dtype(), 0))
 }
 
 impl Op for VocabLoss {
@@ -101,20 +129,29 @@ impl Op for VocabLoss {
             inputs,
         )?;
         let loss = logits.device().loss()?;
-        let (mut max, mut sums) = loss.row_stats(logits.buffer(), targets.buffer(), self.shard)?;
-        if let Some(axis) = self.cut_over {
-            let group = cx.tape().rank().group(axis);
-            let local = logits.device().upload(&max)?;
-            max = group.all_reduce(max, ReduceOp::Max)?;
-            loss.rescale(&mut sums, &local, &max)?;
-            sums = group.all_reduce(sums, ReduceOp::Sum)?;
+        // The sums have a leaf for each part of the vocabulary, taken against the maximum of that part, and then all against
+        // the maximum of the row.
+        let parts = self.shard.parts(cx.tape().leaves().map_or(1, |leaves| leaves / self.degree(cx.tape())));
+        let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
+        let leaves = parts.map(stats).collect::<Result<Vec<_>>>()?;
+        let mut max = logits.device().upload(&leaves[0].0)?;
+        for (local, _) in &leaves[1..] {
+            loss.larger(&mut max, local)?;
         }
-        let (total, lse) = loss.total(&max, &sums, targets.buffer())?;
+        if let Some(axis) = self.cut_over {
+            max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
+        }
+        let mut sums = tree_of_sums(logits.device(), leaves, &max)?;
+        if let Some(axis) = self.cut_over {
+            sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
+        }
+        let samples = targets.shape().first().copied().unwrap_or(1);
+        let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
         cx.save(logits)?;
         cx.save(targets)?;
         let rows = lse.count();
         cx.save(&Tensor::from_buffer(logits.device(), lse, [rows])?)?;
-        Tensor::from_buffer(logits.device(), total, [1])
+        Tensor::from_buffer(logits.device(), total, [samples])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {

@@ -1,7 +1,7 @@
 //! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
 
 use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -9,12 +9,13 @@ use meshwork_core::{SpmdError, Types};
 #[derive(Debug)]
 struct LayerNorm {
     eps: f64,
+    tokens: Tokens,
 }
 
 impl Var {
     /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`.
     pub fn layer_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
-        self.tape().apply(LayerNorm { eps }, &[self, gamma, beta])
+        self.tape().apply(LayerNorm { eps, tokens: Tokens::of(self, 1) }, &[self, gamma, beta])
     }
 }
 
@@ -51,11 +52,18 @@ impl Op for LayerNorm {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
+        // Both are parameters or neither.
+        let leaves = if cx.needs(1) { cx.row_leaves(1, self.tokens) } else { RowLeaves::WHOLE };
         let norm = grad.device().norm()?;
         let (dx, dgamma, dbeta) =
-            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer())?;
-        let vector = |buffer| Tensor::from_buffer(grad.device(), buffer, gamma.shape());
-        let all = [Tensor::from_buffer(grad.device(), dx, x.shape())?, vector(dgamma)?, vector(dbeta)?];
-        Ok(all.into_iter().enumerate().map(|(i, grad)| cx.needs(i).then_some(grad)).collect())
+            norm.layer_norm_grad(grad.buffer(), x.buffer(), gamma.buffer(), mean.buffer(), rstd.buffer(), leaves)?;
+        let mut all = vec![Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0))];
+        for (i, sums) in [(1, dgamma), (2, dbeta)] {
+            all.push(match cx.needs(i) {
+                true => cx.sum_leaves(i, sums, gamma.shape(), self.tokens, leaves)?,
+                false => None,
+            });
+        }
+        Ok(all)
     }
 }

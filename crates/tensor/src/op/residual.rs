@@ -3,7 +3,7 @@
 use super::bias::bias_grad;
 use crate::error::Result;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -14,6 +14,7 @@ struct Add;
 #[derive(Debug)]
 struct BiasResidual {
     bias_shape: Shape,
+    tokens: Tokens,
 }
 
 impl Var {
@@ -24,7 +25,8 @@ impl Var {
 
     /// `self + bias + residual` in one pass.
     pub fn bias_residual(&self, bias: &Var, residual: &Var) -> Result<Var> {
-        self.tape().apply(BiasResidual { bias_shape: bias.shape() }, &[self, bias, residual])
+        let tokens = Tokens::of(self, bias.shape().len());
+        self.tape().apply(BiasResidual { bias_shape: bias.shape(), tokens }, &[self, bias, residual])
     }
 }
 
@@ -78,10 +80,7 @@ impl Op for BiasResidual {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let db = match cx.needs(1) {
-            true => Some(bias_grad(&grad, self.bias_shape)?),
-            false => None,
-        };
+        let db = bias_grad(cx, 1, &grad, self.bias_shape, self.tokens)?;
         Ok(vec![cx.needs(0).then(|| grad.clone()), db, cx.needs(2).then_some(grad)])
     }
 }

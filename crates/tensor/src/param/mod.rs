@@ -42,7 +42,10 @@ pub enum Init {
 
 /// How a parameter lies on the mesh: which axis cuts which dim. Replicated over all other axes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
-pub struct Placement(Vec<(Axis, usize)>);
+pub struct Placement {
+    shards: Vec<(Axis, usize)>,
+    multiple: Option<usize>,
+}
 
 impl Placement {
     /// Whole on every rank.
@@ -52,23 +55,29 @@ impl Placement {
 
     /// Cut along `dim` over `axis`, besides what is cut already.
     pub fn shard(mut self, axis: Axis, dim: usize) -> Self {
-        self.0.push((axis, dim));
-        self.0.sort_unstable();
+        self.shards.push((axis, dim));
+        self.shards.sort_unstable();
+        self
+    }
+
+    /// Stores a cut dim as if its extent were the next multiple of this: leaves of one size, whatever the degree.
+    pub fn in_multiples_of(mut self, multiple: usize) -> Self {
+        self.multiple = Some(multiple);
         self
     }
 
     /// The (axis, dim) pairs.
     pub fn shards(&self) -> &[(Axis, usize)] {
-        &self.0
+        &self.shards
     }
 }
 
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
+        if self.shards.is_empty() {
             return f.write_str("replicated");
         }
-        let parts: Vec<String> = self.0.iter().map(|(axis, dim)| format!("Shard({dim}) on {axis}")).collect();
+        let parts: Vec<String> = self.shards.iter().map(|(axis, dim)| format!("Shard({dim}) on {axis}")).collect();
         f.write_str(&parts.join(", "))
     }
 }
@@ -100,7 +109,8 @@ impl ParamSpec {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
         for &(axis, dim) in self.placement.shards() {
-            let held = stored[dim].div_ceil(mesh.degree(axis));
+            let whole = stored[dim].next_multiple_of(self.placement.multiple.unwrap_or(1));
+            let held = whole.div_ceil(mesh.degree(axis));
             let start = ranges[dim].start + coords.get(axis) * held;
             let end = (start + held).min(ranges[dim].end);
             ranges[dim] = start.min(end)..end;
@@ -137,6 +147,7 @@ impl ParamId {
 /// The parameters that a part of a model declares, in order. Plain data: any rank can draw up those of every stage.
 #[derive(Clone, Debug, Default)]
 pub struct Declarations {
+    leaves: Option<usize>,
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
 }
@@ -145,6 +156,17 @@ impl Declarations {
     /// Nothing declared yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Nothing declared yet; what is declared will be computed with in canonical numerics, with so many leaves (at least 1)
+    /// along each dim that a mesh may cut: see [`tape::leaves`](crate::tape::leaves).
+    pub fn canonical(leaves: usize) -> Self {
+        Self { leaves: Some(leaves.max(1)), ..Self::default() }
+    }
+
+    /// The leaves of canonical numerics; nothing in fast ones.
+    pub fn leaves(&self) -> Option<usize> {
+        self.leaves
     }
 
     /// Declares a parameter. The same name again is the same parameter (weight tying) and must agree in everything.

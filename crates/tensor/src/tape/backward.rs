@@ -1,6 +1,7 @@
 //! Walking a tape in reverse.
 
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
+use super::leaves::Share;
 use super::op::{Backward, Op};
 use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
@@ -46,12 +47,13 @@ impl Node {
 }
 
 impl Tape {
-    /// Runs backward from a loss (one f64), whose gradient is `scale` on every rank: 1 / N for the mean over N tokens.
+    /// Runs backward from the losses of samples (f64), whose gradients are `scale` on every rank: 1 / N for the mean over N
+    /// tokens.
     ///
-    /// The loss must be `Invariant` or, as the sum over a sharded batch, `Partial` on every axis. A `Replicate` loss is refused: each
-    /// rank would add its own copy of the same gradient.
+    /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`. `Replicate`
+    /// losses are refused: each rank would add its own copy of the same gradient.
     pub fn backward_from_loss(&self, loss: &Var, scale: f64, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
-        if let Some((axis, ty)) = loss.types().iter().find(|(_, ty)| !matches!(ty, Ty::Invariant | Ty::Partial)) {
+        if let Some((axis, ty)) = loss.types().iter().find(|(_, ty)| matches!(ty, Ty::Replicate | Ty::Varying)) {
             return Err(SpmdError {
                 op: "backward_from_loss".to_owned(),
                 axis,
@@ -62,7 +64,7 @@ impl Tape {
             }
             .into());
         }
-        let seed = Tensor::from_slice(self.device(), &[scale], loss.shape())?;
+        let seed = Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())?;
         self.backward(loss, seed, weights, sink)
     }
 
@@ -84,7 +86,7 @@ impl Tape {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
-        let mut pending = Pending::count(&nodes);
+        let mut uses = Uses::of(nodes.iter());
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
         grads[root] = Some(seed);
         for at in (0..nodes.len()).rev() {
@@ -92,7 +94,7 @@ impl Tape {
             let Some(grad) = grads[at].take() else {
                 // Nothing flows here: its parameters will get no share from it.
                 nodes[at].saved.clear();
-                pending.settle(&nodes[at], sink)?;
+                uses.settle(&nodes[at], sink)?;
                 continue;
             };
             let deferred = weights == Weights::Deferred && nodes[at].has_param();
@@ -105,13 +107,14 @@ impl Tape {
                 inner.deferred.borrow_mut().push((at, grad.clone()));
             }
             let params = weights == Weights::Now;
-            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, params, values: true };
-            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
+            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, uses: &uses, params, values: true };
+            let name = op.name();
+            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
                 match nodes[at].sources[slot] {
                     Source::Constant => {}
-                    Source::Param(id) => sink.accumulate(id, input_grad)?,
+                    Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
                         let input_grad = match inner.observer.get() {
                             None => input_grad,
@@ -127,7 +130,7 @@ impl Tape {
             }
             if !deferred {
                 nodes[at].saved.clear();
-                pending.settle(&nodes[at], sink)?;
+                uses.settle(&nodes[at], sink)?;
             }
         }
         Ok(())
@@ -162,22 +165,36 @@ impl Tape {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();
         let deferred = inner.deferred.take();
-        let mut pending = Pending::count_of(deferred.iter().map(|(at, _)| &nodes[*at]));
+        let mut uses = Uses::of(deferred.iter().map(|(at, _)| &nodes[*at]));
         for (at, grad) in deferred {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
-            let mut cx = Backward { tape: self, sink: &mut *sink, saved, sources, params: true, values: false };
+            let mut cx =
+                Backward { tape: self, sink: &mut *sink, saved, sources, uses: &uses, params: true, values: false };
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (source, input_grad) in sources.iter().zip(input_grads) {
                 if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {
-                    sink.accumulate(*id, input_grad)?;
+                    sink.accumulate(&self.whole(*id, op.name())?, input_grad)?;
                 }
             }
             nodes[at].saved.clear();
-            pending.settle(&nodes[at], sink)?;
+            uses.settle(&nodes[at], sink)?;
         }
         Ok(())
+    }
+
+    /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
+    fn whole(&self, id: ParamId, op: &str) -> Result<Share> {
+        let name = || &self.inner.params.declarations().spec(id).name;
+        match self.leaves() {
+            None => Ok(Share { id, samples: 0..0, copies: 0..1, of: 1 }),
+            Some(_) => Err(Error::Backward(format!(
+                "{op} gave a gradient of {} summed over all samples, and in canonical numerics their order must not depend \
+                 on the mesh: give it by write_grad or sum_leaves",
+                name()
+            ))),
+        }
     }
 
     /// The gradient of a value made by [`Tape::input`], once backward has run.
@@ -189,32 +206,39 @@ impl Tape {
     }
 }
 
-/// How many uses of each parameter have not added their share yet: it is ready at zero, not at the first gradient (a tied
-/// weight is used twice).
-struct Pending(BTreeMap<ParamId, usize>);
+/// The uses of each parameter on a tape, and how many of them have added their share: it is ready after the last, not at
+/// the first gradient (a tied weight is used twice).
+#[derive(Debug)]
+pub(super) struct Uses(BTreeMap<ParamId, (usize, usize)>);
 
-impl Pending {
-    fn count(nodes: &[Node]) -> Self {
-        Self::count_of(nodes.iter())
-    }
-
-    fn count_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Self {
+impl Uses {
+    fn of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Self {
         let mut uses = BTreeMap::new();
         for source in nodes.flat_map(|node| &node.sources) {
             if let Source::Param(id) = source {
-                *uses.entry(*id).or_insert(0) += 1;
+                uses.entry(*id).or_insert((0, 0)).1 += 1;
             }
         }
         Self(uses)
     }
 
+    /// The uses of a parameter.
+    pub(super) fn count(&self, id: ParamId) -> usize {
+        self.0.get(&id).map_or(1, |(_, all)| *all)
+    }
+
+    /// The number of the use whose turn it is, in the order of backward.
+    pub(super) fn index(&self, id: ParamId) -> usize {
+        self.0.get(&id).map_or(0, |(done, _)| *done)
+    }
+
     fn settle(&mut self, node: &Node, sink: &mut dyn GradSink) -> Result<()> {
         for source in &node.sources {
             if let Source::Param(id) = source
-                && let Some(uses) = self.0.get_mut(id)
+                && let Some((done, all)) = self.0.get_mut(id)
             {
-                *uses -= 1;
-                if *uses == 0 {
+                *done += 1;
+                if done == all {
                     sink.ready(*id)?;
                 }
             }

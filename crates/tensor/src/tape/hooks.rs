@@ -1,6 +1,7 @@
 //! The hooks of the tape.
 
 use super::Position;
+use super::leaves::Share;
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
@@ -50,25 +51,25 @@ impl SavedPolicy for Keep {
     }
 }
 
-/// Where the gradient of a parameter lies.
+/// Where a share of the gradient of a parameter goes.
 #[derive(Debug)]
 pub struct Place<'a> {
-    /// Memory that holds it.
+    /// Memory for it.
     pub buffer: &'a mut Buffer,
     /// Its first element there.
     pub start: usize,
-    /// Whether this is the first share, which overwrites whatever is there; later ones are added.
+    /// Whether it overwrites whatever is there, or is added. In canonical numerics it always overwrites: the sink adds up.
     pub first: bool,
 }
 
 /// Where parameter gradients go.
 pub trait GradSink {
     /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()>;
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()>;
 
     /// Where an operation may write or add its share itself, which then needs no memory of its own and no pass over
     /// both; it must. `None` where there is no such place.
-    fn place(&mut self, _id: ParamId) -> Result<Option<Place<'_>>> {
+    fn place(&mut self, _share: &Share) -> Result<Option<Place<'_>>> {
         Ok(None)
     }
 

@@ -9,9 +9,11 @@
 
 mod backward;
 mod hooks;
+pub mod leaves;
 mod op;
 
 pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Weights};
+pub use leaves::{Room, RowLeaves, Share, Terms, Tokens};
 pub use op::{Backward, Forward, Op};
 
 use crate::device::Device;

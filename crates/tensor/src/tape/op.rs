@@ -1,12 +1,12 @@
 //! What an operation is.
 
-use super::hooks::{GradSink, Place, Saved};
+use super::backward::Uses;
+use super::hooks::{GradSink, Saved};
 use super::{Source, Tape};
 use crate::error::{Error, Result};
-use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
-use meshwork_core::{Buffer, DType, SpmdError, Types};
+use meshwork_core::{SpmdError, Types};
 use std::fmt::Debug;
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
@@ -78,6 +78,7 @@ pub struct Backward<'a> {
     pub(super) sink: &'a mut dyn GradSink,
     pub(super) saved: &'a mut [Saved],
     pub(super) sources: &'a [Source],
+    pub(super) uses: &'a Uses,
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
     pub(super) values: bool,
@@ -105,30 +106,6 @@ impl Backward<'_> {
             Saved::Kept(tensor) => Ok(tensor),
             other => other.restore(),
         }
-    }
-
-    /// The gradient of input `i`, of that dtype and shape, as `write(buffer, start, accumulate)` computes it: into new memory, or
-    /// straight to where the gradient of the parameter lies, overwriting or adding to what is there. `None` where it is
-    /// not wanted, or lies in its place already.
-    pub fn write_grad(
-        &mut self,
-        i: usize,
-        dtype: DType,
-        shape: Shape,
-        write: impl FnOnce(&mut Buffer, usize, bool) -> Result<()>,
-    ) -> Result<Option<Tensor>> {
-        if !self.needs(i) {
-            return Ok(None);
-        }
-        if let Source::Param(id) = self.sources[i]
-            && let Some(Place { buffer, start, first }) = self.sink.place(id)?
-        {
-            write(buffer, start, !first)?;
-            return Ok(None);
-        }
-        let mut buffer = self.tape.device().alloc(dtype, shape.count())?;
-        write(&mut buffer, 0, false)?;
-        Ok(Some(Tensor::from_buffer(self.tape.device(), buffer, shape)?))
     }
 
     /// The tape.

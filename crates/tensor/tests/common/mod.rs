@@ -7,7 +7,7 @@ pub mod naive;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Tape};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};
 use std::sync::Arc;
 
@@ -84,8 +84,8 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
 pub struct NoParams;
 
 impl GradSink for NoParams {
-    fn accumulate(&mut self, id: ParamId, _grad: Tensor) -> Result<()> {
-        unreachable!("parameter {} on a tape that has none", id.index())
+    fn accumulate(&mut self, share: &Share, _grad: Tensor) -> Result<()> {
+        unreachable!("parameter {} on a tape that has none", share.id.index())
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {

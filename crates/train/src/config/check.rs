@@ -1,6 +1,8 @@
 //! What must hold across keys. Each check names the keys that it reads, and is skipped where one of them is itself
 //! at fault: a message made of a default that nobody asked for would mislead.
 
+use meshwork_core::tree;
+
 use super::Config;
 use super::batch::multiple;
 use super::fault::Fault;
@@ -50,6 +52,23 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         ));
     }
 
+    let (numerics, leaves) = ("training.numerics", "numerics.leaves");
+    if let (true, Some(count)) = (settings.sound(&[numerics, leaves]), config.leaves()) {
+        let batch = "training.global_batch_size";
+        let trees = [
+            ("parallelism.tp", mesh.tp, leaves, count),
+            ("parallelism.dp", mesh.dp, batch, config.training.global_batch_size),
+        ];
+        for (key, degree, by, leaves) in trees {
+            if settings.sound(&[key, by]) && !tree::fits(leaves, degree) {
+                let problem = format!(
+                    "does not fit canonical numerics with {by} = {leaves}: each rank must have an equal share that is a power of two"
+                );
+                fail(Fault::new(key, degree, problem, choose_degree(leaves, by)));
+            }
+        }
+    }
+
     let schedule = &config.lr_scheduler;
     let keys = ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"];
     let explicit = settings.given::<u64>(keys[1]).is_some();
@@ -64,6 +83,12 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
     }
 
     settings.faults.append(&mut faults);
+    if config.leaves().is_none()
+        && settings.sound(&[numerics])
+        && let Some(value) = settings.given::<usize>(leaves)
+    {
+        config.notices.push(format!("{leaves} = {value} has no effect: {numerics} is fast"));
+    }
 
     // Settings that are right but do nothing.
     let (idle, rule): (&[&str], _) = match config.optimizer.name {
@@ -82,4 +107,10 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
             config.notices.push(format!("{key} = {value} has no effect: optimizer.name = \"{rule}\" does not read it"));
         }
     }
+}
+
+/// The degrees that fit so many leaves.
+fn choose_degree(leaves: usize, by: &str) -> String {
+    let degrees: Vec<String> = tree::degrees(leaves).iter().map(usize::to_string).collect();
+    format!("use {}, or another {by}", degrees.join(", "))
 }

@@ -192,7 +192,7 @@ pub static SECTIONS: &[Section] = &[
         key("seed", Count(0), int(1234), "Seed of initialisation, sample order and dropout."),
         key("dtype", words(&["f32", "bf16"], &[]), text("f32"), "Type of the factors in matrix products and attention: bf16 rounds them and adds up in f32. All that is kept or sent is f32: weights, activations, gradients, optimizer states."),
         key("max_norm", Number(Interval::NotNegative), float(1.0), "Global gradient norm above which gradients are scaled down; 0 = off."),
-        key("numerics", words(&["fast"], &["canonical"]), text("fast"), "Whether all meshes give the same bits (canonical)."),
+        key("numerics", words(&["fast", "canonical"], &[]), text("fast"), "Order of sums: fast gives one mesh the same bits on every run; canonical gives every mesh, schedule and number of micro-batches the same bits, at a price in time and memory."),
     ]},
     Section { name: "optimizer", keys: &[
         key("name", words(&["adamw", "sgd"], &[]), text("adamw"), "Update rule."),
@@ -240,7 +240,7 @@ pub static SECTIONS: &[Section] = &[
         key("timeout_seconds", Number(Interval::Positive), float(60.0), "Time without progress after which a collective gives up on a rank."),
     ]},
     Section { name: "numerics", keys: &[
-        key("leaves", Count(1), int(8), "Leaves of the canonical reduction tree.").awaits("canonical numerics"),
+        key("leaves", Count(1), int(8), "Leaves of canonical sums along a dim that tp may cut: tp must divide them, leaving each rank a power of two."),
     ]},
 ];
 

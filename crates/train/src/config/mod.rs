@@ -83,6 +83,12 @@ impl Config {
         finish(resolve(args, Settings::default()))
     }
 
+    /// The leaves of canonical numerics; nothing in fast ones.
+    #[must_use]
+    pub fn leaves(&self) -> Option<usize> {
+        (self.training.numerics == "canonical").then_some(self.numerics.leaves)
+    }
+
     /// The configuration of a TOML document.
     ///
     /// # Errors

@@ -15,6 +15,8 @@ pub struct Blueprint {
     model: Gpt2Config,
     region: Region,
     parts: Vec<Part>,
+    /// Of canonical numerics.
+    leaves: Option<usize>,
 }
 
 /// The stages that one pp rank holds, with the parameters they declare together.
@@ -55,6 +57,7 @@ impl Blueprint {
             mesh: Mesh::new(axes)?,
             parts: Part::cut(&config.pipeline.partition),
             region: Region::new(parallelism.sequence_parallel),
+            leaves: config.leaves(),
             model,
         })
     }
@@ -76,7 +79,7 @@ impl Blueprint {
 
     /// The stages that lie on `pp_rank`, where `placement` says on which pp rank each stage lies.
     pub fn rank_model(&self, placement: &[usize], pp_rank: usize) -> Result<RankModel> {
-        let mut declarations = Declarations::new();
+        let mut declarations = self.declarations();
         let mut stages: Vec<(usize, Box<dyn Stage>)> = Vec::new();
         for (number, part) in self.parts.iter().enumerate().filter(|(number, _)| placement[*number] == pp_rank) {
             let stage = Gpt2Stage::new(&mut declarations, &self.mesh, self.model, self.region, part)?;
@@ -85,9 +88,13 @@ impl Blueprint {
         Ok(RankModel { declarations, stages })
     }
 
+    fn declarations(&self) -> Declarations {
+        self.leaves.map_or_else(Declarations::new, Declarations::canonical)
+    }
+
     /// Every parameter of the model once, by name; refuses two declarations that do not agree.
     pub fn parameters(&self) -> Result<Vec<ParamSpec>> {
-        let mut all = Declarations::new();
+        let mut all = self.declarations();
         for part in &self.parts {
             Gpt2Stage::new(&mut all, &self.mesh, self.model, self.region, part)?;
         }

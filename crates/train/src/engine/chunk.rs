@@ -58,6 +58,9 @@ pub struct Pass {
     pub watch: Option<Arc<dyn Watch>>,
 }
 
+/// Per sample, by its number in the batch: the loss summed over its tokens.
+pub type Losses = Vec<(usize, f64)>;
+
 /// A stage with its passes in flight.
 #[derive(Debug)]
 pub struct Chunk {
@@ -65,8 +68,8 @@ pub struct Chunk {
     stages: usize,
     stage: Box<dyn Stage>,
     flights: BTreeMap<usize, Flight>,
-    /// Loss of the micro-batches since it was last taken, summed over their tokens, with its types.
-    loss: Option<(f64, Types)>,
+    /// Losses since they were last taken, with their types.
+    losses: Option<(Losses, Types)>,
     /// Logits of the last sampling pass.
     logits: Option<Tensor>,
 }
@@ -81,7 +84,7 @@ struct Flight {
 impl Chunk {
     /// Stage `number` of `stages`.
     pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>) -> Self {
-        Self { number, stages, stage, flights: BTreeMap::new(), loss: None, logits: None }
+        Self { number, stages, stage, flights: BTreeMap::new(), losses: None, logits: None }
     }
 
     /// The stage.
@@ -99,9 +102,9 @@ impl Chunk {
         self.number + 1 == self.stages
     }
 
-    /// The summed loss of all micro-batches since the last call, and its types; nothing where this is not the last stage.
-    pub fn take_loss(&mut self) -> Option<(f64, Types)> {
-        self.loss.take()
+    /// The losses of all samples since the last call, and their types; nothing where this is not the last stage.
+    pub fn take_losses(&mut self) -> Option<(Losses, Types)> {
+        self.losses.take()
     }
 
     /// The whole logits of a sampling pass; nothing where this is not the last stage.
@@ -112,7 +115,7 @@ impl Chunk {
     /// Forgets passes in flight, after a failure.
     pub fn clear(&mut self) {
         self.flights.clear();
-        self.loss = None;
+        self.losses = None;
     }
 
     fn forward(&mut self, pass: &Pass, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
@@ -138,9 +141,9 @@ impl Chunk {
         } else {
             let targets = tape.constant(pass.tokens(&pass.targets, micro)?, token_types(&pass.rank));
             output = self.stage.loss(&output, &targets)?;
-            let (sum, types) = self.loss.get_or_insert((0.0, output.types()));
+            let (losses, types) = self.losses.get_or_insert((Losses::new(), output.types()));
             debug_assert_eq!(*types, output.types());
-            *sum += output.tensor().to_vec::<f64>()?[0];
+            losses.extend((first_sample as usize..).zip(output.tensor().to_vec::<f64>()?));
         }
         if pass.purpose == Purpose::Train {
             self.flights.insert(micro, Flight { tape, input, output });
@@ -158,6 +161,7 @@ impl Chunk {
         let Some(Flight { tape, input, output }) = self.flights.remove(&micro) else {
             return Err(self.out_of_turn(micro, "backward before forward"));
         };
+        gradients.of_stage(self.number);
         match grad {
             Some(message) => tape.backward(&output, message.tensor, Weights::Now, gradients)?,
             None if self.is_last() => tape.backward_from_loss(&output, pass.seed, Weights::Now, gradients)?,

@@ -1,9 +1,11 @@
 //! The way of a gradient: added to its bucket by every use and micro-batch, reduced once it is final.
 
+use super::TrainError;
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
-use meshwork_tensor::tape::{GradSink, Place};
+use meshwork_tensor::tape::{GradSink, Place, Share};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,6 +21,8 @@ pub struct Gradients {
     missing: Vec<usize>,
     /// Per parameter: whether it has no share yet, and the bucket holds last step's.
     empty: Vec<bool>,
+    /// How shares add up in canonical numerics; in fast ones each is added to those before it.
+    trees: Option<Trees>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
     events: Vec<(Instant, BucketEvent)>,
@@ -27,18 +31,19 @@ pub struct Gradients {
 
 impl Gradients {
     /// Gradients in the buckets of `reducer`. `chunks_reading` counts, per parameter, the chunks of this rank that read it; each
-    /// does so once per micro-batch.
+    /// does so once per micro-batch. `trees` are those of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
         chunks_reading: &[usize],
         micros: usize,
+        trees: Option<Trees>,
         device: Arc<dyn Device>,
     ) -> Self {
         let readers: Vec<usize> = chunks_reading.iter().map(|chunks| chunks * micros).collect();
         let seen_done = vec![false; reducer.buckets()];
         let empty = vec![true; readers.len()];
-        Self { reducer, places, missing: readers.clone(), empty, readers, device, events: Vec::new(), seen_done }
+        Self { reducer, places, missing: readers.clone(), empty, readers, trees, device, events: Vec::new(), seen_done }
     }
 
     /// Forgets every gradient before a step: the first share of each overwrites it.
@@ -47,17 +52,32 @@ impl Gradients {
         self.empty.fill(true);
         self.events.clear();
         self.seen_done.fill(false);
+        self.trees.iter_mut().for_each(Trees::clear);
     }
 
-    /// Waits until every gradient is reduced.
-    pub fn finish(&mut self) -> std::result::Result<(), ReduceError> {
+    /// Says whose shares come next.
+    pub fn of_stage(&mut self, number: usize) {
+        self.trees.iter_mut().for_each(|trees| trees.stage = number);
+    }
+
+    /// Waits until every gradient is reduced, and adds up their copies.
+    pub fn finish(&mut self) -> std::result::Result<(), TrainError> {
         let events = &mut self.events;
         let seen_done = &self.seen_done;
         self.reducer.finish(|event| {
             if !matches!(event, BucketEvent::Done(bucket) if seen_done[bucket]) {
                 events.push((Instant::now(), event));
             }
-        })
+        })?;
+        let Some(trees) = &self.trees else { return Ok(()) };
+        let mut members: Vec<_> = self.places.iter().zip(&trees.copies).filter(|(_, copies)| **copies > 1).collect();
+        members.sort_unstable();
+        for (&(bucket, member), &copies) in members {
+            // To where it lies in a bucket without copies, before those of the next member.
+            let (buffer, all) = self.reducer.gradient(bucket, member)?;
+            self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
+        }
+        Ok(())
     }
 
     /// The reduced gradients of a bucket.
@@ -81,20 +101,131 @@ impl Gradients {
     }
 }
 
+/// The sums of canonical numerics: one tree for each copy of a gradient, over the samples of the batch.
+#[derive(Debug)]
+pub struct Trees {
+    /// Per parameter: the copies of its gradient.
+    copies: Vec<usize>,
+    /// The first copy that a stage fills, where it is not the first of all.
+    first: BTreeMap<(usize, ParamId), usize>,
+    stage: usize,
+    /// Per parameter, by the first of the copies that come together.
+    sums: Vec<BTreeMap<usize, Waiting>>,
+}
+
+/// Sums of subtrees that wait for their right neighbours, the oldest first.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Copies that come together.
+    copies: usize,
+    /// The sample that must come next.
+    next: u64,
+    /// (samples, sum). The oldest lies in the bucket.
+    sums: Vec<(u64, Option<Buffer>)>,
+}
+
+impl Trees {
+    /// Nothing added up yet. `first` names the stages that do not fill a gradient's first copy.
+    pub fn new(copies: Vec<usize>, first: BTreeMap<(usize, ParamId), usize>) -> Self {
+        Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, stage: 0 }
+    }
+
+    fn clear(&mut self) {
+        self.sums.iter_mut().for_each(BTreeMap::clear);
+    }
+}
+
+impl Waiting {
+    /// Adds the youngest sum to the one before it, `oldest` elements of `bucket` being the first of all.
+    fn join(&mut self, device: &dyn Device, bucket: &mut Buffer, oldest: usize) -> Result<()> {
+        let Some((samples, Some(right))) = self.sums.pop() else { return Ok(()) };
+        let Some((all, left)) = self.sums.last_mut() else { return Ok(()) };
+        *all += samples;
+        match left {
+            Some(left) => device.pointwise()?.add_assign(left, 0, &right),
+            None => device.pointwise()?.add_assign(bucket, oldest, &right),
+        }
+    }
+}
+
+impl Gradients {
+    /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
+    fn place_in_tree(&mut self, share: &Share) -> Result<Place<'_>> {
+        let (bucket, member) = self.places[share.id.index()];
+        let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let Some(trees) = &mut self.trees else {
+            return Ok(Place { buffer, start: all.start, first: true });
+        };
+        let copies = trees.copies[share.id.index()];
+        let before = trees.first.get(&(trees.stage, share.id)).copied().unwrap_or(0);
+        let first = before + share.copies.start;
+        let n = all.len() / copies;
+        let start = all.start + first * n;
+        let waiting = trees.sums[share.id.index()].entry(first).or_default();
+        let in_order = waiting.sums.is_empty() || waiting.next == share.samples.start;
+        if before + share.copies.end > copies || !in_order {
+            return Err(Error::Backward(format!(
+                "a share of samples {:?} for copies {:?} of the gradient of parameter {}, which has {copies}, and waits for \
+                 sample {}",
+                share.samples,
+                share.copies,
+                share.id.index(),
+                waiting.next
+            )));
+        }
+        while let [.., (left, _), (right, _)] = waiting.sums[..]
+            && left == right
+        {
+            waiting.join(&*self.device, buffer, start)?;
+        }
+        (waiting.copies, waiting.next) = (share.copies.len(), share.samples.end);
+        let samples = share.samples.end - share.samples.start;
+        if waiting.sums.is_empty() {
+            waiting.sums.push((samples, None));
+            return Ok(Place { buffer, start, first: true });
+        }
+        let room = self.device.alloc(buffer.dtype(), n * share.copies.len())?;
+        waiting.sums.push((samples, None));
+        let Some((_, sum)) = waiting.sums.last_mut() else { unreachable!("just pushed") };
+        Ok(Place { buffer: sum.insert(room), start: 0, first: true })
+    }
+
+    /// Adds up what waits of a gradient, and zeroes the copies that nobody here fills.
+    fn finish_tree(&mut self, id: ParamId) -> Result<()> {
+        let (bucket, member) = self.places[id.index()];
+        let Some(trees) = &mut self.trees else { return Ok(()) };
+        let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let n = all.len() / trees.copies[id.index()];
+        let mut filled = 0;
+        for (&first, waiting) in &mut trees.sums[id.index()] {
+            let start = all.start + first * n;
+            while waiting.sums.len() > 1 {
+                waiting.join(&*self.device, buffer, start)?;
+            }
+            self.device.optim()?.zero(buffer, all.start + filled * n..start)?;
+            filled = first + waiting.copies;
+        }
+        self.device.optim()?.zero(buffer, all.start + filled * n..all.end)
+    }
+}
+
 impl GradSink for Gradients {
-    fn accumulate(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
         let device = Arc::clone(&self.device);
-        let Some(Place { buffer, start, first }) = self.place(id)? else { return Ok(()) };
+        let Some(Place { buffer, start, first }) = self.place(share)? else { return Ok(()) };
         if first {
             device.optim()?.zero(buffer, start..start + grad.buffer().count())?;
         }
         device.pointwise()?.add_assign(buffer, start, grad.buffer())
     }
 
-    fn place(&mut self, id: ParamId) -> Result<Option<Place<'_>>> {
-        let (bucket, member) = self.places[id.index()];
+    fn place(&mut self, share: &Share) -> Result<Option<Place<'_>>> {
+        let first = std::mem::replace(&mut self.empty[share.id.index()], false);
+        if self.trees.is_some() {
+            return self.place_in_tree(share).map(Some);
+        }
+        let (bucket, member) = self.places[share.id.index()];
         let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-        let first = std::mem::replace(&mut self.empty[id.index()], false);
         Ok(Some(Place { buffer, start: range.start, first }))
     }
 
@@ -105,7 +236,9 @@ impl GradSink for Gradients {
             return Ok(());
         }
         let (bucket, member) = self.places[id.index()];
-        if self.empty[id.index()] {
+        if self.trees.is_some() {
+            self.finish_tree(id)?;
+        } else if self.empty[id.index()] {
             // No use of it had a gradient.
             let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
             self.device.optim()?.zero(buffer, range)?;

@@ -4,7 +4,7 @@
 use super::{RankModel, Tie, Trace, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, Types};
 use meshwork_data_parallel::{Bucket, Member, Reducer, plan};
-use meshwork_tensor::{Device, ParamId, Params};
+use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +23,8 @@ pub struct Key {
     pub axes: Vec<Axis>,
     /// The pp ranks that hold it, if it is tied across stages.
     pub holders: Option<Vec<usize>>,
+    /// Copies in which gradients are kept until they are reduced: see [`Share`](meshwork_tensor::tape::Share).
+    pub copies: usize,
 }
 
 /// The groups of the pp ranks that hold tied parameters: made once, by every rank in the same order.
@@ -55,8 +57,9 @@ pub fn buckets(model: &RankModel, found: &Trace, ties: &[Tie], rank: &Rank) -> (
             let mut axes: Vec<Axis> = types.dual().partial_axes().collect();
             axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
             let holders = ties.iter().find(|tie| tie.name == spec.name).map(|tie| tie.holders.clone());
-            let elements = spec.local(rank.mesh(), rank.coords()).stored.count();
-            Member { id: id.index(), elements, key: Key { axes, holders } }
+            let copies = found.copies[id.index()];
+            let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
+            Member { id: id.index(), elements, key: Key { axes, holders, copies } }
         })
         .partition(|member| member.key.holders.is_some());
     let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&tied, 0));
@@ -81,20 +84,71 @@ pub fn reducer(
         }
         let mut rounds: Vec<Group> = key.axes.iter().map(|&axis| rank.group(axis).clone()).collect();
         rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
+        // Every member with its copies one after the other; added up, they lie as the weights do.
+        let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
         filled.push(Bucket {
-            gradients: device.zeros(DType::F32, params.flats()[bucket].count())?,
-            members: members.iter().map(|&id| params.place(id).1).collect(),
+            gradients: device.zeros(DType::F32, key.copies * params.flats()[bucket].count())?,
+            members: members.iter().map(|&id| with_copies(params.place(id).1)).collect(),
             rounds,
         });
     }
     Ok((Reducer::new(filled), places))
 }
 
-/// The part of a parameter's flat range that this rank counts in the norm. Ranks that hold the same elements share them out, so
-/// that each element is counted once.
-pub fn counted(params: &Params, id: ParamId, ties: &[Tie], rank: &Rank) -> Range<usize> {
-    let (_, range) = params.place(id);
-    let spec = params.declarations().spec(id);
+/// A part of a parameter that this rank counts in the gradient norm.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counted {
+    /// The flat buffer.
+    pub flat: usize,
+    /// The first of its ranges there,
+    pub range: Range<usize>,
+    /// how many there are,
+    pub blocks: usize,
+    /// and how far one is from the next.
+    pub pitch: usize,
+    /// The sum to which it goes. In canonical numerics each is that of one leaf, which one rank gives whole.
+    pub slot: usize,
+}
+
+/// The parts of a rank's parameters that it counts in the norm, and the number of sums in the whole model. Ranks that hold the same
+/// elements share them out, so that each element is counted once.
+///
+/// In canonical numerics the leaves are slices of each parameter, along the dim that its placement cuts if there is one, and
+/// the order of parameters is that of the whole `model`.
+pub fn counted(params: &Params, model: &[ParamSpec], ties: &[Tie], rank: &Rank) -> (Vec<Counted>, usize) {
+    let declarations = params.declarations();
+    let mut counted = Vec::new();
+    for id in declarations.ids() {
+        let (flat, range) = params.place(id);
+        let spec = declarations.spec(id);
+        let (index, replicas) = replica(spec, ties, rank);
+        let Some(leaves) = declarations.leaves() else {
+            let share = |index: usize| range.start + range.len() * index / replicas;
+            counted.push(Counted { flat, range: share(index)..share(index + 1), blocks: 1, pitch: 0, slot: 0 });
+            continue;
+        };
+        let (mesh, coords) = (rank.mesh(), rank.coords());
+        let stored = spec.local(mesh, coords).stored;
+        let (held, first, before) = match spec.placement.shards().first() {
+            Some(&(axis, dim)) => {
+                let held = leaves / mesh.degree(axis);
+                (held, coords.get(axis) * held, stored[..dim].iter().product::<usize>())
+            }
+            None => (leaves, 0, 1),
+        };
+        let pitch = range.len() / before.max(1);
+        let number = model.iter().position(|other| other.name == spec.name).unwrap_or(0);
+        for leaf in (0..held).filter(|leaf| (first + leaf) % replicas == index) {
+            let within = |leaf: usize| range.start + pitch * leaf / held;
+            let slot = number * leaves + first + leaf;
+            counted.push(Counted { flat, range: within(leaf)..within(leaf + 1), blocks: before, pitch, slot });
+        }
+    }
+    (counted, declarations.leaves().map_or(1, |leaves| leaves * model.len()))
+}
+
+/// The number of this rank among those that hold the same elements of a parameter, and how many they are.
+fn replica(spec: &ParamSpec, ties: &[Tie], rank: &Rank) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
     for axis in rank.mesh().value_axes() {
         if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {
@@ -107,6 +161,5 @@ pub fn counted(params: &Params, id: ParamId, ties: &[Tie], rank: &Rank) -> Range
         index = index * tie.holders.len() + place;
         replicas *= tie.holders.len();
     }
-    let share = |index: usize| range.start + range.len() * index / replicas;
-    share(index)..share(index + 1)
+    (index, replicas)
 }

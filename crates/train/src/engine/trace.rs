@@ -4,7 +4,7 @@
 use super::{Blueprint, RankModel, TrainError};
 use meshwork_core::{DType, Rank, Types};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,20 +18,29 @@ pub struct Trace {
     pub chunks_reading: Vec<usize>,
     /// The parameters in the order in which their gradients become final.
     pub ready: Vec<ParamId>,
+    /// Per parameter: the copies in which its gradient is kept until it is reduced.
+    pub copies: Vec<usize>,
+    /// The first of them that a stage fills, where it is not the first of all.
+    pub first_copy: BTreeMap<(usize, ParamId), usize>,
 }
 
 #[derive(Debug, Default)]
-struct Order(Vec<ParamId>);
+struct Order {
+    ready: Vec<ParamId>,
+    /// Copies that the stage at hand fills.
+    copies: BTreeMap<ParamId, usize>,
+}
 
 impl GradSink for Order {
-    fn accumulate(&mut self, _id: ParamId, _grad: Tensor) -> Result<(), Error> {
+    fn accumulate(&mut self, share: &Share, _grad: Tensor) -> Result<(), Error> {
+        self.copies.insert(share.id, share.of);
         Ok(())
     }
 
     fn ready(&mut self, id: ParamId) -> Result<(), Error> {
         // A later tape may read it again: the last time counts.
-        self.0.retain(|&other| other != id);
-        self.0.push(id);
+        self.ready.retain(|&other| other != id);
+        self.ready.push(id);
         Ok(())
     }
 }
@@ -51,8 +60,14 @@ pub fn trace(
     let seq_len = blueprint.model().seq_len;
     let ids = Tensor::zeros(&device, DType::I32, [micro_batch, seq_len])?;
 
-    let mut found =
-        Trace { reads: BTreeMap::new(), chunks_reading: vec![0; declarations.specs().len()], ready: Vec::new() };
+    let parameters = declarations.specs().len();
+    let mut found = Trace {
+        reads: BTreeMap::new(),
+        chunks_reading: vec![0; parameters],
+        ready: Vec::new(),
+        copies: vec![0; parameters],
+        first_copy: BTreeMap::new(),
+    };
     let mut order = Order::default();
     // Later stages go backward first.
     for (number, stage) in model.stages.iter().rev() {
@@ -69,6 +84,18 @@ pub fn trace(
         }
         let seed = Tensor::zeros(&device, output.tensor().dtype(), output.shape())?;
         tape.backward(&output, seed, Weights::Now, &mut order)?;
+        for (id, copies) in std::mem::take(&mut order.copies) {
+            let of_stage = &mut found.copies[id.index()];
+            match (declarations.leaves(), *of_stage) {
+                (_, 0) => *of_stage = copies,
+                // In fast numerics stages add to each other's.
+                (None, _) => {}
+                (Some(_), before) => {
+                    found.first_copy.insert((*number, id), before);
+                    *of_stage += copies;
+                }
+            }
+        }
         for (id, types) in tape.reads() {
             found.chunks_reading[id.index()] += 1;
             let first = *found.reads.entry(id).or_insert(types);
@@ -82,6 +109,7 @@ pub fn trace(
             }
         }
     }
-    found.ready = order.0;
+    found.ready = order.ready;
+    found.copies.iter_mut().for_each(|copies| *copies = (*copies).max(1));
     Ok(found)
 }

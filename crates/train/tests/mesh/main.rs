@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `parity` | any mesh gives the loss, gradients, norm and weights of the one-rank run, and the work is really split |
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
+//! | `canonical` | in canonical numerics they have its bits |
 //! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
 //! | `overlap` | gradients are reduced while backward runs |
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
@@ -15,6 +16,7 @@
 
 mod adamw;
 mod bf16;
+mod canonical;
 mod cases;
 mod determinism;
 mod evaluation;

@@ -52,6 +52,8 @@ pub struct Piece {
     pub weights: Vec<f32>,
     /// The gradient of the last step, padding included.
     pub gradient: Vec<f32>,
+    /// The optimizer's states, padding included.
+    pub states: Vec<Vec<f32>>,
 }
 
 /// What a rank holds of every parameter of its stages.
@@ -68,6 +70,7 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
             runs,
             weights: trainer.params().value(id)?.to_vec::<f32>()?,
             gradient: trainer.gradient(id)?,
+            states: trainer.optimizer_states(id)?,
         })
     };
     declarations.ids().map(piece).collect()
@@ -76,7 +79,7 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
 /// Puts whole parameters together from the pieces of all ranks: their weights, or their gradients.
 ///
 /// Ranks that hold the same element must hold the same bits, padding must be zero, and no element may be missing.
-pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: fn(&Piece) -> &[f32]) -> BTreeMap<String, Vec<f32>> {
+pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &[f32]) -> BTreeMap<String, Vec<f32>> {
     let mut wholes: BTreeMap<String, Vec<Option<f32>>> = BTreeMap::new();
     for (rank, piece) in ranks.iter().enumerate().flat_map(|(rank, pieces)| pieces.iter().map(move |it| (rank, it))) {
         let Piece { name, whole, runs, .. } = piece;

@@ -31,6 +31,57 @@ pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: u
     }
 }
 
+/// [`lookup_backward`] with the ids cut into `leaves` of one length: each is summed in the order of `i`, from zero, and the
+/// leaves are added up in the [tree](meshwork_core::tree). A leaf without a word adds nothing to the word's row: the same
+/// bits as if it added zeros, since no such sum is a negative zero.
+pub fn lookup_backward_tree<T: Float>(
+    ids: &[i32],
+    dout: &[T],
+    first_row: usize,
+    h: usize,
+    leaves: usize,
+    dtable: &mut [T],
+) {
+    let rows = row_count(dtable, h);
+    assert_eq!(dout.len(), ids.len() * h, "elements of dout against {} ids of {h}", ids.len());
+    assert!(ids.len().is_multiple_of(leaves), "{} ids are no {leaves} leaves of one length", ids.len());
+    let leaf_len = ids.len() / leaves;
+    let held = |(i, &id): (usize, &i32)| Some((local_row(id, first_row, rows)?, i));
+    let mut hits: Vec<(usize, usize)> = ids.iter().enumerate().filter_map(held).collect();
+    hits.sort_unstable();
+    // Of one word: the leaves that have it, and their sums.
+    let (mut having, mut sums): (Vec<usize>, Vec<T>) = (Vec::new(), Vec::new());
+    for hits in hits.chunk_by(|a, b| a.0 == b.0) {
+        having.clear();
+        sums.clear();
+        for &(_, i) in hits {
+            if having.last() != Some(&(i / leaf_len)) {
+                having.push(i / leaf_len);
+                sums.resize(having.len() * h, T::ZERO);
+            }
+            let at = sums.len() - h;
+            add_assign(&mut sums[at..], &dout[i * h..][..h]);
+        }
+        while having.len() > 1 {
+            // One level up: those that become the same subtree join.
+            let mut kept = 0;
+            for next in 0..having.len() {
+                let subtree = having[next] / 2;
+                if kept > 0 && having[kept - 1] == subtree {
+                    let (left, right) = sums.split_at_mut(next * h);
+                    add_assign(&mut left[(kept - 1) * h..][..h], &right[..h]);
+                } else {
+                    sums.copy_within(next * h..(next + 1) * h, kept * h);
+                    having[kept] = subtree;
+                    kept += 1;
+                }
+            }
+            having.truncate(kept);
+        }
+        add_assign(&mut dtable[hits[0].0 * h..][..h], &sums[..h]);
+    }
+}
+
 /// `out[b, i, h] = x[b, i, h] + table[first + i, h]` for sequences of `s`. Overwrites `out[b, s, h]`.
 pub fn add_positions<T: Float>(x: &[T], table: &[T], first: usize, s: usize, h: usize, out: &mut [T]) {
     bias(x, &table[position_range(table.len(), first, s, h)], out);
@@ -120,6 +171,35 @@ mod tests {
                     prop_assert_eq!(got[j], want);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn leaves_add_up_in_the_tree() {
+        let (leaves, leaf_len, words, h) = (7, 9, 5, 3);
+        for run in 0..20 {
+            let ids: Vec<i32> = (0..leaves * leaf_len).map(|i| ((i * (run + 3) + i * i / 4) % 11) as i32 - 2).collect();
+            let dout: Vec<f32> = values(&format!("dout {run}"), ids.len() * h);
+            // Dense leaves, added up by the definition of the tree.
+            let dense: Vec<Vec<f32>> = (0..leaves)
+                .map(|leaf| {
+                    let mut dtable = vec![0.0; words * h];
+                    let of = leaf * leaf_len..(leaf + 1) * leaf_len;
+                    lookup_backward(&ids[of.clone()], &dout[of.start * h..of.end * h], 1, h, &mut dtable);
+                    dtable
+                })
+                .collect();
+            let mut dtable = vec![0.0; words * h];
+            lookup_backward_tree(&ids, &dout, 1, h, leaves, &mut dtable);
+            let (mut tree_differs, mut order) = (false, vec![0.0; words * h]);
+            lookup_backward(&ids, &dout, 1, h, &mut order);
+            for j in 0..words * h {
+                let column: Vec<f32> = dense.iter().map(|leaf| leaf[j]).collect();
+                let want = meshwork_core::tree::sum(&column, |a, b| a + b).unwrap();
+                assert_eq!(dtable[j].to_bits(), want.to_bits(), "run {run}, element {j}");
+                tree_differs |= dtable[j] != order[j];
+            }
+            assert!(tree_differs, "the values must tell orders apart");
         }
     }
 

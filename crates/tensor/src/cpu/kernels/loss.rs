@@ -15,8 +15,12 @@ use meshwork_core::simd::wide;
 /// The columns of the vocabulary that one `logits` buffer holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Columns {
-    /// Columns of the buffer.
+    /// Columns to look at.
     pub width: usize,
+    /// Columns of the buffer before these.
+    pub skipped: usize,
+    /// Columns of the buffer.
+    pub pitch: usize,
     /// Columns that are words; those from here to `width` are padding, which is never read and has gradient zero.
     pub valid: usize,
     /// The word of column 0.
@@ -26,7 +30,7 @@ pub struct Columns {
 impl Columns {
     /// A whole vocabulary without padding.
     pub fn whole(words: usize) -> Columns {
-        Columns { width: words, valid: words, first: 0 }
+        Columns { width: words, skipped: 0, pitch: words, valid: words, first: 0 }
     }
 
     /// The column of a target, if it is held here.
@@ -36,8 +40,9 @@ impl Columns {
     }
 
     fn check<T>(&self, logits: &[T], rows: usize, others: &[usize]) {
-        assert!(self.valid <= self.width && self.width > 0, "no columns, or more words than columns: {self:?}");
-        assert_eq!(logits.len(), rows * self.width, "elements of logits for {rows} rows of {}", self.width);
+        let fits = self.valid <= self.width && self.skipped + self.width <= self.pitch && self.pitch > 0;
+        assert!(fits, "no columns, or more words than columns: {self:?}");
+        assert_eq!(logits.len(), rows * self.pitch, "elements of logits for {rows} rows of {}", self.pitch);
         assert!(others.iter().all(|&len| len == rows), "{rows} rows against {others:?}");
     }
 }
@@ -70,9 +75,9 @@ pub fn row_stats<T: Float>(
     wide(
         #[inline(always)]
         || {
-            let rows = logits.chunks_exact(columns.width).zip(targets);
+            let rows = logits.chunks_exact(columns.pitch).zip(targets);
             for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
-                let words = &logits[..columns.valid];
+                let words = &logits[columns.skipped..][..columns.valid];
                 *max = reduce::max(words);
                 // Words of probability zero alone: measured from zero, their exponentials add up to 0 and not to NaN.
                 let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
@@ -81,10 +86,16 @@ pub fn row_stats<T: Float>(
                     #[inline(always)]
                     |x| (x - from).exp(),
                 );
-                *target_logit = columns.of(target).map_or(T::ZERO, |column| logits[column]);
+                *target_logit = columns.of(target).map_or(T::ZERO, |column| words[column]);
             }
         },
     );
+}
+
+/// `max[i] = max(max[i], other[i])`.
+pub fn larger<T: Float>(max: &mut [T], other: &[T]) {
+    assert_eq!(max.len(), other.len(), "rows of the maxima");
+    max.iter_mut().zip(other).for_each(|(max, &other)| *max = max.larger(other));
 }
 
 /// `sum_exp[i] *= e^{local[i] - global[i]}`: the sum of a shard, taken against the maximum of all shards instead of
@@ -119,8 +130,9 @@ pub fn backward<T: Float>(columns: Columns, logits: &mut [T], targets: &[i32], l
     wide(
         #[inline(always)]
         || {
-            let rows = logits.chunks_exact_mut(columns.width).zip(targets).zip(lse);
+            let rows = logits.chunks_exact_mut(columns.pitch).zip(targets).zip(lse);
             for ((logits, &target), &lse) in rows {
+                let logits = &mut logits[columns.skipped..][..columns.width];
                 if target < 0 {
                     logits.fill(T::ZERO);
                     continue;
@@ -175,7 +187,7 @@ mod tests {
     proptest! {
         #[test]
         fn loss_and_gradient_match_the_definition(rows in 0..7_usize, words in 1..3000_usize, padding in 0..20_usize) {
-            let columns = Columns { width: words + padding, valid: words, first: 0 };
+            let columns = Columns { width: words + padding, pitch: words + padding, ..Columns::whole(words) };
             let mut logits: Vec<f32> = values("logits", rows * columns.width);
             logits.iter_mut().for_each(|x| *x *= 3.0);
             let targets = targets(rows, words);
@@ -205,7 +217,7 @@ mod tests {
                 let valid = words.saturating_sub(first).min(width);
                 let row = |i: usize| (0..width).map(move |j| (i, j));
                 let at = |(i, j): (usize, usize)| if j < valid { logits[i * words + first + j] } else { f32::NAN };
-                (Columns { width, valid, first }, (0..rows).flat_map(row).map(at).collect())
+                (Columns { width, skipped: 0, pitch: width, valid, first }, (0..rows).flat_map(row).map(at).collect())
             }).collect();
             let stats: Vec<[Vec<f32>; 3]> = parts.iter().map(|(columns, logits)| {
                 let [mut max, mut sum, mut target] = [(); 3].map(|()| vec![9.0; rows]);
@@ -271,7 +283,7 @@ mod tests {
     /// A shard whose words all have probability zero adds nothing to the others.
     #[test]
     fn a_shard_of_minus_infinities_adds_nothing() {
-        let (columns, logits) = (Columns { width: 3, valid: 3, first: 0 }, [f32::NEG_INFINITY; 3]);
+        let (columns, logits) = (Columns::whole(3), [f32::NEG_INFINITY; 3]);
         let [mut max, mut sum, mut target] = [[9.0]; 3];
         row_stats(columns, &logits, &[7], &mut max, &mut sum, &mut target);
         rescale(&max, &[2.0], &mut sum);
@@ -281,6 +293,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "target 4 is not in")]
     fn targets_outside_the_vocabulary_are_refused() {
-        run(Columns { width: 8, valid: 4, first: 0 }, &[0.0_f32; 8], &[4], 1.0);
+        run(Columns { width: 8, pitch: 8, ..Columns::whole(4) }, &[0.0_f32; 8], &[4], 1.0);
     }
 }

@@ -9,14 +9,18 @@
 //! More than 400 lines: what the entry points assert is what the unsafe calls under them need, and that is read in one
 //! go.
 
+mod leaves;
 #[cfg(test)]
 mod tests;
+
+pub use leaves::gemm_leaves;
 
 use super::Float;
 use super::gemm::{self, Line, Path, Piece, Right};
 use super::{gelu, pointwise};
 use meshwork_core::pool;
 use std::cell::RefCell;
+use std::thread::LocalKey;
 
 /// Whether an output is replaced or added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,9 +165,8 @@ fn cut<T: Float>(
             let update = if l > 0 { Update::Accumulate } else { update };
             let b = (&b.0[l * b.1.0 + j * b.1.1..], b.1);
             let b = match path {
-                Some(path) => {
-                    packed.dims = [terms, columns];
-                    pool::share(packed.parts(path), |part| pack(path, b, part));
+                Some(_) => {
+                    packed.pack_shared([terms, columns], b);
                     Source::Packed(&packed)
                 }
                 None => Source::Strided(b),
@@ -264,6 +267,17 @@ impl<T: Float> Packed<T> {
         self.dense.clear();
         for i in 0..k {
             self.dense.extend((0..n).map(|j| b.0[i * b.1.0 + j * b.1.1].in_precision(self.precision)));
+        }
+    }
+
+    /// [`pack`](Self::pack), shared with the threads that are free.
+    fn pack_shared(&mut self, [k, n]: [usize; 2], b: (&[T], Strides)) {
+        match T::path(self.precision) {
+            Some(path) => {
+                self.dims = [k, n];
+                pool::share(self.parts(path), |part| pack(path, b, part));
+            }
+            None => self.pack([k, n], b),
         }
     }
 
@@ -450,12 +464,15 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
 }
 
 /// What products differ in by element type.
-pub trait Product: Sized + Copy + Send + Sync {
+pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// Our own implementation for this CPU: of `f32` alone.
     fn path(precision: Precision) -> Option<Path>;
 
     /// Whether the precision rounds operands.
     fn narrows(precision: Precision) -> bool;
+
+    /// This thread's room for sums.
+    fn sums() -> &'static LocalKey<leaves::Sums<Self>>;
 
     /// An operand's element as the product takes it.
     fn in_precision(self, precision: Precision) -> Self;
@@ -475,6 +492,11 @@ pub trait Product: Sized + Copy + Send + Sync {
 }
 
 impl Product for f32 {
+    fn sums() -> &'static LocalKey<leaves::Sums<f32>> {
+        thread_local!(static SUMS: leaves::Sums<f32> = const { RefCell::new(Vec::new()) });
+        &SUMS
+    }
+
     fn path(precision: Precision) -> Option<Path> {
         Path::best(precision)
     }
@@ -500,6 +522,11 @@ impl Product for f32 {
 }
 
 impl Product for f64 {
+    fn sums() -> &'static LocalKey<leaves::Sums<f64>> {
+        thread_local!(static SUMS: leaves::Sums<f64> = const { RefCell::new(Vec::new()) });
+        &SUMS
+    }
+
     fn path(_: Precision) -> Option<Path> {
         None
     }

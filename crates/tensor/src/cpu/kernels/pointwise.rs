@@ -66,6 +66,22 @@ pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
     );
 }
 
+/// The sum of the vectors of `n` elements in `x`, in the [tree](meshwork_core::tree), by `add(left, right)`, which adds the
+/// right one to the left one; it is left in the first of them. The others do not survive.
+pub fn tree_sum<T: Float>(x: &mut [T], n: usize, add: impl Fn(&mut [T], &[T])) {
+    assert_rows(x.len(), n);
+    let n = n.max(1);
+    // All pairs of neighbours, then all pairs of pairs: whoever has no neighbour waits for the next round.
+    let mut step = n;
+    while step < x.len() {
+        for pair in x.chunks_mut(2 * step).filter(|pair| pair.len() > step) {
+            let (left, right) = pair.split_at_mut(step);
+            add(&mut left[..n], &right[..n]);
+        }
+        step *= 2;
+    }
+}
+
 /// `out[i, j] = f(row[j], [x[i, j], y[i, j]])` over rows as long as `row`.
 #[inline(always)]
 pub(super) fn for_rows<T: Float>(row: &[T], [x, y]: [&[T]; 2], out: &mut [T], f: impl Fn(T, [T; 2]) -> T) {

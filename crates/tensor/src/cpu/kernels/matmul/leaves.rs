@@ -1,0 +1,132 @@
+//! Products whose sums are cut into leaves and added up in the [tree].
+//!
+//! A leaf is a product of its terms alone. Blocks of rows of C wait for each other's leaves in the cache: the first sum
+//! of a block lies in C itself, the others in memory that each thread keeps.
+
+use super::{BLOCKS, Epilogue, PACKED, Packed, Precision, ROWS, Source, Strides, Update};
+use super::{assert_inside, gemm_shared, serial};
+use crate::cpu::kernels::gemm::{self, Line};
+use crate::cpu::kernels::{Float, pointwise};
+use crate::tape::Terms;
+use meshwork_core::pool;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Elements of a block of C. A tree of eight leaves has up to four such sums at a time, which stay in the second cache.
+const WAITING: usize = 1 << 15;
+
+/// Rows of a tile: a block has a multiple of them.
+const TILE: usize = 14;
+
+/// Sums that a thread has room for: as many as any tree on it had waiting, as long as the longest.
+pub(super) type Sums<T> = RefCell<Vec<Vec<T>>>;
+
+thread_local! {
+    /// Memory of the packed operands of products that this thread began.
+    static KEPT: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// `C = A · B` for a row-major C, shared with the threads that are free: [`gemm_shared`] but for the order of sums, which is
+/// that of the product's `terms`.
+///
+/// Panics as [`gemm_shared`] does.
+pub fn gemm_leaves<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    c: &mut [T],
+    terms: Terms,
+) {
+    if terms == Terms::WHOLE {
+        return gemm_shared(precision, [m, n, k], a, b, c, Update::Overwrite, Epilogue::Nothing);
+    }
+    assert_inside("A", m, k, a.1, a.0.len());
+    assert_inside("B", k, n, b.1, b.0.len());
+    assert_inside("C", m, n, (n, 1), c.len());
+    let (c, runs) = (&mut c[..m * n], terms.runs(k).map(Iterator::collect).collect::<Vec<Vec<Range<usize>>>>());
+    // A leaf of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
+    let at_once = terms.blocks == 1 && runs.iter().flatten().all(|run| run.len() <= gemm::K_BLOCK);
+    if n * k > 4 * PACKED {
+        // Too much to pack all of B for every block of C: so long are the leaves that C need not stay in the cache.
+        return add_up(c, runs.len(), at_once, |leaf, c, update| {
+            for (i, run) in runs[leaf].iter().enumerate() {
+                let update = if i > 0 { Update::Accumulate } else { update };
+                let (a, b) = (from(a, a.1.1, run), from(b, b.1.0, run));
+                gemm_shared(precision, [m, n, run.len()], a, b, c, update, Epilogue::Nothing);
+            }
+        });
+    }
+    let mut kept = KEPT.take();
+    let packed: Vec<Packed<T>> = runs
+        .iter()
+        .flatten()
+        .map(|run| {
+            let mut packed = Packed { lines: kept.pop().unwrap_or_default(), ..Packed::new(precision) };
+            packed.pack_shared([run.len(), n], from(b, b.1.0, run));
+            packed
+        })
+        .collect();
+    let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
+    let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
+    pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(block, c)| {
+        add_up(c, runs.len(), at_once, |leaf, c, update| {
+            for (i, run) in runs[leaf].iter().enumerate() {
+                let update = if i > 0 { Update::Accumulate } else { update };
+                let a = from((&a.0[(block * rows * a.1.0).min(a.0.len())..], a.1), a.1.1, run);
+                let b = Source::Packed(&packed[leaf * terms.blocks + i]);
+                serial(precision, [c.len() / n, n, run.len()], a, b, (c, (n, 1)), update, Epilogue::Nothing);
+            }
+        });
+    });
+    KEPT.set(packed.into_iter().map(|packed| packed.lines).collect());
+}
+
+/// An operand from the first of these terms on, which are `step` apart: nothing where there are none.
+fn from<'a, T>((x, strides): (&'a [T], Strides), step: usize, run: &Range<usize>) -> (&'a [T], Strides) {
+    (&x[(run.start * step).min(x.len())..], strides)
+}
+
+/// Leaves in `c` the sum of the leaves that `product(leaf, to, update)` computes.
+fn add_up<T: Float>(c: &mut [T], leaves: usize, at_once: bool, product: impl Fn(usize, &mut [T], Update)) {
+    // Not borrowed while other work may run on this thread.
+    let mut free = T::sums().take();
+    // Sums waiting for their right neighbours, and of how many leaves; the first of them is C.
+    let mut waiting: Vec<(usize, Option<Vec<T>>)> = Vec::new();
+    fn join<T: Float>(waiting: &mut Vec<(usize, Option<Vec<T>>)>, c: &mut [T], free: &mut Vec<Vec<T>>) {
+        let Some((leaves, Some(right))) = waiting.pop() else { return };
+        if let Some((left_leaves, left)) = waiting.last_mut() {
+            *left_leaves += leaves;
+            let len = c.len();
+            pointwise::add_assign(left.as_mut().map_or(c, |left| &mut left[..len]), &right[..len]);
+        }
+        free.push(right);
+    }
+    for leaf in 0..leaves {
+        let right = leaf % 2 == 1;
+        if let (true, true, Some((of, left))) = (right, at_once, waiting.last_mut()) {
+            *of = 2;
+            let len = c.len();
+            product(leaf, left.as_mut().map_or(&mut *c, |left| &mut left[..len]), Update::Accumulate);
+        } else if waiting.is_empty() {
+            product(leaf, c, Update::Overwrite);
+            waiting.push((1, None));
+        } else {
+            let mut sum = free.pop().unwrap_or_default();
+            if sum.len() < c.len() {
+                sum.resize(c.len(), T::ZERO);
+            }
+            product(leaf, &mut sum[..c.len()], Update::Overwrite);
+            waiting.push((1, Some(sum)));
+        }
+        while let [.., (left, _), (right, _)] = waiting[..]
+            && left == right
+        {
+            join(&mut waiting, c, &mut free);
+        }
+    }
+    while waiting.len() > 1 {
+        join(&mut waiting, c, &mut free);
+    }
+    T::sums().set(free);
+}

@@ -1,0 +1,264 @@
+//! Leaves: where the sums of an operation are cut so that they do not depend on the mesh.
+//!
+//! In canonical numerics ([`Declarations::canonical`](crate::Declarations::canonical)) every sum that a mesh axis or a
+//! micro-batch might cut has fixed leaves, and [the tree](meshwork_core::tree) above them, whoever computes which:
+//!
+//! | sum | leaves |
+//! |---|---|
+//! | over a dim that a parameter's placement cuts | equal slices of that dim, as many as declared, over the whole of the dims before it |
+//! | over tokens, for the gradient of a weight or table | samples |
+//! | over tokens, for the gradient of a bias or norm | slices of the sequence, as many as declared; in each of them, samples |
+//!
+//! Sums over tokens go on over micro-batches and dp in the same tree over the samples of the batch. That over slices of
+//! the sequence comes above it, and that over several uses of a parameter above both: such gradients are kept in several
+//! [copies](Share::copies) until every rank's samples are in. In fast numerics each of these sums has one leaf.
+
+use super::{Backward, Place, Source, Tape, Var};
+use crate::error::Result;
+use crate::param::ParamId;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+use meshwork_core::{Axis, Buffer, DType, Ty, tree};
+use std::ops::Range;
+
+/// How the terms of a contraction are cut: they lie in `blocks` one after the other, and leaf i is the i-th of `leaves`
+/// slices of every block. Boundaries between slices are rounded down. Within a leaf, terms follow in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Blocks of terms, as long as each other.
+    pub blocks: usize,
+    /// Leaves, whose sums are added up in the tree.
+    pub leaves: usize,
+}
+
+impl Terms {
+    /// One leaf.
+    pub const WHOLE: Self = Self { blocks: 1, leaves: 1 };
+
+    /// Per leaf, the runs of its terms among k.
+    pub fn runs(self, k: usize) -> impl Iterator<Item = impl Iterator<Item = Range<usize>>> {
+        let Self { blocks, leaves } = self;
+        let block = k / blocks;
+        let run = move |leaf: usize| (block * leaf / leaves)..(block * (leaf + 1) / leaves);
+        (0..leaves).map(move |leaf| (0..blocks).map(move |b| b * block + run(leaf).start..b * block + run(leaf).end))
+    }
+}
+
+/// How the rows of a sum are cut: they are the tokens of `samples`, as many each, and leaf (i, s) is the s-th of `slices`
+/// of sample i. Boundaries between slices are rounded down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowLeaves {
+    /// Samples.
+    pub samples: usize,
+    /// Slices of each.
+    pub slices: usize,
+}
+
+impl RowLeaves {
+    /// One leaf.
+    pub const WHOLE: Self = Self { samples: 1, slices: 1 };
+
+    /// Leaves in all.
+    pub fn count(self) -> usize {
+        self.samples * self.slices
+    }
+
+    /// The rows of each leaf in order, of so many.
+    pub fn rows(self, rows: usize) -> impl Iterator<Item = usize> {
+        let Self { samples, slices } = self;
+        let tokens = rows / samples.max(1);
+        (0..samples * slices)
+            .map(move |leaf| leaf % slices)
+            .map(move |s| tokens * (s + 1) / slices - tokens * s / slices)
+    }
+}
+
+/// A share of a parameter's gradient.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// The parameter.
+    pub id: ParamId,
+    /// Numbers of the samples that it sums, within the batch. In canonical numerics a whole subtree of them.
+    pub samples: Range<u64>,
+    /// Which of the copies of the gradient it belongs to: they lie one after the other in the share.
+    pub copies: Range<usize>,
+    /// How many copies there are: one in fast numerics, and else too unless the tree ends above the samples.
+    pub of: usize,
+}
+
+/// The tokens that an operation sums for the gradient of a bias or norm.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens {
+    samples: usize,
+    /// The axis that cuts the sequence.
+    cut_over: Option<Axis>,
+}
+
+impl Tokens {
+    /// Those of a value `[samples, sequence.., features..]`, with so many dims of features.
+    pub fn of(x: &Var, features: usize) -> Self {
+        let shape = x.shape();
+        let sequence = shape.len() > features + 1;
+        let cut = x.types().iter().find(|&(_, ty)| sequence && ty == Ty::Shard(1));
+        Self { samples: shape.first().copied().unwrap_or(1), cut_over: cut.map(|(axis, _)| axis) }
+    }
+}
+
+/// Where an operation writes a share of a gradient.
+#[derive(Debug)]
+pub struct Room<'a> {
+    /// Memory that holds it.
+    pub buffer: &'a mut Buffer,
+    /// Its first element there.
+    pub start: usize,
+    /// Add to what is there instead of overwriting it.
+    pub accumulate: bool,
+    /// The samples to sum, numbered from the first one on the tape.
+    pub samples: Range<usize>,
+    /// Leaves to sum them in: each of them, or all together.
+    pub leaves: usize,
+}
+
+impl Tape {
+    /// The leaves of canonical numerics; nothing in fast ones.
+    pub fn leaves(&self) -> Option<usize> {
+        self.inner.params.declarations().leaves()
+    }
+
+    /// How a sum over those dims of a value goes.
+    pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
+        let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
+        match (self.leaves(), cut) {
+            (Some(leaves), Some((axis, dim))) => Terms {
+                blocks: x.shape()[dims.start..dim].iter().product(),
+                leaves: leaves / self.rank().mesh().degree(axis),
+            },
+            _ => Terms::WHOLE,
+        }
+    }
+}
+
+impl Backward<'_> {
+    /// The leaves in which to sum the rows of `tokens` for the gradient of input `i`, to be given to
+    /// [`sum_leaves`](Self::sum_leaves).
+    pub fn row_leaves(&self, i: usize, tokens: Tokens) -> RowLeaves {
+        match (self.tape.leaves(), self.sources[i]) {
+            (Some(leaves), Source::Param(_)) => {
+                let degree = tokens.cut_over.map_or(1, |axis| self.tape.rank().mesh().degree(axis));
+                RowLeaves { samples: tokens.samples, slices: leaves / degree }
+            }
+            _ => RowLeaves::WHOLE,
+        }
+    }
+
+    /// The gradient of input `i`, of that shape, from the sums of its leaves, one after the other. `None` where it has
+    /// been given on.
+    pub fn sum_leaves(
+        &mut self,
+        i: usize,
+        mut sums: Buffer,
+        shape: Shape,
+        tokens: Tokens,
+        leaves: RowLeaves,
+    ) -> Result<Option<Tensor>> {
+        let (device, slices, n) = (self.tape.device(), leaves.slices, shape.count());
+        let (Some(all), Source::Param(id)) = (self.tape.leaves(), self.sources[i]) else {
+            return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
+        };
+        let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
+        let used = self.uses.index(id) * all;
+        for samples in self.parts(tokens.samples) {
+            let at = samples.start * slices * n;
+            device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
+            let share = Share {
+                id,
+                samples: self.numbers(&samples),
+                copies: used + first..used + first + slices,
+                of: self.uses.count(id) * all,
+            };
+            let sum = Tensor::from_buffer(device, sums.slice(at..at + slices * n)?, [slices * n])?;
+            self.sink.accumulate(&share, sum)?;
+        }
+        Ok(None)
+    }
+
+    /// The gradient of input `i`, of that dtype and shape, summed over so many samples, as `write` computes it: into new memory,
+    /// or straight to where the gradient of the parameter lies. Called once for each share. `None` where it is not wanted,
+    /// or has been given on.
+    pub fn write_grad(
+        &mut self,
+        i: usize,
+        dtype: DType,
+        shape: Shape,
+        samples: usize,
+        mut write: impl FnMut(Room<'_>) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        if !self.needs(i) {
+            return Ok(None);
+        }
+        let device = self.tape.device();
+        let canonical = self.tape.leaves().is_some();
+        let Source::Param(id) = self.sources[i] else {
+            let mut buffer = device.alloc(dtype, shape.count())?;
+            write(Room { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, leaves: 1 })?;
+            return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
+        };
+        for samples in self.parts(samples) {
+            let leaves = if canonical { samples.len() } else { 1 };
+            let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
+            let share = Share { id, samples: self.numbers(&samples), copies: used..used + 1, of };
+            if let Some(Place { buffer, start, first }) = self.sink.place(&share)? {
+                write(Room { buffer, start, accumulate: !first, samples, leaves })?;
+                continue;
+            }
+            let mut buffer = device.alloc(dtype, shape.count())?;
+            write(Room { buffer: &mut buffer, start: 0, accumulate: false, samples, leaves })?;
+            self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
+        }
+        Ok(None)
+    }
+
+    /// The shares in which so many samples are summed: all of them, or the subtrees that they are made of.
+    fn parts(&self, samples: usize) -> Vec<Range<usize>> {
+        match self.tape.leaves() {
+            None => std::iter::once(0..samples).collect(),
+            Some(_) => {
+                let first = self.tape.first_sample() as usize;
+                let local = |part: Range<usize>| part.start - first..part.end - first;
+                tree::subtrees(first..first + samples).map(local).collect()
+            }
+        }
+    }
+
+    /// Samples of the tape, as numbered in the batch.
+    fn numbers(&self, samples: &Range<usize>) -> Range<u64> {
+        let first = self.tape.first_sample();
+        first + samples.start as u64..first + samples.end as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaves_cover_their_terms_once_and_in_order() {
+        let runs = |blocks, leaves, k| -> Vec<Vec<[usize; 2]>> {
+            let leaf = |runs: &mut dyn Iterator<Item = Range<usize>>| runs.map(|run| [run.start, run.end]).collect();
+            Terms { blocks, leaves }.runs(k).map(|mut runs| leaf(&mut runs)).collect()
+        };
+        assert_eq!(runs(1, 1, 7), [[[0, 7]]]);
+        assert_eq!(runs(1, 4, 10), [[[0, 2]], [[2, 5]], [[5, 7]], [[7, 10]]]);
+        assert_eq!(runs(3, 2, 12), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
+        // The leaves of two ranks that hold half each are those of one that holds all.
+        let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.map(|at| at + 21)).collect();
+        assert_eq!(half, runs(1, 8, 42).into_iter().flatten().skip(4).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn leaves_of_rows_are_slices_of_samples() {
+        assert!(RowLeaves { samples: 2, slices: 4 }.rows(20).eq([2, 3, 2, 3, 2, 3, 2, 3]));
+        assert!(RowLeaves { samples: 2, slices: 4 }.rows(4).eq([0, 1, 0, 1, 0, 1, 0, 1]));
+        assert!(RowLeaves::WHOLE.rows(5).eq([5]));
+    }
+}
