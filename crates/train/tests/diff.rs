@@ -153,7 +153,7 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
             for op in &known {
                 let line = format!("--mesh {one} --mesh {other} {more} --break {op}{way}");
                 let report = run(&line);
-                let (first, broken) = (report.first.as_ref().unwrap(), report.broken.as_ref().unwrap());
+                let (Some(first), Some(broken)) = (&report.first, &report.broken) else { panic!("{line}: {report}") };
                 assert_eq!((&first.place, &first.index), (&broken.place, &broken.index), "{line}: {report}");
                 assert_eq!((first.step, first.between, first.differing), (1, Between::Sides, 1), "{line}: {report}");
                 assert_eq!(first.micros, [Some(0); 2], "{line}: {report}");
