@@ -69,6 +69,18 @@ fn a_fault_is_found_where_it_was_put() {
     assert!(out.contains(&format!("\nthe first to differ: step 1, {place}\n")), "{out}");
 }
 
+#[test]
+fn canonical_numerics_are_a_promise_and_the_exit_code_tells() {
+    let meshes = "--mesh dp=1 --mesh dp=2,tp=2,pp=2 --numerics canonical";
+    let out = succeed(meshes);
+    assert!(out.contains("\nidentical: 3 steps, "), "{out}");
+    let (code, out, err) = run(&format!("{meshes} --break bias_residual {SMALL}"));
+    assert_eq!((code, &*err), (Some(1), ""), "{out}");
+    let place = "forward: output of operation #9, bias_residual (h.0.attn.out)";
+    assert!(out.contains(&format!("\nthe first divergence: step 1, {place}\n")), "{out}");
+    assert!(!out.contains("median"), "no table: {out}");
+}
+
 /// Each (command line, parts of the faults, in their order).
 #[test]
 fn bad_input_is_told_at_once() {

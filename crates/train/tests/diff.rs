@@ -101,6 +101,27 @@ fn every_value_of_one_rank_finds_its_like_on_any_mesh() {
     }
 }
 
+#[test]
+fn in_canonical_numerics_other_meshes_are_identical_too() {
+    let canonical = "--set training.numerics=canonical";
+    for mesh in [
+        "dp=2,tp=2,pp=2",
+        "tp=4,pp=2 --set parallelism.sequence_parallel=true --set pipeline.schedule=gpipe",
+        "dp=2 --set pipeline.num_microbatches=4 --set model.dropout=0.2",
+    ] {
+        let other = config(&format!("{mesh} {canonical}"));
+        let one = Config { model: other.model.clone(), ..config(&format!("dp=1 {canonical}")) };
+        let report = held_against([&one, &other], 2);
+        assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{mesh}: {report}");
+        assert_eq!(report.tensors(), held_against([&one, &one], 2).tensors(), "{mesh}: {report}");
+    }
+    // Fast on one side is no such promise.
+    let [a, b] = ["dp=1", "tp=2"].map(config);
+    let a = Config { training: config(&format!("dp=1 {canonical}")).training, ..a };
+    let report = held_against([&a, &b], 1);
+    assert!(!report.identical() && !report.canonical && report.holds(), "{report}");
+}
+
 /// Runs the comparison of a command line.
 fn run(line: &str) -> Report {
     let small = "--set model.vocab_size=259 --set model.num_layers=2 --set model.hidden_size=16 --set model.seq_len=8 \
@@ -110,8 +131,8 @@ fn run(line: &str) -> Report {
 }
 
 /// The operations that can be broken, as the error of an unknown one lists them.
-fn known(mesh: &str, way: &str) -> Vec<String> {
-    let line = format!("--mesh {mesh} --mesh {mesh} --break none{way}");
+fn known(line: &str, way: &str) -> Vec<String> {
+    let line = format!("{line} --break none{way}");
     let error = Options::parse(line.split_whitespace()).load().unwrap_err().to_string();
     let (_, list) = error.split_once("; use one of ").unwrap_or_else(|| panic!("{error}"));
     list.split(", ").map(str::to_owned).collect()
@@ -119,16 +140,20 @@ fn known(mesh: &str, way: &str) -> Vec<String> {
 
 #[test]
 fn an_error_of_one_ulp_is_found_in_every_operation() {
-    let meshes = ["dp=2,tp=2,pp=2", "tp=4 --set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"];
-    for (mesh, operations) in meshes.into_iter().zip([11, 11]) {
-        let (name, more) = mesh.split_once(' ').unwrap_or((mesh, ""));
+    // (A, B, flags): fast numerics of one mesh, canonical ones of two.
+    let cases = [
+        ("dp=2,tp=2,pp=2", "dp=2,tp=2,pp=2", ""),
+        ("tp=4", "tp=4", "--set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"),
+        ("dp=1", "dp=2,tp=2,pp=2", "--numerics canonical"),
+    ];
+    for (one, other, more) in cases {
         for (way, fewer) in [("", 0), (":backward", 1)] {
-            let known = known(&format!("{name} {more}"), way);
-            assert_eq!(known.len(), operations - fewer, "{known:?}");
+            let known = known(&format!("--mesh {one} --mesh {other} {more}"), way);
+            assert_eq!(known.len(), 11 - fewer, "{known:?}");
             for op in &known {
-                let line = format!("--mesh {name} --mesh {name} {more} --break {op}{way}");
+                let line = format!("--mesh {one} --mesh {other} {more} --break {op}{way}");
                 let report = run(&line);
-                let (first, broken) = (report.first.as_ref().unwrap(), report.broken.as_ref().unwrap());
+                let (Some(first), Some(broken)) = (&report.first, &report.broken) else { panic!("{line}: {report}") };
                 assert_eq!((&first.place, &first.index), (&broken.place, &broken.index), "{line}: {report}");
                 assert_eq!((first.step, first.between, first.differing), (1, Between::Sides, 1), "{line}: {report}");
                 assert_eq!(first.micros, [Some(0); 2], "{line}: {report}");

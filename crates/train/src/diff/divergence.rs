@@ -164,14 +164,14 @@ pub struct Broken {
     pub place: Place,
     /// Global index of the element.
     pub index: Vec<usize>,
-    /// By how much it was moved up; more than 1 where it is one rank's share of a sum.
+    /// By how much it was moved up; more than 1 where it is a share of a sum, on every rank that has one.
     pub ulps: u32,
 }
 
 impl fmt::Display for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { place, index, ulps } = self;
-        let share = if *ulps > 1 { " of one rank's share" } else { "" };
+        let share = if *ulps > 1 { " of each rank's share" } else { "" };
         write!(f, "{place}, element {index:?} by {}{share}", count(u64::from(*ulps), "ulp"))
     }
 }

@@ -57,9 +57,13 @@ impl Break {
     }
 
     fn of(program: &Program, number: usize, op: &Op, value: &Value) -> Self {
-        // On a Partial value a share of the sum is changed, by an ulp for each share: so much of it is left in the sum.
+        // What is yet a sum is changed in every share. Of n shares the largest is at least the sum's n-th part, so n of its ulps make
+        // one of the sum; twice as many outlive the roundings in between.
         let shares = value.types.partial_axes().filter(|&axis| axis != Axis::Dp).map(|axis| program.mesh.degree(axis));
-        let ulps = shares.product::<usize>() as u32;
+        let ulps = match shares.product::<usize>() {
+            1 => 1,
+            shares => 2 * shares as u32,
+        };
         let (name, layer) = (op.name.to_owned(), op.layer.clone());
         let place = Place::Op { number, name, layer, operand: value.operand };
         let (stage, number, operand) = (op.stage, op.number, value.operand);
@@ -87,11 +91,11 @@ impl Break {
         })
     }
 
-    /// The value with its largest element moved up: one near zero would be lost in a sum.
+    /// The value with the element in its middle moved up.
     fn change<T: Float + meshwork_core::Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
-        let size = |&at: &usize| -> f64 { Into::<f64>::into(values[at]).abs() };
-        if let Some(at) = (0..values.len()).max_by(|a, b| size(a).total_cmp(&size(b))) {
-            values[at] = values[at].up(self.ulps);
+        let at = values.len() / 2;
+        if let Some(value) = values.get_mut(at) {
+            *value = value.up(self.ulps);
             let index = super::global::unravel(at, &tensor.shape());
             let broken = Broken { place: self.place.clone(), index, ulps: self.ulps };
             *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
@@ -100,7 +104,13 @@ impl Break {
     }
 }
 
-/// Whether the rank changes its value: all replicas do, of slices and shares the first rank does. There local indices are global.
+/// Whether the rank changes its value: all replicas do, and all shares of a sum; of slices the first does, where local indices are
+/// global. Samples of other dp ranks are left alone, whatever becomes of them.
 fn changed_at(types: &Types, site: Site) -> bool {
-    types.iter().all(|(axis, ty)| matches!(ty, Ty::Invariant | Ty::Replicate) || site.coords.get(axis) == 0)
+    let everywhere = |axis, ty| match ty {
+        Ty::Invariant | Ty::Replicate => true,
+        Ty::Partial => axis != Axis::Dp,
+        Ty::Shard(_) | Ty::Varying => false,
+    };
+    types.iter().all(|(axis, ty)| everywhere(axis, ty) || site.coords.get(axis) == 0)
 }
