@@ -43,7 +43,8 @@ fn a_side_can_be_set_alone() {
     );
     assert!(out.starts_with("A: dp=1,tp=1,pp=2, 1f1b, 2 micro-batches of 4\nB: dp=1,tp=1,pp=2, gpipe, "), "{out}");
     // Four micro-batches or two: each sample is computed with the same bits, and sums over samples are not.
-    assert!(out.contains("\nthe first to differ: step 1, the loss\n"), "{out}");
+    let (_, first) = out.split_once("\nthe first to differ: step 1, the ").unwrap_or_else(|| panic!("{out}"));
+    assert!(first.starts_with("loss\n") || first.starts_with("reduced gradient of "), "{out}");
     let values: Vec<&str> = out.lines().filter(|line| line.starts_with("  bias_residual ")).collect();
     assert!(values.len() == 2 && values.iter().all(|line| line.contains(" 100.00% ")), "{out}");
 }
