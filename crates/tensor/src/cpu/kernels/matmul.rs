@@ -153,7 +153,8 @@ fn cut<T: Float>(
             let b = (&b.0[l * b.1.0 + j * b.1.1..], b.1);
             let b = match path {
                 Some(path) => {
-                    packed.pack(path, [terms, columns], b);
+                    packed.dims = [terms, columns];
+                    pool::share(packed.parts(path), |part| pack(path, b, part));
                     Source::Packed(&packed)
                 }
                 None => Source::Strided(b),
@@ -228,12 +229,6 @@ struct Packed {
 }
 
 impl Packed {
-    /// Packs the k by n matrix `b` in place of what was here before, shared with the threads that are free.
-    fn pack<T: Float>(&mut self, path: Path, [k, n]: [usize; 2], b: (&[T], Strides)) {
-        self.dims = [k, n];
-        pool::share(self.parts(path), |part| pack(path, b, part));
-    }
-
     /// The parts of B for its dims, each with its memory.
     fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [Line])> + Send {
         let lines = path.words(self.dims) / Line::WORDS;

@@ -4,7 +4,7 @@
 //! of a block lies in C itself, the others in memory that each thread keeps.
 
 use super::{BLOCKS, Epilogue, PACKED, Packed, Precision, ROWS, Source, Strides, Update};
-use super::{assert_inside, gemm_shared, serial};
+use super::{assert_inside, gemm_shared, pack, serial};
 use crate::cpu::kernels::gemm::{self, Line};
 use crate::cpu::kernels::{Float, pointwise};
 use crate::tape::Terms;
@@ -14,6 +14,9 @@ use std::ops::Range;
 
 /// Elements of a block of C. A tree of eight leaves has up to four such sums at a time, which stay in the second cache.
 const WAITING: usize = 1 << 15;
+
+/// Elements of B that are packed before another thread would have woken up.
+const PACKED_ALONE: usize = 1 << 16;
 
 /// Rows of a tile: a block has a multiple of them.
 const TILE: usize = 14;
@@ -60,11 +63,18 @@ pub fn gemm_leaves<T: Float>(
     let mut kept = KEPT.take();
     let mut packed: Vec<Packed> = Vec::new();
     if let Some(path) = T::path(precision) {
-        packed.extend(runs.iter().flatten().map(|run| {
-            let mut packed = Packed { dims: [0, 0], lines: kept.pop().unwrap_or_default() };
-            packed.pack(path, [run.len(), n], from(b, b.1.0, run));
-            packed
-        }));
+        let room = |run: &Range<usize>| Packed { dims: [run.len(), n], lines: kept.pop().unwrap_or_default() };
+        packed.extend(runs.iter().flatten().map(room));
+        // All runs at once: each by itself would be little to share.
+        let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
+            let b = from(b, b.1.0, run);
+            packed.parts(path).map(move |part| (b, part))
+        });
+        if n * k < PACKED_ALONE {
+            parts.for_each(|(b, part)| pack(path, b, part));
+        } else {
+            pool::share(parts, |(b, part)| pack(path, b, part));
+        }
     }
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
