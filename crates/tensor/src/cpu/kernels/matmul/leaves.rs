@@ -91,7 +91,9 @@ pub fn gemm_leaves<T: Float>(
             }
         });
     });
-    KEPT.set(packed.into_iter().map(|packed| packed.lines).collect());
+    // All of it, whatever this product needed: the next one may have more leaves.
+    kept.extend(packed.into_iter().map(|packed| packed.lines));
+    KEPT.set(kept);
 }
 
 /// An operand from the first of these terms on, which are `step` apart: nothing where there are none.
