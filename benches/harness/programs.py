@@ -49,7 +49,15 @@ class Command:
 
     def __str__(self):
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(str(arg) for arg in self.argv)])
+        return " ".join([*variables, shlex.join(shown(arg) for arg in self.argv)])
+
+
+def shown(arg):
+    """A path as anybody has it: from the repository's root, or else its last part alone."""
+    path = Path(arg)
+    if not path.is_absolute():
+        return str(arg)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def step_flops(size):
