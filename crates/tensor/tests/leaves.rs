@@ -135,6 +135,42 @@ fn large_products_of_leaves_add_up_in_the_tree() {
     }
 }
 
+/// `f64` has no path of ours: B is not packed.
+#[test]
+fn products_of_f64_add_up_in_the_tree() {
+    let device = Cpu::default();
+    let (m, n, k) = (13, 9, 60);
+    let (a, b) = (values("wide a", m * k), values("wide b", n * k));
+    for (blocks, leaves) in [(1, 4), (3, 5)] {
+        let terms = Terms { blocks, leaves };
+        let product = |spec: Gemm, a: &[f64], b: &[f64], c: &mut Buffer| {
+            device.matmul().unwrap().gemm(spec, &Buffer::from_slice(a), &Buffer::from_slice(b), c, 0).unwrap();
+        };
+        let mut c = Buffer::from_slice(&vec![9.0f64; m * n]);
+        product(Gemm::linear(m, n, k).over(terms), &a, &b, &mut c);
+        let of = |x: &[f64], run: &[usize]| -> Vec<f64> {
+            x.chunks(k).flat_map(|row| run.iter().map(|&l| row[l]).collect::<Vec<_>>()).collect()
+        };
+        let sums: Vec<Vec<f64>> = terms
+            .runs(k)
+            .map(|runs| {
+                let mut sum = Buffer::from_slice(&vec![0.0f64; m * n]);
+                for (i, run) in runs.enumerate() {
+                    let run: Vec<usize> = run.collect();
+                    let spec = Gemm::linear(m, n, run.len()).accumulating(i > 0);
+                    product(spec, &of(&a, &run), &of(&b, &run), &mut sum);
+                }
+                sum.as_slice::<f64>().unwrap().to_vec()
+            })
+            .collect();
+        for (j, &got) in c.as_slice::<f64>().unwrap().iter().enumerate() {
+            let column: Vec<f64> = sums.iter().map(|sum| sum[j]).collect();
+            let want = tree::sum(&column, |a, b| a + b).unwrap();
+            assert_eq!(got.to_bits(), want.to_bits(), "{terms:?}, element {j}");
+        }
+    }
+}
+
 #[test]
 fn a_tree_of_vectors_is_left_where_it_is_wanted() {
     let device = Cpu::default();
