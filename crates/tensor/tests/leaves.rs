@@ -48,6 +48,22 @@ fn gathered(x: &[f32], k_first: bool, other: usize, k: usize, terms: &[usize]) -
     }
 }
 
+/// A product whose leaves are products of their terms alone, added up by the definition.
+fn one_leaf_at_a_time(device: &Cpu, spec: Gemm, a: &[f32], b: &[f32]) -> Vec<f32> {
+    let Gemm { m, n, k, terms, .. } = spec;
+    let leaf = |runs: &mut dyn Iterator<Item = std::ops::Range<usize>>| {
+        let mut sum = buffer(&vec![0.0; m * n]);
+        for (i, run) in runs.enumerate() {
+            let of: Vec<usize> = run.collect();
+            let (a, b) = (gathered(a, spec.a_transposed, m, k, &of), gathered(b, !spec.b_transposed, n, k, &of));
+            let spec = Gemm { k: of.len(), terms: Terms::WHOLE, accumulate: i > 0, ..spec };
+            device.matmul().unwrap().gemm(spec, &buffer(&a), &buffer(&b), &mut sum, 0).unwrap();
+        }
+        floats(&sum)
+    };
+    tree_of(&terms.runs(k).map(|mut runs| leaf(&mut runs)).collect::<Vec<_>>())
+}
+
 #[test]
 fn products_of_leaves_add_up_in_the_tree() {
     let mut rng = Rng::new(3);
@@ -70,21 +86,7 @@ fn products_of_leaves_add_up_in_the_tree() {
             device.matmul().unwrap().gemm(spec, &buffer(a), &buffer(b), &mut c, 0).unwrap();
             floats(&c)
         };
-        let leaves: Vec<Vec<f32>> = terms
-            .runs(k)
-            .map(|runs| {
-                let mut sum = buffer(&vec![0.0; m * n]);
-                for (i, run) in runs.enumerate() {
-                    let of: Vec<usize> = run.collect();
-                    let a = gathered(&a, spec.a_transposed, m, k, &of);
-                    let b = gathered(&b, !spec.b_transposed, n, k, &of);
-                    let spec = Gemm { k: of.len(), terms: Terms::WHOLE, accumulate: i > 0, ..spec };
-                    device.matmul().unwrap().gemm(spec, &buffer(&a), &buffer(&b), &mut sum, 0).unwrap();
-                }
-                floats(&sum)
-            })
-            .collect();
-        let wanted = tree_of(&leaves);
+        let wanted = one_leaf_at_a_time(&device, spec, &a, &b);
         let what = format!("case {case}: {spec:?} in {precision:?}");
         assert_bits(&what, &product(spec, &a, &b), &wanted);
         orders += usize::from(product(Gemm { terms: Terms::WHOLE, ..spec }, &a, &b) != wanted);
@@ -112,25 +114,10 @@ fn large_products_of_leaves_add_up_in_the_tree() {
     for (blocks, leaves) in [(1, 8), (3, 8), (1, 5)] {
         let terms = Terms { blocks, leaves };
         for spec in [Gemm::linear(m, n, k), Gemm::linear_input_grad(m, k, n), Gemm::linear_weight_grad(k, m, n)] {
-            let product = |spec: Gemm, a: &[f32], b: &[f32], c: &mut Buffer| {
-                device.matmul().unwrap().gemm(spec, &buffer(a), &buffer(b), c, 0).unwrap();
-            };
             let mut c = buffer(&vec![9.0; m * n]);
-            product(spec.over(terms), &a, &b, &mut c);
-            let leaves: Vec<Vec<f32>> = terms
-                .runs(k)
-                .map(|runs| {
-                    let mut sum = buffer(&vec![0.0; m * n]);
-                    for (i, run) in runs.enumerate() {
-                        let of: Vec<usize> = run.collect();
-                        let (a, b) =
-                            (gathered(&a, spec.a_transposed, m, k, &of), gathered(&b, !spec.b_transposed, n, k, &of));
-                        product(Gemm { k: of.len(), accumulate: i > 0, ..spec }, &a, &b, &mut sum);
-                    }
-                    floats(&sum)
-                })
-                .collect();
-            assert_bits(&format!("{spec:?} over {terms:?}"), &floats(&c), &tree_of(&leaves));
+            device.matmul().unwrap().gemm(spec.over(terms), &buffer(&a), &buffer(&b), &mut c, 0).unwrap();
+            let wanted = one_leaf_at_a_time(&device, spec.over(terms), &a, &b);
+            assert_bits(&format!("{spec:?} over {terms:?}"), &floats(&c), &wanted);
         }
     }
 }

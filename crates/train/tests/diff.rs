@@ -4,29 +4,15 @@
 use meshwork_core::comm::Call;
 use meshwork_core::{Axis, CommError, Communicator, Pending};
 use meshwork_tensor::Tensor;
-use meshwork_train::config::{Args, Config};
+use meshwork_train::TrainError;
+use meshwork_train::config::Config;
 use meshwork_train::diff::{Between, Divergence, Error, Options, Place, Report, Side, Vector, compare};
-use meshwork_train::{Data, TrainError};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-const SEQ: usize = 8;
-const BATCH: usize = 8;
+mod small;
 
-/// A small model with a vocabulary that no degree divides, on a mesh and with the flags that follow it.
-fn config(mesh: &str) -> Config {
-    let small = "--set model.vocab_size=61 --set model.num_layers=2 --set model.hidden_size=16 --set model.num_heads=4 \
-                 --set model.seq_len=8 --set training.global_batch_size=8 --set optimizer.lr=1e-2 --mesh";
-    let words = small.split_whitespace().chain(mesh.split_whitespace());
-    Config::from_args(&Args::parse(words)).unwrap_or_else(|error| panic!("{mesh}: {error}"))
-}
-
-/// Random tokens. The first targets of a row are masked, a number of them that differs from row to row.
-fn data() -> Data {
-    let mut rng = meshwork_testkit::Rng::new(3);
-    let tokens = (0..8 * BATCH * SEQ + 1).map(|_| rng.below(61) as i32).collect();
-    Data::from_tokens(tokens, SEQ).masked(|at| at % SEQ < at / SEQ % 5)
-}
+use small::{BATCH, SEQ, config, data};
 
 #[track_caller]
 fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {

@@ -5,28 +5,18 @@
 use meshwork_core::Axis;
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
-use meshwork_train::config::{Args, Config};
+use meshwork_train::config::Config;
 use meshwork_train::diff::{Between, Place, Side, Site, Vector, compare};
 use meshwork_train::{Data, TrainError};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-const SEQ: usize = 8;
-const BATCH: usize = 8;
-const HIDDEN: usize = 16;
+mod small;
+
+use small::{HIDDEN, SEQ, data};
 
 fn config(mesh: &str) -> Config {
-    let small = "--set model.vocab_size=61 --set model.num_layers=2 --set model.hidden_size=16 --set model.num_heads=4 \
-                 --set model.seq_len=8 --set training.global_batch_size=8 --set optimizer.lr=1e-2 \
-                 --set training.numerics=canonical --mesh";
-    let words = small.split_whitespace().chain(mesh.split_whitespace());
-    Config::from_args(&Args::parse(words)).unwrap_or_else(|error| panic!("{mesh}: {error}"))
-}
-
-fn data() -> Data {
-    let mut rng = meshwork_testkit::Rng::new(3);
-    let tokens = (0..8 * BATCH * SEQ + 1).map(|_| rng.below(61) as i32).collect();
-    Data::from_tokens(tokens, SEQ).masked(|at| at % SEQ < at / SEQ % 5)
+    small::config(&format!("{mesh} --set training.numerics=canonical"))
 }
 
 /// Three steps of one rank, and of a mesh with a fault in it: where the fault was found.
