@@ -309,6 +309,10 @@ fn degrees_must_fit_the_tree_of_canonical_numerics() {
             ),
         ),
     ]);
+    refused(&[(
+        &format!("{canonical} --set numerics.leaves=1099511627776"),
+        "numerics.leaves = 1099511627776: more leaves than any tp has use for: each costs time and memory; use 4096 or fewer",
+    )]);
     config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.leaves=6 --set training.global_batch_size=24"));
     assert_eq!(
         config("--set numerics.leaves=6").notices,

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::random;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{Buffer, Coords, DType, Mesh, Types};
+use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, tree};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -33,6 +33,7 @@ impl Params {
         layout: &[Vec<ParamId>],
         seed: u64,
     ) -> Result<Self> {
+        declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.leaves(), mesh))?;
         let mut places = vec![None; declarations.specs().len()];
         let mut flats = Vec::with_capacity(layout.len());
         for (flat, members) in layout.iter().enumerate() {
@@ -99,6 +100,21 @@ impl Params {
     }
 }
 
+/// Refuses a cut over ranks that would not each hold whole subtrees of the leaves of canonical numerics.
+fn require_fit(spec: &ParamSpec, leaves: Option<usize>, mesh: &Mesh) -> Result<()> {
+    let Some(leaves) = leaves else { return Ok(()) };
+    let unfit = |&&(axis, _): &&(Axis, usize)| !tree::fits(leaves, mesh.degree(axis));
+    let Some(&(axis, dim)) = spec.placement.shards().iter().find(unfit) else { return Ok(()) };
+    Err(Error::Placement {
+        what: spec.name.clone(),
+        dim,
+        extent: spec.dims[dim],
+        axis,
+        degree: mesh.degree(axis),
+        problem: format!("{leaves} canonical leaves fit degrees {:?}", tree::degrees(leaves)),
+    })
+}
+
 /// Draws the part of a parameter that `local` holds; padding stays zero.
 fn initialise(spec: &ParamSpec, local: &LocalSlice, seed: u64, values: &mut [f32]) {
     let key = random::key(seed, &spec.name);
@@ -116,7 +132,6 @@ fn initialise(spec: &ParamSpec, local: &LocalSlice, seed: u64, values: &mut [f32
 mod tests {
     use super::super::{Placement, Role};
     use super::*;
-    use meshwork_core::Axis;
 
     fn spec(dims: &[usize], placement: Placement) -> ParamSpec {
         ParamSpec {
@@ -126,6 +141,23 @@ mod tests {
             role: Role::Weight,
             init: Init::Normal { std: 0.5 },
         }
+    }
+
+    #[test]
+    fn ranks_that_hold_no_whole_subtrees_of_leaves_are_refused() {
+        let mut all = Declarations::canonical(8);
+        let placement = Placement::replicated().shard(Axis::Tp, 1);
+        let id = all.declare("w", &[2, 6], placement, Role::Weight, Init::Zeros).unwrap();
+        let all = Arc::new(all);
+        let build = |degree: usize| {
+            let mesh = Mesh::new([(Axis::Tp, degree)]).unwrap();
+            Params::new(all.clone(), &mesh, mesh.coords(0), &crate::meta::Meta::device(), &[vec![id]], 0)
+        };
+        build(2).unwrap();
+        assert_eq!(
+            build(3).unwrap_err().to_string(),
+            "w: dim 1 of extent 6 cannot be cut over tp=3: 8 canonical leaves fit degrees [1, 2, 4, 8]"
+        );
     }
 
     #[test]

@@ -54,6 +54,10 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
 
     let (numerics, leaves) = ("training.numerics", "numerics.leaves");
     if let (true, Some(count)) = (settings.sound(&[numerics, leaves]), config.leaves()) {
+        if count > MAX_LEAVES {
+            let problem = "more leaves than any tp has use for: each costs time and memory";
+            fail(Fault::new(leaves, count, problem, format!("use {MAX_LEAVES} or fewer")));
+        }
         let batch = "training.global_batch_size";
         let trees = [
             ("parallelism.tp", mesh.tp, leaves, count),
@@ -108,6 +112,9 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         }
     }
 }
+
+/// More leaves than this are a mistake.
+const MAX_LEAVES: usize = 4096;
 
 /// The degrees that fit so many leaves.
 fn choose_degree(leaves: usize, by: &str) -> String {
