@@ -32,7 +32,7 @@
 mod runtime;
 mod schedule;
 
-pub use runtime::{Event, Phase, RunError, Stage, Transport, run};
+pub use runtime::{Event, Interpreter, Phase, RunError, Stage, Transport, run};
 pub use schedule::{
     Action, ActionKind, CheckError, DefaultMicros, Direction, Fault, Generator, Lowered, MicrosError, ParseActionError,
     Report, Schedule, Tag, UnknownSchedule, by_name, check, default_micros, forward_only, gpipe, lower, one_f_one_b,

@@ -11,6 +11,7 @@ pub(crate) struct Wish {
     pub(crate) dp: usize,
     pub(crate) pp: usize,
     pub(crate) schedule: Generator,
+    pub(crate) virtual_stages: usize,
     pub(crate) num_microbatches: Option<usize>,
     pub(crate) micro_batch_size: Option<usize>,
 }
