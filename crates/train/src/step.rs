@@ -78,7 +78,8 @@ impl Trainer {
         let blueprint = Blueprint::new(config)?;
         let mesh = blueprint.mesh();
         let (pp, micros) = (mesh.degree(Axis::Pp), config.pipeline.num_microbatches);
-        let training = by_name(&config.pipeline.schedule)?.build(pp, micros)?;
+        let generator = by_name(&config.pipeline.schedule)?;
+        let training = generator.build(generator.shape(pp, micros))?;
         let placement = training.placement.clone();
         let model = blueprint.rank_model(&placement, rank.coords().get(Axis::Pp))?;
         let ties = blueprint.ties(&placement)?;

@@ -134,6 +134,9 @@ impl fmt::Display for Doing {
         let what = match kind {
             ActionKind::Forward => "forward",
             ActionKind::Backward => "backward",
+            ActionKind::InputGradient => "input gradient",
+            ActionKind::WeightGradient => "weight gradient",
+            ActionKind::Update => "update with gradients",
             ActionKind::SendActivation => "send of the activation",
             ActionKind::RecvActivation => "receive of the activation",
             ActionKind::SendGradient => "send of the gradient",

@@ -40,7 +40,7 @@ impl Wish {
             (None, None) => self.neither(),
         };
         let micros = chosen.as_ref().ok().map(|cut| cut.0).or(self.num_microbatches);
-        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.pp, micros)) {
+        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.schedule.shape(self.pp, micros))) {
             let fault = match (self.num_microbatches, self.micro_batch_size) {
                 (None, Some(size)) => Fault::new(
                     SIZE,
@@ -50,9 +50,9 @@ impl Wish {
                 ),
                 _ => Fault::new(
                     MICROS,
-                    error.micros,
+                    micros.unwrap_or_default(),
                     error.to_string(),
-                    format!("use {} or more, or a smaller pp", error.min),
+                    format!("use {} or more, or a smaller pp", self.schedule.micros(self.pp).min),
                 ),
             };
             faults.push(fault);
@@ -110,9 +110,9 @@ impl Wish {
         }
         let per_rank = global_batch_size / dp;
         let divides = |micros| per_rank.is_multiple_of(micros);
-        match default_micros(schedule, pp, per_rank.min(MAX_DEFAULT), divides) {
+        match default_micros(schedule, pp, schedule.default_virtual_stages(), per_rank.min(MAX_DEFAULT), divides) {
             None => {
-                let (name, min) = (schedule.name(), schedule.min_micros(pp));
+                let (name, min) = (schedule.name(), schedule.micros(pp).min);
                 let (problem, valid) = if per_rank < min {
                     let need = dp.saturating_mul(min);
                     (
