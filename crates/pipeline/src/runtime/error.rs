@@ -140,7 +140,9 @@ impl fmt::Display for Doing {
             ActionKind::RecvActivation => "receive of the activation",
             ActionKind::SendGradient => "send of the gradient",
             ActionKind::RecvGradient => "receive of the gradient",
-            ActionKind::Update => return write!(f, "stage {stage}, update after micro-batch {micro} on pp rank {rank}"),
+            ActionKind::Update => {
+                return write!(f, "stage {stage}, update after micro-batch {micro} on pp rank {rank}");
+            }
         };
         write!(f, "stage {stage}, {what} of micro-batch {micro} on pp rank {rank}")
     }

@@ -54,12 +54,14 @@ impl Lowered {
 
     /// How many versions, at most, the one that a forward of `rank` reads is behind the newest at that time.
     pub fn versions_behind(&self, rank: usize) -> usize {
-        let mut newest = vec![0; self.schedule().stages()];
+        let mut newest = vec![0_usize; self.schedule().stages()];
         let mut behind = 0;
         for action in self.actions(rank) {
             match action.kind {
                 Update => newest[action.stage] += 1,
-                Forward => behind = behind.max(newest[action.stage].saturating_sub(self.version(action.stage, action.micro))),
+                Forward => {
+                    behind = behind.max(newest[action.stage].saturating_sub(self.version(action.stage, action.micro)))
+                }
                 _ => {}
             }
         }

@@ -61,7 +61,8 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
             fail(Fault::new(other, value, problem, format!("use {valid}, or a synchronous schedule")));
         };
         if settings.sound(&["model.tie_embeddings"]) && model.tie_embeddings {
-            let problem = "whose stages hold different versions of the weights: two uses of one table would not be one table";
+            let problem =
+                "whose stages hold different versions of the weights: two uses of one table would not be one table";
             refuse("model.tie_embeddings", &true, problem, "model.tie_embeddings = false");
         }
         if settings.sound(&["training.max_norm"]) && config.training.max_norm > 0.0 {

@@ -151,7 +151,10 @@ fn typed(settings: &Settings, device: Device) -> Config {
             expert_tensor_parallel: get!("parallelism.expert_tensor_parallel"),
         },
         pipeline: Pipeline {
-            virtual_stages: get!("pipeline.virtual_stages", by_name(&schedule).map_or(1, Generator::default_virtual_stages)),
+            virtual_stages: get!(
+                "pipeline.virtual_stages",
+                by_name(&schedule).map_or(1, Generator::default_virtual_stages)
+            ),
             schedule,
             num_microbatches: get!("pipeline.num_microbatches", 1),
             partition: Vec::new(), // dealt once all else is known
@@ -222,6 +225,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         "parallelism.dp",
         "parallelism.pp",
         "pipeline.schedule",
+        "pipeline.virtual_stages",
         "pipeline.num_microbatches",
         "training.micro_batch_size",
     ];
@@ -241,8 +245,9 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         dp: config.parallelism.dp,
         pp: config.parallelism.pp,
         schedule,
-        num_microbatches: settings.given(keys[4]),
-        micro_batch_size: settings.given(keys[5]),
+        virtual_stages: config.pipeline.virtual_stages,
+        num_microbatches: settings.given(keys[5]),
+        micro_batch_size: settings.given(keys[6]),
     };
     match wish.cut() {
         Ok(cut) => {

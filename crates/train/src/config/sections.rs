@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use meshwork_pipeline::{Generator, Shape, UnknownSchedule, by_name};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
+use meshwork_pipeline::{Generator, Shape, UnknownSchedule, by_name};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
 

@@ -278,7 +278,6 @@ impl Live {
 }
 
 /// A chunk in one pass, as the pipeline's interpreter sees it.
-#[derive(Debug)]
 pub struct Running<'a> {
     /// The chunk.
     pub chunk: &'a mut Chunk,

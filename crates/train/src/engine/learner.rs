@@ -17,7 +17,6 @@ type States = Vec<Vec<Buffer>>;
 /// A version of the weights lives as long as somebody holds it: a tape, from the forward that reads it to its backward; this, while
 /// forwards to come may ask for it, or while an update may still be taken back. Where nobody holds the newest version, it is
 /// updated in place; else a copy of it is.
-#[derive(Debug)]
 pub struct Learner {
     /// Where backward passes add their shares.
     pub gradients: Gradients,
@@ -37,9 +36,9 @@ pub struct Learner {
     before: Option<(Arc<Params>, Arc<States>)>,
     /// Squared norms of the updates that were made within a stream, by step.
     norms: BTreeMap<u64, (usize, Vec<f64>)>,
-    /// Every version that may be alive.
-    alive: Vec<Weak<Params>>,
-    most_alive: usize,
+    /// Older versions that may be alive. Not the newest: it could not be written while it is watched.
+    older: Vec<Weak<Params>>,
+    most_versions: usize,
     device: Arc<dyn Device>,
 }
 
@@ -72,8 +71,8 @@ impl Learner {
         let params = Arc::new(params);
         Ok(Self {
             gradients,
-            alive: vec![Arc::downgrade(&params)],
-            most_alive: 1,
+            older: Vec::new(),
+            most_versions: 1,
             versions: VecDeque::from([params]),
             kept: kept.max(1),
             updates: 0,
@@ -111,7 +110,7 @@ impl Learner {
 
     /// The most versions that were alive at once.
     pub fn most_versions(&self) -> usize {
-        self.most_alive
+        self.most_versions
     }
 
     /// The optimizer's state vectors of a flat buffer.
@@ -165,6 +164,7 @@ impl Learner {
     pub fn take_back(&mut self) {
         if let Some((params, states)) = self.before.take() {
             self.versions.clear();
+            self.older.clear();
             self.versions.push_back(params);
             self.states = states;
             self.updates -= 1;
@@ -203,13 +203,13 @@ impl Learner {
                 self.versions.pop_front();
             }
             let copy = Arc::new(self.params().copy()?);
-            self.alive.push(Arc::downgrade(&copy));
+            self.older.push(Arc::downgrade(self.params()));
             self.versions.push_back(copy);
             while self.versions.len() > self.kept {
                 self.versions.pop_front();
             }
-            self.alive.retain(|version| version.strong_count() > 0);
-            self.most_alive = self.most_alive.max(self.alive.len());
+            self.older.retain(|version| version.strong_count() > 0);
+            self.most_versions = self.most_versions.max(self.older.len() + 1);
         }
         if Arc::get_mut(&mut self.states).is_none() {
             let copy = |flat: &Vec<Buffer>| flat.iter().map(|state| copied(&*self.device, state)).collect();

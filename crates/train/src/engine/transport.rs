@@ -85,7 +85,9 @@ impl meshwork_pipeline::Transport for PipeTransport {
         let signature = types.signature(dtype, &part.map_or(shape, |part| Shape::new(&[part])));
         let buffer = match part {
             None => tensor.into_buffer(),
-            Some(part) => tensor.buffer().slice(part * self.tp.rank()..part * (self.tp.rank() + 1)).map_err(as_tensor)?,
+            Some(part) => {
+                tensor.buffer().slice(part * self.tp.rank()..part * (self.tp.rank() + 1)).map_err(as_tensor)?
+            }
         };
         let sends = self.sends.entry(to_rank).or_default();
         // Not to run ahead of the receiver without end. With as many messages in flight as the schedule itself needs nobody waits

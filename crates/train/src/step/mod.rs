@@ -17,8 +17,8 @@ mod stream;
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{
-    Blueprint, Chunk, Gradients, Learner, Live, Message, Pass, PipeTransport, Purpose, Running, TrainError, Trees, Watch,
-    buckets, counted, join_ties, reducer, trace,
+    Blueprint, Chunk, Gradients, Learner, Live, Message, Pass, PipeTransport, Purpose, Running, TrainError, Trees,
+    Watch, buckets, counted, join_ties, reducer, trace,
 };
 use flush::Flush;
 use meshwork_core::{Axis, Rank, Record, ReduceOp};
@@ -103,7 +103,7 @@ impl Trainer {
         let (mode, kept) = match generator.is_synchronous() {
             true => (Mode::Flush(Flush::new(training, pp_rank, generator)), 1),
             false => {
-                let stream = Stream::new(training, lower(&generator.build_steps(shape, 2)?)?, pp_rank);
+                let stream = Stream::new(generator, shape, pp_rank)?;
                 let kept = stream.versions_kept(pp_rank);
                 (Mode::Stream(stream), kept)
             }
@@ -115,7 +115,7 @@ impl Trainer {
         let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
         let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tie_groups, &device)?;
         let trees = declarations.leaves().map(|_| Trees::new(found.copies, found.first_copy));
-        let per_update = micros / mode.updates(micros);
+        let per_update = micros / mode.updates();
         let gradients = Gradients::new(reducer, places, &found.chunks_reading, per_update, trees, device.clone());
 
         let model_specs = blueprint.parameters()?;
@@ -191,7 +191,7 @@ impl Trainer {
     pub fn steps_ahead(&self) -> usize {
         match &self.mode {
             Mode::Flush(flush) => usize::from(flush.overlaps()),
-            Mode::Stream(_) => stream::LAG,
+            Mode::Stream(stream) => stream.lag(),
         }
     }
 
@@ -344,7 +344,7 @@ impl Trainer {
 
     /// Unmasked tokens of the global batch, per update: integer sums over dp.
     fn count_tokens(&self, batch: &Batch) -> Result<Vec<i64>, TrainError> {
-        let updates = self.mode.updates(self.micros);
+        let updates = self.mode.updates();
         let share = (batch.targets.len() / updates).max(1);
         let mut counts: Vec<i64> =
             batch.targets.chunks(share).map(|targets| targets.iter().filter(|&&t| t >= 0).count() as i64).collect();
@@ -377,12 +377,7 @@ impl Trainer {
     }
 
     /// Runs some of this rank's actions in the training schedule.
-    fn walk(
-        &mut self,
-        pass: &Pass,
-        actions: Range<usize>,
-        observe: &mut impl FnMut(Event),
-    ) -> Result<(), TrainError> {
+    fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut impl FnMut(Event)) -> Result<(), TrainError> {
         let (schedule, learner) = (self.mode.schedule(), &self.learner);
         let versions = |stage, micro| self.mode.version(stage, micro);
         let mut stages: Vec<Running<'_>> = self
@@ -457,11 +452,11 @@ impl Mode {
         }
     }
 
-    /// Updates in a step of so many micro-batches.
-    fn updates(&self, micros: usize) -> usize {
+    /// Updates in a step.
+    fn updates(&self) -> usize {
         match self {
             Self::Flush(_) => 1,
-            Self::Stream(stream) => stream.updates(micros),
+            Self::Stream(stream) => stream.updates(),
         }
     }
 

@@ -2,8 +2,9 @@
 //! (PipeDream: Narayanan et al. 2019; PipeDream-2BW: Narayanan et al. 2021).
 //!
 //! A rank's part of step t ends with its last forward of that step's batch: backwards and updates of the youngest micro-batches,
-//! of which the first rank has the most in flight, fall into its part of step t+1. So a step's loss is complete at its end, but its
-//! last updates only at the end of the next one, and it is reported one step later still, when no rank has to wait to hear of it.
+//! of which the first rank has the most in flight, fall into its part of step t+1 (or later, where a step has fewer of them than
+//! there are ranks). So a step's loss is complete at its end, but its last updates only at the end of the next one, and it is
+//! reported one step later still, when no rank has to wait to hear of it.
 //!
 //! ```text
 //! schedule of two steps:  │ F F F F B F B F │ B F B F B F B F │ B B B      (first rank, m = 4)
@@ -14,20 +15,16 @@ use super::settle::Unsettled;
 use super::{Mode, StepReport, Trainer};
 use crate::data::Batch;
 use crate::engine::{Pass, Purpose, TrainError};
-use meshwork_pipeline::{Event, Lowered};
+use meshwork_pipeline::{Event, Generator, Lowered, Shape, lower};
 use std::ops::Range;
-
-/// Steps that are begun when the first of them becomes certain.
-pub(super) const LAG: usize = 2;
 
 /// An asynchronous schedule, as one pp rank sees it.
 #[derive(Debug)]
 pub(super) struct Stream {
-    /// One step, drained, and two.
-    first: Lowered,
-    steady: Lowered,
-    /// Actions of the first step, and of the second in the schedule of two.
-    ends: [usize; 2],
+    /// Of one step, of two, and so on until one step more is more of the same: each drained at its end.
+    schedules: Vec<Lowered>,
+    /// Per step of the last of them: the number of actions by its end.
+    ends: Vec<usize>,
     micros: usize,
     /// Steps begun since the pipeline was empty.
     begun: usize,
@@ -36,48 +33,75 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// The stream of a schedule, given as one step of it and as two.
-    pub(super) fn new(first: Lowered, steady: Lowered, pp_rank: usize) -> Self {
-        let micros = first.schedule().micros;
-        let ends = [steady.after_forwards(pp_rank, micros), steady.after_forwards(pp_rank, 2 * micros)];
-        Self { first, steady, ends, micros, begun: 0, updates_before: 0 }
+    /// The stream of a schedule over so many micro-batches a step.
+    pub(super) fn new(generator: Generator, shape: Shape, pp_rank: usize) -> Result<Self, TrainError> {
+        let Shape { pp, micros, .. } = shape;
+        // The first rank is up to pp - 1 micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
+        let filling = (pp - 1).div_ceil(micros).max(1);
+        let build = |steps| Ok(lower(&generator.build_steps(shape, steps)?)?);
+        let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;
+        // Where the forwards of the step that follows begin.
+        let longer = build(filling + 2)?;
+        let ends = (1..=filling + 1).map(|step| longer.after_forwards(pp_rank, step * micros)).collect();
+        Ok(Self { ends, schedules, micros, begun: 0, updates_before: 0 })
     }
 
-    /// The schedule of the step begun last.
+    /// The schedule of the steps begun, as far as it is not more of the same.
     pub(super) fn schedule(&self) -> &Lowered {
-        if self.begun <= 1 { &self.first } else { &self.steady }
+        &self.schedules[self.part()]
+    }
+
+    fn steady(&self) -> &Lowered {
+        &self.schedules[self.schedules.len() - 1]
+    }
+
+    /// Which step of its schedule the step begun last is.
+    fn part(&self) -> usize {
+        self.begun.clamp(1, self.schedules.len()) - 1
+    }
+
+    /// How many steps the step begun last is ahead of that.
+    fn steps_ahead(&self) -> usize {
+        self.begun.saturating_sub(self.schedules.len())
+    }
+
+    /// Steps that are begun when the first of them becomes certain: its last updates fall into the steps that follow, and one later
+    /// no rank has to wait to hear of them.
+    pub(super) fn lag(&self) -> usize {
+        self.schedules.len()
     }
 
     /// Messages that must be able to be on their way to one pp rank.
     pub(super) fn in_flight(&self) -> usize {
-        self.steady.report().in_flight
+        self.steady().report().in_flight
     }
 
-    /// Updates in a step of so many micro-batches.
-    pub(super) fn updates(&self, micros: usize) -> usize {
-        self.first.updates().clamp(1, micros)
+    /// Updates in a step.
+    pub(super) fn updates(&self) -> usize {
+        self.schedules[0].updates().max(1)
     }
 
     /// The newest versions of the weights among which is what any forward of the rank reads.
     pub(super) fn versions_kept(&self, pp_rank: usize) -> usize {
-        1 + self.steady.versions_behind(pp_rank)
+        1 + self.steady().versions_behind(pp_rank)
     }
 
     /// The number of the first micro-batch of the step begun last, and how far that count is ahead of the schedule's.
     fn micros_before(&self) -> (usize, usize) {
-        (self.begun.saturating_sub(1) * self.micros, self.begun.saturating_sub(2) * self.micros)
+        (self.begun.saturating_sub(1) * self.micros, self.steps_ahead() * self.micros)
     }
 
     /// The version that a micro-batch of the schedule reads at a stage.
     pub(super) fn version(&self, stage: usize, micro: usize) -> u64 {
-        let ahead = self.begun.saturating_sub(2) * self.updates(self.micros);
+        let ahead = self.steps_ahead() * self.updates();
         self.updates_before + (ahead + self.schedule().version(stage, micro)) as u64
     }
 
     /// The actions of the step begun last, and those that are left if no step follows.
     fn actions(&self) -> (Range<usize>, Range<usize>) {
-        let [first, second] = self.ends;
-        if self.begun <= 1 { (0..first, first..usize::MAX) } else { (first..second, second..usize::MAX) }
+        let part = self.part();
+        let start = if part == 0 { 0 } else { self.ends[part - 1] };
+        (start..self.ends[part], self.ends[part]..usize::MAX)
     }
 }
 
@@ -113,8 +137,9 @@ impl Trainer {
         let tokens = tokens.iter().sum();
         let records = self.rank.log().drain();
         self.unsettled.push_back(Unsettled { step, tokens, losses, records, sums: None, tally: None });
-        self.start_settling(step - 1, stop)?;
-        self.finish_settling((step + 1).saturating_sub(LAG as u64))
+        let lag = self.stream().lag() as u64;
+        self.start_settling((step + 1).saturating_sub(lag), stop)?;
+        self.finish_settling((step + 1).saturating_sub(lag))
     }
 
     /// Runs what is left of the steps begun, and makes them certain.

@@ -91,7 +91,17 @@ pub struct Case {
 impl Case {
     /// The model on one rank, the whole batch at once: the reference.
     pub fn alone(model: &'static Model) -> Self {
-        Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", chunks: None, micros: 1, partition: &[] }
+        Self {
+            model,
+            dp: 1,
+            tp: 1,
+            pp: 1,
+            sequence_parallel: false,
+            schedule: "gpipe",
+            chunks: None,
+            micros: 1,
+            partition: &[],
+        }
     }
 
     /// The model on a mesh of (dp, tp, pp), with schedule `1f1b`.
