@@ -210,6 +210,7 @@ fn typed(settings: &Settings, device: Device) -> Config {
             profile: get!("metrics.profile"),
             profile_steps: get!("metrics.profile_steps"),
             trace: get!("metrics.trace"),
+            schedule: get!("metrics.schedule"),
         },
         comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
         numerics: Numerics { leaves: get!("numerics.leaves") },
