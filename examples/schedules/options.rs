@@ -151,7 +151,7 @@ impl Options {
         let parts = factors.into_iter().fold(shape.pp, usize::saturating_mul);
         if shape.pp > MAX_RANKS || parts > MAX_PARTS {
             return Err(format!(
-                "{} ranks, {parts} micro-batches through stages in all: at most {MAX_RANKS} and {MAX_PARTS}",
+                "{parts} micro-batches through stages, and {} ranks: at most {MAX_PARTS} and {MAX_RANKS} can be drawn up",
                 shape.pp
             ));
         }
