@@ -32,7 +32,7 @@
 mod runtime;
 mod schedule;
 
-pub use runtime::{Event, Phase, RunError, Stage, Transport, run};
+pub use runtime::{Event, Interpreter, Phase, RunError, Stage, Transport, run};
 pub use schedule::{
     Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,
     ParseActionError, ParseScheduleError, Report, Schedule, Shape, ShapeError, Tag, TextFault, Timeline,

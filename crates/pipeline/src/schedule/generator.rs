@@ -94,6 +94,12 @@ impl Generator {
         matches!(self, Self::Interleaved | Self::BreadthFirst)
     }
 
+    /// Whether it ends in the slope in which it begins, so that it gains where a rank begins the next step while others end
+    /// this one: the update must then not wait for what all of them know.
+    pub fn overlaps_steps(self) -> bool {
+        matches!(self, Self::ZbH2 | Self::ZbV | Self::DualPipeV)
+    }
+
     /// A shape with the default number of chunks per rank.
     pub fn shape(self, pp: usize, micros: usize) -> Shape {
         Shape { pp, virtual_stages: self.default_virtual_stages(), micros }

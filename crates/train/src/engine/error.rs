@@ -51,6 +51,12 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
+    /// Weights are asked for while steps are under way that may still change them.
+    #[error("{steps} steps are under way: settle() makes them certain first")]
+    Unsettled {
+        /// The steps.
+        steps: usize,
+    },
     /// A value that does not fit the parameter it was meant for.
     #[error("parameter {name}: {problem}")]
     Parameter {
