@@ -15,9 +15,9 @@ use std::collections::BTreeSet;
 /// A place for a cut: the layers before it, and what they take together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
-    /// The layers whose outputs count as sent over the cut, as numbers of the profile: the antichain, and every layer before it
-    /// that some layer reads which does not lie on its way to the antichain (for the published code, to one of its layers:
-    /// an output read only by two branches, both in the state, is counted there, and so it is here).
+    /// The layers whose outputs count as sent over the cut, as numbers of the profile: before the antichain, the layers that a layer
+    /// of it depends on and that another layer reads which is not on the way there. So an output that two branches
+    /// read counts while both are open, even where both have read it: the published code has it so.
     pub boundary: Vec<usize>,
     /// Time of forward and backward of all layers, in seconds.
     pub compute_s: f64,
@@ -162,10 +162,9 @@ impl Graph {
             let needs = &self.needs[end];
             needs.has(layer) && self.readers[layer].iter().any(|&reader| reader != end && !needs.has(reader))
         };
-        let boundary: Vec<usize> = layers
-            .iter()
-            .filter(|&layer| antichain.contains(&layer) || antichain.iter().any(|&end| off_the_way(end, layer)))
-            .collect();
+        let mut boundary: Vec<usize> =
+            layers.iter().filter(|&layer| antichain.iter().any(|&end| off_the_way(end, layer))).collect();
+        boundary.extend(antichain);
         let sum = |of: &dyn Fn(usize) -> f64| layers.iter().map(of).sum();
         let of = |layer: usize| &profile.layers()[layer];
         State {
