@@ -75,7 +75,9 @@ impl fmt::Display for ProfileError {
 impl fmt::Display for ProfileFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => write!(f, "no layer; a profile has a line for each, and one for each edge, such as {EXAMPLE}"),
+            Self::Empty => {
+                write!(f, "no layer; a profile has a line for each, and one for each edge, such as {EXAMPLE}")
+            }
             Self::NotALine { text } => write!(f, "{text:?} is neither a layer nor an edge, such as {EXAMPLE}"),
             Self::Field { expected, found } if found.is_empty() => write!(f, "no {expected}; a layer is {LAYER}"),
             Self::Field { expected, found } => write!(f, "{found:?} where {expected} should be; a layer is {LAYER}"),
@@ -87,14 +89,21 @@ impl fmt::Display for ProfileFault {
                 write!(f, "{field} = {value:?} is no number of {unit}; use a finite number of at least 0")?;
                 if *field == "activation_size" { f.write_str(", or some in brackets, as [8; 16]") } else { Ok(()) }
             }
-            Self::Twice { id, first } => write!(f, "line {first} has a layer {id:?} already; give each an id of its own"),
+            Self::Twice { id, first } => {
+                write!(f, "line {first} has a layer {id:?} already; give each an id of its own")
+            }
             Self::Text { text } => {
                 write!(f, "{text:?} cannot stand for a layer; use a text without line breaks and without \" -- \"")
             }
             Self::Unknown { id } => write!(f, "no layer {id:?}; an edge joins two layers of the profile"),
             Self::EdgeTwice { first } => write!(f, "line {first} has the same edge; give each once"),
             Self::Cycle { ids } => {
-                write!(f, "closes a cycle, {} -- {}; a layer may read only from layers before it", ids.join(" -- "), ids[0])
+                write!(
+                    f,
+                    "closes a cycle, {} -- {}; a layer may read only from layers before it",
+                    ids.join(" -- "),
+                    ids[0]
+                )
             }
         }
     }

@@ -130,8 +130,11 @@ pub fn plan(states: &States, levels: &[Level], options: &Options) -> Result<Plan
         let stages = spans.iter().flat_map(|&(start, end)| table.stages(start, end));
         let compute = |cut: usize| if cut == 0 { 0.0 } else { states.all()[cut - 1].compute_s };
         let stages: Vec<PlannedStage> = stages
-            .map(|(start, end, replication)| {
-                PlannedStage { start, end, replication, compute_s: compute(end) - compute(start) }
+            .map(|(start, end, replication)| PlannedStage {
+                start,
+                end,
+                replication,
+                compute_s: compute(end) - compute(start),
             })
             .collect();
         spans = stages.iter().map(|stage| (stage.start, stage.end)).collect();

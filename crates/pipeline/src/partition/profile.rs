@@ -229,7 +229,10 @@ fn assemble(lines: Vec<(usize, Layer)>, edges: Vec<(usize, [String; 2])>) -> Res
     let mut pairs: Vec<(usize, usize)> = Vec::with_capacity(edges.len());
     for (line, [from, to]) in edges {
         let find = |id: &str| {
-            known.get(id).copied().ok_or_else(|| ProfileError { line, fault: ProfileFault::Unknown { id: id.to_owned() } })
+            known
+                .get(id)
+                .copied()
+                .ok_or_else(|| ProfileError { line, fault: ProfileFault::Unknown { id: id.to_owned() } })
         };
         let edge = (find(&from)?, find(&to)?);
         if let Some(first) = joined.insert(edge, line) {

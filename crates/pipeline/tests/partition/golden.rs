@@ -5,8 +5,8 @@
 
 use meshwork_pipeline::partition::{Level, Options, Plan, Profile, State, States, plan};
 
-const ALEXNET: &str = include_str!("profiles/alexnet.txt");
-const VGG16: &str = include_str!("profiles/vgg16.txt");
+pub const ALEXNET: &str = include_str!("profiles/alexnet.txt");
+pub const VGG16: &str = include_str!("profiles/vgg16.txt");
 
 /// One run of the published optimizer. A number that was not recorded is `NONE`.
 struct Golden {
