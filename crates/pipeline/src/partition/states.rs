@@ -32,7 +32,8 @@ pub struct State {
 #[derive(Clone, Debug, PartialEq)]
 pub struct States {
     states: Vec<State>,
-    layers: usize,
+    /// Per layer of the profile: how many others it depends on.
+    depths: Vec<usize>,
 }
 
 /// More places for a cut than this are not searched.
@@ -69,7 +70,7 @@ impl States {
             let id = |layer: usize| profile.layers()[layer].id.clone();
             return Err(PlanError::Unconnected { from: id(start), to: id(outside) });
         }
-        Ok(Self { layers: last.iter().count(), states })
+        Ok(Self { depths: graph.needs.iter().map(|needs| needs.iter().count()).collect(), states })
     }
 
     /// All of them, smaller ones first.
@@ -84,11 +85,14 @@ impl States {
         self.states.len()
     }
 
-    /// The layers of a stage, as numbers of the profile: those of the states before `end` that no state before `start` has.
+    /// The layers of a stage, as numbers of the profile: those of state `end - 1` that state `start - 1` does not have. Each
+    /// comes after those that it reads from.
     #[must_use]
     pub fn layers(&self, start: usize, end: usize) -> Vec<usize> {
         let has = |cut: usize, layer| cut > 0 && self.states[cut - 1].layers.has(layer);
-        self.states[end - 1].layers.iter().filter(|&layer| !has(start, layer)).collect()
+        let mut layers: Vec<usize> = self.states[end - 1].layers.iter().filter(|&layer| !has(start, layer)).collect();
+        layers.sort_by_key(|&layer| self.depths[layer]);
+        layers
     }
 
     /// The most stages that the model can be cut into: each has a layer at least, which may bring others with it.

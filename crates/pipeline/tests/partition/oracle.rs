@@ -245,7 +245,7 @@ fn compare(graph: &Graph, levels: &[Level], options: &Options) -> Result<(), Tes
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn chains_on_a_flat_topology(graph in chain(6), level in level(5), options in options()) {
