@@ -26,13 +26,18 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     let (mut config, mut settings) = resolve(args, Settings::default());
     let trace =
         (config.metrics.profile && settings.sound(&["metrics.trace"])).then_some(Path::new(&config.metrics.trace));
-    for (key, path) in [("--metrics", args.metrics.as_deref()), ("metrics.trace", trace)] {
+    let layers = config.metrics.layer_profile.as_deref().map(Path::new);
+    let written = [("--metrics", args.metrics.as_deref()), ("metrics.trace", trace), ("metrics.layer_profile", layers)];
+    for (key, path) in written {
         let Some(path) = path else { continue };
         settings.faults.extend(metrics::check(key, path).err());
         settings.faults.extend(overwritten(key, path, args, &config));
     }
-    if let Some(path) = trace.filter(|&path| args.metrics.as_deref() == Some(path)) {
-        settings.fault("metrics.trace", path.display(), "is the file of --metrics too", "use another file");
+    for (at, (key, path)) in written.iter().enumerate().filter(|(_, (_, path))| path.is_some()) {
+        if let Some((other, _)) = written[..at].iter().find(|(_, other)| other == path) {
+            let shown = path.map_or_else(String::new, |path| path.display().to_string());
+            settings.fault(key, shown, format!("is the file of {other} too"), "use another file");
+        }
     }
     let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 {

@@ -164,18 +164,22 @@ impl Options {
     }
 
     fn levels(&mut self, machines: Option<String>, bandwidths: Option<String>) {
-        let machines = self.list("--machines", machines, "machines", "whole numbers", "4 or 4,2", |&machines: &usize| {
-            machines > 0
-        });
-        let bandwidths =
-            self.list("--bandwidth", bandwidths, "bandwidths", "bytes per second", "1e9 or 1e10,1.25e9", |&bandwidth: &f64| {
-                bandwidth.is_finite() && bandwidth >= 1.0
+        let machines =
+            self.list("--machines", machines, "machines", "whole numbers", "4 or 4,2", |&machines: &usize| {
+                machines > 0
             });
+        let bandwidths = self.list(
+            "--bandwidth",
+            bandwidths,
+            "bandwidths",
+            "bytes per second",
+            "1e9 or 1e10,1.25e9",
+            |&bandwidth: &f64| bandwidth.is_finite() && bandwidth >= 1.0,
+        );
         match (machines, bandwidths) {
             (Some(machines), Some(bandwidths)) if machines.len() == bandwidths.len() => {
                 let levels = machines.into_iter().zip(bandwidths);
-                self.levels =
-                    levels.map(|(machines, bytes_per_second)| Level { machines, bytes_per_second }).collect();
+                self.levels = levels.map(|(machines, bytes_per_second)| Level { machines, bytes_per_second }).collect();
             }
             (Some(machines), Some(bandwidths)) => {
                 let problem = format!("for {} levels, and --machines has {}", bandwidths.len(), machines.len());
@@ -224,7 +228,12 @@ impl Options {
             Err(error) => {
                 if !path.as_os_str().is_empty() {
                     let problem = format!("cannot be read: {error}");
-                    faults.push(Fault::new("--profile", path.display(), problem, "use a profile in PipeDream's format"));
+                    faults.push(Fault::new(
+                        "--profile",
+                        path.display(),
+                        problem,
+                        "use a profile in PipeDream's format",
+                    ));
                 }
                 String::new()
             }

@@ -24,9 +24,7 @@ impl Report {
     /// One object: states, stages of each level (the outermost first), and times of a mini-batch in seconds.
     #[must_use]
     pub fn json(&self) -> Value {
-        let stage = |&PlannedStage { start, end, replication, compute_s }: &PlannedStage| {
-            json!({ "start": start, "end": end, "replication": replication, "compute_s": compute_s })
-        };
+        let stage = |&PlannedStage { start, end, replication, compute_s }: &PlannedStage| json!({ "start": start, "end": end, "replication": replication, "compute_s": compute_s });
         let level = |stages: &Vec<PlannedStage>| json!({ "stages": stages.iter().map(stage).collect::<Vec<_>>() });
         json!({
             "states": self.states.count(),
@@ -64,10 +62,8 @@ impl Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { profile, states, levels, options, plan } = self;
-        let topology: Vec<String> = levels
-            .iter()
-            .map(|level| format!("{} at {} GB/s", level.machines, level.bytes_per_second / 1e9))
-            .collect();
+        let topology: Vec<String> =
+            levels.iter().map(|level| format!("{} at {} GB/s", level.machines, level.bytes_per_second / 1e9)).collect();
         let cost = match options.method {
             Method::Code => "computation plus communication (as the published code)",
             Method::Paper => "the longer of computation and communication (as the paper)",
@@ -87,7 +83,9 @@ impl fmt::Display for Report {
         for (inside, stages) in plan.levels.iter().enumerate() {
             match plan.levels.len() {
                 1 => writeln!(f)?,
-                levels => writeln!(f, "\nlevel {}{}", levels - inside, if inside == 0 { ", the outermost" } else { "" })?,
+                levels => {
+                    writeln!(f, "\nlevel {}{}", levels - inside, if inside == 0 { ", the outermost" } else { "" })?
+                }
             }
             let rows: Vec<String> = stages.iter().map(|stage| self.layers(stage)).collect();
             let width = rows.iter().map(|row| row.chars().count()).max().unwrap_or(0).max("layers".len());
