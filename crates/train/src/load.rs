@@ -33,6 +33,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         args.metrics.as_ref().map(|path| ("--metrics", path.clone())),
         of_profile("metrics.trace", &metrics.trace, profile),
         of_profile("metrics.schedule", &metrics.schedule, pipeline),
+        metrics.layer_profile.as_ref().and_then(|path| of_profile("metrics.layer_profile", path, true)),
     ]
     .into_iter()
     .flatten()

@@ -3,6 +3,7 @@
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};
+use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as LayerProfile, States, plan};
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
@@ -277,4 +278,43 @@ fn a_profile_changes_no_number_and_without_one_nothing_is_recorded() {
     }
     let none = Profile { tracks: Vec::new(), ceilings: Ceilings { flops: None, bandwidth: 1.0, threads: 1 } };
     assert!(Rows::new(&none).to_string().starts_with("No step was profiled"));
+}
+
+/// A profile of the layers: the model cut at every layer, in the format that the planner reads.
+#[test]
+fn layers_are_profiled_in_the_planners_format() {
+    let file = std::env::temp_dir().join(format!("meshwork_layers_{}.txt", std::process::id()));
+    let (config, data) =
+        loaded("dp=2,pp=2", &["model.dropout=0.1", &format!("metrics.layer_profile={}", file.display())]);
+    let outcome = train(&config, &data, None, &AtomicBool::new(false)).unwrap();
+    let profile: LayerProfile = fs::read_to_string(&file).unwrap().parse().unwrap();
+    fs::remove_file(&file).unwrap();
+
+    let ids: Vec<&str> = profile.layers().iter().map(|layer| layer.id.as_str()).collect();
+    assert_eq!(ids, ["embedding", "h.0", "h.1", "h.2", "h.3", "head"]);
+    assert_eq!(profile.edges(), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]);
+    let (vocab, hidden, seq, ffn) = (256.0, 32.0, 32.0, 128.0);
+    let block = 4.0 * hidden * hidden + 4.0 * hidden + 2.0 * hidden * ffn + ffn + hidden + 4.0 * hidden;
+    let hidden_states = config.training.micro_batch_size as f64 * seq * hidden * 4.0;
+    for (at, layer) in profile.layers().iter().enumerate() {
+        let parameters = match at {
+            0 => (vocab + seq) * hidden,
+            5 => vocab * hidden + 2.0 * hidden, // with the table, which it shares
+            _ => block,
+        };
+        assert_eq!(layer.parameter_bytes, parameters * 4.0, "{layer:?}");
+        if at < 5 {
+            assert_eq!(layer.activation_bytes, hidden_states, "{layer:?}");
+        }
+        assert!(layer.backward_ms > 0.0 && layer.forward_ms > 0.0, "{layer:?}");
+    }
+    // A planner can start from it.
+    let states = States::new(&profile).unwrap();
+    let level = Level { machines: 2, bytes_per_second: 1e9 };
+    let plan = plan(&states, &[level], &PlanOptions { straight: true, ..PlanOptions::default() }).unwrap();
+    assert_eq!(plan.levels[0].len(), 2);
+
+    // The run is the run without it.
+    let plain = run("dp=2,pp=2", &["model.dropout=0.1"]);
+    assert_eq!((outcome.loss, outcome.sample), (plain.loss, plain.sample));
 }

@@ -7,8 +7,11 @@
 //! ```
 //! Spans are plain data ([`meshwork_core::profile`]), collected without a word between the ranks and only looked at when the
 //! run is over. A run without a profile is not touched at all: nothing is decorated, nothing asked.
+//!
+//! [`layers`] is another matter: what each layer takes by itself, for the planner of partitions.
 
 mod ceilings;
+mod layers;
 mod probe;
 mod schedule;
 mod settle;
@@ -16,6 +19,7 @@ mod table;
 mod trace;
 
 pub use ceilings::Ceilings;
+pub use layers::{layers, write_layers};
 pub use probe::Probe;
 pub use schedule::schedule_timelines;
 pub use settle::{Kind, Slice, machine_time, settle};
