@@ -349,7 +349,9 @@ impl Window for Profiled {
     }
 
     fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "average_pool_grad", &[dy], |device| device.window()?.average_pool_grad(windows, dy))
+        self.span(Class::Pointwise, "average_pool_grad", &[dy], |device| {
+            device.window()?.average_pool_grad(windows, dy)
+        })
     }
 }
 

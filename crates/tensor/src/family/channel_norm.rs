@@ -49,8 +49,14 @@ pub trait ChannelNorm: Debug {
     fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>;
 
     /// y, by these mean and variance.
-    fn normalise(&self, groups: Groups, x: &Buffer, moments: [&Buffer; 2], affine: [&Buffer; 2], eps: f64)
-    -> Result<Buffer>;
+    fn normalise(
+        &self,
+        groups: Groups,
+        x: &Buffer,
+        moments: [&Buffer; 2],
+        affine: [&Buffer; 2],
+        eps: f64,
+    ) -> Result<Buffer>;
 
     /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
     /// [`moments`](Self::moments).

@@ -259,8 +259,8 @@ mod tests {
     /// Calls `each(row of the result, element of the window, channel, index in x)`, padding left out.
     fn naive(w: &Windows, mut each: impl FnMut(usize, usize, usize, usize)) {
         let [down, across] = w.count();
-        for (sample, wi, wj) in (0..w.samples)
-            .flat_map(|s| (0..down).flat_map(move |wi| (0..across).map(move |wj| (s, wi, wj))))
+        for (sample, wi, wj) in
+            (0..w.samples).flat_map(|s| (0..down).flat_map(move |wi| (0..across).map(move |wj| (s, wi, wj))))
         {
             for (i, j) in (0..w.kernel[0]).flat_map(|i| (0..w.kernel[1]).map(move |j| (i, j))) {
                 let Some(pixel) = under(w, [wi, wj], [i, j]) else { continue };
@@ -342,7 +342,9 @@ mod tests {
     #[test]
     fn the_first_of_equal_maxima_gets_the_gradient_and_nan_is_the_largest() {
         let row = Windows { samples: 1, image: [1, 4], channels: 1, kernel: [1, 4], stride: 1, padding: 0 };
-        for (x, largest) in [([1.0, 3.0, 3.0, 2.0], 1), ([1.0, f32::NAN, 3.0, f32::NAN], 1), ([f32::NEG_INFINITY; 4], 0)] {
+        for (x, largest) in
+            [([1.0, 3.0, 3.0, 2.0], 1), ([1.0, f32::NAN, 3.0, f32::NAN], 1), ([f32::NEG_INFINITY; 4], 0)]
+        {
             let (mut y, mut dx) = ([9.0], [9.0; 4]);
             max_pool(&row, &x, &mut y);
             max_pool_backward(&row, &[5.0], &x, &mut dx);
