@@ -298,16 +298,9 @@ impl ChannelNorm for Profiled {
         self.span(Class::Norm, "moments", &[x], |device| device.channel_norm()?.moments(groups, x))
     }
 
-    fn normalise(
-        &self,
-        groups: Groups,
-        x: &Buffer,
-        moments: [&Buffer; 2],
-        affine: [&Buffer; 2],
-        eps: f64,
-    ) -> Result<Buffer> {
-        self.span(Class::Norm, "normalise", &[x, moments[0], moments[1], affine[0], affine[1]], |device| {
-            device.channel_norm()?.normalise(groups, x, moments, affine, eps)
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer> {
+        self.span(Class::Norm, "normalise", &[x, by.mean, by.variance, affine[0], affine[1]], |device| {
+            device.channel_norm()?.normalise(groups, x, by, affine)
         })
     }
 
@@ -316,13 +309,12 @@ impl ChannelNorm for Profiled {
         groups: Groups,
         dy: &Buffer,
         x: &Buffer,
-        moments: [&Buffer; 2],
+        by: MeanVariance<'_>,
         statistics: Statistics,
         gamma: &Buffer,
-        eps: f64,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        self.span(Class::Norm, "normalise_grad", &[dy, x, moments[0], moments[1], gamma], |device| {
-            device.channel_norm()?.normalise_grad(groups, dy, x, moments, statistics, gamma, eps)
+        self.span(Class::Norm, "normalise_grad", &[dy, x, by.mean, by.variance, gamma], |device| {
+            device.channel_norm()?.normalise_grad(groups, dy, x, by, statistics, gamma)
         })
     }
 }

@@ -3,7 +3,7 @@ use super::kernels::channel_norm::{self as kernels, Channels, Means};
 use super::kernels::pointwise;
 use super::{Cpu, RowSums, for_float};
 use crate::error::Result;
-use crate::family::{ChannelNorm, Groups, Statistics};
+use crate::family::{ChannelNorm, Groups, MeanVariance, Statistics};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, Element};
 
@@ -40,9 +40,8 @@ impl RowSums {
 }
 
 /// Mean and rstd of every channel of every block.
-fn stats<T: Element + Float>(groups: Groups, moments: [&Buffer; 2], eps: f64) -> Result<(Vec<T>, Vec<T>)> {
-    let [mean, variance] = [moments[0].as_slice::<T>()?, moments[1].as_slice::<T>()?];
-    let eps = T::from_f64(eps);
+fn stats<T: Element + Float>(groups: Groups, by: MeanVariance<'_>) -> Result<(Vec<T>, Vec<T>)> {
+    let (mean, variance, eps) = (by.mean.as_slice::<T>()?, by.variance.as_slice::<T>()?, T::from_f64(by.eps));
     Ok((groups.spread(mean, |x| x), groups.spread(variance, |x| T::ONE / (x + eps).sqrt())))
 }
 
@@ -81,14 +80,13 @@ impl ChannelNorm for Cpu {
         &self,
         groups: Groups,
         x: &Buffer,
-        moments: [&Buffer; 2],
+        by: MeanVariance<'_>,
         [gamma, beta]: [&Buffer; 2],
-        eps: f64,
     ) -> Result<Buffer> {
         for_float!(self, "channel_norm", x, T => {
             let (x, n) = (x.as_slice::<T>()?, groups.channels);
             let (gamma, beta) = (gamma.as_slice::<T>()?, beta.as_slice::<T>()?);
-            let (mean, rstd) = stats::<T>(groups, moments, eps)?;
+            let (mean, rstd) = stats::<T>(groups, by)?;
             let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
             self.output::<T>(x.len(), |y| {
                 let vectors = rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
@@ -105,15 +103,14 @@ impl ChannelNorm for Cpu {
         groups: Groups,
         dy: &Buffer,
         x: &Buffer,
-        moments: [&Buffer; 2],
+        by: MeanVariance<'_>,
         statistics: Statistics,
         gamma: &Buffer,
-        eps: f64,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "channel_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
             let n = groups.channels;
-            let (mean, rstd) = stats::<T>(groups, moments, eps)?;
+            let (mean, rstd) = stats::<T>(groups, by)?;
             let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
             let stats = || rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
 

@@ -28,7 +28,7 @@ fn by_images<T: Float + Send + Sync>(
 
 impl Cpu {
     /// An output of `count` elements that `kernel` writes from buffers, image by image.
-    fn from_images<T: Float + Element>(
+    fn windowed<T: Float + Element>(
         &self,
         windows: Windows,
         count: usize,
@@ -43,42 +43,42 @@ impl Cpu {
 impl Window for Cpu {
     fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "conv2d", x, T => {
-            self.from_images::<T>(windows, windows.rows() * windows.patch(), &[x], |w, out, x| kernels::patches(&w, x[0], out))
+            self.windowed::<T>(windows, windows.rows() * windows.patch(), &[x], |w, out, x| kernels::patches(&w, x[0], out))
         })
     }
 
     fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer> {
         let count = windows.samples * windows.pixels();
         for_float!(self, "conv2d", dpatches, T => {
-            self.from_images::<T>(windows, count, &[dpatches], |w, dx, d| kernels::patches_backward(&w, d[0], dx))
+            self.windowed::<T>(windows, count, &[dpatches], |w, dx, d| kernels::patches_backward(&w, d[0], dx))
         })
     }
 
     fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
         let count = windows.rows() * windows.channels;
         for_float!(self, "max_pool", x, T => {
-            self.from_images::<T>(windows, count, &[x], |w, y, x| kernels::max_pool(&w, x[0], y))
+            self.windowed::<T>(windows, count, &[x], |w, y, x| kernels::max_pool(&w, x[0], y))
         })
     }
 
     fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "max_pool", x, T => {
             let run = |w: Windows, dx: &mut [T], from: &[&[T]]| kernels::max_pool_backward(&w, from[0], from[1], dx);
-            self.from_images::<T>(windows, x.count(), &[dy, x], run)
+            self.windowed::<T>(windows, x.count(), &[dy, x], run)
         })
     }
 
     fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
         let count = windows.rows() * windows.channels;
         for_float!(self, "average_pool", x, T => {
-            self.from_images::<T>(windows, count, &[x], |w, y, x| kernels::average_pool(&w, x[0], y))
+            self.windowed::<T>(windows, count, &[x], |w, y, x| kernels::average_pool(&w, x[0], y))
         })
     }
 
     fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
         let count = windows.samples * windows.pixels();
         for_float!(self, "average_pool", dy, T => {
-            self.from_images::<T>(windows, count, &[dy], |w, dx, dy| kernels::average_pool_backward(&w, dy[0], dx))
+            self.windowed::<T>(windows, count, &[dy], |w, dx, dy| kernels::average_pool_backward(&w, dy[0], dx))
         })
     }
 }

@@ -33,6 +33,17 @@ impl Groups {
     }
 }
 
+/// The statistics to normalise by, `[blocks, groups]` each.
+#[derive(Clone, Copy, Debug)]
+pub struct MeanVariance<'a> {
+    /// Means.
+    pub mean: &'a Buffer,
+    /// Variances.
+    pub variance: &'a Buffer,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
 /// Where the statistics that were used came from, which is what their gradient is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Statistics {
@@ -48,15 +59,8 @@ pub trait ChannelNorm: Debug {
     /// by 64 of them in order, then those in order, then the channels of a group in order.
     fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>;
 
-    /// y, by these mean and variance.
-    fn normalise(
-        &self,
-        groups: Groups,
-        x: &Buffer,
-        moments: [&Buffer; 2],
-        affine: [&Buffer; 2],
-        eps: f64,
-    ) -> Result<Buffer>;
+    /// y; `affine` are gamma and beta.
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>;
 
     /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
     /// [`moments`](Self::moments).
@@ -65,9 +69,8 @@ pub trait ChannelNorm: Debug {
         groups: Groups,
         dy: &Buffer,
         x: &Buffer,
-        moments: [&Buffer; 2],
+        by: MeanVariance<'_>,
         statistics: Statistics,
         gamma: &Buffer,
-        eps: f64,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 }

@@ -14,7 +14,7 @@ mod pointwise;
 mod windows;
 
 pub use attention::{Attention, AttentionDropout, AttentionShape};
-pub use channel_norm::{ChannelNorm, Groups, Statistics};
+pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use embedding::{Embedding, TableGrad};
 pub use layout::Layout;
 pub use loss::{Loss, VocabShard};

@@ -2,7 +2,7 @@ use super::Meta;
 use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{ChannelNorm, Groups, Statistics};
+use crate::family::{ChannelNorm, Groups, MeanVariance, Statistics};
 use meshwork_core::Buffer;
 
 impl Groups {
@@ -19,14 +19,7 @@ impl ChannelNorm for Meta {
         Ok((self.alloc(x.dtype(), count)?, self.alloc(x.dtype(), count)?))
     }
 
-    fn normalise(
-        &self,
-        _groups: Groups,
-        x: &Buffer,
-        _moments: [&Buffer; 2],
-        _affine: [&Buffer; 2],
-        _eps: f64,
-    ) -> Result<Buffer> {
+    fn normalise(&self, _groups: Groups, x: &Buffer, _by: MeanVariance<'_>, _affine: [&Buffer; 2]) -> Result<Buffer> {
         self.alloc(x.dtype(), x.count())
     }
 
@@ -35,10 +28,9 @@ impl ChannelNorm for Meta {
         groups: Groups,
         _dy: &Buffer,
         x: &Buffer,
-        _moments: [&Buffer; 2],
+        _by: MeanVariance<'_>,
         _statistics: Statistics,
         _gamma: &Buffer,
-        _eps: f64,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let _parts = self.alloc(x.dtype(), 2 * groups.channels * groups.parts())?;
         let vectors = groups.blocks * groups.channels;

@@ -11,7 +11,7 @@
 
 use super::images::whole_images;
 use crate::error::{Error, Result};
-use crate::family::{Groups, Statistics};
+use crate::family::{Groups, MeanVariance, Statistics};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
 use crate::tensor::Tensor;
@@ -122,10 +122,9 @@ fn batches(op: &'static str, shape: Shape) -> Result<Groups> {
     }
 }
 
-fn normalise(x: &Tensor, gamma: &Tensor, beta: &Tensor, op: (Groups, &[Buffer; 2], f64)) -> Result<Tensor> {
-    let (groups, [mean, variance], eps) = op;
-    let (norm, affine) = (x.device().channel_norm()?, [gamma.buffer(), beta.buffer()]);
-    Tensor::from_buffer(x.device(), norm.normalise(groups, x.buffer(), [mean, variance], affine, eps)?, x.shape())
+fn normalise(x: &Tensor, gamma: &Tensor, beta: &Tensor, groups: Groups, by: MeanVariance<'_>) -> Result<Tensor> {
+    let y = x.device().channel_norm()?.normalise(groups, x.buffer(), by, [gamma.buffer(), beta.buffer()])?;
+    Tensor::from_buffer(x.device(), y, x.shape())
 }
 
 impl Op for ChannelNorm {
@@ -149,24 +148,23 @@ impl Op for ChannelNorm {
             inputs,
         )?;
         (0..3).try_for_each(|input| cx.save_input(input))?;
-        let (groups, moments, eps) = (self.groups, self.moments.clone(), self.eps);
+        let (groups, [mean, variance], eps) = (self.groups, self.moments.clone(), self.eps);
         cx.recipe(move |saved| {
-            normalise(&saved[0].restore()?, &saved[1].restore()?, &saved[2].restore()?, (groups, &moments, eps))
+            let by = MeanVariance { mean: &mean, variance: &variance, eps };
+            normalise(&saved[0].restore()?, &saved[1].restore()?, &saved[2].restore()?, groups, by)
         });
-        normalise(x, gamma, beta, (groups, &self.moments, eps))
+        normalise(x, gamma, beta, groups, self.by())
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, gamma, device) = (cx.saved(0)?, cx.saved(1)?, grad.device());
-        let [mean, variance] = &self.moments;
         let (dx, dgamma, dbeta) = device.channel_norm()?.normalise_grad(
             self.groups,
             grad.buffer(),
             x.buffer(),
-            [mean, variance],
+            self.by(),
             self.statistics,
             gamma.buffer(),
-            self.eps,
         )?;
         let mut all = vec![Some(Tensor::from_buffer(device, dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in [(1, dgamma), (2, dbeta)] {
@@ -180,6 +178,11 @@ impl Op for ChannelNorm {
 }
 
 impl ChannelNorm {
+    fn by(&self) -> MeanVariance<'_> {
+        let [mean, variance] = &self.moments;
+        MeanVariance { mean, variance, eps: self.eps }
+    }
+
     /// The gradient of gamma or beta from that of each block.
     fn sum_blocks(&self, cx: &mut Backward<'_>, i: usize, sums: Buffer) -> Result<Option<Tensor>> {
         let device = cx.tape().device().clone();
