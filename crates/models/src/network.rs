@@ -4,7 +4,8 @@
 //! parameters of its own layers ([`Network::stage`]) and runs them one after another. What travels between two stages is the
 //! output of the layer before the cut, whatever shape that has ([`Network::boundary`]).
 
-use meshwork_nn::Averages;
+pub use meshwork_nn::Averages;
+
 use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
