@@ -12,13 +12,13 @@
 //! ```
 //!
 //! ```
-//! use meshwork_pipeline::{by_name, lower, render};
+//! use meshwork_pipeline::{Shape, by_name, lower, render};
 //!
-//! let schedule = by_name("1f1b")?.build(2, 3)?;
+//! let schedule = by_name("1f1b")?.build(Shape { pp: 2, virtual_stages: 1, micros: 3 })?;
 //! assert_eq!(
 //!     render(&schedule)?,
-//!     "rank 0 | F0 F1    B0 F2 B1    B2\n\
-//!      rank 1 |    F0 B0 F1 B1 F2 B2\n"
+//!     "rank 0 | F0 F1       B0--- F2 B1---    B2---\n\
+//!      rank 1 |    F0 B0--- F1 B1--- F2 B2---\n"
 //! );
 //! let lowered = lower(&schedule)?; // with its sends and receives, and proved again
 //! assert_eq!(lowered.peaks(), [2, 1]); // micro-batches whose activations live at once, per rank
@@ -32,9 +32,11 @@
 mod runtime;
 mod schedule;
 
-pub use runtime::{Event, Phase, RunError, Stage, Transport, run};
+pub use runtime::{Event, Interpreter, Phase, RunError, Stage, Transport, run};
 pub use schedule::{
-    Action, ActionKind, CheckError, DefaultMicros, Direction, Fault, Generator, Lowered, MicrosError, ParseActionError,
-    Report, Schedule, Tag, UnknownSchedule, by_name, check, default_micros, forward_only, gpipe, lower, one_f_one_b,
-    parse_actions, render,
+    Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,
+    ParseActionError, ParseScheduleError, Report, Schedule, Shape, ShapeError, Tag, TextFault, Timeline,
+    UnknownSchedule, Weights, breadth_first, by_name, check, chrome_trace, default_micros, dualpipe_v, forward_only,
+    gpipe, interleaved_1f1b, lower, one_f_one_b, parse_actions, pipedream, pipedream_2bw, render, simulate, svg,
+    text_grid, zb_h1, zb_h2, zb_v,
 };

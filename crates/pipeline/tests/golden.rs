@@ -1,6 +1,6 @@
 //! Schedules as the papers draw them: rows are ranks, columns units of time, blanks are bubbles.
 
-use meshwork_pipeline::{Schedule, forward_only, gpipe, lower, one_f_one_b, parse_actions, render};
+use meshwork_pipeline::{Generator, Schedule, Weights, forward_only, lower, one_f_one_b, parse_actions, render};
 
 /// Compares with a picture given line by line.
 fn assert_picture(schedule: &Schedule, picture: &[&str]) {
@@ -8,30 +8,30 @@ fn assert_picture(schedule: &Schedule, picture: &[&str]) {
     assert_eq!(rendered.lines().collect::<Vec<_>>(), picture, "\n{rendered}");
 }
 
-#[test]
-fn gpipe_4_ranks_8_micros() {
-    assert_picture(
-        &gpipe(4, 8),
-        &[
-            "rank 0 | F0 F1 F2 F3 F4 F5 F6 F7                   B0 B1 B2 B3 B4 B5 B6 B7",
-            "rank 1 |    F0 F1 F2 F3 F4 F5 F6 F7             B0 B1 B2 B3 B4 B5 B6 B7",
-            "rank 2 |       F0 F1 F2 F3 F4 F5 F6 F7       B0 B1 B2 B3 B4 B5 B6 B7",
-            "rank 3 |          F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7",
-        ],
-    );
+/// The grids of one file: each a line that says the micro-batches, then a line per rank.
+fn assert_grids(generator: Generator, file: &str) {
+    let mut grids = String::new();
+    for micros in [8, 4] {
+        if let Ok(schedule) = generator.build(generator.shape(4, micros)) {
+            grids.push_str(&format!("{} micro-batches\n{}", micros, render(&schedule).unwrap()));
+        }
+    }
+    assert!(grids == file, "{} is drawn as\n{grids}", generator.name());
 }
 
+/// Each over 4 ranks, as the figures of its paper have it: 8 micro-batches, and 4 where it takes so few.
 #[test]
-fn one_f_one_b_4_ranks_8_micros() {
-    assert_picture(
-        &one_f_one_b(4, 8),
-        &[
-            "rank 0 | F0 F1 F2 F3          B0 F4 B1 F5 B2 F6 B3 F7 B4    B5    B6    B7",
-            "rank 1 |    F0 F1 F2       B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5    B6    B7",
-            "rank 2 |       F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6    B7",
-            "rank 3 |          F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
-        ],
-    );
+fn every_schedule_looks_like_its_figure() {
+    assert_grids(Generator::Gpipe, include_str!("grids/gpipe.txt"));
+    assert_grids(Generator::OneFOneB, include_str!("grids/1f1b.txt"));
+    assert_grids(Generator::Interleaved, include_str!("grids/interleaved_1f1b.txt"));
+    assert_grids(Generator::BreadthFirst, include_str!("grids/breadth_first.txt"));
+    assert_grids(Generator::ZbH1, include_str!("grids/zb_h1.txt"));
+    assert_grids(Generator::ZbH2, include_str!("grids/zb_h2.txt"));
+    assert_grids(Generator::ZbV, include_str!("grids/zb_v.txt"));
+    assert_grids(Generator::DualPipeV, include_str!("grids/dualpipe_v.txt"));
+    assert_grids(Generator::PipeDream, include_str!("grids/pipedream.txt"));
+    assert_grids(Generator::PipeDream2Bw, include_str!("grids/pipedream_2bw.txt"));
 }
 
 #[test]
@@ -49,6 +49,8 @@ fn several_stages_per_rank_show_the_stage() {
         ranks: 2,
         placement: vec![0, 1, 0, 1],
         micros: 2,
+        steps: 1,
+        weights: Weights::Flush,
         actions: vec![
             parse_actions("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1").unwrap(),
             parse_actions("1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1").unwrap(),
@@ -56,7 +58,10 @@ fn several_stages_per_rank_show_the_stage() {
     };
     assert_picture(
         &schedule,
-        &["rank 0 | 0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1", "rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
+        &[
+            "rank 0 | 0F0 0F1 2F0 2F1         2B0----     2B1---- 0B0---- 0B1----",
+            "rank 1 |     1F0 1F1 3F0 3B0---- 3F1 3B1---- 1B0---- 1B1----",
+        ],
     );
 }
 

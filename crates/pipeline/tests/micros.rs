@@ -8,14 +8,14 @@ fn names_lead_to_generators_and_back() {
         assert_eq!(by_name(generator.name()), Ok(generator));
     }
     let unknown = by_name("GPipe").unwrap_err();
-    assert_eq!(unknown.known, ["gpipe", "1f1b"]);
-    assert_eq!(unknown.to_string(), "there is no schedule \"GPipe\"; known: gpipe, 1f1b");
+    assert_eq!(unknown.known.len(), 10);
+    assert!(unknown.to_string().starts_with("there is no schedule \"GPipe\"; known: gpipe, 1f1b, interleaved_1f1b, "));
     assert!(by_name("forward_only").is_err(), "nobody trains with it");
 }
 
 #[test]
 fn too_few_micros_say_what_would_do() {
-    let text = |generator: Generator, pp, micros| generator.build(pp, micros).unwrap_err().to_string();
+    let text = |generator: Generator, pp, micros| generator.build(generator.shape(pp, micros)).unwrap_err().to_string();
     assert_eq!(
         text(Generator::OneFOneB, 4, 2),
         "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number"
@@ -28,13 +28,15 @@ fn too_few_micros_say_what_would_do() {
 
 /// What a default is, for a global batch of samples that must be cut evenly.
 fn choose(generator: Generator, pp: usize, samples: usize) -> Option<(usize, bool)> {
-    let choice = default_micros(generator, pp, samples, |micros| samples.is_multiple_of(micros))?;
+    let choice = default_micros(generator, pp, generator.default_virtual_stages(), samples, |micros| {
+        samples.is_multiple_of(micros)
+    })?;
     Some((choice.micros, choice.under_quarter()))
 }
 
 #[test]
 fn the_default_is_the_smallest_with_a_bubble_under_a_quarter() {
-    for generator in Generator::ALL {
+    for generator in [Generator::Gpipe, Generator::OneFOneB] {
         assert_eq!(choose(generator, 1, 16), Some((1, true)), "no pipeline, no bubble");
         // pp=2: m=3 leaves exactly a quarter, which is not under it.
         assert_eq!(choose(generator, 2, 12), Some((4, true)));

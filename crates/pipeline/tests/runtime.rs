@@ -1,20 +1,21 @@
-//! The interpreter against a serial run: a small network, one thread per rank, channels between them.
+//! The interpreter against a serial run: a small network, one thread per rank, channels between them. Asynchronous schedules against
+//! a serial simulation of the published update equations, bit for bit.
 
 mod network;
 
-use meshwork_pipeline::{Generator, Lowered, Schedule, forward_only, lower, parse_actions};
-use network::{Fault, Outcome, pipeline, run_alone, serial};
+use meshwork_pipeline::{Generator, Lowered, Schedule, Shape, Weights, forward_only, gpipe, lower, parse_actions};
+use network::{Fault, Outcome, pipeline, run_alone, serial, serial_updates};
 
 #[test]
 fn gradients_equal_the_serial_run_bit_for_bit() {
-    for generator in Generator::ALL {
-        for pp in 1..=4 {
-            for micros in [1, 2, 3, 4, 5, 8, 11] {
-                let Ok(schedule) = generator.build(pp, micros) else {
+    for generator in Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()) {
+        for (pp, virtual_stages) in [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (2, 3), (1, 4), (3, 4)] {
+            for micros in [1, 2, 3, 4, 5, 8, 11, 12] {
+                let Ok(schedule) = generator.build(Shape { pp, virtual_stages, micros }) else {
                     continue;
                 };
                 let outcome = pipeline(&lower(&schedule).unwrap(), Fault::None).unwrap();
-                assert_eq!(outcome, serial(micros), "{} pp={pp} m={micros}", generator.name());
+                assert_eq!(outcome, serial(micros), "{} pp={pp} v={virtual_stages} m={micros}", generator.name());
             }
         }
     }
@@ -29,6 +30,8 @@ fn several_stages_per_rank() {
         ranks: 2,
         placement: vec![0, 1, 0, 1],
         micros: 2,
+        steps: 1,
+        weights: Weights::Flush,
         actions: vec![
             parse_actions("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1").unwrap(),
             parse_actions("1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1").unwrap(),
@@ -56,7 +59,7 @@ fn several_stages_per_rank() {
 fn forward_only_gives_the_losses_and_touches_no_gradient() {
     for placement in [vec![0], vec![0, 1, 2], vec![0, 1, 0, 1], vec![0, 1, 1, 0]] {
         let outcome = pipeline(&lower(&forward_only(&placement, 5)).unwrap(), Fault::None).unwrap();
-        let Outcome { losses, grads } = serial(5);
+        let Outcome { losses, grads, .. } = serial(5);
         assert_eq!(outcome.losses, losses);
         assert_eq!(outcome.grads, vec![0.0; grads.len()]);
     }
@@ -73,8 +76,8 @@ fn fails(lowered: &Lowered, fault: Fault, message: &str) {
 
 #[test]
 fn a_failing_stage_is_named_and_its_peers_end() {
-    for generator in Generator::ALL {
-        let lowered = lower(&generator.build(4, 8).unwrap()).unwrap();
+    for generator in [Generator::Gpipe, Generator::OneFOneB] {
+        let lowered = lower(&generator.build(generator.shape(4, 8)).unwrap()).unwrap();
         fails(
             &lowered,
             Fault::Backward { stage: 2, micro: 3 },
@@ -90,7 +93,7 @@ fn a_failing_stage_is_named_and_its_peers_end() {
 
 #[test]
 fn a_stage_that_breaks_its_contract_is_named() {
-    let lowered = lower(&Generator::Gpipe.build(2, 2).unwrap()).unwrap();
+    let lowered = lower(&gpipe(2, 2)).unwrap();
     fails(
         &lowered,
         Fault::Silent { stage: 0 },
@@ -134,4 +137,51 @@ fn a_transport_that_fails_is_named() {
     );
     let lowered = lower(&forward_only(&[0], 1)).unwrap();
     assert_eq!(run_alone(&lowered, 0, &[0]), "pp rank 0, waiting for its sends after the last action: nobody is there");
+}
+
+const STAGES: [usize; 4] = [1, 2, 3, 4];
+
+fn stream(generator: Generator, pp: usize, micros: usize, steps: usize) -> Schedule {
+    generator.build_steps(Shape { pp, virtual_stages: 1, micros }, steps).unwrap()
+}
+
+/// PipeDream (Narayanan et al. 2019, section 3.3), stages counted from 0:
+/// w(t+1) = w(t) - lr · ∇f(w_0(t-n+1), ..., w_s(t-n+1+s), ..., w_{n-1}(t)), with w(0) before the start.
+#[test]
+fn pipedream_is_its_equation() {
+    for pp in STAGES {
+        for steps in 1..=3 {
+            let micros = pp + 2;
+            let schedule = stream(Generator::PipeDream, pp, micros, steps);
+            let outcome = pipeline(&lower(&schedule).unwrap(), Fault::None).unwrap();
+            let oracle = serial_updates(steps * micros, 1, pp, |stage, t| (t + stage + 1).saturating_sub(pp));
+            assert_eq!(outcome, oracle, "pp={pp} steps={steps}");
+        }
+    }
+}
+
+/// With vertical sync (the same section): ∇f(w_0(t-n+1), ..., w_{n-1}(t-n+1)).
+#[test]
+fn vertical_sync_is_its_equation() {
+    for pp in STAGES {
+        let micros = 3 * pp;
+        let schedule = Schedule { weights: Weights::VerticalSync, ..stream(Generator::PipeDream, pp, micros, 1) };
+        let outcome = pipeline(&lower(&schedule).unwrap(), Fault::None).unwrap();
+        assert_eq!(outcome, serial_updates(micros, 1, pp, |_, t| (t + 1).saturating_sub(pp)), "pp={pp}");
+    }
+}
+
+/// PipeDream-2BW (Narayanan et al. 2021, section 3.1): W(t+1) = W(t) - lr · ∇f(W(t-1)), the gradient over the m micro-batches of
+/// batch t; W(-1) is W(0).
+#[test]
+fn pipedream_2bw_is_its_equation() {
+    for pp in STAGES {
+        for steps in 1..=4 {
+            let micros = pp + 1;
+            let schedule = stream(Generator::PipeDream2Bw, pp, micros, steps);
+            let outcome = pipeline(&lower(&schedule).unwrap(), Fault::None).unwrap();
+            let oracle = serial_updates(steps * micros, micros, pp, |_, k| (k / micros).saturating_sub(1));
+            assert_eq!(outcome, oracle, "pp={pp} steps={steps}");
+        }
+    }
 }

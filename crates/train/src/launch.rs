@@ -78,27 +78,39 @@ fn run_rank(
     let device = probe.device(config.device.open(config.training.dtype));
     let mut trainer = Trainer::new(config, rank, device)?;
     let mut outcome = Outcome::default();
-    while outcome.steps < steps && !outcome.stopped {
-        let began = Instant::now();
-        let report = probe.step(outcome.steps + 1, || {
-            let read = || data.batch(outcome.steps, config.training.global_batch_size, trainer.rows());
+    let mut begun = 0;
+    let mut began = Instant::now();
+    while begun < steps && !outcome.stopped {
+        let asked = || stop.load(Ordering::Relaxed);
+        let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
+        let mut reports = probe.step(begun + 1, || {
+            let read = || data.batch(begun, config.training.global_batch_size, trainer.rows());
             let batch = probe.time(Class::Data, "batch", read);
-            trainer.step(&batch, |event| probe.observe(event))
+            trainer.advance(&batch, asked, |event| probe.observe(event))
         })?;
-        outcome = Outcome { steps: report.step, loss: Some(report.loss), ..outcome };
-        if let Some(reporter) = &mut reporter {
-            reporter.step(config, &report, began)?;
+        begun += 1;
+        let stopped = begun < steps && reports.iter().any(|report| report.stop);
+        if validates || stopped || begun == steps {
+            reports.extend(trainer.settle(|event| probe.observe(event))?);
+        }
+        if let (Some(reporter), false) = (&mut reporter, reports.is_empty()) {
+            let seconds = std::mem::replace(&mut began, Instant::now()).elapsed().as_secs_f64() / reports.len() as f64;
+            for report in &reports {
+                reporter.step(config, report, seconds)?;
+            }
             if reporter.progress.is_unread() {
                 stop.store(true, Ordering::Relaxed);
             }
         }
-        if config.validation.every > 0 && report.step.is_multiple_of(config.validation.every) {
+        if let Some(last) = reports.last() {
+            outcome = Outcome { steps: last.step, loss: Some(last.loss), stopped, ..outcome };
+        }
+        if validates {
             let loss = validate(config, data, &mut trainer)?;
             if let Some(reporter) = &mut reporter {
-                reporter.validation(report.step, loss)?;
+                reporter.validation(begun, loss)?;
             }
         }
-        outcome.stopped = outcome.steps < steps && agree_to_stop(trainer.rank(), stop)?;
     }
     if let Some(reporter) = &mut reporter {
         reporter.end(&outcome, started)?;
@@ -140,8 +152,7 @@ impl Reporter {
         Ok(Self { metrics, progress: Progress::new(config.training.steps) })
     }
 
-    fn step(&mut self, config: &Config, report: &StepReport, began: Instant) -> Result<(), TrainError> {
-        let seconds = began.elapsed().as_secs_f64();
+    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), TrainError> {
         let tokens = config.training.global_batch_size * config.model.seq_len;
         let step = Step {
             step: report.step,

@@ -41,14 +41,18 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     let mut trainer = Trainer::new(config, rank, device.clone())?;
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();
-    let report = trainer.step(&blank_batch(config, &trainer), |_| {})?;
-    Ok(Prediction {
-        parameters,
-        model_bytes,
-        peak_bytes: device.meter().peak_bytes(),
-        flops: device.meter().total_flops(),
-        records: report.records,
-    })
+    // A step as it is when those that overlap with it are under way.
+    let batch = blank_batch(config, &trainer);
+    let mut reports = Vec::new();
+    let mut flops = 0;
+    for _ in 0..=trainer.steps_ahead() {
+        let before = device.meter().total_flops();
+        reports.extend(trainer.advance(&batch, || false, |_| {})?);
+        flops = device.meter().total_flops() - before;
+    }
+    reports.extend(trainer.settle(|_| {})?);
+    let records = reports.pop().map_or(Vec::new(), |report| report.records);
+    Ok(Prediction { parameters, model_bytes, peak_bytes: device.meter().peak_bytes(), flops, records })
 }
 
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.

@@ -122,10 +122,12 @@ fn a_weight_of_the_step_before() {
     let old: Mutex<BTreeMap<usize, Vec<f32>>> = Mutex::default();
     let place = found("dp=2", |side| {
         side.with_before_step(move |trainer, _| {
-            let params = trainer.params();
-            let id = params.declarations().find(name).unwrap();
-            let (rank, now) = (trainer.rank().world_rank(), params.value(id)?.to_vec::<f32>()?);
-            let before = old.lock().unwrap().insert(rank, now);
+            let now = {
+                let params = trainer.params();
+                let id = params.declarations().find(name).unwrap();
+                params.value(id)?.to_vec::<f32>()?
+            };
+            let before = old.lock().unwrap().insert(trainer.rank().world_rank(), now);
             match (trainer.steps_done(), before) {
                 (2, Some(before)) => trainer.load_parameter(name, &before),
                 _ => Ok(()),

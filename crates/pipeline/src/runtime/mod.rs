@@ -1,8 +1,10 @@
 //! The one interpreter: runs one rank of a [`Lowered`] schedule over stages and a transport of yours.
 
 mod error;
+mod flow;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 pub use error::RunError;
 
@@ -19,10 +21,33 @@ pub trait Stage {
     /// last stage returns none (it keeps the loss), every other one returns its activation.
     fn forward(&mut self, micro: usize, input: Option<Self::Message>) -> Result<Option<Self::Message>, Self::Error>;
 
-    /// Runs the whole backward of one micro-batch, adding to the gradients of the weights. `grad` is none at the
-    /// last stage, which starts from its own loss. The first stage returns none, every other one returns the
-    /// gradient of its input.
-    fn backward(&mut self, micro: usize, grad: Option<Self::Message>) -> Result<Option<Self::Message>, Self::Error>;
+    /// Runs the part of backward that others wait for: the gradient of the input. `grad` is none at the last stage,
+    /// which starts from its own loss. The first stage returns none, every other one returns the gradient of its input.
+    ///
+    /// A network that cannot split its backward does all of it here, and nothing in
+    /// [`backward_weights`](Self::backward_weights): the numbers are the same, only the bubble is not filled.
+    fn backward_input(
+        &mut self,
+        micro: usize,
+        grad: Option<Self::Message>,
+    ) -> Result<Option<Self::Message>, Self::Error>;
+
+    /// Runs the rest of the backward of one micro-batch, adding to the gradients of the weights. Nobody waits for it: a
+    /// zero-bubble schedule does it where the rank would idle.
+    fn backward_weights(&mut self, micro: usize) -> Result<(), Self::Error>;
+
+    /// Runs the whole backward of one micro-batch: both parts, one after the other, unless a stage can do better.
+    fn backward(&mut self, micro: usize, grad: Option<Self::Message>) -> Result<Option<Self::Message>, Self::Error> {
+        let message = self.backward_input(micro, grad)?;
+        self.backward_weights(micro)?;
+        Ok(message)
+    }
+
+    /// Updates the weights from the gradients of the micro-batches up to and with `micro` that no update has seen yet.
+    ///
+    /// Only asynchronous schedules ask for it. The backward of a micro-batch in flight uses the weights that its
+    /// forward used, whatever was updated in between; which version a forward uses, [`Lowered::version`] says.
+    fn update(&mut self, micro: usize) -> Result<(), Self::Error>;
 }
 
 /// Moves messages between pipeline ranks.
@@ -86,9 +111,15 @@ pub enum Phase {
 ///     fn forward(&mut self, _micro: usize, _input: Option<f32>) -> Result<Option<f32>, Infallible> {
 ///         Ok(None)
 ///     }
-///     fn backward(&mut self, micro: usize, _grad: Option<f32>) -> Result<Option<f32>, Infallible> {
-///         self.grad += self.weight * (micro * micro) as f32;
+///     fn backward_input(&mut self, _micro: usize, _grad: Option<f32>) -> Result<Option<f32>, Infallible> {
 ///         Ok(None)
+///     }
+///     fn backward_weights(&mut self, micro: usize) -> Result<(), Infallible> {
+///         self.grad += self.weight * (micro * micro) as f32;
+///         Ok(())
+///     }
+///     fn update(&mut self, _micro: usize) -> Result<(), Infallible> {
+///         unreachable!("gpipe leaves the update to whoever runs it")
 ///     }
 /// }
 ///
@@ -126,52 +157,94 @@ where
     S: Stage,
     T: Transport<Message = S::Message>,
 {
-    let schedule = lowered.schedule();
-    if rank >= schedule.ranks {
-        return Err(RunError::NoSuchRank { rank, ranks: schedule.ranks });
-    }
-    let held: Vec<usize> = schedule.stages_of(rank).collect();
-    if held.len() != stages.len() {
-        return Err(RunError::StageCount { rank, held, given: stages.len() });
-    }
-    // Results on their way from the action that makes them to the one that takes them. A local hand-over, a result
-    // yet to be sent and a received one are the same here: something under its tag.
-    let mut waiting: HashMap<Tag, S::Message> = HashMap::new();
+    let mut interpreter = Interpreter::default();
+    interpreter.advance(lowered, rank, 0..usize::MAX, stages, transport, observer)?;
+    transport.finish().map_err(|source| RunError::Finish { rank, source })
+}
 
-    for &action in lowered.actions(rank) {
-        observer(Event { action, phase: Phase::Started });
-        let Action { kind, stage, micro } = action;
-        let peer = action.counterpart().map(|other| schedule.placement[other.stage]);
-        let not_moved = |source| RunError::Transport { rank, action, source };
-        match (peer, action.tag()) {
-            (Some(to), Some(tag)) if kind.is_send() => {
-                let message = waiting.remove(&tag).expect("a Lowered sends after what makes the message");
-                transport.send(to, tag, message).map_err(not_moved)?;
-            }
-            (Some(from), Some(tag)) => {
-                let message = transport.recv(from, tag).map_err(not_moved)?;
-                waiting.insert(tag, message);
-            }
-            _ => {
-                let (takes, makes) = hand_overs(action, schedule.stages());
-                let input = takes.and_then(|tag| waiting.remove(&tag));
-                let chunk = &mut stages[held.partition_point(|&other| other < stage)];
-                let result = match kind {
-                    ActionKind::Forward => chunk.forward(micro, input),
-                    _ => chunk.backward(micro, input),
-                };
-                let result = result.map_err(|source| RunError::Stage { rank, action, source })?;
-                match (makes, result) {
-                    (Some(tag), Some(message)) => drop(waiting.insert(tag, message)),
-                    (None, None) => {}
-                    (Some(_), None) => return Err(RunError::NoResult { rank, action }),
-                    (None, Some(_)) => return Err(RunError::LooseResult { rank, action }),
+/// What [`run`] does, for callers that stop between two actions and go on later: to update weights while other ranks
+/// still compute, or because the schedule is one step of a stream that never drains.
+#[derive(Debug)]
+pub struct Interpreter<M> {
+    /// Results on their way from the action that makes them to the one that takes them. A local hand-over, a result
+    /// yet to be sent and a received one are the same here: something under its tag.
+    waiting: HashMap<Tag, M>,
+}
+
+impl<M> Default for Interpreter<M> {
+    fn default() -> Self {
+        Self { waiting: HashMap::new() }
+    }
+}
+
+impl<M> Interpreter<M> {
+    /// Runs those actions of a rank that `actions` numbers, as far as there are so many. A call goes on where the one
+    /// before ended. Messages may still be in flight afterwards: [`Transport::finish`] is left to the caller.
+    pub fn advance<S, T>(
+        &mut self,
+        lowered: &Lowered,
+        rank: usize,
+        actions: Range<usize>,
+        stages: &mut [S],
+        transport: &mut T,
+        observer: &mut impl FnMut(Event),
+    ) -> Result<(), RunError<S::Error, T::Error>>
+    where
+        S: Stage<Message = M>,
+        T: Transport<Message = M>,
+    {
+        let schedule = lowered.schedule();
+        if rank >= schedule.ranks {
+            return Err(RunError::NoSuchRank { rank, ranks: schedule.ranks });
+        }
+        let held: Vec<usize> = schedule.stages_of(rank).collect();
+        if held.len() != stages.len() {
+            return Err(RunError::StageCount { rank, held, given: stages.len() });
+        }
+        let all = lowered.actions(rank);
+        for &action in &all[actions.start.min(all.len())..actions.end.min(all.len())] {
+            observer(Event { action, phase: Phase::Started });
+            let Action { kind, stage, micro } = action;
+            let peer = action.counterpart().map(|other| schedule.placement[other.stage]);
+            let not_moved = |source| RunError::Transport { rank, action, source };
+            match (peer, action.tag()) {
+                (Some(to), Some(tag)) if kind.is_send() => {
+                    let message = self.waiting.remove(&tag).expect("a Lowered sends after what makes the message");
+                    transport.send(to, tag, message).map_err(not_moved)?;
+                }
+                (Some(from), Some(tag)) => {
+                    let message = transport.recv(from, tag).map_err(not_moved)?;
+                    self.waiting.insert(tag, message);
+                }
+                _ => {
+                    let (takes, makes) = hand_overs(action, schedule.stages());
+                    let input = takes.and_then(|tag| self.waiting.remove(&tag));
+                    let chunk = &mut stages[held.partition_point(|&other| other < stage)];
+                    let result = match kind {
+                        ActionKind::Forward => chunk.forward(micro, input),
+                        ActionKind::InputGradient => chunk.backward_input(micro, input),
+                        ActionKind::WeightGradient => chunk.backward_weights(micro).map(|()| None),
+                        ActionKind::Update => chunk.update(micro).map(|()| None),
+                        _ => chunk.backward(micro, input),
+                    };
+                    let result = result.map_err(|source| RunError::Stage { rank, action, source })?;
+                    match (makes, result) {
+                        (Some(tag), Some(message)) => drop(self.waiting.insert(tag, message)),
+                        (None, None) => {}
+                        (Some(_), None) => return Err(RunError::NoResult { rank, action }),
+                        (None, Some(_)) => return Err(RunError::LooseResult { rank, action }),
+                    }
                 }
             }
+            observer(Event { action, phase: Phase::Finished });
         }
-        observer(Event { action, phase: Phase::Finished });
+        Ok(())
     }
-    transport.finish().map_err(|source| RunError::Finish { rank, source })
+
+    /// Forgets what actions have handed over, after a failure or to run them again.
+    pub fn clear(&mut self) {
+        self.waiting.clear();
+    }
 }
 
 /// What a computation takes from a neighbour stage and what it makes for one; none at the ends of the model.
@@ -181,7 +254,8 @@ fn hand_overs(action: Action, stages: usize) -> (Option<Tag>, Option<Tag>) {
     let after = Some(stage + 1).filter(|&after| after < stages);
     let (direction, from, to) = match kind {
         ActionKind::Forward => (Direction::Activation, before, after),
-        _ => (Direction::Gradient, after, before),
+        ActionKind::Backward | ActionKind::InputGradient => (Direction::Gradient, after, before),
+        _ => return (None, None),
     };
     let tag = |stage| Tag { direction, stage, micro };
     (from.map(tag), to.map(|_| tag(stage)))

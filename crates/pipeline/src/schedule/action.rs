@@ -4,10 +4,10 @@ use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
 
-/// What is done. A schedule as generated holds only the first two; [`lower`](crate::lower) adds the messages.
+/// What is done. A schedule as generated holds only the first five; [`lower`](crate::lower) adds the messages.
 ///
-/// The letters `I` and `W` are reserved for a backward split into the gradient of the input and that of the
-/// weights.
+/// The backward of a (stage, micro) is either whole, one `B`, or split as in the zero-bubble paper (Qi et al., 2024,
+/// section 2): an `I`, which the stage before waits for, and some time later a `W`, which nobody waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ActionKind {
@@ -15,6 +15,14 @@ pub enum ActionKind {
     Forward,
     /// `B`: the whole backward, for the input and for the weights.
     Backward,
+    /// `I`: the first part of a split backward, the gradient of the stage's input alone.
+    InputGradient,
+    /// `W`: the second part of a split backward, the gradients of the weights alone.
+    WeightGradient,
+    /// `U`: applies to the weights of the stage the gradients up to and with this micro-batch that no `U` before it
+    /// has applied. Only in asynchronous schedules ([`Weights`](crate::Weights)); elsewhere weights change between
+    /// the steps, outside of the schedule.
+    Update,
     /// `SF`: posts the activation to the next stage.
     SendActivation,
     /// `RF`: waits for the activation of the stage before.
@@ -25,15 +33,38 @@ pub enum ActionKind {
     RecvGradient,
 }
 
-use ActionKind::{Backward, Forward, RecvActivation, RecvGradient, SendActivation, SendGradient};
+use ActionKind::{
+    Backward, Forward, InputGradient, RecvActivation, RecvGradient, SendActivation, SendGradient, Update,
+    WeightGradient,
+};
 
 impl ActionKind {
     /// Every kind, in the order of their discriminants.
-    pub(super) const ALL: [Self; 6] = [Forward, Backward, SendActivation, RecvActivation, SendGradient, RecvGradient];
+    pub(super) const ALL: [Self; 9] = [
+        Forward,
+        Backward,
+        InputGradient,
+        WeightGradient,
+        Update,
+        SendActivation,
+        RecvActivation,
+        SendGradient,
+        RecvGradient,
+    ];
 
     /// Whether it moves data between ranks instead of computing.
     pub fn is_message(self) -> bool {
-        !matches!(self, Forward | Backward)
+        matches!(self, SendActivation | RecvActivation | SendGradient | RecvGradient)
+    }
+
+    /// Whether it makes the gradient that the stage before waits for: `B` or `I`.
+    pub fn makes_input_gradient(self) -> bool {
+        matches!(self, Backward | InputGradient)
+    }
+
+    /// Whether it adds to the gradients of the weights, and then frees the activation: `B` or `W`.
+    pub fn makes_weight_gradient(self) -> bool {
+        matches!(self, Backward | WeightGradient)
     }
 
     /// Whether it is the sending end of a message.
@@ -45,6 +76,9 @@ impl ActionKind {
         match self {
             Forward => "F",
             Backward => "B",
+            InputGradient => "I",
+            WeightGradient => "W",
+            Update => "U",
             SendActivation => "SF",
             RecvActivation => "RF",
             SendGradient => "SB",
@@ -83,20 +117,20 @@ impl Action {
     /// The stage at the other end of a message; none for a computation, and none before the first stage.
     pub(crate) fn peer_stage(self) -> Option<usize> {
         match self.kind {
-            Forward | Backward => None,
             SendActivation | RecvGradient => Some(self.stage + 1),
             RecvActivation | SendGradient => self.stage.checked_sub(1),
+            Forward | Backward | InputGradient | WeightGradient | Update => None,
         }
     }
 
     /// The other end of a message: the receive of a send and the send of a receive.
     pub fn counterpart(self) -> Option<Self> {
         let kind = match self.kind {
-            Forward | Backward => return None,
             SendActivation => RecvActivation,
             RecvActivation => SendActivation,
             SendGradient => RecvGradient,
             RecvGradient => SendGradient,
+            Forward | Backward | InputGradient | WeightGradient | Update => return None,
         };
         Some(Self { kind, stage: self.peer_stage()?, ..self })
     }
@@ -104,11 +138,11 @@ impl Action {
     /// The name of the message that this send or receive moves, the same at both ends.
     pub fn tag(self) -> Option<Tag> {
         let (direction, stage) = match self.kind {
-            Forward | Backward => return None,
             SendActivation => (Direction::Activation, self.stage),
             RecvActivation => (Direction::Activation, self.peer_stage()?),
             SendGradient => (Direction::Gradient, self.stage),
             RecvGradient => (Direction::Gradient, self.peer_stage()?),
+            Forward | Backward | InputGradient | WeightGradient | Update => return None,
         };
         Some(Tag { direction, stage, micro: self.micro })
     }
@@ -192,7 +226,7 @@ impl FromStr for Action {
 /// assert_eq!(parse_actions("0F0 0SF0 0F1")?[1].to_string(), "0SF0");
 /// assert_eq!(
 ///     parse_actions("0F0 0X1").unwrap_err().to_string(),
-///     "\"0X1\" is no action: expected stage, kind (F, B, SF, RF, SB, RB) and micro-batch, as in 2F0 or 2SF0"
+///     "\"0X1\" is no action: expected stage, kind (F, B, I, W, U, SF, RF, SB, RB) and micro-batch, as in 2F0 or 2SF0"
 /// );
 /// # Ok::<(), meshwork_pipeline::ParseActionError>(())
 /// ```
@@ -217,7 +251,7 @@ mod tests {
 
     #[test]
     fn what_is_no_action_is_refused() {
-        for text in ["", "F", "2", "2F", "F0", "2F0x", "2 F0", "2f0", "2FS0", "-1F0", "2F+0", "2F0F1", "2S0", "2I0"] {
+        for text in ["", "F", "2", "2F", "F0", "2F0x", "2 F0", "2f0", "2FS0", "-1F0", "2F+0", "2F0F1", "2S0", "2X0"] {
             assert_eq!(text.parse::<Action>(), Err(ParseActionError { text: text.to_string() }));
         }
         assert!("99999999999999999999999F0".parse::<Action>().is_err());

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::ActionKind::{Backward, Forward, SendActivation, SendGradient};
-use super::needs::{Form, Table, needs};
+use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, Update, WeightGradient};
+use super::needs::{Form, Graph, Table};
 use super::render::stuck_grid;
-use super::walk::{Walk, walk};
-use super::{Action, CheckError, Fault, Report, Schedule};
+use super::walk::{Terms, Walk, in_flight, walk};
+use super::weights::Versions;
+use super::{Action, CheckError, Fault, Report, Schedule, Weights};
 
 /// Proves a schedule without messages: every part of every (stage, micro) runs exactly once, on the rank of its
 /// stage, after its inputs, and no timing makes ranks wait in a circle.
@@ -28,21 +29,26 @@ use super::{Action, CheckError, Fault, Report, Schedule};
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 pub fn check(schedule: &Schedule) -> Result<Report, CheckError> {
-    prove(schedule, Form::Plain)
+    prove(schedule, Form::Plain).map(|(report, _)| report)
 }
 
-/// [`check`] for either form.
-pub(super) fn prove(schedule: &Schedule, form: Form) -> Result<Report, CheckError> {
+/// [`check`] for either form; also by (stage, micro) the version of the weights that it uses.
+pub(super) fn prove(schedule: &Schedule, form: Form) -> Result<(Report, Vec<usize>), CheckError> {
     let proof = || {
         check_shape(schedule)?;
         let steps = locate(schedule, form)?;
-        check_complete(schedule, form, &steps)?;
-        check_local_order(schedule, form, &steps)?;
+        let graph = Graph::new(schedule, form);
+        check_complete(&graph, &steps)?;
+        check_local_order(&graph, &steps)?;
         check_message_order(schedule)?;
-        match walk(schedule, form) {
-            Walk::Done(starts) => Ok(Report::new(schedule, starts)),
-            Walk::Stuck(reached) => Err(Fault::Deadlock { grid: stuck_grid(schedule, form, &reached) }),
+        check_updates(&graph, &steps)?;
+        let versions = Versions::new(schedule, &steps)?;
+        if let Walk::Stuck(reached) = walk(&graph, &Terms::untimed(usize::MAX)) {
+            return Err(Fault::Deadlock { grid: stuck_grid(&graph, &reached) });
         }
+        // As many as there are always suffice; a plain schedule has none.
+        let in_flight = in_flight(&graph).unwrap_or(usize::MAX);
+        Ok((Report::new(schedule, versions.peaks.clone(), in_flight), versions.into_used()))
     };
     proof().map_err(|fault| CheckError { schedule: schedule.name.clone(), fault })
 }
@@ -54,6 +60,9 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
     let (ranks, stages, micros) = (schedule.ranks, schedule.stages(), schedule.micros);
     if ranks == 0 || stages == 0 || micros == 0 {
         return Err(Fault::Empty { ranks, stages, micros });
+    }
+    if schedule.steps == 0 || !micros.is_multiple_of(schedule.steps) {
+        return Err(Fault::Steps { micros, steps: schedule.steps });
     }
     if schedule.actions.len() != ranks {
         return Err(Fault::RowCount { ranks, rows: schedule.actions.len() });
@@ -118,20 +127,29 @@ fn locate(schedule: &Schedule, form: Form) -> Result<Steps, Fault> {
 }
 
 /// Every part of every (stage, micro) is there, and every message that crosses ranks with both of its ends.
-fn check_complete(schedule: &Schedule, form: Form, steps: &Steps) -> Result<(), Fault> {
+fn check_complete(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
+    let schedule = graph.schedule;
     let trains = !schedule.is_forward_only();
-    let parts: &[_] = if trains { &[Forward, Backward] } else { &[Forward] };
     for (stage, micro) in each(schedule) {
+        let rank = schedule.placement[stage];
+        let parts: &[_] = match trains {
+            false => &[Forward],
+            true if graph.is_split(stage, micro) => &[Forward, InputGradient, WeightGradient],
+            true => &[Forward, Backward],
+        };
         for &kind in parts {
             let action = Action::new(kind, stage, micro);
             if steps[action].is_none() {
-                let rank = schedule.placement[stage];
                 return Err(Fault::Missing { rank, action });
             }
         }
+        let whole = Action::new(Backward, stage, micro);
+        if let Some(step) = steps[whole].filter(|_| graph.is_split(stage, micro)) {
+            return Err(Fault::WholeAndSplit { rank, step, action: whole });
+        }
     }
     for (stage, micro) in each(schedule) {
-        if form == Form::Lowered && schedule.crosses_after(stage) {
+        if graph.form == Form::Lowered && schedule.crosses_after(stage) {
             let activation = Action::new(SendActivation, stage, micro);
             let gradient = Action::new(SendGradient, stage + 1, micro);
             check_message(schedule, steps, activation, true)?;
@@ -157,10 +175,11 @@ fn check_message(schedule: &Schedule, steps: &Steps, send: Action, required: boo
 }
 
 /// What an action needs from its own rank must stand before it: plain to say, where the walk would only get stuck.
-fn check_local_order(schedule: &Schedule, form: Form, steps: &Steps) -> Result<(), Fault> {
+fn check_local_order(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
+    let schedule = graph.schedule;
     for (rank, row) in schedule.actions.iter().enumerate() {
         for (step, &action) in row.iter().enumerate() {
-            for input in needs(schedule, form, action) {
+            for input in graph.needs(action) {
                 match steps[input] {
                     None => {
                         return Err(Fault::Missing { rank: schedule.placement[input.stage], action: input });
@@ -197,6 +216,77 @@ fn check_message_order(schedule: &Schedule) -> Result<(), Fault> {
         for (index, (sent, received)) in sends.into_iter().zip(receives).enumerate() {
             if sent.counterpart() != Some(received) {
                 return Err(Fault::OutOfOrder { from, to, index, sent, received });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Weights change where their [`Weights`] say, and only after the gradients that they take are there.
+fn check_updates(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
+    if graph.schedule.is_forward_only() {
+        return Ok(());
+    }
+    if graph.schedule.weights.is_synchronous() { check_flush(graph.schedule) } else { check_applied(graph, steps) }
+}
+
+/// No update inside, and no stage starts a step before it has ended the one before.
+fn check_flush(schedule: &Schedule) -> Result<(), Fault> {
+    let mut latest: Vec<Option<Action>> = vec![None; schedule.stages()];
+    for (rank, row) in schedule.actions.iter().enumerate() {
+        for (step, &action) in row.iter().enumerate() {
+            if action.kind == Update {
+                return Err(Fault::UpdateInFlush { rank, step, action });
+            }
+            if action.kind.is_message() {
+                continue;
+            }
+            let before = latest[action.stage].replace(action);
+            if let Some(before) =
+                before.filter(|before| schedule.step_of(before.micro) > schedule.step_of(action.micro))
+            {
+                return Err(Fault::StepsOverlap { rank, step, action, before });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Every gradient is applied, in order; with double-buffered weights a batch at a time.
+fn check_applied(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
+    let schedule = graph.schedule;
+    let last_of_batch = |micro: usize| (micro + 1).is_multiple_of(schedule.micros_per_step());
+    // By stage: the first micro-batch whose gradient is yet to be applied.
+    let mut next = vec![0; schedule.stages()];
+    for (rank, row) in schedule.actions.iter().enumerate() {
+        for (step, &action) in row.iter().enumerate().filter(|(_, action)| action.kind == Update) {
+            let Action { stage, micro, .. } = action;
+            if micro < next[stage] {
+                return Err(Fault::UpdateOutOfOrder { rank, step, action, applied: next[stage] - 1 });
+            }
+            if schedule.weights == Weights::DoubleBuffered && !last_of_batch(micro) {
+                return Err(Fault::UpdateInsideBatch { rank, step, action, per_batch: schedule.micros_per_step() });
+            }
+            for input in (next[stage]..=micro).map(|micro| graph.weight_gradient(stage, micro)) {
+                match steps[input] {
+                    Some(input_step) if input_step < step => {}
+                    Some(input_step) => return Err(Fault::BeforeItsInput { rank, step, action, input, input_step }),
+                    None => return Err(Fault::Missing { rank, action: input }),
+                }
+            }
+            next[stage] = micro + 1;
+        }
+    }
+    let left = next.iter().position(|&next| next != schedule.micros);
+    if let Some(stage) = left {
+        let action = Action::new(Update, stage, schedule.micros - 1);
+        return Err(Fault::Missing { rank: schedule.placement[stage], action });
+    }
+    if schedule.weights == Weights::DoubleBuffered {
+        let ends = |(_, micro): &(usize, usize)| last_of_batch(*micro);
+        for action in each(schedule).filter(ends).map(|(stage, micro)| Action::new(Update, stage, micro)) {
+            if steps[action].is_none() {
+                return Err(Fault::Missing { rank: schedule.placement[action.stage], action });
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
-use super::{Action, ActionKind};
+use super::{Action, ActionKind, Weights};
 
 /// A schedule that [`check`](crate::check) refused, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +34,13 @@ pub enum Fault {
         stages: usize,
         /// Its micro-batches.
         micros: usize,
+    },
+    /// The micro-batches do not make as many equal steps as it says.
+    Steps {
+        /// Its micro-batches.
+        micros: usize,
+        /// Its steps.
+        steps: usize,
     },
     /// The number of action lists is not the number of ranks.
     RowCount {
@@ -113,7 +120,71 @@ pub enum Fault {
         /// The step at which it stands again.
         second: usize,
     },
-    /// A forward or a backward that nobody runs.
+    /// A backward that runs whole, and in parts as well.
+    WholeAndSplit {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The whole backward.
+        action: Action,
+    },
+    /// An update in a schedule whose weights stay as they are while it runs.
+    UpdateInFlush {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The update.
+        action: Action,
+    },
+    /// A stage goes back to a step that it had left: its weights have changed since.
+    StepsOverlap {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The action of the older step.
+        action: Action,
+        /// The action of the same stage before it, of a newer step.
+        before: Action,
+    },
+    /// An update of micro-batches that are applied already.
+    UpdateOutOfOrder {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The update.
+        action: Action,
+        /// The last micro-batch that the update before it has applied.
+        applied: usize,
+    },
+    /// An update of double-buffered weights in the middle of a batch.
+    UpdateInsideBatch {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The update.
+        action: Action,
+        /// The micro-batches of a batch.
+        per_batch: usize,
+    },
+    /// A forward whose weights are yet to be made.
+    VersionToCome {
+        /// Where it stands.
+        rank: usize,
+        /// Where it stands.
+        step: usize,
+        /// The forward.
+        action: Action,
+        /// The version that it needs.
+        version: usize,
+        /// The newest version that its stage has by then.
+        latest: usize,
+    },
+    /// A part of a (stage, micro), or an update, that nobody runs.
     Missing {
         /// Where it should stand.
         rank: usize,
@@ -193,6 +264,9 @@ impl fmt::Display for Fault {
                 f,
                 "nothing to run: {ranks} ranks, {stages} stages, {micros} micro-batches; each must be at least 1"
             ),
+            Self::Steps { micros, steps } => {
+                write!(f, "{micros} micro-batches in {steps} optimizer steps; each step has the same number of them")
+            }
             Self::RowCount { ranks, rows } => {
                 write!(f, "{rows} lists of actions for {ranks} ranks; each rank has exactly one")
             }
@@ -215,8 +289,8 @@ impl fmt::Display for Fault {
             ),
             Self::MessageInPlain { rank, step, action } => write!(
                 f,
-                "rank {rank}, step {step}: {action} is a message; a schedule holds only forwards and backwards until \
-                 `lower` adds the messages"
+                "rank {rank}, step {step}: {action} is a message; a schedule holds only computations until `lower` adds \
+                 the messages"
             ),
             Self::NeedlessMessage { rank, step, action } => {
                 write!(f, "rank {rank}, step {step}: {action} is a message to nobody: ")?;
@@ -230,11 +304,54 @@ impl fmt::Display for Fault {
             Self::Duplicate { rank, action, first, second } => {
                 write!(f, "rank {rank} runs {action} twice, at steps {first} and {second}; it must run once")
             }
-            Self::Missing { rank, action: Action { kind, stage, micro } } => {
-                let what = if *kind == ActionKind::Backward { "backward" } else { "forward" };
-                let action = Action::new(*kind, *stage, *micro);
+            Self::Missing { rank, action } => {
+                let Action { kind, stage, micro } = action;
+                let what = match kind {
+                    ActionKind::Backward => "backward",
+                    ActionKind::InputGradient => "input gradient",
+                    ActionKind::WeightGradient => "weight gradient",
+                    ActionKind::Update => {
+                        return write!(
+                            f,
+                            "rank {rank} never updates the weights of stage {stage} with micro-batch {micro} ({action})"
+                        );
+                    }
+                    _ => "forward",
+                };
                 write!(f, "rank {rank} runs no {what} of micro-batch {micro} through stage {stage} ({action})")
             }
+            Self::WholeAndSplit { rank, step, action } => write!(
+                f,
+                "rank {rank}, step {step}: {action} is a whole backward, but its parts I or W run too; use either"
+            ),
+            Self::UpdateInFlush { rank, step, action } => write!(
+                f,
+                "rank {rank}, step {step}: {action} updates weights inside a step; with weights \"{}\" that happens \
+                 between steps, outside of the schedule",
+                Weights::Flush.name()
+            ),
+            Self::StepsOverlap { rank, step, action, before } => write!(
+                f,
+                "rank {rank}, step {step}: {action} belongs to an older optimizer step than {before} before it; a stage \
+                 ends a step before it starts the next"
+            ),
+            Self::UpdateOutOfOrder { rank, step, action, applied } => write!(
+                f,
+                "rank {rank}, step {step}: {action} applies nothing new: gradients up to micro-batch {applied} are \
+                 applied already"
+            ),
+            Self::UpdateInsideBatch { rank, step, action, per_batch } => write!(
+                f,
+                "rank {rank}, step {step}: {action} stands inside a batch; with weights \"{}\" updates follow the last \
+                 of each {per_batch} micro-batches",
+                Weights::DoubleBuffered.name()
+            ),
+            Self::VersionToCome { rank, step, action, version, latest } => write!(
+                f,
+                "rank {rank}, step {step}: {action} needs version {version} of the weights of stage {}, which has only \
+                 {latest} updates behind it by then",
+                action.stage
+            ),
             Self::MissingMessage { send, from, receive, to } => write!(
                 f,
                 "{} crosses from rank {from} to rank {to} with no message: {send} and {receive} are missing",

@@ -1,7 +1,7 @@
 //! Evaluation: forwards and nothing else.
 
 use super::ActionKind::Forward;
-use super::{Action, Schedule};
+use super::{Action, Schedule, Weights};
 
 /// The forwards of all micro-batches, for evaluation, over the placement of whatever schedule trains the model.
 ///
@@ -26,5 +26,13 @@ pub fn forward_only(placement: &[usize], micros: usize) -> Schedule {
     for (stage, &rank) in placement.iter().enumerate() {
         actions[rank].extend((0..micros).map(|micro| Action::new(Forward, stage, micro)));
     }
-    Schedule { name: "forward_only".to_string(), ranks, placement: placement.to_vec(), micros, actions }
+    Schedule {
+        name: "forward_only".to_string(),
+        ranks,
+        placement: placement.to_vec(),
+        micros,
+        steps: 1,
+        weights: Weights::Flush,
+        actions,
+    }
 }

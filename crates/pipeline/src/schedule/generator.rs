@@ -1,9 +1,11 @@
-//! The schedules that a training run may ask for by name, and how many micro-batches each takes.
+//! The schedules that a training run may ask for by name, and which shapes each takes.
 
 use std::error::Error;
 use std::fmt;
 
-use super::{Schedule, check, gpipe, one_f_one_b};
+use super::{Action, Costs, MicroCounts, Schedule, Shape, ShapeError, simulate};
+use super::{breadth_first, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw};
+use super::{zb_h1, zb_h2, zb_v};
 
 /// A schedule to train with: what a name in a configuration stands for.
 ///
@@ -13,7 +15,8 @@ use super::{Schedule, check, gpipe, one_f_one_b};
 /// assert_eq!(by_name("1f1b")?, Generator::OneFOneB);
 /// assert_eq!(
 ///     by_name("1f2b").unwrap_err().to_string(),
-///     "there is no schedule \"1f2b\"; known: gpipe, 1f1b"
+///     "there is no schedule \"1f2b\"; known: gpipe, 1f1b, interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, \
+///      dualpipe_v, pipedream, pipedream_2bw"
 /// );
 /// # Ok::<(), meshwork_pipeline::UnknownSchedule>(())
 /// ```
@@ -24,77 +27,208 @@ pub enum Generator {
     Gpipe,
     /// `1f1b`: see [`one_f_one_b`].
     OneFOneB,
+    /// `interleaved_1f1b`: see [`interleaved_1f1b`].
+    Interleaved,
+    /// `breadth_first`: see [`breadth_first`].
+    BreadthFirst,
+    /// `zb_h1`: see [`zb_h1`].
+    ZbH1,
+    /// `zb_h2`: see [`zb_h2`].
+    ZbH2,
+    /// `zb_v`: see [`zb_v`].
+    ZbV,
+    /// `dualpipe_v`: see [`dualpipe_v`].
+    DualPipeV,
+    /// `pipedream`: see [`pipedream`].
+    PipeDream,
+    /// `pipedream_2bw`: see [`pipedream_2bw`].
+    PipeDream2Bw,
 }
 
 impl Generator {
-    /// All of them, simplest first.
-    pub const ALL: [Self; 2] = [Self::Gpipe, Self::OneFOneB];
+    /// All of them: synchronous before asynchronous, simplest first.
+    pub const ALL: [Self; 10] = [
+        Self::Gpipe,
+        Self::OneFOneB,
+        Self::Interleaved,
+        Self::BreadthFirst,
+        Self::ZbH1,
+        Self::ZbH2,
+        Self::ZbV,
+        Self::DualPipeV,
+        Self::PipeDream,
+        Self::PipeDream2Bw,
+    ];
 
     /// The name that [`by_name`] knows it by.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gpipe => "gpipe",
             Self::OneFOneB => "1f1b",
+            Self::Interleaved => "interleaved_1f1b",
+            Self::BreadthFirst => "breadth_first",
+            Self::ZbH1 => "zb_h1",
+            Self::ZbH2 => "zb_h2",
+            Self::ZbV => "zb_v",
+            Self::DualPipeV => "dualpipe_v",
+            Self::PipeDream => "pipedream",
+            Self::PipeDream2Bw => "pipedream_2bw",
         }
     }
 
-    /// The fewest micro-batches that it takes over `pp` ranks.
-    ///
-    /// ```
-    /// use meshwork_pipeline::Generator;
-    ///
-    /// assert_eq!(Generator::Gpipe.min_micros(4), 1);
-    /// assert_eq!(Generator::OneFOneB.min_micros(4), 4);
-    /// ```
-    pub fn min_micros(self, pp: usize) -> usize {
+    /// Whether all weights stay as they are while a step runs, so that training equals that of one rank.
+    pub fn is_synchronous(self) -> bool {
+        !matches!(self, Self::PipeDream | Self::PipeDream2Bw)
+    }
+
+    /// The chunks per rank that it has if nothing else is asked for.
+    pub fn default_virtual_stages(self) -> usize {
         match self {
-            Self::Gpipe => 1,
-            Self::OneFOneB => pp.max(1),
+            Self::Interleaved | Self::BreadthFirst | Self::ZbV | Self::DualPipeV => 2,
+            _ => 1,
         }
     }
 
-    /// Whether it takes this many micro-batches over `pp` ranks, and if not, what would be valid.
+    /// Whether the chunks per rank may be chosen.
+    pub fn chooses_virtual_stages(self) -> bool {
+        matches!(self, Self::Interleaved | Self::BreadthFirst)
+    }
+
+    /// Whether it ends in the slope in which it begins, so that it gains where a rank begins the next step while others end
+    /// this one: the update must then not wait for what all of them know.
+    pub fn overlaps_steps(self) -> bool {
+        matches!(self, Self::ZbH2 | Self::ZbV | Self::DualPipeV)
+    }
+
+    /// A shape with the default number of chunks per rank.
+    pub fn shape(self, pp: usize, micros: usize) -> Shape {
+        Shape { pp, virtual_stages: self.default_virtual_stages(), micros }
+    }
+
+    /// The numbers of micro-batches per step that it takes over `pp` ranks.
     ///
     /// ```
-    /// use meshwork_pipeline::Generator;
+    /// use meshwork_pipeline::{Generator, MicroCounts};
     ///
-    /// assert!(Generator::OneFOneB.takes(4, 4).is_ok());
+    /// assert_eq!(Generator::Gpipe.micros(4), MicroCounts { min: 1, multiple_of: 1 });
+    /// assert_eq!(Generator::OneFOneB.micros(4), MicroCounts { min: 4, multiple_of: 1 });
+    /// assert_eq!(Generator::Interleaved.micros(4), MicroCounts { min: 4, multiple_of: 4 });
+    /// ```
+    pub fn micros(self, pp: usize) -> MicroCounts {
+        let pp = pp.max(1);
+        let (min, multiple_of) = match self {
+            Self::Gpipe | Self::BreadthFirst | Self::PipeDream => (1, 1),
+            Self::OneFOneB | Self::ZbH1 | Self::ZbH2 | Self::ZbV | Self::PipeDream2Bw => (pp, 1),
+            Self::DualPipeV => (pp.saturating_mul(2), 1),
+            Self::Interleaved => (pp, pp),
+        };
+        MicroCounts { min, multiple_of }
+    }
+
+    /// Whether it takes this shape, and if not, what would be valid.
+    ///
+    /// ```
+    /// use meshwork_pipeline::{Generator, Shape};
+    ///
+    /// let shape = Shape { pp: 4, virtual_stages: 1, micros: 2 };
     /// assert_eq!(
-    ///     Generator::OneFOneB.takes(4, 2).unwrap_err().to_string(),
+    ///     Generator::OneFOneB.takes(shape).unwrap_err().to_string(),
     ///     "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number"
     /// );
+    /// assert!(Generator::OneFOneB.takes(Shape { micros: 4, ..shape }).is_ok());
+    /// assert_eq!(
+    ///     Generator::ZbV.takes(Shape { micros: 8, ..shape }).unwrap_err().to_string(),
+    ///     "schedule zb_v does not run with 1 virtual stages (chunks per rank): it has 2; interleaved_1f1b and \
+    ///      breadth_first take any number"
+    /// );
     /// ```
-    pub fn takes(self, pp: usize, micros: usize) -> Result<(), MicrosError> {
-        let min = self.min_micros(pp);
-        if pp == 0 || micros < min {
-            return Err(MicrosError { schedule: self.name(), pp, min, micros });
+    pub fn takes(self, shape: Shape) -> Result<(), ShapeError> {
+        let Shape { pp, virtual_stages, micros } = shape;
+        let schedule = self.name();
+        if pp == 0 {
+            return Err(ShapeError::NoRanks { schedule });
+        }
+        let only = (!self.chooses_virtual_stages()).then_some(self.default_virtual_stages());
+        if virtual_stages == 0 || only.is_some_and(|only| virtual_stages != only) {
+            return Err(ShapeError::VirtualStages { schedule, virtual_stages, only });
+        }
+        let takes = self.micros(pp);
+        if !takes.contains(micros) {
+            return Err(ShapeError::Micros { schedule, pp, micros, takes });
         }
         Ok(())
     }
 
-    /// Writes the schedule of `micros` micro-batches over `pp` ranks.
-    pub fn build(self, pp: usize, micros: usize) -> Result<Schedule, MicrosError> {
-        self.takes(pp, micros)?;
-        Ok(match self {
-            Self::Gpipe => gpipe(pp, micros),
-            Self::OneFOneB => one_f_one_b(pp, micros),
-        })
+    /// Writes the schedule of one optimizer step.
+    ///
+    /// ```
+    /// use meshwork_pipeline::{Generator, Shape};
+    ///
+    /// let shape = Shape { pp: 4, virtual_stages: 2, micros: 8 };
+    /// assert_eq!(Generator::ZbV.build(shape)?.placement, [0, 1, 2, 3, 3, 2, 1, 0]);
+    /// assert_eq!(Generator::Interleaved.build(shape)?.placement, [0, 1, 2, 3, 0, 1, 2, 3]);
+    /// # Ok::<(), meshwork_pipeline::ShapeError>(())
+    /// ```
+    pub fn build(self, shape: Shape) -> Result<Schedule, ShapeError> {
+        self.build_steps(shape, 1)
     }
 
-    /// The idle share of its timeline, by running it with every forward and every backward taking one unit.
+    /// Writes the schedule of several optimizer steps in a row, with no barrier between them.
+    ///
+    /// In a synchronous schedule each rank goes on with the next step when it has ended the one before: the
+    /// update between them is its own affair. An asynchronous one is a single stream, filled and drained once.
     ///
     /// ```
     /// use meshwork_pipeline::Generator;
     ///
-    /// assert_eq!(Generator::Gpipe.bubble(4, 1)?, 0.75);
-    /// assert_eq!(Generator::OneFOneB.bubble(4, 9)?, 0.25);
-    /// # Ok::<(), meshwork_pipeline::MicrosError>(())
+    /// let schedule = Generator::ZbH2.build_steps(Generator::ZbH2.shape(2, 3), 2)?;
+    /// assert_eq!((schedule.steps, schedule.micros), (2, 6));
+    /// # Ok::<(), meshwork_pipeline::ShapeError>(())
     /// ```
-    pub fn bubble(self, pp: usize, micros: usize) -> Result<f64, MicrosError> {
-        let schedule = self.build(pp, micros)?;
-        let report = check(&schedule).expect("a generator writes valid schedules for all that `takes` lets through");
-        Ok(report.bubble())
+    pub fn build_steps(self, shape: Shape, steps: usize) -> Result<Schedule, ShapeError> {
+        self.takes(shape)?;
+        if steps == 0 {
+            return Err(ShapeError::NoSteps { schedule: self.name() });
+        }
+        let Shape { pp, virtual_stages, micros } = shape;
+        Ok(match self {
+            Self::Gpipe => repeated(gpipe(pp, micros), steps),
+            Self::OneFOneB => repeated(one_f_one_b(pp, micros), steps),
+            Self::Interleaved => repeated(interleaved_1f1b(pp, virtual_stages, micros), steps),
+            Self::BreadthFirst => repeated(breadth_first(pp, virtual_stages, micros), steps),
+            Self::ZbH1 => repeated(zb_h1(pp, micros), steps),
+            Self::ZbH2 => repeated(zb_h2(pp, micros), steps),
+            Self::ZbV => repeated(zb_v(pp, micros), steps),
+            Self::DualPipeV => repeated(dualpipe_v(pp, micros), steps),
+            Self::PipeDream => pipedream(pp, micros, steps),
+            Self::PipeDream2Bw => pipedream_2bw(pp, micros, steps),
+        })
     }
+
+    /// The idle share of one step, filled and drained, if forward, input gradient and weight gradient take 1 each.
+    ///
+    /// ```
+    /// use meshwork_pipeline::Generator;
+    ///
+    /// assert_eq!(Generator::Gpipe.bubble(Generator::Gpipe.shape(4, 1))?, 0.75);
+    /// assert_eq!(Generator::OneFOneB.bubble(Generator::OneFOneB.shape(4, 9))?, 0.25);
+    /// # Ok::<(), meshwork_pipeline::ShapeError>(())
+    /// ```
+    pub fn bubble(self, shape: Shape) -> Result<f64, ShapeError> {
+        let schedule = self.build(shape)?;
+        let timeline = simulate(&schedule, &Costs::unit(&schedule));
+        Ok(timeline.expect("a generator writes valid schedules for all that `takes` lets through").bubble_of_total())
+    }
+}
+
+/// The same step several times, each with micro-batches of its own.
+fn repeated(step: Schedule, steps: usize) -> Schedule {
+    let of_step = |row: &[Action], n: usize| {
+        let moved = |&action: &Action| Action { micro: action.micro + n * step.micros, ..action };
+        row.iter().map(moved).collect::<Vec<_>>()
+    };
+    let actions = step.actions.iter().map(|row| (0..steps).flat_map(|n| of_step(row, n)).collect());
+    Schedule { actions: actions.collect(), micros: steps * step.micros, steps, ..step }
 }
 
 /// The generator of that name.
@@ -129,23 +263,25 @@ impl DefaultMicros {
 /// use meshwork_pipeline::{Generator, default_micros};
 ///
 /// // 16 samples per data-parallel rank, to be cut into equal micro-batches over 4 pipeline ranks.
-/// let choice = default_micros(Generator::OneFOneB, 4, 16, |micros| 16 % micros == 0).unwrap();
+/// let choice = default_micros(Generator::OneFOneB, 4, 1, 16, |micros| 16 % micros == 0).unwrap();
 /// assert_eq!((choice.micros, choice.under_quarter()), (16, true)); // 8 would idle for 3/11 of the time
 ///
-/// let choice = default_micros(Generator::OneFOneB, 4, 8, |micros| 8 % micros == 0).unwrap();
+/// let choice = default_micros(Generator::OneFOneB, 4, 1, 8, |micros| 8 % micros == 0).unwrap();
 /// assert_eq!((choice.micros, choice.under_quarter()), (8, false));
 ///
-/// assert_eq!(default_micros(Generator::OneFOneB, 4, 2, |micros| 2 % micros == 0), None);
+/// assert_eq!(default_micros(Generator::OneFOneB, 4, 1, 2, |micros| 2 % micros == 0), None);
 /// ```
 pub fn default_micros(
     generator: Generator,
     pp: usize,
+    virtual_stages: usize,
     max_micros: usize,
     divides: impl Fn(usize) -> bool,
 ) -> Option<DefaultMicros> {
     let mut largest = None;
-    for micros in (generator.min_micros(pp)..=max_micros).filter(|&micros| divides(micros)) {
-        let Ok(bubble) = generator.bubble(pp, micros) else {
+    let takes = generator.micros(pp);
+    for micros in (takes.min..=max_micros).filter(|&micros| takes.contains(micros) && divides(micros)) {
+        let Ok(bubble) = generator.bubble(Shape { pp, virtual_stages, micros }) else {
             continue;
         };
         let choice = DefaultMicros { micros, bubble };
@@ -173,31 +309,3 @@ impl fmt::Display for UnknownSchedule {
 }
 
 impl Error for UnknownSchedule {}
-
-/// Fewer micro-batches than a schedule needs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MicrosError {
-    /// The schedule.
-    pub schedule: &'static str,
-    /// The pipeline degree.
-    pub pp: usize,
-    /// The fewest micro-batches that it takes.
-    pub min: usize,
-    /// What was asked for.
-    pub micros: usize,
-}
-
-impl fmt::Display for MicrosError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { schedule, pp, min, micros } = self;
-        if *pp == 0 {
-            return write!(f, "schedule {schedule} over pp=0: a pipeline has at least 1 rank");
-        }
-        let plural = if *min == 1 { "" } else { "es" };
-        write!(f, "schedule {schedule} over pp={pp} needs at least {min} micro-batch{plural}, got {micros}")?;
-        // Only where that is a way out: nothing runs without any micro-batch.
-        if *micros > 0 { write!(f, "; gpipe takes any number") } else { Ok(()) }
-    }
-}
-
-impl Error for MicrosError {}

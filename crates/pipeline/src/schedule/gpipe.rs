@@ -1,7 +1,8 @@
 //! GPipe (Huang et al., 2019): all forwards, then all backwards.
 
 use super::ActionKind::{Backward, Forward};
-use super::{Action, Schedule, one_stage_per_rank};
+use super::placement::{one_per_rank, one_step};
+use super::{Action, Schedule};
 
 /// All forwards, then all backwards, one stage per rank. It takes any number of micro-batches from 1.
 ///
@@ -17,8 +18,8 @@ use super::{Action, Schedule, one_stage_per_rank};
 /// let schedule = meshwork_pipeline::gpipe(2, 2);
 /// assert_eq!(
 ///     meshwork_pipeline::render(&schedule)?,
-///     "rank 0 | F0 F1       B0 B1\n\
-///      rank 1 |    F0 F1 B0 B1\n"
+///     "rank 0 | F0 F1          B0--- B1---\n\
+///      rank 1 |    F0 F1 B0--- B1---\n"
 /// );
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
@@ -28,11 +29,5 @@ pub fn gpipe(pp: usize, micros: usize) -> Schedule {
         let backwards = (0..micros).map(move |micro| Action::new(Backward, rank, micro));
         forwards.chain(backwards).collect()
     };
-    Schedule {
-        name: "gpipe".to_string(),
-        ranks: pp,
-        placement: one_stage_per_rank(pp),
-        micros,
-        actions: (0..pp).map(row).collect(),
-    }
+    one_step("gpipe", one_per_rank(pp), micros, (0..pp).map(row).collect())
 }

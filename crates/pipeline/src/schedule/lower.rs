@@ -1,8 +1,10 @@
 //! From computations to what a rank really does: adds the messages that cross ranks.
 
-use super::ActionKind::{Backward, Forward, RecvActivation, RecvGradient, SendActivation, SendGradient};
+use std::collections::VecDeque;
+
+use super::ActionKind::{Forward, SendActivation, SendGradient};
 use super::check::prove;
-use super::needs::Form;
+use super::needs::{Form, Table};
 use super::{Action, CheckError, Report, Schedule, check};
 
 /// A schedule with its messages, proved. There is no way to hold one that is wrong.
@@ -21,6 +23,7 @@ pub struct Lowered {
     schedule: Schedule,
     report: Report,
     last_backward: Vec<Option<usize>>,
+    versions: Vec<usize>,
 }
 
 impl Lowered {
@@ -28,13 +31,15 @@ impl Lowered {
     /// that every crossing between ranks has one send and one receive, received in the order of sending.
     ///
     /// ```
-    /// use meshwork_pipeline::{Lowered, Schedule, parse_actions};
+    /// use meshwork_pipeline::{Lowered, Schedule, Weights, parse_actions};
     ///
     /// let by_hand = Schedule {
     ///     name: "by hand".to_string(),
     ///     ranks: 2,
     ///     placement: vec![0, 1],
     ///     micros: 1,
+    ///     steps: 1,
+    ///     weights: Weights::Flush,
     ///     actions: vec![parse_actions("0F0")?, parse_actions("1RF0 1F0")?],
     /// };
     /// assert_eq!(
@@ -44,12 +49,12 @@ impl Lowered {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn new(schedule: Schedule) -> Result<Self, CheckError> {
-        let report = prove(&schedule, Form::Lowered)?;
+        let (report, versions) = prove(&schedule, Form::Lowered)?;
         let mut last_backward = vec![None; schedule.stages()];
-        for action in schedule.actions.iter().flatten().filter(|action| action.kind == Backward) {
+        for action in schedule.actions.iter().flatten().filter(|action| action.kind.makes_weight_gradient()) {
             last_backward[action.stage] = Some(action.micro);
         }
-        Ok(Self { schedule, report, last_backward })
+        Ok(Self { schedule, report, last_backward, versions })
     }
 
     /// The schedule, with its messages.
@@ -76,8 +81,8 @@ impl Lowered {
         &self.report
     }
 
-    /// The micro-batch whose backward is the last through `stage`: when it has finished, the gradients of the
-    /// stage are final and may be reduced. None in a forward-only schedule, and for a stage that does not exist.
+    /// The micro-batch whose weight gradient (`B`, or `W` where split) is the last of `stage`: when it has finished, the
+    /// gradients of the stage are final and may be reduced. Of the last step, if there are several. None in a forward-only schedule, and for a stage that does not exist.
     ///
     /// ```
     /// use meshwork_pipeline::{forward_only, lower, one_f_one_b};
@@ -89,28 +94,98 @@ impl Lowered {
     pub fn last_backward(&self, stage: usize) -> Option<usize> {
         self.last_backward.get(stage).copied().flatten()
     }
+    /// The version of the weights that the forward of `micro` at `stage` uses, and its backward too, counted in updates:
+    /// 0 is what the schedule starts from. See [`Weights`](crate::Weights).
+    ///
+    /// ```
+    /// use meshwork_pipeline::{lower, pipedream};
+    ///
+    /// let lowered = lower(&pipedream(2, 4, 1))?;
+    /// let versions = |stage| (0..4).map(|micro| lowered.version(stage, micro)).collect::<Vec<_>>();
+    /// assert_eq!(versions(0), [0, 0, 1, 2]); // stage 0 starts a second micro-batch before the first comes back
+    /// assert_eq!(versions(1), [0, 1, 2, 3]);
+    /// # Ok::<(), meshwork_pipeline::CheckError>(())
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// If there is no such stage or micro-batch.
+    pub fn version(&self, stage: usize, micro: usize) -> usize {
+        assert!(micro < self.schedule.micros, "micro-batch {micro} of {}", self.schedule.micros);
+        self.versions[stage * self.schedule.micros + micro]
+    }
+
+    /// Whether the weight gradients of each stage are made in the order of micro-batches, so that their sums have the
+    /// same bits as in any other schedule of which that is true. It is of all that a [`Generator`](crate::Generator)
+    /// writes.
+    pub fn weight_gradients_in_order(&self) -> bool {
+        let mut next = vec![0; self.schedule.stages()];
+        self.schedule.actions.iter().flatten().filter(|action| action.kind.makes_weight_gradient()).all(|action| {
+            let expected = next[action.stage];
+            next[action.stage] += 1;
+            action.micro == expected
+        })
+    }
 }
 
-/// Adds a send right after each action whose result another rank needs, and a receive right before each action
-/// that needs a result of another rank. Between stages of one rank there is no message: the interpreter hands over.
+/// Adds a send right after each action whose result another rank needs, and receives right before each action that
+/// needs a result of another rank: its own, after those of all messages that the same rank has sent before it. So
+/// messages are received in the order in which they are sent, at no cost in time: what was sent before is there before.
+/// Between stages of one rank there is no message: the interpreter hands over.
 ///
-/// The schedule is proved before and after. After it, because a schedule whose ranks agree on all dependencies may
-/// still consume messages in another order than its neighbour makes them, which transports need not support.
+/// The schedule is proved before and after.
 pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
     check(schedule)?;
-    let actions = schedule.actions.iter().map(|row| row.iter().flat_map(|&a| with_messages(schedule, a)).collect());
-    Lowered::new(Schedule { actions: actions.collect(), ..schedule.clone() })
+    // By sender and receiver: the receives of what is sent, in the order of sending.
+    let mut sent = vec![VecDeque::new(); schedule.ranks * schedule.ranks];
+    let channel = |from: usize, to: usize| from * schedule.ranks + to;
+    for (rank, row) in schedule.actions.iter().enumerate() {
+        for receive in row.iter().filter_map(|&action| send_after(schedule, action)?.counterpart()) {
+            sent[channel(rank, schedule.placement[receive.stage])].push_back(receive);
+        }
+    }
+    let mut received = Table::new(schedule, false);
+    let mut actions = Vec::with_capacity(schedule.ranks);
+    for (rank, row) in schedule.actions.iter().enumerate() {
+        let mut lowered = Vec::with_capacity(3 * row.len());
+        for &action in row {
+            if let Some(awaited) = receive_before(schedule, action)
+                && let Some(send) = awaited.counterpart()
+            {
+                let queue = &mut sent[channel(schedule.placement[send.stage], rank)];
+                while !received[awaited] {
+                    let Some(receive) = queue.pop_front() else { break };
+                    received[receive] = true;
+                    lowered.push(receive);
+                }
+            }
+            lowered.push(action);
+            lowered.extend(send_after(schedule, action));
+        }
+        actions.push(lowered);
+    }
+    Lowered::new(Schedule { actions, ..schedule.clone() })
 }
 
-/// The receive before a computation, itself, and the send after it.
-fn with_messages(schedule: &Schedule, action: Action) -> impl Iterator<Item = Action> {
-    let Action { kind, stage, micro } = action;
-    let (before, after) = (schedule.crosses_before(stage), schedule.crosses_after(stage));
-    let (receive, send) = match kind {
-        Forward => (before.then_some(RecvActivation), after.then_some(SendActivation)),
-        Backward => (after.then_some(RecvGradient), before.then_some(SendGradient)),
-        SendActivation | RecvActivation | SendGradient | RecvGradient => (None, None),
+/// The send of what an action makes for another rank.
+fn send_after(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
+    match kind {
+        Forward => schedule.crosses_after(stage).then(|| Action::new(SendActivation, stage, micro)),
+        kind if kind.makes_input_gradient() => {
+            schedule.crosses_before(stage).then(|| Action::new(SendGradient, stage, micro))
+        }
+        _ => None,
+    }
+}
+
+/// The receive of what an action needs from another rank.
+fn receive_before(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
+    let send = match kind {
+        Forward if schedule.crosses_before(stage) => Action::new(SendActivation, stage - 1, micro),
+        kind if kind.makes_input_gradient() && schedule.crosses_after(stage) => {
+            Action::new(SendGradient, stage + 1, micro)
+        }
+        _ => return None,
     };
-    let at_stage = move |kind| Action::new(kind, stage, micro);
-    [receive.map(at_stage), Some(action), send.map(at_stage)].into_iter().flatten()
+    send.counterpart()
 }

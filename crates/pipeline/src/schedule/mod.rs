@@ -3,35 +3,64 @@
 //! The words and the text form are in `README.md` beside this file.
 
 mod action;
+mod breadth_first;
 mod check;
+mod dualpipe_v;
 mod fault;
 mod forward_only;
 mod generator;
 mod gpipe;
+mod interleaved;
 mod lower;
 mod needs;
 mod one_f_one_b;
+mod pipedream;
+mod pipedream_2bw;
+mod placement;
 mod render;
 mod report;
+mod shape;
+mod simulate;
+mod svg;
+mod text;
+mod timeline;
+mod trace;
 mod walk;
+mod weights;
+mod zb_h;
+mod zb_v;
 
 pub use action::{Action, ActionKind, Direction, ParseActionError, Tag, parse_actions};
+pub use breadth_first::breadth_first;
 pub use check::check;
+pub use dualpipe_v::dualpipe_v;
 pub use fault::{CheckError, Fault};
 pub use forward_only::forward_only;
-pub use generator::{DefaultMicros, Generator, MicrosError, UnknownSchedule, by_name, default_micros};
+pub use generator::{DefaultMicros, Generator, UnknownSchedule, by_name, default_micros};
 pub use gpipe::gpipe;
+pub use interleaved::interleaved_1f1b;
 pub use lower::{Lowered, lower};
 pub use one_f_one_b::one_f_one_b;
-pub use render::render;
+pub use pipedream::pipedream;
+pub use pipedream_2bw::pipedream_2bw;
+pub use render::{render, text_grid};
 pub use report::Report;
+pub use shape::{MicroCounts, Shape, ShapeError};
+pub use simulate::{Costs, simulate};
+pub use svg::svg;
+pub use text::{ParseScheduleError, TextFault};
+pub use timeline::{Interval, Timeline};
+pub use trace::chrome_trace;
+pub use weights::Weights;
+pub use zb_h::{zb_h1, zb_h2};
+pub use zb_v::zb_v;
 
 /// Who does what, in which order: per pipeline rank, a list of actions.
 ///
 /// The fields are open: a schedule may be written by hand, and [`check`] tells whether it is one.
 ///
 /// ```
-/// use meshwork_pipeline::{Schedule, check, parse_actions};
+/// use meshwork_pipeline::{Schedule, Weights, check, parse_actions};
 ///
 /// // Three stages on two ranks: rank 0 holds the first and the last, as a V.
 /// let schedule = Schedule {
@@ -39,6 +68,8 @@ pub use report::Report;
 ///     ranks: 2,
 ///     placement: vec![0, 1, 0],
 ///     micros: 1,
+///     steps: 1,
+///     weights: Weights::Flush,
 ///     actions: vec![parse_actions("0F0 2F0 2B0 0B0")?, parse_actions("1F0 1B0")?],
 /// };
 /// assert_eq!(check(&schedule)?.peaks, [2, 1]);
@@ -52,8 +83,12 @@ pub struct Schedule {
     pub ranks: usize,
     /// The rank of each stage, in stage order. A rank may hold several stages (its chunks).
     pub placement: Vec<usize>,
-    /// Micro-batches in one step.
+    /// Micro-batches, of all steps.
     pub micros: usize,
+    /// Optimizer steps that it spans: equal runs of consecutive micro-batches.
+    pub steps: usize,
+    /// How weights change from step to step.
+    pub weights: Weights,
     /// The actions of each rank, in the order in which it runs them.
     pub actions: Vec<Vec<Action>>,
 }
@@ -62,6 +97,20 @@ impl Schedule {
     /// The number of stages.
     pub fn stages(&self) -> usize {
         self.placement.len()
+    }
+
+    /// The micro-batches of one optimizer step.
+    ///
+    /// # Panics
+    ///
+    /// If there are no steps; [`check`] refuses such a schedule.
+    pub fn micros_per_step(&self) -> usize {
+        self.micros / self.steps
+    }
+
+    /// The optimizer step that a micro-batch belongs to.
+    fn step_of(&self, micro: usize) -> usize {
+        micro / self.micros_per_step()
     }
 
     /// The stages that a rank holds, in stage order.
@@ -79,7 +128,7 @@ impl Schedule {
     ///
     /// A schedule with some backwards must have all of them; that [`check`] holds.
     pub fn is_forward_only(&self) -> bool {
-        !self.actions.iter().flatten().any(|action| action.kind == ActionKind::Backward)
+        !self.actions.iter().flatten().any(|action| is_gradient(action.kind))
     }
 
     /// Whether what `stage` hands to the stage after it crosses ranks, and so needs a message.
@@ -93,7 +142,7 @@ impl Schedule {
     }
 }
 
-/// Stage s on rank s: the placement of every schedule with one stage per rank.
-fn one_stage_per_rank(pp: usize) -> Vec<usize> {
-    (0..pp).collect()
+/// Whether it is a backward or a part of one.
+fn is_gradient(kind: ActionKind) -> bool {
+    kind.makes_input_gradient() || kind.makes_weight_gradient()
 }

@@ -2,7 +2,10 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::ActionKind::{Backward, Forward, RecvActivation, RecvGradient, SendActivation, SendGradient};
+use super::ActionKind::{
+    Backward, Forward, InputGradient, RecvActivation, RecvGradient, SendActivation, SendGradient, Update,
+    WeightGradient,
+};
 use super::{Action, ActionKind, Schedule};
 
 /// Whether what crosses ranks is written down as messages.
@@ -14,26 +17,72 @@ pub(super) enum Form {
     Lowered,
 }
 
-/// The actions that must have finished before `action` may start (besides those before it on its rank).
-///
-/// Expects stages within range and messages only where ranks are crossed, which the checker makes sure of first.
-pub(super) fn needs(schedule: &Schedule, form: Form, action: Action) -> impl Iterator<Item = Action> {
-    let Action { kind, stage, micro } = action;
-    let on = |kind, stage| Some(Action::new(kind, stage, micro));
-    let lowered = form == Form::Lowered;
-    let last = stage + 1 == schedule.stages();
-    let needs = match kind {
-        Forward if stage == 0 => [None, None],
-        Forward if lowered && schedule.crosses_before(stage) => [on(RecvActivation, stage), None],
-        Forward => [on(Forward, stage - 1), None],
-        Backward if last => [on(Forward, stage), None],
-        Backward if lowered && schedule.crosses_after(stage) => [on(Forward, stage), on(RecvGradient, stage)],
-        Backward => [on(Forward, stage), on(Backward, stage + 1)],
-        SendActivation => [on(Forward, stage), None],
-        SendGradient => [on(Backward, stage), None],
-        RecvActivation | RecvGradient => [action.counterpart(), None],
-    };
-    needs.into_iter().flatten()
+/// Who needs whom in a schedule.
+pub(super) struct Graph<'a> {
+    pub(super) schedule: &'a Schedule,
+    pub(super) form: Form,
+    /// By (stage, micro): whether its backward is split.
+    split: Vec<bool>,
+}
+
+impl<'a> Graph<'a> {
+    /// Reads which backwards are split. Expects a shape that the checker has seen; actions out of range are for it
+    /// to refuse.
+    pub(super) fn new(schedule: &'a Schedule, form: Form) -> Self {
+        let (stages, micros) = (schedule.stages(), schedule.micros);
+        let mut split = vec![false; stages * micros];
+        for action in schedule.actions.iter().flatten() {
+            let halves = matches!(action.kind, InputGradient | WeightGradient);
+            if halves && action.stage < stages && action.micro < micros {
+                split[action.stage * micros + action.micro] = true;
+            }
+        }
+        Self { schedule, form, split }
+    }
+
+    pub(super) fn is_split(&self, stage: usize, micro: usize) -> bool {
+        self.split[stage * self.schedule.micros + micro]
+    }
+
+    /// What makes the gradient that the stage before waits for.
+    fn input_gradient(&self, stage: usize, micro: usize) -> Action {
+        let kind = if self.is_split(stage, micro) { InputGradient } else { Backward };
+        Action::new(kind, stage, micro)
+    }
+
+    /// What adds the gradients of the weights, and frees the activation.
+    pub(super) fn weight_gradient(&self, stage: usize, micro: usize) -> Action {
+        let kind = if self.is_split(stage, micro) { WeightGradient } else { Backward };
+        Action::new(kind, stage, micro)
+    }
+
+    /// The actions that must have finished before `action` may start (besides those before it on its rank).
+    ///
+    /// Expects stages within range and messages only where ranks are crossed, which the checker makes sure of first.
+    pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
+        let Action { kind, stage, micro } = action;
+        let schedule = self.schedule;
+        let on = |kind, stage| Some(Action::new(kind, stage, micro));
+        let lowered = self.form == Form::Lowered;
+        let last = stage + 1 == schedule.stages();
+        let needs = match kind {
+            Forward if stage == 0 => [None, None],
+            Forward if lowered && schedule.crosses_before(stage) => [on(RecvActivation, stage), None],
+            Forward => [on(Forward, stage - 1), None],
+            Backward | InputGradient if last => [on(Forward, stage), None],
+            Backward | InputGradient if lowered && schedule.crosses_after(stage) => {
+                [on(Forward, stage), on(RecvGradient, stage)]
+            }
+            Backward | InputGradient => [on(Forward, stage), Some(self.input_gradient(stage + 1, micro))],
+            WeightGradient => [on(InputGradient, stage), None],
+            // The gradients before it in its batch are older: the checker sees to their order on this one rank.
+            Update => [Some(self.weight_gradient(stage, micro)), None],
+            SendActivation => [on(Forward, stage), None],
+            SendGradient => [Some(self.input_gradient(stage, micro)), None],
+            RecvActivation | RecvGradient => [action.counterpart(), None],
+        };
+        needs.into_iter().flatten()
+    }
 }
 
 /// One value per possible action of a schedule, found without hashing: schedules reach a million actions.

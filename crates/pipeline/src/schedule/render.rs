@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
-use super::needs::{Form, needs};
-use super::{Action, CheckError, Schedule, check};
+use super::needs::Graph;
+use super::{Action, CheckError, Costs, Interval, Schedule, Timeline, simulate};
 
-/// Draws a schedule without messages: one row per rank, one column per unit of time, blank where the rank idles.
+/// Draws a schedule without messages: one row per rank, one column per unit of time, blank where the rank idles, for
+/// forwards, input gradients and weight gradients of 1 each; whole backwards stretch over two columns.
 ///
 /// With one stage per rank the row says the stage and a cell shows kind and micro-batch; with several per rank a
 /// cell shows the whole action.
@@ -15,9 +16,9 @@ use super::{Action, CheckError, Schedule, check};
 ///
 /// assert_eq!(
 ///     render(&gpipe(3, 2))?,
-///     "rank 0 | F0 F1             B0 B1\n\
-///      rank 1 |    F0 F1       B0 B1\n\
-///      rank 2 |       F0 F1 B0 B1\n"
+///     "rank 0 | F0 F1                   B0--- B1---\n\
+///      rank 1 |    F0 F1          B0--- B1---\n\
+///      rank 2 |       F0 F1 B0--- B1---\n"
 /// );
 /// assert_eq!(
 ///     render(&forward_only(&[0, 1, 0], 2))?,
@@ -27,25 +28,44 @@ use super::{Action, CheckError, Schedule, check};
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 pub fn render(schedule: &Schedule) -> Result<String, CheckError> {
-    let report = check(schedule)?;
-    let stage_is_rank = schedule.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
+    Ok(text_grid(&simulate(schedule, &Costs::unit(schedule))?))
+}
+
+/// Draws a timeline in text. A column is as wide in time as the shortest action, so that each has a cell of its own;
+/// longer ones are dashed through to their end. What takes no time is left out.
+pub fn text_grid(timeline: &Timeline) -> String {
+    let lasting = |interval: &&Interval| interval.end > interval.start && !interval.action.kind.is_message();
+    let lengths = timeline.ranks.iter().flatten().filter(lasting).map(|interval| interval.end - interval.start);
+    let column = lengths.fold(f64::INFINITY, f64::min);
+    let origin = timeline.start();
+    // Times are sums of costs: what should fall on a column's edge may have been rounded to just below it.
+    let at = |time: f64| ((time - origin) / column + 1e-6).floor() as usize;
+    let stage_is_rank = timeline.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
     let label = |action: Action| {
         let text = action.to_string();
         let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(0);
         if stage_is_rank { text[digits..].to_string() } else { text }
     };
-    let rows = schedule.actions.iter().zip(&report.starts).map(|(row, starts)| {
-        let mut cells = vec![String::new(); report.span];
-        for (&action, &start) in row.iter().zip(starts) {
-            cells[start] = label(action);
+    let cells = timeline.ranks.iter().flatten().filter(lasting);
+    let width = cells.map(|interval| label(interval.action).len()).max().unwrap_or(0);
+    let mut rows = Vec::new();
+    for rank in &timeline.ranks {
+        let mut cells: Vec<String> = Vec::new();
+        for interval in rank.iter().filter(lasting) {
+            cells.resize(at(interval.start).max(cells.len()), String::new());
+            let columns = at(interval.end).saturating_sub(cells.len()).max(1);
+            let text = label(interval.action);
+            cells.push(if columns > 1 { format!("{text:-<width$}") } else { text });
+            cells.extend((1..columns).map(|_| "-".repeat(width)));
         }
-        cells
-    });
-    Ok(grid(&rows.collect::<Vec<_>>()))
+        rows.push(cells);
+    }
+    grid(&rows)
 }
 
 /// Where each rank got stuck: its steps around there, the stuck one marked `>2F0<`, and what that one waits for.
-pub(super) fn stuck_grid(schedule: &Schedule, form: Form, reached: &[usize]) -> String {
+pub(super) fn stuck_grid(graph: &Graph, reached: &[usize]) -> String {
+    let schedule = graph.schedule;
     // A window of steps, the same for all ranks: a real schedule has thousands. A rank stuck to the right of it has
     // no mark in the grid, but its line below.
     const BEFORE: usize = 4;
@@ -76,7 +96,7 @@ pub(super) fn stuck_grid(schedule: &Schedule, form: Form, reached: &[usize]) -> 
     text.push_str(&grid(&rows));
     for (rank, (row, &at)) in schedule.actions.iter().zip(reached).enumerate() {
         if let Some(&action) = row.get(at) {
-            let awaited = needs(schedule, form, action).find(|&need| !has_run(need));
+            let awaited = graph.needs(action).find(|&need| !has_run(need));
             let awaited = awaited
                 .map_or(String::new(), |need| format!(" waits for {need} of rank {}", schedule.placement[need.stage]));
             let _ = writeln!(text, "rank {rank}, step {at}: {action}{awaited}");
@@ -94,7 +114,9 @@ fn grid(rows: &[Vec<String>]) -> String {
     for (rank, row) in rows.iter().enumerate() {
         let mut line = format!("rank {rank:>digits$} |");
         for cell in row {
-            let _ = write!(line, " {cell:<width$}");
+            // Dashes go on from the cell before.
+            let joint = if cell.starts_with('-') { '-' } else { ' ' };
+            let _ = write!(line, "{joint}{cell:<width$}");
         }
         text.push_str(line.trim_end());
         text.push('\n');

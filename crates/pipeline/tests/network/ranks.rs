@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use super::{LAYERS, Layer, Outcome, data, grads, layer, loss, target};
+use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
 use meshwork_pipeline::{Event, Lowered, Phase, Stage, Tag, Transport, run};
 
 /// What goes wrong on purpose.
@@ -49,12 +49,22 @@ impl fmt::Display for Failed {
 struct Chunk {
     stage: usize,
     stages: usize,
-    layers: Vec<Layer>,
-    /// Per micro-batch, the input of each layer and the output of the last.
-    kept: HashMap<usize, Vec<Vec<f32>>>,
+    /// The weights after each number of updates.
+    versions: Vec<Vec<Layer>>,
+    grads: Vec<Grad>,
+    /// Which version the forward of each micro-batch reads.
+    reads: Vec<usize>,
+    kept: HashMap<usize, Kept>,
     losses: Vec<(usize, f32)>,
     fault: Fault,
     live: Live,
+}
+
+/// What the backward of a micro-batch needs: the input of each layer and the output of the last, then the gradient of each layer's
+/// output.
+struct Kept {
+    xs: Vec<Vec<f32>>,
+    dys: Vec<Vec<f32>>,
 }
 
 /// How many activations all chunks of a rank keep: what the checker predicts.
@@ -66,10 +76,21 @@ struct Live {
 }
 
 impl Chunk {
-    fn new(stage: usize, stages: usize, fault: Fault, live: Live) -> Self {
+    fn new(stage: usize, schedule: &Lowered, fault: Fault, live: Live) -> Self {
+        let (stages, micros) = (schedule.schedule().stages(), schedule.schedule().micros);
         let each = LAYERS / stages;
-        let layers = (stage * each..(stage + 1) * each).map(layer).collect();
-        Self { stage, stages, layers, kept: HashMap::new(), losses: Vec::new(), fault, live }
+        let layers: Vec<Layer> = (stage * each..(stage + 1) * each).map(layer).collect();
+        Self {
+            stage,
+            stages,
+            grads: vec![Grad::default(); each],
+            versions: vec![layers],
+            reads: (0..micros).map(|micro| schedule.version(stage, micro)).collect(),
+            kept: HashMap::new(),
+            losses: Vec::new(),
+            fault,
+            live,
+        }
     }
 }
 
@@ -84,12 +105,12 @@ impl Stage for Chunk {
             return Err(Failed("loss is not finite".to_string()));
         }
         let mut xs = vec![input.unwrap_or_else(|| data(micro))];
-        for layer in &self.layers {
+        for layer in &self.versions[self.reads[micro]] {
             xs.push(layer.forward(xs.last().unwrap()));
         }
         let y = xs.last().unwrap().clone();
         if self.live.keeps {
-            assert!(self.kept.insert(micro, xs).is_none(), "each micro-batch comes once");
+            assert!(self.kept.insert(micro, Kept { xs, dys: Vec::new() }).is_none(), "each micro-batch comes once");
             self.live.now.update(|now| now + 1);
             self.live.peak.update(|peak| peak.max(self.live.now.get()));
         }
@@ -105,21 +126,40 @@ impl Stage for Chunk {
         Ok(speaks.then_some(y))
     }
 
-    fn backward(&mut self, micro: usize, grad: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Failed> {
+    fn backward_input(&mut self, micro: usize, grad: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Failed> {
         let stage = self.stage;
         assert_eq!(grad.is_none(), stage + 1 == self.stages, "only the last stage starts from its loss");
         if self.fault == (Fault::Backward { stage, micro }) {
             return Err(Failed("loss is not finite".to_string()));
         }
-        let mut xs = self.kept.remove(&micro).expect("backward before forward");
-        self.live.now.update(|now| now - 1);
+        let Kept { xs, dys } = self.kept.get_mut(&micro).expect("backward before forward");
         let y = xs.pop().unwrap();
         let mut d = grad.unwrap_or_else(|| y.iter().zip(target(micro)).map(|(y, t)| y - t).collect());
-        for (layer, x) in self.layers.iter_mut().zip(&xs).rev() {
-            d = layer.backward(x, &d);
+        for (layer, x) in self.versions[self.reads[micro]].iter().zip(xs.iter()).rev() {
+            dys.push(d.clone());
+            d = layer.backward_input(x, &d);
         }
+        dys.reverse();
         let speaks = stage > 0 && self.fault != (Fault::SilentBack { stage });
         Ok(speaks.then_some(d))
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> Result<(), Failed> {
+        let Kept { xs, dys } = self.kept.remove(&micro).expect("gradients of weights before that of the input");
+        self.live.now.update(|now| now - 1);
+        let layers = self.versions[self.reads[micro]].iter().zip(&mut self.grads);
+        for ((layer, grad), (x, dy)) in layers.zip(xs.iter().zip(&dys)) {
+            layer.backward_weight(x, dy, grad);
+        }
+        Ok(())
+    }
+
+    fn update(&mut self, _micro: usize) -> Result<(), Failed> {
+        let mut next = self.versions.last().unwrap().clone();
+        next.iter_mut().zip(&self.grads).for_each(|(layer, grad)| layer.update(grad));
+        self.versions.push(next);
+        self.grads.fill(Grad::default());
+        Ok(())
     }
 }
 
@@ -183,7 +223,8 @@ pub fn pipeline(lowered: &Lowered, fault: Fault) -> Result<Outcome, Vec<String>>
     losses.sort_by_key(|&(micro, _)| micro);
     Ok(Outcome {
         losses: losses.into_iter().map(|(_, loss)| loss).collect(),
-        grads: parts.into_iter().flat_map(|part| part.grads).collect(),
+        grads: parts.iter().flat_map(|part| part.grads.clone()).collect(),
+        weights: parts.into_iter().flat_map(|part| part.weights).collect(),
     })
 }
 
@@ -192,12 +233,13 @@ struct Part {
     stage: usize,
     losses: Vec<(usize, f32)>,
     grads: Vec<f32>,
+    weights: Vec<f32>,
 }
 
 fn run_rank(lowered: &Lowered, rank: usize, mut channels: Channels, fault: Fault) -> Result<Vec<Part>, String> {
     let schedule = lowered.schedule();
     let live = Live { keeps: !schedule.is_forward_only(), ..Live::default() };
-    let chunk = |stage| Chunk::new(stage, schedule.stages(), fault, live.clone());
+    let chunk = |stage| Chunk::new(stage, lowered, fault, live.clone());
     let mut chunks: Vec<Chunk> = schedule.stages_of(rank).map(chunk).collect();
     let mut events = Vec::new();
     run(lowered, rank, &mut chunks, &mut channels, &mut |event: Event| events.push(event))
@@ -212,7 +254,12 @@ fn run_rank(lowered: &Lowered, rank: usize, mut channels: Channels, fault: Fault
     assert_eq!(live.peak.get(), lowered.peaks()[rank]);
     assert_eq!((live.now.get(), channels.finished), (0, 1));
 
-    let part = |chunk: Chunk| Part { stage: chunk.stage, grads: grads(chunk.layers.iter()), losses: chunk.losses };
+    let part = |chunk: Chunk| Part {
+        stage: chunk.stage,
+        grads: chunk.grads.as_flattened().as_flattened().to_vec(),
+        weights: weights(chunk.versions.last().unwrap()),
+        losses: chunk.losses,
+    };
     Ok(chunks.into_iter().map(part).collect())
 }
 
@@ -237,8 +284,7 @@ pub fn run_alone(lowered: &Lowered, rank: usize, stages: &[usize]) -> String {
         }
     }
 
-    let all = lowered.schedule().stages();
-    let chunk = |&stage: &usize| Chunk::new(stage, all, Fault::None, Live::default());
+    let chunk = |&stage: &usize| Chunk::new(stage, lowered, Fault::None, Live::default());
     let mut chunks: Vec<Chunk> = stages.iter().map(chunk).collect();
     run(lowered, rank, &mut chunks, &mut Nobody, &mut |_| {}).unwrap_err().to_string()
 }

@@ -94,6 +94,14 @@ impl Params {
         &self.flats
     }
 
+    /// Another version of the weights, equal to this one, in memory of its own.
+    pub fn copy(&self) -> Result<Self> {
+        let layout = self.device.layout()?;
+        let copy = |flat: &Buffer| layout.narrow(flat, 1, flat.count(), 1, 0..flat.count());
+        let flats = self.flats.iter().map(copy).collect::<Result<_>>()?;
+        Ok(Self { flats, ..self.clone() })
+    }
+
     /// The flat buffers, to be written.
     pub fn flats_mut(&mut self) -> &mut [Buffer] {
         &mut self.flats

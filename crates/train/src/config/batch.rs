@@ -1,6 +1,6 @@
 //! How a global batch is cut: `global_batch_size = dp · num_microbatches · micro_batch_size`.
 
-use meshwork_pipeline::{Generator, default_micros};
+use meshwork_pipeline::{Generator, MicroCounts, Shape, ShapeError, default_micros};
 
 use super::fault::Fault;
 
@@ -11,6 +11,7 @@ pub(crate) struct Wish {
     pub(crate) dp: usize,
     pub(crate) pp: usize,
     pub(crate) schedule: Generator,
+    pub(crate) virtual_stages: usize,
     pub(crate) num_microbatches: Option<usize>,
     pub(crate) micro_batch_size: Option<usize>,
 }
@@ -25,14 +26,24 @@ pub(crate) struct Cut {
 
 const BATCH: &str = "training.global_batch_size";
 const MICROS: &str = "pipeline.num_microbatches";
+const CHUNKS: &str = "pipeline.virtual_stages";
 const SIZE: &str = "training.micro_batch_size";
 
 /// The default looks no further than this, so that an absurd batch is answered at once.
 const MAX_DEFAULT: usize = 4096;
 
 impl Wish {
+    fn shape(self, micros: usize) -> Shape {
+        Shape { pp: self.pp, virtual_stages: self.virtual_stages, micros }
+    }
+
     pub(crate) fn cut(self) -> Result<Cut, Vec<Fault>> {
         let mut faults = Vec::new();
+        let some = self.schedule.micros(self.pp).min;
+        if let Err(error @ ShapeError::VirtualStages { only, .. }) = self.schedule.takes(self.shape(some)) {
+            let valid = only.map_or("use 1 or more".to_owned(), |only| format!("use {only}, or another schedule"));
+            return Err(vec![Fault::new(CHUNKS, self.virtual_stages, error.to_string(), valid)]);
+        }
         let chosen = match (self.num_microbatches, self.micro_batch_size) {
             (Some(micros), Some(size)) => self.both(micros, size),
             (Some(micros), None) => self.divided_by(MICROS, micros).map(|size| (micros, size, None)),
@@ -40,7 +51,7 @@ impl Wish {
             (None, None) => self.neither(),
         };
         let micros = chosen.as_ref().ok().map(|cut| cut.0).or(self.num_microbatches);
-        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.pp, micros)) {
+        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.shape(micros))) {
             let fault = match (self.num_microbatches, self.micro_batch_size) {
                 (None, Some(size)) => Fault::new(
                     SIZE,
@@ -50,9 +61,9 @@ impl Wish {
                 ),
                 _ => Fault::new(
                     MICROS,
-                    error.micros,
+                    micros.unwrap_or_default(),
                     error.to_string(),
-                    format!("use {} or more, or a smaller pp", error.min),
+                    format!("use {}, or a smaller pp", counts(self.schedule.micros(self.pp))),
                 ),
             };
             faults.push(fault);
@@ -110,9 +121,9 @@ impl Wish {
         }
         let per_rank = global_batch_size / dp;
         let divides = |micros| per_rank.is_multiple_of(micros);
-        match default_micros(schedule, pp, per_rank.min(MAX_DEFAULT), divides) {
+        match default_micros(schedule, pp, self.virtual_stages, per_rank.min(MAX_DEFAULT), divides) {
             None => {
-                let (name, min) = (schedule.name(), schedule.min_micros(pp));
+                let (name, min) = (schedule.name(), schedule.micros(pp).min);
                 let (problem, valid) = if per_rank < min {
                     let need = dp.saturating_mul(min);
                     (
@@ -147,6 +158,14 @@ impl Wish {
     }
 }
 
+/// "4 or more", "a multiple of 4".
+fn counts(takes: MicroCounts) -> String {
+    match takes {
+        MicroCounts { min, multiple_of: 1 } => format!("{min} or more"),
+        takes => takes.to_string(),
+    }
+}
+
 /// "use a multiple of 4, such as 8 or 12", for the multiples around `value`.
 pub(crate) fn multiple(value: usize, of: usize) -> String {
     let below = value / of * of;
@@ -163,7 +182,7 @@ mod tests {
 
     fn wish(global_batch_size: usize, dp: usize, pp: usize) -> Wish {
         let schedule = Generator::OneFOneB;
-        Wish { global_batch_size, dp, pp, schedule, num_microbatches: None, micro_batch_size: None }
+        Wish { global_batch_size, dp, pp, schedule, virtual_stages: 1, num_microbatches: None, micro_batch_size: None }
     }
 
     fn cut(wish: Wish) -> (usize, usize, bool) {

@@ -2,6 +2,7 @@
 //! at fault: a message made of a default that nobody asked for would mislead.
 
 use meshwork_core::tree;
+use meshwork_pipeline::by_name;
 
 use super::Config;
 use super::batch::multiple;
@@ -50,6 +51,44 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
             "the number of ranks, dp · tp · pp · cp, overflows",
             "use as many ranks as you have",
         ));
+    }
+
+    let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");
+    let (chunks, uniform) =
+        (config.pipeline.virtual_stages, settings.given::<Vec<usize>>("pipeline.partition").is_none());
+    let stages = chunks.saturating_mul(mesh.pp);
+    if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])
+        && chunks > 1
+        && uniform
+        && model.num_layers >= stages
+        && !model.num_layers.is_multiple_of(stages)
+    {
+        let problem =
+            format!("gives pp · virtual_stages = {stages} stages, which do not divide {layers} = {}", model.num_layers);
+        let more = multiple(model.num_layers, stages).replacen("use", "use layers that are", 1);
+        fail(Fault::new(key, chunks, problem, format!("{more}, or deal them with a list in pipeline.partition")));
+    }
+
+    let key = "pipeline.schedule";
+    if settings.sound(&[key]) && by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous()) {
+        let name = &config.pipeline.schedule;
+        let mut refuse = |other: &str, value: &dyn std::fmt::Display, problem: &str, valid: &str| {
+            let problem = format!("has no meaning with {key} = {name:?}, {problem}");
+            fail(Fault::new(other, value, problem, format!("use {valid}, or a synchronous schedule")));
+        };
+        if settings.sound(&["model.tie_embeddings"]) && model.tie_embeddings {
+            let problem =
+                "whose stages hold different versions of the weights: two uses of one table would not be one table";
+            refuse("model.tie_embeddings", &true, problem, "model.tie_embeddings = false");
+        }
+        if settings.sound(&["training.max_norm"]) && config.training.max_norm > 0.0 {
+            let problem = "whose stages update at different times, each before the others' gradients are there: no norm is that of one whole gradient";
+            refuse("training.max_norm", &config.training.max_norm, problem, "training.max_norm = 0");
+        }
+        if settings.sound(&["training.numerics"]) && config.training.numerics == "canonical" {
+            let problem = "whose result depends on the schedule by design: it is not the run of one rank";
+            refuse("training.numerics", &"canonical", problem, "training.numerics = \"fast\"");
+        }
     }
 
     let (numerics, leaves) = ("training.numerics", "numerics.leaves");

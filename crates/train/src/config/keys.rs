@@ -147,8 +147,19 @@ const fn words(landed: &'static [&'static str], planned: &'static [&'static str]
     Choice { landed, planned }
 }
 const SCHEDULES: Kind = words(
-    &["gpipe", "1f1b"],
-    &["interleaved_1f1b", "breadth_first", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "pipedream", "pipedream_2bw"],
+    &[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "breadth_first",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "dualpipe_v",
+        "pipedream",
+        "pipedream_2bw",
+    ],
+    &[],
 );
 
 /// All sections and keys.
@@ -181,9 +192,10 @@ pub static SECTIONS: &[Section] = &[
     ]},
     Section { name: "pipeline", keys: &[
         key("schedule", SCHEDULES, text("1f1b"), "Order of forward and backward passes."),
-        key("virtual_stages", Count(1), int(1), "Model chunks per pipeline rank.").awaits("more than one chunk per pipeline rank"),
+        key("virtual_stages", Count(1), Derived("by schedule"), "Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v, else 1."),
         key("num_microbatches", Count(1), Derived("by batch and schedule"), "Micro-batches of a step, per data-parallel rank."),
         key("partition", WordOrCounts("uniform"), text("uniform"), "Layers of each stage: as even as can be, or as listed; a stage may have none. The embedding is on the first stage, head and loss on the last."),
+        key("scatter_gather", Switch, ON, "Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival."),
     ]},
     Section { name: "training", keys: &[
         key("steps", Count(0), int(100), "Number of steps; 0 validates and reports without training."),

@@ -1,7 +1,7 @@
 //! From settings to a whole configuration: presets, derived defaults, the mesh string.
 
 use meshwork_core::pool;
-use meshwork_pipeline::by_name;
+use meshwork_pipeline::{Generator, by_name};
 use serde::de::DeserializeOwned;
 use std::ffi::OsString;
 use toml::Value;
@@ -123,6 +123,7 @@ fn typed(settings: &Settings, device: Device) -> Config {
     let hidden_size = get!("model.hidden_size", preset.hidden_size);
     let num_heads = get!("model.num_heads", preset.num_heads);
     let steps = get!("training.steps");
+    let schedule: String = get!("pipeline.schedule");
     Config {
         model: Model {
             preset: name,
@@ -150,10 +151,14 @@ fn typed(settings: &Settings, device: Device) -> Config {
             expert_tensor_parallel: get!("parallelism.expert_tensor_parallel"),
         },
         pipeline: Pipeline {
-            schedule: get!("pipeline.schedule"),
-            virtual_stages: get!("pipeline.virtual_stages"),
+            virtual_stages: get!(
+                "pipeline.virtual_stages",
+                by_name(&schedule).map_or(1, Generator::default_virtual_stages)
+            ),
+            schedule,
             num_microbatches: get!("pipeline.num_microbatches", 1),
             partition: Vec::new(), // dealt once all else is known
+            scatter_gather: get!("pipeline.scatter_gather"),
         },
         training: Training {
             steps,
@@ -220,6 +225,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         "parallelism.dp",
         "parallelism.pp",
         "pipeline.schedule",
+        "pipeline.virtual_stages",
         "pipeline.num_microbatches",
         "training.micro_batch_size",
     ];
@@ -239,8 +245,9 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         dp: config.parallelism.dp,
         pp: config.parallelism.pp,
         schedule,
-        num_microbatches: settings.given(keys[4]),
-        micro_batch_size: settings.given(keys[5]),
+        virtual_stages: config.pipeline.virtual_stages,
+        num_microbatches: settings.given(keys[5]),
+        micro_batch_size: settings.given(keys[6]),
     };
     match wish.cut() {
         Ok(cut) => {

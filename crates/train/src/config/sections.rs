@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
+use meshwork_pipeline::{Generator, Shape, UnknownSchedule, by_name};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
 
@@ -57,6 +58,18 @@ pub struct Pipeline {
     pub num_microbatches: usize,
     /// Layers of each stage, `uniform` worked out.
     pub partition: Vec<usize>,
+    pub scatter_gather: bool,
+}
+
+impl Pipeline {
+    /// The schedule over `pp` ranks, and the shape in which it is to be generated.
+    ///
+    /// # Errors
+    /// When nobody knows a schedule of that name.
+    pub fn generator(&self, pp: usize) -> Result<(Generator, Shape), UnknownSchedule> {
+        let shape = Shape { pp, virtual_stages: self.virtual_stages, micros: self.num_microbatches };
+        Ok((by_name(&self.schedule)?, shape))
+    }
 }
 
 /// Section `[training]`.

@@ -1,12 +1,12 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
 use super::watch::Watched;
-use super::{At, Gradients, TrainError, Watch};
+use super::{At, Gradients, Learner, TrainError, Watch};
 use meshwork_core::{Axis, Rank, SpmdError, Ty, Types};
 use meshwork_models::{Boundary, Stage};
 use meshwork_tensor::tape::{Mode, Position, Weights};
 use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -38,8 +38,6 @@ pub struct Pass {
     pub rank: Arc<Rank>,
     /// Who computes.
     pub device: Arc<dyn Device>,
-    /// The weights.
-    pub params: Arc<Params>,
     /// What the pass is for.
     pub purpose: Purpose,
     /// Position of this rank's first sample, with seed and step.
@@ -52,8 +50,12 @@ pub struct Pass {
     pub micro_batch: usize,
     /// Tokens per sequence.
     pub seq_len: usize,
-    /// Gradient of the summed loss: 1 / N for N unmasked tokens in the whole step.
-    pub seed: f64,
+    /// Per micro-batch: the gradient of its summed loss, 1 / N for N unmasked tokens in all that an update adds up.
+    pub seeds: Vec<f64>,
+    /// Number of its first micro-batch; not 0 within a stream, where all of them are counted from its start.
+    pub first_micro: usize,
+    /// How far that count is ahead of the schedule's.
+    pub ahead: usize,
     /// Who looks on while this trains.
     pub watch: Option<Arc<dyn Watch>>,
 }
@@ -68,6 +70,8 @@ pub struct Chunk {
     stages: usize,
     stage: Box<dyn Stage>,
     flights: BTreeMap<usize, Flight>,
+    /// Tapes whose gradients of weights are still to be computed.
+    deferred: BTreeMap<usize, Tape>,
     /// Losses since they were last taken, with their types.
     losses: Option<(Losses, Types)>,
     /// Logits of the last sampling pass.
@@ -79,12 +83,14 @@ struct Flight {
     tape: Tape,
     input: Var,
     output: Var,
+    /// Gradient of the summed loss.
+    seed: f64,
 }
 
 impl Chunk {
     /// Stage `number` of `stages`.
     pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>) -> Self {
-        Self { number, stages, stage, flights: BTreeMap::new(), losses: None, logits: None }
+        Self { number, stages, stage, flights: BTreeMap::new(), deferred: BTreeMap::new(), losses: None, logits: None }
     }
 
     /// The stage.
@@ -115,14 +121,23 @@ impl Chunk {
     /// Forgets passes in flight, after a failure.
     pub fn clear(&mut self) {
         self.flights.clear();
+        self.deferred.clear();
         self.losses = None;
     }
 
-    fn forward(&mut self, pass: &Pass, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
+    /// `number` is that of the micro-batch in the stream.
+    fn forward(
+        &mut self,
+        pass: &Pass,
+        number: usize,
+        params: Arc<Params>,
+        input: Option<Message>,
+    ) -> Result<Option<Message>, TrainError> {
+        let micro = number - pass.first_micro;
         let first_sample = pass.position.first_sample + (micro * pass.micro_batch) as u64;
         let position = Position { first_sample, ..pass.position };
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
-        let tape = Tape::new(pass.rank.clone(), pass.params.clone(), pass.device.clone(), mode, position);
+        let tape = Tape::new(pass.rank.clone(), params, pass.device.clone(), mode, position);
         if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
             let at = At { stage: self.number, micro };
             tape.observe(Rc::new(Watched { watch: watch.clone(), at }));
@@ -146,33 +161,49 @@ impl Chunk {
             losses.extend((first_sample as usize..).zip(output.tensor().to_vec::<f64>()?));
         }
         if pass.purpose == Purpose::Train {
-            self.flights.insert(micro, Flight { tape, input, output });
+            self.flights.insert(number, Flight { tape, input, output, seed: pass.seeds[micro] });
         }
         Ok(message)
     }
 
+    /// Computes the gradient of the input and, unless they are deferred, those of the weights.
     fn backward(
         &mut self,
-        pass: &Pass,
         micro: usize,
         grad: Option<Message>,
+        weights: Weights,
         gradients: &mut Gradients,
     ) -> Result<Option<Message>, TrainError> {
-        let Some(Flight { tape, input, output }) = self.flights.remove(&micro) else {
+        let Some(Flight { tape, input, output, seed }) = self.flights.remove(&micro) else {
             return Err(self.out_of_turn(micro, "backward before forward"));
         };
         gradients.of_stage(self.number);
         match grad {
-            Some(message) => tape.backward(&output, message.tensor, Weights::Now, gradients)?,
-            None if self.is_last() => tape.backward_from_loss(&output, pass.seed, Weights::Now, gradients)?,
+            Some(message) => tape.backward(&output, message.tensor, weights, gradients)?,
+            None if self.is_last() => tape.backward_from_loss(&output, seed, weights, gradients)?,
             None => return Err(self.out_of_turn(micro, "no gradient arrived")),
         }
-        if self.is_first() {
-            return Ok(None);
+        let message = match self.is_first() {
+            true => None,
+            false => {
+                let tensor = tape
+                    .take_grad(&input)
+                    .ok_or_else(|| self.out_of_turn(micro, "the hidden state has no gradient"))?;
+                Some(Message { tensor, types: input.types().dual() })
+            }
+        };
+        if weights == Weights::Deferred {
+            self.deferred.insert(micro, tape);
         }
-        let tensor =
-            tape.take_grad(&input).ok_or_else(|| self.out_of_turn(micro, "the hidden state has no gradient"))?;
-        Ok(Some(Message { tensor, types: input.types().dual() }))
+        Ok(message)
+    }
+
+    fn weight_gradients(&mut self, micro: usize, gradients: &mut Gradients) -> Result<(), TrainError> {
+        let Some(tape) = self.deferred.remove(&micro) else {
+            return Err(self.out_of_turn(micro, "gradients of weights before that of the input"));
+        };
+        gradients.of_stage(self.number);
+        Ok(tape.weight_gradients(gradients)?)
     }
 
     fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
@@ -218,15 +249,58 @@ impl Pass {
     }
 }
 
+/// How many activations live on a rank: each from its forward until its backward is over, gradients of weights included.
+#[derive(Debug, Default)]
+pub struct Live {
+    now: Cell<usize>,
+    most: Cell<usize>,
+}
+
+impl Live {
+    fn born(&self) {
+        self.now.update(|now| now + 1);
+        self.most.update(|most| most.max(self.now.get()));
+    }
+
+    fn gone(&self) {
+        self.now.update(|now| now.saturating_sub(1));
+    }
+
+    /// None lives, after a failure.
+    pub fn clear(&self) {
+        self.now.set(0);
+    }
+
+    /// The most that ever lived at once, in units of one micro-batch through one stage.
+    pub fn most(&self) -> usize {
+        self.most.get()
+    }
+}
+
 /// A chunk in one pass, as the pipeline's interpreter sees it.
-#[derive(Debug)]
 pub struct Running<'a> {
     /// The chunk.
     pub chunk: &'a mut Chunk,
     /// The pass.
     pub pass: &'a Pass,
-    /// Where gradients go.
-    pub gradients: &'a RefCell<Gradients>,
+    /// Weights, and where gradients go.
+    pub learner: &'a RefCell<Learner>,
+    /// Activations of this rank.
+    pub live: &'a Live,
+    /// Updates that the weights of each (stage, micro-batch as the schedule counts them) have seen; where there is none, the
+    /// newest weights serve.
+    pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
+}
+
+impl Running<'_> {
+    fn backward(
+        &mut self,
+        micro: usize,
+        grad: Option<Message>,
+        weights: Weights,
+    ) -> Result<Option<Message>, TrainError> {
+        self.chunk.backward(micro + self.pass.ahead, grad, weights, &mut self.learner.borrow_mut().gradients)
+    }
 }
 
 impl meshwork_pipeline::Stage for Running<'_> {
@@ -234,11 +308,40 @@ impl meshwork_pipeline::Stage for Running<'_> {
     type Error = TrainError;
 
     fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
-        self.chunk.forward(self.pass, micro, input)
+        if self.pass.purpose == Purpose::Train {
+            self.live.born();
+        }
+        let learner = self.learner.borrow();
+        let params = match (self.versions)(self.chunk.number, micro) {
+            None => learner.params(),
+            Some(updates) => {
+                let gone = "the version of the weights that it must read is gone";
+                learner.version(updates).ok_or_else(|| self.chunk.out_of_turn(micro, gone))?
+            }
+        };
+        self.chunk.forward(self.pass, micro + self.pass.ahead, params.clone(), input)
     }
 
+    fn backward_input(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
+        Self::backward(self, micro, grad, Weights::Deferred)
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
+        self.live.gone();
+        self.chunk.weight_gradients(micro + self.pass.ahead, &mut self.learner.borrow_mut().gradients)
+    }
+
+    /// In one walk over the tape, so that what serves both gradients is read once.
     fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
-        self.chunk.backward(self.pass, micro, grad, &mut self.gradients.borrow_mut())
+        self.live.gone();
+        Self::backward(self, micro, grad, Weights::Now)
+    }
+
+    fn update(&mut self, micro: usize) -> Result<(), TrainError> {
+        // The pass begins at the first micro-batch of its step; an update may still belong to the step before.
+        let pass = self.pass;
+        let step = pass.position.step + u64::from(micro + pass.ahead >= pass.first_micro);
+        self.learner.borrow_mut().update_within(step)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use meshwork_core::{CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
-use meshwork_pipeline::{CheckError, MicrosError, RunError, UnknownSchedule};
+use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
 
 /// The error of a training run on one rank.
 #[derive(Debug, thiserror::Error)]
@@ -26,9 +26,9 @@ pub enum TrainError {
     /// A schedule that cannot run.
     #[error(transparent)]
     Schedule(#[from] CheckError),
-    /// A number of micro-batches that the schedule does not take.
+    /// A shape that the schedule does not take.
     #[error(transparent)]
-    Micros(#[from] MicrosError),
+    Shape(#[from] ShapeError),
     /// A schedule that nobody knows.
     #[error(transparent)]
     UnknownSchedule(#[from] UnknownSchedule),
@@ -50,6 +50,12 @@ pub enum TrainError {
         what: &'static str,
         /// Its value.
         value: f64,
+    },
+    /// Weights are asked for while steps are under way that may still change them.
+    #[error("{steps} steps are under way: settle() makes them certain first")]
+    Unsettled {
+        /// The steps.
+        steps: usize,
     },
     /// A value that does not fit the parameter it was meant for.
     #[error("parameter {name}: {problem}")]

@@ -5,15 +5,17 @@ mod chunk;
 mod error;
 mod gradients;
 mod layout;
+mod learner;
 mod trace;
 mod transport;
 mod watch;
 
 pub use blueprint::{Blueprint, RankModel, Tie};
-pub use chunk::{Chunk, Message, Pass, Purpose, Running};
+pub use chunk::{Chunk, Live, Message, Pass, Purpose, Running};
 pub use error::TrainError;
 pub use gradients::{Gradients, Trees};
 pub use layout::{Counted, Key, TIES, buckets, counted, join_ties, reducer};
+pub use learner::Learner;
 pub use trace::{Trace, trace};
 pub use transport::PipeTransport;
 pub use watch::{At, Watch};

@@ -1,28 +1,38 @@
 //! Pipeline messages over the pp group.
 
 use super::{Message, TrainError};
-use meshwork_core::{Buffer, DType, Group, Pending};
+use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_models::Boundary;
 use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Device, Tensor};
-use std::collections::VecDeque;
+use meshwork_tensor::{Device, Shape, Tensor};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Sends hidden states and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD types;
 /// the receiver refuses another than it expects.
+///
+/// What is `Invariant` on tp, the same on every tp rank, is sent once and not once per tp rank: each sends its part to its
+/// counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
 #[derive(Debug)]
 pub struct PipeTransport {
     group: Group,
+    tp: Group,
     device: Arc<dyn Device>,
     boundary: Boundary,
-    /// Messages on their way, per direction and oldest first. Each owns its memory until it is waited for.
-    sends: [VecDeque<Pending>; 2],
+    scatter: bool,
+    /// Messages that may be in flight to one receiver.
+    in_flight: usize,
+    /// Messages on their way, per receiver and oldest first. Each owns its memory until it is waited for.
+    sends: BTreeMap<usize, VecDeque<Pending>>,
 }
 
 impl PipeTransport {
-    /// A transport between stages whose hidden states all look like `boundary`.
-    pub fn new(group: Group, device: Arc<dyn Device>, boundary: Boundary) -> Self {
-        Self { group, device, boundary, sends: Default::default() }
+    /// A transport between stages whose hidden states all look like `boundary`. To each pp rank `in_flight` messages may be
+    /// on their way, which must be what the schedule [needs](meshwork_pipeline::Report::in_flight). `scatter`: parts of what is the
+    /// same on every tp rank.
+    pub fn new(rank: &Rank, device: Arc<dyn Device>, boundary: Boundary, scatter: bool, in_flight: usize) -> Self {
+        let (group, tp) = (rank.group(Axis::Pp).clone(), rank.group(Axis::Tp).clone());
+        Self { group, tp, device, boundary, scatter, in_flight, sends: BTreeMap::new() }
     }
 
     fn expected(&self, direction: Direction) -> Boundary {
@@ -30,6 +40,37 @@ impl PipeTransport {
             Direction::Activation => self.boundary,
             Direction::Gradient => Boundary { types: self.boundary.types.dual(), ..self.boundary },
         }
+    }
+
+    /// Elements of one part, where a message of so many goes in parts.
+    fn part(&self, boundary: &Boundary) -> Option<usize> {
+        let (count, parts) = (boundary.shape.count(), self.tp.size());
+        let same = boundary.types.get(Axis::Tp) == Some(Ty::Invariant);
+        (self.scatter && same && parts > 1 && count.is_multiple_of(parts)).then_some(count / parts)
+    }
+
+    /// Waits until every message sent has been received.
+    pub fn flush(&mut self) -> Result<(), TrainError> {
+        for pending in self.sends.values_mut().flat_map(|sends| sends.drain(..)) {
+            pending.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Receives so many activations that nobody will use.
+    pub fn discard(&mut self, from_rank: usize, messages: usize) -> Result<(), TrainError> {
+        for _ in 0..messages {
+            self.receive(from_rank, Direction::Activation)?;
+        }
+        Ok(())
+    }
+
+    /// The message, or this rank's part of it.
+    fn receive(&mut self, from_rank: usize, direction: Direction) -> Result<Buffer, TrainError> {
+        let expected = self.expected(direction);
+        let shape = self.part(&expected).map_or(expected.shape, |part| Shape::new(&[part]));
+        let buffer = self.device.alloc(DType::F32, shape.count())?;
+        Ok(self.group.recv(buffer, from_rank, expected.types.signature(DType::F32, &shape))?)
     }
 }
 
@@ -39,32 +80,44 @@ impl meshwork_pipeline::Transport for PipeTransport {
 
     fn send(&mut self, to_rank: usize, tag: Tag, message: Message) -> Result<(), TrainError> {
         let Message { tensor, types } = message;
-        let signature = types.signature(tensor.dtype(), &tensor.shape());
-        let buffer: Buffer = tensor.into_buffer();
-        let sends = &mut self.sends[tag.direction as usize];
-        // Not to run ahead of the receiver without end. As many messages as stages never block a rank for good: neighbours in
-        // gpipe and 1f1b are at most that many micro-batches apart. Waiting for a given one, and not letting go of whatever is
-        // done, keeps the peak of memory independent of timing.
-        if sends.len() >= self.group.size()
+        let (dtype, shape) = (tensor.dtype(), tensor.shape());
+        let part = self.part(&Boundary { shape, types });
+        let signature = types.signature(dtype, &part.map_or(shape, |part| Shape::new(&[part])));
+        let buffer = match part {
+            None => tensor.into_buffer(),
+            Some(part) => {
+                tensor.buffer().slice(part * self.tp.rank()..part * (self.tp.rank() + 1)).map_err(as_tensor)?
+            }
+        };
+        let sends = self.sends.entry(to_rank).or_default();
+        // Not to run ahead of the receiver without end. With as many messages in flight as the schedule itself needs nobody waits
+        // for good. Waiting for a given one, and not letting go of whatever is done, keeps the peak of memory independent of
+        // timing.
+        if sends.len() >= self.in_flight.max(1)
             && let Some(oldest) = sends.pop_front()
         {
             oldest.wait()?;
         }
+        _ = tag; // messages between two ranks are received in the order in which they are sent
         sends.push_back(self.group.start_send(buffer, to_rank, signature)?);
         Ok(())
     }
 
     fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Message, TrainError> {
-        let Boundary { shape, types } = self.expected(tag.direction);
-        let buffer = self.device.alloc(DType::F32, shape.count())?;
-        let buffer = self.group.recv(buffer, from_rank, types.signature(DType::F32, &shape))?;
-        Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, shape)?, types })
+        let expected = self.expected(tag.direction);
+        let mut buffer = self.receive(from_rank, tag.direction)?;
+        if self.part(&expected).is_some() {
+            let whole = self.device.alloc(DType::F32, expected.shape.count())?;
+            buffer = self.tp.all_gather(buffer, whole)?;
+        }
+        Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })
     }
 
     fn finish(&mut self) -> Result<(), TrainError> {
-        for pending in self.sends.iter_mut().flat_map(|sends| sends.drain(..)) {
-            pending.wait()?;
-        }
-        Ok(())
+        self.flush()
     }
+}
+
+fn as_tensor(error: meshwork_core::BufferError) -> TrainError {
+    meshwork_tensor::Error::from(error).into()
 }

@@ -70,6 +70,9 @@ impl Probe {
         let name = match event.action.kind {
             ActionKind::Forward => "forward",
             ActionKind::Backward => "backward",
+            ActionKind::InputGradient => "backward to the input",
+            ActionKind::WeightGradient => "gradient of the weights",
+            ActionKind::Update => "update",
             _ => return,
         };
         let now = recorder.now();

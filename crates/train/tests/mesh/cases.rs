@@ -1,5 +1,6 @@
 //! The models and meshes of these tests, as plain data.
 
+use meshwork_pipeline::Generator;
 use meshwork_train::Data;
 use meshwork_train::config::Config;
 use std::fmt;
@@ -77,8 +78,10 @@ pub struct Case {
     pub pp: usize,
     /// Whether the regions between tensor-parallel blocks are cut along the sequence.
     pub sequence_parallel: bool,
-    /// `gpipe` or `1f1b`.
+    /// A synchronous schedule.
     pub schedule: &'static str,
+    /// Stages per pp rank, where that is not what the schedule has by default.
+    pub chunks: Option<usize>,
     /// Micro-batches per dp rank.
     pub micros: usize,
     /// Layers of each stage; none for as even as can be.
@@ -88,7 +91,17 @@ pub struct Case {
 impl Case {
     /// The model on one rank, the whole batch at once: the reference.
     pub fn alone(model: &'static Model) -> Self {
-        Self { model, dp: 1, tp: 1, pp: 1, sequence_parallel: false, schedule: "gpipe", micros: 1, partition: &[] }
+        Self {
+            model,
+            dp: 1,
+            tp: 1,
+            pp: 1,
+            sequence_parallel: false,
+            schedule: "gpipe",
+            chunks: None,
+            micros: 1,
+            partition: &[],
+        }
     }
 
     /// The model on a mesh of (dp, tp, pp), with schedule `1f1b`.
@@ -98,7 +111,12 @@ impl Case {
         sequence_parallel: bool,
         micros: usize,
     ) -> Self {
-        Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", micros, partition: &[] }
+        Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", chunks: None, micros, partition: &[] }
+    }
+
+    /// The same with so many stages per pp rank.
+    pub const fn in_chunks(self, chunks: usize) -> Self {
+        Self { chunks: Some(chunks), ..self }
     }
 
     /// The same with its layers dealt as listed.
@@ -108,14 +126,15 @@ impl Case {
 
     /// The configuration, with `more` sections: `[training]` and `[optimizer]`.
     pub fn config(&self, more: &str) -> Config {
-        let &Self { model, dp, tp, pp, sequence_parallel, schedule, micros, partition } = self;
+        let &Self { model, dp, tp, pp, sequence_parallel, schedule, chunks, micros, partition } = self;
+        let chunks = chunks.map_or(String::new(), |chunks| format!("virtual_stages = {chunks}\n"));
         let partition = if partition.is_empty() { "'uniform'".to_owned() } else { format!("{partition:?}") };
         let &Model { vocab, layers, tied, dropout, .. } = model;
         let text = format!(
             "[model]\nvocab_size = {vocab}\nnum_layers = {layers}\nhidden_size = {HIDDEN}\nnum_heads = {HEADS}\n\
              seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n\
              [parallelism]\ndp = {dp}\ntp = {tp}\npp = {pp}\nsequence_parallel = {sequence_parallel}\n\
-             [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n\
+             [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n{chunks}\
              partition = {partition}\n{more}"
         );
         Config::from_toml(&text).unwrap_or_else(|error| panic!("{self}: {error}"))
@@ -142,7 +161,7 @@ const fn case(
     schedule: &'static str,
     micros: usize,
 ) -> Case {
-    Case { model, dp, tp, pp, sequence_parallel, schedule, micros, partition: &[] }
+    Case { model, dp, tp, pp, sequence_parallel, schedule, chunks: None, micros, partition: &[] }
 }
 
 /// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways; and layers dealt unevenly: to one end
@@ -208,7 +227,43 @@ pub static CASES: &[Case] = &[
     case(&UNTIED,  (2, 2, 2), NO, "1f1b",  4).dealt(&[0, 4]),
     case(&DROPOUT, (1, 2, 4), SP, "1f1b",  4).dealt(&[2, 0, 3, 0]),
     case(&DROPOUT, (2, 1, 2), NO, "gpipe", 2).dealt(&[1, 4]),
+
+    // Several stages per pp rank, in a loop.
+    case(&PLAIN,   (1, 1, 2), NO, "interleaved_1f1b", 4),
+    case(&UNEVEN,  (2, 2, 2), SP, "interleaved_1f1b", 4).dealt(&[2, 1, 1, 1]),
+    case(&UNTIED,  (1, 2, 4), NO, "interleaved_1f1b", 8).dealt(&[1, 0, 1, 0, 1, 0, 0, 1]),
+    case(&DROPOUT, (1, 2, 2), NO, "interleaved_1f1b", 8).in_chunks(3).dealt(&[1, 1, 1, 0, 1, 1]),
+    case(&PLAIN,   (2, 2, 2), NO, "breadth_first", 4),
+    case(&UNEVEN,  (1, 1, 4), NO, "breadth_first", 8).dealt(&[0, 1, 1, 0, 1, 1, 1, 0]),
+    case(&UNTIED,  (2, 1, 2), NO, "breadth_first", 2).in_chunks(4).dealt(&[1, 0, 1, 0, 1, 0, 1, 0]),
+    // Backward split into that of the input and that of the weights.
+    case(&PLAIN,   (1, 1, 4), NO, "zb_h1", 8),
+    case(&UNEVEN,  (2, 2, 2), SP, "zb_h1", 4),
+    case(&UNTIED,  (1, 2, 4), NO, "zb_h1", 4),
+    case(&DROPOUT, (2, 1, 2), NO, "zb_h1", 4),
+    case(&PLAIN,   (2, 2, 2), NO, "zb_h2", 4),
+    case(&UNEVEN,  (1, 1, 4), NO, "zb_h2", 8),
+    case(&UNTIED,  (2, 2, 2), SP, "zb_h2", 8),
+    // Both, in a V: the first and the last stage lie on one rank.
+    case(&PLAIN,   (1, 1, 2), NO, "zb_v", 4),
+    case(&UNEVEN,  (2, 2, 2), NO, "zb_v", 4).dealt(&[1, 2, 1, 1]),
+    case(&UNTIED,  (1, 2, 4), SP, "zb_v", 8).dealt(&[1, 0, 1, 0, 1, 0, 0, 1]),
+    case(&DROPOUT, (1, 1, 4), NO, "zb_v", 16).dealt(&[1, 1, 0, 0, 1, 0, 1, 1]),
+    case(&PLAIN,   (2, 1, 2), NO, "dualpipe_v", 8),
+    case(&UNEVEN,  (1, 2, 2), SP, "dualpipe_v", 8).dealt(&[1, 1, 2, 1]),
+    case(&UNTIED,  (2, 2, 2), NO, "dualpipe_v", 8),
+    case(&DROPOUT, (1, 1, 4), NO, "dualpipe_v", 16).dealt(&[1, 1, 0, 0, 1, 0, 1, 1]),
 ];
+
+#[test]
+fn the_table_has_every_synchronous_schedule_on_every_axis() {
+    for generator in Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()) {
+        let with = |axis: fn(&Case) -> usize| {
+            CASES.iter().any(|case| case.schedule == generator.name() && case.pp > 1 && axis(case) > 1)
+        };
+        assert!(with(|case| case.dp) && with(|case| case.tp), "{}", generator.name());
+    }
+}
 
 #[test]
 fn the_table_has_every_mesh_and_both_kinds_of_tensor_parallelism() {

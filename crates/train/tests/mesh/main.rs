@@ -12,6 +12,7 @@
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
 //! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
+//! | `schedules` | steps that overlap, versions of the weights, and what is kept, are what the schedule says |
 //! | `steady_state` | after two steps nothing is asked of the system any more |
 
 mod adamw;
@@ -24,6 +25,7 @@ mod failures;
 mod overlap;
 mod parity;
 mod pytorch;
+mod schedules;
 mod split_work;
 mod steady_state;
 mod world;

@@ -58,7 +58,8 @@ pub struct Piece {
 
 /// What a rank holds of every parameter of its stages.
 pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
-    let (rank, declarations) = (trainer.rank(), trainer.params().declarations());
+    let (rank, params) = (trainer.rank(), trainer.params());
+    let declarations = params.declarations();
     let piece = |id| {
         let spec = declarations.spec(id);
         let mut runs = Vec::new();
@@ -68,7 +69,7 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
             name: spec.name.clone(),
             whole: spec.global_elements(),
             runs,
-            weights: trainer.params().value(id)?.to_vec::<f32>()?,
+            weights: params.value(id)?.to_vec::<f32>()?,
             gradient: trainer.gradient(id)?,
             states: trainer.optimizer_states(id)?,
         })

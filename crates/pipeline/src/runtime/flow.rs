@@ -1,0 +1,75 @@
+//! What a trainer asks of a schedule beside its actions: where a rank may pause, and which weights it needs.
+
+use crate::ActionKind::{Backward, Forward, InputGradient, Update};
+use crate::{Action, Lowered};
+
+impl Lowered {
+    /// The actions of a rank before its first backward and the message that this waits for: the warm-up, in which weights
+    /// are read and no gradient is written.
+    ///
+    /// ```
+    /// use meshwork_pipeline::{lower, one_f_one_b};
+    ///
+    /// let lowered = lower(&one_f_one_b(2, 2))?;
+    /// let warm_up = |rank: usize| lowered.actions(rank)[..lowered.warm_up(rank)].iter().map(ToString::to_string).collect::<Vec<_>>();
+    /// assert_eq!(warm_up(0), ["0F0", "0SF0", "0F1", "0SF1"]);
+    /// assert_eq!(warm_up(1), ["1RF0", "1F0"]);
+    /// # Ok::<(), meshwork_pipeline::CheckError>(())
+    /// ```
+    pub fn warm_up(&self, rank: usize) -> usize {
+        self.before(rank, |action| matches!(action.kind, Backward | InputGradient))
+    }
+
+    /// The actions of a rank before the forward of any micro-batch from `micro` on, and the message that it waits for.
+    pub fn after_forwards(&self, rank: usize, micro: usize) -> usize {
+        self.before(rank, |action| action.kind == Forward && action.micro >= micro)
+    }
+
+    /// The actions before the first that is `wanted`, and before its receive.
+    fn before(&self, rank: usize, wanted: impl Fn(&Action) -> bool) -> usize {
+        let actions = self.actions(rank);
+        let first = actions.iter().position(wanted).unwrap_or(actions.len());
+        match first.checked_sub(1) {
+            Some(before) if actions[before].kind.is_message() && !actions[before].kind.is_send() => before,
+            _ => first,
+        }
+    }
+
+    /// Messages that `from` sends to `to` in its warm-up and `to` does not receive in its own.
+    pub fn unreceived(&self, from: usize, to: usize) -> usize {
+        let messages = |rank: usize, peer: usize, sends: bool| {
+            let warm_up = &self.actions(rank)[..self.warm_up(rank)];
+            warm_up.iter().filter(|action| self.peer(action) == Some(peer) && action.kind.is_send() == sends).count()
+        };
+        messages(from, to, true).saturating_sub(messages(to, from, false))
+    }
+
+    /// Updates of each stage that the schedule holds: none in a synchronous one.
+    pub fn updates(&self) -> usize {
+        self.actions(self.schedule().placement[0])
+            .iter()
+            .filter(|action| action.kind == Update && action.stage == 0)
+            .count()
+    }
+
+    /// How many versions, at most, the one that a forward of `rank` reads is behind the newest at that time.
+    pub fn versions_behind(&self, rank: usize) -> usize {
+        let mut newest = vec![0_usize; self.schedule().stages()];
+        let mut behind = 0;
+        for action in self.actions(rank) {
+            match action.kind {
+                Update => newest[action.stage] += 1,
+                Forward => {
+                    behind = behind.max(newest[action.stage].saturating_sub(self.version(action.stage, action.micro)))
+                }
+                _ => {}
+            }
+        }
+        behind
+    }
+
+    /// The rank at the other end of a message.
+    fn peer(&self, action: &Action) -> Option<usize> {
+        action.counterpart().map(|other| self.schedule().placement[other.stage])
+    }
+}

@@ -1,0 +1,106 @@
+//! The size of a pipeline, and which sizes a schedule takes.
+
+use std::error::Error;
+use std::fmt;
+
+/// The size of a pipeline: what a schedule is generated for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Pipeline ranks: the degree of the mesh axis `pp`.
+    pub pp: usize,
+    /// Chunks per rank.
+    pub virtual_stages: usize,
+    /// Micro-batches of one optimizer step.
+    pub micros: usize,
+}
+
+/// The numbers of micro-batches that a schedule takes: the multiples of a number, from another on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MicroCounts {
+    /// The fewest.
+    pub min: usize,
+    /// What each of them is a multiple of.
+    pub multiple_of: usize,
+}
+
+impl MicroCounts {
+    /// Whether `micros` is one of them.
+    pub fn contains(self, micros: usize) -> bool {
+        micros >= self.min && micros.is_multiple_of(self.multiple_of)
+    }
+}
+
+impl fmt::Display for MicroCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plural = |count: usize| if count == 1 { "micro-batch" } else { "micro-batches" };
+        match *self {
+            Self { min, multiple_of: 1 } => write!(f, "at least {min} {}", plural(min)),
+            Self { min, multiple_of } if min == multiple_of => write!(f, "a multiple of {min} micro-batches"),
+            Self { min, multiple_of } => write!(f, "a multiple of {multiple_of} micro-batches, from {min} on"),
+        }
+    }
+}
+
+/// A shape that a schedule cannot have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ShapeError {
+    /// A pipeline of no ranks.
+    NoRanks {
+        /// The schedule.
+        schedule: &'static str,
+    },
+    /// No optimizer step.
+    NoSteps {
+        /// The schedule.
+        schedule: &'static str,
+    },
+    /// A number of chunks per rank that the schedule does not take.
+    VirtualStages {
+        /// The schedule.
+        schedule: &'static str,
+        /// What was asked for.
+        virtual_stages: usize,
+        /// The only number that it takes; any from 1 on where there is none.
+        only: Option<usize>,
+    },
+    /// A number of micro-batches that the schedule does not take.
+    Micros {
+        /// The schedule.
+        schedule: &'static str,
+        /// The pipeline degree.
+        pp: usize,
+        /// What was asked for.
+        micros: usize,
+        /// What it takes.
+        takes: MicroCounts,
+    },
+}
+
+impl fmt::Display for ShapeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoRanks { schedule } => {
+                write!(f, "schedule {schedule} over pp=0: a pipeline has at least 1 rank")
+            }
+            Self::NoSteps { schedule } => write!(f, "schedule {schedule} over 0 steps: it spans at least 1"),
+            Self::VirtualStages { schedule, virtual_stages, only } => {
+                write!(
+                    f,
+                    "schedule {schedule} does not run with {virtual_stages} virtual stages (chunks per rank): it "
+                )?;
+                match only {
+                    Some(only) => write!(f, "has {only}; interleaved_1f1b and breadth_first take any number"),
+                    None => write!(f, "takes 1 or more"),
+                }
+            }
+            Self::Micros { schedule, pp, micros, takes } => {
+                write!(f, "schedule {schedule} over pp={pp} needs {takes}, got {micros}")?;
+                // Only where that is a way out: nothing runs without any micro-batch.
+                if *micros > 0 { write!(f, "; gpipe takes any number") } else { Ok(()) }
+            }
+        }
+    }
+}
+
+impl Error for ShapeError {}

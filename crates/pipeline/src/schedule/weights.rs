@@ -1,0 +1,137 @@
+//! Which version of its weights a micro-batch meets at a stage.
+
+use std::collections::HashMap;
+
+use super::ActionKind::{Forward, Update};
+use super::needs::Table;
+use super::{Action, Fault, Schedule};
+
+/// How weights change while a schedule runs, and so which version of them a micro-batch meets.
+///
+/// Versions of a stage are counted in updates: version 0 is what training starts from. The backward of a micro-batch
+/// always reads the version that its forward at the same stage has read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Weights {
+    /// Synchronous training, as GPipe and PipeDream-flush do it: one update per step, outside of the schedule. All
+    /// micro-batches of step t meet version t everywhere. The schedule holds no `U`.
+    Flush,
+    /// PipeDream's weight stashing (Harlap et al., 2018, section 3.3): a forward takes the latest version that its
+    /// stage has, so that stages may differ; an `U` follows each backward.
+    Stash,
+    /// PipeDream's vertical sync (the same section): all stages take the version that stage 0 had when the micro-batch
+    /// entered.
+    VerticalSync,
+    /// PipeDream-2BW (Narayanan et al., 2021, section 3.1): weights are updated once per batch, and the micro-batches of
+    /// batch t take version max(t - 1, 0): two versions are enough.
+    DoubleBuffered,
+}
+
+impl Weights {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Flush, Self::Stash, Self::VerticalSync, Self::DoubleBuffered];
+
+    /// Its name in the text form of a schedule.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Flush => "flush",
+            Self::Stash => "stash",
+            Self::VerticalSync => "vertical_sync",
+            Self::DoubleBuffered => "double_buffered",
+        }
+    }
+
+    /// Whether weights stay as they are while a step runs.
+    pub fn is_synchronous(self) -> bool {
+        self == Self::Flush
+    }
+}
+
+/// The versions of a schedule.
+pub(super) struct Versions {
+    /// By (stage, micro): the version that its forward and its backward use.
+    used: Vec<usize>,
+    /// By rank: the most versions of a stage that it holds at once.
+    pub(super) peaks: Vec<usize>,
+}
+
+impl Versions {
+    /// Works them out and makes sure that each exists when it is asked for. Expects what the checker has proved
+    /// before: all parts are there, once and in local order.
+    pub(super) fn new(schedule: &Schedule, steps: &Table<Option<usize>>) -> Result<Self, Fault> {
+        let latest = latest(schedule);
+        let (stages, micros) = (schedule.stages(), schedule.micros);
+        let per_step = schedule.micros_per_step();
+        let version = |stage: usize, micro: usize| match schedule.weights {
+            Weights::Flush => micro / per_step,
+            Weights::Stash => latest[stage * micros + micro],
+            Weights::VerticalSync => latest[micro],
+            Weights::DoubleBuffered => (micro / per_step).saturating_sub(1),
+        };
+        let each = (0..stages).flat_map(|stage| (0..micros).map(move |micro| (stage, micro)));
+        let used: Vec<usize> = each.clone().map(|(stage, micro)| version(stage, micro)).collect();
+        if schedule.weights.is_synchronous() {
+            return Ok(Self { used, peaks: vec![1; schedule.ranks] });
+        }
+        for ((stage, micro), &version) in each.zip(&used) {
+            let latest = latest[stage * micros + micro];
+            if version > latest {
+                let action = Action::new(Forward, stage, micro);
+                let (rank, step) = (schedule.placement[stage], steps[action].unwrap_or(0));
+                return Err(Fault::VersionToCome { rank, step, action, version, latest });
+            }
+        }
+        let peaks = (0..schedule.ranks).map(|rank| {
+            let of_stage = |stage| peak(schedule, steps, stage, &used[stage * micros..][..micros]);
+            schedule.stages_of(rank).map(of_stage).max().unwrap_or(1)
+        });
+        Ok(Self { peaks: peaks.collect(), used })
+    }
+
+    pub(super) fn into_used(self) -> Vec<usize> {
+        self.used
+    }
+}
+
+/// By (stage, micro): the updates of the stage that stand before this forward.
+fn latest(schedule: &Schedule) -> Vec<usize> {
+    let mut latest = vec![0; schedule.stages() * schedule.micros];
+    for row in &schedule.actions {
+        let mut updates: HashMap<usize, usize> = HashMap::new();
+        for action in row {
+            match action.kind {
+                Update => *updates.entry(action.stage).or_default() += 1,
+                Forward => {
+                    latest[action.stage * schedule.micros + action.micro] =
+                        updates.get(&action.stage).copied().unwrap_or(0);
+                }
+                _ => {}
+            }
+        }
+    }
+    latest
+}
+
+/// The most versions of one stage that are held at once: one from the update that makes it until the next update
+/// or its last use, whichever is later. An update that nobody needs the old version after works in place.
+fn peak(schedule: &Schedule, steps: &Table<Option<usize>>, stage: usize, used: &[usize]) -> usize {
+    let row = &schedule.actions[schedule.placement[stage]];
+    let updates = row.iter().enumerate().filter(|(_, action)| action.kind == Update && action.stage == stage);
+    let made: Vec<usize> = std::iter::once(0).chain(updates.map(|(step, _)| step)).collect();
+    let mut freed: Vec<usize> = made.iter().skip(1).copied().chain([row.len()]).collect();
+    for (micro, &version) in used.iter().enumerate() {
+        let ends = [super::ActionKind::Backward, super::ActionKind::WeightGradient];
+        let last_use = ends.into_iter().filter_map(|kind| steps[Action::new(kind, stage, micro)]).max();
+        freed[version] = freed[version].max(last_use.unwrap_or(0));
+    }
+    let mut change = vec![0_isize; row.len() + 1];
+    for (&made, &freed) in made.iter().zip(&freed) {
+        change[made] += 1;
+        change[freed] -= 1;
+    }
+    let live = change.iter().scan(0, |live, change| {
+        *live += change;
+        Some(*live)
+    });
+    live.max().unwrap_or(1).unsigned_abs()
+}
