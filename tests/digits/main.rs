@@ -34,7 +34,7 @@ fn number(line: &str, before: &str, after: &str) -> f64 {
 fn both_networks_read_more_than_95_of_100_digits_that_they_never_saw() {
     for line in [
         "--model resnet --pp 2 --schedule gpipe --micro 4 --recompute",
-        "--model resnet --pp 1 --seed 1",
+        "--model resnet --pp 2 --schedule interleaved_1f1b --virtual 3 --seed 1",
         "--model vgg --pp 4 --schedule 1f1b --seed 2",
         "--model vgg --pp 2 --dp 2 --micro 2 --seed 3",
     ] {
@@ -55,7 +55,7 @@ fn stages_and_rematerialisation_change_no_number() {
         (numbers.to_owned(), number(&format!("peak {memory}"), "peak ", " MiB"))
     };
     let (alone, whole) = of("--pp 1");
-    for line in ["--pp 2", "--pp 6 --schedule=gpipe", "--pp 4 --schedule 1f1b"] {
+    for line in ["--pp 2", "--pp 6 --schedule=gpipe", "--pp 4 --schedule 1f1b", "--pp 2 --schedule zb_v"] {
         assert_eq!(of(line).0, alone, "{line}");
     }
     let (again, less) = of("--pp 1 --recompute");
@@ -74,9 +74,20 @@ fn bad_flags_end_with_2_and_what_would_be_valid() {
         "{err}"
     );
     assert_eq!(lines[1], "--pp 0: no such number; use 1 to 4096");
-    assert!(lines[2].starts_with("--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b"), "{err}");
+    assert!(lines[2].starts_with("--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b, "), "{err}");
     let help = succeed("--help");
-    for flag in ["--model", "--pp", "--dp", "--schedule", "--micro", "--batch", "--recompute", "--epochs", "--seed"] {
+    for flag in [
+        "--model",
+        "--pp",
+        "--dp",
+        "--schedule",
+        "--virtual",
+        "--micro",
+        "--batch",
+        "--recompute",
+        "--epochs",
+        "--seed",
+    ] {
         assert!(help.contains(flag), "{flag}\n{help}");
     }
 }

@@ -11,7 +11,7 @@ use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
 use meshwork_testkit::run_world;
-use meshwork_train::classify::{Classifier, Images, Options, Score, Settings};
+use meshwork_train::classify::{Classifier, Images, Options, Score, Settings, schedules};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -22,6 +22,7 @@ fn settings() -> Settings {
         pp: 1,
         dp: 1,
         schedule: "gpipe".to_owned(),
+        virtual_stages: None,
         batch: 16,
         micros: 4,
         partition: None,
@@ -95,16 +96,22 @@ fn train(network: &Network, settings: &Settings) -> (Trained, u64) {
 /// Batch norm too: the micro-batches are the same, whoever runs them, and so are the moving averages.
 #[test]
 fn every_cut_into_stages_gives_the_same_bits() {
+    let mut cuts = 0;
     for network in [resnet(Norm::Batch), vgg(Norm::Group(2)), vgg(Norm::Batch)] {
         let (whole, _) = train(&network, &settings());
         assert!(
             whole.gradients.values().all(|gradient| gradient.iter().any(|&g| g != 0.0)),
             "gradients flow everywhere"
         );
-        for schedule in ["gpipe", "1f1b"] {
+        for schedule in schedules() {
+            // Two stages on each rank, where the schedule has them, need as many layers.
             for pp in [2, 4] {
                 let cut = Settings { pp, schedule: schedule.to_owned(), ..settings() };
-                assert_eq!(train(&network, &cut).0, whole, "{schedule} over pp={pp}");
+                let stages = cut.schedule().map_or(usize::MAX, |schedule| schedule.placement.len());
+                if stages <= network.layers() {
+                    assert_eq!(train(&network, &cut).0, whole, "{schedule} over pp={pp}");
+                    cuts += 1;
+                }
             }
         }
         // Boundaries of every shape: behind each layer once, pools and the mean over pixels among them.
@@ -113,6 +120,7 @@ fn every_cut_into_stages_gives_the_same_bits() {
             assert_eq!(train(&network, &cut).0, whole, "cut behind layer {first}");
         }
     }
+    assert!(cuts > 35, "{cuts} schedules and degrees");
 }
 
 /// GPipe's re-materialisation: less memory, the same bits, and moving averages that move once a step.
@@ -120,12 +128,16 @@ fn every_cut_into_stages_gives_the_same_bits() {
 fn rematerialisation_changes_memory_alone() {
     for network in [resnet(Norm::Batch), vgg(Norm::Batch)] {
         for pp in [1, 2] {
-            let plain = Settings { pp, batch: 64, micros: 8, ..settings() };
-            let recompute = Settings { recompute: true, pp, batch: 64, micros: 8, ..settings() };
-            let ((kept, most), (again, least)) = (train(&network, &plain), train(&network, &recompute));
+            let of = |recompute, schedule: &str| {
+                let schedule = schedule.to_owned();
+                train(&network, &Settings { recompute, schedule, pp, batch: 64, micros: 8, ..settings() })
+            };
+            let ((kept, most), (again, least)) = (of(false, "gpipe"), of(true, "gpipe"));
             assert!(!kept.averages.is_empty());
             assert_eq!(again, kept, "pp={pp}");
             assert!(2 * least < most, "pp={pp}: {least} bytes against {most}");
+            // Where backward is split, what forward made again waits for the gradients of weights.
+            assert_eq!(of(true, "zb_h1").0, kept, "zb_h1 over pp={pp}");
         }
     }
 }
@@ -191,6 +203,11 @@ fn what_cannot_be_trained_is_refused() {
             "6 layers cannot be cut into stages of [3, 4]: 2 numbers of at least 1 must add up to them",
         ),
         (
+            Settings { schedule: "pipedream".to_owned(), ..settings() },
+            "schedule pipedream updates weights within a step, which classifiers do not: use one of gpipe, 1f1b, \
+             interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v",
+        ),
+        (
             Settings { pp: 4, micros: 2, schedule: "1f1b".to_owned(), ..settings() },
             "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number",
         ),
@@ -224,14 +241,17 @@ fn bad_flags_say_what_would_be_valid() {
     for (args, says) in [
         (&["--model", "alexnet"][..], "--model alexnet: unknown; the nearest is resnet; use one of resnet, vgg"),
         (&["--pp", "0"], "--pp 0: no such number; use 1 to 4096"),
-        (&["--pp", "9"], "--pp 9: resnet has 6 layers, and a stage holds at least one; use 1 to 6"),
-        (&["--schedule", "gpip"], "--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b"),
+        (&["--pp", "9"], "--pp 9: resnet has 6 layers, too few for 9 stages; use 6 at most"),
+        (&["--schedule", "gpip"], "--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b, "),
+        (&["--schedule", "pipedream"], "--schedule pipedream: unknown; the nearest is "),
+        (&["--pp", "4", "--schedule", "zb_v"], "--pp 4: resnet has 6 layers, too few for 8 stages; use 3 at most"),
+        (&["--virtual", "3"], "--micro 4: schedule gpipe does not run with 3 virtual stages"),
         (&["--recompute=yes"], "--recompute yes: takes no value; use --recompute alone"),
         (&["--epochs"], "--epochs: no value; use --epochs VALUE or --epochs=VALUE"),
         (
             &["--micro", "5"],
             "--micro 5: a mini-batch of 64 images cannot be cut into dp=1 times 5 micro-batches: take a multiple of 5; use \
-             another --micro or --batch, or another --schedule than gpipe",
+             other numbers, or another --schedule than gpipe",
         ),
     ] {
         assert!(

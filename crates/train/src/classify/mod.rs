@@ -25,7 +25,7 @@ use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_models::network::Network;
 use meshwork_optim::{LrSchedule, Optimizer};
-use meshwork_pipeline::{Schedule, by_name};
+use meshwork_pipeline::{Generator, Schedule, Shape, by_name};
 use meshwork_tensor::cpu::Cpu;
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,8 +36,10 @@ pub struct Settings {
     pub pp: usize,
     /// Degree of data parallelism.
     pub dp: usize,
-    /// Name of the schedule.
+    /// Name of the schedule, a synchronous one.
     pub schedule: String,
+    /// Chunks that each pp rank holds, where the schedule leaves a choice; its default where there is none.
+    pub virtual_stages: Option<usize>,
     /// Images of a mini-batch, over all dp ranks.
     pub batch: usize,
     /// Micro-batches in which a dp rank takes its images.
@@ -57,6 +59,11 @@ pub struct Settings {
     pub seed: u64,
 }
 
+/// Names of the schedules that a classifier can be trained with: the synchronous ones.
+pub fn schedules() -> Vec<&'static str> {
+    Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name).collect()
+}
+
 /// What cannot be trained, and what could be.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -70,6 +77,14 @@ pub enum ClassifyError {
         dp: usize,
         /// Micro-batches of each.
         micros: usize,
+    },
+    /// A schedule under which stages hold different versions of the weights.
+    #[error("schedule {schedule} updates weights within a step, which classifiers do not: use one of {known}")]
+    Asynchronous {
+        /// The schedule.
+        schedule: &'static str,
+        /// Those that would do.
+        known: String,
     },
     /// Fewer images than one step takes.
     #[error("{images} images are fewer than a mini-batch of {batch}")]
@@ -121,8 +136,13 @@ impl Settings {
     /// The schedule, if it takes these micro-batches and the images can be dealt out.
     pub fn schedule(&self) -> Result<Schedule, ClassifyError> {
         let Self { batch, dp, micros, .. } = *self;
-        let schedule = by_name(&self.schedule).map_err(TrainError::from)?;
-        let schedule = schedule.build(self.pp, micros).map_err(TrainError::from)?;
+        let generator = by_name(&self.schedule).map_err(TrainError::from)?;
+        if !generator.is_synchronous() {
+            return Err(ClassifyError::Asynchronous { schedule: generator.name(), known: schedules().join(", ") });
+        }
+        let shape = generator.shape(self.pp, micros);
+        let shape = Shape { virtual_stages: self.virtual_stages.unwrap_or(shape.virtual_stages), ..shape };
+        let schedule = generator.build(shape).map_err(TrainError::from)?;
         match dp * micros {
             0 => Err(ClassifyError::Batch { batch, dp, micros }),
             parts if batch == 0 || !batch.is_multiple_of(parts) => Err(ClassifyError::Batch { batch, dp, micros }),

@@ -1,12 +1,11 @@
 //! The command line of a classifier's training.
 
-use super::Settings;
+use super::{ClassifyError, Settings, schedules};
 use crate::config::{ConfigError, Fault, choose_from};
 use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
 use meshwork_optim::{Decay, LrSchedule, Sgd};
-use meshwork_pipeline::Generator;
 use std::ffi::OsString;
 
 /// A command line.
@@ -30,6 +29,8 @@ pub struct Options {
     pub dp: usize,
     /// `--schedule`.
     pub schedule: String,
+    /// `--virtual`: chunks per rank, where the schedule leaves a choice.
+    pub virtual_stages: Option<usize>,
     /// `--micro`: micro-batches of each dp rank.
     pub micros: usize,
     /// `--batch`: images of a mini-batch.
@@ -46,8 +47,19 @@ pub struct Options {
 
 const MODELS: [&str; 2] = ["resnet", "vgg"];
 
-const FLAGS: [&str; 10] =
-    ["--model", "--pp", "--dp", "--schedule", "--micro", "--batch", "--recompute", "--epochs", "--seed", "--help"];
+const FLAGS: [&str; 11] = [
+    "--model",
+    "--pp",
+    "--dp",
+    "--schedule",
+    "--virtual",
+    "--micro",
+    "--batch",
+    "--recompute",
+    "--epochs",
+    "--seed",
+    "--help",
+];
 
 impl Default for Options {
     fn default() -> Self {
@@ -56,6 +68,7 @@ impl Default for Options {
             pp: 2,
             dp: 1,
             schedule: "gpipe".to_owned(),
+            virtual_stages: None,
             micros: 4,
             batch: 64,
             recompute: false,
@@ -69,15 +82,16 @@ impl Default for Options {
 /// The text that `--help` prints.
 pub fn usage(program: &str) -> String {
     let Options { model, pp, dp, schedule, micros, batch, epochs, seed, .. } = Options::default();
-    let (models, schedules) = (MODELS.join(" or "), Generator::ALL.map(Generator::name).join(", "));
+    let (models, schedules) = (MODELS.join(" or "), schedules().join(", "));
     format!(
-        "Usage: {program} [--model NAME] [--pp N] [--dp N] [--schedule NAME] [--micro N] [--batch N]\n    \
-         [--recompute] [--epochs N] [--seed N] [--help]\n\n\
+        "Usage: {program} [--model NAME] [--pp N] [--dp N] [--schedule NAME] [--virtual N] [--micro N]\n    \
+         [--batch N] [--recompute] [--epochs N] [--seed N] [--help]\n\n\
          Trains a classifier of images through the pipeline, every rank a thread.\n\n\
          --model      {models}. Default: {model}\n\
          --pp         stages of the pipeline. Default: {pp}\n\
          --dp         pipelines side by side, each with its share of the images. Default: {dp}\n\
          --schedule   one of {schedules}. Default: {schedule}\n\
+         --virtual    stages of each rank, for interleaved_1f1b and breadth_first. Default: 2\n\
          --micro      micro-batches of each pipeline in a step. Default: {micros}\n\
          --batch      images of a step. Default: {batch}\n\
          --recompute  keep the inputs of stages alone, and run each forward again before its backward\n\
@@ -131,7 +145,7 @@ impl Options {
             "--model" | "--schedule" => {
                 let (known, to) = match flag {
                     "--model" => (MODELS.to_vec(), &mut self.model),
-                    _ => (Generator::ALL.map(Generator::name).to_vec(), &mut self.schedule),
+                    _ => (schedules(), &mut self.schedule),
                 };
                 match known.contains(&&*value) {
                     true => *to = value,
@@ -143,6 +157,7 @@ impl Options {
                 Ok(seed) => return self.seed = seed,
                 Err(_) => return faults.push(Fault::new(flag, value, "no seed", format!("use 0 to {}", u64::MAX))),
             },
+            "--virtual" => self.virtual_stages.insert(0),
             "--pp" => &mut self.pp,
             "--dp" => &mut self.dp,
             "--micro" => &mut self.micros,
@@ -157,16 +172,17 @@ impl Options {
 
     /// Refuses what does not go together, as the run would.
     fn require_fit(&self, faults: &mut Vec<Fault>) {
-        let settings = self.settings(self.batch);
-        let layers = self.network().layers();
-        if self.pp > layers {
-            let problem = format!("{} has {layers} layers, and a stage holds at least one", self.model);
-            faults.push(Fault::new("--pp", self.pp, problem, format!("use 1 to {layers}")));
-            return;
-        }
-        if let Err(error) = settings.schedule() {
-            let valid = format!("use another --micro or --batch, or another --schedule than {}", self.schedule);
-            faults.push(Fault::new("--micro", self.micros, error.to_string(), valid));
+        let (settings, network) = (self.settings(self.batch), self.network());
+        match settings.schedule().and_then(|schedule| settings.stages(&network, schedule.placement.len())) {
+            Ok(_) => {}
+            Err(ClassifyError::Stages { layers, stages }) => {
+                let problem = format!("{} has {layers} layers, too few for {stages} stages", self.model);
+                faults.push(Fault::new("--pp", self.pp, problem, format!("use {} at most", layers * self.pp / stages)));
+            }
+            Err(error) => {
+                let valid = format!("use other numbers, or another --schedule than {}", self.schedule);
+                faults.push(Fault::new("--micro", self.micros, error.to_string(), valid));
+            }
         }
     }
 
@@ -186,6 +202,7 @@ impl Options {
             pp: self.pp,
             dp: self.dp,
             schedule: self.schedule.clone(),
+            virtual_stages: self.virtual_stages,
             batch: self.batch,
             micros: self.micros,
             partition: None,

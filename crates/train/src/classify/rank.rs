@@ -184,7 +184,7 @@ impl<'a> Classifier<'a> {
             averages: &self.averages,
             gradients: &self.gradients,
         };
-        let mut transport = Boundaries::new(self.rank.group(Axis::Pp), &self.device, &self.boundaries);
+        let mut transport = Boundaries::new(&self.rank, &self.device, &self.boundaries, schedule.report().in_flight);
         let mut stages: Vec<_> = self.chunks.iter_mut().map(|chunk| Running { chunk, pass: &pass }).collect();
         let walked = run(schedule, self.rank.coords().get(Axis::Pp), &mut stages, &mut transport, &mut observe);
         if walked.is_err() {

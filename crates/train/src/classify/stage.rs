@@ -44,6 +44,8 @@ pub(super) struct Chunk {
     stages: usize,
     modules: Vec<Box<dyn Module>>,
     flights: BTreeMap<usize, Flight>,
+    /// Tapes whose gradients of weights are still to be computed.
+    deferred: BTreeMap<usize, Tape>,
     /// By number within the mini-batch.
     pub(super) verdicts: BTreeMap<usize, Verdict>,
 }
@@ -68,12 +70,13 @@ struct Run {
 
 impl Chunk {
     pub(super) fn new(number: usize, stages: usize, modules: Vec<Box<dyn Module>>) -> Self {
-        Self { number, stages, modules, flights: BTreeMap::new(), verdicts: BTreeMap::new() }
+        Self { number, stages, modules, flights: BTreeMap::new(), deferred: BTreeMap::new(), verdicts: BTreeMap::new() }
     }
 
     /// Forgets passes in flight, after a failure.
     pub(super) fn clear(&mut self) {
         self.flights.clear();
+        self.deferred.clear();
         self.verdicts.clear();
     }
 
@@ -158,7 +161,39 @@ impl meshwork_pipeline::Stage for Running<'_> {
         Ok(Some(message).filter(|_| !chunk.is_last()))
     }
 
+    fn backward_input(
+        &mut self,
+        micro: usize,
+        grad: Option<Message>,
+    ) -> std::result::Result<Option<Message>, TrainError> {
+        self.walk(micro, grad, Weights::Deferred)
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> std::result::Result<(), TrainError> {
+        let Some(tape) = self.chunk.deferred.remove(&micro) else {
+            return Err(self.chunk.out_of_turn(micro, "gradients of weights before that of the input"));
+        };
+        Ok(tape.weight_gradients(&mut *self.pass.gradients.borrow_mut())?)
+    }
+
+    /// In one walk over the tape, so that what serves both gradients is read once.
     fn backward(&mut self, micro: usize, grad: Option<Message>) -> std::result::Result<Option<Message>, TrainError> {
+        self.walk(micro, grad, Weights::Now)
+    }
+
+    fn update(&mut self, micro: usize) -> std::result::Result<(), TrainError> {
+        Err(self.chunk.out_of_turn(micro, "an update within a step: only synchronous schedules train classifiers"))
+    }
+}
+
+impl Running<'_> {
+    /// Walks the tape of a micro-batch backwards.
+    fn walk(
+        &mut self,
+        micro: usize,
+        grad: Option<Message>,
+        weights: Weights,
+    ) -> std::result::Result<Option<Message>, TrainError> {
         let Self { chunk, pass } = self;
         let Run { tape, input, output, .. } = match chunk.flights.remove(&micro) {
             Some(Flight::Whole(run)) => run,
@@ -167,15 +202,22 @@ impl meshwork_pipeline::Stage for Running<'_> {
         };
         let gradients = &mut *pass.gradients.borrow_mut();
         match grad {
-            Some(message) => tape.backward(&output, message.tensor, Weights::Now, gradients)?,
-            None if chunk.is_last() => tape.backward_from_loss(&output, pass.seed, Weights::Now, gradients)?,
+            Some(message) => tape.backward(&output, message.tensor, weights, gradients)?,
+            None if chunk.is_last() => tape.backward_from_loss(&output, pass.seed, weights, gradients)?,
             None => return Err(chunk.out_of_turn(micro, "no gradient arrived")),
         }
-        if chunk.number == 0 {
-            return Ok(None);
+        let message = match chunk.number {
+            0 => None,
+            _ => {
+                let tensor = tape.take_grad(&input);
+                let tensor = tensor.ok_or_else(|| chunk.out_of_turn(micro, "the input has no gradient"))?;
+                Some(Message { tensor, types: input.types().dual() })
+            }
+        };
+        if weights == Weights::Deferred {
+            chunk.deferred.insert(micro, tape);
         }
-        let tensor = tape.take_grad(&input).ok_or_else(|| chunk.out_of_turn(micro, "the input has no gradient"))?;
-        Ok(Some(Message { tensor, types: input.types().dual() }))
+        Ok(message)
     }
 }
 

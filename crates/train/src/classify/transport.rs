@@ -1,7 +1,7 @@
 //! Messages between stages whose boundaries differ in shape: a transport of the engine for each boundary.
 
 use crate::engine::{Message, PipeTransport, TrainError};
-use meshwork_core::Group;
+use meshwork_core::Rank;
 use meshwork_models::Boundary;
 use meshwork_pipeline::{Direction, Tag, Transport};
 use meshwork_tensor::Device;
@@ -12,8 +12,10 @@ use std::sync::Arc;
 pub(super) struct Boundaries(Vec<PipeTransport>);
 
 impl Boundaries {
-    pub(super) fn new(group: &Group, device: &Arc<dyn Device>, boundaries: &[Boundary]) -> Self {
-        Self(boundaries.iter().map(|&at| PipeTransport::new(group.clone(), Arc::clone(device), at)).collect())
+    /// `in_flight` messages, which must be what the schedule needs, may be on their way over each boundary.
+    pub(super) fn new(rank: &Rank, device: &Arc<dyn Device>, boundaries: &[Boundary], in_flight: usize) -> Self {
+        let pipe = |&at: &Boundary| PipeTransport::new(rank, Arc::clone(device), at, false, in_flight);
+        Self(boundaries.iter().map(pipe).collect())
     }
 
     /// The transport that a message takes: its tag names the stage that made it.
