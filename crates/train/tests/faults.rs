@@ -345,7 +345,7 @@ fn replicas_must_add_up_and_schedules_of_ones_own_must_fit() {
         ),
         (
             good.replace("0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1").replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"),
-            "schedule mine: ranks wait for each other in a circle:\n",
+            "schedule mine: ranks wait for each other in a circle; ",
         ),
         (good.replace("0F0", "0X0"), "line 5: "),
         (good.replace("0B0 0B1", "").replace("1B0", "").replace("1B1", ""), "has no backward: "),

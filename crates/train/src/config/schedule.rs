@@ -1,6 +1,6 @@
 //! What runs the pipeline: a schedule by name, over replicated stages, or one of the user's own.
 
-use meshwork_pipeline::{Generator, Lowered, Schedule, Shape, lower, one_f_one_b_replicated};
+use meshwork_pipeline::{CheckError, Generator, Lowered, Schedule, Shape, lower, one_f_one_b_replicated};
 use std::fs;
 
 use super::Config;
@@ -101,11 +101,11 @@ pub(crate) fn settle(config: &mut Config, settings: &mut Settings) {
 
 /// The schedule in a file, or what is wrong with it and what would be valid.
 fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Result<Schedule, (String, String)> {
-    let how = || "docs/schedules.md shows the text form; `schedules --load FILE` explains a schedule".to_owned();
+    let how = || "docs/schedules.md shows the text form; `schedules --load FILE` draws where it is stuck".to_owned();
     let text = fs::read_to_string(path)
         .map_err(|error| (format!("cannot be read: {error}"), "use the path of a schedule".to_owned()))?;
     let schedule: Schedule = text.parse().map_err(|error| (format!("{error}"), how()))?;
-    let lowered: Lowered = lower(&schedule).map_err(|error| (format!("{error}"), how()))?;
+    let lowered: Lowered = lower(&schedule).map_err(|error| (first_line(&error), how()))?;
     let pp = config.parallelism.pp;
     if settings.sound(&[STAGES]) && schedule.ranks != pp {
         return Err((
@@ -134,4 +134,10 @@ fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Res
         return Err((problem.to_owned(), "use training.numerics = \"fast\"".to_owned()));
     }
     Ok(schedule)
+}
+
+/// A fault is told in one line; the grid of ranks that wait for each other is for who draws the schedule.
+fn first_line(error: &CheckError) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().trim_end_matches(':').to_owned()
 }
