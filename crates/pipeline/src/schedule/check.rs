@@ -76,10 +76,11 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
     {
         return Err(Fault::ReplicatedVersions { stage, weights: schedule.weights });
     }
-    for stage in 0..stages {
-        for rank in schedule.ranks_of(stage) {
-            *holds.get_mut(rank).ok_or(Fault::Placement { stage, rank, ranks })? = true;
-        }
+    for (stage, (&first, &replicas)) in schedule.placement.iter().zip(&schedule.replicas).enumerate() {
+        // Written by hand, both may be any number.
+        let last = first.saturating_add(replicas - 1);
+        let held = holds.get_mut(first..=last).ok_or(Fault::Placement { stage, rank: last, ranks })?;
+        held.fill(true);
     }
     if let Some(rank) = holds.iter().position(|holds| !holds) {
         return Err(Fault::IdleRank { rank, ranks, stages });
