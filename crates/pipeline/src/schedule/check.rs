@@ -43,12 +43,10 @@ pub(super) fn prove(schedule: &Schedule, form: Form) -> Result<(Report, Vec<usiz
         check_message_order(schedule)?;
         check_updates(&graph, &steps)?;
         let versions = Versions::new(schedule, &steps)?;
-        if let Walk::Stuck(reached) = walk(&graph, &Terms::untimed(usize::MAX)) {
+        if let Walk::Stuck(reached) = walk(&graph, &Terms::untimed(None)) {
             return Err(Fault::Deadlock { grid: stuck_grid(&graph, &reached) });
         }
-        // As many as there are always suffice; a plain schedule has none.
-        let in_flight = in_flight(&graph).unwrap_or(usize::MAX);
-        Ok((Report::new(schedule, versions.peaks.clone(), in_flight), versions.into_used()))
+        Ok((Report::new(schedule, versions.peaks, in_flight(&graph)), versions.used))
     };
     proof().map_err(|fault| CheckError { schedule: schedule.name.clone(), fault })
 }
