@@ -35,8 +35,9 @@ mod schedule;
 
 pub use runtime::{Event, Interpreter, Phase, RunError, Stage, Transport, run};
 pub use schedule::{
-    Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Lowered, MicroCounts,
-    ParseActionError, Report, Schedule, Shape, ShapeError, Span, Tag, Timeline, UnknownSchedule, Weights,
-    breadth_first, by_name, check, default_micros, dualpipe_v, forward_only, gpipe, interleaved_1f1b, lower,
-    one_f_one_b, parse_actions, pipedream, pipedream_2bw, render, simulate, zb_h1, zb_h2, zb_v,
+    Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,
+    ParseActionError, ParseScheduleError, Report, Schedule, Shape, ShapeError, Tag, TextFault, Timeline,
+    UnknownSchedule, Weights, breadth_first, by_name, check, chrome_trace, default_micros, dualpipe_v, forward_only,
+    gpipe, interleaved_1f1b, lower, one_f_one_b, parse_actions, pipedream, pipedream_2bw, render, simulate, svg,
+    text_grid, zb_h1, zb_h2, zb_v,
 };

@@ -152,7 +152,12 @@ fn every_word_that_has_landed_is_understood() {
         if let Kind::Choice { landed, .. } = key.kind {
             for word in landed {
                 let name = format!("{section}.{}", key.name);
-                let config = config(&format!("--set {name}={word}"));
+                // What asynchronous schedules refuse.
+                let more = match word.starts_with("pipedream") {
+                    true => " --set model.tie_embeddings=false --set training.max_norm=0",
+                    false => "",
+                };
+                let config = config(&format!("--set {name}={word}{more}"));
                 let dump = serde_json::to_value(config).unwrap();
                 assert_eq!(dump[section][key.name], *word, "{name}");
             }

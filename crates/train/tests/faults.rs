@@ -221,11 +221,12 @@ fn unknown_words_hear_of_the_nearest() {
         ),
         (
             "--set pipeline.schedule=1f1",
-            "pipeline.schedule = \"1f1\" (from --set): unknown; the nearest is 1f1b; use one of gpipe, 1f1b",
+            "pipeline.schedule = \"1f1\" (from --set): unknown; the nearest is 1f1b; use one of gpipe, 1f1b, \
+             interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v, pipedream, pipedream_2bw",
         ),
         (
-            "--set pipeline.schedule=zbh1",
-            "pipeline.schedule = \"zbh1\" (from --set): unknown; the nearest, zb_h1, has not landed yet; use gpipe or 1f1b",
+            "--set model.kind=lama",
+            "model.kind = \"lama\" (from --set): unknown; the nearest, llama, has not landed yet; use gpt2",
         ),
         (
             "--set training.dtype=f16",
@@ -246,15 +247,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "parallelism.zero_stage=1",
         "parallelism.context_parallel_method=ulysses",
         "parallelism.expert_tensor_parallel=2",
-        "pipeline.virtual_stages=2",
-        "pipeline.schedule=interleaved_1f1b",
-        "pipeline.schedule=breadth_first",
-        "pipeline.schedule=zb_h1",
-        "pipeline.schedule=zb_h2",
-        "pipeline.schedule=zb_v",
-        "pipeline.schedule=dualpipe_v",
-        "pipeline.schedule=pipedream",
-        "pipeline.schedule=pipedream_2bw",
         "memory.recompute=full",
         "memory.offload=cpu",
         "memory.limit_bytes=1",
@@ -284,6 +276,54 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
          [compress]: compression has not landed yet; remove the section"
     );
     config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none --set model.num_kv_heads=4");
+}
+
+#[test]
+fn schedules_say_which_sizes_they_take() {
+    let pipeline = "--mesh pp=4 --set model.num_layers=8 --set pipeline.schedule=";
+    let with = |rest: &str| refusal(&format!("{pipeline}{rest}"));
+    assert_eq!(
+        with("zb_h1 --set pipeline.virtual_stages=2"),
+        "pipeline.virtual_stages = 2: schedule zb_h1 does not run with 2 virtual stages (chunks per rank): it has 1; \
+         interleaved_1f1b and breadth_first take any number; use 1, or another schedule"
+    );
+    assert_eq!(
+        with("interleaved_1f1b --set pipeline.virtual_stages=2 --set model.num_layers=12"),
+        "pipeline.virtual_stages = 2: gives pp · virtual_stages = 8 stages, which do not divide model.num_layers = 12; use \
+         layers that are a multiple of 8, such as 8 or 16, or deal them with a list in pipeline.partition"
+    );
+    assert_eq!(
+        with("interleaved_1f1b --set pipeline.num_microbatches=2"),
+        "pipeline.num_microbatches = 2: schedule interleaved_1f1b over pp=4 needs a multiple of 4 micro-batches, got 2; \
+         gpipe takes any number; use a multiple of 4 micro-batches, or a smaller pp"
+    );
+    assert_eq!(
+        with("dualpipe_v --set pipeline.num_microbatches=4"),
+        "pipeline.num_microbatches = 4: schedule dualpipe_v over pp=4 needs at least 8 micro-batches, got 4; gpipe takes \
+         any number; use 8 or more, or a smaller pp"
+    );
+}
+
+#[test]
+fn asynchronous_schedules_refuse_what_has_no_meaning_with_them() {
+    for schedule in ["pipedream", "pipedream_2bw"] {
+        let set = format!("--mesh pp=2 --set pipeline.schedule={schedule}");
+        assert_eq!(
+            refusal(&format!("{set} --set training.numerics=canonical")),
+            format!(
+                "model.tie_embeddings = true: has no meaning with pipeline.schedule = {schedule:?}, whose stages hold \
+                 different versions of the weights: two uses of one table would not be one table; use model.tie_embeddings = \
+                 false, or a synchronous schedule\n\
+                 training.max_norm = 1: has no meaning with pipeline.schedule = {schedule:?}, whose stages update at different \
+                 times, each before the others' gradients are there: no norm is that of one whole gradient; use \
+                 training.max_norm = 0, or a synchronous schedule\n\
+                 training.numerics = canonical: has no meaning with pipeline.schedule = {schedule:?}, whose result depends on \
+                 the schedule by design: it is not the run of one rank; use training.numerics = \"fast\", or a synchronous \
+                 schedule"
+            )
+        );
+        config(&format!("{set} --set model.tie_embeddings=false --set training.max_norm=0"));
+    }
 }
 
 #[test]

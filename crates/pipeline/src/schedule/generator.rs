@@ -90,7 +90,7 @@ impl Generator {
     }
 
     /// Whether the chunks per rank may be chosen.
-    fn chooses_virtual_stages(self) -> bool {
+    pub fn chooses_virtual_stages(self) -> bool {
         matches!(self, Self::Interleaved | Self::BreadthFirst)
     }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::needs::Graph;
-use super::{Action, CheckError, Costs, Schedule, Timeline, simulate};
+use super::{Action, CheckError, Costs, Interval, Schedule, Timeline, simulate};
 
 /// Draws a schedule without messages: one row per rank, one column per unit of time, blank where the rank idles, for
 /// forwards, input gradients and weight gradients of 1 each; whole backwards stretch over two columns.
@@ -28,30 +28,34 @@ use super::{Action, CheckError, Costs, Schedule, Timeline, simulate};
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 pub fn render(schedule: &Schedule) -> Result<String, CheckError> {
-    Ok(text(&simulate(schedule, &Costs::unit(schedule))?))
+    Ok(text_grid(&simulate(schedule, &Costs::unit(schedule))?))
 }
 
-/// Draws a timeline in text. A column is as wide in time as the shortest action, so that each has a cell of its own.
-pub fn text(timeline: &Timeline) -> String {
-    let computed = || timeline.ranks.iter().flatten().filter(|span| span.end > span.start);
-    let column = computed().map(|span| span.end - span.start).fold(f64::INFINITY, f64::min);
+/// Draws a timeline in text. A column is as wide in time as the shortest action, so that each has a cell of its own;
+/// longer ones are dashed through to their end. What takes no time is left out.
+pub fn text_grid(timeline: &Timeline) -> String {
+    let lasting = |interval: &&Interval| interval.end > interval.start && !interval.action.kind.is_message();
+    let lengths = timeline.ranks.iter().flatten().filter(lasting).map(|interval| interval.end - interval.start);
+    let column = lengths.fold(f64::INFINITY, f64::min);
+    let origin = timeline.start();
     // Times are sums of costs: what should fall on a column's edge may have been rounded to just below it.
-    let at = |time: f64| (time / column + 1e-6).floor() as usize;
+    let at = |time: f64| ((time - origin) / column + 1e-6).floor() as usize;
     let stage_is_rank = timeline.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
     let label = |action: Action| {
         let text = action.to_string();
         let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(0);
         if stage_is_rank { text[digits..].to_string() } else { text }
     };
-    let width = computed().map(|span| label(span.action).len()).max().unwrap_or(0);
+    let cells = timeline.ranks.iter().flatten().filter(lasting);
+    let width = cells.map(|interval| label(interval.action).len()).max().unwrap_or(0);
     let mut rows = Vec::new();
     for rank in &timeline.ranks {
         let mut cells: Vec<String> = Vec::new();
-        for span in rank.iter().filter(|span| span.end > span.start) {
-            cells.resize(at(span.start).max(cells.len()), String::new());
-            let columns = at(span.end).saturating_sub(cells.len()).max(1);
-            // A cell of several columns is dashed through to its end.
-            cells.push(if columns > 1 { format!("{:-<width$}", label(span.action)) } else { label(span.action) });
+        for interval in rank.iter().filter(lasting) {
+            cells.resize(at(interval.start).max(cells.len()), String::new());
+            let columns = at(interval.end).saturating_sub(cells.len()).max(1);
+            let text = label(interval.action);
+            cells.push(if columns > 1 { format!("{text:-<width$}") } else { text });
             cells.extend((1..columns).map(|_| "-".repeat(width)));
         }
         rows.push(cells);

@@ -3,7 +3,7 @@
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, WeightGradient};
 use super::needs::{Form, Graph};
 use super::walk::{Terms, Walk, walk};
-use super::{Action, CheckError, Schedule, lower};
+use super::{Action, CheckError, Interval, Schedule, Timeline, lower};
 
 /// What the parts of a schedule cost, in any one unit of time. By stage: the time for one micro-batch.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,66 +59,29 @@ impl Costs {
     }
 }
 
-/// An action and when it ran.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Span {
-    /// The action.
-    pub action: Action,
-    /// When it started.
-    pub start: f64,
-    /// When it ended.
-    pub end: f64,
-}
-
-/// When each rank did what: predicted by [`simulate`], or measured in a run.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Timeline {
-    /// What pictures call it.
-    pub name: String,
-    /// The rank of each stage.
-    pub placement: Vec<usize>,
-    /// The computations of each rank, in order.
-    pub ranks: Vec<Vec<Span>>,
-}
-
-impl Timeline {
-    /// From the first start to the last end over all ranks.
-    pub fn makespan(&self) -> f64 {
-        let spans = || self.ranks.iter().flatten();
-        let start = spans().map(|span| span.start).fold(f64::INFINITY, f64::min);
-        let end = spans().map(|span| span.end).fold(f64::NEG_INFINITY, f64::max);
-        (end - start).max(0.0)
-    }
-
-    /// The longest time from the first start to the last end of one rank: what a step costs where no barrier makes
-    /// ranks start together.
-    pub fn span(&self) -> f64 {
-        let of_rank = |row: &Vec<Span>| match (row.first(), row.last()) {
-            (Some(first), Some(last)) => last.end - first.start,
-            _ => 0.0,
-        };
-        self.ranks.iter().map(of_rank).fold(0.0, f64::max)
-    }
-
-    /// How long the busiest rank computes: the span of a pipeline without bubbles.
-    pub fn ideal(&self) -> f64 {
-        let of_rank = |row: &Vec<Span>| row.iter().map(|span| span.end - span.start).sum();
-        self.ranks.iter().map(of_rank).fold(0.0, f64::max)
-    }
-
-    /// The idle share of the span: (span - ideal) / span.
-    pub fn bubble_of_total(&self) -> f64 {
-        (self.span() - self.ideal()) / self.span()
-    }
-
-    /// Idle time in units of the ideal time: (span - ideal) / ideal.
-    pub fn bubble_of_ideal(&self) -> f64 {
-        (self.span() - self.ideal()) / self.ideal()
-    }
-}
-
 /// Runs a schedule without messages on paper: each action starts as soon as its rank and its inputs allow.
+///
+/// A message between ranks takes `costs.transfer`, from the end of the action that makes it; updates take no time.
+///
+/// ```
+/// use meshwork_pipeline::{Costs, simulate, zb_h1};
+///
+/// let schedule = zb_h1(4, 8);
+/// let timeline = simulate(&schedule, &Costs::per_rank(&schedule, 1.0, 1.0, 1.0))?;
+/// assert_eq!(timeline.span() - timeline.ideal(), 3.0); // (p - 1)(F + I - W), where 1F1B has 9
+/// assert_eq!(timeline.peak_activations(), [4.0, 4.0, 4.0, 4.0]);
+///
+/// let slow = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, 1.0, 1.0, 1.0) };
+/// assert!(simulate(&schedule, &slow)?.span() > timeline.span());
+/// # Ok::<(), meshwork_pipeline::CheckError>(())
+/// ```
+///
+/// # Panics
+///
+/// If `costs` is of fewer stages than the schedule has, or holds what is no number.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckError> {
+    let numbers = || [&costs.forward, &costs.input_gradient, &costs.weight_gradient].into_iter().flatten();
+    assert!(numbers().chain([&costs.transfer]).all(|cost| *cost >= 0.0 && cost.is_finite()), "{costs:?}");
     let lowered = lower(schedule)?;
     let schedule = lowered.schedule();
     let graph = Graph::new(schedule, Form::Lowered);
@@ -127,9 +90,14 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckErr
     let Walk::Done(starts) = walk(&graph, &terms) else {
         unreachable!("a Lowered reaches its end under any timing");
     };
-    let rows = schedule.actions.iter().zip(&starts).map(|(row, starts)| {
-        let spans = row.iter().zip(starts).filter(|(action, _)| !action.kind.is_message());
-        spans.map(|(&action, &start)| Span { action, start, end: start + costs.busy(action) }).collect()
+    let ranks = schedule.actions.iter().zip(&starts).map(|(row, starts)| {
+        let computed = row.iter().zip(starts).filter(|(action, _)| !action.kind.is_message());
+        computed.map(|(&action, &start)| Interval { action, start, end: start + costs.busy(action) }).collect()
     });
-    Ok(Timeline { name: schedule.name.clone(), placement: schedule.placement.clone(), ranks: rows.collect() })
+    Ok(Timeline {
+        name: schedule.name.clone(),
+        placement: schedule.placement.clone(),
+        micros_per_step: schedule.micros_per_step(),
+        ranks: ranks.collect(),
+    })
 }

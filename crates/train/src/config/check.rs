@@ -53,6 +53,22 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         ));
     }
 
+    let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");
+    let (chunks, uniform) =
+        (config.pipeline.virtual_stages, settings.given::<Vec<usize>>("pipeline.partition").is_none());
+    let stages = chunks.saturating_mul(mesh.pp);
+    if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])
+        && chunks > 1
+        && uniform
+        && model.num_layers >= stages
+        && !model.num_layers.is_multiple_of(stages)
+    {
+        let problem =
+            format!("gives pp · virtual_stages = {stages} stages, which do not divide {layers} = {}", model.num_layers);
+        let more = multiple(model.num_layers, stages).replacen("use", "use layers that are", 1);
+        fail(Fault::new(key, chunks, problem, format!("{more}, or deal them with a list in pipeline.partition")));
+    }
+
     let key = "pipeline.schedule";
     if settings.sound(&[key]) && by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous()) {
         let name = &config.pipeline.schedule;

@@ -231,7 +231,7 @@ pub static CASES: &[Case] = &[
 
     // Several stages per pp rank, in a loop.
     case(&PLAIN,   (1, 1, 2), NO, "interleaved_1f1b", 4),
-    case(&UNEVEN,  (2, 2, 2), SP, "interleaved_1f1b", 4),
+    case(&UNEVEN,  (2, 2, 2), SP, "interleaved_1f1b", 4).dealt(&[2, 1, 1, 1]),
     case(&UNTIED,  (1, 2, 4), NO, "interleaved_1f1b", 8).dealt(&[1, 0, 1, 0, 1, 0, 0, 1]),
     case(&DROPOUT, (1, 2, 2), NO, "interleaved_1f1b", 8).in_chunks(3).dealt(&[1, 1, 1, 0, 1, 1]),
     case(&PLAIN,   (2, 2, 2), NO, "breadth_first", 4),
@@ -247,11 +247,11 @@ pub static CASES: &[Case] = &[
     case(&UNTIED,  (2, 2, 2), SP, "zb_h2", 8),
     // Both, in a V: the first and the last stage lie on one rank.
     case(&PLAIN,   (1, 1, 2), NO, "zb_v", 4),
-    case(&UNEVEN,  (2, 2, 2), NO, "zb_v", 4),
+    case(&UNEVEN,  (2, 2, 2), NO, "zb_v", 4).dealt(&[1, 2, 1, 1]),
     case(&UNTIED,  (1, 2, 4), SP, "zb_v", 8).dealt(&[1, 0, 1, 0, 1, 0, 0, 1]),
     case(&DROPOUT, (1, 1, 4), NO, "zb_v", 16).dealt(&[1, 1, 0, 0, 1, 0, 1, 1]),
     case(&PLAIN,   (2, 1, 2), NO, "dualpipe_v", 8),
-    case(&UNEVEN,  (1, 2, 2), SP, "dualpipe_v", 8),
+    case(&UNEVEN,  (1, 2, 2), SP, "dualpipe_v", 8).dealt(&[1, 1, 2, 1]),
     case(&UNTIED,  (2, 2, 2), NO, "dualpipe_v", 8),
     case(&DROPOUT, (1, 1, 4), NO, "dualpipe_v", 16).dealt(&[1, 1, 0, 0, 1, 0, 1, 1]),
 ];

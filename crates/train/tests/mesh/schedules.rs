@@ -290,7 +290,7 @@ fn a_stream_may_be_drained_between_steps() {
 
 #[test]
 fn weights_are_not_read_from_outside_while_they_may_change() {
-    let case = Case { pp: 2, micros: 4, schedule: "zb_v", ..Case::alone(&UNEVEN) };
+    let case = Case { pp: 2, micros: 4, schedule: "zb_h2", ..Case::alone(&UNEVEN) };
     on_mesh(&case.config(ADAMW), |mut trainer| {
         let batches = batches(case.model, &trainer, 1);
         assert!(trainer.advance(&batches[0], || false, |_| {})?.is_empty());

@@ -1,0 +1,120 @@
+//! When each rank did what: predicted or measured, measured and drawn by the same code.
+
+use super::Action;
+use super::ActionKind::Forward;
+
+/// An action and when it ran.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Interval {
+    /// The action.
+    pub action: Action,
+    /// When it started.
+    pub start: f64,
+    /// When it ended.
+    pub end: f64,
+}
+
+/// When each rank did what: predicted by [`simulate`](crate::simulate), or measured in a run.
+///
+/// It is plain data. A run is measured by an observer that notes the time at both ends of each computation
+/// ([`run`](crate::run)), with the clocks of all ranks set to one origin.
+///
+/// ```
+/// use meshwork_pipeline::{Action, ActionKind, Interval, Timeline, text_grid};
+///
+/// let action = |kind| Action { kind, stage: 0, micro: 0 };
+/// let measured = Timeline {
+///     name: "measured".to_string(),
+///     placement: vec![0],
+///     micros_per_step: 1,
+///     ranks: vec![vec![
+///         Interval { action: action(ActionKind::Forward), start: 0.0, end: 1.1 },
+///         Interval { action: action(ActionKind::Backward), start: 1.3, end: 3.5 },
+///     ]],
+/// };
+/// assert_eq!(text_grid(&measured), "rank 0 | F0 B0---\n");
+/// assert!((measured.bubble_of_total() - 0.2 / 3.5).abs() < 1e-9);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// What pictures call it.
+    pub name: String,
+    /// The rank of each stage.
+    pub placement: Vec<usize>,
+    /// The micro-batches of one optimizer step.
+    pub micros_per_step: usize,
+    /// The computations and updates of each rank, in the order in which it ran them. All in one unit of time, from one
+    /// origin.
+    pub ranks: Vec<Vec<Interval>>,
+}
+
+impl Timeline {
+    /// When the first rank started.
+    pub(super) fn start(&self) -> f64 {
+        self.ranks.iter().flatten().map(|interval| interval.start).fold(f64::INFINITY, f64::min)
+    }
+
+    fn end(&self) -> f64 {
+        self.ranks.iter().flatten().map(|interval| interval.end).fold(f64::NEG_INFINITY, f64::max)
+    }
+
+    /// From the first start to the last end over all ranks.
+    pub fn makespan(&self) -> f64 {
+        (self.end() - self.start()).max(0.0)
+    }
+
+    /// The longest time from the first start to the last end of one rank: what a step costs where no barrier makes
+    /// ranks start together.
+    pub fn span(&self) -> f64 {
+        let of_rank = |row: &Vec<Interval>| match (row.first(), row.last()) {
+            (Some(first), Some(last)) => last.end - first.start,
+            _ => 0.0,
+        };
+        self.ranks.iter().map(of_rank).fold(0.0, f64::max)
+    }
+
+    /// How long the busiest rank computes: the span of a pipeline without bubbles.
+    pub fn ideal(&self) -> f64 {
+        let of_rank = |row: &Vec<Interval>| row.iter().map(|interval| interval.end - interval.start).sum();
+        self.ranks.iter().map(of_rank).fold(0.0, f64::max)
+    }
+
+    /// The idle share of the span: (span - ideal) / span.
+    pub fn bubble_of_total(&self) -> f64 {
+        share(self.span() - self.ideal(), self.span())
+    }
+
+    /// Idle time in units of the ideal time: (span - ideal) / ideal.
+    pub fn bubble_of_ideal(&self) -> f64 {
+        share(self.span() - self.ideal(), self.ideal())
+    }
+
+    /// The most activations that live on each rank at once, in units of one micro-batch through all layers of the rank,
+    /// counted from a forward to its backward, and to its weight gradient where the backward is split. All 0 where
+    /// nothing trains.
+    pub fn peak_activations(&self) -> Vec<f64> {
+        let actions = || self.ranks.iter().flatten().map(|interval| interval.action.kind);
+        if !actions().any(|kind| kind.makes_weight_gradient()) {
+            return vec![0.0; self.ranks.len()];
+        }
+        let peak = |(rank, row): (usize, &Vec<Interval>)| {
+            let change = |interval: &Interval| match interval.action.kind {
+                Forward => 1_i64,
+                kind if kind.makes_weight_gradient() => -1,
+                _ => 0,
+            };
+            let live = row.iter().map(change).scan(0, |live, change| {
+                *live += change;
+                Some(*live)
+            });
+            let chunks = self.placement.iter().filter(|&&home| home == rank).count();
+            live.max().unwrap_or(0) as f64 / chunks.max(1) as f64
+        };
+        self.ranks.iter().enumerate().map(peak).collect()
+    }
+}
+
+/// A part of a whole; nothing of nothing is nothing.
+fn share(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}

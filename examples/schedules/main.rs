@@ -1,0 +1,53 @@
+//! Draws, prices and compares pipeline schedules:
+//! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows what it prints.
+
+mod options;
+mod report;
+
+use options::{Command, Options};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+
+/// Bad input.
+const BAD_INPUT: u8 = 2;
+/// A file that cannot be written.
+const FAILED: u8 = 1;
+
+fn main() -> ExitCode {
+    let options = match Options::parse(std::env::args().skip(1)) {
+        Ok(Command::Run(options)) => options,
+        Ok(Command::Help) => return show(&options::USAGE),
+        Err(error) => return fail(BAD_INPUT, &error),
+    };
+    let results = match options.results() {
+        Ok(results) => results,
+        Err(error) => return fail(BAD_INPUT, &error),
+    };
+    let files = [(&options.svg, report::picture(&results)), (&options.trace, report::trace(&results))];
+    for (path, content) in files {
+        if let Some(path) = path
+            && let Err(error) = std::fs::write(path, content)
+        {
+            return fail(FAILED, &format_args!("cannot write {path}: {error}"));
+        }
+    }
+    let single = options.is_single();
+    show(&if options.json { report::json(&results, single) } else { report::text(&results, single) })
+}
+
+/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+fn show(text: &dyn Display) -> ExitCode {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    _ = writeln!(io::stderr(), "error: {error}");
+    ExitCode::from(code)
+}
