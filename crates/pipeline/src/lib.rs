@@ -6,9 +6,9 @@
 //!
 //! ```text
 //! Generator::build ──▶ Schedule ──lower──▶ Lowered ──run──▶ your Stage, your Transport
-//!                         │                   ▲
-//!                         ├─ check ───────────┘  proves it: all parts, in order, no deadlock; activation peaks
-//!                         └─ render              draws it as the papers do
+//!  or a text file         │                   ▲
+//!                         ├─ check ───────────┘  proves it: all parts, in order, no deadlock; what it holds at once
+//!                         └─ simulate ──▶ Timeline ──▶ text_grid, svg, chrome_trace: as the papers draw it
 //! ```
 //!
 //! ```

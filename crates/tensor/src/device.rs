@@ -5,7 +5,7 @@
 //! and collectives without data. A family implements its operations in one file per device, siblings of each other.
 
 use crate::error::{Error, Result};
-use crate::family::{Attention, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise};
+use crate::family::{Attention, ChannelNorm, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, Window};
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,6 +43,16 @@ pub trait Device: Send + Sync + Debug {
     /// Layer norm.
     fn norm(&self) -> Result<&dyn Norm> {
         Err(self.missing("norm"))
+    }
+
+    /// Norms over channels: batch and group norm.
+    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
+        Err(self.missing("channel norm"))
+    }
+
+    /// Windows over images: convolution and pooling.
+    fn window(&self) -> Result<&dyn Window> {
+        Err(self.missing("window"))
     }
 
     /// Causal attention.

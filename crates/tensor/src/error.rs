@@ -108,6 +108,16 @@ pub enum Error {
     /// An update rule that refused its vectors.
     #[error("optimizer: {0}")]
     Update(String),
+    /// An operation whose result depends on the mesh, asked for in canonical numerics.
+    #[error("{op} has no canonical numerics: {problem}; use {valid}")]
+    NotCanonical {
+        /// The operation.
+        op: &'static str,
+        /// Why not.
+        problem: &'static str,
+        /// What would be valid.
+        valid: &'static str,
+    },
     /// A backward pass over something that is not there.
     #[error("backward: {0}")]
     Backward(String),

@@ -150,6 +150,14 @@ impl Device for Profiled {
         self.inner.norm().map(|_| self as _)
     }
 
+    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
+        self.inner.channel_norm().map(|_| self as _)
+    }
+
+    fn window(&self) -> Result<&dyn Window> {
+        self.inner.window().map(|_| self as _)
+    }
+
     fn attention(&self) -> Result<&dyn Attention> {
         self.inner.attention().map(|_| self as _)
     }
@@ -250,6 +258,14 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "gelu_grad", &[dy, x], |device| device.pointwise()?.gelu_grad(dy, x))
     }
 
+    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "relu", &[x], |device| device.pointwise()?.relu(x))
+    }
+
+    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "relu_grad", &[dy, x], |device| device.pointwise()?.relu_grad(dy, x))
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.span(Class::Pointwise, "dropout", &[x], |device| device.pointwise()?.dropout(x, mask))
     }
@@ -273,6 +289,60 @@ impl Norm for Profiled {
         let reads = &[dy, x, gamma, mean, rstd, x][..5 + usize::from(sum.is_some())];
         self.span(Class::Norm, "layer_norm_grad", reads, |device| {
             device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], leaves, sum)
+        })
+    }
+}
+
+impl ChannelNorm for Profiled {
+    fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Norm, "moments", &[x], |device| device.channel_norm()?.moments(groups, x))
+    }
+
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer> {
+        self.span(Class::Norm, "normalise", &[x, by.mean, by.variance, affine[0], affine[1]], |device| {
+            device.channel_norm()?.normalise(groups, x, by, affine)
+        })
+    }
+
+    fn normalise_grad(
+        &self,
+        groups: Groups,
+        dy: &Buffer,
+        x: &Buffer,
+        by: MeanVariance<'_>,
+        statistics: Statistics,
+        gamma: &Buffer,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        self.span(Class::Norm, "normalise_grad", &[dy, x, by.mean, by.variance, gamma], |device| {
+            device.channel_norm()?.normalise_grad(groups, dy, x, by, statistics, gamma)
+        })
+    }
+}
+
+impl Window for Profiled {
+    fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Memory, "patches", &[x], |device| device.window()?.patches(windows, x))
+    }
+
+    fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer> {
+        self.span(Class::Memory, "patches_grad", &[dpatches], |device| device.window()?.patches_grad(windows, dpatches))
+    }
+
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "max_pool", &[x], |device| device.window()?.max_pool(windows, x))
+    }
+
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "max_pool_grad", &[dy, x], |device| device.window()?.max_pool_grad(windows, dy, x))
+    }
+
+    fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "average_pool", &[x], |device| device.window()?.average_pool(windows, x))
+    }
+
+    fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "average_pool_grad", &[dy], |device| {
+            device.window()?.average_pool_grad(windows, dy)
         })
     }
 }

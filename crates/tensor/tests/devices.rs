@@ -57,6 +57,23 @@ fn cases() -> Vec<Case> {
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
         case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("relu", &[(x, V)], |_, v| v[0].relu()),
+        case("conv2d", &[(&[3, 5, 4, 2], I), (&[6, 3, 3, 2], I)], |_, v| v[0].conv2d(&v[1], None, 2, 1)),
+        case("conv2d with bias", &[(&[3, 5, 4, 2], R), (&[6, 3, 3, 2], R), (&[6], R)], |_, v| {
+            v[0].conv2d(&v[1], Some(&v[2]), 1, 1)
+        }),
+        case("conv2d of pixels", &[(&[3, 5, 4, 2], S(0)), (&[6, 1, 1, 2], R)], |_, v| v[0].conv2d(&v[1], None, 1, 0)),
+        case("max_pool", &[(&[3, 5, 4, 2], I)], |_, v| v[0].max_pool([2, 2], 2, 0)),
+        case("average_pool", &[(&[3, 5, 4, 2], I)], |_, v| v[0].average_pool([3, 3], 2, 1)),
+        case("global_average_pool", &[(&[3, 5, 4, 2], V)], |_, v| v[0].global_average_pool()),
+        case("batch_norm", &[(&[3, 9, 8, 4], S(0)), (&[4], R), (&[4], R)], |_, v| {
+            Ok(v[0].batch_norm(&v[1], &v[2], 1e-5)?.0)
+        }),
+        case("group_norm", &[(&[3, 9, 8, 4], I), (&[4], I), (&[4], I)], |_, v| v[0].group_norm(2, &v[1], &v[2], 1e-5)),
+        // A recipe upon a recipe.
+        case("conv2d of a rectified norm", &[(&[3, 5, 4, 2], I), (&[2], I), (&[2], I), (&[6, 3, 3, 2], I)], |_, v| {
+            v[0].group_norm(1, &v[1], &v[2], 1e-5)?.relu()?.conv2d(&v[3], None, 1, 1)
+        }),
         case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None)),
         case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| v[0].causal_attention(Some((0.5, "attn")))),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
@@ -176,6 +193,10 @@ fn a_missing_family_names_the_operation_and_the_device() {
         ("gelu", x.gelu(), "pointwise"),
         ("dropout", x.dropout(0.5, "x"), "pointwise"),
         ("layer_norm", x.layer_norm(&input(&[3]), &input(&[3]), 1e-5), "norm"),
+        ("relu", x.relu(), "pointwise"),
+        ("conv2d", input(&[1, 3, 3, 2]).conv2d(&input(&[4, 3, 3, 2]), None, 1, 1), "window"),
+        ("max_pool", input(&[1, 3, 3, 2]).max_pool([2, 2], 1, 0), "window"),
+        ("group_norm", input(&[1, 3, 3, 2]).group_norm(1, &input(&[2]), &input(&[2]), 1e-5), "channel norm"),
         ("causal_attention", input(&[1, 2, 3, 1, 1]).causal_attention(None), "attention"),
         ("embedding", tokens.embedding(&input(&[4, 3])), "embedding"),
         ("cross_entropy", x.cross_entropy(&tokens), "loss"),

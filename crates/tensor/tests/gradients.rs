@@ -4,6 +4,7 @@ mod common;
 
 use common::{NoParams, alone, dot, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_tensor::op::Moments;
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use meshwork_testkit::gradcheck::assert_gradient;
@@ -181,6 +182,54 @@ fn dropout() {
     let y = to_f64(x.dropout(0.5, "embedding").unwrap().tensor());
     assert!(y.contains(&0.0) && y.iter().any(|y| *y != 0.0), "some are dropped and some are kept");
     assert!(y.iter().zip(values("x", 48)).all(|(y, x)| *y == 0.0 || *y == 2.0 * x));
+}
+
+#[test]
+fn relu() {
+    check("relu", &[("x", &[5, 7])], |_, v| v[0].relu());
+}
+
+#[test]
+fn convolutions() {
+    let x: (_, &[usize]) = ("x", &[2, 5, 4, 3]);
+    for (kernel, stride, padding) in [([3, 3], 1, 1), ([3, 2], 2, 1), ([1, 1], 1, 0), ([1, 1], 2, 0), ([5, 4], 1, 0)] {
+        let w: [usize; 4] = [4, kernel[0], kernel[1], 3];
+        let name = format!("conv2d {kernel:?} / {stride} + {padding}");
+        check(&name, &[x, ("w", leak(&w))], |_, v| v[0].conv2d(&v[1], None, stride, padding));
+        check(&name, &[x, ("w", leak(&w)), ("b", &[4])], |_, v| v[0].conv2d(&v[1], Some(&v[2]), stride, padding));
+    }
+}
+
+fn leak(shape: &[usize]) -> &'static [usize] {
+    Vec::leak(shape.to_vec())
+}
+
+#[test]
+fn pools() {
+    let x: (_, &[usize]) = ("x", &[2, 5, 4, 3]);
+    for (kernel, stride, padding) in [([2, 2], 2, 0), ([3, 3], 2, 1), ([2, 3], 1, 1)] {
+        check("max_pool", &[x], |_, v| v[0].max_pool(kernel, stride, padding));
+        check("average_pool", &[x], |_, v| v[0].average_pool(kernel, stride, padding));
+    }
+    check("global_average_pool", &[x], |_, v| v[0].global_average_pool());
+}
+
+#[test]
+fn norms_over_channels() {
+    let inputs: [(_, &[usize]); 3] = [("x", &[3, 2, 3, 4]), ("gamma", &[4]), ("beta", &[4])];
+    check("batch_norm", &inputs, |_, v| Ok(v[0].batch_norm(&v[1], &v[2], 1e-5)?.0));
+    for groups in [1, 2, 4] {
+        check("group_norm", &inputs, |_, v| v[0].group_norm(groups, &v[1], &v[2], 1e-5));
+    }
+    check("batch_norm_with", &inputs, |tape, v| {
+        let vector = |values: [f64; 4]| Tensor::from_slice(tape.device(), &values, [4]);
+        let moments = Moments { mean: vector([0.5, -1.0, 0.0, 2.0])?, variance: vector([0.3, 1.0, 2.0, 0.7])? };
+        v[0].batch_norm_with(&v[1], &v[2], &moments, 1e-5)
+    });
+    // More rows than are summed in one part, and more than one part.
+    let inputs: [(_, &[usize]); 3] = [("x", &[2, 9, 8, 2]), ("gamma", &[2]), ("beta", &[2])];
+    check("batch_norm of many rows", &inputs, |_, v| Ok(v[0].batch_norm(&v[1], &v[2], 1e-5)?.0));
+    check("group_norm of many rows", &inputs, |_, v| v[0].group_norm(2, &v[1], &v[2], 1e-5));
 }
 
 /// Ids repeat, so that rows of the table collect several gradients, and some rows get none.

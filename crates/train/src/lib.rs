@@ -1,6 +1,7 @@
-//! Configuration, data, the training step and the training loop.
+//! Configuration, data, the training step and the training loop of language models; and [`classify`], that of image classifiers.
 #![forbid(unsafe_code)]
 
+pub mod classify;
 pub mod config;
 pub mod data;
 pub mod diff;

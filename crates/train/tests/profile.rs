@@ -4,10 +4,11 @@ use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};
 use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as LayerProfile, States, plan};
+use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::engine::Blueprint;
-use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, settle, write_trace};
+use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, schedule_timelines, settle, write_trace};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -53,6 +54,32 @@ fn assert_nested(what: &str, spans: &[Span]) {
             assert!(outer.class.is_frame(), "{what}: {span:?} lies in {outer:?}");
         }
         open.push(span);
+    }
+}
+
+/// What ran of a step, by rank, is what the schedule says; and the prediction has the same actions.
+#[test]
+fn the_pipeline_of_a_step_as_predicted_and_as_it_ran() {
+    let flush = "model.tie_embeddings=false";
+    for (schedule, more) in
+        [("1f1b", flush), ("zb_h2", flush), ("zb_v", flush), ("pipedream_2bw", "training.max_norm=0")]
+    {
+        let set = [format!("pipeline.schedule={schedule}"), more.to_owned(), flush.to_owned()];
+        let set: Vec<&str> = set.iter().map(String::as_str).chain(["metrics.profile=true"]).collect();
+        let (config, _) = loaded("dp=1,pp=2", &set);
+        let profile = run("dp=1,pp=2", &set).profile.unwrap();
+        let [predicted, measured] = schedule_timelines(&profile, &config).unwrap().unwrap();
+        let kinds = |timeline: &Timeline, rank: usize| {
+            let mut kinds: Vec<ActionKind> = timeline.ranks[rank].iter().map(|interval| interval.action.kind).collect();
+            kinds.sort_unstable();
+            kinds
+        };
+        for rank in 0..2 {
+            assert_eq!(kinds(&measured, rank), kinds(&predicted, rank), "{schedule}, pp rank {rank}");
+            let row = &measured.ranks[rank];
+            assert!(row.windows(2).all(|pair| pair[0].end <= pair[1].start), "{schedule}: {row:?}");
+        }
+        assert!(measured.makespan() > 0.0 && predicted.ideal() > 0.0, "{schedule}");
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::ActionKind::{Backward, Forward, InputGradient, Update, WeightGradient};
-use super::{ActionKind, Interval, Timeline};
+use super::{Action, ActionKind, Interval, Timeline};
 
 /// Fill of each kind: the colours of Okabe and Ito (2008), which colour-blind readers can tell apart.
 const FILLS: [(ActionKind, [u8; 3]); 4] = [
@@ -28,7 +28,8 @@ const WIDEST: f64 = 2400.0;
 const DIGIT: f64 = 7.0;
 
 /// Draws timelines below each other, on one scale of time: a row per rank, a box per action with its micro-batch, chunks
-/// after the first in lighter shades, updates as dark bars, a thick line where a rank starts another optimizer step.
+/// after the first in lighter shades, updates as dark bars, a thick line where a rank
+/// of a synchronous schedule starts another optimizer step.
 ///
 /// To compare a prediction with a measured run, give both in the same unit of time. Numbers are left out where boxes
 /// become too narrow; the picture's tooltips still have them.
@@ -82,24 +83,13 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     );
     for (rank, row) in timeline.ranks.iter().enumerate() {
         let y = first + rank as f64 * ROW;
-        let _ = writeln!(
-            body,
-            "<text x=\"{MARGIN}\" y=\"{:.1}\">rank {rank}</text><rect x=\"{LEFT}\" y=\"{y:.1}\" width=\"{width:.2}\" \
-             height=\"{ROW}\" fill=\"#f0f0f0\"/>",
-            y + 17.0
-        );
+        let _ = writeln!(body, "<text x=\"{MARGIN}\" y=\"{:.1}\">rank {rank}</text>", y + 17.0);
+        let _ = writeln!(body, "<g transform=\"translate({LEFT} {y:.1})\">");
+        let _ = writeln!(body, "<rect width=\"{width:.2}\" height=\"{ROW}\" fill=\"#f0f0f0\"/>");
         let held: Vec<usize> =
             (0..timeline.placement.len()).filter(|&stage| timeline.placement[stage] == rank).collect();
-        let mut step = None;
-        for interval in row.iter().filter(|interval| !interval.action.kind.is_message()) {
-            let x = LEFT + (interval.start - origin) * scale;
-            let chunk = held.iter().position(|&stage| stage == interval.action.stage).unwrap_or(0);
-            cell(body, interval, [x, y], scale, shade(interval.action.kind, chunk, held.len()), origin);
-            let of = interval.action.micro.checked_div(timeline.micros_per_step).unwrap_or(0);
-            if step.replace(of).is_some_and(|before| before < of) && interval.action.kind == Forward && chunk == 0 {
-                let _ = writeln!(body, "<path d=\"M{x:.2} {y:.1}v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
-            }
-        }
+        Row { intervals: row, held, micros_per_step: timeline.micros_per_step, origin, scale }.draw(body);
+        body.push_str("</g>\n");
     }
     let bottom = first + timeline.ranks.len() as f64 * ROW;
     let _ = writeln!(
@@ -111,42 +101,77 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     bottom
 }
 
-/// Draws one action.
-fn cell(body: &mut String, interval: &Interval, [x, y]: [f64; 2], scale: f64, fill: String, origin: f64) {
-    let (action, width) = (interval.action, (interval.end - interval.start) * scale);
-    let title = format!(
-        "<title>{action}: {} of micro-batch {} through stage {}, from {} to {}</title>",
-        action.kind.in_words(),
-        action.micro,
-        action.stage,
-        number(interval.start - origin),
-        number(interval.end - origin)
-    );
-    if action.kind == Update {
-        // It may take no time at all, and is drawn all the same: below the boxes beside it.
-        let width = width.max(3.0);
-        let _ = writeln!(
-            body,
-            "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{width:.2}\" height=\"9\" fill=\"{fill}\">{title}</rect>",
-            x - 1.5,
-            y + ROW - 9.0
-        );
-        return;
-    }
-    let _ = writeln!(
-        body,
-        "<rect x=\"{x:.2}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{ROW}\" fill=\"{fill}\" stroke=\"#333\" \
-         stroke-width=\"{}\">{title}</rect>",
+/// What one rank did.
+struct Row<'a> {
+    intervals: &'a [Interval],
+    /// The stages of the rank.
+    held: Vec<usize>,
+    micros_per_step: usize,
+    origin: f64,
+    scale: f64,
+}
+
+impl Row<'_> {
+    fn draw(&self, body: &mut String) {
+        let of = |update: bool| {
+            let computed = self.intervals.iter().filter(|interval| !interval.action.kind.is_message());
+            computed.filter(move |interval| (interval.action.kind == Update) == update)
+        };
+        let narrowest = of(false).map(|interval| self.width(interval)).fold(f64::INFINITY, f64::min);
         // Borders must not cover narrow boxes.
-        if width < 4.0 { 0.1 } else { 0.6 }
-    );
-    let text = action.micro.to_string();
-    if text.len() as f64 * DIGIT <= width - 2.0 {
+        let border = if narrowest < 4.0 { 0.1 } else { 0.6 };
+        let _ = writeln!(body, "<g stroke=\"#333\" stroke-width=\"{border}\">");
+        for interval in of(false) {
+            let fill = shade(interval.action.kind, self.chunk(interval), self.held.len());
+            self.bar(body, interval, self.x(interval), self.width(interval), &fill);
+        }
+        body.push_str("</g>\n");
+        if of(true).next().is_none() {
+            for interval in of(false).filter(|interval| self.starts_step(interval)) {
+                let x = self.x(interval);
+                let _ = writeln!(body, "<path d=\"M{x:.2} 0v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
+            }
+        }
+        // They may take no time at all, and are drawn all the same: as bars over the boxes beside them.
+        for interval in of(true) {
+            self.bar(body, interval, self.x(interval) - 1.5, self.width(interval).max(4.0), UPDATE_FILL);
+        }
+        body.push_str("<g text-anchor=\"middle\" pointer-events=\"none\">\n");
+        for interval in of(false) {
+            let (text, width) = (interval.action.micro.to_string(), self.width(interval));
+            if text.len() as f64 * DIGIT <= width - 2.0 {
+                let _ = writeln!(body, "<text x=\"{:.2}\" y=\"17\">{text}</text>", self.x(interval) + width / 2.0);
+            }
+        }
+        body.push_str("</g>\n");
+    }
+
+    fn x(&self, interval: &Interval) -> f64 {
+        (interval.start - self.origin) * self.scale
+    }
+
+    fn width(&self, interval: &Interval) -> f64 {
+        (interval.end - interval.start) * self.scale
+    }
+
+    fn chunk(&self, interval: &Interval) -> usize {
+        self.held.iter().position(|&stage| stage == interval.action.stage).unwrap_or(0)
+    }
+
+    fn starts_step(&self, interval: &Interval) -> bool {
+        let Action { kind, micro, .. } = interval.action;
+        kind == Forward && self.chunk(interval) == 0 && micro > 0 && micro.is_multiple_of(self.micros_per_step)
+    }
+
+    /// A box, and what it says when the pointer rests on it.
+    fn bar(&self, body: &mut String, interval: &Interval, x: f64, width: f64, fill: &str) {
+        let action @ Action { kind, stage, micro } = interval.action;
+        let [start, end] = [interval.start, interval.end].map(|time| number(time - self.origin));
         let _ = writeln!(
             body,
-            "<text x=\"{:.2}\" y=\"{:.1}\" text-anchor=\"middle\" pointer-events=\"none\">{text}</text>",
-            x + width / 2.0,
-            y + 17.0
+            "<rect x=\"{x:.2}\" width=\"{width:.2}\" height=\"{ROW}\" fill=\"{fill}\"><title>{action}: {} of \
+             micro-batch {micro} through stage {stage}, from {start} to {end}</title></rect>",
+            kind.in_words()
         );
     }
 }
@@ -156,7 +181,7 @@ fn shade(kind: ActionKind, chunk: usize, chunks: usize) -> String {
     let Some((_, rgb)) = FILLS.iter().find(|(known, _)| *known == kind) else {
         return UPDATE_FILL.to_string();
     };
-    let towards_white = if chunks > 1 { 0.65 * chunk as f64 / (chunks - 1) as f64 } else { 0.0 };
+    let towards_white = if chunks > 1 { 0.55 * chunk as f64 / (chunks - 1) as f64 } else { 0.0 };
     let mixed = rgb.map(|colour| (f64::from(colour) + (255.0 - f64::from(colour)) * towards_white).round() as u8);
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }

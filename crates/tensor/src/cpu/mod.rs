@@ -2,6 +2,7 @@
 
 mod arena;
 mod attention;
+mod channel_norm;
 mod embedding;
 pub mod kernels;
 mod layout;
@@ -10,6 +11,7 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod windows;
 
 use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
@@ -85,6 +87,14 @@ impl Device for Cpu {
     }
 
     fn norm(&self) -> Result<&dyn family::Norm> {
+        Ok(self)
+    }
+
+    fn channel_norm(&self) -> Result<&dyn family::ChannelNorm> {
+        Ok(self)
+    }
+
+    fn window(&self) -> Result<&dyn family::Window> {
         Ok(self)
     }
 

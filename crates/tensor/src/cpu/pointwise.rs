@@ -1,4 +1,4 @@
-use super::kernels::{dropout, gelu, pointwise};
+use super::kernels::{dropout, gelu, pointwise, relu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
@@ -114,6 +114,25 @@ impl Pointwise for Cpu {
             self.output::<T>(x.len(), |dx| {
                 let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
                 share(pieces, |((dx, x), dy)| gelu::gelu_backward(x, dy, dx));
+            })
+        })
+    }
+
+    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "relu", x, T => {
+            let x = x.as_slice::<T>()?;
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| relu::relu(x, out));
+            })
+        })
+    }
+
+    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "relu", x, T => {
+            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
+            self.output::<T>(x.len(), |dx| {
+                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
+                share(pieces, |((dx, x), dy)| relu::relu_backward(x, dy, dx));
             })
         })
     }

@@ -3,6 +3,7 @@
 //! device; [`profiled`](crate::profiled) passes each method on.
 
 mod attention;
+mod channel_norm;
 mod embedding;
 mod layout;
 mod loss;
@@ -10,8 +11,10 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod windows;
 
 pub use attention::{Attention, AttentionDropout, AttentionShape};
+pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use embedding::{Embedding, TableGrad};
 pub use layout::Layout;
 pub use loss::{Loss, VocabShard};
@@ -19,3 +22,4 @@ pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{Optim, UpdateRule};
 pub use pointwise::{DropoutMask, Pointwise};
+pub use windows::{Window, Windows};

@@ -49,6 +49,10 @@ pub trait Pointwise: Debug {
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
+    /// max(x, 0); NaN stays NaN.
+    fn relu(&self, x: &Buffer) -> Result<Buffer>;
+    /// dy where x is above 0, else 0.
+    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
     /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
 }

@@ -5,6 +5,7 @@
 //! Each operation allocates what its CPU sibling allocates, in the same order, so that the peaks agree.
 
 mod attention;
+mod channel_norm;
 mod embedding;
 mod layout;
 mod loss;
@@ -12,6 +13,7 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod windows;
 
 use crate::device::{Device, Meter};
 use crate::error::Result;
@@ -96,6 +98,14 @@ impl Device for Meta {
     }
 
     fn norm(&self) -> Result<&dyn family::Norm> {
+        Ok(self)
+    }
+
+    fn channel_norm(&self) -> Result<&dyn family::ChannelNorm> {
+        Ok(self)
+    }
+
+    fn window(&self) -> Result<&dyn family::Window> {
         Ok(self)
     }
 

@@ -56,6 +56,14 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
+    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
+    fn relu_grad(&self, _dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.like(x)
+    }
+
     fn dropout(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {
         self.like(x)
     }

@@ -3,12 +3,18 @@
 
 mod attention;
 mod bias;
+mod channel_norm;
+mod conv;
 mod dropout;
 mod embedding;
 mod gelu;
+mod images;
 mod linear;
 mod loss;
 mod norm;
+mod pool;
+mod relu;
 mod residual;
 
+pub use channel_norm::Moments;
 pub use loss::VocabLoss;

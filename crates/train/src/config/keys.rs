@@ -247,6 +247,7 @@ pub static SECTIONS: &[Section] = &[
         key("profile", Switch, OFF, "Whether to time every operation, print a table of where a step's time goes, and write its timeline."),
         key("profile_steps", Count(1), int(3), "Steps to profile: the first ones but for the very first."),
         key("trace", Text, text("trace.json"), "File for the timeline of a profile, to be opened in Perfetto."),
+        key("schedule", Text, text("schedule.svg"), "File for a picture of the pipeline of a profile, with more than one stage: the schedule as predicted from the times of its actions, and as it ran."),
         key("layer_profile", Text, Unset, "File for what each layer takes, measured on one rank before the run, in PipeDream's format: examples/partition reads it."),
     ]},
     Section { name: "comm", keys: &[

@@ -211,6 +211,7 @@ fn typed(settings: &Settings, device: Device) -> Config {
             profile: get!("metrics.profile"),
             profile_steps: get!("metrics.profile_steps"),
             trace: get!("metrics.trace"),
+            schedule: get!("metrics.schedule"),
             layer_profile: settings.get("metrics.layer_profile"),
         },
         comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },

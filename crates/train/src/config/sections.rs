@@ -207,6 +207,7 @@ pub struct Metrics {
     pub profile: bool,
     pub profile_steps: u64,
     pub trace: String,
+    pub schedule: String,
     pub layer_profile: Option<String>,
 }
 

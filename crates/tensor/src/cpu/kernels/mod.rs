@@ -22,6 +22,7 @@ mod gemm;
 mod reduce;
 
 pub mod attention;
+pub mod channel_norm;
 pub mod dropout;
 pub mod embedding;
 pub mod gelu;
@@ -29,6 +30,8 @@ pub mod loss;
 pub mod matmul;
 pub mod norm;
 pub mod pointwise;
+pub mod relu;
+pub mod windows;
 
 #[cfg(test)]
 mod oracle;

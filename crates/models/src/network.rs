@@ -1,0 +1,66 @@
+//! Networks that are an ordered list of layers, to be cut anywhere into pipeline stages.
+//!
+//! A [`Network`] is data: layers that know the extents they take and give, and nothing of parameters. A stage declares the
+//! parameters of its own layers ([`Network::stage`]) and runs them one after another. What travels between two stages is the
+//! output of the layer before the cut, whatever shape that has ([`Network::boundary`]).
+
+pub use meshwork_nn::Averages;
+
+use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// A layer as data. Extents are those of one sample: dim 0 of every tensor, the samples, is left out.
+pub trait Layer: Debug + Send + Sync {
+    /// Extents of its result for an input of these.
+    fn output(&self, input: Shape) -> Shape;
+
+    /// Declares its parameters, all of them under `name`, for an input of these extents.
+    fn declare(&self, params: &mut Declarations, name: &str, input: Shape) -> Result<Box<dyn Module>>;
+}
+
+/// A layer with its parameters.
+pub trait Module: Debug {
+    /// `x [samples, input..] → [samples, output..]`. Batch norms read and leave their statistics in `averages`.
+    fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var>;
+}
+
+/// An ordered list of layers, whose last one gives a logit for each class.
+#[derive(Debug)]
+pub struct Network {
+    input: Shape,
+    layers: Vec<(String, Box<dyn Layer>)>,
+}
+
+impl Network {
+    /// No layers yet, for samples of these extents.
+    pub fn new(input: impl Into<Shape>) -> Self {
+        Self { input: input.into(), layers: Vec::new() }
+    }
+
+    /// The same with another layer at the end. Names are unique: parameters begin with them.
+    pub fn then(mut self, name: impl Into<String>, layer: impl Layer + 'static) -> Self {
+        self.layers.push((name.into(), Box::new(layer)));
+        self
+    }
+
+    /// The number of layers.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Extents of a sample as it comes to layer `at`; those of the result for `at` = [`layers`](Self::layers).
+    pub fn boundary(&self, at: usize) -> Shape {
+        self.layers[..at].iter().fold(self.input, |shape, (_, layer)| layer.output(shape))
+    }
+
+    /// Declares the parameters of some layers, and gives them in order.
+    pub fn stage(&self, params: &mut Declarations, layers: Range<usize>) -> Result<Vec<Box<dyn Module>>> {
+        layers
+            .map(|at| {
+                let (name, layer) = &self.layers[at];
+                layer.declare(params, name, self.boundary(at))
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,43 @@
+//! Two-dimensional convolution.
+
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
+
+/// `y[n, i, j, o] = Σ_{k, l, c} x[n, i·stride + k - padding, j·stride + l - padding, c] · W[o, k, l, c] (+ b[o])`: a square
+/// kernel over images whose channels come last, zero beyond the edges.
+#[derive(Clone, Copy, Debug)]
+pub struct Conv2d {
+    weight: ParamId,
+    bias: Option<ParamId>,
+    stride: usize,
+    padding: usize,
+}
+
+impl Conv2d {
+    /// Declares `{name}.weight` [features, kernel, kernel, channels], normal with variance 2 / terms (He et al., 2015: it keeps
+    /// the scale of what a rectifier follows), and `{name}.bias` [features], zero. An odd kernel is padded so that stride 1
+    /// keeps height and width.
+    pub fn new(
+        params: &mut Declarations,
+        name: &str,
+        channels: usize,
+        features: usize,
+        kernel: usize,
+        stride: usize,
+        bias: bool,
+    ) -> Result<Self> {
+        let init = Init::Normal { std: (2.0 / (kernel * kernel * channels) as f32).sqrt() };
+        let (whole, dims) = (Placement::replicated, [features, kernel, kernel, channels]);
+        let weight = params.declare(format!("{name}.weight"), &dims, whole(), Role::Weight, init)?;
+        let bias = match bias {
+            true => Some(params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?),
+            false => None,
+        };
+        Ok(Self { weight, bias, stride, padding: kernel.saturating_sub(1) / 2 })
+    }
+
+    /// `x [n, h, w, channels] → [n, h', w', features]`, `h' = ⌈h / stride⌉` for an odd kernel, and w' alike.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.conv2d(&tape.param(self.weight)?, bias.as_ref(), self.stride, self.padding)
+    }
+}

@@ -1,0 +1,84 @@
+use super::kernels::{Float, windows as kernels};
+use super::{Cpu, PIECE, for_float};
+use crate::error::Result;
+use crate::family::{Window, Windows};
+use meshwork_core::pool::share;
+use meshwork_core::{Buffer, Element};
+
+/// Runs `kernel` on pieces of whole images: (windows of the piece, what it writes, what it reads), each cut by elements of
+/// one image.
+fn by_images<T: Float + Send + Sync>(
+    windows: Windows,
+    writes: &mut [T],
+    reads: &[&[T]],
+    kernel: impl Fn(Windows, &mut [T], &[&[T]]) + Sync,
+) {
+    let samples = windows.samples.max(1);
+    let per_image = |len: usize| len / samples;
+    let largest = reads.iter().map(|x| x.len()).chain([writes.len()]).max().map_or(1, per_image);
+    let piece = (PIECE / largest.max(1)).max(1);
+    let of = per_image(writes.len());
+    share(writes.chunks_mut((piece * of).max(1)).enumerate(), |(i, writes)| {
+        let first = i * piece;
+        let last = (first + piece).min(samples);
+        let cut: Vec<&[T]> = reads.iter().map(|x| &x[first * per_image(x.len())..last * per_image(x.len())]).collect();
+        kernel(windows.over(last - first), writes, &cut);
+    });
+}
+
+impl Cpu {
+    /// An output of `count` elements that `kernel` writes from buffers, image by image.
+    fn windowed<T: Float + Element>(
+        &self,
+        windows: Windows,
+        count: usize,
+        reads: &[&Buffer],
+        kernel: impl Fn(Windows, &mut [T], &[&[T]]) + Sync,
+    ) -> Result<Buffer> {
+        let reads = reads.iter().map(|x| Ok(x.as_slice::<T>()?)).collect::<Result<Vec<_>>>()?;
+        self.output::<T>(count, |out| by_images(windows, out, &reads, kernel))
+    }
+}
+
+impl Window for Cpu {
+    fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "conv2d", x, T => {
+            self.windowed::<T>(windows, windows.rows() * windows.patch(), &[x], |w, out, x| kernels::patches(&w, x[0], out))
+        })
+    }
+
+    fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer> {
+        let count = windows.samples * windows.pixels();
+        for_float!(self, "conv2d", dpatches, T => {
+            self.windowed::<T>(windows, count, &[dpatches], |w, dx, d| kernels::patches_backward(&w, d[0], dx))
+        })
+    }
+
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        let count = windows.rows() * windows.channels;
+        for_float!(self, "max_pool", x, T => {
+            self.windowed::<T>(windows, count, &[x], |w, y, x| kernels::max_pool(&w, x[0], y))
+        })
+    }
+
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "max_pool", x, T => {
+            let run = |w: Windows, dx: &mut [T], from: &[&[T]]| kernels::max_pool_backward(&w, from[0], from[1], dx);
+            self.windowed::<T>(windows, x.count(), &[dy, x], run)
+        })
+    }
+
+    fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        let count = windows.rows() * windows.channels;
+        for_float!(self, "average_pool", x, T => {
+            self.windowed::<T>(windows, count, &[x], |w, y, x| kernels::average_pool(&w, x[0], y))
+        })
+    }
+
+    fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
+        let count = windows.samples * windows.pixels();
+        for_float!(self, "average_pool", dy, T => {
+            self.windowed::<T>(windows, count, &[dy], |w, dx, dy| kernels::average_pool_backward(&w, dy[0], dx))
+        })
+    }
+}

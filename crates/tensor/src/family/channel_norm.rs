@@ -1,0 +1,76 @@
+//! Norms over channels that come last: batch norm and group norm are one operation over `[blocks, rows, channels]`.
+//!
+//! Each group of channels of each block has its own mean and variance: `y = (x - mean) / √(variance + eps) · gamma + beta`.
+//! Batch norm has one block, all samples, and groups of one channel; group norm has a block per sample.
+
+use crate::error::Result;
+use crate::tape::RowLeaves;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// Extents of `x [blocks, rows, channels]`, and in how many groups the channels are normalised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// Blocks with statistics of their own.
+    pub blocks: usize,
+    /// Rows of a block.
+    pub rows: usize,
+    /// Channels of a row.
+    pub channels: usize,
+    /// Groups of as many channels each, one after the other.
+    pub groups: usize,
+}
+
+impl Groups {
+    /// Elements that share a mean.
+    pub fn members(&self) -> usize {
+        self.rows * (self.channels / self.groups.max(1))
+    }
+
+    /// The rows of all blocks, a leaf for each block.
+    pub(crate) fn leaves(&self) -> RowLeaves {
+        RowLeaves { samples: self.blocks, slices: 1 }
+    }
+}
+
+/// The statistics to normalise by, `[blocks, groups]` each.
+#[derive(Clone, Copy, Debug)]
+pub struct MeanVariance<'a> {
+    /// Means.
+    pub mean: &'a Buffer,
+    /// Variances.
+    pub variance: &'a Buffer,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+/// Where the statistics that were used came from, which is what their gradient is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Statistics {
+    /// From x itself.
+    OfInput,
+    /// From elsewhere: constants.
+    Given,
+}
+
+/// The norm in pieces, so that its statistics can be kept, and replaced by others.
+pub trait ChannelNorm: Debug {
+    /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows are summed
+    /// by 64 of them in order, then those in order, then the channels of a group in order.
+    fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>;
+
+    /// y; `affine` are gamma and beta.
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>;
+
+    /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
+    /// [`moments`](Self::moments).
+    fn normalise_grad(
+        &self,
+        groups: Groups,
+        dy: &Buffer,
+        x: &Buffer,
+        by: MeanVariance<'_>,
+        statistics: Statistics,
+        gamma: &Buffer,
+    ) -> Result<(Buffer, Buffer, Buffer)>;
+}

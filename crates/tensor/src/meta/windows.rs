@@ -1,0 +1,31 @@
+use super::Meta;
+use crate::device::Device;
+use crate::error::Result;
+use crate::family::{Window, Windows};
+use meshwork_core::Buffer;
+
+impl Window for Meta {
+    fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.alloc(x.dtype(), windows.rows() * windows.patch())
+    }
+
+    fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer> {
+        self.alloc(dpatches.dtype(), windows.samples * windows.pixels())
+    }
+
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.alloc(x.dtype(), windows.rows() * windows.channels)
+    }
+
+    fn max_pool_grad(&self, _windows: Windows, _dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.alloc(x.dtype(), x.count())
+    }
+
+    fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        self.alloc(x.dtype(), windows.rows() * windows.channels)
+    }
+
+    fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
+        self.alloc(dy.dtype(), windows.samples * windows.pixels())
+    }
+}

@@ -1,0 +1,117 @@
+//! Images with a class each.
+
+use meshwork_tensor::{Shape, random};
+
+/// Images of one size, channels last, and the class of each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Images {
+    sample: Shape,
+    pixels: Vec<f32>,
+    labels: Vec<i32>,
+}
+
+impl Images {
+    /// The class of what is no image: it is not counted.
+    pub const PADDING: i32 = -1;
+
+    /// Images `[labels, sample..]`, one after another.
+    ///
+    /// # Panics
+    /// If there are not as many pixels as `labels` samples have.
+    pub fn new(sample: impl Into<Shape>, pixels: Vec<f32>, labels: Vec<i32>) -> Self {
+        let sample = sample.into();
+        assert_eq!(pixels.len(), labels.len() * sample.count(), "pixels of {} images of {sample:?}", labels.len());
+        Self { sample, pixels, labels }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.labels.is_empty()
+    }
+
+    /// Extents of one.
+    pub fn sample(&self) -> Shape {
+        self.sample
+    }
+
+    /// Pixels of all, one image after another.
+    pub fn pixels(&self) -> &[f32] {
+        &self.pixels
+    }
+
+    /// Their classes.
+    pub fn labels(&self) -> &[i32] {
+        &self.labels
+    }
+
+    /// Some of them, in that order.
+    pub fn gather(&self, indices: &[usize]) -> Self {
+        let n = self.sample.count();
+        let pixels = indices.iter().flat_map(|&i| &self.pixels[i * n..(i + 1) * n]).copied().collect();
+        Self { sample: self.sample, pixels, labels: indices.iter().map(|&i| self.labels[i]).collect() }
+    }
+
+    /// (those to train on, every `nth` one, held out).
+    pub fn hold_out(&self, nth: usize) -> (Self, Self) {
+        let (held, rest): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(|i| i % nth == nth - 1);
+        (self.gather(&rest), self.gather(&held))
+    }
+
+    /// Parts of `count` images, the last one filled up with padding.
+    pub fn parts(&self, count: usize) -> impl Iterator<Item = Self> {
+        (0..self.len()).step_by(count.max(1)).map(move |at| {
+            let indices: Vec<usize> = (at..self.len().min(at + count)).collect();
+            let mut part = self.gather(&indices);
+            part.pixels.resize(count * self.sample.count(), 0.0);
+            part.labels.resize(count, Self::PADDING);
+            part
+        })
+    }
+
+    /// The order of an epoch: a permutation of their numbers, drawn from seed and epoch alone.
+    pub fn order(&self, seed: u64, epoch: usize) -> Vec<usize> {
+        let key = random::key(seed, &format!("order@{epoch}"));
+        let mut order: Vec<usize> = (0..self.len()).collect();
+        for i in (1..order.len()).rev() {
+            let other = (f64::from(random::uniform(key, i as u64)) * (i + 1) as f64) as usize;
+            order.swap(i, other.min(i));
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbered(count: usize) -> Images {
+        let pixels = (0..2 * count).map(|i| i as f32).collect();
+        Images::new([1, 2], pixels, (0..count as i32).collect())
+    }
+
+    #[test]
+    fn an_order_has_each_image_once_and_another_place_each_epoch() {
+        let images = numbered(50);
+        let (first, second) = (images.order(1, 1), images.order(1, 2));
+        assert_ne!(first, second);
+        assert_ne!(first, images.order(2, 1));
+        let mut sorted = first.clone();
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(0..50));
+    }
+
+    #[test]
+    fn parts_cover_the_images_and_are_filled_up() {
+        let (train, held) = numbered(7).hold_out(3);
+        assert_eq!((train.labels(), held.labels()), (&[0, 1, 3, 4, 6][..], &[2, 5][..]));
+        let parts: Vec<Images> = train.parts(3).collect();
+        assert_eq!(parts[0].labels(), [0, 1, 3]);
+        assert_eq!(parts[1].labels(), [4, 6, Images::PADDING]);
+        assert_eq!(parts[1].pixels(), [8.0, 9.0, 12.0, 13.0, 0.0, 0.0]);
+    }
+}
