@@ -1,12 +1,11 @@
 //! Trains a GPT over any mesh, every rank a thread of this process:
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
 
-use meshwork::train::config::{Args, usage};
-use meshwork::train::profile::{Profile, Rows, write_trace};
+use meshwork::train::config::{Args, Config, usage};
+use meshwork::train::profile::{self, Profile};
 use meshwork::train::{load, plan, train};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,18 +49,15 @@ fn main() -> ExitCode {
         false => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
     };
     match outcome.profile {
-        Some(profile) if ending == ExitCode::SUCCESS => tell_profile(&profile, &config.metrics.trace),
+        Some(profile) if ending == ExitCode::SUCCESS => tell_profile(&profile, &config),
         _ => ending,
     }
 }
 
-/// Prints where the time of a step went, and leaves the timeline of all ranks in a file.
-fn tell_profile(profile: &Profile, trace: &str) -> ExitCode {
-    match write_trace(profile, Path::new(trace)) {
-        Ok(()) => show(&format_args!(
-            "\n{}\nThe timeline of every rank is in {trace}; https://ui.perfetto.dev opens it.\n",
-            Rows::new(profile)
-        )),
+/// Prints where the time of a step went, and leaves its pictures in files.
+fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
+    match profile::report(profile, config) {
+        Ok(text) => show(&format_args!("\n{text}")),
         Err(error) => fail(FAILED, &error),
     }
 }

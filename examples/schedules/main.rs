@@ -15,7 +15,7 @@ const BAD_INPUT: u8 = 2;
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    let options = match Options::parse(std::env::args().skip(1)) {
+    let options = match Options::parse(std::env::args_os().skip(1)) {
         Ok(Command::Run(options)) => options,
         Ok(Command::Help) => return show(&options::USAGE),
         Err(error) => return fail(BAD_INPUT, &error),

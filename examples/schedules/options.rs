@@ -1,6 +1,8 @@
 //! What is asked for on the command line, and the schedules that it stands for.
 
 use crate::report::Outcome;
+use std::ffi::OsString;
+
 use meshwork::pipeline::{Costs, Generator, Schedule, Shape, by_name, simulate};
 
 pub const USAGE: &str = "\
@@ -31,6 +33,10 @@ pub enum Command {
     Help,
 }
 
+/// More ranks than this, or more of micro-batches through stages, are no schedule that anybody looks at.
+const MAX_RANKS: usize = 1 << 10;
+const MAX_PARTS: usize = 1 << 21;
+
 /// What is asked for. None where it is not.
 #[derive(Default)]
 pub struct Options {
@@ -50,7 +56,9 @@ pub struct Options {
 }
 
 impl Options {
-    pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Command, String> {
+    pub fn parse(args: impl Iterator<Item = OsString>) -> Result<Command, String> {
+        // What is no Unicode is no option either, and is shown as far as it can be.
+        let mut args = args.map(|arg| arg.to_string_lossy().into_owned());
         let mut options = Self::default();
         while let Some(arg) = args.next() {
             // Both `--pp 4` and `--pp=4`.
@@ -131,14 +139,23 @@ impl Options {
             return Ok(vec![Ok(self.run(schedule)?)]);
         }
         if let Some(generator) = self.schedule {
-            let schedule = generator.build_steps(self.shape(generator), self.steps.unwrap_or(1));
-            return Ok(vec![Ok(self.run(schedule.map_err(|error| error.to_string())?)?)]);
+            return Ok(vec![Ok(self.generate(generator)?)]);
         }
-        let outcome = |generator: Generator| {
-            let schedule = generator.build_steps(self.shape(generator), self.steps.unwrap_or(1));
-            self.run(schedule.map_err(|error| error.to_string())?)
-        };
-        Ok(Generator::ALL.map(|generator| outcome(generator).map_err(|error| (generator, error))).into())
+        let outcome = |generator| self.generate(generator).map_err(|error| (generator, error));
+        Ok(Generator::ALL.map(outcome).into())
+    }
+
+    fn generate(&self, generator: Generator) -> Result<Outcome, String> {
+        let (shape, steps) = (self.shape(generator), self.steps.unwrap_or(1));
+        let factors = [shape.virtual_stages, shape.micros, steps];
+        let parts = factors.into_iter().fold(shape.pp, usize::saturating_mul);
+        if shape.pp > MAX_RANKS || parts > MAX_PARTS {
+            return Err(format!(
+                "{parts} micro-batches through stages, and {} ranks: at most {MAX_PARTS} and {MAX_RANKS} can be drawn up",
+                shape.pp
+            ));
+        }
+        self.run(generator.build_steps(shape, steps).map_err(|error| error.to_string())?)
     }
 
     fn shape(&self, generator: Generator) -> Shape {

@@ -66,12 +66,18 @@ impl Outcome {
     fn text(&self) -> String {
         let Self { schedule, report, timeline } = self;
         let grid = text_grid(timeline);
+        let chunks = match self.virtual_stages() {
+            1 => String::new(),
+            chunks => format!(" of {chunks} chunks"),
+        };
+        let steps = match schedule.steps {
+            1 => String::new(),
+            steps => format!("{steps} steps of "),
+        };
         let mut text = format!(
-            "{}: {} ranks, {} chunks per rank, {} steps of {} micro-batches\n\n",
+            "{} over {} ranks{chunks}, {steps}{} micro-batches\n\n",
             schedule.name,
             schedule.ranks,
-            self.virtual_stages(),
-            schedule.steps,
             schedule.micros_per_step()
         );
         if grid.lines().all(|line| line.len() <= MAX_WIDTH) {
@@ -84,13 +90,9 @@ impl Outcome {
         _ = writeln!(text, "makespan {}, span {}", number(timeline.makespan()), number(timeline.span()));
         let (total, ideal) = (100.0 * timeline.bubble_of_total(), 100.0 * timeline.bubble_of_ideal());
         _ = writeln!(text, "bubble {total:.1}% of the span, {ideal:.1}% of the ideal time");
-        _ = writeln!(
-            text,
-            "peak activations per rank (micro-batches through its layers): {}",
-            list(&timeline.peak_activations())
-        );
+        _ = writeln!(text, "peak activations per rank, in micro-batches: {}", list(&timeline.peak_activations()));
         _ = writeln!(text, "peak weight versions per rank: {}", list(&versions));
-        _ = writeln!(text, "messages in flight between two ranks, at least: {}", report.in_flight);
+        _ = writeln!(text, "messages that wait between two ranks: {} at most", report.in_flight);
         text
     }
 }

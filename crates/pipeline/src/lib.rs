@@ -29,6 +29,7 @@
 //! and [`Transport`], two small traits.
 #![forbid(unsafe_code)]
 
+pub mod partition;
 mod runtime;
 mod schedule;
 

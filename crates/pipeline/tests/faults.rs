@@ -185,3 +185,96 @@ fn a_deadlock_far_into_a_schedule_stays_readable() {
     assert!(error.ends_with("rank 2, step 30: 2F30 waits for 1F30 of rank 1"), "{error}");
     assert!(error.lines().all(|line| line.len() < 150), "{error}");
 }
+
+/// The same with weights that change while it runs.
+fn updating(weights: Weights, steps: usize, micros: usize, rows: &[&str]) -> Schedule {
+    Schedule { weights, steps, ..by_hand(&(0..rows.len()).collect::<Vec<_>>(), micros, rows) }
+}
+
+#[test]
+fn backwards_in_parts() {
+    check(&by_hand(&[0, 1], 2, &["0F0 0F1 0I0 0B1 0W0", "1F0 1F1 1B0 1I1 1W1"])).unwrap();
+    let message = "rank 0 runs no weight gradient of micro-batch 0 through stage 0 (0W0)";
+    refused(&by_hand(&[0], 1, &["0F0 0I0"]), message);
+    let message = "rank 0 runs no input gradient of micro-batch 0 through stage 0 (0I0)";
+    refused(&by_hand(&[0], 1, &["0F0 0W0"]), message);
+    let message = "rank 0, step 3: 0B0 is a whole backward, but its parts I or W run too; use either";
+    refused(&by_hand(&[0], 1, &["0F0 0I0 0W0 0B0"]), message);
+    let message = "rank 0, step 1: 0W0 stands before 0I0 (step 2), whose result it needs";
+    refused(&by_hand(&[0], 1, &["0F0 0W0 0I0"]), message);
+    // What the stage before waits for is the input gradient, wherever the weight gradient stands.
+    refused(
+        &by_hand(&[0, 1], 2, &["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1W0 1B1"]),
+        "ranks wait for each other in a circle:\n\
+         rank 0 |  0F0  >0I0<  0F1   0I1   0W0   0W1\n\
+         rank 1 |  1F0  >1F1<  1I0   1W0   1B1\n\
+         rank 0, step 1: 0I0 waits for 1I0 of rank 1\n\
+         rank 1, step 1: 1F1 waits for 0F1 of rank 0",
+    );
+}
+
+#[test]
+fn steps_that_do_not_add_up() {
+    let message = "3 micro-batches in 2 optimizer steps; each step has the same number of them";
+    refused(&Schedule { steps: 2, ..by_hand(&[0], 3, &["0F0 0F1 0F2"]) }, message);
+    let message = "1 micro-batches in 0 optimizer steps; each step has the same number of them";
+    refused(&Schedule { steps: 0, ..by_hand(&[0], 1, &["0F0"]) }, message);
+    let message = "rank 0, step 2: 0B0 belongs to an older optimizer step than 0F1 before it; a stage ends a step before \
+                   it starts the next";
+    refused(&Schedule { steps: 2, ..by_hand(&[0], 2, &["0F0 0F1 0B0 0B1"]) }, message);
+    // Two stages of a rank each have their own weights.
+    let two = by_hand(&[0, 0], 2, &["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]);
+    check(&Schedule { steps: 2, ..two }).unwrap();
+}
+
+#[test]
+fn updates_where_they_do_not_belong() {
+    check(&updating(Weights::Stash, 1, 2, &["0F0 0B0 0U0 0F1 0B1 0U1"])).unwrap();
+    check(&updating(Weights::Stash, 1, 2, &["0F0 0F1 0B0 0B1 0U1"])).unwrap();
+    let message = "rank 0, step 2: 0U0 updates weights inside a step; with weights \"flush\" that happens between steps, \
+                   outside of the schedule";
+    refused(&by_hand(&[0], 1, &["0F0 0B0 0U0"]), message);
+    let message = "rank 0, step 1: 0U0 stands before 0B0 (step 2), whose result it needs";
+    refused(&updating(Weights::Stash, 1, 1, &["0F0 0U0 0B0"]), message);
+    let message = "rank 0, step 3: 0U1 stands before 0B0 (step 4), whose result it needs";
+    refused(&updating(Weights::Stash, 1, 2, &["0F0 0F1 0B1 0U1 0B0"]), message);
+    let message = "rank 0, step 5: 0U0 applies nothing new: gradients up to micro-batch 1 are applied already";
+    refused(&updating(Weights::Stash, 1, 2, &["0F0 0F1 0B0 0B1 0U1 0U0"]), message);
+    let message = "rank 0 never updates the weights of stage 0 with micro-batch 1 (0U1)";
+    refused(&updating(Weights::Stash, 1, 2, &["0F0 0F1 0B0 0U0 0B1"]), message);
+    refused(&updating(Weights::DoubleBuffered, 1, 2, &["0F0 0F1 0B0 0B1"]), message);
+    let message = "rank 0, step 3: 0U0 stands inside a batch; with weights \"double_buffered\" updates follow the last of \
+                   each 2 micro-batches";
+    refused(&updating(Weights::DoubleBuffered, 1, 2, &["0F0 0F1 0B0 0U0 0B1 0U1"]), message);
+    let message = "rank 0 never updates the weights of stage 0 with micro-batch 0 (0U0)";
+    refused(&updating(Weights::DoubleBuffered, 2, 2, &["0F0 0F1 0B0 0B1 0U1"]), message);
+}
+
+/// Vertical sync asks every stage for the version that the first had: one that updates later must refuse.
+#[test]
+fn weights_that_are_yet_to_be_made() {
+    let rows = ["0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1F1 1U0 1B1 1U1"];
+    check(&updating(Weights::Stash, 1, 2, &rows)).unwrap();
+    let message = "rank 1, step 2: 1F1 needs version 1 of the weights of stage 1, which has only 0 updates behind it by \
+                   then";
+    refused(&updating(Weights::VerticalSync, 1, 2, &rows), message);
+}
+
+/// One error each, from text to proof: what a user's own schedule gets wrong first.
+#[test]
+fn text_schedules_that_are_wrong() {
+    let proved = |rows: &str| {
+        let text = format!("name: mine\nranks: 2\nplacement: 0 1\nmicros: 2\n{rows}");
+        check(&text.parse::<Schedule>().unwrap()).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(proved("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"), Ok(()));
+    let message = "schedule mine: rank 1 runs no backward of micro-batch 1 through stage 1 (1B1)";
+    assert_eq!(proved("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1"), Err(message.to_string()));
+    let message = "schedule mine: rank 1 runs 1F0 twice, at steps 0 and 2; it must run once";
+    assert_eq!(proved("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F0 1F1 1B1"), Err(message.to_string()));
+    let circle = proved("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1").unwrap_err();
+    assert!(
+        circle.starts_with("schedule mine: ranks wait for each other in a circle:\nrank 0 |  0F0  >0B0<"),
+        "{circle}"
+    );
+}

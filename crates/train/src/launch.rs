@@ -5,7 +5,7 @@ use crate::data::Data;
 use crate::engine::{Blueprint, TrainError};
 use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
-use crate::profile::{Ceilings, Probe, Profile};
+use crate::profile::{Ceilings, Probe, Profile, layers, write_layers};
 use crate::progress::Progress;
 use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
@@ -43,9 +43,16 @@ pub fn train(
     let world_size = parallelism.dp * parallelism.tp * parallelism.pp;
     let options = Options { timeout: config.comm.timeout() };
     // Measured while no rank is there to disturb it.
+    let layers = match &config.metrics.layer_profile {
+        Some(path) => Some((Path::new(path), layers(config, data)?)),
+        None => None,
+    };
     let ceilings = config.metrics.profile.then(|| Ceilings::measure(&*config.device.open(config.training.dtype)));
     let origin = ceilings.is_some().then(Instant::now);
     let ends = thread::run(world_size, options, |world| {
+        if let (Some((path, layers)), 0) = (&layers, world.rank()) {
+            write_layers(layers, path)?;
+        }
         let blueprint = Blueprint::new(config)?;
         let probe = Probe::new(config, origin);
         let rank = Arc::new(Rank::new(blueprint.mesh(), probe.communicator(world.communicator().clone()))?);

@@ -10,6 +10,7 @@ mod generate;
 mod launch;
 mod load;
 pub mod metrics;
+pub mod partition;
 pub mod plan;
 pub mod profile;
 pub mod progress;

@@ -4,7 +4,7 @@ use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
 use crate::{metrics, plan};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The configuration and the data of a command line, and a check that the metrics can be written.
 ///
@@ -24,15 +24,26 @@ use std::path::Path;
 /// ```
 pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     let (mut config, mut settings) = resolve(args, Settings::default());
-    let trace =
-        (config.metrics.profile && settings.sound(&["metrics.trace"])).then_some(Path::new(&config.metrics.trace));
-    for (key, path) in [("--metrics", args.metrics.as_deref()), ("metrics.trace", trace)] {
-        let Some(path) = path else { continue };
+    let (metrics, profile) = (&config.metrics, config.metrics.profile);
+    let pipeline = profile && config.parallelism.pp > 1;
+    let of_profile = |key: &'static str, path: &str, written: bool| {
+        (written && settings.sound(&[key])).then(|| (key, Path::new(path).to_owned()))
+    };
+    let written: Vec<(&str, PathBuf)> = [
+        args.metrics.as_ref().map(|path| ("--metrics", path.clone())),
+        of_profile("metrics.trace", &metrics.trace, profile),
+        of_profile("metrics.schedule", &metrics.schedule, pipeline),
+        metrics.layer_profile.as_ref().and_then(|path| of_profile("metrics.layer_profile", path, true)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    for (at, (key, path)) in written.iter().enumerate() {
         settings.faults.extend(metrics::check(key, path).err());
         settings.faults.extend(overwritten(key, path, args, &config));
-    }
-    if let Some(path) = trace.filter(|&path| args.metrics.as_deref() == Some(path)) {
-        settings.fault("metrics.trace", path.display(), "is the file of --metrics too", "use another file");
+        if let Some((other, _)) = written[..at].iter().find(|(_, other)| other == path) {
+            settings.fault(key, path.display(), format!("is the file of {other} too"), "use another file");
+        }
     }
     let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 {

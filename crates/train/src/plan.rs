@@ -1,11 +1,12 @@
 //! What a run would do, without doing it: one step of one rank on the meta device with recording communicators. The code that runs
 //! is the code that will train.
 
-use crate::config::Config;
+use crate::config::{Config, Parallelism};
 use crate::data::Batch;
 use crate::engine::{Blueprint, TrainError, Watch};
 use crate::step::Trainer;
 use meshwork_core::{Axis, Mesh, Rank, Record};
+use meshwork_pipeline::Generator;
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::meta::Meta;
 use std::collections::BTreeSet;
@@ -53,6 +54,33 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     reports.extend(trainer.settle(|_| {})?);
     let records = reports.pop().map_or(Vec::new(), |report| report.records);
     Ok(Prediction { parameters, model_bytes, peak_bytes: device.meter().peak_bytes(), flops, records })
+}
+
+/// What the parts of a model cost: floating point operations of matrix products and attention, forward and backward of one
+/// sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// The embedding: lookups, which are no products.
+    pub embedding: u64,
+    /// Each layer.
+    pub layer: u64,
+    /// The head with the loss.
+    pub head: u64,
+}
+
+/// Counts what the parts of a model cost, from its sizes alone, so that every rank of every mesh counts the same: a step of one
+/// sequence through a pipeline of three stages, which are the embedding, one layer, and the head.
+pub fn costs(config: &Config) -> Result<Costs, TrainError> {
+    let mut parts = config.clone();
+    parts.model.num_layers = 1;
+    parts.model.tie_embeddings = false; // The same products, and no group for the tie.
+    parts.parallelism = Parallelism { dp: 1, tp: 1, pp: 3, sequence_parallel: false, ..parts.parallelism };
+    parts.pipeline.schedule = Generator::Gpipe.name().to_owned();
+    (parts.pipeline.virtual_stages, parts.pipeline.num_microbatches) = (1, 1);
+    parts.pipeline.partition = vec![0, 1, 0];
+    (parts.training.global_batch_size, parts.training.micro_batch_size) = (1, 1);
+    let flops = |rank| predict(&parts, rank).map(|part| part.flops);
+    Ok(Costs { embedding: flops(0)?, layer: flops(1)?, head: flops(2)? })
 }
 
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
@@ -227,6 +255,17 @@ mod tests {
         assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
         let one = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
         assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
+    }
+
+    #[test]
+    fn costs_are_those_of_the_formulae() {
+        let config = Config::from_toml("[model]\npreset = 'small'\n[parallelism]\ntp = 2\npp = 2").unwrap();
+        let (v, h, s) = (256u64, 384, 256);
+        // Backward is twice forward, but for attention, which computes its probabilities again: 4 and 10 for each pair and width.
+        let products = 3 * 2 * s * (4 * h * h + 8 * h * h);
+        let attention = 14 * h * (s * (s + 1) / 2);
+        let costs = costs(&config).unwrap();
+        assert_eq!(costs, Costs { embedding: 0, layer: products + attention, head: 3 * 2 * s * v * h });
     }
 
     #[test]

@@ -88,6 +88,30 @@ fn layers_are_dealt_to_stages() {
     assert_eq!(config(&format!("--config {}", file.display())).pipeline.partition, [4, 0]);
 }
 
+/// The head costs vocab · hidden products for each token, a layer 12 · hidden² and attention: with a vocabulary of 50,257 and a width
+/// of 512, the head is worth nearly eight layers.
+#[test]
+fn layers_are_dealt_by_cost() {
+    let dealt = |line: &str| config(&format!("--set pipeline.partition=cost {line}")).pipeline.partition;
+    // Of a small vocabulary, the head is worth less than a layer.
+    assert_eq!(dealt("--mesh pp=2"), [2, 2]);
+    assert_eq!(dealt("--mesh pp=2 --set model.num_layers=5"), [3, 2]);
+    let medium = |line: &str| dealt(&format!("--set model.preset=medium {line}"));
+    assert_eq!(medium("--mesh pp=1"), [6]);
+    assert_eq!(medium("--mesh pp=2"), [6, 0]);
+    assert_eq!(medium("--mesh pp=4"), [2, 2, 2, 0]);
+    assert_eq!(medium("--mesh pp=4 --set model.num_layers=32"), [10, 10, 10, 2]);
+    // The mesh beside pp, the batch and the numerics change nothing.
+    let more = "--mesh dp=2,tp=2,pp=4 --set parallelism.sequence_parallel=true --set training.numerics=canonical \
+                --set training.dtype=bf16 --set training.global_batch_size=32";
+    assert_eq!(medium(&format!("{more} --set model.num_layers=32")), [10, 10, 10, 2]);
+    // Of several chunks, it is the rank that counts: the last chunk of a loop has the head, and its rank another one.
+    let looped = "--mesh pp=2 --set pipeline.schedule=interleaved_1f1b --set model.num_layers=16";
+    assert_eq!(medium(looped), [6, 4, 6, 0]);
+    let turned = "--mesh pp=2 --set pipeline.schedule=zb_v --set model.num_layers=16";
+    assert_eq!(medium(turned), [4, 6, 6, 0]);
+}
+
 #[test]
 fn settings_without_effect_are_noticed() {
     assert_eq!(

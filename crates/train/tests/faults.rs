@@ -395,8 +395,8 @@ fn the_model_must_fit_the_mesh() {
 
 #[test]
 fn the_partition_must_fit_model_and_mesh() {
-    const VALID: &str = "use \"uniform\", or a list of 2 that add up to 4";
-    const LIST: &str = "use \"uniform\", or a list of whole numbers, such as [3, 1]";
+    const VALID: &str = "use \"uniform\", \"cost\", or a list of 2 that add up to 4";
+    const LIST: &str = "use \"uniform\", \"cost\", or a list of whole numbers, such as [3, 1]";
     refused(&[
         (
             "--mesh pp=2 --set pipeline.partition=[3,2]",

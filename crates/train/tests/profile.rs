@@ -3,10 +3,12 @@
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};
+use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as LayerProfile, States, plan};
+use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::engine::Blueprint;
-use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, settle, write_trace};
+use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, schedule_timelines, settle, write_trace};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -52,6 +54,32 @@ fn assert_nested(what: &str, spans: &[Span]) {
             assert!(outer.class.is_frame(), "{what}: {span:?} lies in {outer:?}");
         }
         open.push(span);
+    }
+}
+
+/// What ran of a step, by rank, is what the schedule says; and the prediction has the same actions.
+#[test]
+fn the_pipeline_of_a_step_as_predicted_and_as_it_ran() {
+    let flush = "model.tie_embeddings=false";
+    for (schedule, more) in
+        [("1f1b", flush), ("zb_h2", flush), ("zb_v", flush), ("pipedream_2bw", "training.max_norm=0")]
+    {
+        let set = [format!("pipeline.schedule={schedule}"), more.to_owned(), flush.to_owned()];
+        let set: Vec<&str> = set.iter().map(String::as_str).chain(["metrics.profile=true"]).collect();
+        let (config, _) = loaded("dp=1,pp=2", &set);
+        let profile = run("dp=1,pp=2", &set).profile.unwrap();
+        let [predicted, measured] = schedule_timelines(&profile, &config).unwrap().unwrap();
+        let kinds = |timeline: &Timeline, rank: usize| {
+            let mut kinds: Vec<ActionKind> = timeline.ranks[rank].iter().map(|interval| interval.action.kind).collect();
+            kinds.sort_unstable();
+            kinds
+        };
+        for rank in 0..2 {
+            assert_eq!(kinds(&measured, rank), kinds(&predicted, rank), "{schedule}, pp rank {rank}");
+            let row = &measured.ranks[rank];
+            assert!(row.windows(2).all(|pair| pair[0].end <= pair[1].start), "{schedule}: {row:?}");
+        }
+        assert!(measured.makespan() > 0.0 && predicted.ideal() > 0.0, "{schedule}");
     }
 }
 
@@ -250,4 +278,43 @@ fn a_profile_changes_no_number_and_without_one_nothing_is_recorded() {
     }
     let none = Profile { tracks: Vec::new(), ceilings: Ceilings { flops: None, bandwidth: 1.0, threads: 1 } };
     assert!(Rows::new(&none).to_string().starts_with("No step was profiled"));
+}
+
+/// A profile of the layers: the model cut at every layer, in the format that the planner reads.
+#[test]
+fn layers_are_profiled_in_the_planners_format() {
+    let file = std::env::temp_dir().join(format!("meshwork_layers_{}.txt", std::process::id()));
+    let (config, data) =
+        loaded("dp=2,pp=2", &["model.dropout=0.1", &format!("metrics.layer_profile={}", file.display())]);
+    let outcome = train(&config, &data, None, &AtomicBool::new(false)).unwrap();
+    let profile: LayerProfile = fs::read_to_string(&file).unwrap().parse().unwrap();
+    fs::remove_file(&file).unwrap();
+
+    let ids: Vec<&str> = profile.layers().iter().map(|layer| layer.id.as_str()).collect();
+    assert_eq!(ids, ["embedding", "h.0", "h.1", "h.2", "h.3", "head"]);
+    assert_eq!(profile.edges(), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]);
+    let (vocab, hidden, seq, ffn) = (256.0, 32.0, 32.0, 128.0);
+    let block = 4.0 * hidden * hidden + 4.0 * hidden + 2.0 * hidden * ffn + ffn + hidden + 4.0 * hidden;
+    let hidden_states = config.training.micro_batch_size as f64 * seq * hidden * 4.0;
+    for (at, layer) in profile.layers().iter().enumerate() {
+        let parameters = match at {
+            0 => (vocab + seq) * hidden,
+            5 => vocab * hidden + 2.0 * hidden, // with the table, which it shares
+            _ => block,
+        };
+        assert_eq!(layer.parameter_bytes, parameters * 4.0, "{layer:?}");
+        if at < 5 {
+            assert_eq!(layer.activation_bytes, hidden_states, "{layer:?}");
+        }
+        assert!(layer.backward_ms > 0.0 && layer.forward_ms > 0.0, "{layer:?}");
+    }
+    // A planner can start from it.
+    let states = States::new(&profile).unwrap();
+    let level = Level { machines: 2, bytes_per_second: 1e9 };
+    let plan = plan(&states, &[level], &PlanOptions { straight: true, ..PlanOptions::default() }).unwrap();
+    assert_eq!(plan.levels[0].len(), 2);
+
+    // The run is the run without it.
+    let plain = run("dp=2,pp=2", &["model.dropout=0.1"]);
+    assert_eq!((outcome.loss, outcome.sample), (plain.loss, plain.sample));
 }

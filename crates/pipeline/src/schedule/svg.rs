@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::ActionKind::{Backward, Forward, InputGradient, Update, WeightGradient};
-use super::{ActionKind, Interval, Timeline};
+use super::{Action, ActionKind, Interval, Timeline};
 
 /// Fill of each kind: the colours of Okabe and Ito (2008), which colour-blind readers can tell apart.
 const FILLS: [(ActionKind, [u8; 3]); 4] = [
@@ -28,7 +28,8 @@ const WIDEST: f64 = 2400.0;
 const DIGIT: f64 = 7.0;
 
 /// Draws timelines below each other, on one scale of time: a row per rank, a box per action with its micro-batch, chunks
-/// after the first in lighter shades, updates as dark bars, a thick line where a rank starts another optimizer step.
+/// after the first in lighter shades, updates as dark bars, a thick line where a rank
+/// of a synchronous schedule starts another optimizer step.
 ///
 /// To compare a prediction with a measured run, give both in the same unit of time. Numbers are left out where boxes
 /// become too narrow; the picture's tooltips still have them.
@@ -90,15 +91,29 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
         );
         let held: Vec<usize> =
             (0..timeline.placement.len()).filter(|&stage| timeline.placement[stage] == rank).collect();
-        let mut step = None;
-        for interval in row.iter().filter(|interval| !interval.action.kind.is_message()) {
+        let (updates, others): (Vec<&Interval>, Vec<&Interval>) =
+            row.iter().partition(|interval| interval.action.kind == Update);
+        for interval in others.into_iter().filter(|interval| !interval.action.kind.is_message()) {
+            let Action { kind, stage, micro } = interval.action;
             let x = LEFT + (interval.start - origin) * scale;
-            let chunk = held.iter().position(|&stage| stage == interval.action.stage).unwrap_or(0);
-            cell(body, interval, [x, y], scale, shade(interval.action.kind, chunk, held.len()), origin);
-            let of = interval.action.micro.checked_div(timeline.micros_per_step).unwrap_or(0);
-            if step.replace(of).is_some_and(|before| before < of) && interval.action.kind == Forward && chunk == 0 {
+            let chunk = held.iter().position(|&other| other == stage).unwrap_or(0);
+            cell(body, interval, [x, y], scale, &shade(kind, chunk, held.len()), origin);
+            let starts_step =
+                kind == Forward && chunk == 0 && micro > 0 && micro.is_multiple_of(timeline.micros_per_step);
+            if starts_step && updates.is_empty() {
                 let _ = writeln!(body, "<path d=\"M{x:.2} {y:.1}v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
             }
+        }
+        // They may take no time at all, and are drawn all the same: as bars over the boxes beside them.
+        for interval in updates {
+            let x = LEFT + (interval.start - origin) * scale;
+            let _ = writeln!(
+                body,
+                "<rect x=\"{:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{ROW}\" fill=\"{UPDATE_FILL}\">{}</rect>",
+                x - 1.5,
+                ((interval.end - interval.start) * scale).max(4.0),
+                title(interval, origin)
+            );
         }
     }
     let bottom = first + timeline.ranks.len() as f64 * ROW;
@@ -111,36 +126,31 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     bottom
 }
 
-/// Draws one action.
-fn cell(body: &mut String, interval: &Interval, [x, y]: [f64; 2], scale: f64, fill: String, origin: f64) {
-    let (action, width) = (interval.action, (interval.end - interval.start) * scale);
-    let title = format!(
+/// What a picture says when the pointer rests on an action.
+fn title(interval: &Interval, origin: f64) -> String {
+    let action = interval.action;
+    format!(
         "<title>{action}: {} of micro-batch {} through stage {}, from {} to {}</title>",
         action.kind.in_words(),
         action.micro,
         action.stage,
         number(interval.start - origin),
         number(interval.end - origin)
-    );
-    if action.kind == Update {
-        // It may take no time at all, and is drawn all the same: below the boxes beside it.
-        let width = width.max(3.0);
-        let _ = writeln!(
-            body,
-            "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{width:.2}\" height=\"9\" fill=\"{fill}\">{title}</rect>",
-            x - 1.5,
-            y + ROW - 9.0
-        );
-        return;
-    }
+    )
+}
+
+/// Draws a computation.
+fn cell(body: &mut String, interval: &Interval, [x, y]: [f64; 2], scale: f64, fill: &str, origin: f64) {
+    let width = (interval.end - interval.start) * scale;
     let _ = writeln!(
         body,
         "<rect x=\"{x:.2}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{ROW}\" fill=\"{fill}\" stroke=\"#333\" \
-         stroke-width=\"{}\">{title}</rect>",
+         stroke-width=\"{}\">{}</rect>",
         // Borders must not cover narrow boxes.
-        if width < 4.0 { 0.1 } else { 0.6 }
+        if width < 4.0 { 0.1 } else { 0.6 },
+        title(interval, origin)
     );
-    let text = action.micro.to_string();
+    let text = interval.action.micro.to_string();
     if text.len() as f64 * DIGIT <= width - 2.0 {
         let _ = writeln!(
             body,
@@ -156,7 +166,7 @@ fn shade(kind: ActionKind, chunk: usize, chunks: usize) -> String {
     let Some((_, rgb)) = FILLS.iter().find(|(known, _)| *known == kind) else {
         return UPDATE_FILL.to_string();
     };
-    let towards_white = if chunks > 1 { 0.65 * chunk as f64 / (chunks - 1) as f64 } else { 0.0 };
+    let towards_white = if chunks > 1 { 0.55 * chunk as f64 / (chunks - 1) as f64 } else { 0.0 };
     let mixed = rgb.map(|colour| (f64::from(colour) + (255.0 - f64::from(colour)) * towards_white).round() as u8);
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }

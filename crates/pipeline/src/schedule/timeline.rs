@@ -89,6 +89,22 @@ impl Timeline {
         share(self.span() - self.ideal(), self.ideal())
     }
 
+    /// How many times faster this is than one rank that does all of the work: ranks times the busy share of the
+    /// makespan.
+    ///
+    /// ```
+    /// use meshwork_pipeline::{Costs, gpipe, simulate};
+    ///
+    /// let schedule = gpipe(4, 32);
+    /// let speedup = simulate(&schedule, &Costs::unit(&schedule))?.speedup();
+    /// assert!((speedup - 4.0 * 32.0 / (32.0 + 4.0 - 1.0)).abs() < 1e-9);
+    /// # Ok::<(), meshwork_pipeline::CheckError>(())
+    /// ```
+    pub fn speedup(&self) -> f64 {
+        let work = self.ranks.iter().flatten().map(|interval| interval.end - interval.start).sum();
+        share(work, self.makespan())
+    }
+
     /// The most activations that live on each rank at once, in units of one micro-batch through all layers of the rank,
     /// counted from a forward to its backward, and to its weight gradient where the backward is split. All 0 where
     /// nothing trains.

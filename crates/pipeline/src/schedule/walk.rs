@@ -78,7 +78,8 @@ struct Channels<'a> {
 
 impl<'a> Channels<'a> {
     fn new(schedule: &'a Schedule, limit: usize) -> Self {
-        Self { schedule, limit, counts: vec![(0, Vec::new()); schedule.ranks * schedule.ranks] }
+        let pairs = if limit == usize::MAX { 0 } else { schedule.ranks * schedule.ranks };
+        Self { schedule, limit, counts: vec![(0, Vec::new()); pairs] }
     }
 
     fn of(&self, action: Action) -> Option<usize> {

@@ -139,7 +139,7 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         OptimizerName::Sgd => (&["optimizer.beta1", "optimizer.beta2", "optimizer.eps"], "sgd"),
     };
     if !config.metrics.profile && settings.sound(&["metrics.profile"]) {
-        for key in ["metrics.profile_steps", "metrics.trace"] {
+        for key in ["metrics.profile_steps", "metrics.trace", "metrics.schedule"] {
             if let Some(value) = settings.given::<toml::Value>(key) {
                 config.notices.push(format!("{key} = {value} has no effect: metrics.profile is off"));
             }

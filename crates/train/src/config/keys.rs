@@ -49,8 +49,8 @@ pub enum Kind {
         /// Words that will.
         planned: &'static [&'static str],
     },
-    /// This word, or a list of whole numbers of at least 0.
-    WordOrCounts(&'static str),
+    /// One of these words, or a list of whole numbers of at least 0.
+    WordOrCounts(&'static [&'static str]),
 }
 
 /// The intervals that numbers lie in.
@@ -194,7 +194,7 @@ pub static SECTIONS: &[Section] = &[
         key("schedule", SCHEDULES, text("1f1b"), "Order of forward and backward passes."),
         key("virtual_stages", Count(1), Derived("by schedule"), "Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v, else 1."),
         key("num_microbatches", Count(1), Derived("by batch and schedule"), "Micro-batches of a step, per data-parallel rank."),
-        key("partition", WordOrCounts("uniform"), text("uniform"), "Layers of each stage: as even as can be, or as listed; a stage may have none. The embedding is on the first stage, head and loss on the last."),
+        key("partition", WordOrCounts(super::partition::WORDS), text("uniform"), "Layers of each stage: as even as can be; or by cost, so that the most that a rank computes is least, embedding, head and loss counted; or as listed. With cost and in a list, a stage may have none. The embedding is on the first stage, head and loss on the last."),
         key("scatter_gather", Switch, ON, "Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival."),
     ]},
     Section { name: "training", keys: &[
@@ -247,6 +247,8 @@ pub static SECTIONS: &[Section] = &[
         key("profile", Switch, OFF, "Whether to time every operation, print a table of where a step's time goes, and write its timeline."),
         key("profile_steps", Count(1), int(3), "Steps to profile: the first ones but for the very first."),
         key("trace", Text, text("trace.json"), "File for the timeline of a profile, to be opened in Perfetto."),
+        key("schedule", Text, text("schedule.svg"), "File for a picture of the pipeline of a profile, with more than one stage: the schedule as predicted from the times of its actions, and as it ran."),
+        key("layer_profile", Text, Unset, "File for what each layer takes, measured on one rank before the run, in PipeDream's format: examples/partition reads it."),
     ]},
     Section { name: "comm", keys: &[
         key("timeout_seconds", Number(Interval::Positive), float(60.0), "Time without progress after which a collective gives up on a rank."),

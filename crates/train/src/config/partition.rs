@@ -1,9 +1,12 @@
-//! How layers are dealt to stages: `pipeline.partition`. All other code works with the list; `uniform` is short for one.
+//! How layers are dealt to stages: `pipeline.partition`. All other code works with the list; `uniform` and `cost` are short for
+//! one.
 
 use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
 use super::size::MAX_LAYERS;
+use crate::engine::TrainError;
+use crate::plan::{self, Costs};
 
 const KEY: &str = "pipeline.partition";
 const LAYERS: &str = "model.num_layers";
@@ -14,8 +17,49 @@ fn uniform(layers: usize, stages: usize) -> Vec<usize> {
     (0..stages).map(|stage| layers / stages + usize::from(stage < layers % stages)).collect()
 }
 
+/// The words for a list.
+pub(super) const WORDS: &[&str] = &["uniform", "cost"];
+
+/// Deals the layers so that the most that a rank computes is least, where `placement` says on which rank each stage lies. A rank
+/// computes its layers, the embedding with the first stage, and head and loss with the last. Of equally good ones, the stages of
+/// a rank are as even as can be, and earlier ones first.
+///
+/// Each layer in turn goes to the rank that has least: as all layers cost the same, no other way gives less.
+fn by_cost(layers: usize, costs: Costs, placement: &[usize]) -> Vec<usize> {
+    let stages = placement.len();
+    let (mut dealt, mut of_stage) = (vec![0; stages], vec![0u128; stages]);
+    let mut of_rank = vec![0u128; placement.iter().max().map_or(0, |rank| rank + 1)];
+    for (stage, cost) in [(0, costs.embedding), (stages - 1, costs.head)] {
+        of_stage[stage] += u128::from(cost);
+        of_rank[placement[stage]] += u128::from(cost);
+    }
+    for _ in 0..layers {
+        let cost = |&stage: &usize| (of_rank[placement[stage]], of_stage[stage], dealt[stage]);
+        let least = (0..stages).min_by_key(cost).unwrap_or(0); // the first of equals
+        dealt[least] += 1;
+        of_stage[least] += u128::from(costs.layer);
+        of_rank[placement[least]] += u128::from(costs.layer);
+    }
+    dealt
+}
+
+/// Replaces the uniform list by that of `cost`, where that is asked for and nothing else is wrong.
+pub(crate) fn weigh(config: &mut Config, settings: &mut Settings) {
+    if settings.get::<String>(KEY).as_deref() != Some("cost") || !settings.faults.is_empty() {
+        return;
+    }
+    let dealt = || -> Result<Vec<usize>, TrainError> {
+        let (generator, shape) = config.pipeline.generator(config.parallelism.pp)?;
+        Ok(by_cost(config.model.num_layers, plan::costs(config)?, &generator.build(shape)?.placement))
+    };
+    match dealt() {
+        Ok(list) => config.pipeline.partition = list,
+        Err(error) => settings.fault(KEY, "\"cost\"", format!("no such step: {error}"), "use \"uniform\""),
+    }
+}
+
 /// Notes what is wrong with the partition, and gives the configuration its list: the uniform one where the given one is at
-/// fault, and none where there cannot be one, since a number of stages that is at fault may be absurd.
+/// fault or yet to be weighed, and none where there cannot be one, since a number of stages that is at fault may be absurd.
 pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
     if !settings.sound(&[STAGES]) {
         return;
@@ -40,10 +84,15 @@ pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
     settings.faults.append(&mut faults);
 }
 
+/// `"uniform", "cost"`
+pub(super) fn words(words: &[&str]) -> String {
+    words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
+}
+
 /// What is wrong with a list for so many stages, and for so many layers if that is known.
 fn misdealt(list: &[usize], stages: usize, layers: Option<usize>) -> Vec<Fault> {
     let of_layers = layers.map_or(String::new(), |layers| format!(" that add up to {layers}"));
-    let valid = format!("use \"uniform\", or a list of {stages}{of_layers}");
+    let valid = format!("use {}, or a list of {stages}{of_layers}", words(WORDS));
     let dealt = list.iter().fold(0usize, |sum, &layers| sum.saturating_add(layers));
     let sum =
         layers.filter(|&layers| layers != dealt).map(|layers| format!("deals {dealt} layers, not {LAYERS} = {layers}"));
@@ -62,5 +111,63 @@ mod tests {
         {
             assert_eq!(uniform(layers, stages), expected);
         }
+    }
+
+    /// The most that a rank computes.
+    fn most(dealt: &[usize], costs: Costs, placement: &[usize]) -> u64 {
+        let last = dealt.len() - 1;
+        let cost = |stage: usize| {
+            let ends = [(0, costs.embedding), (last, costs.head)];
+            let ends: u64 = ends.iter().filter(|(end, _)| *end == stage).map(|(_, cost)| cost).sum();
+            dealt[stage] as u64 * costs.layer + ends
+        };
+        let rank = |rank| (0..dealt.len()).filter(|&stage| placement[stage] == rank).map(cost).sum();
+        placement.iter().map(|&on| rank(on)).max().unwrap()
+    }
+
+    /// Every way to deal layers to stages.
+    fn all_ways(layers: usize, stages: usize) -> Vec<Vec<usize>> {
+        if stages == 1 {
+            return vec![vec![layers]];
+        }
+        let with =
+            |first| all_ways(layers - first, stages - 1).into_iter().map(move |rest| [vec![first], rest].concat());
+        (0..=layers).flat_map(with).collect()
+    }
+
+    #[test]
+    fn by_cost_is_the_best_of_all_ways_and_never_worse_than_uniform() {
+        for placement in
+            [&[0][..], &[0, 1], &[0, 1, 2], &[0, 1, 2, 3], &[0, 1, 0, 1], &[0, 1, 1, 0], &[0, 1, 0, 1, 0, 1]]
+        {
+            for layers in placement.len()..=8 {
+                for (embedding, layer, head) in
+                    [(0, 1, 0), (0, 2, 1), (0, 2, 3), (0, 2, 9), (3, 2, 7), (40, 3, 41), (5, 1, 0), (1, 0, 1)]
+                {
+                    let costs = Costs { embedding, layer, head };
+                    let dealt = by_cost(layers, costs, placement);
+                    assert_eq!(dealt.iter().sum::<usize>(), layers);
+                    let least = all_ways(layers, placement.len()).iter().map(|way| most(way, costs, placement)).min();
+                    let what = format!("{dealt:?} on {placement:?} for {costs:?}");
+                    assert_eq!(Some(most(&dealt, costs, placement)), least, "{what}");
+                    assert!(least <= Some(most(&uniform(layers, placement.len()), costs, placement)), "{what}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn by_cost_reads_as_one_would_deal_by_hand() {
+        let deal = |layers, embedding, layer, head, placement: &[usize]| {
+            by_cost(layers, Costs { embedding, layer, head }, placement)
+        };
+        // Free ends: as uniform has it.
+        assert_eq!(deal(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));
+        // A head worth two layers.
+        assert_eq!(deal(6, 0, 1, 2, &[0, 1, 2, 3]), [2, 2, 2, 0]);
+        assert_eq!(deal(10, 0, 1, 2, &[0, 1, 2, 3]), [3, 3, 3, 1]);
+        // Both ends on rank 0 of a V; on ranks 0 and 1 of a loop.
+        assert_eq!(deal(8, 1, 1, 1, &[0, 1, 1, 0]), [2, 3, 2, 1]);
+        assert_eq!(deal(8, 1, 1, 1, &[0, 1, 0, 1]), [2, 2, 2, 2]);
     }
 }

@@ -60,7 +60,7 @@ fn values(key: &Key) -> String {
         Kind::Switch => "true or false".to_string(),
         Kind::Text => "text".to_string(),
         Kind::Choice { landed, planned: [] } => landed.join(", "),
-        Kind::WordOrCounts(word) => format!("{word}, or a list such as [3, 1]"),
+        Kind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
         Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }
 }

@@ -39,6 +39,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     cut_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
     settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
+    partition::weigh(&mut config, &mut settings);
     (config, settings)
 }
 
@@ -210,6 +211,8 @@ fn typed(settings: &Settings, device: Device) -> Config {
             profile: get!("metrics.profile"),
             profile_steps: get!("metrics.profile_steps"),
             trace: get!("metrics.trace"),
+            schedule: get!("metrics.schedule"),
+            layer_profile: settings.get("metrics.layer_profile"),
         },
         comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
         numerics: Numerics { leaves: get!("numerics.leaves") },

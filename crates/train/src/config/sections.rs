@@ -56,7 +56,7 @@ pub struct Pipeline {
     pub schedule: String,
     pub virtual_stages: usize,
     pub num_microbatches: usize,
-    /// Layers of each stage, `uniform` worked out.
+    /// Layers of each stage, `uniform` and `cost` worked out.
     pub partition: Vec<usize>,
     pub scatter_gather: bool,
 }
@@ -207,6 +207,8 @@ pub struct Metrics {
     pub profile: bool,
     pub profile_steps: u64,
     pub trace: String,
+    pub schedule: String,
+    pub layer_profile: Option<String>,
 }
 
 /// Section `[comm]`.

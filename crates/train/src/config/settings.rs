@@ -9,6 +9,7 @@ use toml::{Table, Value};
 
 use super::fault::{Fault, choose_from, distance, nearest};
 use super::keys::{self, Fallback, Key, Kind, Literal};
+use super::partition::words;
 
 /// The values that were given and are valid, and the faults of those that are not.
 #[derive(Debug, Default)]
@@ -205,7 +206,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         (Kind::Choice { landed, .. }, _) => {
             return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
         }
-        (Kind::WordOrCounts(known), Value::String(word)) if word == known => value,
+        (Kind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
         (Kind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
         (Kind::WordOrCounts(known), _) => {
             let problem = match &value {
@@ -213,7 +214,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
                 Value::Array(_) => "holds what is no whole number of at least 0".to_string(),
                 _ => wrong("a list"),
             };
-            return Err((problem, format!("use {known:?}, or a list of whole numbers, such as [3, 1]")));
+            return Err((problem, format!("use {}, or a list of whole numbers, such as [3, 1]", words(known))));
         }
     };
     match (key.awaits, key.default) {

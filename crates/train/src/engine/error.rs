@@ -75,6 +75,9 @@ pub enum TrainError {
         /// What is missing.
         problem: &'static str,
     },
+    /// A picture of a profile could not be written.
+    #[error(transparent)]
+    Trace(#[from] crate::profile::TraceError),
     /// The metrics could not be written.
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),

@@ -2,25 +2,62 @@
 //!
 //! ```text
 //! Probe (one per rank) ── spans ──▶ Track ─┐
-//!   around device, communicator, step      ├─▶ Profile ── settle ──▶ slices ──▶ table, trace
+//!   around device, communicator, step      ├─▶ Profile ── settle ──▶ slices ──▶ table, trace, schedule
 //! Ceilings (measured before the run) ──────┘
 //! ```
 //! Spans are plain data ([`meshwork_core::profile`]), collected without a word between the ranks and only looked at when the
 //! run is over. A run without a profile is not touched at all: nothing is decorated, nothing asked.
+//!
+//! [`layers`] is another matter: what each layer takes by itself, for the planner of partitions.
 
 mod ceilings;
+mod layers;
 mod probe;
+mod schedule;
 mod settle;
 mod table;
 mod trace;
 
 pub use ceilings::Ceilings;
+pub use layers::{layers, write_layers};
 pub use probe::Probe;
+pub use schedule::schedule_timelines;
 pub use settle::{Kind, Slice, machine_time, settle};
 pub use table::{Row, Rows};
 pub use trace::{TraceError, write_trace};
 
 use meshwork_core::profile::{Class, Detail, Span};
+use meshwork_pipeline::svg;
+
+use crate::config::Config;
+use crate::engine::TrainError;
+use std::path::Path;
+
+/// Writes the pictures of a profile to the files that the configuration names, and says what they show and where a step's time
+/// went.
+///
+/// # Errors
+/// When a file cannot be written.
+pub fn report(profile: &Profile, config: &Config) -> Result<String, TrainError> {
+    let (trace, schedule) = (&config.metrics.trace, &config.metrics.schedule);
+    write_trace(profile, Path::new(trace))?;
+    let mut text = format!(
+        "{}\nThe timeline of every rank is in {trace}; https://ui.perfetto.dev opens it.\n",
+        Rows::new(profile)
+    );
+    if config.parallelism.pp > 1
+        && let Some([predicted, measured]) = schedule_timelines(profile, config)?
+    {
+        trace::write(Path::new(schedule), svg(&[&predicted, &measured]).as_bytes())?;
+        text += &format!(
+            "The pipeline is in {schedule}: idle for {:.0}% of a step as predicted from the times of its actions, {:.0}% as it \
+             ran.\n",
+            100.0 * predicted.bubble_of_total(),
+            100.0 * measured.bubble_of_total()
+        );
+    }
+    Ok(text)
+}
 
 /// What one rank did.
 #[derive(Clone, Debug, PartialEq)]

@@ -12,6 +12,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// What actions are called in a profile.
+pub(super) const NAMES: [(ActionKind, &str); 5] = [
+    (ActionKind::Forward, "forward"),
+    (ActionKind::Backward, "backward"),
+    (ActionKind::InputGradient, "backward to the input"),
+    (ActionKind::WeightGradient, "gradient of the weights"),
+    (ActionKind::Update, "update"),
+];
+
 /// Decorates what its rank works with, and frames its steps. Without a profile it hands everything on as it is.
 #[derive(Debug)]
 pub struct Probe {
@@ -67,14 +76,7 @@ impl Probe {
     /// Notes an end of an action of the schedule. Messages are left to the communicator.
     pub fn observe(&self, event: Event) {
         let Some(recorder) = &self.recorder else { return };
-        let name = match event.action.kind {
-            ActionKind::Forward => "forward",
-            ActionKind::Backward => "backward",
-            ActionKind::InputGradient => "backward to the input",
-            ActionKind::WeightGradient => "gradient of the weights",
-            ActionKind::Update => "update",
-            _ => return,
-        };
+        let Some((_, name)) = NAMES.iter().find(|(kind, _)| *kind == event.action.kind) else { return };
         let now = recorder.now();
         if event.phase == Phase::Started {
             return self.action.set(now);

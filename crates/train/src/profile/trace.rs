@@ -16,7 +16,7 @@ use thiserror::Error;
 
 /// A timeline that could not be written.
 #[derive(Debug, Error)]
-#[error("cannot write the timeline to {}: {source}", path.display())]
+#[error("cannot write a timeline to {}: {source}", path.display())]
 pub struct TraceError {
     /// The file.
     pub path: PathBuf,
@@ -35,6 +35,11 @@ pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), TraceError> {
         file.flush()
     };
     write().map_err(|source| TraceError { path: path.to_path_buf(), source })
+}
+
+/// Writes a picture of a timeline.
+pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), TraceError> {
+    std::fs::write(path, picture).map_err(|source| TraceError { path: path.to_path_buf(), source })
 }
 
 /// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of one that may overlap others.

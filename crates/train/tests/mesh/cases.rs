@@ -47,6 +47,7 @@ mod models {
     pub static UNEVEN: Model = Model { name: "uneven", vocab: 61, layers: 5, tied: true, dropout: 0.0, masked: true };
     pub static UNTIED: Model = Model { name: "untied", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true };
     pub static DROPOUT: Model = Model { name: "dropout", vocab: 61, layers: 5, tied: true, dropout: 0.2, masked: true };
+    pub static LARGE_HEAD: Model = Model { name: "large head", vocab: 509, layers: 6, tied: true, dropout: 0.0, masked: true };
 }
 pub use models::*;
 

@@ -11,6 +11,7 @@
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
 //! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
+//! | `partition` | layers dealt by cost are trained as on one rank |
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
 //! | `schedules` | steps that overlap, versions of the weights, and what is kept, are what the schedule says |
 //! | `steady_state` | after two steps nothing is asked of the system any more |
@@ -24,6 +25,7 @@ mod evaluation;
 mod failures;
 mod overlap;
 mod parity;
+mod partition;
 mod pytorch;
 mod schedules;
 mod split_work;

@@ -1,0 +1,200 @@
+//! What can be wrong with a profile, and with what is asked of the planner.
+
+use std::error::Error;
+use std::fmt;
+
+/// A profile that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProfileError {
+    /// The line, from 1; of a profile that was not read from text, the line that it would stand in.
+    pub line: usize,
+    /// What is wrong with it.
+    pub fault: ProfileFault,
+}
+
+/// What is wrong with a line of a profile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProfileFault {
+    /// There is no layer in the whole profile.
+    Empty,
+    /// The line is neither a layer nor an edge.
+    NotALine {
+        /// What stands there.
+        text: String,
+    },
+    /// Another field, or none, where this one should be.
+    Field {
+        /// The field.
+        expected: &'static str,
+        /// What stands there instead.
+        found: String,
+    },
+    /// A time or size that is none.
+    Number {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+    },
+    /// A layer of the same id stands in an earlier line.
+    Twice {
+        /// The id.
+        id: String,
+        /// The earlier line.
+        first: usize,
+    },
+    /// An id or a name that the format cannot hold.
+    Text {
+        /// Its text.
+        text: String,
+    },
+    /// An edge from or to a layer that is not there.
+    Unknown {
+        /// The id.
+        id: String,
+    },
+    /// An edge that an earlier line has.
+    EdgeTwice {
+        /// The earlier line.
+        first: usize,
+    },
+    /// The last edge of a cycle.
+    Cycle {
+        /// The layers of the cycle, in the order of its edges.
+        ids: Vec<String>,
+    },
+}
+
+impl fmt::Display for ProfileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.fault)
+    }
+}
+
+impl fmt::Display for ProfileFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => {
+                write!(f, "no layer; a profile has a line for each, and one for each edge, such as {EXAMPLE}")
+            }
+            Self::NotALine { text } => write!(f, "{text:?} is neither a layer nor an edge, such as {EXAMPLE}"),
+            Self::Field { expected, found } if found.is_empty() => write!(f, "no {expected}; a layer is {LAYER}"),
+            Self::Field { expected, found } => write!(f, "{found:?} where {expected} should be; a layer is {LAYER}"),
+            Self::Number { field: field @ "stage_id", value } => {
+                write!(f, "{field} = {value:?} is no number of a stage; use a whole number of at least 0")
+            }
+            Self::Number { field, value } => {
+                let unit = if field.ends_with("time") { "milliseconds" } else { "bytes" };
+                write!(f, "{field} = {value:?} is no number of {unit}; use a finite number of at least 0")?;
+                if *field == "activation_size" { f.write_str(", or some in brackets, as [8; 16]") } else { Ok(()) }
+            }
+            Self::Twice { id, first } => {
+                write!(f, "line {first} has a layer {id:?} already; give each an id of its own")
+            }
+            Self::Text { text } => {
+                write!(f, "{text:?} cannot stand for a layer; use a text without line breaks and without \" -- \"")
+            }
+            Self::Unknown { id } => write!(f, "no layer {id:?}; an edge joins two layers of the profile"),
+            Self::EdgeTwice { first } => write!(f, "line {first} has the same edge; give each once"),
+            Self::Cycle { ids } => {
+                write!(
+                    f,
+                    "closes a cycle, {} -- {}; a layer may read only from layers before it",
+                    ids.join(" -- "),
+                    ids[0]
+                )
+            }
+        }
+    }
+}
+
+const LAYER: &str = "\"ID -- NAME -- forward_compute_time=MS, backward_compute_time=MS, activation_size=BYTES, \
+                     parameter_size=BYTES\"";
+const EXAMPLE: &str = "\"a -- Linear -- forward_compute_time=1.5, backward_compute_time=3, activation_size=64, \
+                       parameter_size=128\" and, after a tab, \"a -- b\"";
+
+impl Error for ProfileError {}
+
+/// What the planner cannot plan.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// Nothing is left once inputs are taken away.
+    NoLayers,
+    /// The model falls into parts that have nothing to do with each other.
+    Unconnected {
+        /// A layer of the first part.
+        from: String,
+        /// A layer outside it.
+        to: String,
+    },
+    /// So many branches side by side that there are too many places for a cut.
+    TooManyStates {
+        /// The most that are searched.
+        most: usize,
+    },
+    /// A topology of no levels.
+    NoLevels,
+    /// A level without machines, or with more than can be planned.
+    Machines {
+        /// The level, from 1, innermost first.
+        level: usize,
+        /// Its machines.
+        machines: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A bandwidth that is none.
+    Bandwidth {
+        /// The level, from 1, innermost first.
+        level: usize,
+        /// Bytes per second.
+        bytes_per_second: f64,
+    },
+    /// A compression ratio that is none.
+    Ratio {
+        /// Its value.
+        ratio: f64,
+    },
+    /// A straight pipeline with more stages than the model can be cut into.
+    TooManyMachines {
+        /// The machines of all levels.
+        machines: usize,
+        /// The most stages that the model has.
+        stages: usize,
+    },
+}
+
+impl fmt::Display for PlanError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoLayers => f.write_str("the profile has nothing but inputs; it needs a layer that computes"),
+            Self::Unconnected { from, to } => {
+                write!(f, "{to:?} is not connected to {from:?}; a pipeline needs one connected graph of layers")
+            }
+            Self::TooManyStates { most } => write!(
+                f,
+                "more than {most} places for a cut, because so many branches run side by side; write each branch as one layer"
+            ),
+            Self::NoLevels => f.write_str("no machines; give each level of the topology some, innermost first"),
+            Self::Machines { level, machines, most } => {
+                write!(f, "{machines} machines on level {level}; use 1 to {most}")
+            }
+            Self::Bandwidth { level, bytes_per_second } => write!(
+                f,
+                "a bandwidth of {bytes_per_second} bytes per second on level {level}; use a finite number above 0"
+            ),
+            Self::Ratio { ratio } => {
+                write!(f, "an activation compression ratio of {ratio}; use a finite number above 0, 1 for none")
+            }
+            Self::TooManyMachines { machines, stages } => write!(
+                f,
+                "a straight pipeline over {machines} machines needs as many stages, and there can be only {stages}; use at \
+                 most {stages} machines, or allow replication"
+            ),
+        }
+    }
+}
+
+impl Error for PlanError {}

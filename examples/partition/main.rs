@@ -1,0 +1,43 @@
+//! Which layers make a stage, and on how many machines each, by PipeDream's planner:
+//! `cargo run --release --example partition -- --profile FILE --machines 4 --bandwidth 1e9`. docs/partition.md says how to
+//! get a profile.
+
+use meshwork::train::partition::{Options, usage};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+
+/// Bad input.
+const BAD_INPUT: u8 = 2;
+/// A failure while running.
+const FAILED: u8 = 1;
+
+fn main() -> ExitCode {
+    let options = Options::parse(std::env::args_os().skip(1));
+    if options.help {
+        return show(&usage("cargo run --release --example partition --"));
+    }
+    let json = options.json;
+    match options.load() {
+        Ok(report) if json => show(&format_args!("{}\n", report.json())),
+        Ok(report) => show(&report),
+        Err(error) => fail(BAD_INPUT, &error),
+    }
+}
+
+/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+fn show(text: &dyn Display) -> ExitCode {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    // Where nobody listens, nobody is told.
+    _ = writeln!(io::stderr(), "error: {error}");
+    ExitCode::from(code)
+}
