@@ -227,6 +227,18 @@ fn bad_images_are_errors() {
     let error = classifier.step(&Images::new([8, 8, 1], all.pixels().to_vec(), labels)).unwrap_err().to_string();
     assert!(error.contains("id 10 at place 1 is not in a vocabulary of 10"), "{error}");
 
+    for (images, says) in [
+        (images(15), "15 images of [8, 8, 1] for a network of [8, 8, 1] that trains on 16 at a time"),
+        (
+            Images::new([4, 16, 1], all.pixels().to_vec(), all.labels().to_vec()),
+            "16 images of [4, 16, 1] for a network of",
+        ),
+    ] {
+        let error = classifier.step(&images).unwrap_err().to_string();
+        assert!(error.starts_with(says), "{error}");
+    }
+    assert!(classifier.evaluate(&images(0)).unwrap_err().to_string().starts_with("0 images of "));
+
     let before = classifier.params().flats()[0].as_slice::<f32>().unwrap().to_vec();
     let mut pixels = all.pixels().to_vec();
     pixels[70] = f32::NAN;

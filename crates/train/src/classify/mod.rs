@@ -69,7 +69,7 @@ pub fn schedules() -> Vec<&'static str> {
 #[non_exhaustive]
 pub enum ClassifyError {
     /// Images that cannot be dealt out evenly.
-    #[error("a mini-batch of {batch} images cannot be cut into dp={dp} times {micros} micro-batches: take a multiple of {}", dp * micros)]
+    #[error("a mini-batch of {batch} images cannot be cut into dp={dp} times {micros} micro-batches: take a multiple of {}", (dp * micros).max(1))]
     Batch {
         /// Images of a mini-batch.
         batch: usize,
@@ -93,6 +93,20 @@ pub enum ClassifyError {
         images: usize,
         /// Images of a mini-batch.
         batch: usize,
+    },
+    /// A mini-batch that is not what the run was made for.
+    #[error(
+        "{images} images of {sample:?} for a network of {wanted_sample:?} that trains on {wanted_images} at a time"
+    )]
+    Samples {
+        /// Images given.
+        images: usize,
+        /// Extents of each.
+        sample: Vec<usize>,
+        /// Images of a mini-batch.
+        wanted_images: usize,
+        /// Extents that the network takes.
+        wanted_sample: Vec<usize>,
     },
     /// A cut that does not give every stage layers, or every layer a stage.
     #[error(
@@ -187,7 +201,7 @@ pub fn train(
     held_out: &Images,
     tell: impl Fn(&Epoch) + Sync,
 ) -> Result<Vec<Epoch>, WorldError<ClassifyError>> {
-    let mesh = settings.mesh().unwrap_or_default();
+    let mesh = settings.mesh().unwrap_or_default(); // one rank tells what is wrong with it
     let epochs = thread::run(mesh.world_size(), thread::Options::default(), |world| {
         let rank = Arc::new(Rank::new(&settings.mesh()?, Arc::clone(world.communicator())).map_err(TrainError::from)?);
         let mut classifier = Classifier::new(network, settings, rank, Cpu::device())?;
