@@ -6,7 +6,6 @@ use meshwork_models::layers::Norm;
 use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
-use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
@@ -18,20 +17,7 @@ use std::sync::Arc;
 const STEPS: usize = 3;
 
 fn settings() -> Settings {
-    Settings {
-        pp: 1,
-        dp: 1,
-        schedule: "gpipe".to_owned(),
-        virtual_stages: None,
-        batch: 16,
-        micros: 4,
-        partition: None,
-        recompute: false,
-        optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 1e-3 }),
-        lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 0, min_lr_factor: 1.0 },
-        epochs: 1,
-        seed: 3,
-    }
+    Settings { batch: 16, seed: 3, ..Settings::default() }
 }
 
 fn resnet(norm: Norm) -> Network {

@@ -24,7 +24,7 @@ use crate::engine::TrainError;
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_models::network::Network;
-use meshwork_optim::{LrSchedule, Optimizer};
+use meshwork_optim::{Decay, LrSchedule, Optimizer, Sgd};
 use meshwork_pipeline::{Generator, Schedule, Shape, by_name};
 use meshwork_tensor::cpu::Cpu;
 use std::ops::Range;
@@ -57,6 +57,26 @@ pub struct Settings {
     pub epochs: usize,
     /// Of initial weights and of the order of images.
     pub seed: u64,
+}
+
+impl Default for Settings {
+    /// GPipe on one rank with 4 micro-batches of 16 images, and SGD with momentum 0.9 at a rate of 0.05, for 8 epochs.
+    fn default() -> Self {
+        Self {
+            pp: 1,
+            dp: 1,
+            schedule: "gpipe".to_owned(),
+            virtual_stages: None,
+            batch: 64,
+            micros: 4,
+            partition: None,
+            recompute: false,
+            optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 5e-4 }),
+            lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 0, min_lr_factor: 0.01 },
+            epochs: 8,
+            seed: 0,
+        }
+    }
 }
 
 /// Names of the schedules that a classifier can be trained with: the synchronous ones.
