@@ -92,7 +92,7 @@ impl Outcome {
         _ = writeln!(text, "bubble {total:.1}% of the span, {ideal:.1}% of the ideal time");
         _ = writeln!(text, "peak activations per rank, in micro-batches: {}", list(&timeline.peak_activations()));
         _ = writeln!(text, "peak weight versions per rank: {}", list(&versions));
-        _ = writeln!(text, "messages that wait between two ranks: {} at most", report.in_flight);
+        _ = writeln!(text, "room for messages between two ranks: {}", report.in_flight);
         text
     }
 }

@@ -68,7 +68,7 @@ fn one_schedule_is_drawn_with_its_bubble_and_its_memory() {
          bubble 10.0% of the span, 11.1% of the ideal time\n\
          peak activations per rank, in micro-batches: 2 2\n\
          peak weight versions per rank: 1 1\n\
-         messages that wait between two ranks: 1 at most\n"
+         room for messages between two ranks: 1\n"
     );
     let long = succeed("--schedule=interleaved_1f1b --pp=4 --micro=8 --virtual=3 --steps=2");
     assert!(

@@ -6,9 +6,9 @@
 //!
 //! ```text
 //! Generator::build ──▶ Schedule ──lower──▶ Lowered ──run──▶ your Stage, your Transport
-//!                         │                   ▲
-//!                         ├─ check ───────────┘  proves it: all parts, in order, no deadlock; activation peaks
-//!                         └─ render              draws it as the papers do
+//!  or a text file         │                   ▲
+//!                         ├─ check ───────────┘  proves it: all parts, in order, no deadlock; what it holds at once
+//!                         └─ simulate ──▶ Timeline ──▶ text_grid, svg, chrome_trace: as the papers draw it
 //! ```
 //!
 //! ```
@@ -38,6 +38,6 @@ pub use schedule::{
     Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,
     ParseActionError, ParseScheduleError, Report, Schedule, Shape, ShapeError, Tag, TextFault, Timeline,
     UnknownSchedule, Weights, breadth_first, by_name, check, chrome_trace, default_micros, dualpipe_v, forward_only,
-    gpipe, interleaved_1f1b, lower, one_f_one_b, parse_actions, pipedream, pipedream_2bw, render, simulate, svg,
-    text_grid, zb_h1, zb_h2, zb_v,
+    forward_only_replicated, gpipe, interleaved_1f1b, lower, one_f_one_b, one_f_one_b_replicated, parse_actions,
+    pipedream, pipedream_2bw, render, simulate, svg, text_grid, zb_h1, zb_h2, zb_v,
 };

@@ -8,6 +8,7 @@ fn by_hand(placement: &[usize], micros: usize, rows: &[&str]) -> Schedule {
         name: "by hand".to_string(),
         ranks: rows.len(),
         placement: placement.to_vec(),
+        replicas: vec![1; placement.len()],
         micros,
         steps: 1,
         weights: Weights::Flush,
@@ -164,12 +165,44 @@ fn a_deadlock_shows_who_waits_for_whom() {
     );
 }
 
+#[test]
+fn replicas() {
+    let schedule = by_hand(&[0, 1], 2, &["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]);
+    refused(
+        &Schedule { replicas: vec![1], ..schedule.clone() },
+        "replicas are [1]: each of the 2 stages needs one number of at least 1",
+    );
+    refused(
+        &Schedule { replicas: vec![1, 0], ..schedule.clone() },
+        "replicas are [1, 0]: each of the 2 stages needs one number of at least 1",
+    );
+    refused(
+        &Schedule { replicas: vec![1, 2], ..schedule.clone() },
+        "stage 1 is placed on rank 2, but there are only ranks 0 to 1",
+    );
+    // Micro-batch 1 of stage 0 is for its second replica.
+    refused(
+        &by_replicas(&[0, 2], &[2, 1], &["0F0 0F1 0B0 0B1", "", "1F0 1B0 1F1 1B1"]),
+        "rank 0, step 1: 0F1 stands on rank 0, but stage 0 lives on rank 1",
+    );
+    let versions = by_replicas(&[0, 2], &[2, 1], &["0F0 0B0", "0F1 0B1", "1F0 1B0 1F1 1B1"]);
+    refused(
+        &Schedule { weights: Weights::Stash, ..versions },
+        "stage 0 has replicas, and weights change while the schedule runs (stash): replicas would part; use flush, or one \
+         rank for each stage",
+    );
+}
+
+fn by_replicas(placement: &[usize], replicas: &[usize], rows: &[&str]) -> Schedule {
+    Schedule { replicas: replicas.to_vec(), ..by_hand(placement, 2, rows) }
+}
+
 /// The grid shows the place, not a thousand steps before it; ranks that are done show no mark.
 #[test]
 fn a_deadlock_far_into_a_schedule_stays_readable() {
     let mut schedule = forward_only(&[0, 1, 2], 40);
     schedule.name = "by hand".to_string();
-    schedule.placement = vec![0, 1, 2, 1];
+    (schedule.placement, schedule.replicas) = (vec![0, 1, 2, 1], vec![1; 4]);
     // Stage 3 is on rank 1; micro-batch 30 of stage 1 waits there for micro-batch 31 of stage 3.
     schedule.actions[1] = parse_actions(
         &(0..40).flat_map(|m| [if m == 30 { "3F31".into() } else { format!("1F{m}") }]).collect::<Vec<_>>().join(" "),

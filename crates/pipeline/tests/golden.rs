@@ -48,6 +48,7 @@ fn several_stages_per_rank_show_the_stage() {
         name: "two chunks".to_string(),
         ranks: 2,
         placement: vec![0, 1, 0, 1],
+        replicas: vec![1, 1, 1, 1],
         micros: 2,
         steps: 1,
         weights: Weights::Flush,

@@ -83,8 +83,9 @@ fn long_runs_stay_within_bounds_and_narrow_boxes_go_without_numbers() {
     let schedule = Generator::OneFOneB.build(Generator::OneFOneB.shape(4, 500)).unwrap();
     let picture = svg(&[&on_paper(&schedule)]);
     assert!(picture.contains("width=\"2400\""), "{}", &picture[..200]);
-    assert_eq!(picture.matches("text-anchor").count(), 0);
+    assert!(!picture.contains("y=\"17\""));
     assert_eq!(picture.matches("<title>").count(), 2 * 4 * 500);
+    assert_eq!(svg(&[&on_paper(&zb_v(2, 4))]).matches("y=\"17\"").count(), 2 * 2 * 3 * 4);
 }
 
 #[test]

@@ -3,7 +3,9 @@
 
 mod network;
 
-use meshwork_pipeline::{Generator, Lowered, Schedule, Shape, Weights, forward_only, gpipe, lower, parse_actions};
+use meshwork_pipeline::{
+    Generator, Lowered, Schedule, Shape, Weights, forward_only, gpipe, lower, one_f_one_b_replicated, parse_actions,
+};
 use network::{Fault, Outcome, pipeline, run_alone, serial, serial_updates};
 
 #[test]
@@ -29,6 +31,7 @@ fn several_stages_per_rank() {
         name: "looped".to_string(),
         ranks: 2,
         placement: vec![0, 1, 0, 1],
+        replicas: vec![1, 1, 1, 1],
         micros: 2,
         steps: 1,
         weights: Weights::Flush,
@@ -40,6 +43,7 @@ fn several_stages_per_rank() {
     let turned = Schedule {
         name: "turned".to_string(),
         placement: vec![0, 1, 1, 0],
+        replicas: vec![1, 1, 1, 1],
         actions: vec![
             parse_actions("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1").unwrap(),
             parse_actions("1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1").unwrap(),
@@ -62,6 +66,29 @@ fn forward_only_gives_the_losses_and_touches_no_gradient() {
         let Outcome { losses, grads, .. } = serial(5);
         assert_eq!(outcome.losses, losses);
         assert_eq!(outcome.grads, vec![0.0; grads.len()]);
+    }
+}
+
+/// Each replica has a share of the losses and gradients, which add up to those of the serial run.
+#[test]
+fn replicas_share_the_micro_batches_of_their_stage() {
+    for replicas in [vec![3, 1], vec![1, 3], vec![2, 2], vec![2, 1, 3], vec![4], vec![1, 2, 1]] {
+        for micros in [6, 7, 12] {
+            let schedule = one_f_one_b_replicated(&replicas, micros);
+            let lowered = lower(&schedule).unwrap_or_else(|error| panic!("{error}"));
+            let outcome = pipeline(&lowered, Fault::None).unwrap();
+            let wanted = serial(micros);
+            assert_eq!(outcome.losses, wanted.losses, "{replicas:?} m={micros}");
+            let each = wanted.grads.len() / replicas.len();
+            let mut start = 0;
+            for (stage, &count) in replicas.iter().enumerate() {
+                for (at, wanted) in wanted.grads[stage * each..(stage + 1) * each].iter().enumerate() {
+                    let sum: f32 = (0..count).map(|replica| outcome.grads[start + replica * each + at]).sum();
+                    assert!((sum - wanted).abs() < 1e-5, "{replicas:?} m={micros}, stage {stage}: {sum} and {wanted}");
+                }
+                start += count * each;
+            }
+        }
     }
 }
 

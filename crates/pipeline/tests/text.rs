@@ -47,11 +47,11 @@ fn what_is_no_schedule_is_refused_by_line_and_token() {
     refused("hello", "line 1: \"hello\" is no field: expected key: value, as in micros: 8 or rank 0: 0F0 0B0");
     refused(
         "name: x\ncolour: red",
-        "line 2: \"colour\" is no key: expected name, ranks, placement, micros, steps, weights, or rank and its number",
+        "line 2: \"colour\" is no key: expected name, ranks, placement, replicas, micros, steps, weights, or rank and its number",
     );
     refused(
         "rank one: 0F0",
-        "line 1: \"rank one\" is no key: expected name, ranks, placement, micros, steps, weights, or rank and its number",
+        "line 1: \"rank one\" is no key: expected name, ranks, placement, replicas, micros, steps, weights, or rank and its number",
     );
     refused("name: x\nranks: two", "line 2: ranks: \"two\" is not valid: expected a whole number");
     refused("name: x\nname: y", "line 2: \"name\" is given a second time; once is enough");

@@ -1,6 +1,6 @@
 //! What a trainer asks of a schedule beside its actions: where a rank may pause, and which weights it needs.
 
-use crate::ActionKind::{Backward, Forward, InputGradient, Update};
+use crate::ActionKind::{Backward, Forward, InputGradient, RecvActivation, RecvGradient, Update};
 use crate::{Action, Lowered};
 
 impl Lowered {
@@ -17,22 +17,18 @@ impl Lowered {
     /// # Ok::<(), meshwork_pipeline::CheckError>(())
     /// ```
     pub fn warm_up(&self, rank: usize) -> usize {
-        self.before(rank, |action| matches!(action.kind, Backward | InputGradient))
+        self.before(rank, |action| matches!(action.kind, Backward | InputGradient | RecvGradient))
     }
 
     /// The actions of a rank before the forward of any micro-batch from `micro` on, and the message that it waits for.
     pub fn after_forwards(&self, rank: usize, micro: usize) -> usize {
-        self.before(rank, |action| action.kind == Forward && action.micro >= micro)
+        self.before(rank, |action| matches!(action.kind, Forward | RecvActivation) && action.micro >= micro)
     }
 
-    /// The actions before the first that is `wanted`, and before its receive.
+    /// The actions before the first that is `wanted`.
     fn before(&self, rank: usize, wanted: impl Fn(&Action) -> bool) -> usize {
         let actions = self.actions(rank);
-        let first = actions.iter().position(wanted).unwrap_or(actions.len());
-        match first.checked_sub(1) {
-            Some(before) if actions[before].kind.is_message() && !actions[before].kind.is_send() => before,
-            _ => first,
-        }
+        actions.iter().position(wanted).unwrap_or(actions.len())
     }
 
     /// Messages that `from` sends to `to` in its warm-up and `to` does not receive in its own.
@@ -46,7 +42,7 @@ impl Lowered {
 
     /// Updates of each stage that the schedule holds: none in a synchronous one.
     pub fn updates(&self) -> usize {
-        self.actions(self.schedule().placement[0])
+        self.actions(self.schedule().rank_of(0, 0))
             .iter()
             .filter(|action| action.kind == Update && action.stage == 0)
             .count()
@@ -70,6 +66,6 @@ impl Lowered {
 
     /// The rank at the other end of a message.
     fn peer(&self, action: &Action) -> Option<usize> {
-        action.counterpart().map(|other| self.schedule().placement[other.stage])
+        action.counterpart().map(|other| self.schedule().rank_of(other.stage, other.micro))
     }
 }

@@ -205,7 +205,7 @@ impl<M> Interpreter<M> {
         for &action in &all[actions.start.min(all.len())..actions.end.min(all.len())] {
             observer(Event { action, phase: Phase::Started });
             let Action { kind, stage, micro } = action;
-            let peer = action.counterpart().map(|other| schedule.placement[other.stage]);
+            let peer = action.counterpart().map(|other| schedule.rank_of(other.stage, other.micro));
             let not_moved = |source| RunError::Transport { rank, action, source };
             match (peer, action.tag()) {
                 (Some(to), Some(tag)) if kind.is_send() => {

@@ -68,8 +68,18 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
         return Err(Fault::RowCount { ranks, rows: schedule.actions.len() });
     }
     let mut holds = vec![false; ranks];
-    for (stage, &rank) in schedule.placement.iter().enumerate() {
-        *holds.get_mut(rank).ok_or(Fault::Placement { stage, rank, ranks })? = true;
+    if schedule.replicas.len() != stages || schedule.replicas.contains(&0) {
+        return Err(Fault::Replicas { stages, replicas: schedule.replicas.clone() });
+    }
+    if let (Some(stage), false) =
+        (schedule.replicas.iter().position(|&replicas| replicas > 1), schedule.weights.is_synchronous())
+    {
+        return Err(Fault::ReplicatedVersions { stage, weights: schedule.weights });
+    }
+    for stage in 0..stages {
+        for rank in schedule.ranks_of(stage) {
+            *holds.get_mut(rank).ok_or(Fault::Placement { stage, rank, ranks })? = true;
+        }
     }
     if let Some(rank) = holds.iter().position(|holds| !holds) {
         return Err(Fault::IdleRank { rank, ranks, stages });
@@ -83,7 +93,7 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
             .map(|(stage, micro)| Action::new(Forward, stage, micro))
             .find(|action| !present.contains(action));
         if let Some(action) = missing {
-            let rank = schedule.placement[action.stage];
+            let rank = schedule.rank_of(action.stage, action.micro);
             return Err(Fault::Missing { rank, action });
         }
     }
@@ -105,7 +115,7 @@ fn locate(schedule: &Schedule, form: Form) -> Result<Steps, Fault> {
             if action.stage >= stages || action.micro >= micros {
                 return Err(Fault::OutOfRange { rank, step, action, stages, micros });
             }
-            let home = schedule.placement[action.stage];
+            let home = schedule.rank_of(action.stage, action.micro);
             if home != rank {
                 return Err(Fault::WrongRank { rank, step, action, home });
             }
@@ -113,8 +123,8 @@ fn locate(schedule: &Schedule, form: Form) -> Result<Steps, Fault> {
                 if form == Form::Plain {
                     return Err(Fault::MessageInPlain { rank, step, action });
                 }
-                let peer = action.peer_stage().and_then(|peer| schedule.placement.get(peer));
-                if peer.is_none_or(|&peer| peer == rank) {
+                let peer = action.peer_stage().filter(|&peer| peer < stages);
+                if peer.is_none_or(|peer| schedule.rank_of(peer, action.micro) == rank) {
                     return Err(Fault::NeedlessMessage { rank, step, action });
                 }
             }
@@ -131,7 +141,7 @@ fn check_complete(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     let schedule = graph.schedule;
     let trains = !schedule.is_forward_only();
     for (stage, micro) in each(schedule) {
-        let rank = schedule.placement[stage];
+        let rank = schedule.rank_of(stage, micro);
         let parts: &[_] = match trains {
             false => &[Forward],
             true if graph.is_split(stage, micro) => &[Forward, InputGradient, WeightGradient],
@@ -149,7 +159,7 @@ fn check_complete(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
         }
     }
     for (stage, micro) in each(schedule) {
-        if graph.form == Form::Lowered && schedule.crosses_after(stage) {
+        if graph.form == Form::Lowered && schedule.crosses_after(stage, micro) {
             let activation = Action::new(SendActivation, stage, micro);
             let gradient = Action::new(SendGradient, stage + 1, micro);
             check_message(schedule, steps, activation, true)?;
@@ -164,8 +174,8 @@ fn check_message(schedule: &Schedule, steps: &Steps, send: Action, required: boo
     let Some(receive) = send.counterpart() else {
         return Ok(());
     };
-    let from = schedule.placement[send.stage];
-    let to = schedule.placement[receive.stage];
+    let from = schedule.rank_of(send.stage, send.micro);
+    let to = schedule.rank_of(receive.stage, receive.micro);
     match (steps[send].is_some(), steps[receive].is_some()) {
         (true, false) => Err(Fault::SendWithoutReceive { send, from, receive, to }),
         (false, true) => Err(Fault::ReceiveWithoutSend { receive, to, send, from }),
@@ -182,9 +192,9 @@ fn check_local_order(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
             for input in graph.needs(action) {
                 match steps[input] {
                     None => {
-                        return Err(Fault::Missing { rank: schedule.placement[input.stage], action: input });
+                        return Err(Fault::Missing { rank: schedule.rank_of(input.stage, input.micro), action: input });
                     }
-                    Some(input_step) if schedule.placement[input.stage] == rank && input_step > step => {
+                    Some(input_step) if schedule.rank_of(input.stage, input.micro) == rank && input_step > step => {
                         return Err(Fault::BeforeItsInput { rank, step, action, input, input_step });
                     }
                     Some(_) => {}
@@ -204,7 +214,7 @@ fn check_message_order(schedule: &Schedule) -> Result<(), Fault> {
             let Some(other) = action.counterpart() else {
                 continue;
             };
-            let peer = schedule.placement[other.stage];
+            let peer = schedule.rank_of(other.stage, other.micro);
             if action.kind.is_send() {
                 channels.entry((rank, peer)).or_default()[0].push(action);
             } else {
@@ -280,13 +290,13 @@ fn check_applied(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     let left = next.iter().position(|&next| next != schedule.micros);
     if let Some(stage) = left {
         let action = Action::new(Update, stage, schedule.micros - 1);
-        return Err(Fault::Missing { rank: schedule.placement[stage], action });
+        return Err(Fault::Missing { rank: schedule.rank_of(action.stage, action.micro), action });
     }
     if schedule.weights == Weights::DoubleBuffered {
         let ends = |(_, micro): &(usize, usize)| last_of_batch(*micro);
         for action in each(schedule).filter(ends).map(|(stage, micro)| Action::new(Update, stage, micro)) {
             if steps[action].is_none() {
-                return Err(Fault::Missing { rank: schedule.placement[action.stage], action });
+                return Err(Fault::Missing { rank: schedule.rank_of(action.stage, action.micro), action });
             }
         }
     }

@@ -58,6 +58,20 @@ pub enum Fault {
         /// The ranks there are.
         ranks: usize,
     },
+    /// Not one number of replicas, of at least 1, for each stage.
+    Replicas {
+        /// The stages.
+        stages: usize,
+        /// The numbers given.
+        replicas: Vec<usize>,
+    },
+    /// A stage that several ranks hold, in an asynchronous schedule: their versions of its weights would part.
+    ReplicatedVersions {
+        /// The stage.
+        stage: usize,
+        /// How weights change.
+        weights: Weights,
+    },
     /// A rank holds no stage.
     IdleRank {
         /// The rank.
@@ -273,6 +287,15 @@ impl fmt::Display for Fault {
             Self::Placement { stage, rank, ranks } => {
                 write!(f, "stage {stage} is placed on rank {rank}, but there are only ranks 0 to {}", ranks - 1)
             }
+            Self::Replicas { stages, replicas } => {
+                write!(f, "replicas are {replicas:?}: each of the {stages} stages needs one number of at least 1")
+            }
+            Self::ReplicatedVersions { stage, weights } => write!(
+                f,
+                "stage {stage} has replicas, and weights change while the schedule runs ({}): replicas would part; use \
+                 flush, or one rank for each stage",
+                weights.name()
+            ),
             Self::IdleRank { rank, ranks, stages } => {
                 write!(f, "rank {rank} of {ranks} holds none of the {stages} stages; each rank needs at least one")
             }

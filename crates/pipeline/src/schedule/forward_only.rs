@@ -21,18 +21,27 @@ use super::{Action, Schedule, Weights};
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 pub fn forward_only(placement: &[usize], micros: usize) -> Schedule {
-    let ranks = placement.iter().max().map_or(0, |last| last + 1);
-    let mut actions = vec![Vec::new(); ranks];
-    for (stage, &rank) in placement.iter().enumerate() {
-        actions[rank].extend((0..micros).map(|micro| Action::new(Forward, stage, micro)));
-    }
-    Schedule {
+    forward_only_replicated(placement, &vec![1; placement.len()], micros)
+}
+
+/// The same over replicated stages: see [`Schedule::replicas`].
+pub fn forward_only_replicated(placement: &[usize], replicas: &[usize], micros: usize) -> Schedule {
+    let last = placement.iter().zip(replicas).map(|(rank, replicas)| rank + replicas).max();
+    let mut schedule = Schedule {
         name: "forward_only".to_string(),
-        ranks,
+        ranks: last.unwrap_or(0),
         placement: placement.to_vec(),
+        replicas: replicas.to_vec(),
         micros,
         steps: 1,
         weights: Weights::Flush,
-        actions,
+        actions: vec![Vec::new(); last.unwrap_or(0)],
+    };
+    for stage in 0..placement.len() {
+        for micro in 0..micros {
+            let rank = schedule.rank_of(stage, micro);
+            schedule.actions[rank].push(Action::new(Forward, stage, micro));
+        }
     }
+    schedule
 }

@@ -37,6 +37,7 @@ impl Lowered {
     ///     name: "by hand".to_string(),
     ///     ranks: 2,
     ///     placement: vec![0, 1],
+    ///     replicas: vec![1, 1],
     ///     micros: 1,
     ///     steps: 1,
     ///     weights: Weights::Flush,
@@ -141,7 +142,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
     let channel = |from: usize, to: usize| from * schedule.ranks + to;
     for (rank, row) in schedule.actions.iter().enumerate() {
         for receive in row.iter().filter_map(|&action| send_after(schedule, action)?.counterpart()) {
-            sent[channel(rank, schedule.placement[receive.stage])].push_back(receive);
+            sent[channel(rank, schedule.rank_of(receive.stage, receive.micro))].push_back(receive);
         }
     }
     let mut received = Table::new(schedule, false);
@@ -152,7 +153,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
             if let Some(awaited) = receive_before(schedule, action)
                 && let Some(send) = awaited.counterpart()
             {
-                let queue = &mut sent[channel(schedule.placement[send.stage], rank)];
+                let queue = &mut sent[channel(schedule.rank_of(send.stage, send.micro), rank)];
                 while !received[awaited] {
                     let Some(receive) = queue.pop_front() else { break };
                     received[receive] = true;
@@ -170,9 +171,9 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
 /// The send of what an action makes for another rank.
 fn send_after(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
     match kind {
-        Forward => schedule.crosses_after(stage).then(|| Action::new(SendActivation, stage, micro)),
+        Forward => schedule.crosses_after(stage, micro).then(|| Action::new(SendActivation, stage, micro)),
         kind if kind.makes_input_gradient() => {
-            schedule.crosses_before(stage).then(|| Action::new(SendGradient, stage, micro))
+            schedule.crosses_before(stage, micro).then(|| Action::new(SendGradient, stage, micro))
         }
         _ => None,
     }
@@ -181,8 +182,8 @@ fn send_after(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Opt
 /// The receive of what an action needs from another rank.
 fn receive_before(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
     let send = match kind {
-        Forward if schedule.crosses_before(stage) => Action::new(SendActivation, stage - 1, micro),
-        kind if kind.makes_input_gradient() && schedule.crosses_after(stage) => {
+        Forward if schedule.crosses_before(stage, micro) => Action::new(SendActivation, stage - 1, micro),
+        kind if kind.makes_input_gradient() && schedule.crosses_after(stage, micro) => {
             Action::new(SendGradient, stage + 1, micro)
         }
         _ => return None,

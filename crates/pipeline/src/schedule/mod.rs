@@ -2,6 +2,8 @@
 //!
 //! The words and the text form are in `README.md` beside this file.
 
+use std::ops::Range;
+
 mod action;
 mod breadth_first;
 mod check;
@@ -18,6 +20,7 @@ mod pipedream;
 mod pipedream_2bw;
 mod placement;
 mod render;
+mod replicated;
 mod report;
 mod shape;
 mod simulate;
@@ -35,7 +38,7 @@ pub use breadth_first::breadth_first;
 pub use check::check;
 pub use dualpipe_v::dualpipe_v;
 pub use fault::{CheckError, Fault};
-pub use forward_only::forward_only;
+pub use forward_only::{forward_only, forward_only_replicated};
 pub use generator::{DefaultMicros, Generator, UnknownSchedule, by_name, default_micros};
 pub use gpipe::gpipe;
 pub use interleaved::interleaved_1f1b;
@@ -44,6 +47,7 @@ pub use one_f_one_b::one_f_one_b;
 pub use pipedream::pipedream;
 pub use pipedream_2bw::pipedream_2bw;
 pub use render::{render, text_grid};
+pub use replicated::one_f_one_b_replicated;
 pub use report::Report;
 pub use shape::{MicroCounts, Shape, ShapeError};
 pub use simulate::{Costs, simulate};
@@ -67,6 +71,7 @@ pub use zb_v::zb_v;
 ///     name: "by hand".to_string(),
 ///     ranks: 2,
 ///     placement: vec![0, 1, 0],
+///     replicas: vec![1, 1, 1],
 ///     micros: 1,
 ///     steps: 1,
 ///     weights: Weights::Flush,
@@ -83,6 +88,9 @@ pub struct Schedule {
     pub ranks: usize,
     /// The rank of each stage, in stage order. A rank may hold several stages (its chunks).
     pub placement: Vec<usize>,
+    /// How many ranks hold each stage, one after the other from that of its placement on; 1 in most schedules. They take
+    /// its micro-batches in turn (PipeDream's 1F1B-RR: Narayanan et al. 2019, section 3.2).
+    pub replicas: Vec<usize>,
     /// Micro-batches, of all steps.
     pub micros: usize,
     /// Optimizer steps that it spans: equal runs of consecutive micro-batches.
@@ -113,6 +121,24 @@ impl Schedule {
         micro / self.micros_per_step()
     }
 
+    /// The rank that runs a micro-batch through a stage.
+    ///
+    /// ```
+    /// use meshwork_pipeline::one_f_one_b_replicated;
+    ///
+    /// // Stage 0 on ranks 0 to 2, stage 1 on rank 3.
+    /// let schedule = one_f_one_b_replicated(&[3, 1], 6);
+    /// assert_eq!((schedule.rank_of(0, 4), schedule.rank_of(1, 4)), (1, 3));
+    /// ```
+    pub fn rank_of(&self, stage: usize, micro: usize) -> usize {
+        self.placement[stage] + micro % self.replicas[stage]
+    }
+
+    /// The ranks that hold a stage.
+    pub fn ranks_of(&self, stage: usize) -> Range<usize> {
+        self.placement[stage]..self.placement[stage] + self.replicas[stage]
+    }
+
     /// The stages that a rank holds, in stage order.
     ///
     /// ```
@@ -120,8 +146,12 @@ impl Schedule {
     /// assert_eq!(schedule.stages_of(0).collect::<Vec<_>>(), [0, 3]);
     /// ```
     pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> {
-        let held = move |(stage, &home)| (home == rank).then_some(stage);
-        self.placement.iter().enumerate().filter_map(held)
+        (0..self.stages()).filter(move |&stage| self.ranks_of(stage).contains(&rank))
+    }
+
+    /// The micro-batches of one step that a rank takes at a stage.
+    pub fn micros_at(&self, stage: usize, rank: usize) -> usize {
+        (0..self.micros_per_step()).filter(|&micro| self.rank_of(stage, micro) == rank).count()
     }
 
     /// Whether this is an evaluation pass: it has no backward at all, so no activation is kept for one.
@@ -132,13 +162,13 @@ impl Schedule {
     }
 
     /// Whether what `stage` hands to the stage after it crosses ranks, and so needs a message.
-    fn crosses_after(&self, stage: usize) -> bool {
-        stage + 1 < self.stages() && self.placement[stage] != self.placement[stage + 1]
+    fn crosses_after(&self, stage: usize, micro: usize) -> bool {
+        stage + 1 < self.stages() && self.rank_of(stage, micro) != self.rank_of(stage + 1, micro)
     }
 
     /// The same for the stage before it.
-    fn crosses_before(&self, stage: usize) -> bool {
-        stage > 0 && self.crosses_after(stage - 1)
+    fn crosses_before(&self, stage: usize, micro: usize) -> bool {
+        stage > 0 && self.crosses_after(stage - 1, micro)
     }
 }
 

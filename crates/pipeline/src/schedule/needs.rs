@@ -67,10 +67,10 @@ impl<'a> Graph<'a> {
         let last = stage + 1 == schedule.stages();
         let needs = match kind {
             Forward if stage == 0 => [None, None],
-            Forward if lowered && schedule.crosses_before(stage) => [on(RecvActivation, stage), None],
+            Forward if lowered && schedule.crosses_before(stage, micro) => [on(RecvActivation, stage), None],
             Forward => [on(Forward, stage - 1), None],
             Backward | InputGradient if last => [on(Forward, stage), None],
-            Backward | InputGradient if lowered && schedule.crosses_after(stage) => {
+            Backward | InputGradient if lowered && schedule.crosses_after(stage, micro) => {
                 [on(Forward, stage), on(RecvGradient, stage)]
             }
             Backward | InputGradient => [on(Forward, stage), Some(self.input_gradient(stage + 1, micro))],

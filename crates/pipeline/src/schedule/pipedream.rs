@@ -45,6 +45,7 @@ pub(super) fn undrained(
         name: name.to_string(),
         ranks: pp,
         placement: one_per_rank(pp),
+        replicas: vec![1; pp],
         micros,
         steps,
         weights,

@@ -22,6 +22,7 @@ pub(super) fn one_step(name: &str, placement: Vec<usize>, micros: usize, actions
     Schedule {
         name: name.to_string(),
         ranks: actions.len(),
+        replicas: vec![1; placement.len()],
         placement,
         micros,
         steps: 1,

@@ -85,7 +85,7 @@ pub(super) fn stuck_grid(graph: &Graph, reached: &[usize]) -> String {
         })
         .collect();
     let has_run = |action: Action| {
-        let rank = schedule.placement[action.stage];
+        let rank = schedule.rank_of(action.stage, action.micro);
         schedule.actions[rank][..reached[rank]].contains(&action)
     };
 
@@ -97,8 +97,9 @@ pub(super) fn stuck_grid(graph: &Graph, reached: &[usize]) -> String {
     for (rank, (row, &at)) in schedule.actions.iter().zip(reached).enumerate() {
         if let Some(&action) = row.get(at) {
             let awaited = graph.needs(action).find(|&need| !has_run(need));
-            let awaited = awaited
-                .map_or(String::new(), |need| format!(" waits for {need} of rank {}", schedule.placement[need.stage]));
+            let awaited = awaited.map_or(String::new(), |need| {
+                format!(" waits for {need} of rank {}", schedule.rank_of(need.stage, need.micro))
+            });
             let _ = writeln!(text, "rank {rank}, step {at}: {action}{awaited}");
         }
     }

@@ -83,38 +83,13 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     );
     for (rank, row) in timeline.ranks.iter().enumerate() {
         let y = first + rank as f64 * ROW;
-        let _ = writeln!(
-            body,
-            "<text x=\"{MARGIN}\" y=\"{:.1}\">rank {rank}</text><rect x=\"{LEFT}\" y=\"{y:.1}\" width=\"{width:.2}\" \
-             height=\"{ROW}\" fill=\"#f0f0f0\"/>",
-            y + 17.0
-        );
+        let _ = writeln!(body, "<text x=\"{MARGIN}\" y=\"{:.1}\">rank {rank}</text>", y + 17.0);
+        let _ = writeln!(body, "<g transform=\"translate({LEFT} {y:.1})\">");
+        let _ = writeln!(body, "<rect width=\"{width:.2}\" height=\"{ROW}\" fill=\"#f0f0f0\"/>");
         let held: Vec<usize> =
             (0..timeline.placement.len()).filter(|&stage| timeline.placement[stage] == rank).collect();
-        let (updates, others): (Vec<&Interval>, Vec<&Interval>) =
-            row.iter().partition(|interval| interval.action.kind == Update);
-        for interval in others.into_iter().filter(|interval| !interval.action.kind.is_message()) {
-            let Action { kind, stage, micro } = interval.action;
-            let x = LEFT + (interval.start - origin) * scale;
-            let chunk = held.iter().position(|&other| other == stage).unwrap_or(0);
-            cell(body, interval, [x, y], scale, &shade(kind, chunk, held.len()), origin);
-            let starts_step =
-                kind == Forward && chunk == 0 && micro > 0 && micro.is_multiple_of(timeline.micros_per_step);
-            if starts_step && updates.is_empty() {
-                let _ = writeln!(body, "<path d=\"M{x:.2} {y:.1}v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
-            }
-        }
-        // They may take no time at all, and are drawn all the same: as bars over the boxes beside them.
-        for interval in updates {
-            let x = LEFT + (interval.start - origin) * scale;
-            let _ = writeln!(
-                body,
-                "<rect x=\"{:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{ROW}\" fill=\"{UPDATE_FILL}\">{}</rect>",
-                x - 1.5,
-                ((interval.end - interval.start) * scale).max(4.0),
-                title(interval, origin)
-            );
-        }
+        Row { intervals: row, held, micros_per_step: timeline.micros_per_step, origin, scale }.draw(body);
+        body.push_str("</g>\n");
     }
     let bottom = first + timeline.ranks.len() as f64 * ROW;
     let _ = writeln!(
@@ -126,37 +101,77 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     bottom
 }
 
-/// What a picture says when the pointer rests on an action.
-fn title(interval: &Interval, origin: f64) -> String {
-    let action = interval.action;
-    format!(
-        "<title>{action}: {} of micro-batch {} through stage {}, from {} to {}</title>",
-        action.kind.in_words(),
-        action.micro,
-        action.stage,
-        number(interval.start - origin),
-        number(interval.end - origin)
-    )
+/// What one rank did.
+struct Row<'a> {
+    intervals: &'a [Interval],
+    /// The stages of the rank.
+    held: Vec<usize>,
+    micros_per_step: usize,
+    origin: f64,
+    scale: f64,
 }
 
-/// Draws a computation.
-fn cell(body: &mut String, interval: &Interval, [x, y]: [f64; 2], scale: f64, fill: &str, origin: f64) {
-    let width = (interval.end - interval.start) * scale;
-    let _ = writeln!(
-        body,
-        "<rect x=\"{x:.2}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{ROW}\" fill=\"{fill}\" stroke=\"#333\" \
-         stroke-width=\"{}\">{}</rect>",
+impl Row<'_> {
+    fn draw(&self, body: &mut String) {
+        let of = |update: bool| {
+            let computed = self.intervals.iter().filter(|interval| !interval.action.kind.is_message());
+            computed.filter(move |interval| (interval.action.kind == Update) == update)
+        };
+        let narrowest = of(false).map(|interval| self.width(interval)).fold(f64::INFINITY, f64::min);
         // Borders must not cover narrow boxes.
-        if width < 4.0 { 0.1 } else { 0.6 },
-        title(interval, origin)
-    );
-    let text = interval.action.micro.to_string();
-    if text.len() as f64 * DIGIT <= width - 2.0 {
+        let border = if narrowest < 4.0 { 0.1 } else { 0.6 };
+        let _ = writeln!(body, "<g stroke=\"#333\" stroke-width=\"{border}\">");
+        for interval in of(false) {
+            let fill = shade(interval.action.kind, self.chunk(interval), self.held.len());
+            self.bar(body, interval, self.x(interval), self.width(interval), &fill);
+        }
+        body.push_str("</g>\n");
+        if of(true).next().is_none() {
+            for interval in of(false).filter(|interval| self.starts_step(interval)) {
+                let x = self.x(interval);
+                let _ = writeln!(body, "<path d=\"M{x:.2} 0v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
+            }
+        }
+        // They may take no time at all, and are drawn all the same: as bars over the boxes beside them.
+        for interval in of(true) {
+            self.bar(body, interval, self.x(interval) - 1.5, self.width(interval).max(4.0), UPDATE_FILL);
+        }
+        body.push_str("<g text-anchor=\"middle\" pointer-events=\"none\">\n");
+        for interval in of(false) {
+            let (text, width) = (interval.action.micro.to_string(), self.width(interval));
+            if text.len() as f64 * DIGIT <= width - 2.0 {
+                let _ = writeln!(body, "<text x=\"{:.2}\" y=\"17\">{text}</text>", self.x(interval) + width / 2.0);
+            }
+        }
+        body.push_str("</g>\n");
+    }
+
+    fn x(&self, interval: &Interval) -> f64 {
+        (interval.start - self.origin) * self.scale
+    }
+
+    fn width(&self, interval: &Interval) -> f64 {
+        (interval.end - interval.start) * self.scale
+    }
+
+    fn chunk(&self, interval: &Interval) -> usize {
+        self.held.iter().position(|&stage| stage == interval.action.stage).unwrap_or(0)
+    }
+
+    fn starts_step(&self, interval: &Interval) -> bool {
+        let Action { kind, micro, .. } = interval.action;
+        kind == Forward && self.chunk(interval) == 0 && micro > 0 && micro.is_multiple_of(self.micros_per_step)
+    }
+
+    /// A box, and what it says when the pointer rests on it.
+    fn bar(&self, body: &mut String, interval: &Interval, x: f64, width: f64, fill: &str) {
+        let action @ Action { kind, stage, micro } = interval.action;
+        let [start, end] = [interval.start, interval.end].map(|time| number(time - self.origin));
         let _ = writeln!(
             body,
-            "<text x=\"{:.2}\" y=\"{:.1}\" text-anchor=\"middle\" pointer-events=\"none\">{text}</text>",
-            x + width / 2.0,
-            y + 17.0
+            "<rect x=\"{x:.2}\" width=\"{width:.2}\" height=\"{ROW}\" fill=\"{fill}\"><title>{action}: {} of \
+             micro-batch {micro} through stage {stage}, from {start} to {end}</title></rect>",
+            kind.in_words()
         );
     }
 }

@@ -34,6 +34,9 @@ impl fmt::Display for Schedule {
         writeln!(f, "name: {}", name.join(" "))?;
         writeln!(f, "ranks: {}", self.ranks)?;
         writeln!(f, "placement:{}", Spaced(&self.placement))?;
+        if self.replicas.iter().any(|&replicas| replicas != 1) {
+            writeln!(f, "replicas:{}", Spaced(&self.replicas))?;
+        }
         writeln!(f, "micros: {}", self.micros)?;
         writeln!(f, "steps: {}", self.steps)?;
         writeln!(f, "weights: {}", self.weights.name())?;
@@ -122,7 +125,7 @@ impl fmt::Display for ParseScheduleError {
             }
             TextFault::UnknownKey { key } => write!(
                 f,
-                "{key:?} is no key: expected name, ranks, placement, micros, steps, weights, or rank and its number"
+                "{key:?} is no key: expected name, ranks, placement, replicas, micros, steps, weights, or rank and its number"
             ),
             TextFault::Repeated { key } => write!(f, "{key:?} is given a second time; once is enough"),
             TextFault::Missing { key } => write!(f, "{key:?} is missing; a schedule needs it"),
@@ -184,10 +187,17 @@ impl FromStr for Schedule {
         if actions.len() < ranks {
             return Err(fields.missing(format!("rank {}", actions.len())));
         }
+        let name = fields.required("name")?.1.to_string();
+        let placement = fields.numbers("placement", "the rank of each stage, as in 0 1 1 0")?;
+        let replicas = match fields.values.contains_key("replicas") {
+            true => fields.numbers("replicas", "how many ranks hold each stage, as in 3 1")?,
+            false => vec![1; placement.len()],
+        };
         Ok(Self {
-            name: fields.required("name")?.1.to_string(),
+            name,
             ranks,
-            placement: fields.placement()?,
+            placement,
+            replicas,
             micros: fields.number("micros")?,
             steps: if fields.values.contains_key("steps") { fields.number("steps")? } else { 1 },
             weights: fields.weights()?,
@@ -196,7 +206,7 @@ impl FromStr for Schedule {
     }
 }
 
-const KEYS: [&str; 6] = ["name", "ranks", "placement", "micros", "steps", "weights"];
+const KEYS: [&str; 7] = ["name", "ranks", "placement", "replicas", "micros", "steps", "weights"];
 
 /// The fields of a text: where each stands, and its value.
 struct Fields<'a> {
@@ -242,13 +252,10 @@ impl<'a> Fields<'a> {
         value.parse().map_err(|_| not_valid(line, key, value, "a whole number".to_string()))
     }
 
-    fn placement(&self) -> Result<Vec<usize>, ParseScheduleError> {
-        let (line, value) = self.required("placement")?;
-        let rank = |token: &str| {
-            let expected = || "the rank of each stage, as in 0 1 1 0".to_string();
-            token.parse().map_err(|_| not_valid(line, "placement", token, expected()))
-        };
-        value.split_whitespace().map(rank).collect()
+    fn numbers(&self, key: &str, expected: &str) -> Result<Vec<usize>, ParseScheduleError> {
+        let (line, value) = self.required(key)?;
+        let number = |token: &str| token.parse().map_err(|_| not_valid(line, key, token, expected.to_string()));
+        value.split_whitespace().map(number).collect()
     }
 
     fn weights(&self) -> Result<Weights, ParseScheduleError> {

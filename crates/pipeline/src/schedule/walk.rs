@@ -83,7 +83,7 @@ impl<'a> Channels<'a> {
     }
 
     fn of(&self, action: Action) -> Option<usize> {
-        let rank = |stage: usize| self.schedule.placement[stage];
+        let rank = |stage: usize| self.schedule.rank_of(stage, action.micro);
         let (here, there) = (rank(action.stage), rank(action.counterpart()?.stage));
         let (from, to) = if action.kind.is_send() { (here, there) } else { (there, here) };
         Some(from * self.schedule.ranks + to)

@@ -77,7 +77,7 @@ impl Versions {
             let latest = latest[stage * micros + micro];
             if version > latest {
                 let action = Action::new(Forward, stage, micro);
-                let (rank, step) = (schedule.placement[stage], steps[action].unwrap_or(0));
+                let (rank, step) = (schedule.rank_of(stage, micro), steps[action].unwrap_or(0));
                 return Err(Fault::VersionToCome { rank, step, action, version, latest });
             }
         }
