@@ -119,15 +119,23 @@ impl Tape {
                 uses: &uses,
                 params,
                 values: true,
+                summed: Vec::new(),
             };
             let name = op.name();
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
+            let summed = cx.summed;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
                 match nodes[at].sources[slot] {
                     Source::Constant => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
+                        // Asked for a sum that somebody else holds (deferred gradients of weights do): the operation gave its
+                        // share alone, and an observer is to see the same values all the same.
+                        let input_grad = match grads[from].take_if(|_| summed.contains(&slot)) {
+                            Some(sum) => sum.accumulate(&input_grad)?,
+                            None => input_grad,
+                        };
                         let input_grad = match inner.observer.get() {
                             None => input_grad,
                             Some(observer) => self.show_gradient(&**observer, &nodes, (at, slot, from), input_grad)?,
@@ -191,6 +199,7 @@ impl Tape {
                 uses: &uses,
                 params: true,
                 values: false,
+                summed: Vec::new(),
             };
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
             for (source, input_grad) in sources.iter().zip(input_grads) {

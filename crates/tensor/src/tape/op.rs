@@ -126,6 +126,8 @@ pub struct Backward<'a> {
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
     pub(super) values: bool,
+    /// Inputs whose sum was asked for.
+    pub(super) summed: Vec<usize>,
 }
 
 impl Backward<'_> {
@@ -158,7 +160,10 @@ impl Backward<'_> {
     /// gradient of the input. `None`: it gives its share alone, and the tape adds it up.
     pub fn take_sum(&mut self, i: usize) -> Option<Tensor> {
         match self.sources[i] {
-            Source::Node(from) if self.values => self.grads[from].take_if(|sum| sum.buffer().is_unique()),
+            Source::Node(from) if self.values => {
+                self.summed.push(i);
+                self.grads[from].take_if(|sum| sum.buffer().is_unique())
+            }
             _ => None,
         }
     }

@@ -56,7 +56,7 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
     let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");
     let (chunks, uniform) = (
         config.pipeline.virtual_stages,
-        settings.get::<String>("pipeline.partition").is_some_and(|word| word == "uniform"),
+        settings.given::<toml::Value>("pipeline.partition").is_none_or(|given| given.as_str() == Some("uniform")),
     );
     let stages = chunks.saturating_mul(mesh.pp);
     if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])

@@ -381,3 +381,22 @@ fn a_schedule_of_ones_own_trains_as_one_rank() {
         }
     }
 }
+
+/// Where steps overlap, the peak of memory comes when the next one has begun: old weights, new ones, and activations of both.
+#[test]
+fn the_memory_of_overlapping_steps_is_predicted() {
+    let streams = [stream(2, 2, 4, "pipedream"), stream(1, 4, 4, "pipedream_2bw"), stream(1, 4, 2, "pipedream")];
+    for case in overlapping().copied().chain(streams) {
+        let config = case.config(DESCENT);
+        let peaks = on_mesh(&config, |mut trainer| {
+            let batches = batches(case.model, &trainer, 1 + trainer.steps_ahead() as u64);
+            assert!(batches.len() > 1, "{case}");
+            let reports = advance(&mut trainer, &batches, |_| {})?;
+            assert_eq!(reports.len(), batches.len(), "{case}");
+            Ok(trainer.device().meter().peak_bytes())
+        });
+        for (rank, peak) in peaks.into_iter().enumerate() {
+            assert_eq!(peak, predict(&config, rank).unwrap().peak_bytes, "{case}: rank {rank}");
+        }
+    }
+}
