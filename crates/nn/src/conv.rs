@@ -13,8 +13,8 @@ pub struct Conv2d {
 }
 
 impl Conv2d {
-    /// Declares `{name}.weight` [features, kernel, kernel, channels], normal with variance 2 / terms (He et al., 2015: it keeps
-    /// the scale of what a rectifier follows), and `{name}.bias` [features], zero. An odd kernel is padded so that stride 1
+    /// Declares `{name}.weight` `[features, kernel, kernel, channels]`, normal with variance 2 / terms (He et al., 2015: it keeps
+    /// the scale of what a rectifier follows), and `{name}.bias` `[features]`, zero. An odd kernel is padded so that stride 1
     /// keeps height and width.
     pub fn new(
         params: &mut Declarations,
