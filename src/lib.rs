@@ -14,8 +14,12 @@ pub use meshwork_train as train;
 
 /// The programs in the guides.
 #[cfg(doctest)]
-#[doc = include_str!("../docs/mesh_diff.md")]
-mod guides {}
+mod guides {
+    #[doc = include_str!("../docs/mesh_diff.md")]
+    mod mesh_diff {}
+    #[doc = include_str!("../docs/partition.md")]
+    mod partition {}
+}
 
 /// What most programs need.
 pub mod prelude {

@@ -130,9 +130,9 @@ impl Graph {
         let named = |layer: usize, name| profile.layers()[layer].name.starts_with(name);
         let reads = |layer| profile.edges().iter().any(|&(_, to)| to == layer);
         let is_read = |layer| profile.edges().iter().any(|&(from, _)| from == layer);
-        let placed =
-            |layer| !(named(layer, "Input") && !reads(layer)) && !(named(layer, "__getitem__") && !is_read(layer));
-        let kept: Vec<bool> = (0..count).map(placed).collect();
+        let is_data = |layer| named(layer, "Input") && !reads(layer);
+        let is_unused = |layer| named(layer, "__getitem__") && !is_read(layer);
+        let kept: Vec<bool> = (0..count).map(|layer| !is_data(layer) && !is_unused(layer)).collect();
         let (mut readers, mut sources) = (vec![Vec::new(); count], vec![Vec::new(); count]);
         for &(from, to) in profile.edges().iter().filter(|&&(from, to)| kept[from] && kept[to]) {
             readers[from].push(to);

@@ -54,8 +54,10 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
     }
 
     let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");
-    let (chunks, uniform) =
-        (config.pipeline.virtual_stages, settings.given::<Vec<usize>>("pipeline.partition").is_none());
+    let (chunks, uniform) = (
+        config.pipeline.virtual_stages,
+        settings.get::<String>("pipeline.partition").is_some_and(|word| word == "uniform"),
+    );
     let stages = chunks.saturating_mul(mesh.pp);
     if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])
         && chunks > 1

@@ -75,9 +75,9 @@ impl fmt::Display for Report {
         };
         writeln!(
             f,
-            "{}, {} for a cut\nmachines: {}\ncost of a stage: {cost}; {sent}",
+            "{}, {}\nmachines: {}\ncost of a stage: {cost}; {sent}",
             count(profile.layers().len(), "layer"),
-            count(states.count(), "place"),
+            count(states.count(), "state"),
             topology.join(", times "),
         )?;
         for (inside, stages) in plan.levels.iter().enumerate() {

@@ -1,0 +1,122 @@
+//! The programs `partition` and `pipeline_only` as a user runs them: flags in; standard output and exit codes out.
+
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+const VGG16: &str = "--profile crates/pipeline/tests/partition/profiles/vgg16.txt";
+
+/// (exit code, standard output, standard error) of an example, from the root of the repository, and words without spaces.
+fn run(example: &str, line: &str) -> (Option<i32>, String, String) {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
+    assert!(program.is_file(), "{} is missing: build it with `cargo build --examples`", program.display());
+    let mut command = Command::new(program);
+    command.args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null());
+    let ended = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (ended.status.code(), text(ended.stdout), text(ended.stderr))
+}
+
+#[track_caller]
+fn succeed(line: &str) -> String {
+    let (code, out, err) = run("partition", line);
+    assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
+    out
+}
+
+#[test]
+fn the_table_is_that_of_the_guide() {
+    let guide = include_str!("../../docs/partition.md");
+    let out = succeed(&format!("{VGG16} --machines 16 --bandwidth 3.125e9 --activation-compression-ratio 1"));
+    assert!(guide.contains(&format!("```text\n{out}```")), "{out}");
+}
+
+#[test]
+fn json_holds_what_scripts_read_the_outermost_level_first() {
+    let json = |line: &str| -> Value { serde_json::from_str(&succeed(&format!("{VGG16} {line} --json"))).unwrap() };
+    let flat = json("--machines 4 --bandwidth 1e9 --activation-compression-ratio 1");
+    let keys: Vec<&String> = flat.as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["states", "levels", "time_per_stage_s", "single_machine_s", "data_parallel_s"]);
+    let stages = flat["levels"][0]["stages"].as_array().unwrap();
+    let place = |stage: &Value| json!([stage["start"], stage["end"], stage["replication"]]);
+    assert_eq!(stages.iter().map(place).collect::<Vec<_>>(), [json!([0, 17, 3]), json!([17, 40, 1])]);
+    assert!((stages[1]["compute_s"].as_f64().unwrap() - 0.158297).abs() < 1e-6);
+    assert_eq!((&flat["states"], flat["levels"].as_array().unwrap().len()), (&json!(40), 1));
+    assert!((flat["time_per_stage_s"].as_f64().unwrap() - 0.205520896).abs() < 1e-9);
+
+    // Two servers of three machines: 2 stages or copies outside, 3 inside each.
+    let two = json("--machines 3,2 --bandwidth 1e10,1e9 --straight --method paper");
+    let ends = |level: usize| -> Vec<u64> {
+        two["levels"][level]["stages"].as_array().unwrap().iter().map(|stage| stage["end"].as_u64().unwrap()).collect()
+    };
+    let (outer, inner) = (ends(0), ends(1));
+    assert_eq!((outer.len(), inner.len()), (2, 6));
+    assert_eq!((inner[2], inner[5]), (outer[0], outer[1]));
+}
+
+#[test]
+fn help_names_every_flag() {
+    let out = succeed("--help");
+    let flags = ["profile", "machines", "bandwidth", "method", "activation-compression-ratio", "straight", "json"];
+    assert!(flags.iter().all(|flag| out.contains(&format!("--{flag}"))), "{out}");
+}
+
+#[test]
+fn bad_input_is_refused_with_what_would_be_valid() {
+    let sound = "--machines 4 --bandwidth 1e9";
+    for (line, told) in [
+        (
+            String::new(),
+            "error: --machines: none given; use --machines with whole numbers, innermost level first, such as 4 or 4,2\n--bandwidth: none given; use --bandwidth with bytes per second",
+        ),
+        (sound.to_owned(), "--profile: none given; use --profile FILE"),
+        (format!("--profile no/such/file {sound}"), "--profile no/such/file: cannot be read: No such file"),
+        (
+            format!("--profile Cargo.toml {sound}"),
+            "error: --profile Cargo.toml, line 1: \"[workspace]\" is neither a layer nor an edge, such as",
+        ),
+        (
+            format!("{VGG16} --machines 4,2 --bandwidth 1e9"),
+            "--bandwidth 1000000000: for 1 levels, and --machines has 2; give each level both",
+        ),
+        (
+            format!("{VGG16} --machines 4,0 --bandwidth 1e9,1e9"),
+            "--machines 4,0: no list of machines; use whole numbers of at least 1",
+        ),
+        (
+            format!("{VGG16} --machines 4 --bandwidth fast"),
+            "--bandwidth fast: no list of bandwidths; use bytes per second",
+        ),
+        (
+            format!("{VGG16} {sound} --method both"),
+            "--method both: unknown; the nearest is code; use one of code, paper",
+        ),
+        (
+            format!("{VGG16} {sound} --activation-compression-ratio 0"),
+            "--activation-compression-ratio 0: no ratio; use a number above 0",
+        ),
+        (format!("{VGG16} {sound} --strait"), "--strait: unknown argument; the nearest is --straight"),
+        (format!("{VGG16} {sound} --method"), "--method: no value; use --method VALUE"),
+        (
+            format!("{VGG16} --machines 41 --bandwidth 1e9 --straight"),
+            "error: a straight pipeline over 41 machines needs as many stages, and there can be only 40",
+        ),
+    ] {
+        let (code, out, err) = run("partition", &line);
+        assert_eq!((code, &*out), (Some(2), ""), "{line}\n{err}");
+        assert!(err.contains(told), "{line}\n{err}\n{told}");
+    }
+}
+
+#[test]
+fn a_network_on_plain_vectors_trains_through_the_pipeline() {
+    let (code, out, err) = run("pipeline_only", "");
+    assert_eq!((code, &*err), (Some(0), ""), "{out}");
+    let loss = |line: &str| -> f64 { line.split([' ', ',']).filter_map(|word| word.parse().ok()).next_back().unwrap() };
+    let lines: Vec<&str> = out.lines().collect();
+    let [first, .., last, same] = &lines[..] else { panic!("{out}") };
+    assert!(loss(last) < loss(first) / 2.0, "{out}");
+    assert_eq!(*same, "The weights are the same, bit for bit.");
+}
