@@ -9,6 +9,9 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
+/// What a file is made of.
+type Content = fn(&[report::Row]) -> String;
+
 /// Bad input.
 const BAD_INPUT: u8 = 2;
 /// A file that cannot be written.
@@ -24,10 +27,11 @@ fn main() -> ExitCode {
         Ok(results) => results,
         Err(error) => return fail(BAD_INPUT, &error),
     };
-    let files = [(&options.svg, report::picture(&results)), (&options.trace, report::trace(&results))];
-    for (path, content) in files {
+    for (path, content) in
+        [(&options.save, report::source as Content), (&options.svg, report::picture), (&options.trace, report::trace)]
+    {
         if let Some(path) = path
-            && let Err(error) = std::fs::write(path, content)
+            && let Err(error) = std::fs::write(path, content(&results))
         {
             return fail(FAILED, &format_args!("cannot write {path}: {error}"));
         }

@@ -1,6 +1,6 @@
 //! What is asked for on the command line, and the schedules that it stands for.
 
-use crate::report::Outcome;
+use crate::report::{Outcome, Row};
 use std::ffi::OsString;
 
 use meshwork::pipeline::{Costs, Generator, Schedule, Shape, by_name, simulate};
@@ -49,11 +49,14 @@ pub struct Options {
     no_overlap: bool,
     steps: Option<usize>,
     load: Option<String>,
-    save: Option<String>,
+    pub save: Option<String>,
     pub svg: Option<String>,
     pub trace: Option<String>,
     pub json: bool,
 }
+
+/// Takes a value; else says what it expects.
+type Setter = fn(&mut Options, &str) -> Result<(), String>;
 
 impl Options {
     pub fn parse(args: impl Iterator<Item = OsString>) -> Result<Command, String> {
@@ -79,11 +82,11 @@ impl Options {
             }
             let known = "--schedule, --pp, --micro, --virtual, --costs, --transfer, --no-overlap, --steps, --load, --save, \
                          --svg, --trace, --json, --help";
-            let Some(field) = options.field(&flag) else {
+            let Some(set) = Self::setter(&flag) else {
                 return Err(format!("{flag:?} is no option; known: {known}"));
             };
             let value = attached.or_else(|| args.next()).ok_or_else(|| format!("{flag} needs a value"))?;
-            field(&mut options, &value).map_err(|expected| format!("{flag} {value}: expected {expected}"))?;
+            set(&mut options, &value).map_err(|expected| format!("{flag} {value}: expected {expected}"))?;
         }
         let own = [options.schedule.is_some(), options.pp.is_some(), options.micro.is_some()];
         let own = own.into_iter().chain([options.virtual_stages.is_some(), options.steps.is_some()]);
@@ -98,9 +101,8 @@ impl Options {
         Ok(Command::Run(options))
     }
 
-    /// How a flag takes its value; what it expects where that is none.
-    #[allow(clippy::type_complexity)]
-    fn field(&self, flag: &str) -> Option<fn(&mut Self, &str) -> Result<(), String>> {
+    /// How a flag takes its value.
+    fn setter(flag: &str) -> Option<Setter> {
         Some(match flag {
             "--schedule" => |options, value| {
                 options.schedule = Some(by_name(value).map_err(|error| format!("one of {}", error.known.join(", ")))?);
@@ -132,7 +134,7 @@ impl Options {
     }
 
     /// The schedules that are asked for, on paper; in a table, or why not.
-    pub fn results(&self) -> Result<Vec<Result<Outcome, (Generator, String)>>, String> {
+    pub fn results(&self) -> Result<Vec<Row>, String> {
         if let Some(path) = &self.load {
             let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {path}: {error}"))?;
             let schedule: Schedule = text.parse().map_err(|error| format!("{path}: {error}"))?;
@@ -175,9 +177,6 @@ impl Options {
             ..Costs::per_rank(&schedule, forward, input, weight)
         };
         let timeline = simulate(&schedule, &costs).map_err(|error| error.to_string())?;
-        if let Some(path) = &self.save {
-            std::fs::write(path, schedule.to_string()).map_err(|error| format!("cannot write {path}: {error}"))?;
-        }
         Ok(Outcome { schedule, report, timeline })
     }
 }

@@ -21,6 +21,11 @@ fn timelines(rows: &[Row]) -> Vec<&Timeline> {
     rows.iter().flatten().map(|outcome| &outcome.timeline).collect()
 }
 
+/// The text form.
+pub fn source(rows: &[Row]) -> String {
+    rows.iter().flatten().map(|outcome| outcome.schedule.to_string()).collect()
+}
+
 pub fn picture(rows: &[Row]) -> String {
     svg(&timelines(rows))
 }

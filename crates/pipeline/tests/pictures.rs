@@ -116,6 +116,10 @@ fn text_grids_of_measured_runs() {
     };
     assert_eq!(text_grid(&timeline), "rank 0 | F0 F1          B0---\n");
     assert_eq!(timeline.peak_activations(), [2.0]);
+
+    // 0.3 / 0.1 is a little less than 3.
+    let rounded = vec![at(ActionKind::Forward, 0, 0.0, 0.1), at(ActionKind::Backward, 0, 0.3, 0.5)];
+    assert_eq!(text_grid(&Timeline { ranks: vec![rounded], ..timeline }), "rank 0 | F0       B0---\n");
 }
 
 #[test]

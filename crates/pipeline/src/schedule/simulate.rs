@@ -23,8 +23,8 @@ pub struct Costs {
 impl Costs {
     /// Every rank takes the given times for all of its layers; its chunks share them equally. Messages take no time.
     pub fn per_rank(schedule: &Schedule, forward: f64, input_gradient: f64, weight_gradient: f64) -> Self {
-        let chunks: Vec<usize> = (0..schedule.ranks).map(|rank| schedule.stages_of(rank).count()).collect();
-        let share = |time: f64| schedule.placement.iter().map(|&rank| time / chunks[rank] as f64).collect();
+        let chunks: Vec<usize> = schedule.placement.iter().map(|&rank| schedule.stages_of(rank).count()).collect();
+        let share = |time: f64| chunks.iter().map(|&chunks| time / chunks as f64).collect();
         Self {
             forward: share(forward),
             input_gradient: share(input_gradient),
