@@ -290,7 +290,7 @@ fn schedules_say_which_sizes_they_take() {
     assert_eq!(
         with("interleaved_1f1b --set pipeline.virtual_stages=2 --set model.num_layers=12"),
         "pipeline.virtual_stages = 2: gives pp · virtual_stages = 8 stages, which do not divide model.num_layers = 12; use \
-         layers that are a multiple of 8, such as 8 or 16, or deal them with a list in pipeline.partition"
+         layers that are a multiple of 8, such as 8 or 16, or deal them by cost or with a list in pipeline.partition"
     );
     assert_eq!(
         with("interleaved_1f1b --set pipeline.num_microbatches=2"),

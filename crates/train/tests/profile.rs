@@ -318,3 +318,15 @@ fn layers_are_profiled_in_the_planners_format() {
     let plain = run("dp=2,pp=2", &["model.dropout=0.1"]);
     assert_eq!((outcome.loss, outcome.sample), (plain.loss, plain.sample));
 }
+
+#[test]
+fn a_layer_profile_that_cannot_be_written_or_is_another_file_is_refused() {
+    let refusal = |line: &str| load(&Args::parse(line.split_whitespace())).unwrap_err().to_string();
+    let folder = refusal("--set metrics.layer_profile=no/such/folder/layers.txt");
+    assert_eq!(
+        folder,
+        "metrics.layer_profile = no/such/folder/layers.txt: its folder does not exist; use a file that can be written"
+    );
+    let same = refusal("--set metrics.layer_profile=a.txt --set metrics.profile=true --set metrics.trace=a.txt");
+    assert_eq!(same, "metrics.layer_profile = a.txt: is the file of metrics.trace too; use another file");
+}

@@ -7,6 +7,7 @@ use meshwork_pipeline::by_name;
 use super::Config;
 use super::batch::multiple;
 use super::fault::Fault;
+use super::partition;
 use super::sections::{DecayName, OptimizerName};
 use super::settings::Settings;
 
@@ -54,10 +55,7 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
     }
 
     let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");
-    let (chunks, uniform) = (
-        config.pipeline.virtual_stages,
-        settings.given::<toml::Value>("pipeline.partition").is_none_or(|given| given.as_str() == Some("uniform")),
-    );
+    let (chunks, uniform) = (config.pipeline.virtual_stages, partition::is_uniform(settings));
     let stages = chunks.saturating_mul(mesh.pp);
     if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])
         && chunks > 1
@@ -68,7 +66,12 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         let problem =
             format!("gives pp · virtual_stages = {stages} stages, which do not divide {layers} = {}", model.num_layers);
         let more = multiple(model.num_layers, stages).replacen("use", "use layers that are", 1);
-        fail(Fault::new(key, chunks, problem, format!("{more}, or deal them with a list in pipeline.partition")));
+        fail(Fault::new(
+            key,
+            chunks,
+            problem,
+            format!("{more}, or deal them by cost or with a list in pipeline.partition"),
+        ));
     }
 
     let key = "pipeline.schedule";

@@ -51,9 +51,18 @@ fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
     dealt
 }
 
+/// Whether the layers are to be dealt evenly: neither as listed nor by cost.
+pub(super) fn is_uniform(settings: &Settings) -> bool {
+    settings.given::<Vec<usize>>(KEY).is_none() && !is_by_cost(settings)
+}
+
+fn is_by_cost(settings: &Settings) -> bool {
+    settings.given::<String>(KEY).as_deref() == Some("cost")
+}
+
 /// Replaces the uniform list by that of `cost`, where that is asked for and nothing else is wrong.
 pub(crate) fn weigh(config: &mut Config, settings: &mut Settings) {
-    if settings.get::<String>(KEY).as_deref() != Some("cost") || !settings.faults.is_empty() {
+    if !is_by_cost(settings) || !settings.faults.is_empty() {
         return;
     }
     let dealt = || -> Result<Vec<usize>, TrainError> {
