@@ -26,6 +26,23 @@ pub trait Module: Debug {
 }
 
 /// An ordered list of layers, whose last one gives a logit for each class.
+///
+/// ```
+/// use meshwork_models::layers::{Classes, Conv, MaxPool, Norm};
+/// use meshwork_models::network::Network;
+/// use meshwork_tensor::Declarations;
+///
+/// let network = Network::new([8, 8, 1])
+///     .then("conv", Conv { features: 4, norm: Norm::Group(2) })
+///     .then("pool", MaxPool)
+///     .then("head", Classes { classes: 10 });
+/// assert_eq!(network.boundary(2)[..], [4, 4, 4]); // what comes to layer 2, the head
+///
+/// let mut params = Declarations::new();
+/// let last = network.stage(&mut params, 1..3)?; // pool and head
+/// assert_eq!((last.len(), &*params.specs()[0].name, &params.specs()[0].dims[..]), (2, "head.weight", &[10, 4, 4, 4][..]));
+/// # Ok::<(), meshwork_tensor::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Network {
     input: Shape,

@@ -49,6 +49,8 @@ fn shapes_that_are_no_pipeline() {
     rows.actions.pop();
     refused(&rows, "1 lists of actions for 2 ranks; each rank has exactly one");
 
+    let message = format!("stage 0 is placed on rank {}, but there are only ranks 0 to 1", usize::MAX);
+    refused(&Schedule { replicas: vec![usize::MAX, 1], ..by_hand(&[1, 0], 1, &["1F0", "0F0"]) }, &message);
     let message = "stage 1 is placed on rank 2, but there are only ranks 0 to 1";
     refused(&by_hand(&[0, 2], 1, &["0F0", "1F0"]), message);
     let message = "rank 1 of 2 holds none of the 2 stages; each rank needs at least one";

@@ -6,7 +6,6 @@ use meshwork_models::layers::Norm;
 use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
-use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
@@ -18,20 +17,7 @@ use std::sync::Arc;
 const STEPS: usize = 3;
 
 fn settings() -> Settings {
-    Settings {
-        pp: 1,
-        dp: 1,
-        schedule: "gpipe".to_owned(),
-        virtual_stages: None,
-        batch: 16,
-        micros: 4,
-        partition: None,
-        recompute: false,
-        optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 1e-3 }),
-        lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 0, min_lr_factor: 1.0 },
-        epochs: 1,
-        seed: 3,
-    }
+    Settings { batch: 16, seed: 3, ..Settings::default() }
 }
 
 fn resnet(norm: Norm) -> Network {
@@ -226,6 +212,18 @@ fn bad_images_are_errors() {
     labels[5] = 10;
     let error = classifier.step(&Images::new([8, 8, 1], all.pixels().to_vec(), labels)).unwrap_err().to_string();
     assert!(error.contains("id 10 at place 1 is not in a vocabulary of 10"), "{error}");
+
+    for (images, says) in [
+        (images(15), "15 images of [8, 8, 1] for a network of [8, 8, 1] that trains on 16 at a time"),
+        (
+            Images::new([4, 16, 1], all.pixels().to_vec(), all.labels().to_vec()),
+            "16 images of [4, 16, 1] for a network of",
+        ),
+    ] {
+        let error = classifier.step(&images).unwrap_err().to_string();
+        assert!(error.starts_with(says), "{error}");
+    }
+    assert!(classifier.evaluate(&images(0)).unwrap_err().to_string().starts_with("0 images of "));
 
     let before = classifier.params().flats()[0].as_slice::<f32>().unwrap().to_vec();
     let mut pixels = all.pixels().to_vec();

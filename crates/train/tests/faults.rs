@@ -305,6 +305,57 @@ fn schedules_say_which_sizes_they_take() {
 }
 
 #[test]
+fn replicas_must_add_up_and_schedules_of_ones_own_must_fit() {
+    let mesh = "--mesh pp=4 --set pipeline.replication=";
+    assert_eq!(
+        refusal(&format!("{mesh}[2,1]")),
+        "pipeline.replication = [2, 1]: puts stages on 3 ranks, not parallelism.pp = 4; use numbers of at least 1 that add \
+         up to 4"
+    );
+    assert_eq!(
+        refusal(&format!("{mesh}[3,1] --set pipeline.schedule=zb_h1")),
+        "pipeline.replication = [3, 1]: does not go with pipeline.schedule = \"zb_h1\"; use pipeline.schedule = \"1f1b\""
+    );
+    assert!(
+        refusal(&format!("{mesh}[3,1] --set training.numerics=canonical"))
+            .starts_with("pipeline.replication = [3, 1]: replicas take micro-batches in turn")
+    );
+    let good = "name: mine\nranks: 2\nplacement: 0 1\nmicros: 2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n";
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("schedule.txt");
+    let with = |text: &str, set: &str| {
+        fs::write(&path, text).unwrap();
+        let told = refusal(&format!("--set pipeline.schedule_file={} {set}", path.display()));
+        let key = format!("pipeline.schedule_file = {}: ", path.display());
+        told.strip_prefix(&key).unwrap_or_else(|| panic!("{told}")).to_owned()
+    };
+    assert_eq!(with(good, "--mesh pp=3"), "is for 2 ranks, not parallelism.pp = 3; use pp = 2");
+    assert_eq!(
+        with(good, "--mesh pp=2 --set pipeline.num_microbatches=4"),
+        "has 2 micro-batches, not pipeline.num_microbatches = 4; use pipeline.num_microbatches = 2, or leave it out"
+    );
+    assert_eq!(
+        with(good, "--mesh pp=2 --set pipeline.schedule=gpipe"),
+        "is one schedule, and pipeline.schedule = \"gpipe\" another; use one of the two"
+    );
+    for (text, problem) in [
+        (good.replace(" 1B1", ""), "schedule mine: rank 1 runs no backward of micro-batch 1 through stage 1 (1B1); "),
+        (
+            good.replace("0B0 0B1", "0B0 0B0 0B1"),
+            "schedule mine: rank 0 runs 0B0 twice, at steps 2 and 3; it must run once; ",
+        ),
+        (
+            good.replace("0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1").replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"),
+            "schedule mine: ranks wait for each other in a circle; ",
+        ),
+        (good.replace("0F0", "0X0"), "line 5: "),
+        (good.replace("0B0 0B1", "").replace("1B0", "").replace("1B1", ""), "has no backward: "),
+    ] {
+        let told = with(&text, "--mesh pp=2");
+        assert!(told.starts_with(problem), "{told}");
+    }
+}
+
+#[test]
 fn asynchronous_schedules_refuse_what_has_no_meaning_with_them() {
     for schedule in ["pipedream", "pipedream_2bw"] {
         let set = format!("--mesh pp=2 --set pipeline.schedule={schedule}");

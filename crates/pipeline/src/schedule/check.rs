@@ -43,12 +43,10 @@ pub(super) fn prove(schedule: &Schedule, form: Form) -> Result<(Report, Vec<usiz
         check_message_order(schedule)?;
         check_updates(&graph, &steps)?;
         let versions = Versions::new(schedule, &steps)?;
-        if let Walk::Stuck(reached) = walk(&graph, &Terms::untimed(usize::MAX)) {
+        if let Walk::Stuck(reached) = walk(&graph, &Terms::untimed(None)) {
             return Err(Fault::Deadlock { grid: stuck_grid(&graph, &reached) });
         }
-        // As many as there are always suffice; a plain schedule has none.
-        let in_flight = in_flight(&graph).unwrap_or(usize::MAX);
-        Ok((Report::new(schedule, versions.peaks.clone(), in_flight), versions.into_used()))
+        Ok((Report::new(schedule, versions.peaks, in_flight(&graph)), versions.used))
     };
     proof().map_err(|fault| CheckError { schedule: schedule.name.clone(), fault })
 }
@@ -76,10 +74,11 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
     {
         return Err(Fault::ReplicatedVersions { stage, weights: schedule.weights });
     }
-    for stage in 0..stages {
-        for rank in schedule.ranks_of(stage) {
-            *holds.get_mut(rank).ok_or(Fault::Placement { stage, rank, ranks })? = true;
-        }
+    for (stage, (&first, &replicas)) in schedule.placement.iter().zip(&schedule.replicas).enumerate() {
+        // Written by hand, both may be any number.
+        let last = first.saturating_add(replicas - 1);
+        let held = holds.get_mut(first..=last).ok_or(Fault::Placement { stage, rank: last, ranks })?;
+        held.fill(true);
     }
     if let Some(rank) = holds.iter().position(|holds| !holds) {
         return Err(Fault::IdleRank { rank, ranks, stages });

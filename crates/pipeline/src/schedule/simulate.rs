@@ -86,7 +86,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckErr
     let schedule = lowered.schedule();
     let graph = Graph::new(schedule, Form::Lowered);
     let delay = if costs.overlap { costs.transfer } else { 0.0 };
-    let terms = Terms { busy: &|action| costs.busy(action), delay, in_flight: usize::MAX };
+    let terms = Terms { busy: &|action| costs.busy(action), delay, in_flight: None };
     let Walk::Done(starts) = walk(&graph, &terms) else {
         unreachable!("a Lowered reaches its end under any timing");
     };

@@ -40,7 +40,7 @@ const DIGIT: f64 = 7.0;
 /// let schedule = zb_v(4, 8);
 /// let picture = svg(&[&simulate(&schedule, &Costs::unit(&schedule))?]);
 /// assert!(picture.starts_with("<svg xmlns="));
-/// assert!(picture.contains("<title>7I3: input gradient of micro-batch 3 through stage 7, from 18 to 19</title>"));
+/// assert!(picture.contains("<title>7I3: input gradient of micro-batch 3 through stage 7, from 17 to 18</title>"));
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 pub fn svg(timelines: &[&Timeline]) -> String {

@@ -150,7 +150,8 @@ impl Error for ParseScheduleError {
     }
 }
 
-/// Reads the text form. `steps` and `weights` may be left out: one step, flushed. Lines that start with `#` are comments.
+/// Reads the text form. `replicas`, `steps` and `weights` may be left out: one rank per stage,
+/// one step, flushed. Lines that start with `#` are comments.
 ///
 /// What is read is a list of actions; [`check`](crate::check) tells whether it is a schedule.
 ///

@@ -79,14 +79,19 @@ impl Timeline {
         self.ranks.iter().map(of_rank).fold(0.0, f64::max)
     }
 
+    /// What rounding leaves of no bubble at all is none.
+    fn idle(&self) -> f64 {
+        (self.span() - self.ideal()).max(0.0)
+    }
+
     /// The idle share of the span: (span - ideal) / span.
     pub fn bubble_of_total(&self) -> f64 {
-        share(self.span() - self.ideal(), self.span())
+        share(self.idle(), self.span())
     }
 
     /// Idle time in units of the ideal time: (span - ideal) / ideal.
     pub fn bubble_of_ideal(&self) -> f64 {
-        share(self.span() - self.ideal(), self.ideal())
+        share(self.idle(), self.ideal())
     }
 
     /// How many times faster this is than one rank that does all of the work: ranks times the busy share of the

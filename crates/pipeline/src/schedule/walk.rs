@@ -17,13 +17,14 @@ pub(super) struct Terms<'a> {
     pub(super) busy: &'a dyn Fn(Action) -> f64,
     /// How much later than the end of a send its message arrives.
     pub(super) delay: f64,
-    /// How many messages from one rank to another may wait for their receives; a send beyond that waits itself.
-    pub(super) in_flight: usize,
+    /// How many messages from one rank to another may wait for their receives; a send beyond that waits itself. None for
+    /// as many as there are.
+    pub(super) in_flight: Option<usize>,
 }
 
 impl Terms<'_> {
     /// Nothing takes time: enough to see who waits for whom.
-    pub(super) fn untimed(in_flight: usize) -> Self {
+    pub(super) fn untimed(in_flight: Option<usize>) -> Self {
         Self { busy: &|_| 0.0, delay: 0.0, in_flight }
     }
 }
@@ -32,13 +33,13 @@ impl Terms<'_> {
 ///
 /// A rank starts an action when it has finished the one before and all that the action needs. So a start time
 /// does not depend on the order in which ranks are visited here, and a schedule that gets stuck here gets stuck
-/// under any timing. With a limit on messages in flight, receives must be in the order of sends.
+/// under any timing; with limited room for messages too. (A start time leaves out what a send waits for room.)
 pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
     let schedule = graph.schedule;
     let mut finished: Table<f64> = Table::new(schedule, f64::NAN);
     let mut starts: Vec<Vec<f64>> = schedule.actions.iter().map(|row| Vec::with_capacity(row.len())).collect();
     let mut clock = vec![0.0; schedule.ranks];
-    let mut channels = Channels::new(schedule, terms.in_flight);
+    let mut channels = terms.in_flight.map(|room| Channels::new(schedule, room));
     let mut moved = true;
     while moved {
         moved = false;
@@ -49,12 +50,16 @@ pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
                     let at = finished[need];
                     if at.is_nan() || latest.is_nan() { f64::NAN } else { latest.max(at) }
                 });
-                let Some(room) = channels.room(action).filter(|_| !ready.is_nan()) else { break };
+                if ready.is_nan() || channels.as_ref().is_some_and(|channels| channels.is_full(action)) {
+                    break;
+                }
                 let arrives = if action.kind.is_message() && !action.kind.is_send() { terms.delay } else { 0.0 };
-                let start = f64::max(ready + arrives, room).max(clock[rank]);
+                let start = f64::max(ready + arrives, clock[rank]);
                 clock[rank] = start + (terms.busy)(action);
                 finished[action] = clock[rank];
-                channels.moved(action, clock[rank]);
+                if let Some(channels) = &mut channels {
+                    channels.moved(action);
+                }
                 starts[rank].push(start);
                 moved = true;
             }
@@ -71,15 +76,14 @@ pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
 /// The messages between each two ranks that wait for their receives.
 struct Channels<'a> {
     schedule: &'a Schedule,
-    limit: usize,
-    /// By sender and receiver: how many were sent, and when each was received.
-    counts: Vec<(usize, Vec<f64>)>,
+    room: usize,
+    /// By sender and receiver: how many wait.
+    waiting: Vec<usize>,
 }
 
 impl<'a> Channels<'a> {
-    fn new(schedule: &'a Schedule, limit: usize) -> Self {
-        let pairs = if limit == usize::MAX { 0 } else { schedule.ranks * schedule.ranks };
-        Self { schedule, limit, counts: vec![(0, Vec::new()); pairs] }
+    fn new(schedule: &'a Schedule, room: usize) -> Self {
+        Self { schedule, room, waiting: vec![0; schedule.ranks * schedule.ranks] }
     }
 
     fn of(&self, action: Action) -> Option<usize> {
@@ -89,49 +93,34 @@ impl<'a> Channels<'a> {
         Some(from * self.schedule.ranks + to)
     }
 
-    /// Since when there is room for what `action` sends; none while there is no room.
-    fn room(&self, action: Action) -> Option<f64> {
-        if !action.kind.is_send() || self.limit == usize::MAX {
-            return Some(0.0);
-        }
-        let (sent, received) = &self.counts[self.of(action)?];
-        match sent.checked_sub(self.limit) {
-            None => Some(0.0),
-            Some(before) => received.get(before).copied(),
-        }
+    /// Whether there is no room for what `action` sends.
+    fn is_full(&self, action: Action) -> bool {
+        action.kind.is_send() && self.of(action).is_some_and(|channel| self.waiting[channel] >= self.room)
     }
 
-    fn moved(&mut self, action: Action, at: f64) {
-        if self.limit == usize::MAX {
-            return;
-        }
+    fn moved(&mut self, action: Action) {
         if let Some(channel) = self.of(action) {
-            let (sent, received) = &mut self.counts[channel];
-            if action.kind.is_send() { *sent += 1 } else { received.push(at) }
+            if action.kind.is_send() { self.waiting[channel] += 1 } else { self.waiting[channel] -= 1 }
         }
     }
 }
 
 /// The smallest number of messages that must be allowed to wait between any two ranks, so that sends which wait for
-/// room never make ranks wait in a circle. None where no number helps.
-pub(super) fn in_flight(graph: &Graph) -> Option<usize> {
+/// room never make ranks wait in a circle. Expects a schedule that ends where there is room for all.
+pub(super) fn in_flight(graph: &Graph) -> usize {
     if graph.form == Form::Plain {
-        return Some(0);
+        return 0;
     }
-    let ends = |limit| matches!(walk(graph, &Terms::untimed(limit)), Walk::Done(_));
-    let most = graph.schedule.actions.iter().map(Vec::len).max().unwrap_or(0).max(1);
+    let ends = |room| matches!(walk(graph, &Terms::untimed(Some(room))), Walk::Done(_));
     let mut enough = 1;
     while !ends(enough) {
-        if enough > most {
-            return None;
-        }
         enough *= 2;
     }
-    // Too few is known up to `few`, enough from `enough` on: more room never makes anybody wait.
+    // Too little is known up to `few`, enough from `enough` on: more room never makes anybody wait.
     let mut few = enough / 2;
     while enough - few > 1 {
         let middle = few + (enough - few) / 2;
         if ends(middle) { enough = middle } else { few = middle }
     }
-    Some(enough)
+    enough
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::ActionKind::{Forward, Update};
+use super::ActionKind::{Backward, Forward, Update, WeightGradient};
 use super::needs::Table;
 use super::{Action, Fault, Schedule};
 
@@ -50,7 +50,7 @@ impl Weights {
 /// The versions of a schedule.
 pub(super) struct Versions {
     /// By (stage, micro): the version that its forward and its backward use.
-    used: Vec<usize>,
+    pub(super) used: Vec<usize>,
     /// By rank: the most versions of a stage that it holds at once.
     pub(super) peaks: Vec<usize>,
 }
@@ -87,10 +87,6 @@ impl Versions {
         });
         Ok(Self { peaks: peaks.collect(), used })
     }
-
-    pub(super) fn into_used(self) -> Vec<usize> {
-        self.used
-    }
 }
 
 /// By (stage, micro): the updates of the stage that stand before this forward.
@@ -120,7 +116,7 @@ fn peak(schedule: &Schedule, steps: &Table<Option<usize>>, stage: usize, used: &
     let made: Vec<usize> = std::iter::once(0).chain(updates.map(|(step, _)| step)).collect();
     let mut freed: Vec<usize> = made.iter().skip(1).copied().chain([row.len()]).collect();
     for (micro, &version) in used.iter().enumerate() {
-        let ends = [super::ActionKind::Backward, super::ActionKind::WeightGradient];
+        let ends = [Backward, WeightGradient];
         let last_use = ends.into_iter().filter_map(|kind| steps[Action::new(kind, stage, micro)]).max();
         freed[version] = freed[version].max(last_use.unwrap_or(0));
     }

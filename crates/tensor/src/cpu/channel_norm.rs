@@ -1,7 +1,7 @@
 use super::kernels::Float;
 use super::kernels::channel_norm::{self as kernels, Channels, Means};
 use super::kernels::pointwise;
-use super::{Cpu, RowSums, for_float};
+use super::{Cpu, PART, PIECE, RowSums, for_float};
 use crate::error::Result;
 use crate::family::{ChannelNorm, Groups, MeanVariance, Statistics};
 use meshwork_core::pool::share;
@@ -39,6 +39,13 @@ impl RowSums {
     }
 }
 
+/// Shares work on parts of rows of `n` elements, several parts at a time where a row is short.
+fn share_parts<I: Send>(parts: impl Iterator<Item = I>, n: usize, work: impl Fn(&mut I) + Sync) {
+    let mut parts: Vec<I> = parts.collect();
+    let at_once = (PIECE / (PART * n.max(1))).max(1);
+    share(parts.chunks_mut(at_once), |parts| parts.iter_mut().for_each(&work));
+}
+
 /// Mean and rstd of every channel of every block.
 fn stats<T: Element + Float>(groups: Groups, by: MeanVariance<'_>) -> Result<(Vec<T>, Vec<T>)> {
     let (mean, variance, eps) = (by.mean.as_slice::<T>()?, by.variance.as_slice::<T>()?, T::from_f64(by.eps));
@@ -52,7 +59,7 @@ impl ChannelNorm for Cpu {
             let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
             let members = T::from_f64(groups.members() as f64);
             let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
-            share(parts.as_mut_slice::<T>()?.chunks_mut(n).zip(rows.cut(x, n)), |(part, x)| {
+            share_parts(parts.as_mut_slice::<T>()?.chunks_mut(n).zip(rows.cut(x, n)), n, |(part, x)| {
                 part.fill(0.0);
                 pointwise::bias_backward(x, part);
             });
@@ -61,7 +68,7 @@ impl ChannelNorm for Cpu {
                 groups.sum(sums.as_slice::<T>()?.iter().copied()).into_iter().map(|sum| sum / members).collect()
             };
             let pieces = parts.as_mut_slice::<T>()?.chunks_mut(n).zip(rows.cut(x, n)).zip(rows.vectors(&mean, n));
-            share(pieces.collect::<Vec<_>>(), |((part, x), mean)| {
+            share_parts(pieces, n, |((part, x), mean)| {
                 part.fill(0.0);
                 kernels::squares(x, mean, part);
             });
@@ -91,7 +98,7 @@ impl ChannelNorm for Cpu {
             self.output::<T>(x.len(), |y| {
                 let vectors = rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
                 let pieces = rows.cut_mut(y, n).zip(rows.cut(x, n)).zip(vectors);
-                share(pieces.collect::<Vec<_>>(), |((y, x), (mean, rstd))| {
+                share_parts(pieces, n, |((y, x), (mean, rstd))| {
                     kernels::normalise(x, Channels { mean, rstd }, gamma, beta, y);
                 });
             })
@@ -119,7 +126,7 @@ impl ChannelNorm for Cpu {
             let (dgammas, dbetas) = parts.as_mut_slice::<T>()?.split_at_mut(count);
             let cut = rows.cut(dy, n).zip(rows.cut(x, n)).zip(stats());
             let sums = dgammas.chunks_mut(n).zip(dbetas.chunks_mut(n));
-            share(cut.zip(sums).collect::<Vec<_>>(), |(((dy, x), (mean, rstd)), (dgamma, dbeta))| {
+            share_parts(cut.zip(sums), n, |(((dy, x), (mean, rstd)), (dgamma, dbeta))| {
                 dgamma.fill(0.0);
                 dbeta.fill(0.0);
                 kernels::affine_backward(dy, x, Channels { mean, rstd }, dgamma, dbeta);
@@ -139,7 +146,7 @@ impl ChannelNorm for Cpu {
             let dx = self.output::<T>(x.len(), |dx| {
                 let means = rows.vectors(&g, n).zip(rows.vectors(&gx, n));
                 let pieces = rows.cut_mut(dx, n).zip(rows.cut(dy, n).zip(rows.cut(x, n))).zip(stats().zip(means));
-                share(pieces.collect::<Vec<_>>(), |((dx, (dy, x)), ((mean, rstd), (g, gx)))| {
+                share_parts(pieces, n, |((dx, (dy, x)), ((mean, rstd), (g, gx)))| {
                     kernels::input_backward(dy, x, Channels { mean, rstd }, gamma, Means { g, gx }, dx);
                 });
             })?;

@@ -1,6 +1,7 @@
 //! Images with a class each.
 
-use meshwork_tensor::{Shape, random};
+use crate::data::permutation::Permutation;
+use meshwork_tensor::Shape;
 
 /// Images of one size, channels last, and the class of each.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,13 +76,8 @@ impl Images {
 
     /// The order of an epoch: a permutation of their numbers, drawn from seed and epoch alone.
     pub fn order(&self, seed: u64, epoch: usize) -> Vec<usize> {
-        let key = random::key(seed, &format!("order@{epoch}"));
-        let mut order: Vec<usize> = (0..self.len()).collect();
-        for i in (1..order.len()).rev() {
-            let other = (f64::from(random::uniform(key, i as u64)) * (i + 1) as f64) as usize;
-            order.swap(i, other.min(i));
-        }
-        order
+        let order = Permutation::new(self.len().max(1) as u64, seed, epoch as u64);
+        (0..self.len() as u64).map(|at| order.at(at) as usize).collect()
     }
 }
 

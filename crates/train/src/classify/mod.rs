@@ -24,7 +24,7 @@ use crate::engine::TrainError;
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_models::network::Network;
-use meshwork_optim::{LrSchedule, Optimizer};
+use meshwork_optim::{Decay, LrSchedule, Optimizer, Sgd};
 use meshwork_pipeline::{Generator, Schedule, Shape, by_name};
 use meshwork_tensor::cpu::Cpu;
 use std::ops::Range;
@@ -59,6 +59,26 @@ pub struct Settings {
     pub seed: u64,
 }
 
+impl Default for Settings {
+    /// GPipe on one rank with 4 micro-batches of 16 images, and SGD with momentum 0.9 at a rate of 0.05, for 8 epochs.
+    fn default() -> Self {
+        Self {
+            pp: 1,
+            dp: 1,
+            schedule: "gpipe".to_owned(),
+            virtual_stages: None,
+            batch: 64,
+            micros: 4,
+            partition: None,
+            recompute: false,
+            optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 5e-4 }),
+            lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 0, min_lr_factor: 0.01 },
+            epochs: 8,
+            seed: 0,
+        }
+    }
+}
+
 /// Names of the schedules that a classifier can be trained with: the synchronous ones.
 pub fn schedules() -> Vec<&'static str> {
     Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name).collect()
@@ -69,7 +89,7 @@ pub fn schedules() -> Vec<&'static str> {
 #[non_exhaustive]
 pub enum ClassifyError {
     /// Images that cannot be dealt out evenly.
-    #[error("a mini-batch of {batch} images cannot be cut into dp={dp} times {micros} micro-batches: take a multiple of {}", dp * micros)]
+    #[error("a mini-batch of {batch} images cannot be cut into dp={dp} times {micros} micro-batches: take a multiple of {}", (dp * micros).max(1))]
     Batch {
         /// Images of a mini-batch.
         batch: usize,
@@ -93,6 +113,20 @@ pub enum ClassifyError {
         images: usize,
         /// Images of a mini-batch.
         batch: usize,
+    },
+    /// A mini-batch that is not what the run was made for.
+    #[error(
+        "{images} images of {sample:?} for a network of {wanted_sample:?} that trains on {wanted_images} at a time"
+    )]
+    Samples {
+        /// Images given.
+        images: usize,
+        /// Extents of each.
+        sample: Vec<usize>,
+        /// Images of a mini-batch.
+        wanted_images: usize,
+        /// Extents that the network takes.
+        wanted_sample: Vec<usize>,
     },
     /// A cut that does not give every stage layers, or every layer a stage.
     #[error(
@@ -187,7 +221,7 @@ pub fn train(
     held_out: &Images,
     tell: impl Fn(&Epoch) + Sync,
 ) -> Result<Vec<Epoch>, WorldError<ClassifyError>> {
-    let mesh = settings.mesh().unwrap_or_default();
+    let mesh = settings.mesh().unwrap_or_default(); // one rank tells what is wrong with it
     let epochs = thread::run(mesh.world_size(), thread::Options::default(), |world| {
         let rank = Arc::new(Rank::new(&settings.mesh()?, Arc::clone(world.communicator())).map_err(TrainError::from)?);
         let mut classifier = Classifier::new(network, settings, rank, Cpu::device())?;

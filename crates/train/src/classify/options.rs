@@ -5,7 +5,7 @@ use crate::config::{ConfigError, Fault, choose_from};
 use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
-use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_optim::{Decay, LrSchedule};
 use std::ffi::OsString;
 
 /// A command line.
@@ -63,17 +63,18 @@ const FLAGS: [&str; 11] = [
 
 impl Default for Options {
     fn default() -> Self {
+        let Settings { dp, schedule, virtual_stages, micros, batch, recompute, epochs, seed, .. } = Settings::default();
         Self {
             model: MODELS[0].to_owned(),
             pp: 2,
-            dp: 1,
-            schedule: "gpipe".to_owned(),
-            virtual_stages: None,
-            micros: 4,
-            batch: 64,
-            recompute: false,
-            epochs: 8,
-            seed: 0,
+            dp,
+            schedule,
+            virtual_stages,
+            micros,
+            batch,
+            recompute,
+            epochs,
+            seed,
             help: false,
         }
     }
@@ -194,10 +195,15 @@ impl Options {
         }
     }
 
-    /// How it is trained on so many images: by SGD with momentum 0.9 and weight decay 5e-4, the learning rate warming up to 0.05 over an
-    /// epoch and falling along a cosine.
+    /// How it is trained on so many images: as by default, the learning rate warming up over an epoch and falling along a cosine.
     pub fn settings(&self, images: usize) -> Settings {
-        let steps_of_epoch = (images / self.batch) as u64;
+        let (steps_of_epoch, default) = ((images / self.batch) as u64, Settings::default());
+        let lr = LrSchedule {
+            warmup_steps: steps_of_epoch,
+            decay: Decay::Cosine,
+            decay_steps: steps_of_epoch * self.epochs as u64,
+            ..default.lr
+        };
         Settings {
             pp: self.pp,
             dp: self.dp,
@@ -205,18 +211,11 @@ impl Options {
             virtual_stages: self.virtual_stages,
             batch: self.batch,
             micros: self.micros,
-            partition: None,
             recompute: self.recompute,
-            optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 5e-4 }),
-            lr: LrSchedule {
-                base: 0.05,
-                warmup_steps: steps_of_epoch,
-                decay: Decay::Cosine,
-                decay_steps: steps_of_epoch * self.epochs as u64,
-                min_lr_factor: 0.01,
-            },
             epochs: self.epochs,
             seed: self.seed,
+            lr,
+            ..default
         }
     }
 }

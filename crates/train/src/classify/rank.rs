@@ -29,6 +29,8 @@ pub struct Classifier<'a> {
     settings: &'a Settings,
     rank: Arc<Rank>,
     device: Arc<dyn Device>,
+    /// Extents of an image.
+    sample: Shape,
     chunks: Vec<Chunk>,
     boundaries: Vec<Boundary>,
     params: Arc<Params>,
@@ -75,6 +77,7 @@ impl<'a> Classifier<'a> {
         let params = params.map_err(TrainError::from)?;
         let weights = params.flats()[0].count();
         Ok(Self {
+            sample: network.boundary(0),
             chunks,
             boundaries,
             gradients: RefCell::new(Gradients::new(&params, &device).map_err(TrainError::from)?),
@@ -118,12 +121,17 @@ impl<'a> Classifier<'a> {
     }
 
     /// Trains on one mini-batch, the same on every rank.
-    pub fn step(&mut self, batch: &Images) -> Result<Score, TrainError> {
+    pub fn step(&mut self, batch: &Images) -> Result<Score, ClassifyError> {
         self.observed_step(batch, |_| {})
     }
 
     /// The same, with an observer of the pipeline's actions.
-    pub fn observed_step(&mut self, batch: &Images, observe: impl FnMut(Event)) -> Result<Score, TrainError> {
+    pub fn observed_step(&mut self, batch: &Images, observe: impl FnMut(Event)) -> Result<Score, ClassifyError> {
+        self.require(batch.len(), batch.sample())?;
+        Ok(self.train(batch, observe)?)
+    }
+
+    fn train(&mut self, batch: &Images, observe: impl FnMut(Event)) -> Result<Score, TrainError> {
         let step = self.steps_done + 1;
         self.gradients.get_mut().begin();
         self.walk(batch, Mode::Train, observe)?;
@@ -144,7 +152,9 @@ impl<'a> Classifier<'a> {
     }
 
     /// Scores images without training.
-    pub fn evaluate(&mut self, images: &Images) -> Result<Score, TrainError> {
+    pub fn evaluate(&mut self, images: &Images) -> Result<Score, ClassifyError> {
+        // Any number of them but none: parts are filled up.
+        self.require(if images.is_empty() { 0 } else { self.settings.batch }, images.sample())?;
         let (mut loss, mut right) = (0.0, 0.0);
         for part in images.parts(self.settings.batch) {
             self.walk(&part, Mode::Evaluate, |_| {})?;
@@ -157,6 +167,15 @@ impl<'a> Classifier<'a> {
         Ok(Score { loss: loss / count, accuracy: right / count })
     }
 
+    /// Refuses images that are not what the stages were made for.
+    fn require(&self, images: usize, sample: Shape) -> Result<(), ClassifyError> {
+        if (images, sample) == (self.settings.batch, self.sample) {
+            return Ok(());
+        }
+        let (wanted_images, wanted_sample) = (self.settings.batch, self.sample.to_vec());
+        Err(ClassifyError::Samples { images, sample: sample.to_vec(), wanted_images, wanted_sample })
+    }
+
     /// Most bytes that were ever alive on a rank. Collective.
     pub fn peak_bytes(&self) -> Result<u64, TrainError> {
         let mut peak = [self.device.meter().peak_bytes() as f64];
@@ -166,10 +185,8 @@ impl<'a> Classifier<'a> {
 
     /// Walks a schedule over this rank's images of a batch.
     fn walk(&mut self, batch: &Images, mode: Mode, mut observe: impl FnMut(Event)) -> Result<(), TrainError> {
-        let (schedule, own) = match mode {
-            Mode::Train => (&self.schedule, self.settings.batch / self.settings.dp),
-            Mode::Evaluate => (&self.evaluation, self.settings.batch / self.settings.dp),
-        };
+        let schedule = if mode == Mode::Train { &self.schedule } else { &self.evaluation };
+        let own = self.settings.batch / self.settings.dp;
         let first = self.rank.coords().get(Axis::Dp) * own;
         let pass = Pass {
             rank: &self.rank,

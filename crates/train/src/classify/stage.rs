@@ -53,7 +53,7 @@ pub(super) struct Chunk {
 #[derive(Debug)]
 enum Flight {
     /// Everything that backward needs.
-    Whole(Run),
+    Whole(Box<Run>),
     /// The input, of which forward makes the rest again.
     Input(Option<Message>),
 }
@@ -155,7 +155,7 @@ impl meshwork_pipeline::Stage for Running<'_> {
         chunk.verdicts.extend((first..).zip(run.verdicts.iter().copied()));
         let message = Message { tensor: run.output.tensor().clone(), types: run.output.types() };
         if pass.mode == Mode::Train {
-            let flight = if pass.recompute { Flight::Input(kept) } else { Flight::Whole(run) };
+            let flight = if pass.recompute { Flight::Input(kept) } else { Flight::Whole(Box::new(run)) };
             chunk.flights.insert(micro, flight);
         }
         Ok(Some(message).filter(|_| !chunk.is_last()))
@@ -196,7 +196,7 @@ impl Running<'_> {
     ) -> std::result::Result<Option<Message>, TrainError> {
         let Self { chunk, pass } = self;
         let Run { tape, input, output, .. } = match chunk.flights.remove(&micro) {
-            Some(Flight::Whole(run)) => run,
+            Some(Flight::Whole(run)) => *run,
             Some(Flight::Input(input)) => chunk.run(pass, micro, input)?,
             None => return Err(chunk.out_of_turn(micro, "backward before forward")),
         };

@@ -192,9 +192,11 @@ pub static SECTIONS: &[Section] = &[
     ]},
     Section { name: "pipeline", keys: &[
         key("schedule", SCHEDULES, text("1f1b"), "Order of forward and backward passes."),
+        key("schedule_file", Text, Unset, "A synchronous schedule of your own in the text form of docs/schedules.md, in place of schedule; it has its number of micro-batches."),
         key("virtual_stages", Count(1), Derived("by schedule"), "Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v, else 1."),
         key("num_microbatches", Count(1), Derived("by batch and schedule"), "Micro-batches of a step, per data-parallel rank."),
         key("partition", WordOrCounts(super::partition::WORDS), text("uniform"), "Layers of each stage: as even as can be; or by cost, so that the most that a rank computes is least, embedding, head and loss counted; or as listed. With cost and in a list, a stage may have none. The embedding is on the first stage, head and loss on the last."),
+        key("replication", WordOrCounts(&["none"]), text("none"), "Ranks of each stage, with schedule 1f1b: replicas take micro-batches in turn; they add up to pp, as 3 + 1 in [3, 1]."),
         key("scatter_gather", Switch, ON, "Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival."),
     ]},
     Section { name: "training", keys: &[

@@ -18,6 +18,7 @@ mod partition;
 mod preset;
 mod reference;
 mod resolve;
+mod schedule;
 pub mod sections;
 mod settings;
 mod size;

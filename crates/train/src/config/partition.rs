@@ -7,6 +7,7 @@ use super::settings::Settings;
 use super::size::MAX_LAYERS;
 use crate::engine::TrainError;
 use crate::plan::{self, Costs};
+use meshwork_pipeline::Schedule;
 
 const KEY: &str = "pipeline.partition";
 const LAYERS: &str = "model.num_layers";
@@ -20,25 +21,32 @@ fn uniform(layers: usize, stages: usize) -> Vec<usize> {
 /// The words for a list.
 pub(super) const WORDS: &[&str] = &["uniform", "cost"];
 
-/// Deals the layers so that the most that a rank computes is least, where `placement` says on which rank each stage lies. A rank
-/// computes its layers, the embedding with the first stage, and head and loss with the last. Of equally good ones, the stages of
-/// a rank are as even as can be, and earlier ones first.
+/// Deals the layers so that the most that a rank computes is least, by the placement of a schedule. A rank computes its layers, the
+/// embedding with the first stage, and head and loss with the last; the replicas of a stage share its work. Of equally good ones,
+/// the stages of a rank are as even as can be, and earlier ones first.
 ///
-/// Each layer in turn goes to the rank that has least: as all layers cost the same, no other way gives less.
-fn by_cost(layers: usize, costs: Costs, placement: &[usize]) -> Vec<usize> {
-    let stages = placement.len();
-    let (mut dealt, mut of_stage) = (vec![0; stages], vec![0u128; stages]);
-    let mut of_rank = vec![0u128; placement.iter().max().map_or(0, |rank| rank + 1)];
+/// Each layer in turn goes where the rank that gets it then has least: as all layers cost the same, no other way gives less.
+fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
+    let stages = schedule.stages();
+    // In units in which every share is whole.
+    let all: u128 = schedule.replicas.iter().map(|&replicas| replicas as u128).product();
+    let share = |stage: usize, cost: u64| u128::from(cost) * all / schedule.replicas[stage] as u128;
+    let (mut dealt, mut of_stage, mut of_rank) = (vec![0; stages], vec![0u128; stages], vec![0u128; schedule.ranks]);
+    let add = |stage: usize, cost: u64, of_stage: &mut [u128], of_rank: &mut [u128]| {
+        of_stage[stage] += share(stage, cost);
+        schedule.ranks_of(stage).for_each(|rank| of_rank[rank] += share(stage, cost));
+    };
     for (stage, cost) in [(0, costs.embedding), (stages - 1, costs.head)] {
-        of_stage[stage] += u128::from(cost);
-        of_rank[placement[stage]] += u128::from(cost);
+        add(stage, cost, &mut of_stage, &mut of_rank);
     }
     for _ in 0..layers {
-        let cost = |&stage: &usize| (of_rank[placement[stage]], of_stage[stage], dealt[stage]);
-        let least = (0..stages).min_by_key(cost).unwrap_or(0); // the first of equals
+        let then = |&stage: &usize| {
+            let rank = of_rank[schedule.placement[stage]] + share(stage, costs.layer);
+            (rank, of_stage[stage], dealt[stage])
+        };
+        let least = (0..stages).min_by_key(then).unwrap_or(0); // the first of equals
         dealt[least] += 1;
-        of_stage[least] += u128::from(costs.layer);
-        of_rank[placement[least]] += u128::from(costs.layer);
+        add(least, costs.layer, &mut of_stage, &mut of_rank);
     }
     dealt
 }
@@ -58,8 +66,7 @@ pub(crate) fn weigh(config: &mut Config, settings: &mut Settings) {
         return;
     }
     let dealt = || -> Result<Vec<usize>, TrainError> {
-        let (generator, shape) = config.pipeline.generator(config.parallelism.pp)?;
-        Ok(by_cost(config.model.num_layers, plan::costs(config)?, &generator.build(shape)?.placement))
+        Ok(by_cost(config.model.num_layers, plan::costs(config)?, &config.pipeline.build(config.parallelism.pp)?))
     };
     match dealt() {
         Ok(list) => config.pipeline.partition = list,
@@ -74,13 +81,22 @@ pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
         return;
     }
     let layers = config.model.num_layers;
-    let stages = config.parallelism.pp.saturating_mul(config.pipeline.virtual_stages);
+    let stages = config.pipeline.stages(config.parallelism.pp);
+    let whose = if stages == config.parallelism.pp { STAGES } else { "the schedule's" };
     let list = settings.given::<Vec<usize>>(KEY);
     let mut faults = match &list {
-        Some(list) => misdealt(list, stages, settings.sound(&[LAYERS]).then_some(layers)),
+        Some(list) => misdealt(list, (whose, stages), settings.sound(&[LAYERS]).then_some(layers)),
         None if layers < stages && settings.sound(&[LAYERS, KEY]) => {
-            let problem = format!("fewer layers than stages: {STAGES} = {stages} needs a layer for each");
-            let valid = format!("use {stages} layers or more, or pp of at most {layers}");
+            let (problem, valid) = match config.parallelism.pp == stages {
+                true => (
+                    format!("fewer layers than stages: {STAGES} = {stages} needs a layer for each"),
+                    format!("use {stages} layers or more, or pp of at most {layers}"),
+                ),
+                false => (
+                    format!("fewer layers than stages: the schedule has {stages}, and each needs a layer"),
+                    format!("use {stages} layers or more, fewer stages, or a list in {KEY} that leaves some empty"),
+                ),
+            };
             vec![Fault::new(LAYERS, layers, problem, valid)]
         }
         None => vec![],
@@ -99,19 +115,20 @@ pub(super) fn words(words: &[&str]) -> String {
 }
 
 /// What is wrong with a list for so many stages, and for so many layers if that is known.
-fn misdealt(list: &[usize], stages: usize, layers: Option<usize>) -> Vec<Fault> {
+fn misdealt(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize>) -> Vec<Fault> {
     let of_layers = layers.map_or(String::new(), |layers| format!(" that add up to {layers}"));
     let valid = format!("use {}, or a list of {stages}{of_layers}", words(WORDS));
     let dealt = list.iter().fold(0usize, |sum, &layers| sum.saturating_add(layers));
     let sum =
         layers.filter(|&layers| layers != dealt).map(|layers| format!("deals {dealt} layers, not {LAYERS} = {layers}"));
-    let length = (list.len() != stages).then(|| format!("is for {} stages, not {STAGES} = {stages}", list.len()));
+    let length = (list.len() != stages).then(|| format!("is for {} stages, not {whose} = {stages}", list.len()));
     [sum, length].into_iter().flatten().map(|problem| Fault::new(KEY, format!("{list:?}"), problem, &valid)).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use meshwork_pipeline::{forward_only, one_f_one_b_replicated};
 
     #[test]
     fn uniform_is_as_even_as_can_be() {
@@ -122,16 +139,17 @@ mod tests {
         }
     }
 
-    /// The most that a rank computes.
-    fn most(dealt: &[usize], costs: Costs, placement: &[usize]) -> u64 {
+    /// The most that a rank computes, times what makes the shares of replicas whole.
+    fn most(dealt: &[usize], costs: Costs, schedule: &Schedule) -> u64 {
         let last = dealt.len() - 1;
+        let all = schedule.replicas.iter().product::<usize>() as u64;
         let cost = |stage: usize| {
             let ends = [(0, costs.embedding), (last, costs.head)];
             let ends: u64 = ends.iter().filter(|(end, _)| *end == stage).map(|(_, cost)| cost).sum();
-            dealt[stage] as u64 * costs.layer + ends
+            (dealt[stage] as u64 * costs.layer + ends) * all / schedule.replicas[stage] as u64
         };
-        let rank = |rank| (0..dealt.len()).filter(|&stage| placement[stage] == rank).map(cost).sum();
-        placement.iter().map(|&on| rank(on)).max().unwrap()
+        let rank = |rank| schedule.stages_of(rank).map(cost).sum();
+        (0..schedule.ranks).map(rank).max().unwrap()
     }
 
     /// Every way to deal layers to stages.
@@ -146,20 +164,24 @@ mod tests {
 
     #[test]
     fn by_cost_is_the_best_of_all_ways_and_never_worse_than_uniform() {
-        for placement in
-            [&[0][..], &[0, 1], &[0, 1, 2], &[0, 1, 2, 3], &[0, 1, 0, 1], &[0, 1, 1, 0], &[0, 1, 0, 1, 0, 1]]
-        {
-            for layers in placement.len()..=8 {
+        let placements: &[&[usize]] =
+            &[&[0], &[0, 1], &[0, 1, 2], &[0, 1, 2, 3], &[0, 1, 0, 1], &[0, 1, 1, 0], &[0, 1, 0, 1, 0, 1]];
+        let plain = placements.iter().map(|placement| forward_only(placement, 1));
+        let replicated = [&[3, 1][..], &[1, 3], &[2, 3, 1]].map(|replicas| one_f_one_b_replicated(replicas, 1));
+        for schedule in plain.chain(replicated) {
+            let placement = &schedule;
+            let stages = schedule.stages();
+            for layers in stages..=8 {
                 for (embedding, layer, head) in
                     [(0, 1, 0), (0, 2, 1), (0, 2, 3), (0, 2, 9), (3, 2, 7), (40, 3, 41), (5, 1, 0), (1, 0, 1)]
                 {
                     let costs = Costs { embedding, layer, head };
                     let dealt = by_cost(layers, costs, placement);
                     assert_eq!(dealt.iter().sum::<usize>(), layers);
-                    let least = all_ways(layers, placement.len()).iter().map(|way| most(way, costs, placement)).min();
-                    let what = format!("{dealt:?} on {placement:?} for {costs:?}");
+                    let least = all_ways(layers, stages).iter().map(|way| most(way, costs, placement)).min();
+                    let what = format!("{dealt:?} on {:?} x {:?} for {costs:?}", schedule.placement, schedule.replicas);
                     assert_eq!(Some(most(&dealt, costs, placement)), least, "{what}");
-                    assert!(least <= Some(most(&uniform(layers, placement.len()), costs, placement)), "{what}");
+                    assert!(least <= Some(most(&uniform(layers, stages), costs, placement)), "{what}");
                 }
             }
         }
@@ -168,7 +190,7 @@ mod tests {
     #[test]
     fn by_cost_reads_as_one_would_deal_by_hand() {
         let deal = |layers, embedding, layer, head, placement: &[usize]| {
-            by_cost(layers, Costs { embedding, layer, head }, placement)
+            by_cost(layers, Costs { embedding, layer, head }, &forward_only(placement, 1))
         };
         // Free ends: as uniform has it.
         assert_eq!(deal(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));

@@ -14,6 +14,7 @@ use super::fault::{Fault, choose_from};
 use super::mesh::{AXES, parse_mesh};
 use super::partition;
 use super::preset::{self, preset};
+use super::schedule;
 use super::sections::*;
 use super::settings::Settings;
 use super::size;
@@ -35,6 +36,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let mut config = typed(&settings, device);
     distrust_derived(&mut settings);
     check(&mut config, &mut settings);
+    schedule::settle(&mut config, &mut settings);
     partition::deal(&mut config, &mut settings);
     cut_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
@@ -160,6 +162,9 @@ fn typed(settings: &Settings, device: Device) -> Config {
             num_microbatches: get!("pipeline.num_microbatches", 1),
             partition: Vec::new(), // dealt once all else is known
             scatter_gather: get!("pipeline.scatter_gather"),
+            replication: settings.given("pipeline.replication").unwrap_or_default(),
+            schedule_file: settings.get("pipeline.schedule_file"),
+            own_schedule: None, // read once all else is known
         },
         training: Training {
             steps,
@@ -236,7 +241,10 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
     if !settings.sound(&keys) || config.pipeline.partition.is_empty() {
         return;
     }
+    let own = config.pipeline.own_schedule.as_ref().map(|own| own.micros);
     let schedule = match by_name(&config.pipeline.schedule) {
+        // One of the user's own takes its number of micro-batches and no other, which is given below.
+        _ if own.is_some() => Generator::Gpipe,
         Ok(schedule) => schedule,
         Err(error) => {
             let valid = format!("use {}", error.known.join(" or "));
@@ -249,7 +257,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         pp: config.parallelism.pp,
         schedule,
         virtual_stages: config.pipeline.virtual_stages,
-        num_microbatches: settings.given(keys[5]),
+        num_microbatches: own.or(settings.given(keys[5])),
         micro_batch_size: settings.given(keys[6]),
     };
     match wish.cut() {

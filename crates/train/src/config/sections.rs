@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
-use meshwork_pipeline::{Generator, Shape, UnknownSchedule, by_name};
+use meshwork_pipeline::Schedule;
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
 
@@ -59,17 +59,12 @@ pub struct Pipeline {
     /// Layers of each stage, `uniform` and `cost` worked out.
     pub partition: Vec<usize>,
     pub scatter_gather: bool,
-}
-
-impl Pipeline {
-    /// The schedule over `pp` ranks, and the shape in which it is to be generated.
-    ///
-    /// # Errors
-    /// When nobody knows a schedule of that name.
-    pub fn generator(&self, pp: usize) -> Result<(Generator, Shape), UnknownSchedule> {
-        let shape = Shape { pp, virtual_stages: self.virtual_stages, micros: self.num_microbatches };
-        Ok((by_name(&self.schedule)?, shape))
-    }
+    /// Ranks of each stage; none where each has one.
+    pub replication: Vec<usize>,
+    pub schedule_file: Option<String>,
+    /// What it holds.
+    #[serde(skip)]
+    pub own_schedule: Option<Schedule>,
 }
 
 /// Section `[training]`.

@@ -3,7 +3,7 @@
 /// A permutation of `0..len`, fixed by its key. Any place of it can be asked for at once, by any rank, without a
 /// table to share: a Feistel network over the next even power of two, walked until it lands inside.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Permutation {
+pub(crate) struct Permutation {
     len: u64,
     half_bits: u32,
     key: u64,
@@ -14,13 +14,13 @@ const ROUNDS: u64 = 8;
 
 impl Permutation {
     /// The permutation of `0..len` for this seed and epoch. `len` is at least 1.
-    pub(super) fn new(len: u64, seed: u64, epoch: u64) -> Self {
+    pub(crate) fn new(len: u64, seed: u64, epoch: u64) -> Self {
         let bits = 64 - len.saturating_sub(1).leading_zeros();
         Self { len, half_bits: bits.div_ceil(2).max(1), key: mix(mix(seed) ^ epoch) }
     }
 
     /// What stands at `index`, which is below `len`.
-    pub(super) fn at(self, index: u64) -> u64 {
+    pub(crate) fn at(self, index: u64) -> u64 {
         let mut value = self.shuffle(index);
         // The network permutes a range of up to four times `len`: from inside, the walk comes back inside.
         while value >= self.len {

@@ -4,6 +4,7 @@ use crate::config::Config;
 use meshwork_core::{Axis, Mesh, MeshError};
 use meshwork_models::gpt2::{Gpt2Config, Gpt2Stage};
 use meshwork_models::{Part, Stage};
+use meshwork_pipeline::Schedule;
 use meshwork_tensor::{Declarations, Error, ParamId, ParamSpec, Result};
 use meshwork_tensor_parallel::Region;
 use std::collections::BTreeMap;
@@ -28,7 +29,7 @@ pub struct RankModel {
     pub stages: Vec<(usize, Box<dyn Stage>)>,
 }
 
-/// A parameter that stages on several pp ranks declare. Its gradient is Partial over them.
+/// A parameter that several pp ranks hold: two stages that tie it, or the replicas of one. Its gradient is Partial over them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tie {
     /// Its name.
@@ -77,11 +78,13 @@ impl Blueprint {
         self.parts.len()
     }
 
-    /// The stages that lie on `pp_rank`, where `placement` says on which pp rank each stage lies.
-    pub fn rank_model(&self, placement: &[usize], pp_rank: usize) -> Result<RankModel> {
+    /// The stages that lie on `pp_rank`, by a schedule's placement.
+    pub fn rank_model(&self, schedule: &Schedule, pp_rank: usize) -> Result<RankModel> {
         let mut declarations = self.declarations();
         let mut stages: Vec<(usize, Box<dyn Stage>)> = Vec::new();
-        for (number, part) in self.parts.iter().enumerate().filter(|(number, _)| placement[*number] == pp_rank) {
+        for (number, part) in
+            self.parts.iter().enumerate().filter(|(number, _)| schedule.ranks_of(*number).contains(&pp_rank))
+        {
             let stage = Gpt2Stage::new(&mut declarations, &self.mesh, self.model, self.region, part)?;
             stages.push((number, Box::new(stage)));
         }
@@ -101,10 +104,10 @@ impl Blueprint {
         Ok(all.specs().to_vec())
     }
 
-    /// The parameters that several pp ranks declare, in an order that every rank agrees on.
-    pub fn ties(&self, placement: &[usize]) -> Result<Vec<Tie>> {
+    /// The parameters that several pp ranks hold, in an order that every rank agrees on.
+    pub fn ties(&self, schedule: &Schedule) -> Result<Vec<Tie>> {
         let models = (0..self.mesh.degree(Axis::Pp))
-            .map(|pp_rank| self.rank_model(placement, pp_rank).map(|model| model.declarations))
+            .map(|pp_rank| self.rank_model(schedule, pp_rank).map(|model| model.declarations))
             .collect::<Result<Vec<_>>>()?;
         ties_of(&models)
     }
@@ -134,6 +137,7 @@ fn ties_of(models: &[Declarations]) -> std::result::Result<Vec<Tie>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use meshwork_pipeline::forward_only;
     use meshwork_tensor::{Init, Placement, Role};
 
     #[test]
@@ -141,8 +145,8 @@ mod tests {
         let config = Config::from_toml("[parallelism]\npp = 4").unwrap();
         let blueprint = Blueprint::new(&config).unwrap();
         let tie = Tie { name: "wte.weight".to_owned(), holders: vec![0, 3] };
-        assert_eq!(blueprint.ties(&[0, 1, 2, 3]).unwrap(), [tie]);
-        assert_eq!(blueprint.ties(&[0, 0, 0, 0]).unwrap(), []);
+        assert_eq!(blueprint.ties(&forward_only(&[0, 1, 2, 3], 1)).unwrap(), [tie]);
+        assert_eq!(blueprint.ties(&forward_only(&[0, 0, 0, 0], 1)).unwrap(), []);
     }
 
     #[test]

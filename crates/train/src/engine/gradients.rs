@@ -30,17 +30,15 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `chunks_reading` counts, per parameter, the chunks of this rank that read it; each
-    /// does so once per micro-batch. `trees` are those of canonical numerics.
+    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each reduction. `trees` are
+    /// those of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
-        chunks_reading: &[usize],
-        micros: usize,
+        readers: Vec<usize>,
         trees: Option<Trees>,
         device: Arc<dyn Device>,
     ) -> Self {
-        let readers: Vec<usize> = chunks_reading.iter().map(|chunks| chunks * micros).collect();
         let seen_done = vec![false; reducer.buckets()];
         let empty = vec![true; readers.len()];
         Self { reducer, places, missing: readers.clone(), empty, readers, trees, device, events: Vec::new(), seen_done }

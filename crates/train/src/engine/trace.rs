@@ -14,8 +14,8 @@ use std::sync::Arc;
 pub struct Trace {
     /// Types with which each parameter is read: on axes where that is `Replicate` its gradient is `Partial`.
     pub reads: BTreeMap<ParamId, Types>,
-    /// Per parameter: how many chunks of this rank read it.
-    pub chunks_reading: Vec<usize>,
+    /// Per parameter: the stages of this rank that read it.
+    pub readers: Vec<Vec<usize>>,
     /// The parameters in the order in which their gradients become final.
     pub ready: Vec<ParamId>,
     /// Per parameter: the copies in which its gradient is kept until it is reduced.
@@ -63,7 +63,7 @@ pub fn trace(
     let parameters = declarations.specs().len();
     let mut found = Trace {
         reads: BTreeMap::new(),
-        chunks_reading: vec![0; parameters],
+        readers: vec![Vec::new(); parameters],
         ready: Vec::new(),
         copies: vec![0; parameters],
         first_copy: BTreeMap::new(),
@@ -97,7 +97,7 @@ pub fn trace(
             }
         }
         for (id, types) in tape.reads() {
-            found.chunks_reading[id.index()] += 1;
+            found.readers[id.index()].push(*number);
             let first = *found.reads.entry(id).or_insert(types);
             if first != types {
                 return Err(Error::ReadBothWays {

@@ -12,7 +12,7 @@ use crate::step::Trainer;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_pipeline::partition::{Layer, Profile};
-use meshwork_pipeline::{ActionKind, Generator, Phase};
+use meshwork_pipeline::{ActionKind, Generator, Phase, forward_only};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub fn layers(config: &Config, data: &Data) -> Result<Profile, WorldError<TrainE
         let described = |(stage, [forward_ms, backward_ms]): (usize, [f64; 2])| -> Result<Layer, TrainError> {
             let on_rank = |number: usize| usize::from(number != stage);
             let placement: Vec<usize> = (0..blueprint.stages()).map(on_rank).collect();
-            let alone = blueprint.rank_model(&placement, 0)?;
+            let alone = blueprint.rank_model(&forward_only(&placement, 1), 0)?;
             let parameters: usize = alone.declarations.specs().iter().map(|spec| spec.global_elements()).sum();
             let boundary = alone.stages[0].1.boundary(micro_batch, config.model.seq_len);
             let (id, name) = names(&config, stage);

@@ -16,8 +16,7 @@ use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline,
 pub fn schedule_timelines(profile: &Profile, config: &Config) -> Result<Option<[Timeline; 2]>, TrainError> {
     let blueprint = Blueprint::new(config)?;
     let mesh = blueprint.mesh();
-    let (generator, shape) = config.pipeline.generator(mesh.degree(Axis::Pp))?;
-    let schedule = generator.build(shape)?;
+    let schedule = config.pipeline.build(mesh.degree(Axis::Pp))?;
     let Some(step) = profile.tracks.iter().map(|track| track.steps().max()).min().flatten() else { return Ok(None) };
     let ranks = (0..schedule.ranks).map(|pp_rank| of_step(&profile.tracks[place(mesh, pp_rank)], step)).collect();
     let measured = Timeline {

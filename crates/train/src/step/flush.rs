@@ -17,7 +17,7 @@ use super::{Mode, StepReport, Trainer};
 use crate::data::Batch;
 use crate::engine::TrainError;
 use meshwork_optim::clip_factor;
-use meshwork_pipeline::{Event, Generator, Lowered};
+use meshwork_pipeline::{Event, Lowered};
 
 /// A synchronous schedule, as one pp rank sees it.
 #[derive(Debug)]
@@ -32,8 +32,8 @@ pub(super) struct Flush {
 }
 
 impl Flush {
-    pub(super) fn new(schedule: Lowered, pp_rank: usize, generator: Generator) -> Self {
-        let ranks = if generator.overlaps_steps() { schedule.schedule().ranks } else { 0 };
+    pub(super) fn new(schedule: Lowered, pp_rank: usize, overlaps: bool) -> Self {
+        let ranks = if overlaps { schedule.schedule().ranks } else { 0 };
         let stale = (0..ranks).map(|from| schedule.unreceived(from, pp_rank)).collect();
         Self { warm_up: if ranks > 0 { schedule.warm_up(pp_rank) } else { 0 }, stale, schedule, clipped: false }
     }

@@ -22,7 +22,7 @@ use crate::engine::{
 };
 use flush::Flush;
 use meshwork_core::{Axis, Rank, Record, ReduceOp};
-use meshwork_pipeline::{Event, Interpreter, Lowered, forward_only, lower, run};
+use meshwork_pipeline::{Event, Interpreter, Lowered, forward_only_replicated, lower, run};
 use meshwork_tensor::tape::Position;
 use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params};
 use settle::Unsettled;
@@ -93,16 +93,16 @@ impl Trainer {
         let blueprint = Blueprint::new(config)?;
         let mesh = blueprint.mesh();
         let micros = config.pipeline.num_microbatches;
-        let (generator, shape) = config.pipeline.generator(mesh.degree(Axis::Pp))?;
-        let training = lower(&generator.build(shape)?)?;
-        let placement = training.schedule().placement.clone();
+        let pp = mesh.degree(Axis::Pp);
+        let schedule = config.pipeline.build(pp)?;
         let pp_rank = rank.coords().get(Axis::Pp);
-        let model = blueprint.rank_model(&placement, pp_rank)?;
-        let ties = blueprint.ties(&placement)?;
+        let model = blueprint.rank_model(&schedule, pp_rank)?;
+        let ties = blueprint.ties(&schedule)?;
         let tie_groups = join_ties(&rank, &ties)?;
-        let (mode, kept) = match generator.is_synchronous() {
-            true => (Mode::Flush(Flush::new(training, pp_rank, generator)), 1),
+        let (mode, kept) = match schedule.weights.is_synchronous() {
+            true => (Mode::Flush(Flush::new(lower(&schedule)?, pp_rank, config.pipeline.overlaps_steps())), 1),
             false => {
+                let (generator, shape) = config.pipeline.generator(pp)?;
                 let stream = Stream::new(generator, shape, pp_rank)?;
                 let kept = stream.versions_kept(pp_rank);
                 (Mode::Stream(stream), kept)
@@ -115,8 +115,9 @@ impl Trainer {
         let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
         let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tie_groups, &device)?;
         let trees = declarations.leaves().map(|_| Trees::new(found.copies, found.first_copy));
-        let per_update = micros / mode.updates();
-        let gradients = Gradients::new(reducer, places, &found.chunks_reading, per_update, trees, device.clone());
+        let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / mode.updates();
+        let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
+        let gradients = Gradients::new(reducer, places, readers, trees, device.clone());
 
         let model_specs = blueprint.parameters()?;
         let counted = counted(&params, &model_specs, &ties, &rank);
@@ -138,8 +139,8 @@ impl Trainer {
             learner: RefCell::new(learner),
             max_norm: config.training.max_norm,
             mode,
-            evaluation: lower(&forward_only(&placement, micros))?,
-            sampling: lower(&forward_only(&placement, 1))?,
+            evaluation: lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros))?,
+            sampling: lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, 1))?,
             live: Live::default(),
             seed: config.training.seed,
             seq_len,
@@ -336,8 +337,8 @@ impl Trainer {
             let host = self.device.download(logits.buffer())?;
             row.copy_from_slice(&host.as_slice::<f32>().map_err(Error::from)?[position * width..][..vocab]);
         }
-        let last_stage = self.sampling.schedule().placement.last().copied().unwrap_or(0);
-        self.rank.group(Axis::Pp).broadcast_slice(&mut row, last_stage)?;
+        let last = self.sampling.schedule().stages() - 1;
+        self.rank.group(Axis::Pp).broadcast_slice(&mut row, self.sampling.schedule().rank_of(last, 0))?;
         self.rank.log().drain();
         Ok(row)
     }

@@ -36,8 +36,8 @@ impl Stream {
     /// The stream of a schedule over so many micro-batches a step.
     pub(super) fn new(generator: Generator, shape: Shape, pp_rank: usize) -> Result<Self, TrainError> {
         let Shape { pp, micros, .. } = shape;
-        // The first rank is up to pp - 1 micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
-        let filling = (pp - 1).div_ceil(micros).max(1);
+        // The first rank is up to pp micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
+        let filling = pp.div_ceil(micros);
         let build = |steps| Ok(lower(&generator.build_steps(shape, steps)?)?);
         let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;
         // Where the forwards of the step that follows begin.

@@ -127,18 +127,22 @@ impl Case {
 
     /// The configuration, with `more` sections: `[training]` and `[optimizer]`.
     pub fn config(&self, more: &str) -> Config {
+        Config::from_toml(&self.text(more)).unwrap_or_else(|error| panic!("{self}: {error}"))
+    }
+
+    /// The same as a TOML document.
+    pub fn text(&self, more: &str) -> String {
         let &Self { model, dp, tp, pp, sequence_parallel, schedule, chunks, micros, partition } = self;
         let chunks = chunks.map_or(String::new(), |chunks| format!("virtual_stages = {chunks}\n"));
         let partition = if partition.is_empty() { "'uniform'".to_owned() } else { format!("{partition:?}") };
         let &Model { vocab, layers, tied, dropout, .. } = model;
-        let text = format!(
+        format!(
             "[model]\nvocab_size = {vocab}\nnum_layers = {layers}\nhidden_size = {HIDDEN}\nnum_heads = {HEADS}\n\
              seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n\
              [parallelism]\ndp = {dp}\ntp = {tp}\npp = {pp}\nsequence_parallel = {sequence_parallel}\n\
              [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n{chunks}\
              partition = {partition}\n{more}"
-        );
-        Config::from_toml(&text).unwrap_or_else(|error| panic!("{self}: {error}"))
+        )
     }
 }
 

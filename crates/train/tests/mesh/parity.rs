@@ -21,7 +21,7 @@ fn check(model: &'static Model) {
 }
 
 #[track_caller]
-fn assert_parity(case: &str, got: &Stepped, reference: &Stepped) {
+pub fn assert_parity(case: &str, got: &Stepped, reference: &Stepped) {
     let wanted = &reference.reports[0];
     for (rank, report) in got.reports.iter().enumerate() {
         let scalars = [("loss", report.loss, wanted.loss), ("gradient norm", report.grad_norm, wanted.grad_norm)];

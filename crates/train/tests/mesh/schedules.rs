@@ -1,12 +1,14 @@
 //! What a schedule changes beside the order of its actions: when weights change, which version of them is read, and how much is
 //! kept. That the numbers of synchronous schedules do not change is in `parity` and `canonical`.
 
-use crate::cases::{ADAMW, BATCH, CASES, Case, HIDDEN, Model, SEQ, UNEVEN, UNTIED};
-use crate::world::{Piece, assemble, on_mesh, pieces, train};
+use crate::cases::{ADAMW, BATCH, CASES, Case, HIDDEN, Model, PLAIN, SEQ, SGD, UNEVEN, UNTIED};
+use crate::parity::assert_parity;
+use crate::world::{Piece, assemble, on_mesh, pieces, step_of, train};
 use meshwork_pipeline::{ActionKind, Event, Phase, lower};
 use meshwork_testkit::parity::{assert_close, norm_of_all};
 use meshwork_train::config::Config;
 use meshwork_train::data::Batch;
+use meshwork_train::plan::predict;
 use meshwork_train::{StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;
 
@@ -109,8 +111,7 @@ fn a_step_that_is_not_finite_is_taken_back_while_the_next_one_runs() {
 }
 
 fn schedule(config: &Config) -> meshwork_pipeline::Schedule {
-    let (generator, shape) = config.pipeline.generator(config.parallelism.pp).unwrap();
-    generator.build(shape).unwrap()
+    config.pipeline.build(config.parallelism.pp).unwrap()
 }
 
 #[test]
@@ -299,4 +300,84 @@ fn weights_are_not_read_from_outside_while_they_may_change() {
         assert_eq!((trainer.steps_done(), trainer.settle(|_| {})?.len(), trainer.steps_done()), (0, 1, 1));
         Ok(())
     });
+}
+
+/// PipeDream's kind of replicas, 3-1 among them: stages of unequal numbers of ranks train as one rank does.
+#[test]
+fn replicas_of_unequal_numbers_train_as_one_rank() {
+    #[rustfmt::skip] // A table: one case, one line.
+    let cases: [(&Model, (usize, usize, usize), bool, usize, &[usize], &[usize]); 7] = [
+        // model  dp tp pp  sp  micro-batches, ranks and layers of each stage
+        (&PLAIN,  (1, 1, 4), false, 4,  &[3, 1],    &[3, 1]),
+        (&UNEVEN, (1, 1, 4), false, 8,  &[3, 1],    &[4, 1]),
+        (&UNEVEN, (2, 1, 4), false, 8,  &[1, 3],    &[1, 4]),
+        (&UNTIED, (1, 2, 4), true,  16, &[3, 1],    &[3, 1]),
+        (&UNTIED, (1, 2, 4), false, 8,  &[1, 2, 1], &[1, 2, 1]),
+        (&UNEVEN, (2, 2, 4), false, 4,  &[2, 2],    &[3, 2]),
+        (&PLAIN,  (1, 1, 4), false, 8,  &[4],       &[4]),
+    ];
+    for (model, (dp, tp, pp), sequence_parallel, micros, replicas, layers) in cases {
+        let case = Case { model, dp, tp, pp, sequence_parallel, micros, schedule: "1f1b", ..Case::alone(model) };
+        for (more, steps) in [(SGD, 1), (ADAMW, 3)] {
+            let mut config = case.config(more);
+            config.pipeline.replication = replicas.to_vec();
+            config.pipeline.partition = layers.to_vec();
+            let name = format!("{case}, {layers:?} layers on {replicas:?} ranks");
+            let (mut alone, data) = (Case::alone(model).config(more), model.data());
+            if steps == 1 {
+                let reference = step_of("one rank", &alone, &data);
+                let got = step_of(&name, &config, &data);
+                assert_parity(&name, &got, &reference);
+                for (rank, counted) in got.counted.iter().enumerate() {
+                    let predicted = predict(&config, rank).unwrap();
+                    let predicted = (predicted.parameters, predicted.flops, predicted.peak_bytes);
+                    assert_eq!(
+                        (counted.parameters, counted.flops, counted.peak_bytes),
+                        predicted,
+                        "{name}: rank {rank}"
+                    );
+                }
+                let flops: u64 = got.counted.iter().map(|counted| counted.flops).sum();
+                assert!(flops < 2 * reference.counted[0].flops, "{name}: replicas share the work");
+            }
+            // Some steps, and the loss on other data.
+            alone.training.max_norm = config.training.max_norm;
+            let losses = |config: &Config| {
+                on_mesh(config, |mut trainer| {
+                    let batches = batches(model, &trainer, steps);
+                    let reports = advance(&mut trainer, &batches, |_| {})?;
+                    let held_out = data.validation_batch(0, BATCH, trainer.rows());
+                    let validation = trainer.evaluate([held_out].into_iter())?;
+                    Ok(reports.iter().map(|report| report.loss).chain([validation]).collect::<Vec<_>>())
+                })
+            };
+            for (got, wanted) in losses(&config)[pp - 1].iter().zip(&losses(&alone)[0]) {
+                assert!((got - wanted).abs() <= 2e-6 * wanted, "{name}: {got}, on one rank {wanted}");
+            }
+        }
+    }
+}
+
+/// A schedule that somebody wrote down: a V over two ranks, one backward split and the others not.
+#[test]
+fn a_schedule_of_ones_own_trains_as_one_rank() {
+    let text = "name: mine\nranks: 2\nplacement: 0 1 1 0\nmicros: 2\n\
+                rank 0: 0F0 0F1 3F0 3B0 3F1 3I1 0B0 3W1 0B1\n\
+                rank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1I1 1W1\n";
+    let path = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("mine.txt");
+    std::fs::write(&path, text).unwrap();
+    for (tp, more) in [(1, SGD.to_owned()), (2, SGD.to_owned()), (2, format!("{SGD}numerics = 'canonical'\n"))] {
+        let case = Case { tp, pp: 2, ..Case::alone(&UNEVEN) }.dealt(&[1, 2, 1, 1]);
+        let toml =
+            case.text(&more).replace("schedule = 'gpipe'\nnum_microbatches = 1", &format!("schedule_file = {path:?}"));
+        let config = Config::from_toml(&toml).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!((config.pipeline.num_microbatches, config.training.micro_batch_size), (2, 8));
+        let data = UNEVEN.data();
+        let (got, wanted) =
+            (step_of("mine", &config, &data), step_of("one rank", &Case::alone(&UNEVEN).config(&more), &data));
+        assert_parity("mine", &got, &wanted);
+        if more.contains("canonical") {
+            assert_eq!(got.weights, wanted.weights);
+        }
+    }
 }

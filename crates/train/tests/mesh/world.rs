@@ -132,9 +132,13 @@ pub struct Counted {
 
 /// One step of a case.
 pub fn one_step(case: &Case, more: &str) -> Stepped {
-    let (config, data) = (case.config(more), case.model.data());
-    let ranks = on_mesh(&config, |mut trainer| {
-        let report = train(&mut trainer, &data, &config)?;
+    step_of(&case.to_string(), &case.config(more), &case.model.data())
+}
+
+/// One step of a configuration.
+pub fn step_of(name: &str, config: &Config, data: &Data) -> Stepped {
+    let ranks = on_mesh(config, |mut trainer| {
+        let report = train(&mut trainer, data, config)?;
         let meter = trainer.device().meter();
         let counted = Counted {
             parameters: trainer.local_elements(),
@@ -143,15 +147,14 @@ pub fn one_step(case: &Case, more: &str) -> Stepped {
         };
         Ok((report, counted, pieces(&trainer)?))
     });
-    let name = case.to_string();
     let (mut reports, mut counted, mut held) = (Vec::new(), Vec::new(), Vec::new());
     for rank in ranks {
         reports.push(rank.0);
         counted.push(rank.1);
         held.push(rank.2);
     }
-    let gradients = assemble(&name, &held, |piece| &piece.gradient);
-    let weights = assemble(&name, &held, |piece| &piece.weights);
+    let gradients = assemble(name, &held, |piece| &piece.gradient);
+    let weights = assemble(name, &held, |piece| &piece.weights);
     Stepped { reports, counted, gradients, weights }
 }
 

@@ -1,0 +1,83 @@
+//! Time on paper, against closed forms: messages that take time, stages that are not alike.
+
+use meshwork_pipeline::{Costs, Generator, Schedule, chrome_trace, gpipe, one_f_one_b, simulate, text_grid};
+
+fn makespan(schedule: &Schedule, costs: &Costs) -> f64 {
+    simulate(schedule, costs).unwrap().makespan()
+}
+
+#[track_caller]
+fn close(found: f64, expected: f64) {
+    assert!((found - expected).abs() < 1e-9 * expected, "{found}, not {expected}");
+}
+
+const F: f64 = 1.0;
+const I: f64 = 1.25;
+const W: f64 = 0.75;
+const B: f64 = I + W;
+
+/// A message that overlaps is on its way once more there and back at each border; one that does not delays all that its
+/// sender does after it.
+#[test]
+fn messages_take_time() {
+    for (pp, micros) in [(1, 3), (2, 2), (4, 8), (8, 5)] {
+        let (p, m) = (pp as f64, micros as f64);
+        let schedule = gpipe(pp, micros);
+        let costs = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, F, I, W) };
+        close(makespan(&schedule, &costs), m * (F + B) + (p - 1.0) * (F + B + 2.0 * 0.5));
+        let blocking = Costs { overlap: false, ..costs };
+        let each = if pp > 1 { F + B + 2.0 * 0.5 } else { F + B };
+        close(makespan(&schedule, &blocking), (m + p - 2.0) * each + F + B);
+    }
+    // In turns, a rank waits for each micro-batch's way there and back, which nothing hides.
+    for micros in [4, 8, 16] {
+        let schedule = one_f_one_b(2, micros);
+        let costs = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, F, I, W) };
+        assert!(makespan(&schedule, &costs) > makespan(&gpipe(2, micros), &costs), "m={micros}");
+    }
+}
+
+/// A flow shop of forwards, then one of backwards: the slowest stage sets the pace of each.
+#[test]
+fn the_slowest_stage_sets_the_pace() {
+    let (forward, input, weight) = (vec![1.0, 3.0, 2.0], vec![2.0, 1.0, 4.0], vec![1.0, 1.5, 0.5]);
+    let schedule = gpipe(3, 6);
+    let costs = Costs {
+        forward: forward.clone(),
+        input_gradient: input.clone(),
+        weight_gradient: weight.clone(),
+        transfer: 0.0,
+        overlap: true,
+    };
+    let backward: Vec<f64> = input.iter().zip(&weight).map(|(i, w)| i + w).collect();
+    let flow = |times: &[f64]| times.iter().sum::<f64>() + 5.0 * times.iter().copied().fold(0.0, f64::max);
+    let timeline = simulate(&schedule, &costs).unwrap();
+    close(timeline.makespan(), flow(&forward) + flow(&backward));
+    close(timeline.ideal(), 6.0 * (2.0 + 4.5));
+    // The work of all ranks over the time that they take: the busiest alone would say too little of it.
+    let work: f64 = 6.0 * forward.iter().chain(&backward).sum::<f64>();
+    close(timeline.speedup(), work / timeline.makespan());
+}
+
+/// A third of a time three times over is not the time: columns must not slip by what rounding leaves.
+#[test]
+fn grids_do_not_slip_with_costs_that_round() {
+    for generator in Generator::ALL {
+        let schedule = generator.build(generator.shape(4, 8)).unwrap();
+        let drawn = |cost: f64| text_grid(&simulate(&schedule, &Costs::per_rank(&schedule, cost, cost, cost)).unwrap());
+        for cost in [0.1, 1.0 / 3.0, 0.7, 1e-6, 12345.678] {
+            assert!(drawn(cost) == drawn(1.0), "{} at {cost}:\n{}", generator.name(), drawn(cost));
+        }
+    }
+}
+
+#[test]
+fn a_trace_starts_at_nought_whenever_the_run_did() {
+    let mut timeline = simulate(&gpipe(2, 2), &Costs::unit(&gpipe(2, 2))).unwrap();
+    let before = chrome_trace(&[&timeline], 1000.0);
+    for interval in timeline.ranks.iter_mut().flatten() {
+        interval.start += 64.0;
+        interval.end += 64.0;
+    }
+    assert_eq!(chrome_trace(&[&timeline], 1000.0), before);
+}

@@ -1,0 +1,143 @@
+//! What runs the pipeline: a schedule by name, over replicated stages, or one of the user's own.
+
+use meshwork_pipeline::{CheckError, Generator, Lowered, Schedule, Shape, lower, one_f_one_b_replicated};
+use std::fs;
+
+use super::Config;
+use super::fault::Fault;
+use super::sections::Pipeline;
+use super::settings::Settings;
+use crate::engine::TrainError;
+
+const FILE: &str = "pipeline.schedule_file";
+const NAME: &str = "pipeline.schedule";
+const MICROS: &str = "pipeline.num_microbatches";
+const REPLICATION: &str = "pipeline.replication";
+const STAGES: &str = "parallelism.pp";
+
+impl Pipeline {
+    /// The schedule of one step over `pp` ranks.
+    ///
+    /// # Errors
+    /// When there is none of that name, or not in this shape.
+    pub fn build(&self, pp: usize) -> Result<Schedule, TrainError> {
+        if let Some(own) = &self.own_schedule {
+            return Ok(own.clone());
+        }
+        let (generator, shape) = self.generator(pp)?;
+        generator.takes(shape)?;
+        match &self.replication[..] {
+            [] => Ok(generator.build(shape)?),
+            replicas => Ok(one_f_one_b_replicated(replicas, shape.micros)),
+        }
+    }
+
+    /// The schedule by its name, and the shape in which it is to be generated over `pp` ranks.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn generator(&self, pp: usize) -> Result<(Generator, Shape), TrainError> {
+        let shape = Shape { pp, virtual_stages: self.virtual_stages, micros: self.num_microbatches };
+        Ok((meshwork_pipeline::by_name(&self.schedule)?, shape))
+    }
+
+    /// Whether a step begins before the update of the one before is certain.
+    pub fn overlaps_steps(&self) -> bool {
+        self.own_schedule.is_none() && meshwork_pipeline::by_name(&self.schedule).is_ok_and(Generator::overlaps_steps)
+    }
+
+    /// Stages over `pp` ranks.
+    pub(super) fn stages(&self, pp: usize) -> usize {
+        match (&self.own_schedule, &self.replication[..]) {
+            (Some(own), _) => own.stages(),
+            (None, []) => pp.saturating_mul(self.virtual_stages),
+            (None, replicas) => replicas.len(),
+        }
+    }
+}
+
+/// Reads a schedule of the user's own, and holds it and the replicas of stages against what else is asked for.
+pub(crate) fn settle(config: &mut Config, settings: &mut Settings) {
+    let canonical = config.leaves().is_some();
+    if let Some(path) = settings.given::<String>(FILE) {
+        match own(&path, canonical, config, settings) {
+            Ok(schedule) => {
+                config.pipeline.num_microbatches = schedule.micros;
+                config.pipeline.schedule.clone_from(&schedule.name);
+                config.pipeline.own_schedule = Some(schedule);
+            }
+            Err((problem, valid)) => settings.fault(FILE, &path, problem, valid),
+        }
+    }
+    let replicas = config.pipeline.replication.clone();
+    if replicas.is_empty() || !settings.sound(&[REPLICATION, STAGES, NAME]) {
+        return;
+    }
+    let pp = config.parallelism.pp;
+    let ranks = replicas.iter().fold(0usize, |sum, &count| sum.saturating_add(count));
+    let wrong = if ranks != pp || replicas.contains(&0) {
+        Some((
+            format!("puts stages on {ranks} ranks, not {STAGES} = {pp}"),
+            format!("use numbers of at least 1 that add up to {pp}"),
+        ))
+    } else if config.pipeline.schedule != "1f1b" || settings.given::<String>(FILE).is_some() {
+        let name = &config.pipeline.schedule;
+        Some((format!("does not go with {NAME} = {name:?}"), format!("use {NAME} = \"1f1b\"")))
+    } else if canonical && replicas.iter().any(|&count| count > 1) {
+        let problem = "replicas take micro-batches in turn: none holds a whole subtree of the samples, as canonical numerics needs";
+        Some((
+            problem.to_owned(),
+            "use training.numerics = \"fast\", or dp for replicas of the whole pipeline".to_owned(),
+        ))
+    } else {
+        None
+    };
+    if let Some((problem, valid)) = wrong {
+        config.pipeline.replication.clear();
+        settings.faults.push(Fault::new(REPLICATION, format!("{replicas:?}"), problem, valid));
+        settings.distrust(REPLICATION);
+    }
+}
+
+/// The schedule in a file, or what is wrong with it and what would be valid.
+fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Result<Schedule, (String, String)> {
+    let how = || "docs/schedules.md shows the text form; `schedules --load FILE` draws where it is stuck".to_owned();
+    let text = fs::read_to_string(path)
+        .map_err(|error| (format!("cannot be read: {error}"), "use the path of a schedule".to_owned()))?;
+    let schedule: Schedule = text.parse().map_err(|error| (format!("{error}"), how()))?;
+    let lowered: Lowered = lower(&schedule).map_err(|error| (first_line(&error), how()))?;
+    let pp = config.parallelism.pp;
+    if settings.sound(&[STAGES]) && schedule.ranks != pp {
+        return Err((
+            format!("is for {} ranks, not {STAGES} = {pp}", schedule.ranks),
+            format!("use pp = {}", schedule.ranks),
+        ));
+    }
+    if schedule.steps != 1 || !schedule.weights.is_synchronous() {
+        let problem = "is no single synchronous step: steps that overlap are generated from a name";
+        return Err((problem.to_owned(), "use one with weights: flush and steps: 1".to_owned()));
+    }
+    if schedule.is_forward_only() {
+        return Err(("has no backward: nothing would be learnt".to_owned(), "use one with backwards".to_owned()));
+    }
+    if let Some(name) = settings.given::<String>(NAME) {
+        return Err((format!("is one schedule, and {NAME} = {name:?} another"), "use one of the two".to_owned()));
+    }
+    if let Some(micros) = settings.given::<usize>(MICROS).filter(|&micros| micros != schedule.micros) {
+        return Err((
+            format!("has {} micro-batches, not {MICROS} = {micros}", schedule.micros),
+            format!("use {MICROS} = {}, or leave it out", schedule.micros),
+        ));
+    }
+    if canonical && (!lowered.weight_gradients_in_order() || schedule.replicas.iter().any(|&count| count > 1)) {
+        let problem = "adds gradients in another order than that of the micro-batches, which canonical numerics needs";
+        return Err((problem.to_owned(), "use training.numerics = \"fast\"".to_owned()));
+    }
+    Ok(schedule)
+}
+
+/// A fault is told in one line; the grid of ranks that wait for each other is for who draws the schedule.
+fn first_line(error: &CheckError) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().trim_end_matches(':').to_owned()
+}
