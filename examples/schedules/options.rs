@@ -29,7 +29,7 @@ usage: schedules [OPTIONS]
 ";
 
 pub enum Command {
-    Run(Options),
+    Run(Box<Options>),
     Help,
 }
 
@@ -98,7 +98,7 @@ impl Options {
         if options.save.is_some() && !options.is_single() {
             return Err("--save writes one schedule: give --schedule or --load".to_string());
         }
-        Ok(Command::Run(options))
+        Ok(Command::Run(Box::new(options)))
     }
 
     /// How a flag takes its value.
