@@ -24,6 +24,8 @@ const GAP: f64 = 18.0;
 /// The shortest action is as wide as this, if the picture then is no wider than `WIDEST`.
 const CELL: f64 = 22.0;
 const WIDEST: f64 = 2400.0;
+/// What a letter of a title takes.
+const LETTER: f64 = 6.6;
 /// What a digit of a micro-batch number takes.
 const DIGIT: f64 = 7.0;
 
@@ -51,7 +53,9 @@ pub fn svg(timelines: &[&Timeline]) -> String {
     // Pixels per unit of time.
     let scale = if longest > 0.0 { (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest) } else { 1.0 };
     let legend = Legend::of(timelines);
-    let width = (LEFT + longest * scale + MARGIN).max(legend.width());
+    let widest = timelines.iter().map(|timeline| timeline.name.chars().count() + facts(timeline).chars().count()).max();
+    let titles = 2.0 * MARGIN + LETTER * widest.unwrap_or(0) as f64;
+    let width = (LEFT + longest * scale + MARGIN).max(legend.width()).max(titles);
 
     let mut body = String::new();
     let mut top = MARGIN;
@@ -67,19 +71,22 @@ pub fn svg(timelines: &[&Timeline]) -> String {
     )
 }
 
+/// What stands behind the name of a timeline.
+fn facts(timeline: &Timeline) -> String {
+    let peaks = timeline.peak_activations().into_iter().fold(0.0, f64::max);
+    let (span, bubble) = (number(timeline.span()), 100.0 * timeline.bubble_of_total());
+    format!("span {span}, bubble {bubble:.1}% of it, at most {} activations on a rank", number(peaks))
+}
+
 /// Draws one timeline from `top` on, and returns where it ends.
 fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     let (origin, first, width) = (timeline.start(), top + TITLE, timeline.makespan() * scale);
-    let peaks = timeline.peak_activations().into_iter().fold(0.0, f64::max);
     let _ = writeln!(
         body,
-        "<text x=\"{MARGIN}\" y=\"{:.1}\"><tspan font-weight=\"bold\">{}</tspan> <tspan fill=\"#555\">span {}, bubble \
-         {:.1}% of it, at most {} activations on a rank</tspan></text>",
+        "<text x=\"{MARGIN}\" y=\"{:.1}\"><tspan font-weight=\"bold\">{}</tspan> <tspan fill=\"#555\">{}</tspan></text>",
         top + 13.0,
         escaped(&timeline.name),
-        number(timeline.span()),
-        100.0 * timeline.bubble_of_total(),
-        number(peaks),
+        facts(timeline),
     );
     for (rank, row) in timeline.ranks.iter().enumerate() {
         let y = first + rank as f64 * ROW;
