@@ -205,11 +205,11 @@ impl Learner {
             let copy = Arc::new(self.params().copy()?);
             self.older.push(Arc::downgrade(self.params()));
             self.versions.push_back(copy);
+            self.older.retain(|version| version.strong_count() > 0);
+            self.most_versions = self.most_versions.max(self.older.len() + 1);
             while self.versions.len() > self.kept {
                 self.versions.pop_front();
             }
-            self.older.retain(|version| version.strong_count() > 0);
-            self.most_versions = self.most_versions.max(self.older.len() + 1);
         }
         if Arc::get_mut(&mut self.states).is_none() {
             let copy = |flat: &Vec<Buffer>| flat.iter().map(|state| copied(&*self.device, state)).collect();
