@@ -7,6 +7,7 @@ use crate::engine::{Blueprint, TrainError, Watch};
 use crate::step::Trainer;
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_pipeline::Generator;
+use meshwork_pipeline::simulate;
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::meta::Meta;
 use std::collections::BTreeSet;
@@ -147,6 +148,16 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         count(config.pipeline.num_microbatches, "micro-batch"),
         grouped(config.training.micro_batch_size as u64),
     );
+    if mesh.degree(Axis::Pp) > 1 {
+        let schedule = config.pipeline.build(mesh.degree(Axis::Pp))?;
+        let timeline = simulate(&schedule, &meshwork_pipeline::Costs::per_rank(&schedule, 1.0, 1.0, 1.0))?;
+        text.truncate(text.trim_end().len());
+        text += &format!(
+            "\nschedule {}: idle for {:.0}% of a step if forward and both gradients take equal times\n\n",
+            schedule.name,
+            100.0 * timeline.bubble_of_total()
+        );
+    }
     for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
         let Prediction { parameters, model_bytes, peak_bytes, flops, ref records } = each;
         let (ranks, comma) = match ranks[..] {

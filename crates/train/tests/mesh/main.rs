@@ -15,6 +15,7 @@
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
 //! | `schedules` | steps that overlap, versions of the weights, and what is kept, are what the schedule says |
 //! | `steady_state` | after two steps nothing is asked of the system any more |
+//! | `streams` | PipeDream and PipeDream-2BW follow their update equations |
 
 mod adamw;
 mod bf16;
@@ -30,4 +31,5 @@ mod pytorch;
 mod schedules;
 mod split_work;
 mod steady_state;
+mod streams;
 mod world;
