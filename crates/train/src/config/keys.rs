@@ -197,6 +197,7 @@ pub static SECTIONS: &[Section] = &[
         key("num_microbatches", Count(1), Derived("by batch and schedule"), "Micro-batches of a step, per data-parallel rank."),
         key("partition", WordOrCounts(super::partition::WORDS), text("uniform"), "Layers of each stage: as even as can be; or by cost, so that the most that a rank computes is least, embedding, head and loss counted; or as listed. With cost and in a list, a stage may have none. The embedding is on the first stage, head and loss on the last."),
         key("replication", WordOrCounts(&["none"]), text("none"), "Ranks of each stage, with schedule 1f1b: replicas take micro-batches in turn; they add up to pp, as 3 + 1 in [3, 1]."),
+        key("vertical_sync", Switch, OFF, "Whether, in pipedream, all stages take the weights of the version that the first stage had when a micro-batch entered."),
         key("scatter_gather", Switch, ON, "Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival."),
     ]},
     Section { name: "training", keys: &[

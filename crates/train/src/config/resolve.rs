@@ -162,6 +162,7 @@ fn typed(settings: &Settings, device: Device) -> Config {
             num_microbatches: get!("pipeline.num_microbatches", 1),
             partition: Vec::new(), // dealt once all else is known
             scatter_gather: get!("pipeline.scatter_gather"),
+            vertical_sync: get!("pipeline.vertical_sync"),
             replication: settings.given("pipeline.replication").unwrap_or_default(),
             schedule_file: settings.get("pipeline.schedule_file"),
             own_schedule: None, // read once all else is known

@@ -1,6 +1,6 @@
 //! What runs the pipeline: a schedule by name, over replicated stages, or one of the user's own.
 
-use meshwork_pipeline::{CheckError, Generator, Lowered, Schedule, Shape, lower, one_f_one_b_replicated};
+use meshwork_pipeline::{CheckError, Generator, Lowered, Schedule, Shape, Weights, lower, one_f_one_b_replicated};
 use std::fs;
 
 use super::Config;
@@ -13,6 +13,7 @@ const FILE: &str = "pipeline.schedule_file";
 const NAME: &str = "pipeline.schedule";
 const MICROS: &str = "pipeline.num_microbatches";
 const REPLICATION: &str = "pipeline.replication";
+const VERTICAL: &str = "pipeline.vertical_sync";
 const STAGES: &str = "parallelism.pp";
 
 impl Pipeline {
@@ -24,12 +25,25 @@ impl Pipeline {
         if let Some(own) = &self.own_schedule {
             return Ok(own.clone());
         }
-        let (generator, shape) = self.generator(pp)?;
-        generator.takes(shape)?;
         match &self.replication[..] {
-            [] => Ok(generator.build(shape)?),
-            replicas => Ok(one_f_one_b_replicated(replicas, shape.micros)),
+            [] => self.build_steps(pp, 1),
+            replicas => {
+                let (generator, shape) = self.generator(pp)?;
+                generator.takes(shape)?;
+                Ok(one_f_one_b_replicated(replicas, shape.micros))
+            }
         }
+    }
+
+    /// The schedule of its name over several steps, which an asynchronous one does not drain between them.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build).
+    pub fn build_steps(&self, pp: usize, steps: usize) -> Result<Schedule, TrainError> {
+        let (generator, shape) = self.generator(pp)?;
+        let schedule = generator.build_steps(shape, steps)?;
+        let weights = if self.vertical_sync { Weights::VerticalSync } else { schedule.weights };
+        Ok(Schedule { weights, ..schedule })
     }
 
     /// The schedule by its name, and the shape in which it is to be generated over `pp` ranks.
@@ -59,6 +73,10 @@ impl Pipeline {
 /// Reads a schedule of the user's own, and holds it and the replicas of stages against what else is asked for.
 pub(crate) fn settle(config: &mut Config, settings: &mut Settings) {
     let canonical = config.leaves().is_some();
+    if config.pipeline.vertical_sync && settings.sound(&[VERTICAL, NAME]) && config.pipeline.schedule != "pipedream" {
+        let problem = format!("does not go with {NAME} = {:?}", config.pipeline.schedule);
+        settings.fault(VERTICAL, true, problem, format!("use {NAME} = \"pipedream\", or leave it out"));
+    }
     if let Some(path) = settings.given::<String>(FILE) {
         match own(&path, canonical, config, settings) {
             Ok(schedule) => {

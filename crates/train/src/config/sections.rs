@@ -59,6 +59,7 @@ pub struct Pipeline {
     /// Layers of each stage, `uniform` and `cost` worked out.
     pub partition: Vec<usize>,
     pub scatter_gather: bool,
+    pub vertical_sync: bool,
     /// Ranks of each stage; none where each has one.
     pub replication: Vec<usize>,
     pub schedule_file: Option<String>,

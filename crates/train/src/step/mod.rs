@@ -97,8 +97,7 @@ impl Trainer {
         let (mode, kept) = match schedule.weights.is_synchronous() {
             true => (Mode::Flush(Flush::new(lower(&schedule)?, pp_rank, config.pipeline.overlaps_steps())), 1),
             false => {
-                let (generator, shape) = config.pipeline.generator(pp)?;
-                let stream = Stream::new(generator, shape, pp_rank)?;
+                let stream = Stream::new(&config.pipeline, pp, pp_rank)?;
                 let kept = stream.versions_kept(pp_rank);
                 (Mode::Stream(stream), kept)
             }

@@ -13,9 +13,10 @@
 
 use super::settle::Unsettled;
 use super::{Mode, StepReport, Trainer};
+use crate::config::sections::Pipeline;
 use crate::data::Batch;
 use crate::engine::{Pass, Purpose, TrainError};
-use meshwork_pipeline::{Event, Generator, Lowered, Shape, lower};
+use meshwork_pipeline::{Event, Lowered, lower};
 use std::ops::Range;
 
 /// An asynchronous schedule, as one pp rank sees it.
@@ -33,12 +34,12 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// The stream of a schedule over so many micro-batches a step.
-    pub(super) fn new(generator: Generator, shape: Shape, pp_rank: usize) -> Result<Self, TrainError> {
-        let Shape { pp, micros, .. } = shape;
+    /// The stream that a configuration asks for over `pp` ranks.
+    pub(super) fn new(pipeline: &Pipeline, pp: usize, pp_rank: usize) -> Result<Self, TrainError> {
+        let micros = pipeline.num_microbatches;
         // The first rank is up to pp micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
         let filling = pp.div_ceil(micros);
-        let build = |steps| Ok(lower(&generator.build_steps(shape, steps)?)?);
+        let build = |steps| Ok(lower(&pipeline.build_steps(pp, steps)?)?);
         let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;
         // Where the forwards of the step that follows begin.
         let longer = build(filling + 2)?;

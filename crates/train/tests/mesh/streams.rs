@@ -5,6 +5,7 @@ use crate::schedules::{Whole, advance, batches, weights};
 use crate::world::{on_mesh, pieces, train};
 use meshwork_pipeline::lower;
 use meshwork_testkit::parity::{assert_close, norm_of_all};
+use meshwork_train::config::Config;
 use meshwork_train::data::Batch;
 
 /// Gradient descent without clipping: what the published equations of asynchronous training are written for.
@@ -92,11 +93,14 @@ fn simulate(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, 
 
 /// Holds a stream of steps against the simulation, and its weight versions against what was promised.
 fn check_stream(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, usize) -> usize) {
+    check_config(case, &case.config(DESCENT), steps, per_update, version);
+}
+
+fn check_config(case: &Case, config: &Config, steps: u64, per_update: usize, version: impl Fn(usize, usize) -> usize) {
     let name = case.to_string();
-    let config = case.config(DESCENT);
-    let (generator, shape) = config.pipeline.generator(case.pp).unwrap();
-    let promised = lower(&generator.build_steps(shape, steps as usize).unwrap()).unwrap().report().clone();
-    let ranks = on_mesh(&config, |mut trainer| {
+    let schedule = config.pipeline.build_steps(case.pp, steps as usize).unwrap();
+    let promised = lower(&schedule).unwrap().report().clone();
+    let ranks = on_mesh(config, |mut trainer| {
         let batches = batches(case.model, &trainer, steps);
         let reports = advance(&mut trainer, &batches, |_| {})?;
         let pp_rank = trainer.rank().coords().get(meshwork_core::Axis::Pp);
@@ -130,9 +134,21 @@ pub fn stream(dp: usize, pp: usize, micros: usize, schedule: &'static str) -> Ca
 /// the weights of stage s after t - (n - 1 - s) updates.
 #[test]
 fn pipedream_follows_its_equation() {
-    for (dp, pp, micros, steps) in [(1, 2, 4, 3), (1, 4, 4, 3), (2, 2, 4, 2), (1, 1, 4, 2), (1, 4, 8, 1)] {
+    for (dp, pp, micros, steps) in [(1, 2, 4, 3), (1, 4, 4, 3), (2, 2, 4, 2), (1, 1, 4, 2), (1, 4, 8, 1), (1, 4, 2, 4)]
+    {
         let case = stream(dp, pp, micros, "pipedream");
         check_stream(&case, steps, 1, |stage, t| (t + stage + 1).saturating_sub(pp));
+    }
+}
+
+/// With vertical sync (the same section): every stage at the weights after t - (n - 1) updates.
+#[test]
+fn vertical_sync_follows_its_equation() {
+    for (dp, pp, micros, steps) in [(1, 2, 4, 3), (1, 4, 4, 3), (2, 2, 4, 2), (1, 4, 2, 4)] {
+        let case = stream(dp, pp, micros, "pipedream");
+        let mut config = case.config(DESCENT);
+        config.pipeline.vertical_sync = true;
+        check_config(&case, &config, steps, 1, |_, t| (t + 1).saturating_sub(pp));
     }
 }
 
