@@ -51,6 +51,18 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
+    /// The loss or the gradient norm of a step is not a number, and an asynchronous schedule has updated weights since.
+    #[error(
+        "step {step}: the {what} is {value}, and weights have been updated with it: start again with a lower learning rate"
+    )]
+    Diverged {
+        /// The step, from 1.
+        step: u64,
+        /// `loss` or `gradient norm`.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
     /// Weights are asked for while steps are under way that may still change them.
     #[error("{steps} steps are under way: settle() makes them certain first")]
     Unsettled {

@@ -40,14 +40,14 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// Refuses what is not finite.
+    /// What is not finite, if anything is.
+    pub(super) fn not_finite(self) -> Option<(&'static str, f64)> {
+        [("loss", self.loss), ("gradient norm", self.grad_norm)].into_iter().find(|(_, value)| !value.is_finite())
+    }
+
+    /// Refuses what is not finite, where the weights can still be what they were.
     pub(super) fn finite(self, step: u64) -> Result<Self, TrainError> {
-        for (what, value) in [("loss", self.loss), ("gradient norm", self.grad_norm)] {
-            if !value.is_finite() {
-                return Err(TrainError::NotFinite { step, what, value });
-            }
-        }
-        Ok(self)
+        self.not_finite().map_or(Ok(self), |(what, value)| Err(TrainError::NotFinite { step, what, value }))
     }
 }
 

@@ -181,7 +181,10 @@ impl Trainer {
             && let Some(Unsettled { step, tokens, records, sums: Some(sums), tally: Some(tally), .. }) =
                 self.unsettled.pop_front()
         {
-            let measured = sums.measure(tokens)?.finite(step)?;
+            let measured = sums.measure(tokens)?;
+            if let Some((what, value)) = measured.not_finite() {
+                return Err(TrainError::Diverged { step, what, value });
+            }
             reports.push(self.report(step, measured, tally, records)?);
         }
         Ok(reports)

@@ -1,10 +1,11 @@
 //! Asynchronous schedules against a serial simulation of the published update equations, by gradients of one rank.
 
-use crate::cases::{BATCH, Case, Model, SEQ, UNTIED};
+use crate::cases::{BATCH, Case, HIDDEN, Model, SEQ, UNTIED};
 use crate::schedules::{Whole, advance, batches, weights};
 use crate::world::{on_mesh, pieces, train};
 use meshwork_pipeline::lower;
 use meshwork_testkit::parity::{assert_close, norm_of_all};
+use meshwork_train::TrainError;
 use meshwork_train::config::Config;
 use meshwork_train::data::Batch;
 
@@ -179,5 +180,20 @@ fn a_stream_may_be_drained_between_steps() {
     let all = norm_of_all(wanted.values().map(Vec::as_slice));
     for (parameter, wanted) in &wanted {
         assert_close(&format!("weights of {parameter}"), &got[parameter], wanted, all);
+    }
+}
+
+/// Weights have gone on by the time that a bad step is seen: the error does not promise those of before.
+#[test]
+fn a_step_that_is_not_finite_is_told_as_it_is() {
+    for schedule in ["pipedream", "pipedream_2bw"] {
+        let case = stream(1, 2, 2, schedule);
+        on_mesh(&case.config(DESCENT), |mut trainer| {
+            trainer.load_parameter("wpe.weight", &[f32::MAX; SEQ * HIDDEN])?;
+            let batches = batches(case.model, &trainer, 3);
+            let refused = advance(&mut trainer, &batches, |_| {});
+            assert!(matches!(refused, Err(TrainError::Diverged { step: 1, .. })), "{schedule}: {refused:?}");
+            Ok(())
+        });
     }
 }
