@@ -2,10 +2,10 @@
 
 use crate::cases::{BATCH, Case, HIDDEN, Model, SEQ, UNTIED};
 use crate::schedules::{Whole, advance, batches, weights};
-use crate::world::{on_mesh, pieces, train};
+use crate::world::{on_mesh, pieces, train, try_on_mesh};
+use meshwork_core::comm::thread::Options;
 use meshwork_pipeline::lower;
 use meshwork_testkit::parity::{assert_close, norm_of_all};
-use meshwork_train::TrainError;
 use meshwork_train::config::Config;
 use meshwork_train::data::Batch;
 
@@ -183,17 +183,20 @@ fn a_stream_may_be_drained_between_steps() {
     }
 }
 
-/// Weights have gone on by the time that a bad step is seen: the error does not promise those of before.
+/// Weights have gone on by the time that a bad step is seen: the error does not promise those of before. Ranks see it at different
+/// times; the first to do so is the one that all of them name.
 #[test]
 fn a_step_that_is_not_finite_is_told_as_it_is() {
     for schedule in ["pipedream", "pipedream_2bw"] {
         let case = stream(1, 2, 2, schedule);
-        on_mesh(&case.config(DESCENT), |mut trainer| {
+        let config = case.config(DESCENT);
+        let device = |_| config.device.open(config.training.dtype);
+        let ended = try_on_mesh(&config, Options::default(), device, |mut trainer| {
             trainer.load_parameter("wpe.weight", &[f32::MAX; SEQ * HIDDEN])?;
             let batches = batches(case.model, &trainer, 3);
-            let refused = advance(&mut trainer, &batches, |_| {});
-            assert!(matches!(refused, Err(TrainError::Diverged { step: 1, .. })), "{schedule}: {refused:?}");
-            Ok(())
+            advance(&mut trainer, &batches, |_| {})
         });
+        let told = ended.unwrap_err().to_string();
+        assert!(told.contains("step 1: the loss is NaN, and weights have been updated with it"), "{schedule}: {told}");
     }
 }
