@@ -1,76 +1,145 @@
 //! GFLOP/s of the products of a training step, per preset, layer, pass and precision.
 //!
-//! Run with `cargo bench -p meshwork-tensor --bench gemm [-- PRESET]`: on one thread, and shared by all (`MESHWORK_THREADS`
-//! or the cores), median and best. A product is timed with its packing, on operands that lie as training has them.
-//! Without `--bench` (as under `cargo test`), everything runs once on small matrices.
+//! Run with `cargo bench -p meshwork-tensor --bench gemm [-- WORD..]`, for the products with every word in their names,
+//! such as `small dw f32`. Three columns, median and best of each:
+//!
+//! - `alone`: one thread, the same operands again and again, which lie in the caches as far as they fit;
+//! - `shared`: the same by all threads (`MESHWORK_THREADS` or the cores);
+//! - `cold`: all threads, on the next of so many copies that none is left in the last cache, in huge pages as the
+//!   arena's are. A weight is touched once per pass of a step, so there it comes from memory; an activation often still
+//!   lies in the last cache. A step is between `shared` and `cold`, and has the last word.
+//!
+//! A product is timed with its packing and what follows it in a step. Without `--bench` (as under `cargo test`),
+//! everything runs once on small matrices.
 
 use std::time::{Duration, Instant};
 
-use meshwork_core::pool;
+use meshwork_core::{Block, pool};
 use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Precision, Update, gemm_in, gemm_shared};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
 const PRESETS: [(&str, usize, usize, usize); 4] =
     [("tiny", 2048, 128, 256), ("small", 3072, 384, 256), ("medium", 2048, 512, 50_257), ("gpt2", 2048, 768, 50_304)];
 
+/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and whether a bias and GELU follow it.
+const LAYERS: [(&str, [usize; 2], usize, bool); 5] = [
+    ("qkv", [3, 0], 1, false),
+    ("projection", [1, 0], 1, false),
+    ("up", [4, 0], 1, true),
+    ("down", [1, 0], 4, false),
+    ("head", [0, 1], 1, false),
+];
+
+/// Bytes of all copies of a product's operands together, at least: several times the last cache.
+const COLD: usize = 256 << 20;
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let full = args.iter().any(|arg| arg == "--bench");
-    let asked = |preset: &str| args.iter().all(|arg| arg.starts_with('-') || arg == preset);
-    let threads = pool::threads();
-    println!("GFLOP/s, median (best); {threads} threads share");
-    println!("{:34} {:>18} {:>4} {:>11} {:>11}", "", "m x n x k", "", "alone", "shared");
-    for (preset, tokens, hidden, vocabulary) in PRESETS.into_iter().filter(|(preset, ..)| asked(preset)) {
-        let layers = [
-            ("qkv", 3 * hidden, hidden),
-            ("projection", hidden, hidden),
-            ("up", 4 * hidden, hidden),
-            ("down", hidden, 4 * hidden),
-            ("head", vocabulary, hidden),
-        ];
-        for (layer, out, inner) in layers {
-            // Y = X Wᵀ, dX = dY W, dW = dYᵀ X.
-            let passes = [("y", [tokens, out, inner]), ("dx", [tokens, inner, out]), ("dw", [out, inner, tokens])];
+    let asked =
+        |name: &str| args.iter().filter(|arg| !arg.starts_with('-')).all(|arg| name.split(' ').any(|word| word == arg));
+    println!("GFLOP/s, median (best); {} threads share", pool::threads());
+    println!("{:26} {:>18} {:>11} {:>11} {:>11}", "", "m x n x k", "alone", "shared", "cold");
+    for (preset, tokens, hidden, vocabulary) in PRESETS {
+        for (layer, outputs, inputs, activated) in LAYERS {
+            let (out, inner) = (outputs[0] * hidden + outputs[1] * vocabulary, inputs * hidden);
+            // Y = X Wᵀ, dX = dY W, dW = dYᵀ X, and the last added to what earlier micro-batches left.
+            let passes = [
+                ("y", [tokens, out, inner]),
+                ("dx", [tokens, inner, out]),
+                ("dw", [out, inner, tokens]),
+                ("dw+", [out, inner, tokens]),
+            ];
             for (pass, dims) in passes {
-                let [m, n, k] = if full { dims } else { dims.map(|dim| dim.min(40)) };
-                let a = (&numbers(m * k), if pass == "dw" { (1, m) } else { (k, 1) });
-                let b = (&numbers(k * n), if pass == "y" { (1, k) } else { (n, 1) });
-                let mut c = numbers(m * n);
-                for precision in [Precision::F32, Precision::Bf16] {
-                    let budget = if full { Duration::from_millis(400) } else { Duration::ZERO };
-                    let alone = rate([m, n, k], budget, || {
-                        gemm_in(precision, [m, n, k], (a.0, a.1), (b.0, b.1), (&mut c, (n, 1)), Update::Overwrite);
-                    });
-                    let shared = rate([m, n, k], budget, || {
-                        let (a, b) = ((&a.0[..], a.1), (&b.0[..], b.1));
-                        gemm_shared(precision, [m, n, k], a, b, &mut c, Update::Overwrite, Epilogue::Nothing);
-                    });
-                    let (name, shape) = (format!("{preset} {layer} {pass}"), format!("{m}x{n}x{k}"));
-                    let precision = if precision == Precision::F32 { "f32" } else { "bf16" };
-                    println!("{name:34} {shape:>18} {precision:>4} {alone:>11} {shared:>11}");
+                for (precision, in_words) in [(Precision::F32, "f32"), (Precision::Bf16, "bf16")] {
+                    let name = format!("{preset} {layer} {pass} {in_words}");
+                    if asked(&name) {
+                        let dims = if full { dims } else { dims.map(|dim| dim.min(40)) };
+                        let [alone, shared, cold] =
+                            Product { pass, dims, precision, activated: activated && pass == "y" }.rates(full);
+                        let [m, n, k] = dims;
+                        let shape = format!("{m}x{n}x{k}");
+                        println!("{name:26} {shape:>18} {alone:>11} {shared:>11} {cold:>11}");
+                    }
                 }
             }
         }
     }
 }
 
-/// Numbers between -0.5 and 0.5.
-fn numbers(len: usize) -> Vec<f32> {
-    (0..len).map(|i| (((i * 2_654_435_761) >> 12) & 0xffff) as f32 / 65_536.0 - 0.5).collect()
+struct Product {
+    pass: &'static str,
+    dims: [usize; 3],
+    precision: Precision,
+    /// Bias and GELU follow.
+    activated: bool,
 }
 
-/// Median and best rate of a product run for a while, at least once.
-fn rate([m, n, k]: [usize; 3], budget: Duration, mut product: impl FnMut()) -> String {
-    if !budget.is_zero() {
-        product(); // warms caches and buffers
+impl Product {
+    /// Alone, shared and cold.
+    fn rates(&self, full: bool) -> [String; 3] {
+        let [m, n, k] = self.dims;
+        let sizes = [m * k, k * n, m * n, if self.activated { m * n } else { 0 }];
+        let copies = if full { 1 + COLD / (4 * sizes.iter().sum::<usize>()) } else { 2 };
+        let mut sets: Vec<[Block; 4]> = (0..copies).map(|_| sizes.map(numbers)).collect();
+        let bias = numbers(n);
+        let budget = if full { Duration::from_millis(250) } else { Duration::ZERO };
+        let update = if self.pass == "dw+" { Update::Accumulate } else { Update::Overwrite };
+        let a_strides = if self.pass.starts_with("dw") { (1, m) } else { (k, 1) };
+        let b_strides = if self.pass == "y" { (1, k) } else { (n, 1) };
+        let mut shared = |set: usize| {
+            let [a, b, c, out] = &mut sets[set % copies];
+            let epilogue =
+                if self.activated { Epilogue::BiasGelu(floats(&bias), floats_mut(out)) } else { Epilogue::Nothing };
+            gemm_shared(
+                self.precision,
+                self.dims,
+                (floats(a), a_strides),
+                (floats(b), b_strides),
+                floats_mut(c),
+                update,
+                epilogue,
+            );
+        };
+        let [hot, cold] = [0, 1].map(|step| self.rate(budget, |i| shared(i * step)));
+        let [a, b, c, _] = &mut sets[0];
+        let alone = self.rate(budget, |_| {
+            let (a, b) = ((floats(a), a_strides), (floats(b), b_strides));
+            gemm_in(self.precision, self.dims, a, b, (floats_mut(c), (n, 1)), update);
+        });
+        [alone, hot, cold]
     }
-    let (begun, mut times) = (Instant::now(), Vec::new());
-    while times.is_empty() || begun.elapsed() < budget {
-        let start = Instant::now();
-        product();
-        times.push(start.elapsed());
+
+    /// Median and best rate of a product run for a while, at least once; it is told how often it ran before.
+    fn rate(&self, budget: Duration, mut product: impl FnMut(usize)) -> String {
+        if !budget.is_zero() {
+            product(0); // warms buffers, and caches if they can be
+        }
+        let (begun, mut times) = (Instant::now(), Vec::new());
+        while times.is_empty() || begun.elapsed() < budget {
+            let start = Instant::now();
+            product(times.len() + 1);
+            times.push(start.elapsed());
+        }
+        times.sort();
+        let flops = 2.0 * self.dims.iter().product::<usize>() as f64;
+        let rate = |time: Duration| flops / time.as_nanos().max(1) as f64;
+        format!("{:.0} ({:.0})", rate(times[times.len() / 2]), rate(times[0]))
     }
-    times.sort();
-    let rate = |time: Duration| 2.0 * (m * n * k) as f64 / time.as_nanos().max(1) as f64;
-    format!("{:.0} ({:.0})", rate(times[times.len() / 2]), rate(times[0]))
+}
+
+/// So many numbers between -0.5 and 0.5.
+fn numbers(len: usize) -> Block {
+    let mut block = Block::zeroed(4 * len);
+    let numbers = floats_mut(&mut block).iter_mut().enumerate();
+    numbers.for_each(|(i, x)| *x = (((i * 2_654_435_761) >> 12) & 0xffff) as f32 / 65_536.0 - 0.5);
+    block
+}
+
+fn floats(block: &Block) -> &[f32] {
+    bytemuck::cast_slice(block.as_slice())
+}
+
+fn floats_mut(block: &mut Block) -> &mut [f32] {
+    bytemuck::cast_slice_mut(block.as_mut_slice())
 }
