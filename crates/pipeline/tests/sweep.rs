@@ -204,3 +204,21 @@ fn large_schedules_are_proved_in_a_moment() {
     lower(&forward_only(&placement, 2048)).unwrap();
     assert!(start.elapsed() < Duration::from_secs(60), "took {:?}", start.elapsed());
 }
+
+/// Schedules whose steps overlap rely on it: a rank may run its warm-up again without any other having sent it more.
+#[test]
+fn warm_ups_can_be_run_again_where_steps_overlap() {
+    for generator in Generator::ALL.into_iter().filter(|generator| generator.overlaps_steps()) {
+        for pp in 1..=8 {
+            for micros in 1..=20 {
+                let Ok(schedule) = generator.build(generator.shape(pp, micros)) else { continue };
+                let lowered = lower(&schedule).unwrap();
+                for rank in 0..pp {
+                    let at = format!("{} pp={pp} m={micros}, rank {rank}", generator.name());
+                    let left = lowered.unreceived(rank).unwrap_or_else(|| panic!("{at}"));
+                    assert!(lowered.warm_up(rank) > 0 && left[rank] == 0, "{at}: {left:?}");
+                }
+            }
+        }
+    }
+}

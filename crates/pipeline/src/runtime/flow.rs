@@ -31,13 +31,30 @@ impl Lowered {
         actions.iter().position(wanted).unwrap_or(actions.len())
     }
 
-    /// Messages that `from` sends to `to` in its warm-up and `to` does not receive in its own.
-    pub fn unreceived(&self, from: usize, to: usize) -> usize {
+    /// Messages that each rank sends to `to` in its warm-up and `to` does not receive in its own: what a rank has to drop that runs its
+    /// warm-up again. None where the warm-up of some rank waits for a message that another sends only after its own: then
+    /// warm-ups cannot be run again.
+    ///
+    /// ```
+    /// use meshwork_pipeline::{lower, one_f_one_b, zb_h2};
+    ///
+    /// assert_eq!(lower(&one_f_one_b(3, 4))?.unreceived(2), Some(vec![0, 1, 0]));
+    /// assert_eq!(lower(&zb_h2(3, 8))?.unreceived(1), Some(vec![2, 0, 0]));
+    /// # Ok::<(), meshwork_pipeline::CheckError>(())
+    /// ```
+    pub fn unreceived(&self, to: usize) -> Option<Vec<usize>> {
+        let ranks = || 0..self.schedule().ranks;
+        let closed = ranks().all(|from| ranks().all(|to| self.left_over(from, to).is_some()));
+        closed.then(|| ranks().filter_map(|from| self.left_over(from, to)).collect())
+    }
+
+    /// Messages that `from` sends to `to` in its warm-up and `to` does not receive in its own; none if it receives more.
+    fn left_over(&self, from: usize, to: usize) -> Option<usize> {
         let messages = |rank: usize, peer: usize, sends: bool| {
             let warm_up = &self.actions(rank)[..self.warm_up(rank)];
             warm_up.iter().filter(|action| self.peer(action) == Some(peer) && action.kind.is_send() == sends).count()
         };
-        messages(from, to, true).saturating_sub(messages(to, from, false))
+        messages(from, to, true).checked_sub(messages(to, from, false))
     }
 
     /// Updates of each stage that the schedule holds: none in a synchronous one.

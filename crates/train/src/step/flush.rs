@@ -33,9 +33,9 @@ pub(super) struct Flush {
 
 impl Flush {
     pub(super) fn new(schedule: Lowered, pp_rank: usize, overlaps: bool) -> Self {
-        let ranks = if overlaps { schedule.schedule().ranks } else { 0 };
-        let stale = (0..ranks).map(|from| schedule.unreceived(from, pp_rank)).collect();
-        Self { warm_up: if ranks > 0 { schedule.warm_up(pp_rank) } else { 0 }, stale, schedule, clipped: false }
+        let stale = if overlaps { schedule.unreceived(pp_rank) } else { None };
+        let warm_up = if stale.is_some() { schedule.warm_up(pp_rank) } else { 0 };
+        Self { warm_up, stale: stale.unwrap_or_default(), schedule, clipped: false }
     }
 
     pub(super) fn schedule(&self) -> &Lowered {
