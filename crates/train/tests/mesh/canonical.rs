@@ -3,6 +3,7 @@
 use crate::cases::{ADAMW, CASES, Case, DROPOUT, PLAIN, UNEVEN, UNTIED};
 use crate::split_work;
 use crate::world::{assemble, on_mesh, one_step, pieces, train};
+use meshwork_pipeline::Generator;
 use meshwork_train::Data;
 use meshwork_train::config::Config;
 use std::collections::{BTreeMap, HashMap};
@@ -136,21 +137,30 @@ fn a_sweep_over_all_meshes() {
         }
         let samples = fitting(dp, tp, pp, "").training.global_batch_size / dp;
         for micros in (1..=samples).filter(|micros| samples.is_multiple_of(*micros)) {
-            for (schedule, sequence_parallel) in [("gpipe", false), ("gpipe", true), ("1f1b", false), ("1f1b", true)] {
-                if schedule == "1f1b" && micros < pp || sequence_parallel && tp == 1 {
-                    continue;
+            for schedule in Generator::ALL.into_iter().filter(|schedule| schedule.is_synchronous()) {
+                for sequence_parallel in [false, true] {
+                    if schedule.takes(schedule.shape(pp, micros)).is_ok() && (tp > 1 || !sequence_parallel) {
+                        configs.push((dp, tp, pp, schedule, sequence_parallel, micros));
+                    }
                 }
-                configs.push((dp, tp, pp, schedule, sequence_parallel, micros));
             }
         }
     }
     let mut alone: HashMap<(usize, usize, usize), Bits> = HashMap::new();
-    let step = if all { 1 } else { 29 };
+    let step = if all { 1 } else { 83 };
     let chosen = configs.iter().step_by(step).collect::<Vec<_>>();
     for (done, &&(dp, tp, pp, schedule, sequence_parallel, micros)) in chosen.iter().enumerate() {
-        let name = format!("dp={dp},tp={tp},pp={pp} {schedule} x{micros}, sequence_parallel = {sequence_parallel}");
-        let mut config =
-            fitting(dp, tp, pp, &format!("[pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n"));
+        let schedule_name = schedule.name();
+        let name =
+            format!("dp={dp},tp={tp},pp={pp} {schedule_name} x{micros}, sequence_parallel = {sequence_parallel}");
+        // As many layers as ranks: with two stages on each, every other one is empty.
+        let (layers, stages) = (pp.max(2), pp * schedule.default_virtual_stages());
+        let deal = |stage: usize| (stage + 1) * layers / stages - stage * layers / stages;
+        let partition: Vec<usize> = (0..stages).map(deal).collect();
+        let more = format!(
+            "[pipeline]\nschedule = '{schedule_name}'\nnum_microbatches = {micros}\npartition = {partition:?}\n"
+        );
+        let mut config = fitting(dp, tp, pp, &more);
         config.parallelism.sequence_parallel = sequence_parallel;
         let mut rng = meshwork_testkit::Rng::new(7);
         let seq = config.model.seq_len;
@@ -162,6 +172,7 @@ fn a_sweep_over_all_meshes() {
             (one.parallelism.dp, one.parallelism.tp, one.parallelism.pp) = (1, 1, 1);
             one.parallelism.sequence_parallel = false;
             (one.pipeline.num_microbatches, one.training.micro_batch_size) = (1, batch);
+            (one.pipeline.schedule, one.pipeline.virtual_stages) = ("gpipe".to_owned(), 1);
             one.pipeline.partition = vec![one.model.num_layers];
             run_config("one rank", &one, &data)
         });
