@@ -78,7 +78,8 @@ impl meshwork_pipeline::Transport for PipeTransport {
     type Message = Message;
     type Error = TrainError;
 
-    fn send(&mut self, to_rank: usize, tag: Tag, message: Message) -> Result<(), TrainError> {
+    /// Without the tag: between two ranks, messages are received in the order in which they are sent.
+    fn send(&mut self, to_rank: usize, _: Tag, message: Message) -> Result<(), TrainError> {
         let Message { tensor, types } = message;
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
         let part = self.part(&Boundary { shape, types });
@@ -98,7 +99,6 @@ impl meshwork_pipeline::Transport for PipeTransport {
         {
             oldest.wait()?;
         }
-        _ = tag; // messages between two ranks are received in the order in which they are sent
         sends.push_back(self.group.start_send(buffer, to_rank, signature)?);
         Ok(())
     }

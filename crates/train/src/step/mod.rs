@@ -55,8 +55,8 @@ pub struct Trainer {
     seq_len: usize,
     micro_batch: usize,
     micros: usize,
-    /// Steps that were begun, those among them that are not certain yet, oldest last.
     steps_begun: u64,
+    /// Those among them that are not certain yet, the oldest first.
     unsettled: VecDeque<Unsettled>,
     watch: Option<Arc<dyn Watch>>,
 }
