@@ -12,8 +12,8 @@
 //! one after another:
 //!
 //! - `S` and `dP`: one chain over the features.
-//! - `O`: over the keys, in blocks of 256 from key 0; divided by the row's total of `e^{S - max}` at the end, which is
-//!   summed as in `reduce.rs`.
+//! - `O`: over the keys, in blocks of 256 from key 0; multiplied at the end by one over the row's total of `e^{S - max}`,
+//!   which is summed in the same order.
 //! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0.
 //!
 //! What the mask hides is skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ`
@@ -28,10 +28,11 @@
 //!
 //! # The work
 //!
-//! Heads are shared among threads; each is one thread's, products and all. Forward: K transposed and V are packed, then
-//! panels of as many query rows as a tile is high pass by them, with all their scores at once. Backward: over blocks of
-//! 128 keys, and for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long
-//! the sequence. On the diagonal both stop at a tile's edge.
+//! Heads are shared among threads; each is one thread's, products and all. Forward: panels of as many queries as a tile
+//! is wide pass by the keys, with all their scores at once, a row for each key: a vector holds one key's scores of many
+//! queries, so that maxima, totals and exponentials need no sums within a vector. Backward: over blocks of 128 keys, and
+//! for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long the sequence.
+//! On the diagonal both stop at a tile's edge.
 //!
 //! More than 400 lines: both directions share the orders above, and what one leaves as zeros the next product relies on.
 
@@ -43,12 +44,13 @@ mod tiles;
 use super::Float;
 use super::dropout::Mask;
 use super::matmul::{Precision, Update};
-use heads::{HeadMut, heads_mut};
+use heads::{RowsMut, heads_mut};
 use meshwork_core::pool;
 use meshwork_core::simd::wide;
+use rows::{VECTOR, softmax};
 use std::ops::Range;
 pub use tiles::Tiled;
-use tiles::{MAX_ROWS, Tiles};
+use tiles::{Left, MAX_WIDTH, Panels, Tiles};
 
 /// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
 const FORWARD_KEYS: usize = 256;
@@ -56,9 +58,8 @@ const FORWARD_KEYS: usize = 256;
 /// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
 const BLOCK: usize = 128;
 
-/// Softmax works on so many scores at a time; the scratch of a row is longer by as many, so that the last ones have
-/// room and rows do not all map to the same sets of the L1 cache.
-const VECTOR: usize = 16;
+/// Between rows of the backward's squares of scores: longer by a vector, so that rows do not all map to the same sets of the L1 cache.
+const STRIDE: usize = BLOCK + VECTOR;
 
 /// The dims of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,46 +178,54 @@ fn forward_head<T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     [q, k, v]: [&[T]; 3],
-    mut out: HeadMut<'_, T>,
+    mut out: RowsMut<'_, T>,
     lse: &mut [T],
     dropout: HeadDropout,
 ) {
     let Dims { seq, head_dim, .. } = dims;
-    let ((in_row, _), scale) = (dims.rows(), dims.scale());
-    let stride = seq.next_multiple_of(VECTOR) + VECTOR;
+    let ((in_row, _), scale, width) = (dims.rows(), dims.scale(), tiles.width());
     let lens = [
+        tiles.left_len([seq, head_dim]),
         tiles.packed_len([head_dim, seq]),
         tiles.packed_len([seq, head_dim]),
-        tiles.rows * stride,
-        tiles.rows * head_dim,
+        seq * width,
+        tiles.left_len([width, seq]),
         seq,
-        tiles.left_len(head_dim.max(FORWARD_KEYS)),
     ];
-    scratch::with(lens, |[keys, values, scores, sums, factors, left]| {
-        let keys = tiles.pack([head_dim, seq], (k, (1, in_row)), keys);
-        let values = tiles.pack([seq, head_dim], (v, (in_row, 1)), values);
-        for rows in panels(0..seq, tiles.rows) {
-            let (first, height, live) = (rows.start, rows.len(), rows.end);
-            let q = (&q[first * in_row..], (in_row, 1));
-            tiles.times(height, q, (keys, 0..head_dim, 0..live), (scores, stride), Update::Overwrite, left);
-            let panel = &mut scores[..height * stride];
-            let totals = softmax(&tiles, scale, panel, stride, first + 1);
+    scratch::with(lens, |[k_words, qt, vs, scores, p_words, factors]| {
+        let ks = tiles.left([seq, head_dim], (k, (in_row, 1)), k_words);
+        let qt = tiles.pack([head_dim, seq], (q, (1, in_row)), qt);
+        let vs = tiles.pack([seq, head_dim], (v, (in_row, 1)), vs);
+        for queries in blocks(0..seq, width) {
+            let live = queries.end;
+            let scores = &mut scores[..live * width];
+            products(&tiles, ks, qt, queries.clone(), RowsMut::new(scores, width));
+            let mut inverses = [T::ZERO; MAX_WIDTH];
+            for strip in (0..queries.len()).step_by(VECTOR) {
+                let first = queries.start + strip;
+                let [lses, ones] = softmax(scale, &mut scores[strip..], width, first);
+                lse[first..].iter_mut().zip(lses).for_each(|(to, lse)| *to = lse);
+                inverses[strip..][..VECTOR].copy_from_slice(&ones);
+            }
             if let Some((mask, start)) = dropout {
-                for (i, row) in rows.clone().zip(scores.chunks_exact_mut(stride)) {
-                    let factors = &mut factors[..=i];
+                for (lane, i) in queries.clone().enumerate() {
+                    let factors = &mut factors[..live];
                     mask.factors(start + (i * seq) as u64, factors);
-                    row.iter_mut().zip(factors).for_each(|(p, factor)| *p *= *factor);
+                    scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                 }
             }
-            for keys in blocks(0..live, FORWARD_KEYS) {
-                let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
-                let p = (&scores[keys.start..], (stride, 1));
-                tiles.times(height, p, (values, keys, 0..head_dim), (sums, head_dim), update, left);
-            }
-            for ((i, sums), [max, total]) in rows.zip(sums.chunks_exact(head_dim)).zip(totals) {
-                lse[i] = T::from_f64(max.to_f64() + total.to_f64().ln());
-                let inverse = T::ONE / total;
-                out.row(i).iter_mut().zip(sums).for_each(|(o, &sum)| *o = sum * inverse);
+            let p = tiles.left([queries.len(), live], (scores, (1, width)), p_words);
+            for rows in panels(queries.clone(), tiles.rows) {
+                let (first, height) = (rows.start - queries.start, rows.len());
+                let mut out = out.part(rows.clone(), 0);
+                for keys in blocks(0..rows.end, FORWARD_KEYS) {
+                    let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
+                    let p = p.from(first, keys.start);
+                    tiles.times(height, p, (vs, keys, 0..head_dim), out.part(0..height, 0), update);
+                }
+                for (r, inverse) in inverses[first..][..height].iter().enumerate() {
+                    out.row(r).iter_mut().for_each(|o| *o *= *inverse);
+                }
             }
         }
     });
@@ -228,16 +237,14 @@ fn backward_head<T: Tiled>(
     dims: Dims,
     [q, k, v, out, dout]: [&[T]; 5],
     lse: &[T],
-    [mut q_grad, mut k_grad, mut v_grad]: [HeadMut<'_, T>; 3],
+    [mut q_grad, mut k_grad, mut v_grad]: [RowsMut<'_, T>; 3],
     dropout: HeadDropout,
 ) {
-    /// Between rows of a square of scores.
-    const STRIDE: usize = BLOCK + VECTOR;
     let Dims { seq, head_dim, .. } = dims;
     let ((in_row, out_row), scale) = (dims.rows(), dims.scale());
     let ([by_feature, by_row], square) =
         ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
-    let block = BLOCK * head_dim;
+    let (block, left) = (BLOCK * head_dim, tiles.left_len([seq, head_dim]));
     let lens = [
         by_feature,
         by_feature,
@@ -251,17 +258,21 @@ fn backward_head<T: Tiled>(
         block,
         seq,
         tiles.rows * STRIDE,
-        tiles.left_len(head_dim.max(BLOCK)),
+        left,
+        left,
+        tiles.left_len([BLOCK, BLOCK]),
     ];
-    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors, left]| {
+    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors, q_words, g_words, words]| {
         let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
         let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
         let qs = tiles.pack([seq, head_dim], (q, (in_row, 1)), qs);
         let gs = tiles.pack([seq, head_dim], (dout, (out_row, 1)), gs);
+        let q = tiles.left([seq, head_dim], (q, (in_row, 1)), q_words);
+        let g = tiles.left([seq, head_dim], (dout, (out_row, 1)), g_words);
         for (i, d) in dots.iter_mut().enumerate() {
             let at = i * out_row;
-            *d = tiles.reductions.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
+            *d = tiles.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
         }
         for keys in blocks(0..seq, BLOCK) {
             for queries in blocks(keys.start..seq, BLOCK) {
@@ -271,10 +282,10 @@ fn backward_head<T: Tiled>(
                     let live = keys.start..keys.end.min(rows.end);
                     let at = (first - queries.start) * STRIDE;
                     let (p, ds) = (&mut p[at..][..height * STRIDE], &mut ds[at..][..height * STRIDE]);
-                    let q = (&q[first * in_row..], (in_row, 1));
-                    let g = (&dout[first * out_row..], (out_row, 1));
-                    tiles.times(height, q, (kt, 0..head_dim, live.clone()), (p, STRIDE), Update::Overwrite, left);
-                    tiles.times(height, g, (vt, 0..head_dim, live.clone()), (ds, STRIDE), Update::Overwrite, left);
+                    for (a, b, to) in [(q, kt, &mut *p), (g, vt, &mut *ds)] {
+                        let b = (b, 0..head_dim, live.clone());
+                        tiles.times(height, a.from(first, 0), b, RowsMut::new(to, STRIDE), Update::Overwrite);
+                    }
                     let factors = dropout.map(|(mask, start)| {
                         for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
                             let start = start + (i * seq + keys.start) as u64;
@@ -295,8 +306,9 @@ fn backward_head<T: Tiled>(
                     );
                     factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
                     let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
-                    let dq = (&mut dq[first * head_dim..], head_dim);
-                    tiles.times(height, (ds, (STRIDE, 1)), (ks, live, 0..head_dim), dq, update, left);
+                    let ds = tiles.left([height, live.len()], (ds, (STRIDE, 1)), words);
+                    let dq = RowsMut::new(&mut dq[first * head_dim..], head_dim);
+                    tiles.times(height, ds, (ks, live, 0..head_dim), dq, update);
                 }
                 let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
                 for columns in panels(0..keys.len(), tiles.rows) {
@@ -304,9 +316,10 @@ fn backward_head<T: Tiled>(
                     let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
                     let at = (first - queries.start) * STRIDE + columns.start;
                     for (scores, rows, sums) in [(&*p, gs, &mut *dv), (&*ds, qs, &mut *dk)] {
-                        let sums = (&mut sums[columns.start * head_dim..], head_dim);
-                        let terms = (rows, first..queries.end, 0..head_dim);
-                        tiles.times(columns.len(), (&scores[at..], (1, STRIDE)), terms, sums, update, left);
+                        let terms = first..queries.end;
+                        let a = tiles.left([columns.len(), terms.len()], (&scores[at..], (1, STRIDE)), words);
+                        let sums = RowsMut::new(&mut sums[columns.start * head_dim..], head_dim);
+                        tiles.times(columns.len(), a, (rows, terms, 0..head_dim), sums, update);
                     }
                 }
             }
@@ -322,33 +335,25 @@ fn backward_head<T: Tiled>(
     });
 }
 
-/// Turns the first products of each row, `live` in the first row and one more in each that follows, into `e^{S - max}`
-/// and those after them, up to a whole vector and one more, into zeros; returns each row's largest `S` and total.
-///
-/// Step by step over all rows, so that no row waits for the sums of the one before.
-fn softmax<T: Tiled>(tiles: &Tiles<T>, scale: T, scores: &mut [T], stride: usize, live: usize) -> [[T; 2]; MAX_ROWS] {
-    let mut results = [[T::ZERO; 2]; MAX_ROWS];
-    for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
-        let (row, after) = vectors(row, live + r, T::NEG_INFINITY);
-        after.fill(T::ZERO);
-        results[r][0] = tiles.reductions.max(row);
+/// The products of all keys up to a panel of queries, a row each, with those queries: what the mask keeps, and more up to
+/// a tile's edges.
+fn products<T: Tiled>(
+    tiles: &Tiles<T>,
+    keys: Left<'_, T>,
+    right: Panels<'_, T>,
+    queries: Range<usize>,
+    mut to: RowsMut<'_, T>,
+) {
+    // From there on, only the second vector of queries sees the keys.
+    let second = queries.start + tiles.lanes;
+    let middle = second.min(queries.end);
+    for (seen, first) in [(0..middle, queries.start), (middle..queries.end, second)] {
+        for rows in panels(seen, tiles.rows) {
+            let b = (right, 0..right.terms, first..queries.end.next_multiple_of(tiles.lanes));
+            let to = to.part(rows.clone(), first - queries.start);
+            tiles.times(rows.len(), keys.from(rows.start, 0), b, to, Update::Overwrite);
+        }
     }
-    wide(
-        #[inline(always)]
-        || {
-            for (r, row) in scores.chunks_exact_mut(stride).enumerate() {
-                let max = results[r][0];
-                for x in &mut row[..(live + r).next_multiple_of(VECTOR)] {
-                    *x = ((*x - max) * scale).exp();
-                }
-            }
-        },
-    );
-    for (r, row) in scores.chunks_exact(stride).enumerate() {
-        let total = tiles.reductions.total(&row.as_chunks().0[..(live + r).div_ceil(VECTOR)]);
-        results[r] = [results[r][0] * scale, total];
-    }
-    results
 }
 
 /// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole

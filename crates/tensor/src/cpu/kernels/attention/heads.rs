@@ -1,9 +1,10 @@
 //! A tensor whose heads lie interleaved, taken apart so that each can be written by another thread.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
-/// The rows of one head, to write: every position's `width` elements, `step` apart.
-pub(super) struct HeadMut<'a, T> {
+/// Rows of a matrix, to write: `width` elements each, `step` apart. Those of one head lie between the other heads'.
+pub(super) struct RowsMut<'a, T> {
     start: *mut T,
     rows: usize,
     step: usize,
@@ -12,14 +13,35 @@ pub(super) struct HeadMut<'a, T> {
 }
 
 // SAFETY: it is the only way to its elements, like the exclusive reference it was made of.
-unsafe impl<T: Send> Send for HeadMut<'_, T> {}
+unsafe impl<T: Send> Send for RowsMut<'_, T> {}
 
-impl<T> HeadMut<'_, T> {
-    /// The elements of position `i`.
+impl<'a, T> RowsMut<'a, T> {
+    /// The whole rows of `step` elements in a slice.
+    pub(super) fn new(slice: &'a mut [T], step: usize) -> Self {
+        RowsMut { start: slice.as_mut_ptr(), rows: slice.len() / step, step, width: step, tensor: PhantomData }
+    }
+
+    /// The elements of row `i`.
     pub(super) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows, "row {i} of {}", self.rows);
-        // SAFETY: a row of this head, in the tensor; `heads_mut` gave the head to nobody else, and `self` is exclusive.
+        // SAFETY: a row of this matrix, in the tensor; nobody else was given it, and `self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(i * self.step), self.width) }
+    }
+
+    /// Some rows, from a column on.
+    pub(super) fn part(&mut self, rows: Range<usize>, column: usize) -> RowsMut<'_, T> {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(column <= self.width, "column {column} of {}", self.width);
+        // In bounds by the asserts, if there is an element.
+        let start = self.start.wrapping_add(rows.start * self.step + column);
+        RowsMut { start, rows: rows.len(), step: self.step, width: self.width - column, tensor: PhantomData }
+    }
+
+    /// Where the first row starts and how far the rows are apart, for who writes `rows` by `columns` there.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for vector instructions"))]
+    pub(super) fn block(&mut self, [rows, columns]: [usize; 2]) -> (*mut T, usize) {
+        assert!(rows <= self.rows && columns <= self.width, "{rows} by {columns} of {} by {}", self.rows, self.width);
+        (self.start, self.step)
     }
 }
 
@@ -27,13 +49,13 @@ impl<T> HeadMut<'_, T> {
 pub(super) fn heads_mut<const PARTS: usize, T: Send>(
     tensor: &mut [T],
     [samples, rows, heads, width]: [usize; 4],
-) -> impl Iterator<Item = [HeadMut<'_, T>; PARTS]> + Send {
+) -> impl Iterator<Item = [RowsMut<'_, T>; PARTS]> + Send {
     let step = PARTS * heads * width;
     assert_eq!(tensor.len(), samples * rows * step, "elements of [{samples}, {rows}, {PARTS}, {heads}, {width}]");
     let start = Start(tensor.as_mut_ptr());
     (0..samples * heads).map(move |item| {
         let (sample, head) = (item / heads, item % heads);
-        std::array::from_fn(|part| HeadMut {
+        std::array::from_fn(|part| RowsMut {
             // In bounds by the assert, if there is a row; no two (sample, part, head) share an element of any row.
             start: start.get().wrapping_add(sample * rows * step + (part * heads + head) * width),
             rows,
@@ -53,14 +75,14 @@ impl<T> Start<T> {
     }
 }
 
-// SAFETY: as for `HeadMut`; each head is made of it once.
+// SAFETY: as for `RowsMut`; each head is made of it once.
 unsafe impl<T: Send> Send for Start<T> {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Every element is in one row of one head, where the layout says.
+    /// Every element is in one row of one head, where the layout says; parts of a head are its rows too.
     #[test]
     fn heads_take_the_tensor_apart() {
         let [samples, rows, heads, width] = [2, 3, 4, 5];
@@ -70,10 +92,10 @@ mod tests {
                 for i in 0..rows {
                     let (sample, h) = (item / heads, item % heads);
                     let first = (((sample * rows + i) * 2 + part) * heads + h) * width;
-                    for (e, to) in head.row(i).iter_mut().enumerate() {
-                        assert_eq!(*to, usize::MAX);
-                        *to = first + e;
-                    }
+                    let (left, right) = (head.row(i)[..2].to_vec(), head.part(i..rows, 2).row(0).to_vec());
+                    assert_eq!([left, right].concat(), [usize::MAX; 5]);
+                    head.part(i..rows, 2).row(0).iter_mut().enumerate().for_each(|(e, to)| *to = first + 2 + e);
+                    head.row(i)[..2].iter_mut().enumerate().for_each(|(e, to)| *to = first + e);
                 }
             }
         }

@@ -1,149 +1,138 @@
-//! Reductions of rows, a vector of lanes at a time and the lanes then folded, in the order of `reduce.rs`. With
-//! instructions where the CPU has `avx512f`: of the loops that say the same the compiler makes scalars.
+//! What happens to rows besides the products: softmax, a vector of queries at a time, and with instructions what the
+//! compiler makes scalars of.
 
 use super::super::Float;
-use super::VECTOR;
+use super::FORWARD_KEYS;
+use super::tiles::Rows;
+use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// A row in whole vectors.
-pub(super) type Vectors<T> = [[T; VECTOR]];
+/// Queries whose scores are worked on at a time.
+pub(super) const VECTOR: usize = 16;
 
-/// Vectors whose lanes are added in `T`; blocks of as many are added in f64.
-const BLOCK: usize = 1024 / VECTOR;
-
-/// How this CPU reduces rows of `T`.
-#[derive(Clone, Copy)]
-pub(super) struct Reductions<T> {
-    max: unsafe fn(&Vectors<T>) -> T,
-    total: unsafe fn(&Vectors<T>) -> T,
-    dot: unsafe fn(&Vectors<T>, &Vectors<T>) -> T,
+/// The scores of a vector of queries: a row for each key, `stride` apart, of which `scores` begins with the first.
+#[inline(always)]
+fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VECTOR]> {
+    scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
 }
 
-impl<T: Float> Reductions<T> {
-    /// In loops.
-    pub(super) fn loops() -> Self {
-        Reductions { max, total, dot }
-    }
-
-    /// The largest element, minus infinity for an empty row. A NaN may be missed.
-    pub(super) fn max(&self, row: &Vectors<T>) -> T {
-        // SAFETY: a table is only made of functions that this CPU runs.
-        unsafe { (self.max)(row) }
-    }
-
-    /// The sum.
-    pub(super) fn total(&self, row: &Vectors<T>) -> T {
-        // SAFETY: as above.
-        unsafe { (self.total)(row) }
-    }
-
-    /// The sum of the products of two rows of one length, at most 1024.
-    pub(super) fn dot(&self, x: &[T], y: &[T]) -> T {
-        let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks());
-        // SAFETY: as above.
-        let whole = unsafe { (self.dot)(x, y) };
-        x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y)
-    }
-}
-
-fn max<T: Float>(row: &Vectors<T>) -> T {
-    let mut lanes = [T::NEG_INFINITY; VECTOR];
-    for x in row {
-        for l in 0..VECTOR {
-            lanes[l] = x[l].larger(lanes[l]);
-        }
-    }
-    fold(lanes, T::larger)
-}
-
-fn total<T: Float>(row: &Vectors<T>) -> T {
-    let block = |row: &Vectors<T>| {
-        let mut lanes = [T::ZERO; VECTOR];
-        for x in row {
-            for l in 0..VECTOR {
-                lanes[l] += x[l];
+/// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides them.
+/// Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`]. The first
+/// query's own key is row `own`, the others' follow.
+pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: usize) -> [[T; VECTOR]; 2] {
+    wide(
+        #[inline(always)]
+        || {
+            let seen = ((own + VECTOR) * stride).min(scores.len());
+            let (scores, unseen) = scores.split_at_mut(seen);
+            rows(unseen, stride).for_each(|scores| *scores = [T::ZERO; VECTOR]);
+            for (row, scores) in rows(&mut scores[own * stride..], stride).enumerate() {
+                for (query, score) in scores.iter_mut().enumerate() {
+                    *score = if (query as i32) < row as i32 { T::NEG_INFINITY } else { *score };
+                }
             }
-        }
-        fold(lanes, |a, b| a + b)
-    };
-    T::from_f64(row.chunks(BLOCK).fold(0.0, |total, row| total + block(row).to_f64()))
+            let mut max = [T::NEG_INFINITY; VECTOR];
+            for scores in rows(scores, stride) {
+                for l in 0..VECTOR {
+                    max[l] = scores[l].larger(max[l]);
+                }
+            }
+            let mut total = [T::ZERO; VECTOR];
+            for scores in scores.chunks_mut(FORWARD_KEYS * stride) {
+                let mut sum = [T::ZERO; VECTOR];
+                for scores in rows(scores, stride) {
+                    for l in 0..VECTOR {
+                        scores[l] = ((scores[l] - max[l]) * scale).exp();
+                    }
+                    // A loop of its own, short enough for sums in registers.
+                    for l in 0..VECTOR {
+                        sum[l] += scores[l];
+                    }
+                }
+                for l in 0..VECTOR {
+                    total[l] += sum[l];
+                }
+            }
+            let mut results = [[T::ZERO; VECTOR]; 2];
+            for l in 0..VECTOR {
+                results[0][l] = max[l] * scale + total[l].ln();
+                results[1][l] = T::ONE / total[l];
+            }
+            results
+        },
+    )
 }
 
-fn dot<T: Float>(x: &Vectors<T>, y: &Vectors<T>) -> T {
+/// The sum of the products of two rows of one length, in the order of `reduce.rs`; the last elements, fewer than a
+/// vector, one by one.
+pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
     let mut lanes = [T::ZERO; VECTOR];
     for (x, y) in x.iter().zip(y) {
         for l in 0..VECTOR {
             lanes[l] += x[l] * y[l];
         }
     }
-    fold(lanes, |a, b| a + b)
-}
-
-/// Lane `l` with `l + 8`, then with `l + 4`, `l + 2` and `l + 1`.
-fn fold<T: Copy>(mut lanes: [T; VECTOR], f: impl Fn(T, T) -> T) -> T {
     for width in [8, 4, 2, 1] {
         for l in 0..width {
-            lanes[l] = f(lanes[l], lanes[l + width]);
+            let other = lanes[l + width];
+            lanes[l] += other;
         }
     }
-    lanes[0]
+    x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
 }
 
-#[cfg(target_arch = "x86_64")]
-impl Reductions<f32> {
-    /// In instructions.
-    ///
-    /// # Safety
-    /// The CPU has `avx512f`.
-    pub(super) unsafe fn avx512() -> Self {
-        Reductions { max: max_avx512, total: total_avx512, dot: dot_avx512 }
-    }
-}
-
+/// [`dot`] in instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn max_avx512(row: &Vectors<f32>) -> f32 {
-    let mut lanes = _mm512_set1_ps(f32::NEG_INFINITY);
-    for x in row {
-        lanes = _mm512_max_ps(load(x), lanes);
-    }
-    _mm512_reduce_max_ps(lanes)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn total_avx512(row: &Vectors<f32>) -> f32 {
-    let mut total = 0.0;
-    for row in row.chunks(BLOCK) {
-        let mut lanes = _mm512_setzero_ps();
-        for x in row {
-            lanes = _mm512_add_ps(lanes, load(x));
-        }
-        total += f64::from(sum_avx512(lanes));
-    }
-    total as f32
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn dot_avx512(x: &Vectors<f32>, y: &Vectors<f32>) -> f32 {
+pub(super) fn dot_avx512(x: &[f32], y: &[f32]) -> f32 {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks());
     let mut lanes = _mm512_setzero_ps();
     for (x, y) in x.iter().zip(y) {
         lanes = _mm512_add_ps(lanes, _mm512_mul_ps(load(x), load(y)));
     }
-    sum_avx512(lanes)
-}
-
-/// [`fold`] of a sum.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn sum_avx512(lanes: __m512) -> f32 {
+    // Lane l and l + 8, then l + 4, l + 2 and l + 1.
     let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(lanes), _mm512_castps_pd(lanes)));
     let x = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high));
     let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
     let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+    let whole = _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y)
+}
+
+/// Rows of so many terms rounded to `bf16`, two terms a word, the first in the upper half; zero beyond the last term.
+/// Between rows of `from` and of `to` are as many elements.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(super) fn round_avx512bf16([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+    let words = terms.div_ceil(2);
+    assert!(
+        rows == 0 || (rows - 1) * row + terms <= from.len() && (rows - 1) * to_row + words <= to.len(),
+        "rows of words"
+    );
+    for i in 0..rows {
+        for first in (0..words).step_by(VECTOR) {
+            let term = i * row + 2 * first;
+            let left = terms - 2 * first;
+            // SAFETY: masked to the terms and to the words of these rows, in the slices by the assert; all bytes are valid
+            // in either type.
+            unsafe {
+                let low = _mm512_maskz_loadu_ps(mask(left), from.as_ptr().add(term));
+                let high =
+                    _mm512_maskz_loadu_ps(mask(left.saturating_sub(VECTOR)), from.as_ptr().wrapping_add(term + VECTOR));
+                let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                let pairs = _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs));
+                _mm512_mask_storeu_ps(to.as_mut_ptr().add(i * to_row + first), mask(words - first), pairs);
+            }
+        }
+    }
+}
+
+/// A mask of so many lanes, or of all if there are fewer.
+#[cfg(target_arch = "x86_64")]
+fn mask(lanes: usize) -> __mmask16 {
+    if lanes >= VECTOR { !0 } else { (1 << lanes) - 1 }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -153,33 +142,47 @@ fn load(x: &[f32; VECTOR]) -> __m512 {
     unsafe { _mm512_loadu_ps(x.as_ptr()) }
 }
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::kernels::gemm::rounded;
     use crate::cpu::kernels::oracle::values;
     use crate::cpu::kernels::reduce;
 
-    /// Both kinds give the bits of `reduce.rs`, over one block and several.
+    /// Every kind gives the bits of `reduce.rs`.
     #[test]
-    fn reductions_follow_the_order_of_reduce() {
-        let mut kinds = vec![Reductions::loops()];
-        if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the CPU has it.
-            kinds.push(unsafe { Reductions::avx512() });
-        }
-        for kind in kinds {
-            for len in [0, 16, 64, 1024, 1040, 5008] {
-                let x: Vec<f32> = values("x", len);
-                let row = x.as_chunks().0;
-                assert_eq!(kind.max(row), reduce::max(&x));
-                assert_eq!(kind.total(row), reduce::sum(&x, |x| x));
+    fn dots_follow_the_order_of_reduce() {
+        for len in [1, 16, 40, 64, 256] {
+            let (x, y): (Vec<f32>, Vec<f32>) = (values("x", len), values("y", len));
+            let whole = len / VECTOR * VECTOR;
+            let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
+            let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);
+            assert_eq!(dot(&x, &y), want);
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx512f") {
+                // SAFETY: the CPU has it.
+                assert_eq!(unsafe { dot_avx512(&x, &y) }, want);
             }
-            for len in [1, 16, 40, 64, 256] {
-                let (x, y): (Vec<f32>, Vec<f32>) = (values("x", len), values("y", len));
-                let whole = len / VECTOR * VECTOR;
-                let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
-                let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);
-                assert_eq!(kind.dot(&x, &y), want);
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn words_hold_two_rounded_terms() {
+        if !(is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw")) {
+            return;
+        }
+        for len in [1, 2, 15, 16, 17, 31, 32, 33, 64, 127] {
+            let terms: Vec<f32> = values("terms", 2 * len + 1);
+            let row = len.div_ceil(2);
+            let mut words = vec![f32::NAN; 2 * row];
+            // SAFETY: the CPU has it.
+            unsafe { round_avx512bf16([2, len], (&terms, len + 1), (&mut words, row)) };
+            let upper = |x: f32| rounded(x).to_bits() >> 16;
+            for (terms, words) in terms.chunks(len + 1).zip(words.chunks(row)) {
+                for (pair, word) in terms[..len].chunks(2).zip(words) {
+                    assert_eq!(word.to_bits(), upper(pair[0]) << 16 | pair.get(1).map_or(0, |&x| upper(x)), "{len}");
+                }
             }
         }
     }

@@ -2,8 +2,9 @@
 //! hides to within a tile.
 //!
 //! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read as it
-//! lies in [`Precision::F32`]; in [`Precision::Bf16`] packing is what rounds, so A is packed too, for each product. A
-//! packed operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles are those of [`gemm`](super::super::gemm): an element is one chain of fused
+//! lies in [`Precision::F32`]; in [`Precision::Bf16`] it is rounded first, once a head or once a product. A packed or
+//! rounded operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles
+//! are those of [`gemm`](super::super::gemm): an element is one chain of fused
 //! multiply-adds over its terms in order, from zero, which is then added to C or replaces it; the same bits with
 //! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused. A product of two `bf16`
 //! is exact in `f32`, so that of rounded operands all kinds make the same bits, but for subnormal numbers.
@@ -17,24 +18,30 @@ use super::super::gemm::{
 };
 use super::super::gemm::{Path, rounded};
 use super::super::matmul::{Precision, Strides, Update};
-use super::rows::Reductions;
+use super::heads::RowsMut;
+use super::rows::dot;
+#[cfg(target_arch = "x86_64")]
+use super::rows::{dot_avx512, round_avx512bf16};
 use std::ops::Range;
 
 /// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row. Even, for whole words.
 const COPIED_ROWS: usize = 16;
 
-/// Rows of the highest tile of any CPU.
-pub(super) const MAX_ROWS: usize = 16;
+/// Columns of the widest tile of any CPU.
+pub(super) const MAX_WIDTH: usize = 32;
 
 /// A slice of elements and the distance between its rows, which are contiguous.
-type Rows<S> = (S, usize);
+pub(super) type Rows<S> = (S, usize);
 
 /// Computes one tile: `[rows, columns, words]`, A, B, C. The caller knows that this CPU can.
-type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, Rows<&mut [T]>, Update);
+type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update);
 
-/// Packs `[terms, columns]` of B, or of A transposed, at most `lanes` columns: word l of every column at `l step`, zero
+/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every column at `l step`, zero
 /// beyond the last column and the last term. The caller knows that this CPU can.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
+
+/// Rounds `[rows, terms]` of A to words, rows to rows, where A is not read as it lies. The caller knows that this CPU can.
+type RoundFn<T> = unsafe fn([usize; 2], Rows<&[T]>, Rows<&mut [T]>);
 
 /// How this CPU multiplies tiles of `T`.
 #[derive(Clone, Copy)]
@@ -42,15 +49,16 @@ pub(super) struct Tiles<T> {
     /// Rows of the highest tile.
     pub(super) rows: usize,
     /// Elements of a vector; the widest tile has two.
-    lanes: usize,
+    pub(super) lanes: usize,
     /// Terms of a packed word.
     terms: usize,
     /// Whether A is read as it lies.
     in_place: bool,
     tile: TileFn<T>,
     pack: PackFn<T>,
-    /// How it reduces rows.
-    pub(super) reductions: Reductions<T>,
+    round: RoundFn<T>,
+    /// The sum of the products of two rows of one length. The caller knows that this CPU can.
+    dot: unsafe fn(&[T], &[T]) -> T,
 }
 
 /// An element type that attention computes in.
@@ -79,11 +87,13 @@ impl Tiled for f64 {
 pub(super) struct Panels<'a, T> {
     packed: &'a [T],
     words: usize,
+    /// Its terms.
+    pub(super) terms: usize,
 }
 
 impl<T: Float> Tiles<T> {
     /// Columns of the widest tile.
-    fn width(&self) -> usize {
+    pub(super) fn width(&self) -> usize {
         2 * self.lanes
     }
 
@@ -92,9 +102,43 @@ impl<T: Float> Tiles<T> {
         terms.div_ceil(self.terms) * columns.next_multiple_of(self.width())
     }
 
-    /// Elements that [`times`](Self::times) needs to pack an A of at most so many terms.
-    pub(super) fn left_len(&self, terms: usize) -> usize {
-        if self.in_place { 0 } else { terms.div_ceil(self.terms) * self.lanes }
+    /// Elements that the words of an A, `[rows, terms]`, need.
+    pub(super) fn left_len(&self, [rows, terms]: [usize; 2]) -> usize {
+        if self.in_place { 0 } else { rows.next_multiple_of(self.lanes) * terms.div_ceil(self.terms) }
+    }
+
+    /// A, `[rows, terms]`, one of them contiguous, as tiles read it. `to` has [`left_len`](Self::left_len).
+    pub(super) fn left<'a>(
+        &self,
+        [rows, terms]: [usize; 2],
+        (from, (row, step)): (&'a [T], Strides),
+        to: &'a mut [T],
+    ) -> Left<'a, T> {
+        if self.in_place {
+            return Left { a: from, strides: (row, step), terms: 1 };
+        }
+        // Words are as contiguous as terms or rows were.
+        let strides = if step == 1 {
+            let words = terms.div_ceil(self.terms);
+            // SAFETY: a table is only made of functions that this CPU runs.
+            unsafe { (self.round)([rows, terms], (from, row), (&mut *to, words)) };
+            (words, 1)
+        } else {
+            let lanes = rows.next_multiple_of(self.lanes);
+            for first in (0..rows).step_by(self.lanes) {
+                let strip = [terms, self.lanes.min(rows - first)];
+                // SAFETY: as above.
+                unsafe { (self.pack)(strip, (&from[first * row..], (step, row)), (&mut to[first..], lanes)) };
+            }
+            (1, lanes)
+        };
+        Left { a: to, strides, terms: self.terms }
+    }
+
+    /// The sum of the products of two rows of one length, at most 1024, in the order of `reduce.rs`.
+    pub(super) fn dot(&self, x: &[T], y: &[T]) -> T {
+        // SAFETY: a table is only made of functions that this CPU runs.
+        unsafe { (self.dot)(x, y) }
     }
 
     /// Packs B, `[terms, columns]`.
@@ -116,52 +160,56 @@ impl<T: Float> Tiles<T> {
                 unsafe { (self.pack)(strip, from, (&mut to[start..], width)) };
             }
         }
-        Panels { packed: to, words }
+        Panels { packed: to, words, terms }
     }
 
     /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
-    /// at an even one, the columns at a multiple of 32. A and C begin at the first of their terms and columns. `left` has
-    /// room to pack A, [`left_len`](Self::left_len).
+    /// at an even one, the columns at a whole vector of a panel, with no more of it. A and C begin at the first of
+    /// their rows, terms and columns.
     pub(super) fn times(
         &self,
         rows: usize,
-        (a, (a_row, a_step)): (&[T], Strides),
+        a: Left<'_, T>,
         (b, terms, columns): (Panels<'_, T>, Range<usize>, Range<usize>),
-        (c, c_row): Rows<&mut [T]>,
+        mut c: RowsMut<'_, T>,
         update: Update,
-        left: &mut [T],
     ) {
         let (width, words) = (self.width(), terms.len().div_ceil(self.terms));
-        debug_assert_eq!(columns.start % width, 0, "columns from the start of a panel");
         debug_assert_eq!(terms.start % 2, 0, "terms from the start of a word");
-        let a = if self.in_place {
-            (a, (a_row, a_step))
-        } else {
-            // SAFETY: a table is only made of functions that this CPU runs.
-            unsafe { (self.pack)([terms.len(), rows], (a, (a_step, a_row)), (&mut *left, self.lanes)) };
-            (&*left, (1, self.lanes))
-        };
+        let skipped = columns.start % width;
+        debug_assert!(skipped == 0 || skipped == self.lanes && columns.len() <= self.lanes, "columns {columns:?}");
         for column in columns.clone().step_by(width) {
-            let b = (&b.packed[column * b.words + terms.start / self.terms * width..], width);
+            let at = (column - skipped) * b.words + terms.start / self.terms * width + skipped;
             let dims = [rows, width.min(columns.end - column), words];
+            let c = c.part(0..rows, column - columns.start);
             // SAFETY: a table is only made of functions that this CPU runs.
-            unsafe { (self.tile)(dims, a, b, (&mut c[column - columns.start..], c_row), update) };
+            unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update) };
         }
     }
 }
 
+/// A left operand: word (i, l) at `i row + l step`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a, T> {
+    a: &'a [T],
+    strides: Strides,
+    /// Terms of a word.
+    terms: usize,
+}
+
+impl<T> Left<'_, T> {
+    /// From this row and this term, an even one, on.
+    pub(super) fn from(self, row: usize, term: usize) -> Self {
+        Left { a: &self.a[row * self.strides.0 + term / self.terms * self.strides.1..], ..self }
+    }
+}
+
 /// Holds a tile against its slices.
-fn check<T>(
-    [rows, columns, words]: [usize; 3],
-    (a, (a_row, a_step)): (&[T], Strides),
-    (b, b_step): Rows<&[T]>,
-    (c, c_row): Rows<&mut [T]>,
-) {
+fn check<T>([rows, columns, words]: [usize; 3], (a, (a_row, a_step)): (&[T], Strides), (b, b_step): Rows<&[T]>) {
     assert!(rows > 0 && columns > 0 && words > 0, "a tile of {rows} by {columns}, {words} words");
     // Strides are extents of slices in memory, far from overflow.
     let a_last = (rows - 1) * a_row + (words - 1) * a_step;
     assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
-    assert!(columns <= c_row && (rows - 1) * c_row + columns <= c.len(), "rows of a tile of C");
 }
 
 /// There is no path elsewhere.
@@ -174,26 +222,19 @@ fn vectors(path: Path) -> Tiles<f32> {
 #[cfg(target_arch = "x86_64")]
 fn vectors(path: Path) -> Tiles<f32> {
     match path {
-        Path::Avx512 => of_micro::<Avx512>(avx512()),
-        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(avx512()),
-        Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(avx512()),
-        Path::Avx2 => of_micro::<Avx2>(Reductions::loops()),
-        Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(Reductions::loops()),
+        Path::Avx512 => of_micro::<Avx512>(as_it_lies, dot_avx512),
+        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_avx512bf16, dot_avx512),
+        Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(round_loop, dot_avx512),
+        Path::Avx2 => of_micro::<Avx2>(as_it_lies, dot),
+        Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(round_loop, dot),
     }
-}
-
-/// For a CPU that has `avx512f`, as the caller knows.
-#[cfg(target_arch = "x86_64")]
-fn avx512() -> Reductions<f32> {
-    // SAFETY: the caller asked the CPU.
-    unsafe { Reductions::avx512() }
 }
 
 /// The tiles of vector instructions that this CPU has, as the caller knows.
 #[cfg(target_arch = "x86_64")]
-fn of_micro<M: Micro>(reductions: Reductions<f32>) -> Tiles<f32> {
+fn of_micro<M: Micro>(round: RoundFn<f32>, dot: unsafe fn(&[f32], &[f32]) -> f32) -> Tiles<f32> {
     let (tile, pack) = (vector_tile::<M>, vector_pack::<M>);
-    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, tile, pack, reductions }
+    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, tile, pack, round, dot }
 }
 
 /// A [`TileFn`].
@@ -205,14 +246,15 @@ unsafe fn vector_tile<M: Micro>(
     dims: [usize; 3],
     (a, (a_row, a_step)): (&[f32], Strides),
     (b, b_step): Rows<&[f32]>,
-    (c, c_row): Rows<&mut [f32]>,
+    mut c: RowsMut<'_, f32>,
     update: Update,
 ) {
-    check(dims, (a, (a_row, a_step)), (b, b_step), (c, c_row));
+    check(dims, (a, (a_row, a_step)), (b, b_step));
     let [rows, columns, words] = dims;
+    let (c, c_row) = c.block([rows, columns]);
     assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
-    let (a, b, c, add) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), update == Update::Accumulate);
-    // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice.
+    let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
+    // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
     unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add }) }
 }
 
@@ -237,14 +279,14 @@ unsafe fn vector_pack<M: Micro>(
 fn plain(precision: Precision) -> Tiles<f32> {
     match precision {
         Precision::F32 => loops(),
-        Precision::Bf16 => Tiles { in_place: false, pack: rounded_loop_pack, ..loops() },
+        Precision::Bf16 => Tiles { in_place: false, pack: rounded_loop_pack, round: round_loop, ..loops() },
     }
 }
 
 /// Tiles of plain loops.
 fn loops<T: Float>() -> Tiles<T> {
-    let (tile, pack, reductions) = (loop_tile, loop_pack, Reductions::loops());
-    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, tile, pack, reductions }
+    let (tile, pack, round) = (loop_tile, loop_pack, as_it_lies);
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, tile, pack, round, dot }
 }
 
 const LOOP_ROWS: usize = 4;
@@ -255,10 +297,10 @@ fn loop_tile<T: Float>(
     dims: [usize; 3],
     (a, (a_row, a_step)): (&[T], Strides),
     (b, b_step): Rows<&[T]>,
-    (c, c_row): Rows<&mut [T]>,
+    mut c: RowsMut<'_, T>,
     update: Update,
 ) {
-    check(dims, (a, (a_row, a_step)), (b, b_step), (c, c_row));
+    check(dims, (a, (a_row, a_step)), (b, b_step));
     let [rows, columns, terms] = dims;
     let mut sums = [[T::ZERO; 2 * LOOP_LANES]; LOOP_ROWS];
     for l in 0..terms {
@@ -268,8 +310,8 @@ fn loop_tile<T: Float>(
             sums.iter_mut().zip(b).for_each(|(sum, &b)| *sum += x * b);
         }
     }
-    for (c, sums) in c.chunks_mut(c_row).zip(&sums[..rows]) {
-        for (c, &sum) in c[..columns].iter_mut().zip(sums) {
+    for (i, sums) in sums[..rows].iter().enumerate() {
+        for (c, &sum) in c.row(i)[..columns].iter_mut().zip(sums) {
             *c = if update == Update::Accumulate { *c + sum } else { sum };
         }
     }
@@ -293,6 +335,19 @@ fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows
     loop_pack(dims, from, (&mut *to, step));
     for to in to.chunks_mut(step).take(dims[0]) {
         to[..LOOP_LANES].iter_mut().for_each(|x| *x = rounded(*x));
+    }
+}
+
+/// A [`RoundFn`] where A is read as it lies.
+fn as_it_lies<T>(_: [usize; 2], _: Rows<&[T]>, _: Rows<&mut [T]>) {
+    unreachable!("words of an operand that needs none");
+}
+
+/// A [`RoundFn`] to `bf16`, one term a word.
+fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+    for i in 0..rows {
+        let (from, to) = (&from[i * row..][..terms], &mut to[i * to_row..][..terms]);
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = rounded(x));
     }
 }
 
