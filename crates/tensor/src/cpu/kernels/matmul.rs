@@ -143,8 +143,7 @@ fn cut<T: Float>(
     epilogue.check(m, n, n);
     let path = T::path(precision);
     let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
-    let rows = m.div_ceil(threads * (m / (threads * ROWS)).clamp(1, BLOCKS));
-    let rows = rows.min((BLOCK / (columns * terms)).max(ROWS));
+    let rows = rows(threads, [m, columns, terms]);
     // Not borrowed while other work may run on this thread.
     let mut packed = Packed { dims: [0, 0], lines: LINES.take() };
     for (j, columns) in parts(n, columns) {
@@ -168,6 +167,12 @@ fn cut<T: Float>(
         }
     }
     LINES.set(packed.lines);
+}
+
+/// Rows of a block of C: of the same number of blocks for every thread.
+fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
+    let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
+    m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
 }
 
 /// Terms and columns of B to pack at once.
