@@ -94,7 +94,10 @@ macro_rules! tiles {
             }
             let (mut a, mut b) = (tile.a, tile.b);
             let mut sums = [[_mm512_setzero_ps(); V]; R];
+            let mut ahead = tile.ahead.0;
             for _ in 0..tile.words {
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+                ahead = ahead.wrapping_add(tile.ahead.1);
                 let mut row = [_mm512_setzero_ps(); V];
                 for (v, vector) in row.iter_mut().enumerate() {
                     // SAFETY: this row of B, masked to its last column.

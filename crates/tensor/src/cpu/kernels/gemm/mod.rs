@@ -75,6 +75,9 @@ const PIECE: usize = 192;
 /// Rows of B copied at a time where its rows are contiguous: few streams, each long enough to be prefetched.
 const COPIED_ROWS: usize = 16;
 
+/// Panels of a transposed A packed at once.
+const GROUP: usize = 8;
+
 /// Up to this many columns, packing A costs more than its layout may.
 const A_IN_PLACE: usize = 512;
 
@@ -346,6 +349,8 @@ pub(super) struct Tile {
     pub(super) c_row: usize,
     /// Add to C instead of replacing it.
     pub(super) add: bool,
+    /// May be fetched on the way, one per word: memory that the next tiles need. Not necessarily readable.
+    pub(super) ahead: (*const f32, usize),
 }
 
 /// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
@@ -547,27 +552,49 @@ impl Product {
         let readable = M::IN_PLACE && (along == 1 || apart == 1);
         let in_place = readable && self.n <= A_IN_PLACE && far % ALIASED != 0;
         let words = M::words(k);
-        let packed = room(buffer, if in_place { 0 } else { words * M::LANES });
+        let group = if along == 1 { 1 } else { GROUP };
+        let packed = room(buffer, if in_place { 0 } else { group * words * M::LANES });
         let add = l > 0 || self.update == Update::Accumulate;
         let width = 2 * M::LANES;
         let panels = self.m.div_ceil(M::ROWS);
+        let first_row = |panel: usize| panel * self.m / panels;
         for panel in 0..panels {
-            let i = panel * self.m / panels;
-            let rows = (panel + 1) * self.m / panels - i;
+            let (i, rows) = (first_row(panel), first_row(panel + 1) - first_row(panel));
             let (mut a, mut a_row, mut a_step) = (self.a.at(i, l), apart, along);
             if !in_place {
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; `packed` has room for the vectors.
-                unsafe { M::pack(Strip { from: a, lanes: rows, k, apart, along }, packed, M::LANES) };
-                (a, a_row, a_step) = (packed, 1, M::LANES);
+                if panel % group == 0 {
+                    let slice = if along == 1 { k } else { COPIED_ROWS };
+                    for first in (0..k).step_by(slice) {
+                        for other in panel..panels.min(panel + group) {
+                            let rows = first_row(other + 1) - first_row(other);
+                            let from = self.a.at(first_row(other), l + first);
+                            let to = packed.wrapping_add(((other - panel) * words + first / M::TERMS) * M::LANES);
+                            let k = slice.min(k - first);
+                            // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; `packed` has room for the vectors.
+                            unsafe { M::pack(Strip { from, lanes: rows, k, apart, along }, to, M::LANES) };
+                        }
+                    }
+                }
+                (a, a_row, a_step) = (packed.wrapping_add(panel % group * words * M::LANES), 1, M::LANES);
             }
+            let after = (panel / group + 1) * group;
+            let last = after >= panels && l + k == self.k;
+            let next = if after < panels { self.a.at(first_row(after), l) } else { self.a.at(0, l + k) };
             for first in (0..columns).step_by(width) {
+                let s = (after.min(panels) - panel) * columns.div_ceil(width) - first / width - 1;
                 let columns = (columns - first).min(width);
+                let ahead = {
+                    if last { (a, 0) }
+                    else if along == 1 { if s < rows { (next.wrapping_add(s * apart), M::TERMS) } else { (a, 0) } }
+                    else if s < 8 * M::TERMS { (next.wrapping_add(s / M::TERMS * 16 + s % M::TERMS * along), M::TERMS * along) }
+                    else { (a, 0) }
+                };
                 // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
                 unsafe {
                     let c = self.c.add(i * self.c_row + j + first);
                     let b_start = b.start.wrapping_add(first / width * b.panel);
                     let (b, b_step, c_row) = (b_start, b.step, self.c_row);
-                    M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add });
+                    M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead });
                 }
             }
             if l + k == self.k {
