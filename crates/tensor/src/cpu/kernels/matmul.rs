@@ -169,7 +169,7 @@ fn cut<T: Float>(
     MEMORY.set(packed.memory);
 }
 
-/// Rows of a block of C: of the same number of blocks for every thread.
+/// Rows of a block of C: as even as they come, so that every thread has as many, and none waits for another's last.
 fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
     let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
     m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))

@@ -74,7 +74,8 @@ pub(super) const N_BLOCK: usize = 768;
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
-/// Rows of B, or terms of a transposed A, copied at a time where they are contiguous: few streams, each long enough to be prefetched.
+/// Rows of B, or terms of a transposed A, copied at a time where they are contiguous: few streams, each long enough to be
+/// prefetched.
 const COPIED_ROWS: usize = 16;
 
 /// Panels of a transposed A packed at once: 112 columns, of which whole lines are read, one after the other. Together
