@@ -1,7 +1,7 @@
 """Runs a program, ours or a peer's, and reads what it measured.
 
 Programs write JSON lines to standard output; other lines are passed over. A step is `{"step", "step_ms" or "seconds"}`, a
-collective `{"op", "bytes", "us"}`.
+collective `{"op", "bytes", "us"}`, a matrix product `{"product", "gflops"}`.
 """
 
 import json
@@ -31,8 +31,9 @@ TIMEOUT_S = 1800
 OURS = {
     "gpt_train": ["build", "--release", "--example", "gpt_train"],
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
+    "gemm": ["bench", "--no-run", "-p", "meshwork-tensor", "--bench", "gemm"],
 }
-NAMES = {*OURS, "train.py", "mesh.py", "collectives.py"}
+NAMES = {*OURS, "train.py", "mesh.py", "collectives.py", "products.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
@@ -85,7 +86,7 @@ class Programs:
         command = Command([], {}, size.get("batch", 0) * size.get("seq_len", 0), size.get("warmup", 0))
         steps = size.get("steps", 0) + command.warmup
         if is_peer(text):
-            ranks = 1 if name == "train.py" else self.threads  # of a mesh, each has one thread
+            ranks = 1 if name in ("train.py", "products.py") else self.threads  # of a mesh, each has one thread
             threads = str(self.threads // ranks)
             command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {})}
             command.argv = [self.python, PEERS / name, *args]
@@ -159,6 +160,8 @@ def measure(command):
                     steps.append(event["step_ms"] / 1e3 if "step_ms" in event else event["seconds"])
                 elif "op" in event:
                     measured[f"{event['op']} {bytes_as_text(event['bytes'])}"] = event["us"]
+                elif "product" in event:
+                    measured[event["product"]] = event["gflops"]
                 elif event.get("event") == "end":
                     # What is left is a sample of text. Not send_signal, which would reap a child that is gone already.
                     os.kill(child.pid, signal.SIGINT)

@@ -38,10 +38,22 @@ MEASURES = {
     "first_step_s": Measure("s to the end of step 1", absolute=True, digits=2),
 }
 COLLECTIVE = Measure("µs", inverse=True)
+PRODUCT = Measure("GFLOP/s", more_is_better=True)
+EACH = "each"  # a target for everything that we measured beside the above
 
 
 def measure_of(name):
-    return MEASURES.get(name, COLLECTIVE)
+    return MEASURES.get(name) or (COLLECTIVE if name.endswith("iB") else PRODUCT)
+
+
+def targets_of(result):
+    """A row's targets by measure."""
+    targets = dict(result["targets"])
+    if EACH in targets:
+        each = targets.pop(EACH)
+        names = next(iter(result["runs"]["ours"]), {})
+        targets |= {name: each for name in names if name not in {*MEASURES, "others_busy"}}
+    return targets
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ def lines(name, result):
     """The lines of a row's result. Our side is held against whichever other side has the best median."""
     runs = dict(result["runs"])
     ours = runs.pop("ours", [])
-    for key, target in result["targets"].items():
+    for key, target in targets_of(result).items():
         measure = measure_of(key)
         mine = [run[key] for run in ours if key in run]
         theirs = {side: [run[key] for run in turns if key in run] for side, turns in runs.items()}

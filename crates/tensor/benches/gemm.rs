@@ -9,8 +9,9 @@
 //!   arena's are. A weight is touched once per pass of a step, so there it comes from memory; an activation often still
 //!   lies in the last cache. A step is between `shared` and `cold`, and has the last word.
 //!
-//! A product is timed with its packing and what follows it in a step. Without `--bench` (as under `cargo test`),
-//! everything runs once on small matrices.
+//! A product is timed with its packing and what follows it in a step. With `--json` there is a line for each with the median of
+//! `shared`, of the product alone and not accumulating: what `benches/compare.py` holds against a peer's. Without
+//! `--bench` (as under `cargo test`), everything runs once on small matrices.
 
 use std::time::{Duration, Instant};
 
@@ -38,8 +39,11 @@ fn main() {
     let full = args.iter().any(|arg| arg == "--bench");
     let asked =
         |name: &str| args.iter().filter(|arg| !arg.starts_with('-')).all(|arg| name.split(' ').any(|word| word == arg));
-    println!("GFLOP/s, median (best); {} threads share", pool::threads());
-    println!("{:26} {:>18} {:>11} {:>11} {:>11}", "", "m x n x k", "alone", "shared", "cold");
+    let json = args.iter().any(|arg| arg == "--json");
+    if !json {
+        println!("GFLOP/s, median (best); {} threads share", pool::threads());
+        println!("{:26} {:>18} {:>11} {:>11} {:>11}", "", "m x n x k", "alone", "shared", "cold");
+    }
     for (preset, tokens, hidden, vocabulary) in PRESETS {
         for (layer, outputs, inputs, activated) in LAYERS {
             let (out, inner) = (outputs[0] * hidden + outputs[1] * vocabulary, inputs * hidden);
@@ -53,10 +57,19 @@ fn main() {
             for (pass, dims) in passes {
                 for (precision, in_words) in [(Precision::F32, "f32"), (Precision::Bf16, "bf16")] {
                     let name = format!("{preset} {layer} {pass} {in_words}");
-                    if asked(&name) {
-                        let dims = if full { dims } else { dims.map(|dim| dim.min(40)) };
+                    if !asked(&name) || json && pass == "dw+" {
+                        continue;
+                    }
+                    let dims = if full { dims } else { dims.map(|dim| dim.min(40)) };
+                    let activated = activated && pass == "y" && !json;
+                    let product = Product { pass, dims, precision, activated };
+                    if json {
+                        let [Rate { median, .. }] = product.rates(full, [Column::Shared]);
+                        println!(r#"{{"product": "{layer} {pass}", "gflops": {median:.1}}}"#);
+                    } else {
+                        let rates = product.rates(full, [Column::Alone, Column::Shared, Column::Cold]);
                         let [alone, shared, cold] =
-                            Product { pass, dims, precision, activated: activated && pass == "y" }.rates(full);
+                            rates.map(|Rate { median, best }| format!("{median:.0} ({best:.0})"));
                         let [m, n, k] = dims;
                         let shape = format!("{m}x{n}x{k}");
                         println!("{name:26} {shape:>18} {alone:>11} {shared:>11} {cold:>11}");
@@ -75,43 +88,52 @@ struct Product {
     activated: bool,
 }
 
+/// GFLOP/s.
+struct Rate {
+    median: f64,
+    best: f64,
+}
+
+/// How a product is timed, see above.
+#[derive(Clone, Copy, PartialEq)]
+enum Column {
+    Alone,
+    Shared,
+    Cold,
+}
+
 impl Product {
-    /// Alone, shared and cold.
-    fn rates(&self, full: bool) -> [String; 3] {
+    fn rates<const N: usize>(&self, full: bool, columns: [Column; N]) -> [Rate; N] {
         let [m, n, k] = self.dims;
         let sizes = [m * k, k * n, m * n, if self.activated { m * n } else { 0 }];
-        let copies = if full { 1 + COLD / (4 * sizes.iter().sum::<usize>()) } else { 2 };
-        let mut sets: Vec<[Block; 4]> = (0..copies).map(|_| sizes.map(numbers)).collect();
+        let sets = match (columns.contains(&Column::Cold), full) {
+            (false, _) => 1,
+            (true, true) => 1 + COLD / (4 * sizes.iter().sum::<usize>()),
+            (true, false) => 2,
+        };
+        let mut sets: Vec<[Block; 4]> = (0..sets).map(|_| sizes.map(numbers)).collect();
         let bias = numbers(n);
         let budget = if full { Duration::from_millis(250) } else { Duration::ZERO };
         let update = if self.pass == "dw+" { Update::Accumulate } else { Update::Overwrite };
         let a_strides = if self.pass.starts_with("dw") { (1, m) } else { (k, 1) };
         let b_strides = if self.pass == "y" { (1, k) } else { (n, 1) };
-        let mut shared = |set: usize| {
-            let [a, b, c, out] = &mut sets[set % copies];
-            let epilogue =
-                if self.activated { Epilogue::BiasGelu(floats(&bias), floats_mut(out)) } else { Epilogue::Nothing };
-            gemm_shared(
-                self.precision,
-                self.dims,
-                (floats(a), a_strides),
-                (floats(b), b_strides),
-                floats_mut(c),
-                update,
-                epilogue,
-            );
-        };
-        let [hot, cold] = [0, 1].map(|step| self.rate(budget, |i| shared(i * step)));
-        let [a, b, c, _] = &mut sets[0];
-        let alone = self.rate(budget, |_| {
-            let (a, b) = ((floats(a), a_strides), (floats(b), b_strides));
-            gemm_in(self.precision, self.dims, a, b, (floats_mut(c), (n, 1)), update);
-        });
-        [alone, hot, cold]
+        columns.map(|column| {
+            let copies = if column == Column::Cold { sets.len() } else { 1 };
+            self.rate(budget, |turn| {
+                let [a, b, c, out] = &mut sets[turn % copies];
+                let (a, b, c) = ((floats(a), a_strides), (floats(b), b_strides), floats_mut(c));
+                if column == Column::Alone {
+                    return gemm_in(self.precision, self.dims, a, b, (c, (n, 1)), update);
+                }
+                let epilogue =
+                    if self.activated { Epilogue::BiasGelu(floats(&bias), floats_mut(out)) } else { Epilogue::Nothing };
+                gemm_shared(self.precision, self.dims, a, b, c, update, epilogue);
+            })
+        })
     }
 
-    /// Median and best rate of a product run for a while, at least once; it is told how often it ran before.
-    fn rate(&self, budget: Duration, mut product: impl FnMut(usize)) -> String {
+    /// The rate of a product run for a while, at least once; it is told how often it ran before.
+    fn rate(&self, budget: Duration, mut product: impl FnMut(usize)) -> Rate {
         if !budget.is_zero() {
             product(0); // warms buffers, and caches if they can be
         }
@@ -124,7 +146,7 @@ impl Product {
         times.sort();
         let flops = 2.0 * self.dims.iter().product::<usize>() as f64;
         let rate = |time: Duration| flops / time.as_nanos().max(1) as f64;
-        format!("{:.0} ({:.0})", rate(times[times.len() / 2]), rate(times[0]))
+        Rate { median: rate(times[times.len() / 2]), best: rate(times[0]) }
     }
 }
 

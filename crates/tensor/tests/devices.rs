@@ -2,13 +2,14 @@
 
 mod common;
 
-use common::{NoParams, POSITION, ids, on_mesh, tape_on};
+use common::{NoParams, POSITION, ids, on_mesh, tape_on, tape_with};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{Mode, Weights};
+use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use std::rc::Rc;
 use std::sync::Arc;
 
 const MESH: &str = "tp=2,dp=2";
@@ -106,7 +107,7 @@ fn cases() -> Vec<Case> {
 
 /// What a device counts, and a rank says, after forward and after backward.
 fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Counts, Vec<Record>) {
-    let tape = tape_on(rank, Arc::clone(&device));
+    let tape = tape_with(rank, Arc::clone(&device), Rc::new(Selective));
     let zeros = |(shape, ty): &(Vec<usize>, Ty)| {
         tape.input(Tensor::zeros(&device, DType::F32, &shape[..]).unwrap(), types(*ty))
     };

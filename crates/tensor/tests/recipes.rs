@@ -1,11 +1,12 @@
-//! Values that are made again in backward instead of being kept: no bit changes, and meanwhile their memory is free.
+//! Values that the policy [`Selective`] makes again in backward: no bit changes, and meanwhile their memory is free.
 
 mod common;
 
-use common::{NoParams, alone, on_mesh, on_tp, tape_of, to_f64, values};
+use common::{NoParams, alone, on_mesh, on_tp, tape_with, to_f64, values};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Rank, SpmdError, Ty, Types};
-use meshwork_tensor::tape::{Backward, Forward, Op, Weights};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::tape::{Backward, Forward, Keep, Op, SavedPolicy, Selective, Weights};
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,10 +15,10 @@ use std::sync::Arc;
 const ROWS: usize = 5;
 const WIDTH: usize = 32;
 
-/// The identity. Its result has no recipe, so who needs it keeps it; or one that counts how often it is made.
+/// The identity, with a recipe that counts how often it is used.
 #[derive(Debug)]
 struct Through {
-    made: Option<Rc<Cell<usize>>>,
+    made: Rc<Cell<usize>>,
 }
 
 impl Op for Through {
@@ -34,13 +35,12 @@ impl Op for Through {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        if let Some(made) = self.made.clone() {
-            cx.save_input(0)?;
-            cx.recipe(move |saved| {
-                made.set(made.get() + 1);
-                saved[0].restore()
-            });
-        }
+        let made = self.made.clone();
+        cx.save_input(0)?;
+        cx.recipe(move |saved| {
+            made.set(made.get() + 1);
+            saved[0].restore()
+        });
         Ok(inputs[0].clone())
     }
 
@@ -49,8 +49,8 @@ impl Op for Through {
     }
 }
 
-fn through(x: &Var, made: Option<&Rc<Cell<usize>>>) -> Var {
-    x.tape().apply(Through { made: made.cloned() }, &[x]).unwrap()
+fn through(x: &Var, made: &Rc<Cell<usize>>) -> Var {
+    x.tape().apply(Through { made: made.clone() }, &[x]).unwrap()
 }
 
 fn f32_input(tape: &Tape, name: &str, shape: &[usize], ty: Ty) -> Var {
@@ -75,8 +75,8 @@ fn square(x: &Var) -> Var {
 }
 
 /// Makes something and multiplies it with a weight `[n, WIDTH]`: (bytes alive before backward, result and gradients).
-fn product(rank: &Arc<Rank>, made: &dyn Fn(&[Var; 3]) -> Result<Var>) -> (u64, Vec<Vec<f64>>) {
-    let tape = tape_of(rank);
+fn product(rank: &Arc<Rank>, policy: Rc<dyn SavedPolicy>, made: Made) -> (u64, Vec<Vec<f64>>) {
+    let tape = tape_with(rank, Cpu::device(), policy);
     let vector = |name| f32_input(&tape, name, &[WIDTH], Ty::Invariant);
     let inputs = [f32_input(&tape, "x", &[ROWS, WIDTH], Ty::Invariant), vector("gamma"), vector("beta")];
     let weight = f32_input(&tape, "weight", &[3, WIDTH], Ty::Shard(0));
@@ -94,21 +94,22 @@ fn what_has_a_recipe_is_not_kept_and_no_bit_changes() {
     let bytes = (ROWS * WIDTH * size_of::<f32>()) as u64;
     on_mesh("tp=2", |rank| {
         for (name, made) in CASES {
-            let (live, results) = product(&rank, &made);
-            let (live_kept, kept) = product(&rank, &|inputs| Ok(through(&made(inputs)?, None)));
+            let (live, results) = product(&rank, Rc::new(Selective), made);
+            let (live_kept, kept) = product(&rank, Rc::new(Keep), made);
             assert_eq!(results, kept, "{name}");
-            assert_eq!(live_kept - live, bytes, "{name}");
+            let values = if name == "a recipe that needs another" { 2 } else { 1 };
+            assert_eq!(live_kept - live, values * bytes, "{name}");
         }
     });
 }
 
 #[test]
 fn a_recipe_is_used_when_somebody_asks_and_only_then() {
-    let tape = tape_of(&alone());
+    let tape = tape_with(&alone(), Cpu::device(), Rc::new(Selective));
     let made = Rc::new(Cell::new(0));
     let x = tape.input(Tensor::from_slice(tape.device(), &[1f32, 2.0], [1, 2]).unwrap(), Types::NONE);
     let w = tape.input(Tensor::from_slice(tape.device(), &[3f32, 4.0], [1, 2]).unwrap(), Types::NONE);
-    let value = through(&x, Some(&made));
+    let value = through(&x, &made);
     // Once for each product, which needs it for the gradient of the weight; never for the sum.
     let y = value.linear(&w, 1).unwrap().add(&value.linear(&w, 1).unwrap()).unwrap();
     value.add(&value).unwrap();

@@ -13,6 +13,12 @@ use std::rc::Rc;
 pub trait SavedPolicy: Debug {
     /// Takes a tensor that operation `op` will want back.
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
+
+    /// Whether values that are cheap to make again, those with a [recipe](super::Forward::recipe), are made again in backward
+    /// and not saved at all.
+    fn recomputes(&self) -> bool {
+        false
+    }
 }
 
 /// A tensor put away by a [`SavedPolicy`].
@@ -72,6 +78,22 @@ pub struct Keep;
 impl SavedPolicy for Keep {
     fn save(&self, _op: &'static str, tensor: Tensor) -> Result<Saved> {
         Ok(Saved::Kept(tensor))
+    }
+}
+
+/// Keeps saved tensors as they are, but makes norms and activation functions again: a pass over memory or two each, of which
+/// the results would be a good part of all that is saved (selective recomputation, Korthikanti et al., arXiv:2205.05198,
+/// section 5, which spares the scores of attention; those are never saved here).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Selective;
+
+impl SavedPolicy for Selective {
+    fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
+        Keep.save(op, tensor)
+    }
+
+    fn recomputes(&self) -> bool {
+        true
     }
 }
 

@@ -1,8 +1,8 @@
 //! The tape: operations on [`Var`]s are applied, typed and remembered; [`Tape::backward`] walks them in reverse.
 //!
 //! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need, a fourth looks on:
-//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass. Values that are cheap to
-//!   make again ([`Forward::recipe`]) do not wait at all;
+//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass. Under
+//!   [`Selective`] values that are cheap to make again ([`Forward::recipe`]) do not wait at all;
 //! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only what flows on, and
 //!   [`Tape::weight_gradients`] does the rest later;
 //! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share;
@@ -13,7 +13,7 @@ mod hooks;
 pub mod leaves;
 mod op;
 
-pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Weights};
+pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use leaves::{Room, RowLeaves, Share, Terms, Tokens};
 pub use op::{Backward, Forward, Op};
 

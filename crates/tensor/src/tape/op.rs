@@ -73,11 +73,13 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// Gives the recipe of the result: how to make it again, bit for bit, from what this operation saves anyway. Operations
-    /// that need the result in backward then do not keep it, each asks for it when its turn comes. For what takes a pass
-    /// over memory or two: a norm, an activation.
+    /// Gives the recipe of the result: how to make it again, bit for bit, from what this operation saves anyway. Under a policy
+    /// that [recomputes](super::SavedPolicy::recomputes), operations that need the result in backward then do not keep it,
+    /// each asks for it when its turn comes. For what takes a pass over memory or two: a norm, an activation.
     pub fn recipe(&mut self, make: impl Fn(&[Saved]) -> Result<Tensor> + 'static) {
-        self.again = Again::Made(Box::new(make));
+        if self.tape.inner.policy.recomputes() {
+            self.again = Again::Made(Box::new(make));
+        }
     }
 
     /// The result is input `i` itself, and so is its recipe.

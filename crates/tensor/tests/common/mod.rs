@@ -7,8 +7,9 @@ pub mod naive;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Tape};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, Position, SavedPolicy, Share, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Where the randomness of the tests' forward passes starts.
@@ -21,9 +22,14 @@ pub fn tape_of(rank: &Arc<Rank>) -> Tape {
 
 /// A training tape without parameters.
 pub fn tape_on(rank: &Arc<Rank>, device: Arc<dyn Device>) -> Tape {
+    tape_with(rank, device, Rc::new(Keep))
+}
+
+/// The same with another way to keep saved tensors.
+pub fn tape_with(rank: &Arc<Rank>, device: Arc<dyn Device>, policy: Rc<dyn SavedPolicy>) -> Tape {
     let params =
         Params::new(Arc::new(Declarations::new()), rank.mesh(), rank.coords(), &device, &[], 0).expect("no parameters");
-    Tape::new(Arc::clone(rank), Arc::new(params), device, Mode::Train, POSITION)
+    Tape::with_policy(Arc::clone(rank), Arc::new(params), device, Mode::Train, POSITION, policy)
 }
 
 /// The only rank of a mesh with no axes.

@@ -4,11 +4,12 @@ use crate::classify::Images;
 use crate::engine::{Message, TrainError};
 use meshwork_core::{Axis, Buffer, Rank, Ty, Types};
 use meshwork_models::network::{Averages, Module};
-use meshwork_tensor::tape::{GradSink, Mode, Place, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Place, Position, Selective, Share, Weights};
 use meshwork_tensor::{Device, Error, ParamId, Params, Result, Tape, Tensor, Var};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// What all stages of a rank share in one pass.
@@ -88,7 +89,8 @@ impl Chunk {
     fn run(&self, pass: &Pass<'_>, micro: usize, input: Option<Message>) -> std::result::Result<Run, TrainError> {
         let first = micro * pass.micro_batch;
         let position = Position { first_sample: pass.position.first_sample + first as u64, ..pass.position };
-        let tape = Tape::new(pass.rank.clone(), pass.params.clone(), pass.device.clone(), pass.mode, position);
+        let (rank, params, device) = (pass.rank.clone(), pass.params.clone(), pass.device.clone());
+        let tape = Tape::with_policy(rank, params, device, pass.mode, position, Rc::new(Selective));
         let input = match input {
             Some(message) => tape.input(message.tensor, message.types),
             None if self.number == 0 => tape.constant(pass.pixels(first)?, sample_types(pass.rank)),

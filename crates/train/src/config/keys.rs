@@ -235,7 +235,7 @@ pub static SECTIONS: &[Section] = &[
         key("fraction", Number(Interval::Inside), float(0.05), "Share of the token stream, at its end, that is held out."),
     ]},
     Section { name: "memory", keys: &[
-        key("recompute", Text, text("none"), "Activations to recompute in the backward pass.").awaits("recomputation"),
+        key("recompute", words(&["none", "selective"], &["full"]), text("none"), "What is made again in the backward pass rather than kept: nothing, or selective: norms and activation functions, at the price of a few passes over memory. No bit changes."),
         key("offload", Text, text("none"), "What to keep in host memory.").awaits("offloading"),
         key("limit_bytes", Count(0), int(0), "Memory per rank; 0 = no limit.").awaits("a memory limit"),
     ]},

@@ -4,7 +4,7 @@ use super::watch::Watched;
 use super::{At, Gradients, Learner, TrainError, Watch};
 use meshwork_core::{Axis, Rank, SpmdError, Ty, Types};
 use meshwork_models::{Boundary, Stage};
-use meshwork_tensor::tape::{Mode, Position, Weights};
+use meshwork_tensor::tape::{Mode, Position, SavedPolicy, Weights};
 use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -56,6 +56,8 @@ pub struct Pass {
     pub first_micro: usize,
     /// How far that count is ahead of the schedule's.
     pub ahead: usize,
+    /// How saved tensors wait for the backward pass.
+    pub policy: Rc<dyn SavedPolicy>,
     /// Who looks on while this trains.
     pub watch: Option<Arc<dyn Watch>>,
 }
@@ -137,7 +139,8 @@ impl Chunk {
         let first_sample = pass.position.first_sample + (micro * pass.micro_batch) as u64;
         let position = Position { first_sample, ..pass.position };
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
-        let tape = Tape::new(pass.rank.clone(), params, pass.device.clone(), mode, position);
+        let (rank, device) = (pass.rank.clone(), pass.device.clone());
+        let tape = Tape::with_policy(rank, params, device, mode, position, pass.policy.clone());
         if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
             let at = At { stage: self.number, micro };
             tape.observe(Rc::new(Watched { watch: watch.clone(), at }));

@@ -25,13 +25,14 @@ use crate::engine::{
 use flush::Flush;
 use meshwork_core::{Axis, Rank, Record, ReduceOp};
 use meshwork_pipeline::{Event, Interpreter, Lowered, forward_only_replicated, lower};
-use meshwork_tensor::tape::Position;
+use meshwork_tensor::tape::{Position, SavedPolicy};
 use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params};
 use mode::Mode;
 use settle::Unsettled;
 use std::cell::{Ref, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 use stream::Stream;
 
@@ -58,6 +59,7 @@ pub struct Trainer {
     steps_begun: u64,
     /// Those among them that are not certain yet, the oldest first.
     unsettled: VecDeque<Unsettled>,
+    policy: Rc<dyn SavedPolicy>,
     watch: Option<Arc<dyn Watch>>,
 }
 
@@ -142,6 +144,7 @@ impl Trainer {
             micros,
             steps_begun: 0,
             unsettled: VecDeque::new(),
+            policy: config.saved_policy(),
             watch: None,
             rank,
             device,
@@ -315,6 +318,7 @@ impl Trainer {
             seeds: Vec::new(),
             first_micro: 0,
             ahead: 0,
+            policy: self.policy.clone(),
             watch: self.watch.clone(),
         }
     }

@@ -28,6 +28,7 @@ mod overlap;
 mod parity;
 mod partition;
 mod pytorch;
+mod recompute;
 mod schedules;
 mod split_work;
 mod steady_state;

@@ -44,6 +44,10 @@ pub trait Float:
     /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1.02 ulp (see `exp_f32`), in `f64` std's.
     fn exp(self) -> Self;
 
+    /// `1/(1 + 2^-t)` and `1/(1 + 2^t)` for a `t` of at least 0; they add up to 1. NaN stays NaN. In `f32`
+    /// branch-free and within 1.3e-7 (see `logistic_f32`).
+    fn logistic_base_2(self) -> (Self, Self);
+
     /// The larger of two numbers; if either is NaN, `other`.
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
@@ -91,6 +95,11 @@ impl Float for f32 {
     fn exp(self) -> f32 {
         exp_f32(self)
     }
+
+    #[inline(always)]
+    fn logistic_base_2(self) -> (f32, f32) {
+        logistic_f32(self)
+    }
 }
 
 impl Float for f64 {
@@ -127,7 +136,18 @@ impl Float for f64 {
     fn exp(self) -> f64 {
         f64::exp(self)
     }
+
+    #[inline(always)]
+    fn logistic_base_2(self) -> (f64, f64) {
+        let e = f64::exp2(-self);
+        let near = 1.0 / (1.0 + e);
+        (near, e * near)
+    }
 }
+
+/// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low bits of
+/// the mantissa.
+const ROUND: f32 = 12_583_039.0;
 
 /// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once everywhere, so its bits
 /// are the same on every machine; a CPU that has none (on x86-64, older than 2013) takes a slow function for each.
@@ -138,9 +158,6 @@ impl Float for f64 {
 /// zero, most subnormals left out.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
-    /// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low bits of
-    /// the mantissa.
-    const ROUND: f32 = 12_583_039.0;
     /// ln 2 in two parts.
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -156,6 +173,26 @@ fn exp_f32(x: f32) -> f32 {
     }
     let exp_r = p.mul_add(r * r, r) + 1.0;
     exp_r * f32::from_bits(shifted.to_bits() << 23)
+}
+
+/// `1/(1 + e)` and `e/(1 + e)` for `e = 2^-t`, without branches or calls, as [`exp_f32`], in two thirds of the operations that
+/// this would take by way of it.
+///
+/// `e = 2^n p(f)` with an integer `n`, `f = -t - n`, `|f| <= 1/2`, and `p` of degree 5 and minimax in the relative error, 7.5e-8; zero
+/// from 126.5 on.
+#[inline(always)]
+fn logistic_f32(t: f32) -> (f32, f32) {
+    // Ordered so that NaN passes; 2^-127 is zero below.
+    let x = Float::larger(-127.0, -t);
+    let shifted = x + ROUND;
+    let f = x - (shifted - ROUND);
+    let mut p = 1.327_647_2e-3_f32;
+    for c in [9.675_541e-3, 5.550_713e-2, 0.240_221_2, 0.693_146_94, 1.000_000_1] {
+        p = p.mul_add(f, c);
+    }
+    let e = p * f32::from_bits(shifted.to_bits() << 23);
+    let near = 1.0 / (1.0 + e);
+    (near, e * near)
 }
 
 #[cfg(test)]
@@ -189,5 +226,18 @@ mod tests {
             assert_eq!(exp_f32(x), 0.0, "{x}");
         }
         assert!(exp_f32(f32::NAN).is_nan());
+    }
+
+    /// One value in 499 of all that are not negative.
+    #[test]
+    fn the_logistic_function_is_as_close_as_stated() {
+        for t in (0..=f32::INFINITY.to_bits()).step_by(499).map(f32::from_bits).chain([f32::INFINITY]) {
+            let (near, far) = logistic_f32(t);
+            let (want_near, want_far) = f64::from(t).logistic_base_2();
+            let errors = [f64::from(near) - want_near, f64::from(far) - want_far].map(f64::abs);
+            assert!(errors.iter().all(|error| *error <= 1.3e-7), "{t}: {errors:?}");
+            assert!(t < 126.5 || (near, far) == (1.0, 0.0), "{t}: {near}, {far}");
+        }
+        assert!(logistic_f32(f32::NAN).0.is_nan() && logistic_f32(f32::NAN).1.is_nan());
     }
 }

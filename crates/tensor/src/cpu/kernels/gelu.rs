@@ -77,8 +77,8 @@ fn value<T: Float>(x: T) -> T {
 /// `σ + x σ' `, with `σ(x) = 1/(1 + e^(-2u))` and `σ' = σ (1 - σ) 2 du/dx`.
 #[inline(always)]
 fn derivative<T: Float>(x: T) -> T {
-    let (sigma, slope) = gate(x);
     let x = clamp(x);
+    let (sigma, slope) = gate(x);
     let two_du = T::from_f64(6.0 * SLOPE * CUBE).mul_add(x * x, T::from_f64(2.0 * SLOPE));
     (x * slope).mul_add(two_du, sigma)
 }
@@ -86,15 +86,14 @@ fn derivative<T: Float>(x: T) -> T {
 /// `σ` and `σ (1 - σ)`. Both from `e^(-2|u|) <= 1`, so that nothing overflows or cancels.
 #[inline(always)]
 fn gate<T: Float>(x: T) -> (T, T) {
-    let x = clamp(x);
-    let two_u = x * T::from_f64(2.0 * SLOPE * CUBE).mul_add(x * x, T::from_f64(2.0 * SLOPE));
-    let e = (-two_u.abs()).exp();
-    let near = T::ONE / (T::ONE + e);
-    let far = e * near;
+    // 2u in units of ln 2.
+    const BITS: f64 = 2.0 * SLOPE * std::f64::consts::LOG2_E;
+    let two_u = x * T::from_f64(BITS * CUBE).mul_add(x * x, T::from_f64(BITS));
+    let (near, far) = two_u.abs().logistic_base_2();
     (if x > T::ZERO { near } else { far }, far * near)
 }
 
-/// `x` held within ±30, where `σ` has long been 0 or 1 and the cube cannot overflow. NaN stays NaN.
+/// `x` held within ±30, where `σ` has long been 0 or 1, so that `σ'`, which is zero there, meets no infinity. NaN stays NaN.
 #[inline(always)]
 fn clamp<T: Float>(x: T) -> T {
     T::from_f64(30.0).smaller(T::from_f64(-30.0).larger(x))

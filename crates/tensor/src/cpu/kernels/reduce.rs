@@ -26,7 +26,7 @@ pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
 /// `K` sums in one pass, `sum_i f(x[i], y[i], z[i])`, for rows of one length.
 #[inline(always)]
 pub(super) fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [T; K] {
-    assert_eq!([x.len(); 2], [y.len(), z.len()], "rows of one length");
+    assert!(x.len() == y.len() && x.len() == z.len(), "rows of one length");
     let blocks = x.chunks(BLOCK).zip(y.chunks(BLOCK)).zip(z.chunks(BLOCK));
     let mut totals = [0.0; K];
     for ((x, y), z) in blocks {
@@ -56,7 +56,17 @@ fn block_lanes<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T
             }
         }
     }
-    for (l, ((&x, &y), &z)) in x_rest.iter().zip(y_rest).zip(z_rest).enumerate() {
+    if x_rest.is_empty() { lanes } else { add_rest(lanes, [x_rest, y_rest, z_rest], f) }
+}
+
+/// Adds the last terms, fewer than a vector. Apart, so that whole vectors stay in registers.
+#[inline(never)]
+fn add_rest<T: Float, const K: usize>(
+    mut lanes: [[T; LANES]; K],
+    [x, y, z]: [&[T]; 3],
+    f: impl Fn(T, T, T) -> [T; K],
+) -> [[T; LANES]; K] {
+    for (l, ((&x, &y), &z)) in x.iter().zip(y).zip(z).enumerate() {
         for (lanes, term) in lanes.iter_mut().zip(f(x, y, z)) {
             lanes[l] += term;
         }
@@ -80,14 +90,18 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
     fold_lanes(lanes, T::larger)
 }
 
+/// Each half a vector by itself: of a loop over widths the compiler makes scalars in memory.
 #[inline(always)]
-fn fold_lanes<T: Copy>(mut lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
-    for width in [8, 4, 2, 1] {
-        for l in 0..width {
-            lanes[l] = f(lanes[l], lanes[l + width]);
-        }
-    }
-    lanes[0]
+fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
+    let by_8: [T; 8] = std::array::from_fn(
+        #[inline(always)]
+        |l| f(lanes[l], lanes[l + 8]),
+    );
+    let by_4: [T; 4] = std::array::from_fn(
+        #[inline(always)]
+        |l| f(by_8[l], by_8[l + 4]),
+    );
+    f(f(by_4[0], by_4[2]), f(by_4[1], by_4[3]))
 }
 
 #[cfg(test)]
