@@ -16,9 +16,9 @@ mod tests;
 pub use leaves::gemm_leaves;
 
 use super::Float;
-use super::gemm::{self, Line, Path, Piece, Right};
+use super::gemm::{self, Path, Piece, Right};
 use super::{gelu, pointwise};
-use meshwork_core::pool;
+use meshwork_core::{Block, pool};
 use std::cell::RefCell;
 use std::thread::LocalKey;
 
@@ -143,10 +143,9 @@ fn cut<T: Float>(
     epilogue.check(m, n, n);
     let path = T::path(precision);
     let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
-    let rows = m.div_ceil(threads * (m / (threads * ROWS)).clamp(1, BLOCKS));
-    let rows = rows.min((BLOCK / (columns * terms)).max(ROWS));
+    let rows = rows(threads, [m, columns, terms]);
     // Not borrowed while other work may run on this thread.
-    let mut packed = Packed { dims: [0, 0], lines: LINES.take() };
+    let mut packed = Packed { dims: [0, 0], memory: MEMORY.take() };
     for (j, columns) in parts(n, columns) {
         for (l, terms) in parts(k, terms) {
             let update = if l > 0 { Update::Accumulate } else { update };
@@ -167,7 +166,13 @@ fn cut<T: Float>(
             });
         }
     }
-    LINES.set(packed.lines);
+    MEMORY.set(packed.memory);
+}
+
+/// Rows of a block of C: as even as they come, so that every thread has as many, and none waits for another's last.
+fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
+    let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
+    m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
 }
 
 /// Terms and columns of B to pack at once.
@@ -218,26 +223,27 @@ impl<T: Float> Epilogue<'_, T> {
 }
 
 thread_local! {
-    /// The packed operand of shared products that this thread began, as large as their largest.
-    static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    /// The packed operand of shared products that this thread began, as large as their largest, and at least a huge page:
+    /// on small ones its panels would be in more places than the address cache holds.
+    static MEMORY: RefCell<Block> = RefCell::new(Block::zeroed(2 << 20));
 }
 
 /// A right operand as a path of ours packs it.
 struct Packed {
     dims: [usize; 2],
-    lines: Vec<Line>,
+    memory: Block,
 }
 
 impl Packed {
     /// The parts of B for its dims, each with its memory.
-    fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [Line])> + Send {
-        let lines = path.words(self.dims) / Line::WORDS;
-        if self.lines.len() < lines {
-            self.lines.resize(lines, Line::ZERO);
+    fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [f32])> + Send {
+        let bytes = path.words(self.dims) * size_of::<f32>();
+        if self.memory.bytes() < bytes {
+            self.memory = Block::zeroed(bytes);
         }
-        let mut rest = &mut self.lines[..];
+        let mut rest: &mut [f32] = bytemuck::cast_slice_mut(self.memory.as_mut_slice());
         gemm::pieces(path, self.dims).map(move |(piece, words)| {
-            let (part, after) = std::mem::take(&mut rest).split_at_mut(words / Line::WORDS);
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(words);
             rest = after;
             (piece, part)
         })
@@ -245,12 +251,12 @@ impl Packed {
 }
 
 /// Packs a part of `b`, of which only an `f32` has a path.
-fn pack<T: Float>(path: Path, b: (&[T], Strides), (piece, to): (Piece, &mut [Line])) {
+fn pack<T: Float>(path: Path, b: (&[T], Strides), (piece, to): (Piece, &mut [f32])) {
     assert_inside("B", piece.l + piece.k, piece.j + piece.columns, b.1, b.0.len());
-    assert_eq!(path.words([piece.k, piece.columns]), to.len() * Line::WORDS, "words of a part of a packed B");
+    assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
     // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
     // from `T::path`.
-    unsafe { gemm::pack(path, (b.0.as_ptr().cast(), b.1), piece, to.as_mut_ptr().cast()) }
+    unsafe { gemm::pack(path, (b.0.as_ptr().cast(), b.1), piece, to.as_mut_ptr()) }
 }
 
 /// A right operand.
@@ -290,7 +296,7 @@ fn serial<T: Float>(
         if let Some(path) = T::path(precision) {
             let b = match b {
                 Source::Strided((b, strides)) => Right::Strided(b.as_ptr().cast(), strides),
-                Source::Packed(b) => Right::Packed(b.lines.as_ptr().cast(), b.dims),
+                Source::Packed(b) => Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims),
             };
             let (a, c) = ((a.0.as_ptr().cast(), a.1), (c.0.cast(), c.1));
             return gemm::product(path, [m, n, k], a, b, c, update, finish.cast());

@@ -255,7 +255,7 @@ unsafe fn vector_tile<M: Micro>(
     assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
     // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
-    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add }) }
+    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead: (a, 0) }) }
 }
 
 /// A [`PackFn`].

@@ -92,9 +92,10 @@ macro_rules! tiles {
                     }
                 }
             }
-            let (mut a, mut b) = (tile.a, tile.b);
+            let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
             let mut sums = [[_mm512_setzero_ps(); V]; R];
             for _ in 0..tile.words {
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
                 let mut row = [_mm512_setzero_ps(); V];
                 for (v, vector) in row.iter_mut().enumerate() {
                     // SAFETY: this row of B, masked to its last column.
@@ -108,6 +109,7 @@ macro_rules! tiles {
                     }
                 }
                 (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+                ahead = ahead.wrapping_add(tile.ahead.1);
             }
             for (i, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {

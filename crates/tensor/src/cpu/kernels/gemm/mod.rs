@@ -28,8 +28,10 @@
 //!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, as it lies)
 //!     for each panel of A, as high as a tile
 //!       pack the panel, stays in L1                                       (unless A lies well, as it lies)
-//!       for each panel of B: one tile of C, its sums in registers
+//!       for each panel of B: one tile of C, its sums in registers, while the next panel of A is fetched
 //! ```
+//!
+//! Of a transposed A, whose panels are a few columns of a wide matrix, [`GROUP`] are packed and fetched together.
 //!
 //! What differs between CPUs is [`Micro`]: the tile and the packing of a strip. A tile takes both operands by pointer
 //! and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of words of
@@ -41,7 +43,7 @@
 //! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can
 //! share a product by calling this on blocks of C.
 //!
-//! Packed operands live in a buffer of the calling thread that grows to its largest product and stays (at most 16 KiB
+//! Packed operands live in a buffer of the calling thread that grows to its largest product and stays (at most 128 KiB
 //! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
 //! depends on what the CPU can do.
 //!
@@ -72,8 +74,13 @@ pub(super) const N_BLOCK: usize = 768;
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
-/// Rows of B copied at a time where its rows are contiguous: few streams, each long enough to be prefetched.
+/// Rows of B, or terms of a transposed A, copied at a time where they are contiguous: few streams, each long enough to be
+/// prefetched.
 const COPIED_ROWS: usize = 16;
+
+/// Panels of a transposed A packed at once: 112 columns, of which whole lines are read, one after the other. Together
+/// with as much that is fetched ahead they stay in the second cache.
+const GROUP: usize = 8;
 
 /// Up to this many columns, packing A costs more than its layout may.
 const A_IN_PLACE: usize = 512;
@@ -346,6 +353,9 @@ pub(super) struct Tile {
     pub(super) c_row: usize,
     /// Add to C instead of replacing it.
     pub(super) add: bool,
+    /// Memory that may be fetched into the second cache on the way, a line per word: the first, and the distance to the
+    /// next. Need not be readable.
+    pub(super) ahead: (*const f32, usize),
 }
 
 /// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
@@ -546,35 +556,89 @@ impl Product {
         let far = if along == 1 { apart } else { along };
         let readable = M::IN_PLACE && (along == 1 || apart == 1);
         let in_place = readable && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let group = if along == 1 { 1 } else { GROUP };
         let words = M::words(k);
-        let packed = room(buffer, if in_place { 0 } else { words * M::LANES });
+        let packed = room(buffer, if in_place { 0 } else { GROUP * words * M::LANES });
         let add = l > 0 || self.update == Update::Accumulate;
         let width = 2 * M::LANES;
         let panels = self.m.div_ceil(M::ROWS);
-        for panel in 0..panels {
-            let i = panel * self.m / panels;
-            let rows = (panel + 1) * self.m / panels - i;
-            let (mut a, mut a_row, mut a_step) = (self.a.at(i, l), apart, along);
+        for first in (0..panels).step_by(group) {
+            let end = panels.min(first + group);
             if !in_place {
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; `packed` has room for the vectors.
-                unsafe { M::pack(Strip { from: a, lanes: rows, k, apart, along }, packed, M::LANES) };
-                (a, a_row, a_step) = (packed, 1, M::LANES);
+                // SAFETY: terms and panels of A, and `packed` has room for the vectors of a group.
+                unsafe { self.pack_a::<M>((l, k), (first, end), packed) };
             }
-            for first in (0..columns).step_by(width) {
-                let columns = (columns - first).min(width);
-                // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
-                unsafe {
-                    let c = self.c.add(i * self.c_row + j + first);
-                    let b_start = b.start.wrapping_add(first / width * b.panel);
-                    let (b, b_step, c_row) = (b_start, b.step, self.c_row);
-                    M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add });
+            let next = match (end < panels, l + k < self.k) {
+                (true, _) => Some(self.a.at(self.panel::<M>(end).0, l)),
+                (false, true) => Some(self.a.at(0, l + k)),
+                (false, false) => None,
+            };
+            let mut tiles = (end - first) * columns.div_ceil(width);
+            for panel in first..end {
+                let (i, rows) = self.panel::<M>(panel);
+                let (a, a_row, a_step) = if in_place {
+                    (self.a.at(i, l), apart, along)
+                } else {
+                    (packed.wrapping_add((panel - first) * words * M::LANES).cast_const(), 1, M::LANES)
+                };
+                for first in (0..columns).step_by(width) {
+                    let columns = (columns - first).min(width);
+                    tiles -= 1;
+                    let ahead = next.and_then(|next| self.ahead::<M>(next, tiles)).unwrap_or((a, 0));
+                    // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
+                    unsafe {
+                        let c = self.c.add(i * self.c_row + j + first);
+                        let b_start = b.start.wrapping_add(first / width * b.panel);
+                        let (b, b_step, c_row) = (b_start, b.step, self.c_row);
+                        M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead });
+                    }
+                }
+                if l + k == self.k {
+                    // SAFETY: inside C, and written.
+                    unsafe { self.finish.rows((self.c, self.c_row), (i, rows), (j, columns)) };
                 }
             }
-            if l + k == self.k {
-                // SAFETY: inside C, and written.
-                unsafe { self.finish.rows((self.c, self.c_row), (i, rows), (j, columns)) };
+        }
+    }
+
+    /// First row and rows of a panel of A.
+    fn panel<M: Micro>(&self, panel: usize) -> (usize, usize) {
+        let panels = self.m.div_ceil(M::ROWS);
+        let [first, end] = [panel, panel + 1].map(|panel| panel * self.m / panels);
+        (first, end - first)
+    }
+
+    /// Packs terms l.. of some panels of A, one after the other.
+    ///
+    /// # Safety
+    /// The CPU runs M; the terms and panels lie inside A, and their vectors fit in `to`.
+    unsafe fn pack_a<M: Micro>(&self, (l, k): (usize, usize), (first, end): (usize, usize), to: *mut f32) {
+        let Matrix { row: apart, column: along, .. } = self.a;
+        let slice = if along == 1 { k } else { COPIED_ROWS };
+        for at in (0..k).step_by(slice) {
+            for panel in first..end {
+                let (i, rows) = self.panel::<M>(panel);
+                let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: slice.min(k - at), apart, along };
+                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the panels
+                // and terms before.
+                unsafe {
+                    let to = to.add(((panel - first) * M::words(k) + at / M::TERMS) * M::LANES);
+                    M::pack(strip, to, M::LANES);
+                }
             }
         }
+    }
+
+    /// What the tile that is followed by so many others before the next panels of A fetches of them, which begin at
+    /// `next`: a row of one panel, or of a transposed A one line of every `TERMS` terms of a group.
+    fn ahead<M: Micro>(&self, next: *const f32, tiles: usize) -> Option<(*const f32, usize)> {
+        let Matrix { row: apart, column: along, .. } = self.a;
+        if along == 1 {
+            return (tiles < M::ROWS).then(|| (next.wrapping_add(tiles * apart), M::TERMS));
+        }
+        let (line, term) = (tiles / M::TERMS, tiles % M::TERMS);
+        let lines = (GROUP * M::ROWS).div_ceil(Line::WORDS) + 1;
+        (line < lines).then(|| (next.wrapping_add(line * Line::WORDS + term * along), M::TERMS * along))
     }
 }
 

@@ -5,10 +5,10 @@
 
 use super::{BLOCKS, Epilogue, PACKED, Packed, Precision, ROWS, Source, Strides, Update};
 use super::{assert_inside, gemm_shared, pack, serial};
-use crate::cpu::kernels::gemm::{self, Line};
+use crate::cpu::kernels::gemm;
 use crate::cpu::kernels::{Float, pointwise};
 use crate::tape::Terms;
-use meshwork_core::pool;
+use meshwork_core::{Block, pool};
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ pub(super) type Sums<T> = RefCell<Vec<Vec<T>>>;
 
 thread_local! {
     /// Memory of the packed operands of products that this thread began.
-    static KEPT: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+    static KEPT: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
 /// `C = A · B` for a row-major C, shared with the threads that are free: [`gemm_shared`] but for the order of sums, which is
@@ -63,7 +63,7 @@ pub fn gemm_leaves<T: Float>(
     let mut kept = KEPT.take();
     let mut packed: Vec<Packed> = Vec::new();
     if let Some(path) = T::path(precision) {
-        let room = |run: &Range<usize>| Packed { dims: [run.len(), n], lines: kept.pop().unwrap_or_default() };
+        let room = |run: &Range<usize>| Packed { dims: [run.len(), n], memory: kept.pop().unwrap_or_default() };
         packed.extend(runs.iter().flatten().map(room));
         // All runs at once: each by itself would be little to share.
         let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
@@ -92,7 +92,7 @@ pub fn gemm_leaves<T: Float>(
         });
     });
     // All of it, whatever this product needed: the next one may have more leaves.
-    kept.extend(packed.into_iter().map(|packed| packed.lines));
+    kept.extend(packed.into_iter().map(|packed| packed.memory));
     KEPT.set(kept);
 }
 

@@ -222,6 +222,19 @@ fn large_operands_are_packed_in_parts() {
     assert!(terms < 1300 && columns < 3100);
 }
 
+/// Neither the least number of blocks, nor their largest size, nor the fewest rows leaves one thread with more of them.
+#[test]
+fn every_thread_has_as_many_blocks() {
+    for dims in [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
+    {
+        for threads in [1, 2] {
+            let (m, rows) = (dims[0], rows(threads, dims));
+            assert_eq!(m.div_ceil(rows) % threads, 0, "{dims:?}: blocks of {rows} rows for {threads} threads");
+            assert!(rows >= ROWS && m / rows < m.div_ceil(ROWS), "{dims:?}: {rows} rows");
+        }
+    }
+}
+
 #[test]
 #[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
 fn short_biases_are_refused() {
