@@ -162,7 +162,7 @@ fn sizes_that_no_machine_has() {
 #[test]
 #[cfg(target_os = "linux")] // Elsewhere nobody has asked the system yet.
 fn more_memory_than_the_machine_has() {
-    let fault = "parallelism = dp=1,tp=1,pp=1: all ranks together need 768.4 TiB, this machine has ";
+    let fault = "parallelism = dp=1,tp=1,pp=1: all ranks together need 768.5 TiB, this machine has ";
     refused_alone("memory", &[("--set model.hidden_size=1048576", fault, "--steps 0 reports on any size")]);
 }
 
@@ -182,7 +182,7 @@ fn a_bad_configuration_file() {
         ("model = 3\n", "model = 3: is a whole number, not a section"),
         ("[training]\nnumerics = \"exact\"\n", "training.numerics = \"exact\": unknown; the nearest is fast"),
         ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
-        ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": recomputation has not landed yet"),
+        ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": has not landed yet; use none or selective"),
         ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
         ("[model]\nnum_heads = \n", "--config "),
         ("not toml", "--config "),
