@@ -8,6 +8,7 @@
 //! `i` of a stream comes from word `i % 4`. [`uniform`] and [`normal`] use the same words: give each use a name of
 //! its own. Only IEEE additions, products and square roots are used, no libm, so every machine draws the same bits.
 
+use crate::cpu::kernels::Float;
 use meshwork_core::simd::wide;
 use std::f32::consts::TAU;
 
@@ -170,35 +171,9 @@ fn fill<D: Distribution, T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
 fn box_muller(radius: u32, angle: u32) -> (f32, f32) {
     // (radius + 1/2) / 2^32, rounded, in (0, 1]: the smallest, 2^-33, gives the longest radius, 6.764.
     let u = (radius as f32 + 0.5) * (ULP / 256.0);
-    let r = (-2.0 * ln_unit(u)).sqrt();
+    let r = (-2.0 * Float::ln(u)).sqrt();
     let (sin, cos) = sin_cos_turn(angle >> 8);
     (r * cos, r * sin)
-}
-
-/// `ln(u)` of a normal `u` in (0, 1], after Cephes `logf` (Moshier): `u = m 2^e`, `m` within √2 of 1.
-#[inline(always)]
-fn ln_unit(u: f32) -> f32 {
-    const SQRT_HALF: u32 = 0x3f35_04f3;
-    const LN2_HIGH: f32 = 355.0 / 512.0;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    let bits = u.to_bits().wrapping_sub(SQRT_HALF);
-    let e = (bits as i32 >> 23) as f32;
-    let f = f32::from_bits((bits & 0x007f_ffff).wrapping_add(SQRT_HALF)) - 1.0;
-    let z = f * f;
-    let mut p = 7.037_683_6e-2;
-    for c in [
-        -1.151_461e-1,
-        1.167_699_9e-1,
-        -1.242_014_1e-1,
-        1.424_932_3e-1,
-        -1.666_805_8e-1,
-        2.000_071_5e-1,
-        -2.499_999_4e-1,
-        3.333_333e-1,
-    ] {
-        p = p * f + c;
-    }
-    (f + (f * z * p + e * LN2_LOW - 0.5 * z)) + e * LN2_HIGH
 }
 
 /// Sine and cosine of `turn / 2^24` turns, `turn < 2^24`: the nearest quarter is taken off exactly, the rest goes

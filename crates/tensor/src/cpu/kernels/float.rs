@@ -189,22 +189,18 @@ fn exp_f32(x: f32) -> f32 {
     exp_r * f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// `ln x` without branches or calls, for `x` positive and not subnormal; its bits are the same on every machine.
-///
-/// `x = 2^n (1 + f)` with `1 + f` from `√½` to `√2`, `f - f²/2 + f³ p(f)` for `ln(1 + f)` (`p` of degree 8, that of Cephes'
-/// `logf`), plus `n ln 2` in two parts.
+/// `ln x` without branches or calls, for `x` positive and not subnormal, after Cephes `logf` (Moshier): `x = m 2^e`, `m` within √2
+/// of 1. No operation is fused: initial weights, which are drawn with it, have the same bits on every machine at full speed.
 #[inline(always)]
 fn ln_f32(x: f32) -> f32 {
-    /// The bits of `√½`.
-    const HALF_ROOT: u32 = 0x3f35_04f3;
-    /// ln 2 in two parts.
+    const SQRT_HALF: u32 = 0x3f35_04f3;
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-
-    let above = x.to_bits().wrapping_sub(HALF_ROOT);
-    let n = ((above as i32) >> 23) as f32;
-    let f = f32::from_bits((above & 0x007f_ffff) + HALF_ROOT) - 1.0;
-    let mut p = 7.037_683_6e-2_f32;
+    let bits = x.to_bits().wrapping_sub(SQRT_HALF);
+    let e = (bits as i32 >> 23) as f32;
+    let f = f32::from_bits((bits & 0x007f_ffff).wrapping_add(SQRT_HALF)) - 1.0;
+    let z = f * f;
+    let mut p = 7.037_683_6e-2;
     for c in [
         -1.151_461e-1,
         1.167_699_9e-1,
@@ -215,11 +211,9 @@ fn ln_f32(x: f32) -> f32 {
         -2.499_999_4e-1,
         3.333_333e-1,
     ] {
-        p = p.mul_add(f, c);
+        p = p * f + c;
     }
-    let square = f * f;
-    let low = n.mul_add(LN2_LOW, p * (f * square));
-    let ln = n.mul_add(LN2_HIGH, square.mul_add(-0.5, low) + f);
+    let ln = (f + (f * z * p + e * LN2_LOW - 0.5 * z)) + e * LN2_HIGH;
     if x < f32::INFINITY { ln } else { x }
 }
 
