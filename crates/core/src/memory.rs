@@ -36,7 +36,7 @@ const SLAB: usize = 32 << 20;
 /// Owned, 64-byte aligned bytes; their number is a multiple of 64.
 ///
 /// Blocks ask for huge pages, large ones each for their own, smaller ones together: one fault where there were 512, no misses
-/// of the address cache in a product that reads along columns, and no page boundaries at which prefetching stops (2% of a
+/// of the address cache in a product that reads along columns, and no page boundaries at which prefetching stops (3% of a
 /// step in which most tensors have a megabyte).
 pub struct Block(Bytes);
 
