@@ -21,6 +21,11 @@ impl<'a, T> RowsMut<'a, T> {
         RowsMut { start: slice.as_mut_ptr(), rows: slice.len() / step, step, width: step, tensor: PhantomData }
     }
 
+    /// Where the first row starts.
+    pub(super) fn as_ptr(&self) -> *const T {
+        self.start
+    }
+
     /// The elements of row `i`.
     pub(super) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows, "row {i} of {}", self.rows);

@@ -323,3 +323,14 @@ fn sums_follow_the_stated_order() {
         assert_eq!(&out[last * d.head_dim..], &want, "{precision:?}");
     }
 }
+
+/// From every head to the one after it, in both layouts.
+#[test]
+fn the_next_head_is_where_it_starts() {
+    let d = dims([2, 5, 3, 4]);
+    let heads: Vec<_> = d.each_head().map(|(b, h)| (h, [d.qkv_starts(b, h)[0], d.out_start(b, h)])).collect();
+    for pair in heads.windows(2) {
+        let [(head, from), (_, to)] = [pair[0], pair[1]];
+        assert_eq!(d.to_next(head), [to[0] - from[0], to[1] - from[1]]);
+    }
+}

@@ -18,6 +18,7 @@ use super::super::gemm::{
 };
 use super::super::gemm::{Path, rounded};
 use super::super::matmul::{Precision, Strides, Update};
+use super::ahead::{Ahead, Start};
 use super::heads::RowsMut;
 use super::rows::dot;
 #[cfg(target_arch = "x86_64")]
@@ -33,8 +34,8 @@ pub(super) const MAX_WIDTH: usize = 32;
 /// A slice of elements and the distance between its rows, which are contiguous.
 pub(super) type Rows<S> = (S, usize);
 
-/// Computes one tile: `[rows, columns, words]`, A, B, C. The caller knows that this CPU can.
-type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update);
+/// Computes one tile: `[rows, columns, words]`, A, B, C; may fetch a line per word. The caller knows that this CPU can.
+type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update, Option<Start<T>>);
 
 /// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every column at `l step`, zero
 /// beyond the last column and the last term. The caller knows that this CPU can.
@@ -165,7 +166,7 @@ impl<T: Float> Tiles<T> {
 
     /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
     /// at an even one, the columns at a whole vector of a panel, with no more of it. A and C begin at the first of
-    /// their rows, terms and columns.
+    /// their rows, terms and columns. Meanwhile a line per word of what is `ahead` is fetched.
     pub(super) fn times(
         &self,
         rows: usize,
@@ -173,6 +174,7 @@ impl<T: Float> Tiles<T> {
         (b, terms, columns): (Panels<'_, T>, Range<usize>, Range<usize>),
         mut c: RowsMut<'_, T>,
         update: Update,
+        ahead: &mut Ahead<'_, T>,
     ) {
         let (width, words) = (self.width(), terms.len().div_ceil(self.terms));
         debug_assert_eq!(terms.start % 2, 0, "terms from the start of a word");
@@ -183,7 +185,7 @@ impl<T: Float> Tiles<T> {
             let dims = [rows, width.min(columns.end - column), words];
             let c = c.part(0..rows, column - columns.start);
             // SAFETY: a table is only made of functions that this CPU runs.
-            unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update) };
+            unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update, ahead.take(words)) };
         }
     }
 }
@@ -248,14 +250,16 @@ unsafe fn vector_tile<M: Micro>(
     (b, b_step): Rows<&[f32]>,
     mut c: RowsMut<'_, f32>,
     update: Update,
+    ahead: Option<Start<f32>>,
 ) {
     check(dims, (a, (a_row, a_step)), (b, b_step));
     let [rows, columns, words] = dims;
     let (c, c_row) = c.block([rows, columns]);
     assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
+    let ahead = ahead.unwrap_or((a, 0));
     // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
-    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead: (a, 0) }) }
+    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
 }
 
 /// A [`PackFn`].
@@ -299,6 +303,7 @@ fn loop_tile<T: Float>(
     (b, b_step): Rows<&[T]>,
     mut c: RowsMut<'_, T>,
     update: Update,
+    _: Option<Start<T>>,
 ) {
     check(dims, (a, (a_row, a_step)), (b, b_step));
     let [rows, columns, terms] = dims;
