@@ -150,7 +150,7 @@ fn forward_in<T: Tiled>(
     let outputs = heads_mut::<1, T>(out, dims.array()).zip(lse.chunks_mut(dims.seq.max(1)));
     let heads = Runs::new(dims.batch * dims.heads, dims.each_head().zip(outputs), pool::threads());
     pool::share(heads, |(((sample, head), ([out], lse)), next)| {
-        let to_next = next.then(|| dims.to_next(head));
+        let to_next = next.then(|| dims.distance_to_next(head));
         let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
         let dropout = dropout.map(|dropout| (dropout.mask, dropout.head_start(dims, sample, head)));
         forward_head(tiles, dims, [q, k, v], out, lse, dropout, to_next);
@@ -171,7 +171,7 @@ fn backward_in<T: Tiled>(
     let gradients = heads_mut::<3, T>(dqkv, dims.array());
     let heads = Runs::new(dims.batch * dims.heads, dims.each_head().zip(gradients), pool::threads());
     pool::share(heads, |(((sample, head), gradients), next)| {
-        let to_next = next.then(|| dims.to_next(head));
+        let to_next = next.then(|| dims.distance_to_next(head));
         let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
         let o = dims.out_start(sample, head);
         let lse = &lse[(sample * dims.heads + head) * dims.seq..][..dims.seq];
@@ -469,7 +469,7 @@ impl Dims {
     }
 
     /// Elements from a head to the one after it, the next sample's first after the last, in `qkv` and in `out`.
-    fn to_next(&self, head: usize) -> [usize; 2] {
+    fn distance_to_next(&self, head: usize) -> [usize; 2] {
         let (in_row, out_row) = self.rows();
         let last = head + 1 == self.heads;
         [in_row, out_row].map(|row| if last { self.seq * row - head * self.head_dim } else { self.head_dim })

@@ -331,6 +331,6 @@ fn the_next_head_is_where_it_starts() {
     let heads: Vec<_> = d.each_head().map(|(b, h)| (h, [d.qkv_starts(b, h)[0], d.out_start(b, h)])).collect();
     for pair in heads.windows(2) {
         let [(head, from), (_, to)] = [pair[0], pair[1]];
-        assert_eq!(d.to_next(head), [to[0] - from[0], to[1] - from[1]]);
+        assert_eq!(d.distance_to_next(head), [to[0] - from[0], to[1] - from[1]]);
     }
 }
