@@ -396,23 +396,19 @@ fn products<T: Tiled>(
 /// vector and one more, into zeros.
 #[inline(always)]
 fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize) {
-    let ((p, p_after), (ds, ds_after)) = (vectors(p, live, T::NEG_INFINITY), vectors(ds, live, T::ZERO));
-    for (p, ds) in p.as_flattened_mut().iter_mut().zip(ds.as_flattened_mut()) {
-        let probability = (*p * scale - lse).exp();
-        *ds = probability * (*ds - d) * scale;
-        *p = probability;
+    let (p, ds) = (p.as_chunks_mut::<VECTOR>().0, ds.as_chunks_mut::<VECTOR>().0);
+    let vectors = live.div_ceil(VECTOR);
+    for (at, (p, ds)) in p[..vectors].iter_mut().zip(&mut ds[..vectors]).enumerate() {
+        let shown = (live - at * VECTOR) as i32;
+        for l in 0..VECTOR {
+            let probability = (p[l] * scale - lse).exp();
+            let gradient = probability * (ds[l] - d) * scale;
+            // Not by filling up the row beforehand: a load of what several stores just wrote waits for all that is before it.
+            (p[l], ds[l]) = if (l as i32) < shown { (probability, gradient) } else { (T::ZERO, T::ZERO) };
+        }
     }
-    p_after.fill(T::ZERO);
-    ds_after.fill(T::ZERO);
-}
-
-/// The first `live` elements of a row in whole vectors, the last one filled up; and the vector after them.
-#[inline(always)]
-fn vectors<T: Float>(row: &mut [T], live: usize, filling: T) -> (&mut [[T; VECTOR]], &mut [T; VECTOR]) {
-    row[live..][..VECTOR].fill(filling);
-    let (row, _) = row.as_chunks_mut();
-    let (row, after) = row.split_at_mut(live.div_ceil(VECTOR));
-    (row, &mut after[0])
+    p[vectors] = [T::ZERO; VECTOR];
+    ds[vectors] = [T::ZERO; VECTOR];
 }
 
 /// `x[i] *= by[i]` for the first `len` of each row.
