@@ -272,7 +272,7 @@ fn backward_head<T: Tiled>(
     let mut ahead = Ahead::new(next.as_slice().as_flattened(), [seq, head_dim]);
     let ([by_feature, by_row], square) =
         ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
-    let (block, left) = (BLOCK * head_dim, tiles.left_len([seq, head_dim]));
+    let left = tiles.left_len([seq, head_dim]);
     let lens = [
         by_feature,
         by_feature,
@@ -281,16 +281,13 @@ fn backward_head<T: Tiled>(
         by_row,
         square,
         square,
-        seq * head_dim,
-        block,
-        block,
         seq,
         tiles.rows * STRIDE,
         left,
         left,
         tiles.left_len([BLOCK, BLOCK]),
     ];
-    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors, q_words, g_words, words]| {
+    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dots, factors, q_words, g_words, words]| {
         let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
         let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
@@ -342,7 +339,7 @@ fn backward_head<T: Tiled>(
                     factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
                     let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                     let ds = tiles.left([height, live.len()], (ds, (STRIDE, 1)), words);
-                    let dq = RowsMut::new(&mut dq[first * head_dim..], head_dim);
+                    let dq = q_grad.part(rows, 0);
                     tiles.times(height, ds, (ks, live, 0..head_dim), dq, update, &mut ahead);
                 }
                 let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
@@ -350,22 +347,14 @@ fn backward_head<T: Tiled>(
                     // On the diagonal, queries before these keys have nothing for them; terms begin at an even one.
                     let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
                     let at = (first - queries.start) * STRIDE + columns.start;
-                    for (scores, rows, sums) in [(&*p, gs, &mut *dv), (&*ds, qs, &mut *dk)] {
+                    for (scores, rows, sums) in [(&*p, gs, &mut v_grad), (&*ds, qs, &mut k_grad)] {
                         let terms = first..queries.end;
                         let a = tiles.left([columns.len(), terms.len()], (&scores[at..], (1, STRIDE)), words);
-                        let sums = RowsMut::new(&mut sums[columns.start * head_dim..], head_dim);
+                        let sums = sums.part(keys.start + columns.start..keys.start + columns.end, 0);
                         tiles.times(columns.len(), a, (rows, terms, 0..head_dim), sums, update, &mut ahead);
                     }
                 }
             }
-            for (head, sums) in [(&mut k_grad, &*dk), (&mut v_grad, &*dv)] {
-                for (i, sums) in keys.clone().zip(sums.chunks_exact(head_dim)) {
-                    head.row(i).copy_from_slice(sums);
-                }
-            }
-        }
-        for (i, sums) in dq.chunks_exact(head_dim).enumerate() {
-            q_grad.row(i).copy_from_slice(sums);
         }
     });
 }
