@@ -198,6 +198,7 @@ fn forward_head<T: Tiled>(
 ) {
     let Dims { seq, head_dim, .. } = dims;
     let ((in_row, out_row), scale, width) = (dims.rows(), dims.scale(), tiles.width());
+    let to_next = to_next.filter(|_| ahead::stay::<T>(4, [seq, head_dim]));
     let next = to_next.map(|[in_qkv, in_out]| {
         let [q, k, v] = [q, k, v].map(|x| (x.as_ptr().wrapping_add(in_qkv), in_row));
         [k, q, v, (out.as_ptr().wrapping_add(in_out), out_row)]
@@ -262,7 +263,9 @@ fn backward_head<T: Tiled>(
 ) {
     let Dims { seq, head_dim, .. } = dims;
     let ((in_row, out_row), scale) = (dims.rows(), dims.scale());
-    let next = to_next.map(|[in_qkv, in_out]| {
+    // Of a longer head nothing is fetched ahead, and its gradients are summed where their rows lie close together.
+    let in_place = ahead::stay::<T>(8, [seq, head_dim]);
+    let next = to_next.filter(|_| in_place).map(|[in_qkv, in_out]| {
         let [q, k, v] = [q, k, v].map(|x| (x.as_ptr().wrapping_add(in_qkv), in_row));
         let [out, dout] = [out, dout].map(|x| (x.as_ptr().wrapping_add(in_out), out_row));
         let gradients = [&k_grad, &v_grad, &q_grad];
@@ -273,6 +276,7 @@ fn backward_head<T: Tiled>(
     let ([by_feature, by_row], square) =
         ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let left = tiles.left_len([seq, head_dim]);
+    let sums = if in_place { 0 } else { seq * head_dim };
     let lens = [
         by_feature,
         by_feature,
@@ -281,13 +285,16 @@ fn backward_head<T: Tiled>(
         by_row,
         square,
         square,
+        sums,
+        sums,
+        sums,
         seq,
         tiles.rows * STRIDE,
         left,
         left,
         tiles.left_len([BLOCK, BLOCK]),
     ];
-    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dots, factors, q_words, g_words, words]| {
+    scratch::with(lens, |[kt, vt, ks, qs, gs, p, ds, dq, dk, dv, dots, factors, q_words, g_words, words]| {
         let kt = tiles.pack([head_dim, seq], (k, (1, in_row)), kt);
         let vt = tiles.pack([head_dim, seq], (v, (1, in_row)), vt);
         let ks = tiles.pack([seq, head_dim], (k, (in_row, 1)), ks);
@@ -299,6 +306,11 @@ fn backward_head<T: Tiled>(
             let at = i * out_row;
             *d = tiles.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
         }
+        let [mut q_sums, mut k_sums, mut v_sums] = if in_place {
+            [&mut q_grad, &mut k_grad, &mut v_grad].map(|gradient| gradient.part(0..seq, 0))
+        } else {
+            [&mut *dq, &mut *dk, &mut *dv].map(|sums| RowsMut::new(sums, head_dim))
+        };
         for keys in blocks(0..seq, BLOCK) {
             for queries in blocks(keys.start..seq, BLOCK) {
                 let diagonal = queries.start == keys.start;
@@ -339,7 +351,7 @@ fn backward_head<T: Tiled>(
                     factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
                     let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                     let ds = tiles.left([height, live.len()], (ds, (STRIDE, 1)), words);
-                    let dq = q_grad.part(rows, 0);
+                    let dq = q_sums.part(rows, 0);
                     tiles.times(height, ds, (ks, live, 0..head_dim), dq, update, &mut ahead);
                 }
                 let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
@@ -347,13 +359,18 @@ fn backward_head<T: Tiled>(
                     // On the diagonal, queries before these keys have nothing for them; terms begin at an even one.
                     let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
                     let at = (first - queries.start) * STRIDE + columns.start;
-                    for (scores, rows, sums) in [(&*p, gs, &mut v_grad), (&*ds, qs, &mut k_grad)] {
+                    for (scores, rows, sums) in [(&*p, gs, &mut v_sums), (&*ds, qs, &mut k_sums)] {
                         let terms = first..queries.end;
                         let a = tiles.left([columns.len(), terms.len()], (&scores[at..], (1, STRIDE)), words);
                         let sums = sums.part(keys.start + columns.start..keys.start + columns.end, 0);
                         tiles.times(columns.len(), a, (rows, terms, 0..head_dim), sums, update, &mut ahead);
                     }
                 }
+            }
+        }
+        for (gradient, sums) in [(&mut q_grad, dq), (&mut k_grad, dk), (&mut v_grad, dv)] {
+            for (i, sums) in sums.chunks_exact(head_dim).enumerate() {
+                gradient.row(i).copy_from_slice(sums);
             }
         }
     });

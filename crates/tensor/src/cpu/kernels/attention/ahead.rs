@@ -4,6 +4,14 @@
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
+/// A common second cache, in bytes.
+const CACHE: usize = 1 << 20;
+
+/// Whether so many matrices of so many rows and columns stay in the second cache until they are needed.
+pub(super) fn stay<T>(matrices: usize, [rows, columns]: [usize; 2]) -> bool {
+    matrices * rows * columns * size_of::<T>() <= CACHE
+}
+
 /// Where something starts, and how far its rows are apart.
 pub(super) type Start<T> = (*const T, usize);
 
