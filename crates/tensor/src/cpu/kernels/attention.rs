@@ -28,13 +28,15 @@
 //!
 //! # The work
 //!
-//! Heads are shared among threads; each is one thread's, products and all. A thread takes neighbours one after the other
-//! (see `runs`), and while it computes one it fetches the next one's rows into the L2 cache: they are short and far
-//! apart, so that the CPU does not foresee them, and where they come from memory they cost a third of the time. Forward: panels of as many queries as a tile
+//! Heads are shared among threads; each is one thread's, products and all. Forward: panels of as many queries as a tile
 //! is wide pass by the keys, with all their scores at once, a row for each key: a vector holds one key's scores of many
 //! queries, so that maxima, totals and exponentials need no sums within a vector. Backward: over blocks of 128 keys, and
 //! for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long the sequence.
 //! On the diagonal both stop at a tile's edge.
+//!
+//! A head's rows are short and far apart, so that no CPU foresees them: coming from memory they would take a third of the
+//! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one fetch the rows of the
+//! next into the L2 cache, its gradients' too (see `ahead`), unless the sequence is too long for them to stay there.
 //!
 //! More than 400 lines: both directions share the orders above, and what one leaves as zeros the next product relies on.
 
