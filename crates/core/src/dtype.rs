@@ -1,6 +1,6 @@
 //! Element types of buffers.
 
-use half::{bf16, f16};
+pub use half::{bf16, f16};
 
 /// The element type of a [`Buffer`](crate::Buffer).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

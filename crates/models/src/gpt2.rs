@@ -110,8 +110,8 @@ impl Block {
     }
 
     fn forward(&self, tape: &Tape, x: &Var, region: Region, dropout: f32) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.forward(tape, x)?, region, x, dropout)?;
-        self.mlp.forward(tape, &self.ln_2.forward(tape, &x)?, region, &x, dropout)
+        let x = self.attn.forward(tape, &self.ln_1.factor(tape, x)?, region, x, dropout)?;
+        self.mlp.forward(tape, &self.ln_2.factor(tape, &x)?, region, &x, dropout)
     }
 }
 
@@ -128,7 +128,7 @@ impl Stage for Gpt2Stage {
             x = block.forward(tape, &x, self.region, self.config.dropout)?;
         }
         match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.forward(tape, &x)?, self.region),
+            Some((norm, head)) => head.logits(tape, &norm.factor(tape, &x)?, self.region),
             None => Ok(x),
         }
     }

@@ -31,4 +31,9 @@ impl LayerNorm {
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         x.layer_norm(&tape.param(self.weight)?, &tape.param(self.bias)?, self.eps)
     }
+
+    /// The same, for matrix products alone: a [factor](Var::layer_norm_factor).
+    pub fn factor(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.layer_norm_factor(&tape.param(self.weight)?, &tape.param(self.bias)?, self.eps)
+    }
 }

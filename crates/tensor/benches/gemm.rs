@@ -9,14 +9,21 @@
 //!   arena's are. A weight is touched once per pass of a step, so there it comes from memory; an activation often still
 //!   lies in the last cache. A step is between `shared` and `cold`, and has the last word.
 //!
+//! In bf16, what only products read is stored rounded, as in a step: the activations (A of `y`, B of `dw`) that norms and
+//! GELU make. Weights, gradients and all else are in f32.
+//!
 //! A product is timed with its packing and what follows it in a step. With `--json` there is a line for each with the median of
 //! `shared`, of the product alone and not accumulating: what `benches/compare.py` holds against a peer's. Without
 //! `--bench` (as under `cargo test`), everything runs once on small matrices.
 
 use std::time::{Duration, Instant};
 
+use bytemuck::Pod;
 use meshwork_core::{Block, pool};
-use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Precision, Update, gemm_in, gemm_shared};
+use meshwork_tensor::cpu::kernels::matmul::{
+    Epilogue, Factor, Precision, Stored, Strides, Update, gemm_in, gemm_shared,
+};
+use meshwork_tensor::cpu::kernels::round::round;
 
 /// Preset, tokens of a step, hidden size, vocabulary.
 const PRESETS: [(&str, usize, usize, usize); 4] =
@@ -62,7 +69,8 @@ fn main() {
                     }
                     let dims = if full { dims } else { dims.map(|dim| dim.min(40)) };
                     let activated = activated && pass == "y" && !json;
-                    let product = Product { pass, dims, precision, activated };
+                    let product =
+                        Product { pass, dims, precision, activated, rounded: rounded(layer, pass, precision) };
                     if json {
                         let [Rate { median, .. }] = product.rates(full, [Column::Shared]);
                         println!(r#"{{"product": "{layer} {pass}", "gflops": {median:.1}}}"#);
@@ -80,12 +88,24 @@ fn main() {
     }
 }
 
+/// Whether A and B are stored rounded. The projection follows attention, which writes f32.
+fn rounded(layer: &str, pass: &str, precision: Precision) -> [bool; 2] {
+    let activation = layer != "projection" && precision == Precision::Bf16;
+    match pass {
+        "y" => [activation, false],
+        "dx" => [false, false],
+        _ => [false, activation],
+    }
+}
+
 struct Product {
     pass: &'static str,
     dims: [usize; 3],
     precision: Precision,
     /// Bias and GELU follow.
     activated: bool,
+    /// Whether A and B are stored in bf16.
+    rounded: [bool; 2],
 }
 
 /// GFLOP/s.
@@ -106,13 +126,16 @@ impl Product {
     fn rates<const N: usize>(&self, full: bool, columns: [Column; N]) -> [Rate; N] {
         let [m, n, k] = self.dims;
         let sizes = [m * k, k * n, m * n, if self.activated { m * n } else { 0 }];
+        let [a_rounded, b_rounded] = self.rounded;
+        let rounded = [a_rounded, b_rounded, false, self.precision == Precision::Bf16];
         let sets = match (columns.contains(&Column::Cold), full) {
             (false, _) => 1,
             (true, true) => 1 + COLD / (4 * sizes.iter().sum::<usize>()),
             (true, false) => 2,
         };
-        let mut sets: Vec<[Block; 4]> = (0..sets).map(|_| sizes.map(numbers)).collect();
-        let bias = numbers(n);
+        let mut sets: Vec<[Block; 4]> =
+            (0..sets).map(|_| std::array::from_fn(|i| numbers(sizes[i], rounded[i]))).collect();
+        let bias = numbers(n, false);
         let budget = if full { Duration::from_millis(250) } else { Duration::ZERO };
         let update = if self.pass == "dw+" { Update::Accumulate } else { Update::Overwrite };
         let a_strides = if self.pass.starts_with("dw") { (1, m) } else { (k, 1) };
@@ -121,12 +144,12 @@ impl Product {
             let copies = if column == Column::Cold { sets.len() } else { 1 };
             self.rate(budget, |turn| {
                 let [a, b, c, out] = &mut sets[turn % copies];
-                let (a, b, c) = ((floats(a), a_strides), (floats(b), b_strides), floats_mut(c));
+                let (a, b, c) = (factor(a, a_strides, a_rounded), factor(b, b_strides, b_rounded), cast_mut(c));
                 if column == Column::Alone {
                     return gemm_in(self.precision, self.dims, a, b, (c, (n, 1)), update);
                 }
-                let epilogue =
-                    if self.activated { Epilogue::BiasGelu(floats(&bias), floats_mut(out)) } else { Epilogue::Nothing };
+                let out = if rounded[3] { Stored::Rounded(cast_mut(out)) } else { Stored::Full(cast_mut(out)) };
+                let epilogue = if self.activated { Epilogue::BiasGelu(cast(&bias), out) } else { Epilogue::Nothing };
                 gemm_shared(self.precision, self.dims, a, b, c, update, epilogue);
             })
         })
@@ -150,18 +173,27 @@ impl Product {
     }
 }
 
-/// So many numbers between -0.5 and 0.5.
-fn numbers(len: usize) -> Block {
+/// So many numbers between -0.5 and 0.5, in `f32` or rounded.
+fn numbers(len: usize, rounded: bool) -> Block {
     let mut block = Block::zeroed(4 * len);
-    let numbers = floats_mut(&mut block).iter_mut().enumerate();
+    let numbers = cast_mut::<f32>(&mut block).iter_mut().enumerate();
     numbers.for_each(|(i, x)| *x = (((i * 2_654_435_761) >> 12) & 0xffff) as f32 / 65_536.0 - 0.5);
-    block
+    if !rounded {
+        return block;
+    }
+    let mut stored = Block::zeroed(2 * len);
+    round(&cast(&block)[..len], &mut cast_mut(&mut stored)[..len]);
+    stored
 }
 
-fn floats(block: &Block) -> &[f32] {
+fn factor(block: &Block, strides: Strides, rounded: bool) -> Factor<'_, f32> {
+    if rounded { Factor::Rounded(cast(block), strides) } else { Factor::Full(cast(block), strides) }
+}
+
+fn cast<T: Pod>(block: &Block) -> &[T] {
     bytemuck::cast_slice(block.as_slice())
 }
 
-fn floats_mut(block: &mut Block) -> &mut [f32] {
+fn cast_mut<T: Pod>(block: &mut Block) -> &mut [T] {
     bytemuck::cast_slice_mut(block.as_mut_slice())
 }

@@ -46,7 +46,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     // Where the slope is one a gradient stays as it is, however often it is taken.
     let (mut graded, far) = (numbers(wide), Buffer::from_vec(vec![40.0_f32; wide]));
     let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
-    let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5)?;
+    let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32)?;
     let mask = DropoutMask {
         p: 0.1,
         key: random::key(0, "bench"),
@@ -84,7 +84,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden, RowLeaves::WHOLE).map(drop))),
         ("gelu", wide, 8, Box::new(|| device.pointwise()?.gelu(&x).map(drop))),
         ("gelu_grad", wide, 12, Box::new(|| device.pointwise()?.gelu_grad(&dy, &x).map(drop))),
-        ("bias_gelu", wide, 8, Box::new(|| device.pointwise()?.bias_gelu(&x, &gamma).map(drop))),
+        ("bias_gelu", wide, 8, Box::new(|| device.pointwise()?.bias_gelu(&x, &gamma, DType::F32).map(drop))),
         (
             "bias_gelu_grad",
             wide,
@@ -92,7 +92,12 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             Box::new(|| device.pointwise()?.bias_gelu_grad(&mut graded, &far, &gamma, RowLeaves::WHOLE).map(drop)),
         ),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
-        ("layer_norm", count, 8, Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5).map(drop))),
+        (
+            "layer_norm",
+            count,
+            8,
+            Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32).map(drop)),
+        ),
         (
             "layer_norm_grad",
             count,

@@ -30,6 +30,12 @@ pub trait Device: Send + Sync + Debug {
     /// What this device has done and holds.
     fn meter(&self) -> &Meter;
 
+    /// The type in which a factor is stored: a value of type `dtype` that matrix products alone read. Another than `dtype`
+    /// where products round it anyway, so that their results are the same. Its gradient is of type `dtype`.
+    fn factor(&self, dtype: DType) -> DType {
+        dtype
+    }
+
     /// Matrix products.
     fn matmul(&self) -> Result<&dyn Matmul> {
         Err(self.missing("matmul"))

@@ -62,9 +62,9 @@ struct What {
 }
 
 impl What {
-    fn product(name: &'static str, mnk: [usize; 3], reads: &[&Buffer]) -> What {
-        let detail = Detail::Product(mnk);
-        What { class: Class::Product, name, detail, dtype: dtype(reads), bytes: bytes(reads) }
+    /// A product in the type of its result, whatever its factors are stored in.
+    fn product(name: &'static str, mnk: [usize; 3], dtype: DType, reads: &[&Buffer]) -> What {
+        What { class: Class::Product, name, detail: Detail::Product(mnk), dtype: Some(dtype), bytes: bytes(reads) }
     }
 }
 
@@ -115,6 +115,10 @@ impl Written for (Buffer, Buffer, Buffer) {
 impl Device for Profiled {
     fn name(&self) -> &str {
         self.inner.name()
+    }
+
+    fn factor(&self, dtype: DType) -> DType {
+        self.inner.factor(dtype)
     }
 
     // Too many and too short to be told apart from the code around.
@@ -193,19 +197,26 @@ impl Matmul for Profiled {
             (true, true, true) => "gemm tt +=",
         };
         let result = (m * n * c.dtype().size() * if accumulate { 2 } else { 1 }) as u64;
-        let mut what = What::product(name, [m, n, k], &[a, b]);
+        let mut what = What::product(name, [m, n, k], c.dtype(), &[a, b]);
         what.bytes += result;
         self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
     }
 
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        let what = What::product("gemm nt + bias", mnk, &[x, w, bias]);
+        let what = What::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias]);
         self.record(what, |device| device.matmul()?.linear_bias(mnk, x, w, bias))
     }
 
-    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
-        let what = What::product("gemm nt + bias, gelu", mnk, &[x, w, bias]);
-        self.record(what, |device| device.matmul()?.linear_bias_gelu(mnk, x, w, bias))
+    fn linear_bias_gelu(
+        &self,
+        mnk: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        let what = What::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias]);
+        self.record(what, |device| device.matmul()?.linear_bias_gelu(mnk, x, w, bias, stored))
     }
 }
 
@@ -239,8 +250,8 @@ impl Pointwise for Profiled {
         })
     }
 
-    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias))
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias, stored))
     }
 
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
@@ -272,8 +283,16 @@ impl Pointwise for Profiled {
 }
 
 impl Norm for Profiled {
-    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
-        self.span(Class::Norm, "layer_norm", &[x, gamma, beta], |device| device.norm()?.layer_norm(x, gamma, beta, eps))
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        beta: &Buffer,
+        eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let reads = &[x, gamma, beta];
+        self.span(Class::Norm, "layer_norm", reads, |device| device.norm()?.layer_norm(x, gamma, beta, eps, stored))
     }
 
     fn layer_norm_grad(

@@ -4,7 +4,7 @@ mod common;
 
 use common::{NoParams, POSITION, ids, on_mesh, tape_on, tape_with};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
@@ -97,6 +97,9 @@ fn cases() -> Vec<Case> {
         case("all_gather of dim 0", &[(x, S(0))], |_, v| v[0].all_gather(Axis::Tp, 0)),
         case("all_gather_invariant", &[(x, S(2))], |_, v| v[0].all_gather_invariant(Axis::Tp, 2)),
         case("reduce_scatter", &[(x, P)], |_, v| v[0].reduce_scatter(Axis::Tp, 1)),
+        case("layer_norm_factor", &[(x, I), (&[6], I), (&[6], I), (&[2, 6], S(0))], |_, v| {
+            v[0].layer_norm_factor(&v[1], &v[2], 1e-5)?.copy(Axis::Tp)?.linear(&v[3], 1)
+        }),
         case("split", &[(x, I)], |_, v| v[0].split(Axis::Tp, 2)),
         case("slice", &[(x, R)], |_, v| v[0].slice(Axis::Tp, 1)),
         case("all_to_all", &[(x, S(1))], |_, v| v[0].all_to_all(Axis::Tp, 1, 2)),
@@ -115,7 +118,9 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Count
     let output = (case.run)(&tape, &inputs).unwrap();
     let forward = counts(&device);
     if case.name != "max_reduce" {
-        let seed = Tensor::zeros(&device, output.tensor().dtype(), output.shape()).unwrap();
+        // The gradient of a factor is no factor.
+        let dtype = if output.tensor().dtype() == DType::Bf16 { DType::F32 } else { output.tensor().dtype() };
+        let seed = Tensor::zeros(&device, dtype, output.shape()).unwrap();
         tape.backward(&output, seed, Weights::Now, &mut NoParams).unwrap();
         assert!(inputs.iter().all(|input| tape.take_grad(input).is_some()), "{}", case.name);
     }
@@ -124,11 +129,14 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Count
 
 #[test]
 fn meta_and_record_count_what_cpu_and_threads_do() {
-    for case in cases() {
-        let real = on_mesh(MESH, |rank| run(&case, &rank, Cpu::device()));
+    for (precision, case) in
+        [Precision::F32, Precision::Bf16].into_iter().flat_map(|p| cases().into_iter().map(move |case| (p, case)))
+    {
+        let real = on_mesh(MESH, |rank| run(&case, &rank, Arc::new(Cpu::new(precision))));
         for (world_rank, real) in real.iter().enumerate() {
             let rank = Arc::new(Rank::recording(&MESH.parse::<Mesh>().unwrap(), world_rank).unwrap());
-            assert_eq!(run(&case, &rank, Meta::device()), *real, "{} on rank {world_rank}", case.name);
+            let meta = run(&case, &rank, Arc::new(Meta::new(precision)));
+            assert_eq!(meta, *real, "{} in {precision:?} on rank {world_rank}", case.name);
         }
     }
 }

@@ -8,8 +8,8 @@ use crate::step::Trainer;
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_pipeline::Generator;
 use meshwork_pipeline::simulate;
-use meshwork_tensor::ParamSpec;
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::{Device, ParamSpec};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ impl Prediction {
 pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainError> {
     let blueprint = Blueprint::new(config)?;
     let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
-    let device = Meta::device();
+    let device = blank_device(config);
     let mut trainer = Trainer::new(config, rank, device.clone())?;
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();
@@ -88,11 +88,16 @@ pub fn costs(config: &Config) -> Result<Costs, TrainError> {
 pub(crate) fn rehearse(config: &Config, world_rank: usize, watch: Arc<dyn Watch>) -> Result<(), TrainError> {
     let blueprint = Blueprint::new(config)?;
     let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
-    let mut trainer = Trainer::new(config, rank, Meta::device())?;
+    let mut trainer = Trainer::new(config, rank, blank_device(config))?;
     trainer.watch(watch);
     let batch = blank_batch(config, &trainer);
     trainer.step(&batch, |_| {})?;
     Ok(())
+}
+
+/// What stands in for the configuration's device.
+fn blank_device(config: &Config) -> Arc<dyn Device> {
+    Arc::new(Meta::new(config.training.dtype.precision()))
 }
 
 /// A rank's rows of a batch of the token 0.

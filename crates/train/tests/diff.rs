@@ -99,9 +99,12 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
         "dp=2 --set pipeline.num_microbatches=4 --set model.dropout=0.2",
         "tp=2,pp=1 --set pipeline.schedule=zb_v --set pipeline.num_microbatches=4",
         "dp=2,pp=1 --set pipeline.schedule=interleaved_1f1b",
+        "dp=2,tp=2,pp=2 --set parallelism.sequence_parallel=true --set training.dtype=bf16",
     ] {
         let other = config(&format!("{mesh} {canonical}"));
-        let one = Config { model: other.model.clone(), ..config(&format!("dp=1 {canonical}")) };
+        let dtype = other.training.dtype.name();
+        let one = config(&format!("dp=1 {canonical} --set training.dtype={dtype}"));
+        let one = Config { model: other.model.clone(), ..one };
         let report = held_against([&one, &other], 2);
         assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{mesh}: {report}");
         assert_eq!(report.tensors(), held_against([&one, &one], 2).tensors(), "{mesh}: {report}");
@@ -136,6 +139,8 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
         ("dp=2,tp=2,pp=2", "dp=2,tp=2,pp=2", ""),
         ("tp=4", "tp=4", "--set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"),
         ("dp=1", "dp=2,tp=2,pp=2", "--numerics canonical"),
+        // What is stored in bf16 is moved to the next number of bf16.
+        ("dp=1", "tp=2,pp=2", "--numerics canonical --set training.dtype=bf16"),
     ];
     for (one, other, more) in cases {
         for (way, fewer) in [("", 0), (":backward", 1)] {

@@ -1,36 +1,43 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, Update, gemm_leaves, gemm_shared};
+use super::kernels::matmul::{Epilogue, Factor, Strides, Update, gemm_leaves, gemm_shared};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::family::{Gemm, Matmul};
 use crate::tape::Terms;
-use meshwork_core::{Buffer, Element};
+use meshwork_core::{Buffer, DType, Element};
 
 impl Matmul for Cpu {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
-        for_float!(self, "matmul", a, T => {
+        for_float!(self, "matmul", c, T => {
             let c = &mut c.as_mut_slice::<T>()?[start..start + spec.m * spec.n];
-            self.product(spec, a.as_slice::<T>()?, b.as_slice::<T>()?, c, Epilogue::Nothing);
-            Ok(())
+            self.product::<T>(spec, [a, b], c, Epilogue::Nothing)
         })
     }
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        for_float!(self, "matmul", x, T => {
-            let (x, w, bias) = (x.as_slice::<T>()?, w.as_slice::<T>()?, bias.as_slice::<T>()?);
-            self.output::<T>(m * n, |y| self.product(Gemm::linear(m, n, k), x, w, y, Epilogue::Bias(bias)))
+        for_float!(self, "matmul", w, T => {
+            let bias = Epilogue::Bias(bias.as_slice::<T>()?);
+            let mut y = self.alloc(T::DTYPE, m * n)?;
+            self.product::<T>(Gemm::linear(m, n, k), [x, w], y.as_mut_slice()?, bias)?;
+            Ok(y)
         })
     }
 
-    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
-        let [m, n, k] = mnk;
-        for_float!(self, "matmul", x, T => {
-            let (x, w, bias) = (x.as_slice::<T>()?, w.as_slice::<T>()?, bias.as_slice::<T>()?);
+    fn linear_bias_gelu(
+        &self,
+        [m, n, k]: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "matmul", w, T => {
+            let bias = bias.as_slice::<T>()?;
             let mut y = self.alloc(T::DTYPE, m * n)?;
             let product = y.as_mut_slice::<T>()?;
-            let activated = self.output::<T>(m * n, |out| {
-                self.product(Gemm::linear(m, n, k), x, w, product, Epilogue::BiasGelu(bias, out));
+            let activated = self.stored::<T>("matmul", stored, m * n, |out| {
+                self.product(Gemm::linear(m, n, k), [x, w], product, Epilogue::BiasGelu(bias, out))
             })?;
             Ok((y, activated))
         })
@@ -38,18 +45,35 @@ impl Matmul for Cpu {
 }
 
 impl Cpu {
-    fn product<T: Float>(&self, spec: Gemm, a: &[T], b: &[T], c: &mut [T], epilogue: Epilogue<'_, T>) {
+    fn product<T: Float + Element>(
+        &self,
+        spec: Gemm,
+        [a, b]: [&Buffer; 2],
+        c: &mut [T],
+        epilogue: Epilogue<'_, T>,
+    ) -> Result<()> {
         let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms } = spec;
-        self.meter().add_flops(Work::Matmul, spec.flops());
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
-        let (a, b) = ((a, strides(a_transposed, m, k)), (b, strides(b_transposed, k, n)));
+        let a = self.factor_of(a, strides(a_transposed, m, k))?;
+        let b = self.factor_of(b, strides(b_transposed, k, n))?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
+        self.meter().add_flops(Work::Matmul, spec.flops());
         match terms {
             Terms::WHOLE => gemm_shared(self.precision, [m, n, k], a, b, c, update, epilogue),
             _ => {
                 debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one leaf go on");
                 gemm_leaves(self.precision, [m, n, k], a, b, c, terms);
             }
+        }
+        Ok(())
+    }
+
+    /// A factor of a product of `T`, which may have been stored for it.
+    fn factor_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<Factor<'a, T>> {
+        match x.dtype() {
+            DType::Bf16 if self.factor(T::DTYPE) == DType::Bf16 => Ok(Factor::Rounded(x.as_slice()?, strides)),
+            DType::Bf16 => Err(self.unsupported("matmul", DType::Bf16)),
+            _ => Ok(Factor::Full(x.as_slice()?, strides)),
         }
     }
 }

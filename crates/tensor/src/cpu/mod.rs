@@ -20,6 +20,7 @@ use crate::tape::RowLeaves;
 use arena::Arena;
 use kernels::Float;
 pub use kernels::matmul::Precision;
+use kernels::round::Stored;
 use meshwork_core::{Buffer, DType, Element};
 use std::sync::Arc;
 
@@ -76,6 +77,10 @@ impl Device for Cpu {
 
     fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    fn factor(&self, dtype: DType) -> DType {
+        self.precision.factor(dtype)
     }
 
     fn matmul(&self) -> Result<&dyn family::Matmul> {
@@ -182,6 +187,25 @@ impl Cpu {
     fn output<T: Element>(&self, count: usize, fill: impl FnOnce(&mut [T])) -> Result<Buffer> {
         let mut out = self.alloc(T::DTYPE, count)?;
         fill(out.as_mut_slice::<T>()?);
+        Ok(out)
+    }
+
+    /// An output of `count` results in `T` written by `fill`, in that type or in that of its factors.
+    fn stored<T: Element>(
+        &self,
+        op: &'static str,
+        dtype: DType,
+        count: usize,
+        fill: impl FnOnce(Stored<'_, T>) -> Result<()>,
+    ) -> Result<Buffer> {
+        if dtype != T::DTYPE && dtype != self.factor(T::DTYPE) {
+            return Err(self.unsupported(op, dtype));
+        }
+        let mut out = self.alloc(dtype, count)?;
+        fill(match dtype {
+            DType::Bf16 => Stored::Rounded(out.as_mut_slice()?),
+            _ => Stored::Full(out.as_mut_slice()?),
+        })?;
         Ok(out)
     }
 

@@ -6,10 +6,17 @@ use crate::error::Result;
 use crate::family::Norm;
 use crate::tape::RowLeaves;
 use meshwork_core::pool::share;
-use meshwork_core::{Buffer, Element};
+use meshwork_core::{Buffer, DType, Element};
 
 impl Norm for Cpu {
-    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        beta: &Buffer,
+        eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (x, gamma, beta) = (x.as_slice::<T>()?, gamma.as_slice::<T>()?, beta.as_slice::<T>()?);
             let n = gamma.len();
@@ -17,11 +24,12 @@ impl Norm for Cpu {
             let mut rstd = self.output::<T>(x.len() / n, |_| {})?;
             let (means, rstds) = (mean.as_mut_slice::<T>()?, rstd.as_mut_slice::<T>()?);
             let (piece, rows) = (row_piece(n), row_piece(n) / n);
-            let y = self.output::<T>(x.len(), |y| {
+            let y = self.stored::<T>("layer_norm", stored, x.len(), |y| {
                 let stats = means.chunks_mut(rows).zip(rstds.chunks_mut(rows));
-                share(y.chunks_mut(piece).zip(x.chunks(piece)).zip(stats), |((y, x), (mean, rstd))| {
+                share(y.chunks(piece).zip(x.chunks(piece)).zip(stats), |((y, x), (mean, rstd))| {
                     norm::forward(x, gamma, beta, eps as T, y, mean, rstd);
                 });
+                Ok(())
             })?;
             Ok((y, mean, rstd))
         })

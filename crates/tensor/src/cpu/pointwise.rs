@@ -3,8 +3,8 @@ use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
 use meshwork_core::pool::share;
+use meshwork_core::{Buffer, DType};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
@@ -73,12 +73,13 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
             let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
             let piece = row_piece(bias.len());
-            self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+            self.stored::<T>("gelu", stored, x.len(), |out| {
+                share(out.chunks(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+                Ok(())
             })
         })
     }

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::tape::Terms;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
 /// `C[m, n] = op(A) · op(B)` or `C += ..`, all row-major and contiguous.
@@ -56,14 +56,23 @@ impl Gemm {
     }
 }
 
-/// Matrix products whose result bits depend on k and how it is cut alone: never on m, n, layout or thread count.
+/// Matrix products whose result bits depend on k and how it is cut alone: never on m, n, layout or thread count. Either
+/// factor may be stored in the type that the device has for [factors](crate::Device::factor): the same bits.
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
     /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])`), tanh form, with the bits of the product, then
+    /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product, then
     /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is what
-    /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad) takes.
-    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)>;
+    /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad) takes; `stored` is its type or that of its
+    /// [factors](crate::Device::factor).
+    fn linear_bias_gelu(
+        &self,
+        mnk: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)>;
 }

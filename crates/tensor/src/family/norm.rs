@@ -2,13 +2,21 @@
 
 use crate::error::Result;
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
 /// Layer norm and its gradients, over `rows = x.count() / n`.
 pub trait Norm: Debug {
-    /// (y, mean `[rows]`, rstd `[rows]`).
-    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, beta: &Buffer, eps: f64) -> Result<(Buffer, Buffer, Buffer)>;
+    /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or that of its
+    /// [factors](crate::Device::factor).
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        beta: &Buffer,
+        eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)>;
 
     /// (dx, dgamma and dbeta, each `[leaves, n]`); for each leaf its rows are summed by 64 of them in order, and then those in
     /// order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).

@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
 /// Which elements dropout keeps: a function of the global position of an element, so that no mesh changes it.
@@ -40,8 +40,9 @@ pub trait Pointwise: Debug {
     fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
-    /// gelu(x + bias), tanh form, with the bits of both one after the other.
-    fn bias_gelu(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
+    /// that of its [factors](crate::Device::factor).
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
     /// dx = dy · gelu'(x + bias), in place, and gives that of the bias as [`bias_grad`](Self::bias_grad) does.
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer>;

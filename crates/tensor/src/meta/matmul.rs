@@ -2,7 +2,7 @@ use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::family::{Gemm, Matmul};
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 
 impl Matmul for Meta {
     fn gemm(&self, spec: Gemm, _a: &Buffer, _b: &Buffer, _c: &mut Buffer, _start: usize) -> Result<()> {
@@ -10,14 +10,21 @@ impl Matmul for Meta {
         Ok(())
     }
 
-    fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, _w: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+    fn linear_bias(&self, [m, n, k]: [usize; 3], _x: &Buffer, w: &Buffer, _bias: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, Gemm::linear(m, n, k).flops());
-        self.alloc(x.dtype(), m * n)
+        self.alloc(w.dtype(), m * n)
     }
 
-    fn linear_bias_gelu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<(Buffer, Buffer)> {
+    fn linear_bias_gelu(
+        &self,
+        mnk: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
         let product = self.linear_bias(mnk, x, w, bias)?;
-        let activated = self.alloc(product.dtype(), product.count())?;
+        let activated = self.alloc(stored, product.count())?;
         Ok((product, activated))
     }
 }

@@ -15,6 +15,7 @@ mod optim;
 mod pointwise;
 mod windows;
 
+use crate::cpu::Precision;
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::family;
@@ -25,10 +26,16 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub struct Meta {
     meter: Arc<Meter>,
+    precision: Precision,
 }
 
 impl Meta {
-    /// A device that has counted nothing yet.
+    /// A device that has counted nothing yet, in place of one that computes products of `f32` tensors in this precision.
+    pub fn new(precision: Precision) -> Self {
+        Self { precision, ..Self::default() }
+    }
+
+    /// The same in place of one that computes in the precision of its tensors.
     pub fn device() -> Arc<dyn Device> {
         Arc::new(Self::default())
     }
@@ -87,6 +94,10 @@ impl Device for Meta {
 
     fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    fn factor(&self, dtype: DType) -> DType {
+        self.precision.factor(dtype)
     }
 
     fn matmul(&self) -> Result<&dyn family::Matmul> {

@@ -4,13 +4,20 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::family::Norm;
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 
 impl Norm for Meta {
-    fn layer_norm(&self, x: &Buffer, gamma: &Buffer, _beta: &Buffer, _eps: f64) -> Result<(Buffer, Buffer, Buffer)> {
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        _beta: &Buffer,
+        _eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
         let rows = x.count() / gamma.count();
         let (mean, rstd) = (self.alloc(x.dtype(), rows)?, self.alloc(x.dtype(), rows)?);
-        Ok((self.alloc(x.dtype(), x.count())?, mean, rstd))
+        Ok((self.alloc(stored, x.count())?, mean, rstd))
     }
 
     fn layer_norm_grad(

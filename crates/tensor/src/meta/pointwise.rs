@@ -4,7 +4,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
 use crate::tape::RowLeaves;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 
 impl Meta {
     fn like(&self, x: &Buffer) -> Result<Buffer> {
@@ -38,8 +38,8 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
-    fn bias_gelu(&self, x: &Buffer, _bias: &Buffer) -> Result<Buffer> {
-        self.like(x)
+    fn bias_gelu(&self, x: &Buffer, _bias: &Buffer, stored: DType) -> Result<Buffer> {
+        self.alloc(stored, x.count())
     }
 
     fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {

@@ -81,7 +81,8 @@ impl Var {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
     }
 
-    /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu).
+    /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
+    /// [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
     pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
     }
@@ -138,7 +139,7 @@ impl Op for Linear {
         let matmul = device.matmul()?;
         let y = match self.then {
             Then::Nothing => {
-                let mut y = device.alloc(x.dtype(), m * n)?;
+                let mut y = device.alloc(w.dtype(), m * n)?;
                 let spec = Gemm::linear(m, n, k).over(self.terms[0]);
                 matmul.gemm(spec, x.buffer(), w.buffer(), &mut y, 0)?;
                 y
@@ -146,12 +147,13 @@ impl Op for Linear {
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
             Then::BiasGelu(_) => {
                 let b = inputs[2];
-                let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer())?;
+                let stored = device.factor(w.dtype());
+                let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
                 cx.save_input(2)?;
-                cx.recipe(|saved| {
+                cx.recipe(move |saved| {
                     let (product, b) = (saved[2].restore()?, saved[3].restore()?);
-                    let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer())?;
+                    let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer(), stored)?;
                     Tensor::from_buffer(product.device(), y, product.shape())
                 });
                 y

@@ -4,18 +4,28 @@ use crate::error::Result;
 use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use meshwork_core::{DType, SpmdError, Types};
 
 #[derive(Debug)]
 struct LayerNorm {
     eps: f64,
     tokens: Tokens,
+    /// The type of the result.
+    stored: DType,
 }
 
 impl Var {
     /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`.
     pub fn layer_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
-        self.tape().apply(LayerNorm { eps, tokens: Tokens::of(self, 1) }, &[self, gamma, beta])
+        let tokens = Tokens::of(self, 1);
+        self.tape().apply(LayerNorm { eps, tokens, stored: self.tensor().dtype() }, &[self, gamma, beta])
+    }
+
+    /// The same as a [factor](crate::Device::factor), for values that nothing but matrix products and collectives read:
+    /// anything else refuses its type.
+    pub fn layer_norm_factor(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
+        let (tokens, stored) = (Tokens::of(self, 1), self.tape().device().factor(self.tensor().dtype()));
+        self.tape().apply(LayerNorm { eps, tokens, stored }, &[self, gamma, beta])
     }
 }
 
@@ -39,7 +49,9 @@ impl Op for LayerNorm {
             || "gamma and beta are vectors over the last dim of x".to_owned(),
             inputs,
         )?;
-        let (y, mean, rstd) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), self.eps)?;
+        let (eps, stored) = (self.eps, self.stored);
+        let norm = x.device().norm()?;
+        let (y, mean, rstd) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
         for statistic in [mean, rstd] {
@@ -47,10 +59,10 @@ impl Op for LayerNorm {
             cx.save(&Tensor::from_buffer(x.device(), statistic, [rows])?)?;
         }
         cx.save_input(2)?;
-        let eps = self.eps;
         cx.recipe(move |saved| {
             let (x, gamma, beta) = (saved[0].restore()?, saved[1].restore()?, saved[4].restore()?);
-            let (y, ..) = x.device().norm()?.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps)?;
+            let norm = x.device().norm()?;
+            let (y, ..) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
             Tensor::from_buffer(x.device(), y, x.shape())
         });
         Tensor::from_buffer(x.device(), y, x.shape())

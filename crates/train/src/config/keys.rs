@@ -205,7 +205,7 @@ pub static SECTIONS: &[Section] = &[
         key("global_batch_size", Count(1), int(16), "Samples per step, over all ranks: dp · num_microbatches · micro_batch_size."),
         key("micro_batch_size", Count(1), Derived("by batch and micro-batches"), "Samples per micro-batch."),
         key("seed", Count(0), int(1234), "Seed of initialisation, sample order and dropout."),
-        key("dtype", words(&["f32", "bf16"], &[]), text("f32"), "Type of the factors in matrix products and attention: bf16 rounds them and adds up in f32. All that is kept or sent is f32: weights, activations, gradients, optimizer states."),
+        key("dtype", words(&["f32", "bf16"], &[]), text("f32"), "Type of the factors in matrix products and attention: bf16 rounds them and adds up in f32. Activations that products alone read are stored rounded; all else that is kept or sent is f32: weights, gradients, optimizer states."),
         key("max_norm", Number(Interval::NotNegative), float(1.0), "Global gradient norm above which gradients are scaled down; 0 = off."),
         key("numerics", words(&["fast", "canonical"], &[]), text("fast"), "Order of sums: fast gives one mesh the same bits on every run; canonical gives every mesh, schedule and number of micro-batches the same bits, at a price in time and memory."),
     ]},

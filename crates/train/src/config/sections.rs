@@ -97,6 +97,15 @@ impl Dtype {
             Self::Bf16 => "bf16",
         }
     }
+
+    /// As devices know it.
+    #[must_use]
+    pub const fn precision(self) -> Precision {
+        match self {
+            Self::F32 => Precision::F32,
+            Self::Bf16 => Precision::Bf16,
+        }
+    }
 }
 
 /// `optimizer.name`.
@@ -238,12 +247,8 @@ impl Device {
     /// A device for one rank, which computes products in `dtype`.
     #[must_use]
     pub fn open(self, dtype: Dtype) -> Arc<dyn meshwork_tensor::Device> {
-        let precision = match dtype {
-            Dtype::F32 => Precision::F32,
-            Dtype::Bf16 => Precision::Bf16,
-        };
         match self {
-            Self::Cpu => Arc::new(Cpu::new(precision)),
+            Self::Cpu => Arc::new(Cpu::new(dtype.precision())),
         }
     }
 }

@@ -1,10 +1,10 @@
 //! A fault of one ulp, injected to show that a comparison finds it.
 
 use super::program::{Op, Program, Value};
-use super::ulps::Float;
+use super::ulps::Stored;
 use super::{Broken, Hook, Place, Site};
 use crate::config::{Fault, choose_from};
-use meshwork_core::{Axis, DType, Ty, Types};
+use meshwork_core::{Axis, DType, Element, Ty, Types, bf16};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -85,6 +85,7 @@ impl Break {
             }
             let changed = match seen.tensor.dtype() {
                 DType::F64 => fault.change::<f64>(seen.tensor.to_vec()?, seen.tensor)?,
+                DType::Bf16 => fault.change::<bf16>(seen.tensor.to_vec()?, seen.tensor)?,
                 _ => fault.change::<f32>(seen.tensor.to_vec()?, seen.tensor)?,
             };
             Ok(Some(changed))
@@ -92,12 +93,12 @@ impl Break {
     }
 
     /// The value with the element in its middle moved up.
-    fn change<T: Float + meshwork_core::Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
+    fn change<T: Stored + Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
         let at = values.len() / 2;
         if let Some(value) = values.get_mut(at) {
             *value = value.up(self.ulps);
             let index = super::global::unravel(at, &tensor.shape());
-            let broken = Broken { place: self.place.clone(), index, ulps: self.ulps };
+            let broken = Broken { place: self.place.clone(), index, ulps: self.ulps * T::STEP };
             *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
         }
         Tensor::from_slice(tensor.device(), &values, tensor.shape())

@@ -1,5 +1,6 @@
 //! How far two numbers are apart, counted in numbers between them; and how such distances are spread.
 
+use meshwork_core::bf16;
 use std::fmt::Debug;
 use std::ops::Add;
 
@@ -21,9 +22,34 @@ pub(super) trait Float: Copy + Debug + Add<Output = Self> + Into<f64> {
     /// Steps from one number to the next on the way from one to the other; 0 for the two zeros, and for two NaNs;
     /// `u64::MAX` from a number to a NaN.
     fn ulps(self, other: Self) -> u64;
+}
+
+/// A type that values are stored in.
+pub(super) trait Stored: Copy {
+    /// Ulps from one number to the next, in the type that values are compared in.
+    const STEP: u32 = 1;
+
+    /// The next number, upwards.
+    fn next(self) -> Self;
 
     /// The number `steps` steps further up.
-    fn up(self, steps: u32) -> Self;
+    fn up(self, steps: u32) -> Self {
+        (0..steps).fold(self, |value, _| value.next())
+    }
+}
+
+impl Stored for bf16 {
+    const STEP: u32 = 1 << 16;
+
+    fn next(self) -> Self {
+        let bits = self.to_bits();
+        bf16::from_bits(match bits {
+            _ if self.is_nan() || self == bf16::INFINITY => bits,
+            0x8000 => 1, // from the negative zero
+            0x8001.. => bits - 1,
+            _ => bits + 1,
+        })
+    }
 }
 
 macro_rules! float {
@@ -52,9 +78,11 @@ macro_rules! float {
                     _ => u64::MAX,
                 }
             }
+        }
 
-            fn up(self, steps: u32) -> Self {
-                (0..steps).fold(self, |value, _| value.next_up())
+        impl Stored for $t {
+            fn next(self) -> Self {
+                self.next_up()
             }
         }
     };
@@ -149,6 +177,10 @@ mod tests {
             assert_eq!(x.ulps(x.next_up()), 1, "{x}");
             assert_eq!(x.next_down().ulps(x), 1, "{x}");
         }
+        for x in [1.0f32, -1.0, 0.0, -0.0, 1e-40, -1e-40, 3e38].map(bf16::from_f32) {
+            assert_eq!(f32::from(x).ulps(x.next().into()), u64::from(bf16::STEP), "{x}");
+        }
+        assert_eq!(bf16::MAX.up(2), bf16::INFINITY);
         assert_eq!(f32::from_bits(1).up(3), f32::from_bits(4));
         assert_eq!((-1f64).up(3).ulps(-1.0), 3);
         assert_eq!((-f32::from_bits(2)).ulps(f32::from_bits(3)), 5);

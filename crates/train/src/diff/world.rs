@@ -5,7 +5,7 @@ use super::{Error, Hook, Key, Side, Site};
 use crate::engine::{At, Blueprint, TrainError, Watch};
 use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
-use meshwork_core::{Coords, DType, Group, Rank, pool};
+use meshwork_core::{Coords, DType, Group, Rank, bf16, pool};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamId, Tensor};
 use std::collections::{BTreeSet, HashMap};
@@ -220,6 +220,8 @@ impl Watch for Recorder {
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);
         let values = match tensor.dtype() {
             DType::F64 => Values::F64(tensor.to_vec()?),
+            // Distances are counted in numbers of f32, so that a run in bf16 can be held against one in f32.
+            DType::Bf16 => Values::F32(tensor.to_vec::<bf16>()?.into_iter().map(f32::from).collect()),
             _ => Values::F32(tensor.to_vec()?),
         };
         let record = Record { rank, coords, micro: at.micro, first_sample: seen.position.first_sample, values };

@@ -1,11 +1,13 @@
-//! `training.dtype = "bf16"`: products round their factors and add up in f32; all that is kept or sent is f32.
+//! `training.dtype = "bf16"`: products round their factors and add up in f32; what they alone read is stored rounded, all else that
+//! is kept or sent is f32.
 
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
 use crate::split_work;
 use crate::world::{Stepped, assert_same_pieces, assert_same_report, on_mesh, one_step, pieces, train};
+use meshwork_core::{DType, OpKind};
 use meshwork_testkit::parity::{FLOOR, norm, norm_of_all};
 use meshwork_train::Trainer;
-use meshwork_train::plan::predict;
+use meshwork_train::plan::{Prediction, predict};
 
 const STEPS: usize = 20;
 /// Largest relative difference of a loss from that of f32, over all steps: AdamW carries rounding from step to step.
@@ -93,9 +95,25 @@ fn the_same_bits_on_every_run() {
     }
 }
 
+/// The normed activations that sequence parallelism gathers are factors, and take half the bytes; nothing else changes.
 #[test]
-fn the_plan_is_that_of_f32() {
+fn the_plan_is_that_of_f32_but_for_factors() {
     let case = Case::of_1f1b(&UNEVEN, (2, 2, 2), true, 4);
     let [f32, bf16] = [SGD, &bf16(SGD)].map(|more| predict(&case.config(more), 0).unwrap());
-    assert_eq!(f32, bf16);
+    let rest = |plan: &Prediction| (plan.parameters, plan.model_bytes, plan.flops, plan.records.len());
+    assert_eq!(rest(&f32), rest(&bf16));
+    assert!(bf16.peak_bytes < f32.peak_bytes, "{} bytes, {} in f32", bf16.peak_bytes, f32.peak_bytes);
+    let mut factors = 0;
+    for (f32, bf16) in f32.records.iter().zip(&bf16.records) {
+        if f32 != bf16 {
+            assert_eq!(
+                (&*f32.group, f32.op, f32.dtype, f32.bytes()),
+                ("tp", OpKind::AllGather, DType::F32, 2.0 * bf16.bytes())
+            );
+            factors += 1;
+        }
+    }
+    // Of every layer of the first stage and micro-batch: the input of attention and that of the feed-forward block.
+    let layers = UNEVEN.layers.div_ceil(2);
+    assert_eq!(factors, 2 * layers * 4);
 }

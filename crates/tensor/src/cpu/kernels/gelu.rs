@@ -5,7 +5,8 @@
 //! `1.5e-7 max(1, |x|)` of the exact tanh form and the derivative within 3e-7.
 
 use super::Float;
-use super::pointwise::{assert_rows, for_rows};
+use super::pointwise::assert_rows;
+use super::round::Stored;
 use meshwork_core::simd::wide;
 
 /// `out = gelu(x)`. Overwrites.
@@ -35,13 +36,24 @@ pub fn gelu_backward<T: Float>(x: &[T], dy: &[T], dx: &mut [T]) {
 }
 
 /// `out[i, j] = gelu(x[i, j] + bias[j])`. Overwrites.
-pub fn bias_gelu<T: Float>(x: &[T], bias: &[T], out: &mut [T]) {
-    for_rows(
-        bias,
-        [x, x],
-        out,
+pub fn bias_gelu<T: Float>(x: &[T], bias: &[T], out: Stored<'_, T>) {
+    assert_eq!(x.len(), out.len(), "elements of x against out");
+    assert_rows(x.len(), bias.len());
+    let n = bias.len().max(1);
+    wide(
         #[inline(always)]
-        |b, [x, _]| value(x + b),
+        || {
+            for (x, out) in x.chunks_exact(n).zip(out.chunks(n)) {
+                out.fill(
+                    #[inline(always)]
+                    |at, out| {
+                        for ((out, &x), &b) in out.iter_mut().zip(&x[at..]).zip(&bias[at..]) {
+                            *out = value(x + b);
+                        }
+                    },
+                );
+            }
+        },
     );
 }
 
@@ -103,7 +115,9 @@ fn clamp<T: Float>(x: T) -> T {
 mod tests {
     use super::super::oracle::{check_gradient, dot, values};
     use super::super::pointwise::bias_backward;
+    use super::super::round::round;
     use super::*;
+    use half::bf16;
     use proptest::prelude::*;
 
     /// The definition, in f64 with std's tanh, and its derivative.
@@ -135,6 +149,19 @@ mod tests {
         assert!(value(f32::NAN).is_nan() && derivative(f32::NAN).is_nan());
     }
 
+    #[test]
+    fn rounded_results_are_the_full_ones_rounded() {
+        for (rows, n) in [(0, 3), (1, 1), (5, 70), (3, 511), (2, 512), (3, 513), (2, 1300)] {
+            let len = rows * n;
+            let (x, b): (Vec<f32>, Vec<f32>) = (values("x", len), values("b", n));
+            let (mut full, mut got, mut want) = (vec![9.0; len], vec![bf16::ONE; len], vec![bf16::ZERO; len]);
+            bias_gelu(&x, &b, Stored::Full(&mut full));
+            bias_gelu(&x, &b, Stored::Rounded(&mut got));
+            round(&full, &mut want);
+            assert!(got == want, "{rows} rows of {n}");
+        }
+    }
+
     proptest! {
         #[test]
         fn gradients_match_finite_differences(rows in 1..4_usize, n in 1..20_usize) {
@@ -151,8 +178,8 @@ mod tests {
             let mut db = vec![0.0; n];
             dx.copy_from_slice(&dy);
             bias_gelu_backward(&x, &b, &mut dx, &mut db);
-            check_gradient(&x, &dx, |x| apply(&|y| bias_gelu(x, &b, y)));
-            check_gradient(&b, &db, |b| apply(&|y| bias_gelu(&x, b, y)));
+            check_gradient(&x, &dx, |x| apply(&|y| bias_gelu(x, &b, Stored::Full(y))));
+            check_gradient(&b, &db, |b| apply(&|y| bias_gelu(&x, b, Stored::Full(y))));
         }
 
         /// Vector body, remainder and fused forms agree bit for bit with the element alone.
@@ -165,7 +192,7 @@ mod tests {
             prop_assert!((0..len).all(|i| out[i] == value(x[i])));
             gelu_backward(&x, &dy, &mut out);
             prop_assert!((0..len).all(|i| out[i] == dy[i] * derivative(x[i])));
-            bias_gelu(&x, &b, &mut out);
+            bias_gelu(&x, &b, Stored::Full(&mut out));
             prop_assert!((0..len).all(|i| out[i] == value(x[i] + b[i % n])));
             let (mut db, mut sum) = (b.clone(), b.clone());
             out.copy_from_slice(&dy);

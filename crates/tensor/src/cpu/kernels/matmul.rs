@@ -13,12 +13,15 @@ mod leaves;
 #[cfg(test)]
 mod tests;
 
+pub use super::round::Stored;
 pub use leaves::gemm_leaves;
 
 use super::Float;
-use super::gemm::{self, Path, Piece, Right};
-use super::{gelu, pointwise};
-use meshwork_core::{Block, pool};
+use super::gemm::{self, Elements, Path, Piece, Right};
+use super::{gelu, pointwise, round};
+use half::bf16;
+use meshwork_core::{Block, DType, pool};
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::thread::LocalKey;
 
@@ -31,8 +34,8 @@ pub enum Update {
     Accumulate,
 }
 
-/// In what products of `f32` are computed; those of `f64` always are in `f64`. Operands and results are stored in `f32`
-/// either way, and sums are taken in it.
+/// In what products of `f32` are computed; those of `f64` always are in `f64`. Sums are taken and stored in `f32` either
+/// way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// Operands as they are.
@@ -44,8 +47,28 @@ pub enum Precision {
     Bf16,
 }
 
+impl Precision {
+    /// The type in which a value of type `dtype` is stored that products alone read: the one they round it to.
+    pub fn factor(self, dtype: DType) -> DType {
+        match (self, dtype) {
+            (Precision::Bf16, DType::F32) => DType::Bf16,
+            _ => dtype,
+        }
+    }
+}
+
 /// Distance in elements from one row to the next, and from one column to the next.
 pub type Strides = (usize, usize);
+
+/// A factor of a product: a matrix of these (row, column) strides.
+#[derive(Clone, Copy, Debug)]
+pub enum Factor<'a, T> {
+    /// Stored in the type of the product.
+    Full(&'a [T], Strides),
+    /// Stored in `bf16`, as [`round`](round::round) makes it of `f32`: for products of `f32` in [`Precision::Bf16`] alone,
+    /// the bits of which are the same with the factor in full.
+    Rounded(&'a [bf16], Strides),
+}
 
 /// What is done to the elements of a C with contiguous rows as soon as they are complete, while they are in the cache.
 #[derive(Debug)]
@@ -56,20 +79,15 @@ pub enum Epilogue<'a, T> {
     Bias(&'a [T]),
     /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` lies as C does: the bits of [`gelu::bias_gelu`] after the
     /// product, which stays in C.
-    BiasGelu(&'a [T], &'a mut [T]),
+    BiasGelu(&'a [T], Stored<'a, T>),
 }
 
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
 ///
-/// Panics if an operand is shorter than its dims and strides need, or if the strides of `C` do not keep its elements
-/// apart or leave gaps along both its rows and its columns. With `k = 0` the product is zero.
-pub fn gemm<T: Float>(
-    dims: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
-    c: (&mut [T], Strides),
-    update: Update,
-) {
+/// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round, or if
+/// the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With `k = 0` the
+/// product is zero.
+pub fn gemm<T: Float>(dims: [usize; 3], a: Factor<'_, T>, b: Factor<'_, T>, c: (&mut [T], Strides), update: Update) {
     gemm_in(Precision::F32, dims, a, b, c, update);
 }
 
@@ -77,8 +95,8 @@ pub fn gemm<T: Float>(
 pub fn gemm_in<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
+    a: Factor<'_, T>,
+    b: Factor<'_, T>,
     c: (&mut [T], Strides),
     update: Update,
 ) {
@@ -111,8 +129,8 @@ const ROWS: usize = 28;
 pub fn gemm_shared<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
+    a: Factor<'_, T>,
+    b: Factor<'_, T>,
     c: &mut [T],
     update: Update,
     epilogue: Epilogue<'_, T>,
@@ -131,14 +149,14 @@ fn cut<T: Float>(
     threads: usize,
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
+    a: Factor<'_, T>,
+    b: Factor<'_, T>,
     c: &mut [T],
     update: Update,
     mut epilogue: Epilogue<'_, T>,
 ) {
-    assert_inside("A", m, k, a.1, a.0.len());
-    assert_inside("B", k, n, b.1, b.0.len());
+    a.check("A", [m, k], precision);
+    b.check("B", [k, n], precision);
     assert_inside("C", m, n, (n, 1), c.len());
     epilogue.check(m, n, n);
     let path = T::path(precision);
@@ -149,11 +167,11 @@ fn cut<T: Float>(
     for (j, columns) in parts(n, columns) {
         for (l, terms) in parts(k, terms) {
             let update = if l > 0 { Update::Accumulate } else { update };
-            let b = (&b.0[l * b.1.0 + j * b.1.1..], b.1);
+            let b = b.from(l, j);
             let b = match path {
                 Some(path) => {
                     packed.dims = [terms, columns];
-                    pool::share(packed.parts(path), |part| pack(path, b, part));
+                    pool::share(packed.parts(path), |part| pack(precision, path, b, part));
                     Source::Packed(&packed)
                 }
                 None => Source::Strided(b),
@@ -161,8 +179,7 @@ fn cut<T: Float>(
             let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
             pool::share(blocks.enumerate(), |(block, (c, epilogue))| {
                 let dims = [c.len() / n, columns, terms];
-                let a = (&a.0[block * rows * a.1.0 + l * a.1.1..], a.1);
-                serial(precision, dims, a, b, (&mut c[j..], (n, 1)), update, epilogue);
+                serial(precision, dims, a.from(block * rows, l), b, (&mut c[j..], (n, 1)), update, epilogue);
             });
         }
     }
@@ -186,6 +203,57 @@ fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
 }
 
+impl<'a, T: Float> Factor<'a, T> {
+    fn strides(self) -> Strides {
+        match self {
+            Factor::Full(_, strides) | Factor::Rounded(_, strides) => strides,
+        }
+    }
+
+    /// The part from this row and column on: of no elements where there are none.
+    fn from(self, row: usize, column: usize) -> Self {
+        let (row_stride, column_stride) = self.strides();
+        let at = row * row_stride + column * column_stride;
+        match self {
+            Factor::Full(x, strides) => Factor::Full(x.get(at..).unwrap_or_default(), strides),
+            Factor::Rounded(x, strides) => Factor::Rounded(x.get(at..).unwrap_or_default(), strides),
+        }
+    }
+
+    /// Panics unless this holds a matrix of so many rows and columns for a product in this precision.
+    fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
+        let len = match self {
+            Factor::Full(x, _) => x.len(),
+            Factor::Rounded(x, _) => {
+                let product = std::any::type_name::<T>();
+                assert!(
+                    T::narrows(precision),
+                    "{name}: stored in bf16, but a product of {product} in {precision:?} does not round"
+                );
+                x.len()
+            }
+        };
+        assert_inside(name, rows, columns, self.strides(), len);
+    }
+
+    /// Of an `f32`, where its elements begin.
+    fn elements(self) -> (Elements, Strides) {
+        match self {
+            Factor::Full(x, strides) => (Elements::Full(x.as_ptr().cast()), strides),
+            Factor::Rounded(x, strides) => (Elements::Rounded(x.as_ptr()), strides),
+        }
+    }
+
+    /// The elements as the product takes them.
+    fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
+        match self {
+            Factor::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
+            Factor::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
+            Factor::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
+        }
+    }
+}
+
 impl<T: Float> Epilogue<'_, T> {
     /// Panics if it does not fit a C of m rows and n columns with rows `c_row` apart.
     fn check(&self, m: usize, n: usize, c_row: usize) {
@@ -200,13 +268,13 @@ impl<T: Float> Epilogue<'_, T> {
     fn parts(&mut self, len: usize, j: usize, last: bool) -> impl Iterator<Item = Epilogue<'_, T>> + Send {
         let (bias, out) = match self {
             Epilogue::Bias(bias) if last => (Some(&bias[j..]), None),
-            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out)),
+            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out.reborrow())),
             _ => (None, None),
         };
-        let mut outs = out.map(|out| out.chunks_mut(len));
+        let mut outs = out.map(|out| out.chunks(len));
         std::iter::from_fn(move || {
             Some(match (bias, &mut outs) {
-                (Some(bias), Some(outs)) => Epilogue::BiasGelu(bias, &mut outs.next()?[j..]),
+                (Some(bias), Some(outs)) => Epilogue::BiasGelu(bias, outs.next()?.split_at(j).1),
                 (Some(bias), None) => Epilogue::Bias(bias),
                 (None, _) => Epilogue::Nothing,
             })
@@ -217,7 +285,7 @@ impl<T: Float> Epilogue<'_, T> {
         match self {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
-            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), out.as_mut_ptr()),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), Place::of(out)),
         }
     }
 }
@@ -250,19 +318,19 @@ impl Packed {
     }
 }
 
-/// Packs a part of `b`, of which only an `f32` has a path.
-fn pack<T: Float>(path: Path, b: (&[T], Strides), (piece, to): (Piece, &mut [f32])) {
-    assert_inside("B", piece.l + piece.k, piece.j + piece.columns, b.1, b.0.len());
+/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been [checked](Factor::check).
+fn pack<T: Float>(precision: Precision, path: Path, b: Factor<'_, T>, (piece, to): (Piece, &mut [f32])) {
+    b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
     // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
     // from `T::path`.
-    unsafe { gemm::pack(path, (b.0.as_ptr().cast(), b.1), piece, to.as_mut_ptr()) }
+    unsafe { gemm::pack(path, b.elements(), piece, to.as_mut_ptr()) }
 }
 
 /// A right operand.
 #[derive(Clone, Copy)]
 enum Source<'a, T> {
-    Strided((&'a [T], Strides)),
+    Strided(Factor<'a, T>),
     /// Where there is a path.
     Packed(&'a Packed),
 }
@@ -271,17 +339,17 @@ enum Source<'a, T> {
 fn serial<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
+    a: Factor<'_, T>,
     b: Source<'_, T>,
     c: (&mut [T], Strides),
     update: Update,
     mut epilogue: Epilogue<'_, T>,
 ) {
-    assert_inside("A", m, k, a.1, a.0.len());
+    a.check("A", [m, k], precision);
     assert_inside("C", m, n, c.1, c.0.len());
     assert_apart(m, n, c.1);
     match b {
-        Source::Strided(b) => assert_inside("B", k, n, b.1, b.0.len()),
+        Source::Strided(b) => b.check("B", [k, n], precision),
         Source::Packed(Packed { dims, .. }) => assert_eq!(*dims, [k, n], "B: dims of the packed one"),
     }
     epilogue.check(m, n, c.1.0);
@@ -295,11 +363,14 @@ fn serial<T: Float>(
     unsafe {
         if let Some(path) = T::path(precision) {
             let b = match b {
-                Source::Strided((b, strides)) => Right::Strided(b.as_ptr().cast(), strides),
+                Source::Strided(b) => {
+                    let (start, strides) = b.elements();
+                    Right::Strided(start, strides)
+                }
                 Source::Packed(b) => Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims),
             };
-            let (a, c) = ((a.0.as_ptr().cast(), a.1), (c.0.cast(), c.1));
-            return gemm::product(path, [m, n, k], a, b, c, update, finish.cast());
+            let c = (c.0.cast(), c.1);
+            return gemm::product(path, [m, n, k], a.elements(), b, c, update, finish.cast());
         }
         let Source::Strided(b) = b else { unreachable!("a B packed for no path") };
         portable(precision, [m, n, k], a, b, c, update);
@@ -314,16 +385,14 @@ fn serial<T: Float>(
 unsafe fn portable<T: Float>(
     precision: Precision,
     dims: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
+    a: Factor<'_, T>,
+    b: Factor<'_, T>,
     c: (*mut T, Strides),
     update: Update,
 ) {
-    let rounded = |x: &[T]| -> Vec<T> { x.iter().map(|x| x.in_precision(precision)).collect() };
-    let copies = T::narrows(precision).then(|| (rounded(a.0), rounded(b.0)));
-    let (a_slice, b_slice) = copies.as_ref().map_or((a.0, b.0), |(a, b)| (a, b));
+    let (a_slice, b_slice) = (a.in_precision(precision), b.in_precision(precision));
     // SAFETY: the caller's promise; a copy is as long as its operand.
-    unsafe { T::portable(dims, (a_slice.as_ptr(), a.1), (b_slice.as_ptr(), b.1), c, update) }
+    unsafe { T::portable(dims, (a_slice.as_ptr(), a.strides()), (b_slice.as_ptr(), b.strides()), c, update) }
 }
 
 /// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous.
@@ -333,7 +402,44 @@ pub(super) enum Finish<T> {
     /// As [`Epilogue::Bias`].
     Bias(*const T),
     /// As [`Epilogue::BiasGelu`].
-    BiasGelu(*const T, *mut T),
+    BiasGelu(*const T, Place<T>),
+}
+
+/// A [`Stored`], unchecked.
+#[derive(Clone, Copy)]
+pub(super) enum Place<T> {
+    Full(*mut T),
+    Rounded(*mut bf16),
+}
+
+impl<T> Place<T> {
+    fn of(stored: &mut Stored<'_, T>) -> Place<T> {
+        match stored {
+            Stored::Full(to) => Place::Full(to.as_mut_ptr()),
+            Stored::Rounded(to) => Place::Rounded(to.as_mut_ptr()),
+        }
+    }
+
+    fn cast<U>(self) -> Place<U> {
+        match self {
+            Place::Full(to) => Place::Full(to.cast()),
+            Place::Rounded(to) => Place::Rounded(to),
+        }
+    }
+
+    /// So many elements from one on.
+    ///
+    /// # Safety
+    /// They are there for as long as the result lives, and nobody else uses them.
+    unsafe fn part<'a>(self, at: usize, len: usize) -> Stored<'a, T> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Place::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
+                Place::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
+            }
+        }
+    }
 }
 
 impl<T: Float> Finish<T> {
@@ -367,7 +473,7 @@ impl<T: Float> Finish<T> {
                 let c = std::slice::from_raw_parts_mut(c.add(at), columns);
                 match out {
                     None => pointwise::add_assign(c, bias),
-                    Some(out) => gelu::bias_gelu(c, bias, std::slice::from_raw_parts_mut(out.add(at), columns)),
+                    Some(out) => gelu::bias_gelu(c, bias, out.part(at, columns)),
                 }
             }
         }
@@ -425,6 +531,9 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// An operand's element as the product takes it.
     fn in_precision(self, precision: Precision) -> Self;
 
+    /// The nearest `bf16` of each: [`round`](round::round), which only `f32` has. Panics otherwise.
+    fn round(from: &[Self], to: &mut [bf16]);
+
     /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
     ///
     /// # Safety
@@ -457,6 +566,10 @@ impl Product for f32 {
         if f32::narrows(precision) { gemm::rounded(self) } else { self }
     }
 
+    fn round(from: &[f32], to: &mut [bf16]) {
+        round::round(from, to);
+    }
+
     unsafe fn portable(
         dims: [usize; 3],
         a: (*const f32, Strides),
@@ -485,6 +598,10 @@ impl Product for f64 {
 
     fn in_precision(self, _: Precision) -> f64 {
         self
+    }
+
+    fn round(_: &[f64], _: &mut [bf16]) {
+        panic!("results in f64 are not stored in bf16: no product of f64 rounds");
     }
 
     unsafe fn portable(

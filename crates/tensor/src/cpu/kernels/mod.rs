@@ -31,6 +31,7 @@ pub mod matmul;
 pub mod norm;
 pub mod pointwise;
 pub mod relu;
+pub mod round;
 pub mod windows;
 
 #[cfg(test)]

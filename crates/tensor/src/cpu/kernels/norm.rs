@@ -9,6 +9,7 @@
 use super::Float;
 use super::matmul::Update;
 use super::reduce::{sum, sums};
+use super::round::Stored;
 use meshwork_core::simd::wide;
 
 /// Rows that go through each step together, so that no row waits for the sums, the root and the quotients of the one
@@ -16,14 +17,14 @@ use meshwork_core::simd::wide;
 const TOGETHER: usize = 8;
 
 /// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three.
-pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: &mut [T], mean: &mut [T], rstd: &mut [T]) {
+pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: Stored<'_, T>, mean: &mut [T], rstd: &mut [T]) {
     let n = row_len(gamma, [beta.len()], mean, rstd, [x.len(), y.len()]);
     let count = T::from_f64(n as f64);
     let stats = mean.chunks_mut(TOGETHER).zip(rstd.chunks_mut(TOGETHER));
     wide(
         #[inline(always)]
         || {
-            for ((x, y), (mean, rstd)) in x.chunks(TOGETHER * n).zip(y.chunks_mut(TOGETHER * n)).zip(stats) {
+            for ((x, y), (mean, rstd)) in x.chunks(TOGETHER * n).zip(y.chunks(TOGETHER * n)).zip(stats) {
                 for (x, mean) in x.chunks_exact(n).zip(&mut *mean) {
                     *mean = sum(
                         x,
@@ -41,11 +42,17 @@ pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: &mut [T], 
                 for rstd in &mut *rstd {
                     *rstd = T::ONE / (*rstd + eps).sqrt();
                 }
-                let rows = y.chunks_exact_mut(n).zip(x.chunks_exact(n)).zip(mean.iter().zip(rstd));
+                let rows = y.chunks(n).zip(x.chunks_exact(n)).zip(mean.iter().zip(rstd));
                 for ((y, x), (&mean, &mut rstd)) in rows {
-                    for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
-                        *y = (x - mean) * rstd * gamma + beta;
-                    }
+                    y.fill(
+                        #[inline(always)]
+                        |at, y| {
+                            let params = gamma[at..].iter().zip(&beta[at..]);
+                            for ((y, &x), (&gamma, &beta)) in y.iter_mut().zip(&x[at..]).zip(params) {
+                                *y = (x - mean) * rstd * gamma + beta;
+                            }
+                        },
+                    );
                 }
             }
         },
@@ -125,7 +132,9 @@ fn row_len<T, const P: usize, const X: usize>(
 #[cfg(test)]
 mod tests {
     use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+    use super::super::round::round;
     use super::*;
+    use half::bf16;
     use proptest::prelude::*;
 
     const EPS: f64 = 1e-5;
@@ -146,7 +155,7 @@ mod tests {
     fn run<T: Float>(x: &[T], gamma: &[T], beta: &[T]) -> [Vec<T>; 3] {
         let rows = x.len() / gamma.len();
         let [mut y, mut mean, mut rstd] = [x.len(), rows, rows].map(|len| vec![T::ZERO; len]);
-        forward(x, gamma, beta, T::from_f64(EPS), &mut y, &mut mean, &mut rstd);
+        forward(x, gamma, beta, T::from_f64(EPS), Stored::Full(&mut y), &mut mean, &mut rstd);
         [y, mean, rstd]
     }
 
@@ -155,6 +164,20 @@ mod tests {
         let mean = x.iter().sum::<f64>() / n;
         let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
         (0..x.len()).map(|j| (x[j] - mean) / (variance + EPS).sqrt() * gamma[j] + beta[j]).collect()
+    }
+
+    #[test]
+    fn a_rounded_result_is_the_full_one_rounded() {
+        for (rows, n) in [(0, 3), (1, 1), (21, 70), (9, 511), (8, 512), (3, 513), (17, 1300)] {
+            let c = case::<f32>(rows, n);
+            let [full, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
+            let (mut got, mut want) = (vec![bf16::ONE; rows * n], vec![bf16::ZERO; rows * n]);
+            let mut stats = [vec![9.0; rows], vec![9.0; rows]];
+            let [got_mean, got_rstd] = &mut stats;
+            forward(&c.x, &c.gamma, &c.beta, EPS as f32, Stored::Rounded(&mut got), got_mean, got_rstd);
+            round(&full, &mut want);
+            assert!(got == want && stats == [mean, rstd], "{rows} rows of {n}");
+        }
     }
 
     proptest! {

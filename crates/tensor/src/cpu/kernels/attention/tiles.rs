@@ -12,7 +12,7 @@
 use super::super::Float;
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{
-    Micro, Rounded, Strip, Tile,
+    Elements, Micro, Rounded, Strip, Tile,
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
 };
@@ -257,7 +257,8 @@ unsafe fn vector_tile<M: Micro>(
     let (c, c_row) = c.block([rows, columns]);
     assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
-    let ahead = ahead.unwrap_or((a, 0));
+    let (line, step) = ahead.unwrap_or((a, 0));
+    let ahead = (line.cast(), step * size_of::<f32>());
     // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
     unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
 }
@@ -276,7 +277,7 @@ unsafe fn vector_pack<M: Micro>(
     assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of an operand");
     assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
     // SAFETY: the caller's promise; the asserts held the farthest elements against the slices.
-    unsafe { M::pack(Strip { from: from.as_ptr(), lanes, k, apart, along }, to.as_mut_ptr(), step) }
+    unsafe { M::pack(Strip { from: Elements::Full(from.as_ptr()), lanes, k, apart, along }, to.as_mut_ptr(), step) }
 }
 
 /// Tiles of plain loops for `f32`.

@@ -3,7 +3,7 @@
 //! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: a mask would not fit as
 //! well, so tiles at the right edge, whose last vector is masked, are functions of their own.
 
-use super::{Micro, Strip, Tile};
+use super::{Elements, Micro, Strip, Tile};
 use std::arch::x86_64::*;
 
 /// Floats of a vector.
@@ -116,6 +116,10 @@ fn first_lanes(lanes: usize) -> __m256i {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     let Strip { from, lanes, k, apart, along } = strip;
+    let Elements::Full(from) = from else {
+        // SAFETY: the caller's promise, passed on.
+        return unsafe { strip.gather::<LANES>(to, step) };
+    };
     if apart == 1 {
         let mask = first_lanes(lanes);
         for l in 0..k {
@@ -124,9 +128,8 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         }
     } else if along == 1 {
         for l in (0..k).step_by(4) {
-            let k = (k - l).min(4);
             // SAFETY: a part of the strip, at most four long.
-            unsafe { transpose(Strip { from: from.add(l), k, ..strip }, to.add(l * step), step) };
+            unsafe { transpose([lanes, (k - l).min(4)], (from.add(l), apart), to.add(l * step), step) };
         }
     } else {
         // SAFETY: the caller's promise, passed on.
@@ -134,18 +137,19 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack`] for at most four elements, contiguous along each lane: two transposes of 4 by 4 side by side.
+/// [`Micro::pack`] for lanes of at most four elements, contiguous and so far apart: two transposes of 4 by 4 side by
+/// side.
 ///
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
-    let mask = _mm256_castsi256_si128(first_lanes(strip.k));
+unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), to: *mut f32, step: usize) {
+    let mask = _mm256_castsi256_si128(first_lanes(k));
     let mut x = [_mm_setzero_ps(); LANES];
     for (lane, x) in x.iter_mut().enumerate() {
-        if lane < strip.lanes {
+        if lane < lanes {
             // SAFETY: the `k` floats of this lane.
-            *x = unsafe { _mm_maskload_ps(strip.from.add(lane * strip.apart), mask) };
+            *x = unsafe { _mm_maskload_ps(from.add(lane * apart), mask) };
         }
     }
     let mut y = [_mm256_setzero_ps(); 4];
@@ -161,7 +165,7 @@ unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
         _mm256_shuffle_ps::<0xee>(high, high2),
     ];
     for (l, vector) in vectors.iter().enumerate() {
-        if l < strip.k {
+        if l < k {
             // SAFETY: vector l of the packed form.
             unsafe { _mm256_storeu_ps(to.add(l * step), *vector) };
         }

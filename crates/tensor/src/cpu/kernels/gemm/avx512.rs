@@ -5,7 +5,8 @@
 //! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
 //! into one with the same target features, and a closure is not one: there are none here.
 
-use super::{Micro, Strip, Tile};
+use super::{Elements, Micro, Strides, Strip, Tile};
+use half::bf16;
 use std::arch::x86_64::*;
 
 /// Floats of a vector.
@@ -49,6 +50,11 @@ impl Micro for Avx512Bf16 {
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe { pack_bf16(strip, to, step) }
+    }
+
+    unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { pack_rows_bf16(strip, to) }
     }
 }
 
@@ -158,6 +164,10 @@ fn first_lanes(lanes: usize) -> __mmask16 {
 #[target_feature(enable = "avx512f")]
 unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     let Strip { from, lanes, k, apart, along } = strip;
+    let Elements::Full(from) = from else {
+        // SAFETY: the caller's promise, passed on.
+        return unsafe { strip.gather::<LANES>(to, step) };
+    };
     if apart == 1 {
         let mask = first_lanes(lanes);
         for l in 0..k {
@@ -166,9 +176,8 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         }
     } else if along == 1 {
         for l in (0..k).step_by(LANES) {
-            let k = (k - l).min(LANES);
             // SAFETY: a part of the strip, at most `LANES` long.
-            unsafe { transpose(Strip { from: from.add(l), k, ..strip }, to.add(l * step), step) };
+            unsafe { transpose([lanes, (k - l).min(LANES)], (from.add(l), apart), to.add(l * step), step) };
         }
     } else {
         // SAFETY: the caller's promise, passed on.
@@ -176,22 +185,23 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack`] for at most `LANES` elements, contiguous along each lane: a transpose of 16 by 16 in registers.
+/// [`Micro::pack`] for lanes of at most `LANES` elements, contiguous and so far apart: a transpose of 16 by 16 in
+/// registers.
 ///
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose(strip: Strip, to: *mut f32, step: usize) {
-    let mask = first_lanes(strip.k);
+unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), to: *mut f32, step: usize) {
+    let mask = first_lanes(k);
     let mut x = [_mm512_setzero_ps(); LANES];
     for (lane, x) in x.iter_mut().enumerate() {
-        if lane < strip.lanes {
+        if lane < lanes {
             // SAFETY: the `k` floats of this lane.
-            *x = unsafe { _mm512_maskz_loadu_ps(mask, strip.from.add(lane * strip.apart)) };
+            *x = unsafe { _mm512_maskz_loadu_ps(mask, from.add(lane * apart)) };
         }
     }
     for (l, x) in transposed(x).iter().enumerate() {
-        if l < strip.k {
+        if l < k {
             // SAFETY: vector l of the packed form.
             unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
         }
@@ -245,35 +255,29 @@ fn odd_pairs(a: __m512, b: __m512) -> __m512 {
 unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
     let Strip { from, lanes, k, apart, along } = strip;
     if apart == 1 {
-        let mask = first_lanes(lanes);
-        // Half 2i of the result is half 16 + i of two converted rows, half 2i + 1 is half i.
-        let lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        let order = _mm512_or_si512(_mm512_slli_epi32::<16>(lane), _mm512_add_epi32(lane, _mm512_set1_epi32(16)));
         for l in (0..k).step_by(2) {
-            let second = if l + 1 < k { mask } else { 0 };
-            // SAFETY: `lanes` floats of the strip, twice if there is a second term, and a vector of its packed form.
+            let second = if l + 1 < k { lanes } else { 0 };
+            // SAFETY: `lanes` terms of the strip, twice if there is a second row, and a vector of its packed form.
             unsafe {
-                let first = _mm512_maskz_loadu_ps(mask, from.add(l * along));
-                let second = _mm512_maskz_loadu_ps(second, from.wrapping_add((l + 1) * along));
-                let rows = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(second, first)));
-                _mm512_storeu_ps(to.add(l / 2 * step), _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, rows)));
+                let pairs = interleaved(from.from(l * along), along, [lanes, second]);
+                _mm512_storeu_ps(to.add(l / 2 * step), pairs);
             }
         }
     } else if along == 1 {
         for l in (0..k).step_by(2 * LANES) {
             let k = (k - l).min(2 * LANES);
             // SAFETY: a part of the strip, at most `2 LANES` long.
-            unsafe { transpose_bf16(Strip { from: from.add(l), k, ..strip }, to.add(l / 2 * step), step) };
+            unsafe { transpose_bf16(Strip { from: from.from(l), k, ..strip }, to.add(l / 2 * step), step) };
         }
     } else {
         for l in (0..k).step_by(2) {
             let mut pair = [0.0_f32; 2 * LANES];
             // SAFETY: one or two terms of the strip, as dense rows and then as a strip of their own.
             unsafe {
-                let two = Strip { from: from.add(l * along), k: (k - l).min(2), ..strip };
+                let two = Strip { from: from.from(l * along), k: (k - l).min(2), ..strip };
                 two.gather::<LANES>(pair.as_mut_ptr(), LANES);
-                let dense = Strip { from: pair.as_ptr(), lanes: LANES, k: 2, apart: 1, along: LANES };
-                pack_bf16(dense, to.add(l / 2 * step), step);
+                let from = Elements::Full(pair.as_ptr());
+                pack_bf16(Strip { from, lanes: LANES, k: 2, apart: 1, along: LANES }, to.add(l / 2 * step), step);
             }
         }
     }
@@ -285,16 +289,11 @@ unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
 /// As there.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn transpose_bf16(strip: Strip, to: *mut f32, step: usize) {
-    let (low, high) = (first_lanes(strip.k), first_lanes(strip.k.saturating_sub(LANES)));
     let mut x = [_mm512_setzero_ps(); LANES];
     for (lane, x) in x.iter_mut().enumerate() {
         if lane < strip.lanes {
-            let from = strip.from.wrapping_add(lane * strip.apart);
-            // SAFETY: the `k` floats of this lane.
-            let (low, high) =
-                unsafe { (_mm512_maskz_loadu_ps(low, from), _mm512_maskz_loadu_ps(high, from.wrapping_add(LANES))) };
-            let pairs = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)));
-            *x = _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs));
+            // SAFETY: the `k` terms of this lane.
+            *x = unsafe { pairs(strip.from.from(lane * strip.apart), strip.k) };
         }
     }
     for (l, x) in transposed(x).iter().enumerate() {
@@ -303,4 +302,105 @@ unsafe fn transpose_bf16(strip: Strip, to: *mut f32, step: usize) {
             unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
         }
     }
+}
+
+/// [`Micro::pack_rows`] to `bf16`: rows stay rows.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn pack_rows_bf16(strip: Strip, to: *mut f32) -> Strides {
+    let words = strip.k.div_ceil(2);
+    for lane in 0..strip.lanes {
+        for first in (0..words).step_by(LANES) {
+            let left = words - first;
+            // SAFETY: terms of this lane, and its words among those of the strip.
+            unsafe {
+                let pairs = pairs(strip.from.from(lane * strip.apart + 2 * first), strip.k - 2 * first);
+                _mm512_mask_storeu_ps(to.add(lane * words + first), first_lanes(left), pairs);
+            }
+        }
+    }
+    (words, 1)
+}
+
+/// A vector of pairs of terms that follow each other, of which there are so many; zero beyond them.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn pairs(from: Elements, terms: usize) -> __m512 {
+    let pairs = match from {
+        Elements::Full(from) => {
+            let (low, high) = (first_lanes(terms), first_lanes(terms.saturating_sub(LANES)));
+            // SAFETY: masked to the terms.
+            let (low, high) =
+                unsafe { (_mm512_maskz_loadu_ps(low, from), _mm512_maskz_loadu_ps(high, from.wrapping_add(LANES))) };
+            _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)))
+        }
+        // SAFETY: masked to the terms.
+        Elements::Rounded(from) => unsafe { _mm512_maskz_loadu_epi16(first_halves(terms), from.cast()) },
+    };
+    _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs))
+}
+
+/// A vector of pairs of terms that lie in two rows so far apart, at most a vector of either; zero beyond them.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn interleaved(from: Elements, along: usize, [first, second]: [usize; 2]) -> __m512 {
+    // SAFETY: each row masked to its terms.
+    let rows = unsafe {
+        match from {
+            Elements::Full(from) => {
+                let low = _mm512_maskz_loadu_ps(first_lanes(first), from);
+                let high = _mm512_maskz_loadu_ps(first_lanes(second), from.wrapping_add(along));
+                _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)))
+            }
+            Elements::Rounded(from) => {
+                let low = _mm512_maskz_loadu_epi16(first_halves(first), from.cast());
+                let high = _mm512_maskz_loadu_epi16(first_halves(second), from.wrapping_add(along).cast());
+                _mm512_inserti64x4::<1>(low, _mm512_castsi512_si256(high))
+            }
+        }
+    };
+    // Half 2i of the result is half 16 + i of both rows, half 2i + 1 is half i.
+    let lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    let order = _mm512_or_si512(_mm512_slli_epi32::<16>(lane), _mm512_add_epi32(lane, _mm512_set1_epi32(16)));
+    _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, rows))
+}
+
+/// A mask of so many halves, or of all if there are fewer.
+fn first_halves(halves: usize) -> __mmask32 {
+    if halves >= 2 * LANES { !0 } else { (1 << halves) - 1 }
+}
+
+/// The nearest `bf16` of each, as [`rounded`](super::rounded).
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(in super::super) fn round(from: &[f32], to: &mut [bf16]) {
+    assert_eq!(from.len(), to.len(), "elements to round against their places");
+    let ((from, from_rest), (to, to_rest)) = (from.as_chunks::<{ 2 * LANES }>(), to.as_chunks_mut::<{ 2 * LANES }>());
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: both have the elements of two vectors.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), halves_of(from.as_ptr(), [!0; 2])) };
+    }
+    let masks = [first_lanes(from_rest.len()), first_lanes(from_rest.len().saturating_sub(LANES))];
+    // SAFETY: masked to the elements that are left.
+    unsafe {
+        let halves = halves_of(from_rest.as_ptr(), masks);
+        _mm512_mask_storeu_epi16(to_rest.as_mut_ptr().cast(), first_halves(to_rest.len()), halves);
+    }
+}
+
+/// Two vectors of floats, masked, rounded.
+///
+/// # Safety
+/// The floats of the masks are readable.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn halves_of(from: *const f32, masks: [__mmask16; 2]) -> __m512i {
+    // SAFETY: the caller's promise.
+    let (low, high) =
+        unsafe { (_mm512_maskz_loadu_ps(masks[0], from), _mm512_maskz_loadu_ps(masks[1], from.wrapping_add(LANES))) };
+    _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)))
 }

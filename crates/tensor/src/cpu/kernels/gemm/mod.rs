@@ -37,6 +37,10 @@
 //! and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of words of
 //! 32 bits: one `f32`, or two terms in `bf16`.
 //!
+//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies what it would convert. Memory has the
+//! first of two neighbours in the lower half of a word, so rows of A are copied with the halves exchanged and stay rows, and
+//! where terms lie in rows, two of them are interleaved.
+//!
 //! All of B can be packed beforehand, in the very blocks that are packed above ([`pieces`]), for all threads at once.
 //!
 //! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
@@ -57,6 +61,8 @@ pub(super) mod avx512;
 mod tests;
 
 use super::matmul::{Finish, Precision, Strides, Update};
+use half::bf16;
+use meshwork_core::simd::wide;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 #[cfg(target_arch = "x86_64")]
@@ -180,11 +186,59 @@ impl Path {
     }
 }
 
+/// Where the elements of an operand begin.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Elements {
+    Full(*const f32),
+    /// Rounded before, for products in [`Precision::Bf16`] alone.
+    Rounded(*const bf16),
+}
+
+impl Elements {
+    /// From the one so many further on.
+    fn from(self, at: usize) -> Elements {
+        match self {
+            Elements::Full(start) => Elements::Full(start.wrapping_add(at)),
+            Elements::Rounded(start) => Elements::Rounded(start.wrapping_add(at)),
+        }
+    }
+
+    /// As the words that tiles of `M` read, if they can.
+    fn in_place<M: Micro>(self) -> Option<*const f32> {
+        match self {
+            Elements::Full(start) if M::IN_PLACE => Some(start),
+            _ => None,
+        }
+    }
+
+    /// The first byte, and the bytes of an element.
+    fn bytes(self) -> (*const u8, usize) {
+        match self {
+            Elements::Full(start) => (start.cast(), size_of::<f32>()),
+            Elements::Rounded(start) => (start.cast(), size_of::<bf16>()),
+        }
+    }
+
+    /// The first element.
+    ///
+    /// # Safety
+    /// It is readable.
+    unsafe fn first(self) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Elements::Full(start) => *start,
+                Elements::Rounded(start) => (*start).to_f32(),
+            }
+        }
+    }
+}
+
 /// The right operand of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Right {
     /// As it lies.
-    Strided(*const f32, Strides),
+    Strided(Elements, Strides),
     /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product needs,
     /// and no longer if the product's k is odd.
     Packed(*const f32, [usize; 2]),
@@ -193,13 +247,14 @@ pub(super) enum Right {
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, then `finish`. With `k = 0` the product is zero.
 ///
 /// # Safety
-/// The CPU runs `path`. Each pointer with its (row, column) strides is valid for the whole matrix, C for writing and
-/// with one of its strides 1, save along a dim of 1; no two elements of C share memory, nor C with A, B or what `finish`
-/// names. Beside a packed B or a `finish`, the rows of C are contiguous. A packed B is as [`Right`] says.
+/// The CPU runs `path`, one in `bf16` beside rounded elements. Each pointer with its (row, column) strides is valid for
+/// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share memory,
+/// nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
+/// packed B is as [`Right`] says.
 pub(super) unsafe fn product(
     path: Path,
     [m, n, k]: [usize; 3],
-    a: (*const f32, Strides),
+    a: (Elements, Strides),
     b: Right,
     (c, (c_row, c_column)): (*mut f32, Strides),
     update: Update,
@@ -252,8 +307,9 @@ pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Pi
 /// Packs a piece of B.
 ///
 /// # Safety
-/// The CPU runs `path`; `b` with its strides is valid for the piece, and `to` for writing its words.
-pub(super) unsafe fn pack(path: Path, b: (*const f32, Strides), piece: Piece, to: *mut f32) {
+/// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for writing
+/// its words.
+pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: Piece, to: *mut f32) {
     let Piece { l, k, j, columns } = piece;
     // SAFETY: the caller's promise.
     unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
@@ -270,6 +326,29 @@ pub(super) fn rounded(x: f32) -> f32 {
         ..0x0080_0000 => bits & 0x8000_0000,
         _ => up & 0xffff_0000,
     })
+}
+
+/// [`rounded`] of each.
+pub(super) fn round(from: &[f32], to: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    if Path::Avx512Bf16.runs_here() {
+        // SAFETY: the CPU has the instructions.
+        return unsafe { avx512::round(from, to) };
+    }
+    round_plainly(from, to);
+}
+
+/// [`round`] without the instruction for it.
+fn round_plainly(from: &[f32], to: &mut [bf16]) {
+    assert_eq!(from.len(), to.len(), "elements to round against their places");
+    wide(
+        #[inline(always)]
+        || {
+            for (to, &x) in to.iter_mut().zip(from) {
+                *to = bf16::from_bits((rounded(x).to_bits() >> 16) as u16);
+            }
+        },
+    );
 }
 
 /// What a CPU does its own way.
@@ -300,6 +379,17 @@ pub(super) trait Micro {
     /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize);
 
+    /// Packs a panel of A whose rows are contiguous. Returns the (row, step) strides of its words.
+    ///
+    /// # Safety
+    /// `strip` is readable and contiguous along its lanes, `1 <= lanes <= LANES`, and `to` writable for a vector of
+    /// `LANES` words for every `TERMS` of its terms.
+    unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
+        // SAFETY: the caller's promise.
+        unsafe { Self::pack(strip, to, Self::LANES) };
+        (1, Self::LANES)
+    }
+
     /// Words of so many terms.
     fn words(k: usize) -> usize {
         k.div_ceil(Self::TERMS)
@@ -325,7 +415,8 @@ impl<M: Micro> Micro for Rounded<M> {
     }
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
-        // SAFETY: the caller's promise; what is rounded are the vectors just packed.
+        // SAFETY: the caller's promise; what is rounded are the vectors just packed. Of what is stored rounded, that is
+        // what subnormals need.
         unsafe {
             M::pack(strip, to, step);
             for l in 0..strip.k {
@@ -354,14 +445,14 @@ pub(super) struct Tile {
     /// Add to C instead of replacing it.
     pub(super) add: bool,
     /// Memory that may be fetched into the second cache on the way, a line per word: the first, and the distance to the
-    /// next. Need not be readable.
-    pub(super) ahead: (*const f32, usize),
+    /// next in bytes. Need not be readable.
+    pub(super) ahead: (*const u8, usize),
 }
 
 /// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
 #[derive(Clone, Copy)]
 pub(super) struct Strip {
-    pub(super) from: *const f32,
+    pub(super) from: Elements,
     pub(super) lanes: usize,
     pub(super) k: usize,
     pub(super) apart: usize,
@@ -369,7 +460,7 @@ pub(super) struct Strip {
 }
 
 impl Strip {
-    /// [`Micro::pack`] for any strides, one element at a time.
+    /// [`Micro::pack`] in `f32` for any elements and strides, one element at a time.
     ///
     /// # Safety
     /// As there.
@@ -378,8 +469,8 @@ impl Strip {
             for lane in 0..LANES {
                 // SAFETY: elements of the strip and of its packed form, by the caller's promise.
                 unsafe {
-                    let from = self.from.wrapping_add(lane * self.apart + l * self.along);
-                    *to.add(l * step + lane) = if lane < self.lanes { *from } else { 0.0 };
+                    let from = self.from.from(lane * self.apart + l * self.along);
+                    *to.add(l * step + lane) = if lane < self.lanes { from.first() } else { 0.0 };
                 }
             }
         }
@@ -389,13 +480,13 @@ impl Strip {
 /// An operand.
 #[derive(Clone, Copy)]
 struct Matrix {
-    start: *const f32,
+    start: Elements,
     row: usize,
     column: usize,
 }
 
 impl Matrix {
-    fn new((start, (row, column)): (*const f32, Strides)) -> Matrix {
+    fn new((start, (row, column)): (Elements, Strides)) -> Matrix {
         Matrix { start, row, column }
     }
 
@@ -403,8 +494,8 @@ impl Matrix {
         Matrix { row: self.column, column: self.row, ..self }
     }
 
-    fn at(&self, i: usize, j: usize) -> *const f32 {
-        self.start.wrapping_add(i * self.row + j * self.column)
+    fn at(&self, i: usize, j: usize) -> Elements {
+        self.start.from(i * self.row + j * self.column)
     }
 }
 
@@ -529,10 +620,12 @@ impl Product {
                 let start = start.wrapping_add(j * M::words(all_k) + block * (l / M::TERMS));
                 Panels { start, step, panel: step * words }
             }
-            Operand::Strided(b) if M::IN_PLACE && b.column == 1 && self.m <= M::ROWS => {
-                Panels { start: b.at(l, j), step: b.row, panel: step }
-            }
             Operand::Strided(b) => {
+                if let (Some(start), 1) = (b.at(l, j).in_place::<M>(), b.column)
+                    && self.m <= M::ROWS
+                {
+                    return Panels { start, step: b.row, panel: step };
+                }
                 let to = room(buffer, M::columns(columns) * M::words(k));
                 // SAFETY: the block lies inside B, and there is room.
                 unsafe { b.pack::<M>((l, k), (j, columns), to) };
@@ -554,20 +647,21 @@ impl Product {
     ) {
         let Matrix { row: apart, column: along, .. } = self.a;
         let far = if along == 1 { apart } else { along };
-        let readable = M::IN_PLACE && (along == 1 || apart == 1);
-        let in_place = readable && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let lies_well = (along == 1 || apart == 1) && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let in_place = self.a.at(0, l).in_place::<M>().filter(|_| lies_well);
         let group = if along == 1 { 1 } else { GROUP };
         let words = M::words(k);
-        let packed = room(buffer, if in_place { 0 } else { GROUP * words * M::LANES });
+        let packed = room(buffer, if in_place.is_some() { 0 } else { GROUP * words * M::LANES });
         let add = l > 0 || self.update == Update::Accumulate;
         let width = 2 * M::LANES;
         let panels = self.m.div_ceil(M::ROWS);
         for first in (0..panels).step_by(group) {
             let end = panels.min(first + group);
-            if !in_place {
+            let (a_row, a_step) = match in_place {
+                Some(_) => (apart, along),
                 // SAFETY: terms and panels of A, and `packed` has room for the vectors of a group.
-                unsafe { self.pack_a::<M>((l, k), (first, end), packed) };
-            }
+                None => unsafe { self.pack_a::<M>((l, k), (first, end), packed) },
+            };
             let next = match (end < panels, l + k < self.k) {
                 (true, _) => Some(self.a.at(self.panel::<M>(end).0, l)),
                 (false, true) => Some(self.a.at(0, l + k)),
@@ -576,15 +670,14 @@ impl Product {
             let mut tiles = (end - first) * columns.div_ceil(width);
             for panel in first..end {
                 let (i, rows) = self.panel::<M>(panel);
-                let (a, a_row, a_step) = if in_place {
-                    (self.a.at(i, l), apart, along)
-                } else {
-                    (packed.wrapping_add((panel - first) * words * M::LANES).cast_const(), 1, M::LANES)
+                let a = match in_place {
+                    Some(start) => start.wrapping_add(i * apart),
+                    None => packed.wrapping_add((panel - first) * words * M::LANES).cast_const(),
                 };
                 for first in (0..columns).step_by(width) {
                     let columns = (columns - first).min(width);
                     tiles -= 1;
-                    let ahead = next.and_then(|next| self.ahead::<M>(next, tiles)).unwrap_or((a, 0));
+                    let ahead = next.and_then(|next| self.ahead::<M>(next, tiles)).unwrap_or((a.cast(), 0));
                     // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
                     unsafe {
                         let c = self.c.add(i * self.c_row + j + first);
@@ -608,17 +701,22 @@ impl Product {
         (first, end - first)
     }
 
-    /// Packs terms l.. of some panels of A, one after the other.
+    /// Packs terms l.. of some panels of A, a row-major one alone, one after the other. Returns the (row, step) strides of
+    /// their words.
     ///
     /// # Safety
     /// The CPU runs M; the terms and panels lie inside A, and their vectors fit in `to`.
-    unsafe fn pack_a<M: Micro>(&self, (l, k): (usize, usize), (first, end): (usize, usize), to: *mut f32) {
+    unsafe fn pack_a<M: Micro>(&self, (l, k): (usize, usize), (first, end): (usize, usize), to: *mut f32) -> Strides {
         let Matrix { row: apart, column: along, .. } = self.a;
-        let slice = if along == 1 { k } else { COPIED_ROWS };
-        for at in (0..k).step_by(slice) {
+        if along == 1 {
+            let (i, lanes) = self.panel::<M>(first);
+            // SAFETY: at most `ROWS`, so at most `LANES`, rows of A.
+            return unsafe { M::pack_rows(Strip { from: self.a.at(i, l), lanes, k, apart, along }, to) };
+        }
+        for at in (0..k).step_by(COPIED_ROWS) {
             for panel in first..end {
                 let (i, rows) = self.panel::<M>(panel);
-                let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: slice.min(k - at), apart, along };
+                let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
                 // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the panels
                 // and terms before.
                 unsafe {
@@ -627,18 +725,21 @@ impl Product {
                 }
             }
         }
+        (1, M::LANES)
     }
 
     /// What the tile that is followed by so many others before the next panels of A fetches of them, which begin at
     /// `next`: a row of one panel, or of a transposed A one line of every `TERMS` terms of a group.
-    fn ahead<M: Micro>(&self, next: *const f32, tiles: usize) -> Option<(*const f32, usize)> {
+    fn ahead<M: Micro>(&self, next: Elements, tiles: usize) -> Option<(*const u8, usize)> {
         let Matrix { row: apart, column: along, .. } = self.a;
+        let (_, size) = next.bytes();
         if along == 1 {
-            return (tiles < M::ROWS).then(|| (next.wrapping_add(tiles * apart), M::TERMS));
+            return (tiles < M::ROWS).then(|| (next.from(tiles * apart).bytes().0, M::TERMS * size));
         }
         let (line, term) = (tiles / M::TERMS, tiles % M::TERMS);
-        let lines = (GROUP * M::ROWS).div_ceil(Line::WORDS) + 1;
-        (line < lines).then(|| (next.wrapping_add(line * Line::WORDS + term * along), M::TERMS * along))
+        let length = size_of::<Line>() / size;
+        let lines = (GROUP * M::ROWS).div_ceil(length) + 1;
+        (line < lines).then(|| (next.from(line * length + term * along).bytes().0, M::TERMS * along * size))
     }
 }
 

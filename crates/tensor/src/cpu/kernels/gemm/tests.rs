@@ -1,6 +1,6 @@
 //! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
-//! sizes that take every branch, with B packed whole or not; blocks of C against the whole; and against f64 with a
-//! derived bound.
+//! sizes that take every branch, with operands rounded before or not, and B packed whole or not; blocks of C against the
+//! whole; and against f64 with a derived bound.
 //!
 //! More than 400 lines: one oracle and the cases that every path, precision and layout is held to by it.
 
@@ -50,6 +50,11 @@ impl Choices {
         if self.coin() { Precision::F32 } else { Precision::Bf16 }
     }
 
+    /// Elements as they are or, where the product may, rounded.
+    fn kept(&mut self, x: Vec<f32>, precision: Precision) -> Kept {
+        if precision == Precision::Bf16 && self.coin() { Kept::rounded(&x) } else { Kept::Full(x) }
+    }
+
     fn update(&mut self) -> Update {
         if self.coin() { Update::Overwrite } else { Update::Accumulate }
     }
@@ -86,6 +91,27 @@ impl Choices {
     }
 }
 
+/// Elements of an operand.
+enum Kept {
+    Full(Vec<f32>),
+    Rounded(Vec<bf16>),
+}
+
+impl Kept {
+    fn rounded(x: &[f32]) -> Kept {
+        let mut to = vec![bf16::ZERO; x.len()];
+        round(x, &mut to);
+        Kept::Rounded(to)
+    }
+
+    fn elements(&self) -> Elements {
+        match self {
+            Kept::Full(x) => Elements::Full(x.as_ptr()),
+            Kept::Rounded(x) => Elements::Rounded(x.as_ptr()),
+        }
+    }
+}
+
 /// A rectangle of a dense row-major matrix, laid out with these strides among NaNs.
 fn laid_out(dense: &[f32], width: usize, [rows, columns]: [(usize, usize); 2], strides: Strides) -> Vec<f32> {
     let len = 1 + (rows.1 - 1) * strides.0 + (columns.1 - 1) * strides.1;
@@ -99,16 +125,22 @@ fn laid_out(dense: &[f32], width: usize, [rows, columns]: [(usize, usize); 2], s
 }
 
 /// Packs a matrix that is NaN beyond the given rows and columns.
-fn packed(path: Path, dense: &[f32], [k, n]: [usize; 2], dims: [usize; 2], choices: &mut Choices) -> Vec<Line> {
+fn packed(
+    (path, precision): (Path, Precision),
+    dense: &[f32],
+    [k, n]: [usize; 2],
+    dims: [usize; 2],
+    choices: &mut Choices,
+) -> Vec<Line> {
     let element = |at: usize| (at / dims[1] < k && at % dims[1] < n).then(|| dense[at / dims[1] * n + at % dims[1]]);
     let b: Vec<f32> = (0..dims[0] * dims[1]).map(|at| element(at).unwrap_or(f32::NAN)).collect();
     let strides = choices.strides(dims[0], dims[1]);
-    let b = laid_out(&b, dims[1], [(0, dims[0]), (0, dims[1])], strides);
+    let b = choices.kept(laid_out(&b, dims[1], [(0, dims[0]), (0, dims[1])], strides), precision);
     let mut lines = vec![Line([f32::NAN; Line::WORDS]); path.words(dims) / Line::WORDS];
     let mut at = 0;
     for (piece, words) in pieces(path, dims) {
         // SAFETY: the path runs here, B is laid out for its dims, and the pieces have the words of the whole.
-        unsafe { pack(path, (b.as_ptr(), strides), piece, lines[at..].as_mut_ptr().cast()) };
+        unsafe { pack(path, (b.elements(), strides), piece, lines[at..].as_mut_ptr().cast()) };
         at += words / Line::WORDS;
     }
     assert_eq!(at, lines.len());
@@ -143,9 +175,9 @@ impl Case {
         if c_strides.0 != 1 && c_strides.1 != 1 {
             c_strides = (columns.1, 1);
         }
-        let a = laid_out(&self.a, k, [rows, (0, k)], a_strides);
+        let a = choices.kept(laid_out(&self.a, k, [rows, (0, k)], a_strides), self.precision);
         let dense = laid_out(&self.b, n, [(0, k), columns], (columns.1, 1));
-        let b = laid_out(&dense, columns.1, [(0, k), (0, columns.1)], b_strides);
+        let b = choices.kept(laid_out(&dense, columns.1, [(0, k), (0, columns.1)], b_strides), self.precision);
         let mut c = laid_out(&self.c, n, [rows, columns], c_strides);
         c.extend([f32::NAN; 32]);
         if update == Update::Overwrite {
@@ -154,17 +186,17 @@ impl Case {
         let dims = [rows.1, columns.1, k];
         let in_blocks = choices.packed([k, columns.1]);
         let lines = match c_strides.1 == 1 && choices.coin() {
-            true => Some(packed(path, &dense, [k, columns.1], in_blocks, choices)),
+            true => Some(packed((path, self.precision), &dense, [k, columns.1], in_blocks, choices)),
             false => None,
         };
         let b = match &lines {
             Some(lines) => Right::Packed(lines.as_ptr().cast(), in_blocks),
-            None => Right::Strided(b.as_ptr(), b_strides),
+            None => Right::Strided(b.elements(), b_strides),
         };
         // SAFETY: the path runs here; `laid_out` makes the slices as long as their matrices need, with the elements
         // apart, and those of C along rows or columns; beside a packed B along rows.
         unsafe {
-            let a = (a.as_ptr(), a_strides);
+            let a = (a.elements(), a_strides);
             product(path, dims, a, b, (c.as_mut_ptr(), c_strides), update, Finish::Nothing);
         }
         let element = |at: usize| c[at / columns.1 * c_strides.0 + at % columns.1 * c_strides.1];
@@ -289,6 +321,45 @@ fn products_are_within_the_bound_of_their_roundings() {
     }
 }
 
+/// Operands that were rounded before make the bits that they make in full, whatever their bits: also numbers that neither
+/// [`rounded`] nor the instruction for it would make.
+#[test]
+fn rounded_operands_have_the_bits_of_full_ones() {
+    let mut choices = Choices(7);
+    // Zero of either sign, subnormals, the smallest and largest of normal size, and what has no neighbour in bf16.
+    let special = [0x8000, 0, 1, 0x807f, 0x80, 0x8080, 0x3f80, 0xbf81, 0x5f00, 0xdf7f];
+    for _ in 0..2000 {
+        let dims @ [m, n, k] = [choices.side(), choices.side(), choices.terms()];
+        let mut operand = |name, len| -> [Kept; 3] {
+            let mut x: Vec<f32> = values(name, len);
+            let mut rounded: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            for _ in 0..len / 3 {
+                let at = choices.below(len);
+                rounded[at] = bf16::from_bits(choices.of(&special) as u16);
+                x[at] = rounded[at].to_f32();
+            }
+            let widened = rounded.iter().map(|x| x.to_f32()).collect();
+            [Kept::Full(x), Kept::Full(widened), Kept::Rounded(rounded)]
+        };
+        let (a, b) = (operand("a", m * k), operand("b", k * n));
+        let strides = |by_rows, rows, columns| if by_rows { (columns, 1) } else { (1, rows) };
+        let (a_strides, b_strides) = (strides(choices.coin(), m, k), strides(choices.coin(), k, n));
+        for path in paths(Precision::Bf16) {
+            let product = |a: &Kept, b: &Kept| {
+                let mut c = vec![f32::NAN; m * n];
+                let (a, b) = ((a.elements(), a_strides), Right::Strided(b.elements(), b_strides));
+                // SAFETY: the path runs here and is one in bf16; all matrices are dense.
+                unsafe { product(path, dims, a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite, Finish::Nothing) };
+                bits(&c)
+            };
+            let want = product(&a[0], &b[0]);
+            for (i, j) in [(0, 2), (2, 0), (2, 2), (1, 2), (2, 1)] {
+                assert!(product(&a[i], &b[j]) == want, "{path:?}, {dims:?}, {a_strides:?}, {b_strides:?}: {i}, {j}");
+            }
+        }
+    }
+}
+
 /// NaNs and infinities stay in their row and column, also where tiles and packed strips are not full.
 #[test]
 fn non_finite_values_stay_in_their_row_and_column() {
@@ -315,7 +386,7 @@ fn empty_products_and_sums() {
     for path in PRECISIONS.into_iter().flat_map(paths) {
         for (update, want) in [(Update::Overwrite, 0.0), (Update::Accumulate, 7.0)] {
             let mut c = [7.0_f32; 7];
-            let nothing = std::ptr::dangling::<f32>();
+            let nothing = Elements::Full(std::ptr::dangling());
             for dims in [[0, 3, 5], [2, 0, 5]] {
                 // SAFETY: no element of any operand exists.
                 unsafe {
@@ -380,12 +451,24 @@ fn operands_are_rounded_to_the_nearest() {
         }
     }
     assert_eq!((rounded(f32::MAX), rounded(f32::INFINITY)), (f32::INFINITY, f32::INFINITY));
+    for round in [round, round_plainly] {
+        let mut got = vec![bf16::ONE; x.len()];
+        round(&x, &mut got);
+        assert!(x.iter().zip(&got).all(|(x, got)| got.to_bits() == (rounded(*x).to_bits() >> 16) as u16));
+        // Every length of a last vector: nothing beyond is touched.
+        for len in 0..70 {
+            got.fill(bf16::ONE);
+            round(&x[..len], &mut got[..len]);
+            let ones = got.iter().filter(|x| **x == bf16::ONE).count();
+            assert_eq!(ones, got.len() - len, "{len} elements, none of them 1");
+        }
+    }
     for path in paths(Precision::Bf16) {
         for x in x.chunks(PIECE) {
             let piece = Piece { l: 0, k: 1, j: 0, columns: x.len() };
             let mut words = vec![0_u32; path.words([1, x.len()])];
             // SAFETY: the path runs here; one row, and room for its words.
-            unsafe { pack(path, (x.as_ptr(), (x.len(), 1)), piece, words.as_mut_ptr().cast()) };
+            unsafe { pack(path, (Elements::Full(x.as_ptr()), (x.len(), 1)), piece, words.as_mut_ptr().cast()) };
             let width = path.words([1, 1]);
             for (j, x) in x.iter().enumerate() {
                 assert_eq!(words[j / width * width + j % width], rounded(*x).to_bits(), "{path:?}: {x:e}");
@@ -402,7 +485,8 @@ fn only_pairs_of_bf16_take_a_subnormal_sum_for_zero() {
         let mut c = [7.0_f32];
         // SAFETY: one element of each matrix.
         unsafe {
-            let (a, b) = ((&raw const tiny, (1, 1)), Right::Strided(&raw const tiny, (1, 1)));
+            let tiny = Elements::Full(&raw const tiny);
+            let (a, b) = ((tiny, (1, 1)), Right::Strided(tiny, (1, 1)));
             product(path, [1, 1, 1], a, b, (c.as_mut_ptr(), (1, 1)), Update::Overwrite, Finish::Nothing);
         }
         assert_eq!(c[0], if path == Path::Avx512Bf16 { 0.0 } else { tiny * tiny }, "{path:?}");

@@ -3,7 +3,7 @@
 //! A leaf is a product of its terms alone. Blocks of rows of C wait for each other's leaves in the cache: the first sum
 //! of a block lies in C itself, the others in memory that each thread keeps.
 
-use super::{BLOCKS, Epilogue, PACKED, Packed, Precision, ROWS, Source, Strides, Update};
+use super::{BLOCKS, Epilogue, Factor, PACKED, Packed, Precision, ROWS, Source, Update};
 use super::{assert_inside, gemm_shared, pack, serial};
 use crate::cpu::kernels::gemm;
 use crate::cpu::kernels::{Float, pointwise};
@@ -36,16 +36,16 @@ thread_local! {
 pub fn gemm_leaves<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: (&[T], Strides),
-    b: (&[T], Strides),
+    a: Factor<'_, T>,
+    b: Factor<'_, T>,
     c: &mut [T],
     terms: Terms,
 ) {
     if terms == Terms::WHOLE {
         return gemm_shared(precision, [m, n, k], a, b, c, Update::Overwrite, Epilogue::Nothing);
     }
-    assert_inside("A", m, k, a.1, a.0.len());
-    assert_inside("B", k, n, b.1, b.0.len());
+    a.check("A", [m, k], precision);
+    b.check("B", [k, n], precision);
     assert_inside("C", m, n, (n, 1), c.len());
     let (c, runs) = (&mut c[..m * n], terms.runs(k).map(Iterator::collect).collect::<Vec<Vec<Range<usize>>>>());
     // A leaf of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
@@ -55,7 +55,7 @@ pub fn gemm_leaves<T: Float>(
         return add_up(c, runs.len(), at_once, |leaf, c, update| {
             for (i, run) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let (a, b) = (from(a, a.1.1, run), from(b, b.1.0, run));
+                let (a, b) = (a.from(0, run.start), b.from(run.start, 0));
                 gemm_shared(precision, [m, n, run.len()], a, b, c, update, Epilogue::Nothing);
             }
         });
@@ -67,13 +67,13 @@ pub fn gemm_leaves<T: Float>(
         packed.extend(runs.iter().flatten().map(room));
         // All runs at once: each by itself would be little to share.
         let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
-            let b = from(b, b.1.0, run);
+            let b = b.from(run.start, 0);
             packed.parts(path).map(move |part| (b, part))
         });
         if n * k < PACKED_ALONE {
-            parts.for_each(|(b, part)| pack(path, b, part));
+            parts.for_each(|(b, part)| pack(precision, path, b, part));
         } else {
-            pool::share(parts, |(b, part)| pack(path, b, part));
+            pool::share(parts, |(b, part)| pack(precision, path, b, part));
         }
     }
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
@@ -82,10 +82,10 @@ pub fn gemm_leaves<T: Float>(
         add_up(c, runs.len(), at_once, |leaf, c, update| {
             for (i, run) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let a = from((&a.0[(block * rows * a.1.0).min(a.0.len())..], a.1), a.1.1, run);
+                let a = a.from(block * rows, run.start);
                 let b = match packed.get(leaf * terms.blocks + i) {
                     Some(packed) => Source::Packed(packed),
-                    None => Source::Strided(from(b, b.1.0, run)),
+                    None => Source::Strided(b.from(run.start, 0)),
                 };
                 serial(precision, [c.len() / n, n, run.len()], a, b, (c, (n, 1)), update, Epilogue::Nothing);
             }
@@ -94,11 +94,6 @@ pub fn gemm_leaves<T: Float>(
     // All of it, whatever this product needed: the next one may have more leaves.
     kept.extend(packed.into_iter().map(|packed| packed.memory));
     KEPT.set(kept);
-}
-
-/// An operand from the first of these terms on, which are `step` apart: nothing where there are none.
-fn from<'a, T>((x, strides): (&'a [T], Strides), step: usize, run: &Range<usize>) -> (&'a [T], Strides) {
-    (&x[(run.start * step).min(x.len())..], strides)
 }
 
 /// Leaves in `c` the sum of the leaves that `product(leaf, to, update)` computes.

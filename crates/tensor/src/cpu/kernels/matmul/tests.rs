@@ -2,22 +2,24 @@
 //! bits are the same.
 
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+use super::Factor::{Full, Rounded};
 use super::*;
+use crate::tape::Terms;
 use proptest::prelude::*;
 
 /// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
 fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
-    gemm([m, n, k], (x, (k, 1)), (w, (1, k)), (y, (n, 1)), Update::Overwrite);
+    gemm([m, n, k], Full(x, (k, 1)), Full(w, (1, k)), (y, (n, 1)), Update::Overwrite);
 }
 
 /// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
 fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
-    gemm([m, k, n], (dy, (n, 1)), (w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
+    gemm([m, k, n], Full(dy, (n, 1)), Full(w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
 }
 
 /// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
 fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
-    gemm([n, k, m], (dy, (1, n)), (x, (k, 1)), (dw, (k, 1)), update);
+    gemm([n, k, m], Full(dy, (1, n)), Full(x, (k, 1)), (dw, (k, 1)), update);
 }
 
 /// Three loops over flat operands with strides.
@@ -37,7 +39,7 @@ proptest! {
         let want = naive([m, n, k], (&widen(&a), (lda, 1)), (&widen(&b), (1, ldb)));
         for update in [Update::Overwrite, Update::Accumulate] {
             let mut c = old.clone();
-            gemm([m, n, k], (&a, (lda, 1)), (&b, (1, ldb)), (&mut c, (ldc, 1)), update);
+            gemm([m, n, k], Full(&a, (lda, 1)), Full(&b, (1, ldb)), (&mut c, (ldc, 1)), update);
             for i in 0..m {
                 let base = |j: usize| if update == Update::Accumulate { old[i * ldc + j].to_f64() } else { 0.0 };
                 let row: Vec<f64> = (0..n).map(|j| base(j) + want[i * n + j]).collect();
@@ -97,10 +99,10 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
 /// transposed B against the whole, and that against three loops.
 #[test]
 fn portable_products_have_the_bits_of_the_whole() {
-    let product = |precision, [m, n, k]: [usize; 3], a: (&[f32], Strides), b: (&[f32], Strides), update| {
+    let product = |precision, [m, n, k]: [usize; 3], a: Factor<'_, f32>, b: Factor<'_, f32>, update| {
         let mut c = vec![1.0; m * n];
-        assert_inside("A", m, k, a.1, a.0.len());
-        assert_inside("B", k, n, b.1, b.0.len());
+        a.check("A", [m, k], precision);
+        b.check("B", [k, n], precision);
         // SAFETY: A and B were checked; C is dense.
         unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
         c
@@ -112,10 +114,10 @@ fn portable_products_have_the_bits_of_the_whole() {
         let wide = |x: &[f32]| x.iter().map(|x| x.in_precision(precision).to_f64()).collect::<Vec<f64>>();
         let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
         for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
-            let whole = product(precision, [m, n, k], (&a, (k, 1)), (&b, (n, 1)), update);
+            let whole = product(precision, [m, n, k], Full(&a, (k, 1)), Full(&b, (n, 1)), update);
             assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
             for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
-                let (a, b) = ((&a[i * k..], (k, 1)), (&transposed[j * k..], (1, k)));
+                let (a, b) = (Full(&a[i * k..], (k, 1)), Full(&transposed[j * k..], (1, k)));
                 let part = product(precision, [rows, columns, k], a, b, update);
                 for (r, part) in part.chunks(columns).enumerate() {
                     assert_eq!(part, &whole[(i + r) * n + j..][..columns], "[{m}, {n}, {k}], row {i} + {r}");
@@ -136,10 +138,10 @@ fn layout_and_update_keep_the_bits() {
             (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect()
         };
         let mut plain = vec![f32::NAN; m * n];
-        gemm(dims, (&a, (k, 1)), (&b, (n, 1)), (&mut plain, (n, 1)), Update::Overwrite);
+        gemm(dims, Full(&a, (k, 1)), Full(&b, (n, 1)), (&mut plain, (n, 1)), Update::Overwrite);
         let (at, bt) = (transpose(&a, m, k), transpose(&b, k, n));
         let mut other = vec![0.0; m * n];
-        gemm(dims, (&at, (1, m)), (&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
+        gemm(dims, Full(&at, (1, m)), Full(&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
         assert_eq!(transpose(&plain, m, n), other);
     }
 }
@@ -151,37 +153,57 @@ fn one_after_the_other<T: Float>(
     update: Update,
 ) -> [Vec<T>; 3] {
     let mut c = old.to_vec();
-    gemm_in(precision, [m, n, k], (a, (k, 1)), (b, (n, 1)), (&mut c, (n, 1)), update);
+    gemm_in(precision, [m, n, k], Full(a, (k, 1)), Full(b, (n, 1)), (&mut c, (n, 1)), update);
     let (mut biased, mut activated) = (c.clone(), c.clone());
     pointwise::bias(&c, bias, &mut biased);
-    gelu::bias_gelu(&c, bias, &mut activated);
+    gelu::bias_gelu(&c, bias, Stored::Full(&mut activated));
     [c, biased, activated]
 }
 
-/// Shared or not, and with epilogues: the bits of the plain product.
+/// The nearest `bf16` of each, where the precision rounds.
+fn stored<T: Float>(precision: Precision, x: &[T]) -> Vec<bf16> {
+    if !T::narrows(precision) {
+        return Vec::new();
+    }
+    let mut to = vec![bf16::ZERO; x.len()];
+    T::round(x, &mut to);
+    to
+}
+
+/// Shared or not, with epilogues, and with factors and results stored in bf16 where they may be: the bits of the plain
+/// product.
 fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
     let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
     let old: Vec<T> = values("c", m * n);
     let b_transpose: Vec<T> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
-    let right: (&[T], Strides) = if b_transposed { (&b_transpose, (1, k)) } else { (&b, (n, 1)) };
+    let (right, right_strides) = if b_transposed { (&b_transpose, (1, k)) } else { (&b, (n, 1)) };
+    let (rounded_a, rounded_right) = (stored(precision, &a), stored(precision, right));
     for update in [Update::Overwrite, Update::Accumulate] {
         let want = one_after_the_other((precision, dims), (&a, &b, &bias, &old), update);
-        let at = format!("{precision:?}, {dims:?}, {update:?}");
-        for threads in [1, 2, 3, 7, 64] {
-            for epilogue in 0..3 {
-                let (mut c, mut out) = (old.clone(), old.clone());
-                let after = match epilogue {
-                    0 => Epilogue::Nothing,
-                    1 => Epilogue::Bias(&bias),
-                    _ => Epilogue::BiasGelu(&bias, &mut out),
-                };
-                if threads > 1 && k > 0 {
-                    cut(threads, precision, dims, (&a, (k, 1)), right, &mut c, update, after);
-                } else {
-                    gemm_shared(precision, dims, (&a, (k, 1)), right, &mut c, update, after);
-                }
-                assert!(c == want[epilogue % 2], "{at}, epilogue {epilogue}, for {threads} threads");
-                assert!(out == *if epilogue == 2 { &want[2] } else { &old }, "{at}, out, for {threads} threads");
+        for (threads, epilogue) in [1, 2, 3, 7, 64].into_iter().flat_map(|threads| [0, 1, 2].map(|e| (threads, e))) {
+            // Every combination, in one turn or another.
+            let rounds = |bit: usize| T::narrows(precision) && (threads + epilogue) >> bit & 1 == 1;
+            let left = if rounds(0) { Rounded(&rounded_a, (k, 1)) } else { Full(&a, (k, 1)) };
+            let right = if rounds(1) { Rounded(&rounded_right, right_strides) } else { Full(right, right_strides) };
+            let (mut c, mut out, mut rounded_out) = (old.clone(), old.clone(), vec![bf16::ONE; m * n]);
+            let to = if rounds(0) { Stored::Rounded(&mut rounded_out) } else { Stored::Full(&mut out) };
+            let after = match epilogue {
+                0 => Epilogue::Nothing,
+                1 => Epilogue::Bias(&bias),
+                _ => Epilogue::BiasGelu(&bias, to),
+            };
+            if threads > 1 && k > 0 {
+                cut(threads, precision, dims, left, right, &mut c, update, after);
+            } else {
+                gemm_shared(precision, dims, left, right, &mut c, update, after);
+            }
+            let at = format!("{precision:?}, {dims:?}, {update:?}, epilogue {epilogue}, for {threads} threads");
+            assert!(c == want[epilogue % 2], "{at}");
+            let activated = if epilogue == 2 { &want[2] } else { &old };
+            if epilogue == 2 && rounds(0) {
+                assert!(rounded_out == stored(precision, activated), "{at}, rounded");
+            } else {
+                assert!(out == *activated, "{at}, out");
             }
         }
     }
@@ -212,6 +234,73 @@ fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
 }
 
+/// Of all kinds of layouts and leaves, in parts of factors that are larger.
+#[test]
+fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
+    for (i, [m, n, k]) in
+        [[37, 33, 258], [128, 384, 642], [30, 3, 129], [3, 2100, 4101], [64, 64, 66]].into_iter().enumerate()
+    {
+        for terms in [Terms::WHOLE, Terms { blocks: 1, leaves: 3 }, Terms { blocks: 3, leaves: 4 }] {
+            let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+            let (a_strides, b_strides) = ([(1, m), (k, 1)][i % 2], [(n, 1), (1, k)][i / 2 % 2]);
+            let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
+            let (a, b) = (
+                [Full(&a, a_strides), Rounded(&rounded_a, a_strides)],
+                [Full(&b, b_strides), Rounded(&rounded_b, b_strides)],
+            );
+            let product = |a, b| {
+                let mut c = vec![f32::NAN; m * n];
+                gemm_leaves(Precision::Bf16, [m, n, k], a, b, &mut c, terms);
+                c
+            };
+            let want = product(a[0], b[0]);
+            for (a, b) in [(a[0], b[1]), (a[1], b[0]), (a[1], b[1])] {
+                assert!(product(a, b) == want, "[{m}, {n}, {k}], {terms:?}");
+            }
+        }
+    }
+}
+
+/// The same over `matrixmultiply`.
+#[test]
+fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
+    let [m, n, k] = [29, 34, 300];
+    let (mut a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+    a[7] = 1e-40;
+    let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
+    let (a, b) = ([Full(&a, (k, 1)), Rounded(&rounded_a, (k, 1))], [Full(&b, (1, k)), Rounded(&rounded_b, (1, k))]);
+    let product = |a: Factor<'_, f32>, b: Factor<'_, f32>| {
+        let mut c = vec![f32::NAN; m * n];
+        // SAFETY: all matrices are dense.
+        unsafe { portable(Precision::Bf16, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };
+        c
+    };
+    let want = product(a[0], b[0]);
+    for (a, b) in [(a[0], b[1]), (a[1], b[0]), (a[1], b[1])] {
+        assert!(product(a, b) == want);
+    }
+}
+
+#[test]
+#[should_panic(expected = "A: stored in bf16, but a product of f32 in F32 does not round")]
+fn rounded_factors_are_refused_by_products_that_do_not_round() {
+    let b = Full(&[0.0; 3], (3, 1));
+    gemm([2, 3, 1], Rounded(&[bf16::ZERO; 2], (1, 1)), b, (&mut [0.0_f32; 6], (3, 1)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "B: stored in bf16, but a product of f64 in Bf16 does not round")]
+fn rounded_factors_are_refused_by_products_of_f64() {
+    let (a, b) = (Full(&[0.0_f64; 2], (1, 1)), Rounded(&[bf16::ZERO; 3], (3, 1)));
+    gemm_shared(Precision::Bf16, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Nothing);
+}
+
+#[test]
+#[should_panic(expected = "results in f64 are not stored in bf16")]
+fn results_in_f64_are_not_rounded() {
+    gelu::bias_gelu(&[0.0_f64; 2], &[0.0; 2], Stored::Rounded(&mut [bf16::ZERO; 2]));
+}
+
 /// Products that are cut along every dim.
 #[test]
 fn large_operands_are_packed_in_parts() {
@@ -238,7 +327,7 @@ fn every_thread_has_as_many_blocks() {
 #[test]
 #[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
 fn short_biases_are_refused() {
-    let (a, b) = ((&[1.0_f32; 2][..], (1, 1)), (&[1.0_f32; 3][..], (3, 1)));
+    let (a, b) = (Full(&[1.0_f32; 2][..], (1, 1)), Full(&[1.0_f32; 3][..], (3, 1)));
     gemm_shared(Precision::F32, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
 }
 
@@ -265,19 +354,19 @@ fn linear_gradients_match_finite_differences() {
 #[should_panic(expected = "B: 3 by 2 with strides (2, 1) does not fit in 5 elements")]
 fn short_operands_are_refused() {
     let c = &mut [0.0_f32; 4];
-    gemm([2, 2, 3], (&[0.0; 6], (3, 1)), (&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
+    gemm([2, 2, 3], Full(&[0.0; 6], (3, 1)), Full(&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
 }
 
 #[test]
 #[should_panic(expected = "C: 2 by 3 with strides (6, 2) is contiguous along no dim")]
 fn outputs_with_gaps_both_ways_are_refused() {
     let c = &mut [0.0_f32; 12];
-    gemm([2, 3, 1], (&[0.0; 2], (1, 1)), (&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
+    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
 }
 
 #[test]
 #[should_panic(expected = "C: the elements of 2 by 3 overlap with strides (2, 1)")]
 fn overlapping_outputs_are_refused() {
     let c = &mut [0.0_f32; 9];
-    gemm([2, 3, 1], (&[0.0; 2], (1, 1)), (&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
+    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
 }
