@@ -3,7 +3,6 @@
 
 use super::super::Float;
 use super::FORWARD_KEYS;
-use super::tiles::Rows;
 use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -101,40 +100,6 @@ pub(super) fn dot_avx512(x: &[f32], y: &[f32]) -> f32 {
     x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y)
 }
 
-/// Rows of so many terms rounded to `bf16`, two terms a word, the first in the upper half; zero beyond the last term.
-/// Between rows of `from` and of `to` are as many elements.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(super) fn round_avx512bf16([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
-    let words = terms.div_ceil(2);
-    assert!(
-        rows == 0 || (rows - 1) * row + terms <= from.len() && (rows - 1) * to_row + words <= to.len(),
-        "rows of words"
-    );
-    for i in 0..rows {
-        for first in (0..words).step_by(VECTOR) {
-            let term = i * row + 2 * first;
-            let left = terms - 2 * first;
-            // SAFETY: masked to the terms and to the words of these rows, in the slices by the assert; all bytes are valid
-            // in either type.
-            unsafe {
-                let low = _mm512_maskz_loadu_ps(mask(left), from.as_ptr().add(term));
-                let high =
-                    _mm512_maskz_loadu_ps(mask(left.saturating_sub(VECTOR)), from.as_ptr().wrapping_add(term + VECTOR));
-                let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
-                let pairs = _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs));
-                _mm512_mask_storeu_ps(to.as_mut_ptr().add(i * to_row + first), mask(words - first), pairs);
-            }
-        }
-    }
-}
-
-/// A mask of so many lanes, or of all if there are fewer.
-#[cfg(target_arch = "x86_64")]
-fn mask(lanes: usize) -> __mmask16 {
-    if lanes >= VECTOR { !0 } else { (1 << lanes) - 1 }
-}
-
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn load(x: &[f32; VECTOR]) -> __m512 {
@@ -145,7 +110,6 @@ fn load(x: &[f32; VECTOR]) -> __m512 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::kernels::gemm::rounded;
     use crate::cpu::kernels::oracle::values;
     use crate::cpu::kernels::reduce;
 
@@ -162,27 +126,6 @@ mod tests {
             if is_x86_feature_detected!("avx512f") {
                 // SAFETY: the CPU has it.
                 assert_eq!(unsafe { dot_avx512(&x, &y) }, want);
-            }
-        }
-    }
-
-    #[test]
-    #[cfg(target_arch = "x86_64")]
-    fn words_hold_two_rounded_terms() {
-        if !(is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw")) {
-            return;
-        }
-        for len in [1, 2, 15, 16, 17, 31, 32, 33, 64, 127] {
-            let terms: Vec<f32> = values("terms", 2 * len + 1);
-            let row = len.div_ceil(2);
-            let mut words = vec![f32::NAN; 2 * row];
-            // SAFETY: the CPU has it.
-            unsafe { round_avx512bf16([2, len], (&terms, len + 1), (&mut words, row)) };
-            let upper = |x: f32| rounded(x).to_bits() >> 16;
-            for (terms, words) in terms.chunks(len + 1).zip(words.chunks(row)) {
-                for (pair, word) in terms[..len].chunks(2).zip(words) {
-                    assert_eq!(word.to_bits(), upper(pair[0]) << 16 | pair.get(1).map_or(0, |&x| upper(x)), "{len}");
-                }
             }
         }
     }

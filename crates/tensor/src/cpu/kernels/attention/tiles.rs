@@ -22,7 +22,7 @@ use super::ahead::{Ahead, Start};
 use super::heads::RowsMut;
 use super::rows::dot;
 #[cfg(target_arch = "x86_64")]
-use super::rows::{dot_avx512, round_avx512bf16};
+use super::rows::dot_avx512;
 use std::ops::Range;
 
 /// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row. Even, for whole words.
@@ -225,7 +225,7 @@ fn vectors(path: Path) -> Tiles<f32> {
 fn vectors(path: Path) -> Tiles<f32> {
     match path {
         Path::Avx512 => of_micro::<Avx512>(as_it_lies, dot_avx512),
-        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_avx512bf16, dot_avx512),
+        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_pairs, dot_avx512),
         Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(round_loop, dot_avx512),
         Path::Avx2 => of_micro::<Avx2>(as_it_lies, dot),
         Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(round_loop, dot),
@@ -278,6 +278,26 @@ unsafe fn vector_pack<M: Micro>(
     assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
     // SAFETY: the caller's promise; the asserts held the farthest elements against the slices.
     unsafe { M::pack(Strip { from: Elements::Full(from.as_ptr()), lanes, k, apart, along }, to.as_mut_ptr(), step) }
+}
+
+/// A [`RoundFn`] to pairs, as products pack rows: one after the other.
+///
+/// # Safety
+/// The CPU has the instructions of `Avx512Bf16`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn round_pairs([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+    const LANES: usize = Avx512Bf16::LANES;
+    let words = Avx512Bf16::words(terms);
+    assert!(rows == 0 || (rows - 1) * row + terms <= from.len(), "rows of an operand");
+    assert!(to_row == words && rows.next_multiple_of(LANES) * words <= to.len(), "rows of words");
+    for i in (0..rows).step_by(LANES) {
+        let (from, lanes) = (Elements::Full(from[i * row..].as_ptr()), LANES.min(rows - i));
+        // SAFETY: the caller's promise; the asserts held these rows, and words of as many as there are lanes, against the
+        // slices.
+        unsafe {
+            Avx512Bf16::pack_rows(Strip { from, lanes, k: terms, apart: row, along: 1 }, to[i * words..].as_mut_ptr())
+        };
+    }
 }
 
 /// Tiles of plain loops for `f32`.

@@ -4,6 +4,8 @@
 //!
 //! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
 //! into one with the same target features, and a closure is not one: there are none here.
+//!
+//! More than 400 lines: one set of instructions, whose packed words are read by the tiles beside them.
 
 use super::{Elements, Micro, Strides, Strip, Tile};
 use half::bf16;
