@@ -20,10 +20,8 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use meshwork_core::{Block, pool};
-use meshwork_tensor::cpu::kernels::matmul::{
-    Epilogue, Factor, Precision, Stored, Strides, Update, gemm_in, gemm_shared,
-};
-use meshwork_tensor::cpu::kernels::round::round;
+use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Factor, Precision, Strides, Update, gemm_in, gemm_shared};
+use meshwork_tensor::cpu::kernels::round::{Stored, round};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
 const PRESETS: [(&str, usize, usize, usize); 4] =

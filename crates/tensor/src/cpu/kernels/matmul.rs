@@ -13,12 +13,12 @@ mod leaves;
 #[cfg(test)]
 mod tests;
 
-pub use super::round::Stored;
 pub use leaves::gemm_leaves;
 
 use super::Float;
 use super::gemm::{self, Elements, Path, Piece, Right};
-use super::{gelu, pointwise, round};
+use super::round::{self, Stored};
+use super::{gelu, pointwise};
 use half::bf16;
 use meshwork_core::{Block, DType, pool};
 use std::borrow::Cow;
