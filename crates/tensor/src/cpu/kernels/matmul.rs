@@ -291,9 +291,8 @@ impl<T: Float> Epilogue<'_, T> {
 }
 
 thread_local! {
-    /// The packed operand of shared products that this thread began, as large as their largest, and at least a huge page:
-    /// on small ones its panels would be in more places than the address cache holds.
-    static MEMORY: RefCell<Block> = RefCell::new(Block::zeroed(2 << 20));
+    /// The packed operand of shared products that this thread began, as large as their largest.
+    static MEMORY: RefCell<Block> = RefCell::default();
 }
 
 /// A right operand as a path of ours packs it.
