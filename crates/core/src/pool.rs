@@ -13,9 +13,6 @@
 //!   that it is still there for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
 //!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
 
-mod runs;
-
-use runs::Runs;
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -42,10 +39,9 @@ pub fn threads() -> usize {
 
 /// Calls `work` on every item, on this thread and on cores that are free; returns when all are done.
 ///
-/// Items are handed out one at a time under a lock: one should be worth 20 µs or more, and a few per core keep all busy
-/// to the end. A thread takes neighbours, of the same part of the items whenever it can: what it wrote in one call it
-/// finds in its own cache in the next. Inside one of several items, `share` runs serially. A panic of `work` comes out
-/// here, when no other thread is in an item any more; items not begun by then may not be done.
+/// Items are handed out in order, one at a time under a lock: one should be worth 20 µs or more, and a few per core
+/// keep all busy to the end. Inside one of several items, `share` runs serially. A panic of `work` comes out here, when no other
+/// thread is in an item any more; items not begun by then may not be done.
 ///
 /// ```
 /// let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
@@ -56,17 +52,6 @@ pub fn threads() -> usize {
 /// assert_eq!(y[999], 1998.0);
 /// ```
 pub fn share<I, S>(items: S, work: impl Fn(I) + Sync)
-where
-    S: IntoIterator<Item = I>,
-    S::IntoIter: Send,
-    I: Send,
-{
-    share_neighbours(items, |item, _| work(item));
-}
-
-/// [`share`] that says with each item whether the one that follows it is this thread's next, unless somebody takes that
-/// who has nothing else to do: what it needs may be fetched.
-pub fn share_neighbours<I, S>(items: S, work: impl Fn(I, bool) + Sync)
 where
     S: IntoIterator<Item = I>,
     S::IntoIter: Send,
@@ -118,14 +103,10 @@ impl Drop for Core {
     }
 }
 
-/// The thread that shares a job, among those of the pool that may do it; the others are its workers.
-const OWNER: usize = 0;
-
 /// Shared work: lives on the stack of the thread that shares it.
 struct Job<'a> {
-    /// Takes items as this thread of the pool until there are none, or as a helper until the core is needed; whether
-    /// there are none.
-    drain: &'a (dyn Fn(usize) -> bool + Sync),
+    /// Takes items until there are none, or as a helper until the core is needed; whether there are none.
+    drain: &'a (dyn Fn(bool) -> bool + Sync),
     /// Threads other than the owner that are in `drain`. Decreased as the last thing that a helper does with a job.
     helpers: AtomicUsize,
     /// What the first helper to panic said.
@@ -133,7 +114,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn drain(&self, thread: usize) -> thread::Result<bool> {
+    fn drain(&self, helping: bool) -> thread::Result<bool> {
         struct Inside;
         impl Drop for Inside {
             fn drop(&mut self) {
@@ -143,7 +124,7 @@ impl Job<'_> {
         IN_ITEM.set(true);
         let _inside = Inside;
         // Unwind safe: after a panic the items are only dropped.
-        catch_unwind(AssertUnwindSafe(|| (self.drain)(thread)))
+        catch_unwind(AssertUnwindSafe(|| (self.drain)(helping)))
     }
 }
 
@@ -194,27 +175,23 @@ impl Pool {
         }));
         for i in 1..threads {
             // A worker that does not start is one helper less.
-            let _ = thread::Builder::new().name(format!("worker {i}")).spawn(move || pool.serve(i));
+            let _ = thread::Builder::new().name(format!("worker {i}")).spawn(|| pool.serve());
         }
         pool
     }
 
-    /// [`share_neighbours`].
-    fn share<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I, bool) + Sync) {
+    /// [`share`].
+    fn share<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
         let single = items.size_hint().1.is_some_and(|most| most <= 1);
         if single || self.threads == 1 || IN_ITEM.get() {
-            let mut items = items.peekable();
-            while let Some(item) = items.next() {
-                work(item, items.peek().is_some());
-            }
-            return;
+            return items.for_each(work);
         }
-        let runs = Mutex::new(Runs::new(items, self.threads));
-        let drain = |thread: usize| {
-            let next = || runs.lock().unwrap_or_else(PoisonError::into_inner).take(thread);
-            while let Some((item, neighbour)) = next() {
-                work(item, neighbour);
-                if thread != OWNER && self.busy.load(Ordering::Relaxed) > self.threads {
+        let items = Mutex::new(items.fuse());
+        let drain = |helping: bool| {
+            let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+            while let Some(item) = next() {
+                work(item);
+                if helping && self.busy.load(Ordering::Relaxed) > self.threads {
                     return false;
                 }
             }
@@ -267,7 +244,7 @@ impl Pool {
             self.work.notify_one();
         }
 
-        let mine = job.drain(OWNER);
+        let mine = job.drain(false);
         self.unlist(&mut self.lock(), at);
         // Nobody joins any more. What follows must not unwind before the helpers are out.
         let out = || job.helpers.load(Ordering::Acquire) == 0;
@@ -294,7 +271,7 @@ impl Pool {
     }
 
     /// A worker's life.
-    fn serve(&self, worker: usize) {
+    fn serve(&self) {
         let mut state = self.lock();
         loop {
             // The oldest first: its owner has waited longest.
@@ -316,7 +293,7 @@ impl Pool {
             job.helpers.fetch_add(1, Ordering::Relaxed);
             self.busy.fetch_add(1, Ordering::Relaxed);
             drop(state);
-            let none_left = job.drain(worker).unwrap_or_else(|panic| {
+            let none_left = job.drain(true).unwrap_or_else(|panic| {
                 job.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
                 true
             });

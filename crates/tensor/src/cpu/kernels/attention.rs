@@ -35,7 +35,7 @@
 //! On the diagonal both stop at a tile's edge.
 //!
 //! A head's rows are short and far apart, so that no CPU foresees them: coming from memory they would take a third of the
-//! time. A thread takes neighbouring heads one after the other (see [`pool::share_neighbours`]), and the tiles of one fetch the rows of the
+//! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one fetch the rows of the
 //! next into the L2 cache, its gradients' too (see `ahead`), unless the sequence is too long for them to stay there.
 //!
 //! More than 400 lines: both directions share the orders above, and what one leaves as zeros the next product relies on.
@@ -43,6 +43,7 @@
 mod ahead;
 mod heads;
 mod rows;
+mod runs;
 mod scratch;
 mod tiles;
 
@@ -54,6 +55,7 @@ use heads::{RowsMut, heads_mut};
 use meshwork_core::pool;
 use meshwork_core::simd::wide;
 use rows::{VECTOR, softmax};
+use runs::Runs;
 use std::ops::Range;
 pub use tiles::Tiled;
 use tiles::{Left, MAX_WIDTH, Panels, Tiles};
@@ -148,7 +150,8 @@ fn forward_in<T: Tiled>(
 ) {
     dims.check(&[qkv.len()], &[out.len()], lse.len());
     let outputs = heads_mut::<1, T>(out, dims.array()).zip(lse.chunks_mut(dims.seq.max(1)));
-    pool::share_neighbours(dims.each_head().zip(outputs), |((sample, head), ([out], lse)), next| {
+    let heads = Runs::new(dims.batch * dims.heads, dims.each_head().zip(outputs), pool::threads());
+    pool::share(heads, |(((sample, head), ([out], lse)), next)| {
         let to_next = next.then(|| dims.distance_to_next(head));
         let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
         let dropout = dropout.map(|dropout| (dropout.mask, dropout.head_start(dims, sample, head)));
@@ -168,7 +171,8 @@ fn backward_in<T: Tiled>(
     let Saved { qkv, out, lse } = saved;
     dims.check(&[qkv.len(), dqkv.len()], &[out.len(), dout.len()], lse.len());
     let gradients = heads_mut::<3, T>(dqkv, dims.array());
-    pool::share_neighbours(dims.each_head().zip(gradients), |((sample, head), gradients), next| {
+    let heads = Runs::new(dims.batch * dims.heads, dims.each_head().zip(gradients), pool::threads());
+    pool::share(heads, |(((sample, head), gradients), next)| {
         let to_next = next.then(|| dims.distance_to_next(head));
         let [q, k, v] = dims.qkv_starts(sample, head).map(|start| &qkv[start..]);
         let o = dims.out_start(sample, head);
