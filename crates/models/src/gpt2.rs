@@ -9,11 +9,12 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`.
 
-use crate::{Boundary, Part, Stage};
-use meshwork_core::{Axis, Mesh, Ty, Types};
-use meshwork_nn::{LayerNorm, Positions};
-use meshwork_tensor::{Declarations, Init, Result, Shape, Tape, Var};
+use crate::language::{self, TARGETS, TOKENS};
+use meshwork_core::{Axis, Mesh};
+use meshwork_nn::{Activation, Batch, Field, LayerNorm, Model, Positions, Stage, StageSpec};
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
+use std::ops::Range;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
@@ -39,13 +40,26 @@ pub struct Gpt2Config {
     pub dropout: f32,
 }
 
-/// One stage of a GPT-2: some of its blocks, with the embedding in front on the first stage and the head behind on the last.
-#[derive(Clone, Debug)]
-pub struct Gpt2Stage {
+/// A GPT-2.
+///
+/// ```
+/// use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+/// use meshwork_nn::Model;
+///
+/// let gpt2 = Gpt2::new(Gpt2Config::default());
+/// assert_eq!((gpt2.num_layers(), gpt2.fields()[0].name, &gpt2.fields()[0].dims[..]), (4, "tokens", &[128][..]));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Gpt2 {
     config: Gpt2Config,
     region: Region,
-    types: Types,
-    tp: usize,
+}
+
+/// One stage: some of the blocks, with the embedding in front on the first stage and the head behind on the last.
+#[derive(Clone, Debug)]
+struct Gpt2Stage {
+    dropout: f32,
+    region: Region,
     embedding: Option<(VocabParallelEmbedding, Positions)>,
     blocks: Vec<Block>,
     head: Option<(LayerNorm, VocabParallelEmbedding)>,
@@ -59,39 +73,78 @@ struct Block {
     mlp: ParallelMlp,
 }
 
-impl Gpt2Stage {
-    /// Declares the parameters of one part: its blocks, and the embedding or the head where it has that end. Tied: both ends
-    /// declare `wte.weight`, one logical parameter on two stages.
-    pub fn new(
-        params: &mut Declarations,
-        mesh: &Mesh,
-        config: Gpt2Config,
-        region: Region,
-        part: &Part,
-    ) -> Result<Self> {
+impl Default for Gpt2Config {
+    /// 0.8 M parameters over bytes: 4 layers of width 128, 128 tokens.
+    fn default() -> Self {
+        Self {
+            vocab_size: 256,
+            num_layers: 4,
+            hidden_size: 128,
+            num_heads: 4,
+            ffn_hidden_size: 512,
+            seq_len: 128,
+            tie_embeddings: true,
+            dropout: 0.0,
+        }
+    }
+}
+
+impl Gpt2 {
+    /// A model of these sizes.
+    pub fn new(config: Gpt2Config) -> Self {
+        Self { config, region: Region::Invariant }
+    }
+
+    /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
+    pub fn sequence_parallel(self, on: bool) -> Self {
+        Self { region: Region::new(on), ..self }
+    }
+
+    /// Its sizes.
+    pub fn config(&self) -> &Gpt2Config {
+        &self.config
+    }
+}
+
+impl Model for Gpt2 {
+    fn num_layers(&self) -> usize {
+        self.config.num_layers
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        language::fields(self.config.seq_len)
+    }
+
+    /// Tied: both ends declare `wte.weight`, one logical parameter on two stages.
+    fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
         let normal = Init::Normal { std: STD };
-        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let embedding = match part.first {
             true => Some((
-                VocabParallelEmbedding::new(params, "wte", vocab, hidden, normal)?,
-                Positions::new(params, "wpe", config.seq_len, hidden, STD)?,
+                VocabParallelEmbedding::new(params, "wte", vocab_size, hidden_size, normal)?,
+                Positions::new(params, "wpe", seq_len, hidden_size, STD)?,
             )),
             false => None,
         };
-        let blocks =
-            part.layers.clone().map(|layer| Block::new(params, mesh, &config, layer)).collect::<Result<_>>()?;
+        let blocks = part.layers.clone().map(|layer| Block::new(params, mesh, &self.config, layer));
+        let blocks = blocks.collect::<Result<_>>()?;
         let head = match part.last {
             true => {
-                let name = if config.tie_embeddings { "wte" } else { "lm_head" };
-                let norm = LayerNorm::new(params, "ln_f", hidden)?;
-                Some((norm, VocabParallelEmbedding::new(params, name, vocab, hidden, normal)?))
+                let name = if tie_embeddings { "wte" } else { "lm_head" };
+                let norm = LayerNorm::new(params, "ln_f", hidden_size)?;
+                Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
             }
             false => None,
         };
-        let types = mesh.value_axes().fold(Types::NONE, |types, axis| {
-            types.with(axis, if axis == Axis::Tp { region.ty() } else { Ty::Shard(0) })
-        });
-        Ok(Self { config, region, types, tp: mesh.degree(Axis::Tp), embedding, blocks, head })
+        Ok(Box::new(Gpt2Stage { dropout, region: self.region, embedding, blocks, head }))
+    }
+
+    fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
+        language::hidden(mesh, self.region, self.config.hidden_size, batch)
+    }
+
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        language::unmasked(batch, samples)
     }
 }
 
@@ -116,16 +169,17 @@ impl Block {
 }
 
 impl Stage for Gpt2Stage {
-    fn forward(&self, tape: &Tape, input: &Var) -> Result<Var> {
-        let mut x = match &self.embedding {
-            Some((tokens, positions)) => {
-                let x = tokens.embed(tape, input, self.region)?;
-                positions.forward(tape, &x)?.dropout(self.config.dropout, "embedding")?
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let mut x = match (&self.embedding, input) {
+            (Some((tokens, positions)), _) => {
+                let x = tokens.embed(tape, &batch.var(tape, TOKENS)?, self.region)?;
+                positions.forward(tape, &x)?.dropout(self.dropout, "embedding")?
             }
-            None => input.clone(),
+            (None, Some(input)) => input.clone(),
+            (None, None) => return Err(language::no_input("gpt2")),
         };
         for block in &self.blocks {
-            x = block.forward(tape, &x, self.region, self.config.dropout)?;
+            x = block.forward(tape, &x, self.region, self.dropout)?;
         }
         match &self.head {
             Some((norm, head)) => head.logits(tape, &norm.factor(tape, &x)?, self.region),
@@ -133,19 +187,16 @@ impl Stage for Gpt2Stage {
         }
     }
 
-    fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
+    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+        let targets = batch.var(tape, TARGETS)?;
         match &self.head {
-            Some((_, head)) => head.loss(logits, targets),
-            None => logits.cross_entropy(targets),
+            Some((_, head)) => head.loss(logits, &targets),
+            None => logits.cross_entropy(&targets),
         }
     }
 
-    fn gather_logits(&self, logits: &Var) -> Result<Var> {
+    /// The whole logits `[samples, seq, vocab]`; padding, if any, at the end.
+    fn predict(&self, logits: &Var) -> Result<Var> {
         logits.all_gather(Axis::Tp, 2)
-    }
-
-    fn boundary(&self, batch: usize, seq: usize) -> Boundary {
-        let held = self.region.local_seq(seq, self.tp);
-        Boundary { shape: Shape::new(&[batch, held, self.config.hidden_size]), types: self.types }
     }
 }

@@ -1,7 +1,7 @@
 //! The layers of which [`resnet`](crate::resnet) and [`vgg`](crate::vgg) are made.
 
 use crate::network::{Layer, Module};
-use meshwork_nn::{Averages, BatchNorm2d, Conv2d, GroupNorm, Linear};
+use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm, Linear};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Var};
 
 /// How a convolution's result is normalised.
@@ -45,10 +45,10 @@ impl ConvNorm {
     }
 
     /// `x [n, h, w, channels] → [n, h', w', features]`.
-    pub fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var> {
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let y = self.conv.forward(tape, x)?;
         match &self.norm {
-            NormLayer::Batch(norm) => norm.forward(tape, &y, averages),
+            NormLayer::Batch(norm) => norm.forward(tape, &y),
             NormLayer::Group(norm) => norm.forward(tape, &y),
         }
     }
@@ -77,8 +77,8 @@ impl Layer for Conv {
 }
 
 impl Module for ConvModule {
-    fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var> {
-        self.0.forward(tape, x, averages)?.relu()
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        self.0.forward(tape, x)?.relu()
     }
 }
 
@@ -97,7 +97,7 @@ impl Layer for MaxPool {
 }
 
 impl Module for MaxPool {
-    fn forward(&self, _tape: &Tape, x: &Var, _averages: &mut Averages) -> Result<Var> {
+    fn forward(&self, _tape: &Tape, x: &Var) -> Result<Var> {
         x.max_pool([2, 2], 2, 0)
     }
 }
@@ -144,7 +144,7 @@ impl Dense {
 }
 
 impl Module for Dense {
-    fn forward(&self, tape: &Tape, x: &Var, _averages: &mut Averages) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let y = x.linear_bias(&tape.param(self.weight)?, &tape.param(self.bias)?, self.dims)?;
         if self.rectified { y.relu() } else { Ok(y) }
     }
@@ -192,7 +192,7 @@ impl Layer for PooledClasses {
 }
 
 impl Module for PooledModule {
-    fn forward(&self, tape: &Tape, x: &Var, _averages: &mut Averages) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         self.0.forward(tape, &x.global_average_pool()?)
     }
 }

@@ -1,17 +1,15 @@
 //! Models written over the mesh.
 //!
-//! A model is cut into stages of layers. [`Stage`] is one of a language model, of which [`gpt2`] is the first; [`resnet`] and
-//! [`vgg`] classify images and are a [`network::Network`], any ordered list of layers. Model code reads as the paper's
-//! equations, and each collective is visible at its call.
+//! Each is a [`meshwork_nn::Model`]. [`gpt2`] is a language model; [`resnet`] and [`vgg`] classify images and are a
+//! [`network::Network`], any ordered list of layers. Model code reads as the paper's equations, and each collective is visible
+//! at its call.
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
 pub mod gpt2;
+pub mod language;
 pub mod layers;
 pub mod network;
 pub mod resnet;
-mod stage;
 pub mod vgg;
-
-pub use stage::{Boundary, Part, Stage};

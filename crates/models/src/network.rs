@@ -1,14 +1,23 @@
 //! Networks that are an ordered list of layers, to be cut anywhere into pipeline stages.
 //!
 //! A [`Network`] is data: layers that know the extents they take and give, and nothing of parameters. A stage declares the
-//! parameters of its own layers ([`Network::stage`]) and runs them one after another. What travels between two stages is the
+//! parameters of its own layers ([`Network::declare`]) and runs them one after another. What travels between two stages is the
 //! output of the layer before the cut, whatever shape that has ([`Network::boundary`]).
 
-pub use meshwork_nn::Averages;
-
-use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
+use meshwork_core::{DType, Mesh};
+use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};
+use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
+
+/// The field of what goes in, of the network's extents for each sample, in f32.
+pub const IMAGES: &str = "images";
+
+/// The field of classes, one number for each sample; negative ones are masked.
+pub const LABELS: &str = "labels";
+
+/// The metric: share of the samples whose class has the largest logit.
+pub const ACCURACY: &str = "accuracy";
 
 /// A layer as data. Extents are those of one sample: dim 0 of every tensor, the samples, is left out.
 pub trait Layer: Debug + Send + Sync {
@@ -21,8 +30,8 @@ pub trait Layer: Debug + Send + Sync {
 
 /// A layer with its parameters.
 pub trait Module: Debug {
-    /// `x [samples, input..] → [samples, output..]`. Batch norms read and leave their statistics in `averages`.
-    fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var>;
+    /// `x [samples, input..] → [samples, output..]`.
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var>;
 }
 
 /// An ordered list of layers, whose last one gives a logit for each class.
@@ -39,7 +48,7 @@ pub trait Module: Debug {
 /// assert_eq!(network.boundary(2)[..], [4, 4, 4]); // what comes to layer 2, the head
 ///
 /// let mut params = Declarations::new();
-/// let last = network.stage(&mut params, 1..3)?; // pool and head
+/// let last = network.declare(&mut params, 1..3)?; // pool and head
 /// assert_eq!((last.len(), &*params.specs()[0].name, &params.specs()[0].dims[..]), (2, "head.weight", &[10, 4, 4, 4][..]));
 /// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
@@ -72,12 +81,63 @@ impl Network {
     }
 
     /// Declares the parameters of some layers, and gives them in order.
-    pub fn stage(&self, params: &mut Declarations, layers: Range<usize>) -> Result<Vec<Box<dyn Module>>> {
+    pub fn declare(&self, params: &mut Declarations, layers: Range<usize>) -> Result<Vec<Box<dyn Module>>> {
         layers
             .map(|at| {
                 let (name, layer) = &self.layers[at];
                 layer.declare(params, name, self.boundary(at))
             })
             .collect()
+    }
+}
+
+/// Some of the layers; the last stage also has the loss.
+#[derive(Debug)]
+struct NetworkStage(Vec<Box<dyn Module>>);
+
+impl Model for Network {
+    fn num_layers(&self) -> usize {
+        self.layers()
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        vec![Field::new(IMAGES, DType::F32, self.input), Field::new(LABELS, DType::I32, [])]
+    }
+
+    fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        Ok(Box::new(NetworkStage(self.declare(params, part.layers.clone())?)))
+    }
+
+    fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
+        let shape = Shape::new(&[&[batch.samples()], &self.boundary(at)[..]].concat());
+        Ok(Activation { dtype: DType::F32, shape, types: sample_types(mesh) })
+    }
+
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        Ok(batch.part(samples)?.values::<i32>(LABELS)?.iter().filter(|&&label| label >= 0).count() as u64)
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        vec![Metric { name: ACCURACY, per: Per::Term }]
+    }
+}
+
+impl Stage for NetworkStage {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let input = input.map_or_else(|| batch.var(tape, IMAGES), |input| Ok(input.clone()))?;
+        self.0.iter().try_fold(input, |x, module| module.forward(tape, &x))
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+        if logits.shape().len() != 2 {
+            return Err(Error::Shape {
+                op: "network",
+                problem: "the last layer gives a logit for each class, [samples, classes]".to_owned(),
+                shapes: vec![logits.shape().to_vec()],
+            });
+        }
+        let labels = batch.var(tape, LABELS)?;
+        tape.report(ACCURACY, &logits.correct(&labels)?)?;
+        logits.cross_entropy(&labels)
     }
 }

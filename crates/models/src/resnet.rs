@@ -4,7 +4,6 @@
 
 use crate::layers::{Conv, ConvNorm, Norm, PooledClasses};
 use crate::network::{Layer, Module, Network};
-use meshwork_nn::Averages;
 use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
 
 /// A ResNet as data.
@@ -81,11 +80,11 @@ impl Layer for Residual {
 }
 
 impl Module for ResidualModule {
-    fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var> {
-        let inner = self.first.forward(tape, x, averages)?.relu()?;
-        let y = self.second.forward(tape, &inner, averages)?;
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        let inner = self.first.forward(tape, x)?.relu()?;
+        let y = self.second.forward(tape, &inner)?;
         let shortcut = match &self.shortcut {
-            Some(shortcut) => shortcut.forward(tape, x, averages)?,
+            Some(shortcut) => shortcut.forward(tape, x)?,
             None => x.clone(),
         };
         y.add(&shortcut)?.relu()

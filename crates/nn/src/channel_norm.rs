@@ -1,6 +1,7 @@
 //! Norms over channels: batch norm (Ioffe and Szegedy, 2015) and group norm (Wu and He, 2018).
 
-use crate::Averages;
+use meshwork_tensor::op::Moments;
+use meshwork_tensor::param::{StatisticId, StatisticRule};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
@@ -15,36 +16,76 @@ fn affine(params: &mut Declarations, name: &str, channels: usize) -> Result<[Par
 /// `y = (x - mean) / √(var + eps) · weight + bias` per channel of `[n, h, w, channels]`.
 ///
 /// In training, mean and variance are those of the tape's samples: of one micro-batch on one rank. In evaluation they are
-/// the [moving averages](Averages) over whole mini-batches.
+/// moving averages over whole mini-batches, kept in two buffers that are updated once a step (GPipe, section 2).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchNorm2d {
     affine: [ParamId; 2],
+    running: [ParamId; 2],
+    statistic: StatisticId,
 }
 
 impl BatchNorm2d {
     /// Added to the variance.
     pub const EPS: f64 = 1e-5;
+    /// Share of a new mini-batch in the moving averages.
+    pub const MOMENTUM: f64 = 0.1;
 
-    /// Declares `{name}.weight` (ones) and `{name}.bias` (zeros).
+    /// Declares `{name}.weight` (ones), `{name}.bias` (zeros), and the buffers `{name}.running_mean` (zeros) and
+    /// `{name}.running_var` (ones).
     pub fn new(params: &mut Declarations, name: &str, channels: usize) -> Result<Self> {
-        Ok(Self { affine: affine(params, name, channels)? })
+        let mut buffer = |part: &str, init| {
+            params.declare(format!("{name}.{part}"), &[channels], Placement::replicated(), Role::Buffer, init)
+        };
+        let running = [buffer("running_mean", Init::Zeros)?, buffer("running_var", Init::Ones)?];
+        let affine = affine(params, name, channels)?;
+        let statistic = params.declare_statistic(running.to_vec(), Moving { momentum: Self::MOMENTUM });
+        Ok(Self { affine, running, statistic })
     }
 
-    /// `x [n, h, w, channels]`, the same. Training leaves the statistics of the samples in `averages`.
-    pub fn forward(&self, tape: &Tape, x: &Var, averages: &mut Averages) -> Result<Var> {
-        let [weight, bias] = self.affine;
-        let (gamma, beta) = (tape.param(weight)?, tape.param(bias)?);
+    /// `x [n, h, w, channels]`, the same. Training notes the statistics of the samples on the tape.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        let [gamma, beta] = [tape.param(self.affine[0])?, tape.param(self.affine[1])?];
         match tape.mode() {
             Mode::Train => {
                 let (y, moments) = x.batch_norm(&gamma, &beta, Self::EPS)?;
-                let members = x.shape().iter().take(3).product();
-                averages.note(weight, tape.first_sample(), members, &moments)?;
+                let members: usize = x.shape().iter().take(3).product();
+                tape.note(self.statistic, members as f64, &[&moments.mean, &moments.variance]);
                 Ok(y)
             }
             Mode::Evaluate => {
-                let moments = averages.moments(weight, gamma.tensor())?;
+                let [mean, variance] = [tape.param(self.running[0])?, tape.param(self.running[1])?];
+                let moments = Moments { mean: mean.into_tensor(), variance: variance.into_tensor() };
                 x.batch_norm_with(&gamma, &beta, &moments, Self::EPS)
             }
+        }
+    }
+}
+
+/// Moving averages of mean and variance. The terms of a note are the number of elements of a mean, and per channel the sum of
+/// its elements and that of their squares.
+#[derive(Debug)]
+struct Moving {
+    momentum: f64,
+}
+
+impl StatisticRule for Moving {
+    fn terms(&self, members: f64, values: &[f32]) -> Vec<f64> {
+        let (means, variances) = values.split_at(values.len() / 2);
+        let means = means.iter().map(|&mean| f64::from(mean));
+        let squares =
+            means.clone().zip(variances).map(|(mean, &variance)| members * (f64::from(variance) + mean * mean));
+        std::iter::once(members).chain(means.clone().map(|mean| members * mean)).chain(squares).collect()
+    }
+
+    /// The variance of the mini-batch is the unbiased one, as an estimate of that of all data.
+    fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]) {
+        let (Some((&n, sums)), [means, variances]) = (sums.split_first(), buffers) else { return };
+        let (sums, squares) = sums.split_at(sums.len() / 2);
+        for ((mean, variance), (sum, square)) in means.iter_mut().zip(variances).zip(sums.iter().zip(squares)) {
+            let new = sum / n;
+            let spread = (square / n - new * new).max(0.0) * (n / (n - 1.0).max(1.0));
+            *mean += (self.momentum * (new - f64::from(*mean))) as f32;
+            *variance += (self.momentum * (spread - f64::from(*variance))) as f32;
         }
     }
 }
@@ -70,5 +111,31 @@ impl GroupNorm {
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let [weight, bias] = self.affine;
         x.group_norm(self.groups, &tape.param(weight)?, &tape.param(bias)?, Self::EPS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Micro-batches of different sizes come together as the mini-batch.
+    #[test]
+    fn micro_batches_come_together_as_the_mini_batch() {
+        let x = [1.0f32, 4.0, -2.0, 8.0, 0.5, 3.0, 7.0];
+        let rule = Moving { momentum: 0.25 };
+        let terms = |x: &[f32]| {
+            let n = x.len() as f32;
+            let mean = x.iter().sum::<f32>() / n;
+            let variance = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>() / n;
+            rule.terms(f64::from(n), &[mean, variance])
+        };
+        let sums: Vec<f64> = terms(&x[3..]).iter().zip(terms(&x[..3])).map(|(a, b)| a + b).collect();
+        let mut buffers = [vec![0.0], vec![1.0]];
+        rule.update(&sums, &mut buffers);
+        let n = x.len() as f64;
+        let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+        let variance = x.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / (n - 1.0);
+        assert!((f64::from(buffers[0][0]) - 0.25 * mean).abs() < 1e-6, "{buffers:?}");
+        assert!((f64::from(buffers[1][0]) - (0.75 + 0.25 * variance)).abs() < 1e-5, "{buffers:?}");
     }
 }

@@ -8,19 +8,21 @@
 #![warn(missing_docs)]
 
 mod attention;
-mod averages;
+mod batch;
 mod channel_norm;
 mod conv;
 mod embedding;
 mod linear;
 mod mlp;
+pub mod model;
 mod norm;
 
 pub use attention::SelfAttention;
-pub use averages::Averages;
+pub use batch::{Batch, Field, sample_types};
 pub use channel_norm::{BatchNorm2d, GroupNorm};
 pub use conv::Conv2d;
 pub use embedding::{Embedding, Positions};
 pub use linear::Linear;
 pub use mlp::Mlp;
+pub use model::{Activation, Metric, Model, Per, Stage, StageSpec};
 pub use norm::LayerNorm;

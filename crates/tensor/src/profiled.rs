@@ -475,6 +475,12 @@ impl Loss for Profiled {
         let what = What { class: Class::Loss, name: "grad", detail: Detail::None, dtype: dtype(&[logits]), bytes };
         self.record(what, |device| device.loss()?.grad(logits, targets, lse, scale, shard))
     }
+
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
+        self.span(Class::Loss, "correct", &[logits, targets], |device| {
+            device.loss()?.correct(logits, targets, width, samples)
+        })
+    }
 }
 
 impl Layout for Profiled {

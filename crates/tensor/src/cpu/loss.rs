@@ -89,4 +89,23 @@ impl Loss for Cpu {
             Ok(())
         })
     }
+
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
+        for_float!(self, "correct", logits, T => {
+            let (logits, targets) = (logits.as_slice::<T>()?, targets.as_slice::<i32>()?);
+            let rows = (targets.len() / samples.max(1)).max(1);
+            let right = |(row, &target): (&[T], &i32)| {
+                let target = usize::try_from(target).ok().filter(|&target| target < row.len());
+                target.is_some_and(|t| {
+                    row[..t].iter().all(|x| x.to_f64() < row[t].to_f64())
+                        && row[t..].iter().all(|x| x.to_f64() <= row[t].to_f64())
+                })
+            };
+            let of = |(logits, targets): (&[T], &[i32])| {
+                logits.chunks(width.max(1)).zip(targets).filter(|&row| right(row)).count() as f64
+            };
+            let counts: Vec<f64> = logits.chunks((rows * width).max(1)).zip(targets.chunks(rows)).map(of).collect();
+            self.output::<f64>(samples, |out| out.copy_from_slice(&counts))
+        })
+    }
 }

@@ -60,4 +60,8 @@ pub trait Loss: Debug {
         scale: &Buffer,
         shard: VocabShard,
     ) -> Result<()>;
+
+    /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the first. Masked rows do
+    /// not count.
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>;
 }

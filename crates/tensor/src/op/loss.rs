@@ -166,3 +166,46 @@ impl Op for VocabLoss {
         Ok(vec![Some(Tensor::from_buffer(grad.device(), logits, self.logits_shape)?), None])
     }
 }
+
+#[derive(Debug)]
+struct Correct;
+
+impl Var {
+    /// Per sample an f64, `[samples]`: the rows of whole logits `[samples, .., vocab]` whose target, of `[samples, ..]`, has the largest
+    /// logit. A metric: it has no gradient.
+    pub fn correct(&self, targets: &Var) -> Result<Var> {
+        let detached = self.tape().constant(self.tensor().clone(), self.types());
+        self.tape().apply(Correct, &[&detached, targets])
+    }
+}
+
+impl Op for Correct {
+    fn name(&self) -> &'static str {
+        "correct"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["logits", "targets"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::summed_loss(self.name(), operands[0], operands[0].ndim.saturating_sub(1), operands[1])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (logits, targets) = (inputs[0], inputs[1]);
+        let lead = logits.shape().len().saturating_sub(1);
+        cx.require(
+            logits.shape()[..lead] == targets.shape()[..],
+            || "targets have the shape of logits without the vocabulary".to_owned(),
+            inputs,
+        )?;
+        let (width, samples) = (logits.shape()[lead], targets.shape().first().copied().unwrap_or(1));
+        let found = logits.device().loss()?.correct(logits.buffer(), targets.buffer(), width, samples)?;
+        Tensor::from_buffer(logits.device(), found, [samples])
+    }
+
+    fn backward(&self, _cx: &mut Backward<'_>, _grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![None, None])
+    }
+}

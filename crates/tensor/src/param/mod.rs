@@ -1,10 +1,16 @@
 //! Parameters with placements. A parameter states its structural dims, and per axis whether one of them is cut, once.
 //! From that follow its slice on each rank, its initial values, and how its gradient is synchronised.
 
+mod group;
+mod piece;
 mod slice;
+mod statistic;
 mod values;
 
+pub use group::ParamGroup;
+pub use piece::{Conflict, Piece, assemble};
 pub use slice::LocalSlice;
+pub use statistic::{Statistic, StatisticId, StatisticRule};
 pub use values::Params;
 
 use crate::error::{Error, Result};
@@ -14,7 +20,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 
-/// What a parameter is for. Weight decay goes by role: weights only.
+/// What a parameter is for. It decides the [group](ParamGroup) that a parameter is in unless it declares another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// A matrix or table.
@@ -23,6 +29,8 @@ pub enum Role {
     Bias,
     /// Scale or shift of a norm.
     Norm,
+    /// State that is no subject of training: running statistics. Frozen.
+    Buffer,
 }
 
 /// Initial values, drawn for the whole parameter from a generator keyed by its name and the global element, then
@@ -95,6 +103,8 @@ pub struct ParamSpec {
     pub role: Role,
     /// Initial values.
     pub init: Init,
+    /// How it is updated.
+    pub group: ParamGroup,
 }
 
 impl ParamSpec {
@@ -150,6 +160,7 @@ pub struct Declarations {
     leaves: Option<usize>,
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
+    statistics: Vec<Statistic>,
 }
 
 impl Declarations {
@@ -178,7 +189,32 @@ impl Declarations {
         role: Role,
         init: Init,
     ) -> Result<ParamId> {
-        let spec = ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init };
+        self.declare_in(name, dims, placement, role, init, ParamGroup::of(role))
+    }
+
+    /// The same in a parameter group of its own choice: another learning rate, another weight decay, or frozen.
+    ///
+    /// ```
+    /// use meshwork_tensor::param::ParamGroup;
+    /// use meshwork_tensor::{Declarations, Init, Placement, Role};
+    ///
+    /// let mut params = Declarations::new();
+    /// let slow = ParamGroup { learning_rate: 0.1, ..ParamGroup::of(Role::Weight) };
+    /// let whole = Placement::replicated();
+    /// let id = params.declare_in("adapter", &[8, 8], whole, Role::Weight, Init::Zeros, slow)?;
+    /// assert_eq!(params.spec(id).group, slow);
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    pub fn declare_in(
+        &mut self,
+        name: impl Into<String>,
+        dims: &[usize],
+        placement: Placement,
+        role: Role,
+        init: Init,
+        group: ParamGroup,
+    ) -> Result<ParamId> {
+        let spec = ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group };
         if let Some((axis, dim)) = spec.placement.shards().iter().find(|(_, dim)| *dim >= dims.len()) {
             return Err(Error::Placement {
                 what: spec.name,
@@ -197,6 +233,19 @@ impl Declarations {
         self.by_name.insert(spec.name.clone(), id);
         self.specs.push(spec);
         Ok(id)
+    }
+
+    /// Declares a statistic: a vector that each micro-batch of a training step leaves with
+    /// [`Tape::note`](crate::Tape::note), and the buffers that are updated from its sum over the whole batch at the end of the
+    /// step.
+    pub fn declare_statistic(&mut self, buffers: Vec<ParamId>, rule: impl StatisticRule + 'static) -> StatisticId {
+        self.statistics.push(Statistic { buffers, rule: std::sync::Arc::new(rule) });
+        StatisticId(self.statistics.len() - 1)
+    }
+
+    /// All statistics, indexed by [`StatisticId::index`].
+    pub fn statistics(&self) -> &[Statistic] {
+        &self.statistics
     }
 
     /// All declarations, indexed by [`ParamId::index`].
@@ -228,8 +277,8 @@ impl ParamSpec {
         }
         let (mut first, mut second) = (self.summary(), other.summary());
         if first == second {
-            first = format!("{first} {:?} {:?}", self.role, self.init);
-            second = format!("{second} {:?} {:?}", other.role, other.init);
+            first = format!("{first} {:?} {:?} {:?}", self.role, self.init, self.group);
+            second = format!("{second} {:?} {:?} {:?}", other.role, other.init, other.group);
         }
         Err(Error::Tied { name: self.name.clone(), first, second })
     }

@@ -148,6 +148,7 @@ mod tests {
             placement,
             role: Role::Weight,
             init: Init::Normal { std: 0.5 },
+            group: super::super::ParamGroup::of(Role::Weight),
         }
     }
 

@@ -73,24 +73,37 @@ impl Tape {
     /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are let go as they are used. Gradients of
     /// parameters go to `sink`; those of inputs wait in [`take_grad`](Self::take_grad).
     pub fn backward(&self, output: &Var, seed: Tensor, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
-        let inner = &*self.inner;
-        let Source::Node(root) = output.source() else {
+        if !output.source().takes_gradient() {
             return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
-        };
-        if seed.shape() != output.shape() {
-            return Err(Error::Shape {
-                op: "backward",
-                problem: "the seed is the gradient of the output and has its shape".to_owned(),
-                shapes: vec![seed.shape().to_vec(), output.shape().to_vec()],
-            });
         }
+        self.backward_from(vec![(output, seed)], weights, sink)
+    }
+
+    /// Runs backward from several values at once: an output and auxiliary losses. Roots that depend on nothing that needs a
+    /// gradient are passed over; with none left, there is nothing to do.
+    pub fn backward_from(&self, roots: Vec<(&Var, Tensor)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        let inner = &*self.inner;
         if inner.ran_backward.replace(true) {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
         let mut uses = Uses::of(nodes.iter());
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
-        grads[root] = Some(seed);
+        for (output, seed) in roots {
+            if seed.shape() != output.shape() {
+                return Err(Error::Shape {
+                    op: "backward",
+                    problem: "the seed is the gradient of the output and has its shape".to_owned(),
+                    shapes: vec![seed.shape().to_vec(), output.shape().to_vec()],
+                });
+            }
+            if let Source::Node(root) = output.source() {
+                grads[root] = Some(match grads[root].take() {
+                    None => seed,
+                    Some(sum) => sum.accumulate(&seed)?,
+                });
+            }
+        }
         for at in (0..nodes.len()).rev() {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
@@ -127,7 +140,7 @@ impl Tape {
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
                 match nodes[at].sources[slot] {
-                    Source::Constant => {}
+                    Source::Constant | Source::Frozen(_) => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
                         // Asked for a sum that somebody else holds (deferred gradients of weights do): the operation gave its

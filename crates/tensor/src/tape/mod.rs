@@ -11,10 +11,12 @@
 mod backward;
 mod hooks;
 pub mod leaves;
+mod notes;
 mod op;
 
 pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use leaves::{Room, RowLeaves, Share, Terms, Tokens};
+pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 
 use crate::device::Device;
@@ -76,6 +78,7 @@ struct Inner {
     grads: RefCell<BTreeMap<usize, Tensor>>,
     deferred: RefCell<Vec<(usize, Tensor)>>,
     ran_backward: Cell<bool>,
+    notes: RefCell<Notes>,
 }
 
 /// A value on a tape: a tensor, its SPMD types, and where its gradient goes.
@@ -94,10 +97,18 @@ pub struct Var {
 pub(crate) enum Source {
     /// Nowhere.
     Constant,
+    /// Nowhere: a parameter that is not trained.
+    Frozen(ParamId),
     /// To the parameter's gradient.
     Param(ParamId),
     /// To the node that made it.
     Node(usize),
+}
+
+impl Source {
+    fn takes_gradient(self) -> bool {
+        matches!(self, Self::Param(_) | Self::Node(_))
+    }
 }
 
 impl Tape {
@@ -129,6 +140,7 @@ impl Tape {
             grads: RefCell::default(),
             deferred: RefCell::default(),
             ran_backward: Cell::new(false),
+            notes: RefCell::default(),
         };
         Self { inner: Rc::new(inner) }
     }
@@ -179,11 +191,13 @@ impl Tape {
         Var { tape: self.clone(), tensor, types, source: Source::Node(node), recipe: None }
     }
 
-    /// Reads a parameter.
+    /// Reads a parameter. A [frozen](crate::param::ParamGroup::frozen) one gets no gradient.
     pub fn param(&self, id: ParamId) -> Result<Var> {
         let params = &self.inner.params;
         let (tensor, types) = (params.value(id)?, params.types(id));
-        Ok(Var { tape: self.clone(), tensor, types, source: Source::Param(id), recipe: None })
+        let frozen = params.declarations().spec(id).group.frozen;
+        let source = if frozen { Source::Frozen(id) } else { Source::Param(id) };
+        Ok(Var { tape: self.clone(), tensor, types, source, recipe: None })
     }
 
     /// The types with which each parameter was read. On axes where that is `Replicate` its gradient is `Partial`.
@@ -205,7 +219,7 @@ impl Tape {
                 name,
                 types: var.types,
                 ndim: var.tensor.shape().len(),
-                param: matches!(var.source, Source::Param(_)),
+                param: matches!(var.source, Source::Param(_) | Source::Frozen(_)),
             })
             .collect();
         resolve_reads(&mut operands);
@@ -216,7 +230,7 @@ impl Tape {
             }
         }
 
-        let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source != Source::Constant);
+        let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source.takes_gradient());
         let mut forward = Forward::new(self, op.name(), inputs, records);
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
         let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;
@@ -263,7 +277,7 @@ impl Tape {
     fn param_names(&self, sources: impl Iterator<Item = Source>) -> Vec<&str> {
         let specs = self.inner.params.declarations();
         let name = |source| match source {
-            Source::Param(id) => Some(&*specs.spec(id).name),
+            Source::Param(id) | Source::Frozen(id) => Some(&*specs.spec(id).name),
             _ => None,
         };
         sources.filter_map(name).collect()

@@ -136,7 +136,7 @@ impl Backward<'_> {
     /// Whether the gradient of input `i` is wanted now.
     pub fn needs(&self, i: usize) -> bool {
         match self.sources[i] {
-            Source::Constant => false,
+            Source::Constant | Source::Frozen(_) => false,
             Source::Param(_) => self.params,
             Source::Node(_) => self.values,
         }

@@ -1,0 +1,146 @@
+//! A batch: named tensors in host memory, with the samples along dim 0 of each.
+
+use meshwork_core::{Axis, Buffer, DType, Element, Mesh, Ty, Types};
+use meshwork_tensor::{Error, Result, Shape, Tape, Tensor, Var};
+use std::ops::Range;
+
+/// What one sample has under one name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// `tokens`, `targets`, `images`, ...
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: DType,
+    /// Extents of one sample; none for a single number.
+    pub dims: Shape,
+}
+
+impl Field {
+    /// A field.
+    pub fn new(name: &'static str, dtype: DType, dims: impl Into<Shape>) -> Self {
+        Self { name, dtype, dims: dims.into() }
+    }
+}
+
+/// Some samples: for each field of the model a tensor `[samples, dims..]` in host memory. Clones and parts share it.
+///
+/// ```
+/// use meshwork_nn::Batch;
+///
+/// let batch = Batch::new(2).with("tokens", [3], vec![1, 2, 3, 4, 5, 6])?.with("label", [], vec![0.5f32, 0.25])?;
+/// assert_eq!(batch.part(1..2)?.values::<i32>("tokens")?, [4, 5, 6]);
+///
+/// let wrong = Batch::new(2).with("tokens", [3], vec![1, 2, 3, 4]).unwrap_err().to_string();
+/// assert_eq!(wrong, "batch: tokens has 4 values: 2 samples of [3] have 6; shapes [2, 3]");
+/// # Ok::<(), meshwork_tensor::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Batch {
+    samples: usize,
+    fields: Vec<(String, Shape, Buffer)>,
+}
+
+impl Batch {
+    /// So many samples, no fields yet.
+    pub fn new(samples: usize) -> Self {
+        Self { samples, fields: Vec::new() }
+    }
+
+    /// The same with a field more: `values` are row-major, one sample of extents `dims` after another.
+    ///
+    /// # Errors
+    /// Another number of values than the samples have.
+    pub fn with<T: Element>(self, name: &str, dims: impl Into<Shape>, values: Vec<T>) -> Result<Self> {
+        self.with_buffer(name, dims.into(), Buffer::from_vec(values))
+    }
+
+    fn with_buffer(mut self, name: &str, dims: Shape, values: Buffer) -> Result<Self> {
+        let wanted = self.samples * dims.count();
+        if values.count() != wanted {
+            let problem =
+                format!("{name} has {} values: {} samples of {dims:?} have {wanted}", values.count(), self.samples);
+            return Err(Error::Shape { op: "batch", problem, shapes: vec![self.extents(dims).to_vec()] });
+        }
+        self.fields.push((name.to_owned(), dims, values));
+        Ok(self)
+    }
+
+    /// Samples of zeros, one for each of the model's fields: for passes that look at shapes alone.
+    pub fn blank(fields: &[Field], samples: usize) -> Self {
+        let blank = |field: &Field| {
+            (field.name.to_owned(), field.dims, Buffer::zeros(field.dtype, samples * field.dims.count()))
+        };
+        Self { samples, fields: fields.iter().map(blank).collect() }
+    }
+
+    /// The number of samples.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// Extents of one sample of a field.
+    pub fn dims(&self, name: &str) -> Result<Shape> {
+        Ok(self.field(name)?.1)
+    }
+
+    /// The values of a field, sample by sample.
+    pub fn values<T: Element>(&self, name: &str) -> Result<&[T]> {
+        Ok(self.field(name)?.2.as_slice::<T>()?)
+    }
+
+    /// A field as a value on a tape: the samples are `Shard(0)` on dp, and the same on every other axis.
+    pub fn var(&self, tape: &Tape, name: &str) -> Result<Var> {
+        let (_, dims, values) = self.field(name)?;
+        let buffer = tape.device().upload(values)?;
+        let tensor = Tensor::from_buffer(tape.device(), buffer, self.extents(*dims))?;
+        Ok(tape.constant(tensor, sample_types(tape.rank().mesh())))
+    }
+
+    /// Some of the samples.
+    pub fn part(&self, samples: Range<usize>) -> Result<Self> {
+        let part = |(name, dims, values): &(String, Shape, Buffer)| {
+            let n = dims.count();
+            Ok((name.clone(), *dims, values.slice(samples.start * n..samples.end * n)?))
+        };
+        Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
+    }
+
+    /// Refuses a batch that is not so many samples with these fields, each of the type and extents that the model declares.
+    pub fn require(&self, fields: &[Field], samples: usize) -> Result<()> {
+        let refuse = |problem: String| Err(Error::Shape { op: "batch", problem, shapes: Vec::new() });
+        if self.samples != samples {
+            return refuse(format!("{} samples given, {samples} expected on this rank", self.samples));
+        }
+        for wanted in fields {
+            let (_, dims, values) = self.field(wanted.name)?;
+            if (*dims, values.dtype()) != (wanted.dims, wanted.dtype) {
+                return refuse(format!(
+                    "{} is {} of {dims:?} for each sample, and the model takes {} of {:?}",
+                    wanted.name,
+                    values.dtype(),
+                    wanted.dtype,
+                    wanted.dims
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn extents(&self, dims: Shape) -> Shape {
+        Shape::new(&[&[self.samples], &dims[..]].concat())
+    }
+
+    fn field(&self, name: &str) -> Result<&(String, Shape, Buffer)> {
+        self.fields.iter().find(|(held, ..)| held == name).ok_or_else(|| {
+            let held: Vec<&str> = self.fields.iter().map(|(name, ..)| &**name).collect();
+            let problem = format!("there is no field {name:?}; the batch has {held:?}");
+            Error::Shape { op: "batch", problem, shapes: Vec::new() }
+        })
+    }
+}
+
+/// The types of samples: a slice of the batch on each rank of dp, the same samples on every other axis.
+pub fn sample_types(mesh: &Mesh) -> Types {
+    let ty = |axis| if axis == Axis::Dp { Ty::Shard(0) } else { Ty::Invariant };
+    mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
+}

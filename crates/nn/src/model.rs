@@ -1,0 +1,127 @@
+//! A model as a trainer sees it: [`Model`], and [`Stage`], one contiguous part of it.
+//!
+//! A model is data until it is cut. A trainer asks for the stages of one rank, which declare their parameters, and runs each of
+//! them once for every micro-batch:
+//!
+//! ```text
+//!            ┌ stage 0 ┐ activation  ┌ stage 1 ┐ activation        ┌ last stage ┐
+//! batch ────▶│ forward │ ──────────▶ │ forward │ ──────────▶  ...  │  forward   │ ─▶ loss of each sample
+//!            └─────────┘             └─────────┘                   └────────────┘
+//! ```
+//!
+//! Every stage may read the batch, and may leave auxiliary losses, metrics and statistics on its tape
+//! ([`Tape::add_loss`], [`Tape::report`], [`Tape::note`]).
+
+use crate::Batch;
+pub use crate::batch::Field;
+use meshwork_core::{DType, Mesh, Types};
+use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// A model that can be trained: an ordered list of layers with a loss behind the last.
+pub trait Model: Debug + Send + Sync {
+    /// The layers among which a cut into stages may lie. What a model binds to an end, as an embedding or a head, is no layer
+    /// here: it belongs to the first or the last stage whatever layers these have.
+    fn num_layers(&self) -> usize;
+
+    /// What a sample is made of.
+    fn fields(&self) -> Vec<Field>;
+
+    /// Declares the parameters of one stage on `mesh`. Called for every stage on every rank, so it must be cheap and give the same
+    /// each time. Two stages that declare one name tie it: one parameter, held by both.
+    fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>>;
+
+    /// What travels over a cut in front of layer `at`, for a micro-batch like `batch`, which has the fields and number of samples
+    /// of a micro-batch on one rank.
+    fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation>;
+
+    /// The number of terms that the loss of some samples is the sum of: unmasked tokens, or samples. Training minimises the sum of
+    /// all losses divided by the number of all terms.
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        _ = batch;
+        Ok(samples.len() as u64)
+    }
+
+    /// The metrics that its stages [report](Tape::report), and the names of their [auxiliary losses](Tape::add_loss).
+    fn metrics(&self) -> Vec<Metric> {
+        Vec::new()
+    }
+}
+
+/// One contiguous part of a model, with the parameters that it declared.
+pub trait Stage: Debug {
+    /// The activation behind this stage, of the types that [`Model::activation`] says; the output of the model behind the last one.
+    /// `input` is the activation of the stage before; nothing for the first. `batch` is this rank's micro-batch.
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var>;
+
+    /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the last stage.
+    fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var>;
+
+    /// The output of the last stage as predictions, whole on every rank.
+    fn predict(&self, output: &Var) -> Result<Var> {
+        Ok(output.clone())
+    }
+}
+
+/// What of a model a stage is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageSpec {
+    /// Its layers; there may be none.
+    pub layers: Range<usize>,
+    /// Whether it is the first stage: it reads the batch, and has the embedding if there is one.
+    pub first: bool,
+    /// Whether it is the last stage: it has the head and the loss.
+    pub last: bool,
+}
+
+impl StageSpec {
+    /// The parts of a model cut into one stage per entry, which is its number of layers.
+    ///
+    /// ```
+    /// use meshwork_nn::StageSpec;
+    ///
+    /// // All layers on the first stage; the last one is the head alone.
+    /// let parts = StageSpec::cut(&[6, 0]);
+    /// assert_eq!(parts[0], StageSpec { layers: 0..6, first: true, last: false });
+    /// assert_eq!(parts[1], StageSpec { layers: 6..6, first: false, last: true });
+    /// ```
+    pub fn cut(layers: &[usize]) -> Vec<Self> {
+        let mut start = 0;
+        let part = |(stage, &count): (usize, &usize)| {
+            let held = start..start + count;
+            start = held.end;
+            Self { layers: held, first: stage == 0, last: stage + 1 == layers.len() }
+        };
+        layers.iter().enumerate().map(part).collect()
+    }
+}
+
+/// What travels over a cut: forward the activation, backward its gradient of the same shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Activation {
+    /// Element type.
+    pub dtype: DType,
+    /// Extents on one rank.
+    pub shape: Shape,
+    /// SPMD types; the gradient has their duals.
+    pub types: Types,
+}
+
+/// A number that training reports beside the loss: the mean of one f64 for each sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// Its name.
+    pub name: &'static str,
+    /// What the sum over the batch is divided by.
+    pub per: Per,
+}
+
+/// What a mean is taken over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Per {
+    /// All samples.
+    Sample,
+    /// All terms of the loss: samples or tokens that are masked do not count.
+    Term,
+}

@@ -1,0 +1,113 @@
+//! Putting a sharded value together: the one place that does.
+
+use super::LocalSlice;
+use crate::shape::Shape;
+use std::ops::Range;
+
+/// What one rank holds of a value that is cut over ranks, in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// The world rank that holds it.
+    pub rank: usize,
+    /// Extents of the whole value.
+    pub dims: Shape,
+    /// The part that is held, and how it is stored.
+    pub slice: LocalSlice,
+    /// Its elements as they are stored, padding included.
+    pub values: Vec<f32>,
+}
+
+/// Two ranks that hold the same element and disagree about it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Conflict {
+    /// The element, counted row-major in the whole value.
+    pub element: usize,
+    /// The first rank that holds it, and the first one that holds something else.
+    pub ranks: [usize; 2],
+    /// Their values.
+    pub values: [f32; 2],
+    /// Elements that conflict in all.
+    pub count: usize,
+}
+
+impl Piece {
+    /// Runs of contiguous elements: (where they start in the whole value, where they lie here).
+    pub fn runs(&self) -> Vec<(usize, Range<usize>)> {
+        let mut runs = Vec::new();
+        self.slice.for_each_run(self.dims, |start, run| runs.push((start as usize, run)));
+        runs
+    }
+
+    /// Takes this piece of a whole value; padding is zero.
+    pub fn cut(rank: usize, dims: Shape, slice: LocalSlice, whole: &[f32]) -> Self {
+        let mut piece = Self { rank, dims, values: vec![0.0; slice.stored.count()], slice };
+        for (start, run) in piece.runs() {
+            let end = start + run.len();
+            piece.values[run].copy_from_slice(&whole[start..end]);
+        }
+        piece
+    }
+}
+
+/// The whole value: `None` for elements that no piece holds. And the first conflict: every rank must hold the same bits, but
+/// for the sign of zero.
+///
+/// ```
+/// use meshwork_core::{Axis, Mesh};
+/// use meshwork_tensor::param::{Piece, assemble};
+/// use meshwork_tensor::{Declarations, Init, Placement, Role, Shape};
+///
+/// // Three columns over two ranks: the second holds one, and padding.
+/// let (mesh, mut params) = ("tp=2".parse::<Mesh>()?, Declarations::new());
+/// let id = params.declare("w", &[2, 3], Placement::replicated().shard(Axis::Tp, 1), Role::Weight, Init::Zeros)?;
+/// let spec = params.spec(id);
+/// let whole = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+/// let pieces = [0, 1].map(|rank| Piece::cut(rank, spec.dims, spec.local(&mesh, mesh.coords(rank)), &whole));
+/// assert_eq!(pieces[1].values, [3.0, 0.0, 6.0, 0.0]);
+/// assert_eq!(assemble(spec.dims, &pieces), (whole.map(Some).to_vec(), None));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn assemble<'a>(dims: Shape, pieces: impl IntoIterator<Item = &'a Piece>) -> (Vec<Option<f32>>, Option<Conflict>) {
+    let mut whole: Vec<Option<(f32, usize)>> = vec![None; dims.count()];
+    let mut conflict: Option<Conflict> = None;
+    for piece in pieces {
+        for (start, run) in piece.runs() {
+            for (element, &value) in (start..).zip(&piece.values[run]) {
+                let (there, first) = *whole[element].get_or_insert((value, piece.rank));
+                if there.to_bits() == value.to_bits() || there == 0.0 && value == 0.0 {
+                    continue;
+                }
+                let found = Conflict { element, ranks: [first, piece.rank], values: [there, value], count: 0 };
+                let kept = conflict.get_or_insert(found.clone());
+                if element < kept.element {
+                    *kept = Conflict { count: kept.count, ..found };
+                }
+                kept.count += 1;
+            }
+        }
+    }
+    (whole.into_iter().map(|held| held.map(|(value, _)| value)).collect(), conflict)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(rank: usize, range: Range<usize>, values: &[f32]) -> Piece {
+        let slice = LocalSlice { stored: Shape::new(&[values.len()]), ranges: vec![range] };
+        Piece { rank, dims: Shape::new(&[4]), slice, values: values.to_vec() }
+    }
+
+    #[test]
+    fn what_nobody_holds_is_missing() {
+        let (whole, conflict) = assemble(Shape::new(&[4]), &[piece(0, 1..3, &[5.0, 6.0])]);
+        assert_eq!((whole, conflict), (vec![None, Some(5.0), Some(6.0), None], None));
+    }
+
+    #[test]
+    fn the_first_element_in_conflict_is_told_with_its_holders() {
+        let pieces = [piece(3, 1..3, &[5.0, 6.0]), piece(5, 0..4, &[1.0, 7.0, 8.0, -0.0]), piece(6, 3..4, &[0.0])];
+        let (_, conflict) = assemble(Shape::new(&[4]), &pieces);
+        assert_eq!(conflict, Some(Conflict { element: 1, ranks: [3, 5], values: [5.0, 7.0], count: 2 }));
+    }
+}

@@ -1,0 +1,39 @@
+//! Statistics of a step, and the buffers that are updated from them: the moving averages of batch norms.
+//!
+//! GPipe (section 2): "the sufficient statistics of inputs during training are computed over each micro-batch [...]. We also
+//! track the moving average of the sufficient statistics over the entire mini-batch to be used during evaluation." A
+//! micro-batch notes its statistics on its tape ([`Tape::note`](crate::Tape::note)); at the end of the step the notes of all
+//! micro-batches on all data-parallel ranks are summed, and the buffers are updated from the sums.
+
+use super::ParamId;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// Names a statistic within its [`Declarations`](super::Declarations).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StatisticId(pub(super) usize);
+
+impl StatisticId {
+    /// Position in the order of declaration.
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// How buffers follow from what micro-batches note. Both functions are pure: a step that is rolled back runs them again.
+pub trait StatisticRule: Debug + Send + Sync {
+    /// The terms of one note, which are summed over the step: `weight` and `values` are what the tape was given.
+    fn terms(&self, weight: f64, values: &[f32]) -> Vec<f64>;
+
+    /// Updates the buffers of the statistic, in their order, from the sums of all terms.
+    fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]);
+}
+
+/// A declared statistic.
+#[derive(Clone, Debug)]
+pub struct Statistic {
+    /// The parameters that are updated, each of [`Role::Buffer`](super::Role::Buffer).
+    pub buffers: Vec<ParamId>,
+    /// How.
+    pub rule: Arc<dyn StatisticRule>,
+}
