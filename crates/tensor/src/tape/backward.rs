@@ -55,6 +55,11 @@ impl Tape {
     /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`. `Replicate`
     /// losses are refused: each rank would add its own copy of the same gradient.
     pub fn backward_from_loss(&self, loss: &Var, scale: f64, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        self.backward(loss, self.loss_seed(loss, scale)?, weights, sink)
+    }
+
+    /// The gradient from which [`backward_from_loss`](Self::backward_from_loss) starts, refused for the same types.
+    pub fn loss_seed(&self, loss: &Var, scale: f64) -> Result<Tensor> {
         if let Some((axis, ty)) = loss.types().iter().find(|(_, ty)| matches!(ty, Ty::Replicate | Ty::Varying)) {
             return Err(SpmdError {
                 op: "backward_from_loss".to_owned(),
@@ -66,8 +71,7 @@ impl Tape {
             }
             .into());
         }
-        let seed = Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())?;
-        self.backward(loss, seed, weights, sink)
+        Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())
     }
 
     /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are let go as they are used. Gradients of

@@ -1,5 +1,6 @@
 //! What can go wrong while training.
 
+use crate::PlanError;
 use meshwork_core::{CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
@@ -35,9 +36,9 @@ pub enum TrainError {
     /// An action of the pipeline.
     #[error("{0}")]
     Pipeline(Box<RunError<TrainError, TrainError>>),
-    /// A step in which every token is masked.
-    #[error("step {step}: every token of the batch is masked, so the loss has no mean")]
-    NoTokens {
+    /// A step whose loss has no terms: every token or sample is masked.
+    #[error("step {step}: every token or sample of the batch is masked, so the loss has no mean")]
+    NoTerms {
         /// The step, from 1.
         step: u64,
     },
@@ -64,8 +65,8 @@ pub enum TrainError {
         value: f64,
     },
     /// Weights are asked for while steps are under way that may still change them.
-    #[error("{steps} steps are under way: settle() makes them certain first")]
-    Unsettled {
+    #[error("{steps} steps are under way: flush() completes them first")]
+    Pending {
         /// The steps.
         steps: usize,
     },
@@ -77,6 +78,16 @@ pub enum TrainError {
         /// What does not fit.
         problem: String,
     },
+    /// A stage whose output is not what the model says travels over the cut.
+    #[error("{op}: the activation is {given}, and the model says {expected}")]
+    Activation {
+        /// The message.
+        op: String,
+        /// What the stage made.
+        given: String,
+        /// What the model says.
+        expected: String,
+    },
     /// A stage was called out of turn.
     #[error("stage {stage}, micro-batch {micro}: {problem}")]
     Stage {
@@ -87,12 +98,17 @@ pub enum TrainError {
         /// What is missing.
         problem: &'static str,
     },
-    /// A picture of a profile could not be written.
+    /// A plan that cannot be.
     #[error(transparent)]
-    Trace(#[from] crate::profile::TraceError),
-    /// The metrics could not be written.
-    #[error(transparent)]
-    Metrics(#[from] crate::metrics::MetricsError),
+    Plan(#[from] PlanError),
+    /// State that does not fit this trainer.
+    #[error("state of {name}: {problem}")]
+    State {
+        /// The parameter and, where it is one, its optimizer state.
+        name: String,
+        /// What does not fit.
+        problem: String,
+    },
 }
 
 impl From<CommError> for TrainError {

@@ -12,6 +12,8 @@ pub struct At {
     pub stage: usize,
     /// The micro-batch.
     pub micro: usize,
+    /// Whether this forward runs for the second time, for its backward: its values have been seen.
+    pub recomputed: bool,
 }
 
 /// Sees every value of a rank's training passes, and may put another in its place: an [`Observer`] of all its tapes.

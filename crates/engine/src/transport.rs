@@ -1,14 +1,16 @@
 //! Pipeline messages over the pp group.
 
-use super::{Message, TrainError};
-use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
-use meshwork_models::Boundary;
+use crate::TrainError;
+use crate::chunk::Message;
+use meshwork_core::{Axis, Buffer, Group, Pending, Rank, Ty};
+use meshwork_nn::Activation;
 use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::{Device, Shape, Tensor};
 use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
 use std::sync::Arc;
 
-/// Sends hidden states and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD types;
+/// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD types;
 /// the receiver refuses another than it expects.
 ///
 /// What is `Invariant` on tp, the same on every tp rank, is sent once and not once per tp rank: each sends its part to its
@@ -18,7 +20,8 @@ pub struct PipeTransport {
     group: Group,
     tp: Group,
     device: Arc<dyn Device>,
-    boundary: Boundary,
+    /// What travels behind each stage but the last.
+    activations: Rc<[Activation]>,
     scatter: bool,
     /// Messages that may be in flight to one receiver.
     in_flight: usize,
@@ -27,25 +30,34 @@ pub struct PipeTransport {
 }
 
 impl PipeTransport {
-    /// A transport between stages whose hidden states all look like `boundary`. To each pp rank `in_flight` messages may be
-    /// on their way, which must be what the schedule [needs](meshwork_pipeline::Report::in_flight). `scatter`: parts of what is the
-    /// same on every tp rank.
-    pub fn new(rank: &Rank, device: Arc<dyn Device>, boundary: Boundary, scatter: bool, in_flight: usize) -> Self {
+    /// A transport of these activations. To each pp rank `in_flight` messages may be on their way, which must be what the
+    /// schedule [needs](meshwork_pipeline::Report::in_flight). `scatter`: parts of what is the same on every tp rank.
+    pub fn new(
+        rank: &Rank,
+        device: Arc<dyn Device>,
+        activations: Rc<[Activation]>,
+        scatter: bool,
+        in_flight: usize,
+    ) -> Self {
         let (group, tp) = (rank.group(Axis::Pp).clone(), rank.group(Axis::Tp).clone());
-        Self { group, tp, device, boundary, scatter, in_flight, sends: BTreeMap::new() }
+        Self { group, tp, device, activations, scatter, in_flight, sends: BTreeMap::new() }
     }
 
-    fn expected(&self, direction: Direction) -> Boundary {
-        match direction {
-            Direction::Activation => self.boundary,
-            Direction::Gradient => Boundary { types: self.boundary.types.dual(), ..self.boundary },
+    /// What a message with this tag is: the tag names the stage that made it.
+    fn expected(&self, tag: Tag) -> Activation {
+        match tag.direction {
+            Direction::Activation => self.activations[tag.stage],
+            Direction::Gradient => {
+                let activation = self.activations[tag.stage - 1];
+                Activation { types: activation.types.dual(), ..activation }
+            }
         }
     }
 
     /// Elements of one part, where a message of so many goes in parts.
-    fn part(&self, boundary: &Boundary) -> Option<usize> {
-        let (count, parts) = (boundary.shape.count(), self.tp.size());
-        let same = boundary.types.get(Axis::Tp) == Some(Ty::Invariant);
+    fn part(&self, message: &Activation) -> Option<usize> {
+        let (count, parts) = (message.shape.count(), self.tp.size());
+        let same = message.types.get(Axis::Tp) == Some(Ty::Invariant);
         (self.scatter && same && parts > 1 && count.is_multiple_of(parts)).then_some(count / parts)
     }
 
@@ -57,20 +69,17 @@ impl PipeTransport {
         Ok(())
     }
 
-    /// Receives so many activations that nobody will use.
-    pub fn discard(&mut self, from_rank: usize, messages: usize) -> Result<(), TrainError> {
-        for _ in 0..messages {
-            self.receive(from_rank, Direction::Activation)?;
-        }
-        Ok(())
+    /// Receives activations that are no longer needed.
+    pub fn discard(&mut self, from_rank: usize, messages: &[Tag]) -> Result<(), TrainError> {
+        messages.iter().try_for_each(|&tag| self.receive(from_rank, tag).map(drop))
     }
 
     /// The message, or this rank's part of it.
-    fn receive(&mut self, from_rank: usize, direction: Direction) -> Result<Buffer, TrainError> {
-        let expected = self.expected(direction);
+    fn receive(&mut self, from_rank: usize, tag: Tag) -> Result<Buffer, TrainError> {
+        let expected = self.expected(tag);
         let shape = self.part(&expected).map_or(expected.shape, |part| Shape::new(&[part]));
-        let buffer = self.device.alloc(DType::F32, shape.count())?;
-        Ok(self.group.recv(buffer, from_rank, expected.types.signature(DType::F32, &shape))?)
+        let buffer = self.device.alloc(expected.dtype, shape.count())?;
+        Ok(self.group.recv(buffer, from_rank, expected.types.signature(expected.dtype, &shape))?)
     }
 }
 
@@ -82,7 +91,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
     fn send(&mut self, to_rank: usize, _: Tag, message: Message) -> Result<(), TrainError> {
         let Message { tensor, types } = message;
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
-        let part = self.part(&Boundary { shape, types });
+        let part = self.part(&Activation { dtype, shape, types });
         let signature = types.signature(dtype, &part.map_or(shape, |part| Shape::new(&[part])));
         let buffer = match part {
             None => tensor.into_buffer(),
@@ -104,10 +113,10 @@ impl meshwork_pipeline::Transport for PipeTransport {
     }
 
     fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Message, TrainError> {
-        let expected = self.expected(tag.direction);
-        let mut buffer = self.receive(from_rank, tag.direction)?;
+        let expected = self.expected(tag);
+        let mut buffer = self.receive(from_rank, tag)?;
         if self.part(&expected).is_some() {
-            let whole = self.device.alloc(DType::F32, expected.shape.count())?;
+            let whole = self.device.alloc(expected.dtype, expected.shape.count())?;
             buffer = self.tp.all_gather(buffer, whole)?;
         }
         Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })

@@ -1,15 +1,16 @@
 //! Where gradients lie and what they are reduced over: all of it follows from placements and from the types with which parameters
 //! are read.
 
-use super::{RankModel, Tie, Trace, TrainError};
+use crate::trace::Trace;
+use crate::{LocalModel, PlanError, TiedWeight, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, Types};
-use meshwork_data_parallel::{Bucket, Member, Reducer, plan};
+use meshwork_data_parallel::{Bucket, BucketPlan, Member, Reducer, plan};
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Name of the groups that sum tied weights across stages.
+/// Name of the groups that sum the gradients of tied weights across stages (Megatron's embedding group).
 pub const TIES: &str = "ties";
 
 /// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
@@ -27,27 +28,41 @@ pub struct Key {
     pub copies: usize,
 }
 
-/// The groups of the pp ranks that hold tied parameters: made once, by every rank in the same order.
-pub fn join_ties(rank: &Rank, ties: &[Tie]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {
+/// The embedding groups: the pp ranks that hold tied parameters: made once, by every rank in the same order.
+pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {
     let mut groups = BTreeMap::new();
-    for tie in ties {
-        if groups.contains_key(&tie.holders) {
+    for TiedWeight { pp_ranks, .. } in tied {
+        if groups.contains_key(pp_ranks) {
             continue;
         }
-        let members: Vec<usize> = match tie.holders.contains(&rank.coords().get(Axis::Pp)) {
-            true => tie.holders.iter().map(|&stage| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage))).collect(),
+        let members: Vec<usize> = match pp_ranks.contains(&rank.coords().get(Axis::Pp)) {
+            true => pp_ranks.iter().map(|&stage| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage))).collect(),
             false => vec![rank.world_rank()],
         };
-        groups.insert(tie.holders.clone(), rank.subgroup(TIES, &members)?);
+        groups.insert(pp_ranks.clone(), rank.subgroup(TIES, &members)?);
     }
     Ok(groups)
 }
 
 /// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has one alone, so
-/// that its layout is the same on every holder.
-pub fn buckets(model: &RankModel, found: &Trace, ties: &[Tie], rank: &Rank) -> (Vec<Vec<ParamId>>, Vec<Key>) {
+/// that its layout is the same on every holder. Behind the buckets comes one flat buffer of all frozen parameters, without a key.
+///
+/// # Errors
+/// A parameter that nothing reads in training and that is not frozen.
+pub fn buckets(
+    model: &LocalModel,
+    found: &Trace,
+    tied: &[TiedWeight],
+    rank: &Rank,
+) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
+    let specs = |id: ParamId| model.declarations.spec(id);
+    let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
+    if let Some(id) = model.declarations.ids().find(unread) {
+        return Err(PlanError::Unread { name: specs(id).name.clone() });
+    }
+    let frozen: Vec<ParamId> = model.declarations.ids().filter(|&id| specs(id).group.frozen).collect();
     let ids: BTreeMap<usize, ParamId> = found.ready.iter().map(|&id| (id.index(), id)).collect();
-    let (tied, single): (Vec<_>, Vec<_>) = found
+    let (shared, single): (Vec<_>, Vec<_>) = found
         .ready
         .iter()
         .map(|&id| {
@@ -56,14 +71,17 @@ pub fn buckets(model: &RankModel, found: &Trace, ties: &[Tie], rank: &Rank) -> (
             // The gradient of a Replicate read is Partial. dp first: what is left is smaller once that is sharded.
             let mut axes: Vec<Axis> = types.dual().partial_axes().collect();
             axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
-            let holders = ties.iter().find(|tie| tie.name == spec.name).map(|tie| tie.holders.clone());
+            let holders = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
             let copies = found.copies[id.index()];
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
             Member { id: id.index(), elements, key: Key { axes, holders, copies } }
         })
         .partition(|member| member.key.holders.is_some());
-    let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&tied, 0));
-    plans.map(|bucket| (bucket.members.iter().map(|id| ids[id]).collect(), bucket.key)).unzip()
+    let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&shared, 0));
+    let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
+    let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
+    layout.extend(Some(frozen).filter(|frozen| !frozen.is_empty()));
+    Ok((layout, keys))
 }
 
 /// Buckets of gradients that lie as the weights in `params` do, with the groups of each bucket's key; and per parameter its (bucket,
@@ -97,7 +115,7 @@ pub fn reducer(
 
 /// A part of a parameter that this rank counts in the gradient norm.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Counted {
+pub struct NormShard {
     /// The flat buffer.
     pub flat: usize,
     /// The first of its ranges there,
@@ -115,16 +133,19 @@ pub struct Counted {
 ///
 /// In canonical numerics the leaves are slices of each parameter, along the dim that its placement cuts if there is one, and
 /// the order of parameters is that of the whole `model`.
-pub fn counted(params: &Params, model: &[ParamSpec], ties: &[Tie], rank: &Rank) -> (Vec<Counted>, usize) {
+pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], rank: &Rank) -> (Vec<NormShard>, usize) {
     let declarations = params.declarations();
-    let mut counted = Vec::new();
+    let mut shards = Vec::new();
     for id in declarations.ids() {
         let (flat, range) = params.place(id);
         let spec = declarations.spec(id);
-        let (index, replicas) = replica(spec, ties, rank);
+        if spec.group.frozen {
+            continue;
+        }
+        let (index, replicas) = replica(spec, tied, rank);
         let Some(leaves) = declarations.leaves() else {
             let share = |index: usize| range.start + range.len() * index / replicas;
-            counted.push(Counted { flat, range: share(index)..share(index + 1), blocks: 1, pitch: 0, slot: 0 });
+            shards.push(NormShard { flat, range: share(index)..share(index + 1), blocks: 1, pitch: 0, slot: 0 });
             continue;
         };
         let (mesh, coords) = (rank.mesh(), rank.coords());
@@ -141,14 +162,14 @@ pub fn counted(params: &Params, model: &[ParamSpec], ties: &[Tie], rank: &Rank) 
         for leaf in (0..held).filter(|leaf| (first + leaf) % replicas == index) {
             let within = |leaf: usize| range.start + pitch * leaf / held;
             let slot = number * leaves + first + leaf;
-            counted.push(Counted { flat, range: within(leaf)..within(leaf + 1), blocks: before, pitch, slot });
+            shards.push(NormShard { flat, range: within(leaf)..within(leaf + 1), blocks: before, pitch, slot });
         }
     }
-    (counted, declarations.leaves().map_or(1, |leaves| leaves * model.len()))
+    (shards, declarations.leaves().map_or(1, |leaves| leaves * model.len()))
 }
 
 /// The number of this rank among those that hold the same elements of a parameter, and how many they are.
-fn replica(spec: &ParamSpec, ties: &[Tie], rank: &Rank) -> (usize, usize) {
+fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
     for axis in rank.mesh().value_axes() {
         if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {
@@ -156,10 +177,10 @@ fn replica(spec: &ParamSpec, ties: &[Tie], rank: &Rank) -> (usize, usize) {
             replicas *= rank.mesh().degree(axis);
         }
     }
-    if let Some(tie) = ties.iter().find(|tie| tie.name == spec.name) {
-        let place = tie.holders.iter().position(|&stage| stage == rank.coords().get(Axis::Pp)).unwrap_or(0);
-        index = index * tie.holders.len() + place;
-        replicas *= tie.holders.len();
+    if let Some(TiedWeight { pp_ranks, .. }) = tied.iter().find(|tied| tied.name == spec.name) {
+        let place = pp_ranks.iter().position(|&stage| stage == rank.coords().get(Axis::Pp)).unwrap_or(0);
+        index = index * pp_ranks.len() + place;
+        replicas *= pp_ranks.len();
     }
     (index, replicas)
 }

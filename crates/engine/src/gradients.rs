@@ -1,6 +1,6 @@
 //! The way of a gradient: added to its bucket by every use and micro-batch, reduced once it is final.
 
-use super::TrainError;
+use crate::TrainError;
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::tape::{GradSink, Place, Share};
@@ -22,7 +22,7 @@ pub struct Gradients {
     /// Per parameter: whether it has no share yet, and the bucket holds last step's.
     empty: Vec<bool>,
     /// How shares add up in canonical numerics; in fast ones each is added to those before it.
-    trees: Option<Trees>,
+    ordered: Option<OrderedSums>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
     events: Vec<(Instant, BucketEvent)>,
@@ -30,18 +30,18 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each reduction. `trees` are
+    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each reduction. `ordered` are
     /// those of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
         readers: Vec<usize>,
-        trees: Option<Trees>,
+        ordered: Option<OrderedSums>,
         device: Arc<dyn Device>,
     ) -> Self {
         let seen_done = vec![false; reducer.buckets()];
         let empty = vec![true; readers.len()];
-        Self { reducer, places, missing: readers.clone(), empty, readers, trees, device, events: Vec::new(), seen_done }
+        Self { reducer, places, missing: readers.clone(), empty, readers, ordered, device, events: Vec::new(), seen_done }
     }
 
     /// Forgets every gradient before a step: the first share of each overwrites it.
@@ -50,12 +50,12 @@ impl Gradients {
         self.empty.fill(true);
         self.events.clear();
         self.seen_done.fill(false);
-        self.trees.iter_mut().for_each(Trees::clear);
+        self.ordered.iter_mut().for_each(OrderedSums::clear);
     }
 
     /// Says whose shares come next.
     pub fn of_stage(&mut self, number: usize) {
-        self.trees.iter_mut().for_each(|trees| trees.stage = number);
+        self.ordered.iter_mut().for_each(|ordered| ordered.stage = number);
     }
 
     /// Waits until every gradient is reduced, and adds up their copies.
@@ -67,8 +67,8 @@ impl Gradients {
                 events.push((Instant::now(), event));
             }
         })?;
-        let Some(trees) = &self.trees else { return Ok(()) };
-        let mut members: Vec<_> = self.places.iter().zip(&trees.copies).filter(|(_, copies)| **copies > 1).collect();
+        let Some(ordered) = &self.ordered else { return Ok(()) };
+        let mut members: Vec<_> = self.places.iter().zip(&ordered.copies).filter(|(_, copies)| **copies > 1).collect();
         members.sort_unstable();
         for (&(bucket, member), &copies) in members {
             // To where it lies in a bucket without copies, before those of the next member.
@@ -78,9 +78,9 @@ impl Gradients {
         Ok(())
     }
 
-    /// The reduced gradients of a bucket.
+    /// The reduced gradients of a bucket; nothing for a flat buffer of frozen parameters.
     pub fn bucket(&self, bucket: usize) -> Option<&Buffer> {
-        self.reducer.gradients(bucket)
+        if bucket < self.reducer.buckets() { self.reducer.gradients(bucket) } else { None }
     }
 
     /// The timeline of the last step's reductions.
@@ -101,7 +101,7 @@ impl Gradients {
 
 /// The sums of canonical numerics: one tree for each copy of a gradient, over the samples of the batch.
 #[derive(Debug)]
-pub struct Trees {
+pub struct OrderedSums {
     /// Per parameter: the copies of its gradient.
     copies: Vec<usize>,
     /// The first copy that a stage fills, where it is not the first of all.
@@ -122,7 +122,7 @@ struct Waiting {
     sums: Vec<(u64, Option<Buffer>)>,
 }
 
-impl Trees {
+impl OrderedSums {
     /// Nothing added up yet. `first` names the stages that do not fill a gradient's first copy.
     pub fn new(copies: Vec<usize>, first: BTreeMap<(usize, ParamId), usize>) -> Self {
         Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, stage: 0 }
@@ -148,18 +148,18 @@ impl Waiting {
 
 impl Gradients {
     /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
-    fn place_in_tree(&mut self, share: &Share) -> Result<Place<'_>> {
+    fn place_in_order(&mut self, share: &Share) -> Result<Place<'_>> {
         let (bucket, member) = self.places[share.id.index()];
         let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-        let Some(trees) = &mut self.trees else {
+        let Some(ordered) = &mut self.ordered else {
             return Ok(Place { buffer, start: all.start, first: true });
         };
-        let copies = trees.copies[share.id.index()];
-        let before = trees.first.get(&(trees.stage, share.id)).copied().unwrap_or(0);
+        let copies = ordered.copies[share.id.index()];
+        let before = ordered.first.get(&(ordered.stage, share.id)).copied().unwrap_or(0);
         let first = before + share.copies.start;
         let n = all.len() / copies;
         let start = all.start + first * n;
-        let waiting = trees.sums[share.id.index()].entry(first).or_default();
+        let waiting = ordered.sums[share.id.index()].entry(first).or_default();
         let in_order = waiting.sums.is_empty() || waiting.next == share.samples.start;
         if before + share.copies.end > copies || !in_order {
             return Err(Error::Backward(format!(
@@ -189,13 +189,13 @@ impl Gradients {
     }
 
     /// Adds up what waits of a gradient, and zeroes the copies that nobody here fills.
-    fn finish_tree(&mut self, id: ParamId) -> Result<()> {
+    fn finish_order(&mut self, id: ParamId) -> Result<()> {
         let (bucket, member) = self.places[id.index()];
-        let Some(trees) = &mut self.trees else { return Ok(()) };
+        let Some(ordered) = &mut self.ordered else { return Ok(()) };
         let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-        let n = all.len() / trees.copies[id.index()];
+        let n = all.len() / ordered.copies[id.index()];
         let mut filled = 0;
-        for (&first, waiting) in &mut trees.sums[id.index()] {
+        for (&first, waiting) in &mut ordered.sums[id.index()] {
             let start = all.start + first * n;
             while waiting.sums.len() > 1 {
                 waiting.join(&*self.device, buffer, start)?;
@@ -219,8 +219,8 @@ impl GradSink for Gradients {
 
     fn place(&mut self, share: &Share) -> Result<Option<Place<'_>>> {
         let first = std::mem::replace(&mut self.empty[share.id.index()], false);
-        if self.trees.is_some() {
-            return self.place_in_tree(share).map(Some);
+        if self.ordered.is_some() {
+            return self.place_in_order(share).map(Some);
         }
         let (bucket, member) = self.places[share.id.index()];
         let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
@@ -234,8 +234,8 @@ impl GradSink for Gradients {
             return Ok(());
         }
         let (bucket, member) = self.places[id.index()];
-        if self.trees.is_some() {
-            self.finish_tree(id)?;
+        if self.ordered.is_some() {
+            self.finish_order(id)?;
         } else if self.empty[id.index()] {
             // No use of it had a gradient.
             let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;

@@ -1,8 +1,9 @@
 //! The types-only pass before step 1: runs this rank's stages on the meta device, and so finds on which axes each parameter's
 //! gradient is Partial, and the order in which gradients become final.
 
-use super::{Blueprint, RankModel, TrainError};
-use meshwork_core::{DType, Rank, Types};
+use crate::{LocalModel, ModelPlan, TrainError};
+use meshwork_core::{Rank, Types};
+use meshwork_nn::Batch;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
@@ -45,20 +46,14 @@ impl GradSink for Order {
     }
 }
 
-/// Traces the stages of one rank, which computes micro-batches of `micro_batch` sequences.
-pub fn trace(
-    blueprint: &Blueprint,
-    model: &RankModel,
-    world_rank: usize,
-    micro_batch: usize,
-) -> Result<Trace, TrainError> {
-    let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
+/// Traces the stages of one rank on a micro-batch like `batch`.
+pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace, TrainError> {
+    let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
     let device = Meta::device();
     let declarations = Arc::new(model.declarations.clone());
     let layout = [declarations.ids().collect::<Vec<_>>()];
-    let params = Arc::new(Params::new(declarations.clone(), blueprint.mesh(), rank.coords(), &device, &layout, 0)?);
-    let seq_len = blueprint.model().seq_len;
-    let ids = Tensor::zeros(&device, DType::I32, [micro_batch, seq_len])?;
+    let params = Arc::new(Params::new(declarations.clone(), plan.mesh(), rank.coords(), &device, &layout, 0)?);
+    let activations = plan.activations(batch)?;
 
     let parameters = declarations.specs().len();
     let mut found = Trace {
@@ -72,18 +67,21 @@ pub fn trace(
     // Later stages go backward first.
     for (number, stage) in model.stages.iter().rev() {
         let tape = Tape::new(rank.clone(), params.clone(), device.clone(), Mode::Train, Position::default());
-        let tokens = || tape.constant(ids.clone(), super::chunk::token_types(&rank));
-        let boundary = stage.boundary(micro_batch, seq_len);
-        let input: Var = match number {
-            0 => tokens(),
-            _ => tape.input(Tensor::zeros(&device, DType::F32, boundary.shape)?, boundary.types),
+        let input = match number.checked_sub(1).map(|before| activations[before]) {
+            None => None,
+            Some(cut) => Some(tape.input(Tensor::zeros(&device, cut.dtype, cut.shape)?, cut.types)),
         };
-        let mut output = stage.forward(&tape, &input)?;
-        if number + 1 == blueprint.stages() {
-            output = stage.loss(&output, &tokens())?;
+        let mut output = stage.forward(&tape, batch, input.as_ref())?;
+        if number + 1 == plan.stages().len() {
+            output = stage.loss(&tape, batch, &output)?;
         }
-        let seed = Tensor::zeros(&device, output.tensor().dtype(), output.shape())?;
-        tape.backward(&output, seed, Weights::Now, &mut order)?;
+        let notes = tape.take_notes();
+        let seed = |value: &Var| Tensor::zeros(&device, value.tensor().dtype(), value.shape());
+        let mut roots = vec![(&output, seed(&output)?)];
+        for note in notes.per_sample.iter().filter(|note| note.coefficient.is_some()) {
+            roots.push((&note.value, seed(&note.value)?));
+        }
+        tape.backward_from(roots, Weights::Now, &mut order)?;
         for (id, copies) in std::mem::take(&mut order.copies) {
             let of_stage = &mut found.copies[id.index()];
             match (declarations.leaves(), *of_stage) {

@@ -1,0 +1,450 @@
+//! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
+
+use crate::statistics::Noted;
+use crate::watch::Watched;
+use crate::weights::WeightStore;
+use crate::{At, PlanError, Recompute, TrainError, Watch};
+use meshwork_core::{Rank, SpmdError, Ty, Types};
+use meshwork_nn::{Activation, Batch, Metric, Stage};
+use meshwork_tensor::tape::{Mode, Notes, PerSample, Position, Weights};
+use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// An activation, or its gradient, between two stages.
+#[derive(Clone, Debug)]
+pub struct Message {
+    /// The value on this rank.
+    pub tensor: Tensor,
+    /// Its types.
+    pub types: Types,
+}
+
+/// What a pass over the batch is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Loss and gradients.
+    Train,
+    /// The loss alone.
+    Evaluate,
+    /// The output of the last stage.
+    Predict,
+}
+
+/// The gradients that the backward of a micro-batch starts from.
+#[derive(Clone, Copy, Debug)]
+pub struct Seeds {
+    /// Of the loss of each sample: 1 / N for N terms in all that an update adds up.
+    pub loss: f64,
+    /// Of an auxiliary loss of coefficient 1: 1 / samples of the update.
+    pub auxiliary: f64,
+}
+
+/// What every stage of a rank needs in one pass over the batch.
+#[derive(Clone, Debug)]
+pub struct Pass {
+    /// Where this runs.
+    pub rank: Arc<Rank>,
+    /// Who computes.
+    pub device: Arc<dyn Device>,
+    /// What the pass is for.
+    pub purpose: Purpose,
+    /// Position of this rank's first sample, with seed and step.
+    pub position: Position,
+    /// This rank's samples.
+    pub batch: Batch,
+    /// Samples of a micro-batch.
+    pub micro_batch: usize,
+    /// What travels behind each stage but the last.
+    pub activations: Rc<[Activation]>,
+    /// Per micro-batch.
+    pub seeds: Vec<Seeds>,
+    /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
+    pub first_micro: usize,
+    /// How far that count is ahead of the schedule's.
+    pub ahead: usize,
+    /// What is computed again in backward.
+    pub recompute: Recompute,
+    /// Metrics that the model declares.
+    pub metrics: Rc<[Metric]>,
+    /// Who looks on while this trains.
+    pub watch: Option<Arc<dyn Watch>>,
+}
+
+impl Pass {
+    /// One of its micro-batches.
+    fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
+        let first = micro * self.micro_batch;
+        let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
+        let samples = self.batch.part(first..first + self.micro_batch)?;
+        Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
+    }
+}
+
+/// One f64 for each sample from `first_sample` on, as far as this rank counts them.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    /// Which metric it belongs to, by its place among those that the model declares; `None` for the loss.
+    pub metric: Option<usize>,
+    /// Number of the first sample within the batch.
+    pub first_sample: usize,
+    /// On the device.
+    pub values: Tensor,
+}
+
+/// A stage with its passes in flight.
+#[derive(Debug)]
+pub struct Chunk {
+    number: usize,
+    stages: usize,
+    stage: Box<dyn Stage>,
+    flights: BTreeMap<usize, Flight>,
+    /// Tapes whose gradients of weights are still to be computed.
+    deferred: BTreeMap<usize, Tape>,
+    /// Losses and metrics since they were last taken.
+    counted: Vec<Counted>,
+    /// Notes of statistics since they were last taken.
+    noted: Noted,
+    /// Output of the last prediction.
+    prediction: Option<Tensor>,
+}
+
+/// A micro-batch of one pass. In an asynchronous run its backward may fall into another pass.
+#[derive(Clone, Debug)]
+struct MicroBatch {
+    micro: usize,
+    position: Position,
+    samples: Batch,
+    /// None in a pass that does not train.
+    seeds: Option<Seeds>,
+}
+
+/// A micro-batch that waits for its backward.
+#[derive(Debug)]
+struct Flight {
+    of: MicroBatch,
+    kept: Kept,
+}
+
+#[derive(Debug)]
+enum Kept {
+    /// Everything that backward needs.
+    Tape(Box<Forwarded>),
+    /// The input alone, of which a second forward makes the rest again, with the weights of the first.
+    Input(Option<Message>, Arc<Params>),
+}
+
+/// One forward.
+#[derive(Debug)]
+struct Forwarded {
+    tape: Tape,
+    input: Option<Var>,
+    output: Var,
+    notes: Notes,
+}
+
+impl Chunk {
+    /// Stage `number` of `stages`.
+    pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>) -> Self {
+        Self {
+            number,
+            stages,
+            stage,
+            flights: BTreeMap::new(),
+            deferred: BTreeMap::new(),
+            counted: Vec::new(),
+            noted: Noted::default(),
+            prediction: None,
+        }
+    }
+
+    /// Whether this is the last stage.
+    pub fn is_last(&self) -> bool {
+        self.number + 1 == self.stages
+    }
+
+    /// The losses and metrics of all samples since the last call that this rank counts.
+    pub fn take_counted(&mut self) -> Vec<Counted> {
+        std::mem::take(&mut self.counted)
+    }
+
+    /// The notes of statistics since the last call.
+    pub fn take_noted(&mut self) -> Noted {
+        std::mem::take(&mut self.noted)
+    }
+
+    /// The output of a prediction; nothing where this is not the last stage.
+    pub fn take_prediction(&mut self) -> Option<Tensor> {
+        self.prediction.take()
+    }
+
+    /// Forgets passes in flight, after a failure.
+    pub fn clear(&mut self) {
+        self.flights.clear();
+        self.deferred.clear();
+        self.counted.clear();
+        self.noted = Noted::default();
+    }
+
+    /// The forward of one micro-batch, to the loss on the last stage: the same bits each time it runs.
+    fn run(
+        &self,
+        pass: &Pass,
+        of: &MicroBatch,
+        params: Arc<Params>,
+        input: Option<Message>,
+        recomputed: bool,
+    ) -> Result<Forwarded, TrainError> {
+        let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
+        let (rank, device) = (pass.rank.clone(), pass.device.clone());
+        let tape = Tape::with_policy(rank, params, device, mode, of.position, pass.recompute.policy());
+        if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
+            let at = At { stage: self.number, micro: of.micro, recomputed };
+            tape.observe(Rc::new(Watched { watch: watch.clone(), at }));
+        }
+        let input = input.map(|message| tape.input(message.tensor, message.types));
+        if input.is_none() && self.number > 0 {
+            return Err(self.out_of_turn(of.micro, "no activation arrived"));
+        }
+        let mut output = self.stage.forward(&tape, &of.samples, input.as_ref())?;
+        if self.is_last() && pass.purpose != Purpose::Predict {
+            output = self.stage.loss(&tape, &of.samples, &output)?;
+        }
+        let notes = tape.take_notes();
+        Ok(Forwarded { tape, input, output, notes })
+    }
+
+    /// `number` is that of the micro-batch in an asynchronous run.
+    fn forward(
+        &mut self,
+        pass: &Pass,
+        number: usize,
+        params: Arc<Params>,
+        input: Option<Message>,
+    ) -> Result<Option<Message>, TrainError> {
+        let of = pass.micro(number - pass.first_micro)?;
+        let kept_input = (pass.recompute == Recompute::Stage).then(|| (input.clone(), params.clone()));
+        let run = self.run(pass, &of, params, input, false)?;
+        let first_sample = of.position.first_sample;
+        let mut message = None;
+        if !self.is_last() {
+            message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
+        } else if pass.purpose == Purpose::Predict {
+            self.prediction = Some(self.stage.predict(&run.output)?.into_tensor());
+        } else {
+            self.count(pass, None, first_sample, &run.output);
+        }
+        for PerSample { name, value, .. } in &run.notes.per_sample {
+            let Some(metric) = pass.metrics.iter().position(|metric| metric.name == *name) else {
+                let declared = pass.metrics.iter().map(|metric| metric.name).collect();
+                return Err(PlanError::Metric { stage: self.number, name, declared }.into());
+            };
+            self.count(pass, Some(metric), first_sample, value);
+        }
+        self.noted.add(first_sample, &run.notes.statistics);
+        if pass.purpose == Purpose::Train {
+            let kept = match kept_input {
+                Some((input, params)) => Kept::Input(input, params),
+                None => Kept::Tape(Box::new(run)),
+            };
+            self.flights.insert(number, Flight { of, kept });
+        }
+        Ok(message)
+    }
+
+    /// Keeps a number for each sample where this rank counts it.
+    fn count(&mut self, pass: &Pass, metric: Option<usize>, first_sample: u64, value: &Var) {
+        if value.types().counted_at(pass.rank.coords()) {
+            let (first_sample, values) = (first_sample as usize, value.tensor().clone());
+            self.counted.push(Counted { metric, first_sample, values });
+        }
+    }
+
+    /// Computes the gradient of the input and, unless they are deferred, those of the weights.
+    fn backward(
+        &mut self,
+        pass: &Pass,
+        number: usize,
+        grad: Option<Message>,
+        weights: Weights,
+        store: &RefCell<WeightStore>,
+    ) -> Result<Option<Message>, TrainError> {
+        let Some(Flight { of, kept }) = self.flights.remove(&number) else {
+            return Err(self.out_of_turn(number, "backward before forward"));
+        };
+        let Forwarded { tape, input, output, notes } = match kept {
+            Kept::Tape(forwarded) => *forwarded,
+            Kept::Input(input, params) => self.run(pass, &of, params, input, true)?,
+        };
+        let mut roots = Vec::new();
+        match (grad, of.seeds) {
+            (Some(message), _) => roots.push((&output, message.tensor)),
+            (None, Some(seeds)) if self.is_last() => roots.push((&output, tape.loss_seed(&output, seeds.loss)?)),
+            _ => return Err(self.out_of_turn(number, "no gradient arrived")),
+        }
+        for PerSample { value, coefficient, .. } in &notes.per_sample {
+            if let (Some(coefficient), Some(seeds)) = (coefficient, of.seeds) {
+                roots.push((value, tape.loss_seed(value, coefficient * seeds.auxiliary)?));
+            }
+        }
+        let gradients = &mut store.borrow_mut().gradients;
+        gradients.of_stage(self.number);
+        tape.backward_from(roots, weights, gradients)?;
+        let message = match &input {
+            None => None,
+            Some(input) => {
+                let tensor = tape
+                    .take_grad(input)
+                    .ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
+                Some(Message { tensor, types: input.types().dual() })
+            }
+        };
+        if weights == Weights::Deferred {
+            self.deferred.insert(number, tape);
+        }
+        Ok(message)
+    }
+
+    fn weight_gradients(&mut self, number: usize, store: &RefCell<WeightStore>) -> Result<(), TrainError> {
+        let Some(tape) = self.deferred.remove(&number) else {
+            return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
+        };
+        let gradients = &mut store.borrow_mut().gradients;
+        gradients.of_stage(self.number);
+        Ok(tape.weight_gradients(gradients)?)
+    }
+
+    fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
+        TrainError::Stage { stage: self.number, micro, problem }
+    }
+}
+
+/// A stage's output as a message, refused if it is not what the next stage expects.
+fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
+    let op = || format!("send from stage {stage} to {}", stage + 1);
+    for (axis, ty) in output.types().iter() {
+        let wanted = expected.types.get(axis);
+        if wanted != Some(ty) {
+            return Err(SpmdError {
+                op: op(),
+                axis,
+                problem: format!(
+                    "the activation is {ty} and the next stage expects {}",
+                    wanted.map_or("nothing there".to_owned(), |ty| ty.to_string())
+                ),
+                fix: match ty {
+                    Ty::Partial => format!("all_reduce it over {axis} first"),
+                    _ => "bring it to the type of the activation first".to_owned(),
+                },
+            }
+            .into());
+        }
+    }
+    let tensor = output.tensor().clone();
+    if (tensor.shape(), tensor.dtype()) != (expected.shape, expected.dtype) {
+        return Err(TrainError::Activation {
+            op: op(),
+            given: format!("{} {:?}", tensor.dtype(), tensor.shape()),
+            expected: format!("{} {:?}", expected.dtype, expected.shape),
+        });
+    }
+    Ok(Message { tensor, types: output.types() })
+}
+
+/// How many activations live on a rank: each from its forward until its backward is over, gradients of weights included.
+#[derive(Debug, Default)]
+pub struct LiveActivations {
+    now: Cell<usize>,
+    most: Cell<usize>,
+}
+
+impl LiveActivations {
+    fn acquire(&self) {
+        self.now.update(|now| now + 1);
+        self.most.update(|most| most.max(self.now.get()));
+    }
+
+    fn release(&self) {
+        self.now.update(|now| now.saturating_sub(1));
+    }
+
+    /// None lives, after a failure.
+    pub fn clear(&self) {
+        self.now.set(0);
+    }
+
+    /// The most that ever lived at once, in units of one micro-batch through one stage.
+    pub fn most(&self) -> usize {
+        self.most.get()
+    }
+}
+
+/// A chunk in one pass, as the pipeline's interpreter sees it.
+pub struct Running<'a> {
+    /// The chunk.
+    pub chunk: &'a mut Chunk,
+    /// The pass.
+    pub pass: &'a Pass,
+    /// Weights, and where gradients go.
+    pub weights: &'a RefCell<WeightStore>,
+    /// Activations of this rank.
+    pub live: &'a LiveActivations,
+    /// Updates that the weights of each (stage, micro-batch as the schedule counts them) have seen; where there is none, the
+    /// newest weights serve.
+    pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
+}
+
+impl Running<'_> {
+    fn walk_back(
+        &mut self,
+        micro: usize,
+        grad: Option<Message>,
+        weights: Weights,
+    ) -> Result<Option<Message>, TrainError> {
+        self.chunk.backward(self.pass, micro + self.pass.ahead, grad, weights, self.weights)
+    }
+}
+
+impl meshwork_pipeline::Stage for Running<'_> {
+    type Message = Message;
+    type Error = TrainError;
+
+    fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
+        if self.pass.purpose == Purpose::Train {
+            self.live.acquire();
+        }
+        let store = self.weights.borrow();
+        let params = match (self.versions)(self.chunk.number, micro) {
+            None => store.params(),
+            Some(updates) => {
+                let gone = "the version of the weights that it must read is gone";
+                store.version(updates).ok_or_else(|| self.chunk.out_of_turn(micro, gone))?
+            }
+        };
+        self.chunk.forward(self.pass, micro + self.pass.ahead, params.clone(), input)
+    }
+
+    fn backward_input(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
+        self.walk_back(micro, grad, Weights::Deferred)
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
+        self.live.release();
+        self.chunk.weight_gradients(micro + self.pass.ahead, self.weights)
+    }
+
+    /// In one walk over the tape, so that what serves both gradients is read once.
+    fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
+        self.live.release();
+        self.walk_back(micro, grad, Weights::Now)
+    }
+
+    fn update(&mut self, micro: usize) -> Result<(), TrainError> {
+        // The pass begins at the first micro-batch of its step; an update may still belong to the step before.
+        let pass = self.pass;
+        let step = pass.position.step + u64::from(micro + pass.ahead >= pass.first_micro);
+        self.weights.borrow_mut().update_within(step)
+    }
+}

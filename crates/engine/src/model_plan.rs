@@ -1,0 +1,153 @@
+//! What the whole model declares, stage by stage: pure data that any rank draws up without allocating anything.
+
+use crate::{Plan, TrainError};
+use meshwork_core::{Axis, Mesh};
+use meshwork_nn::{Activation, Batch, Model, Stage, StageSpec};
+use meshwork_pipeline::Schedule;
+use meshwork_tensor::{Declarations, Error, ParamId, ParamSpec, Result};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A model on a mesh, cut into stages.
+#[derive(Clone, Debug)]
+pub struct ModelPlan {
+    model: Arc<dyn Model>,
+    mesh: Mesh,
+    parts: Vec<StageSpec>,
+    /// Reduction blocks of canonical numerics.
+    blocks: Option<usize>,
+}
+
+/// The stages that one pp rank holds, with the parameters they declare together.
+#[derive(Debug)]
+pub struct LocalModel {
+    /// What they declare.
+    pub declarations: Declarations,
+    /// The stages, by their number.
+    pub stages: Vec<(usize, Box<dyn Stage>)>,
+}
+
+/// A parameter that several pp ranks hold: two stages that tie it (Megatron's embedding group), or the replicas of one stage. Its
+/// gradient is Partial over them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TiedWeight {
+    /// Its name.
+    pub name: String,
+    /// The pp ranks that hold it, in order.
+    pub pp_ranks: Vec<usize>,
+}
+
+impl ModelPlan {
+    /// A model as a plan cuts it.
+    ///
+    /// # Errors
+    /// A partition that does not fit.
+    pub fn new(model: Arc<dyn Model>, plan: &Plan) -> std::result::Result<Self, TrainError> {
+        let parts = plan.stages(&*model)?;
+        Ok(Self { model, mesh: plan.mesh.clone(), parts, blocks: plan.blocks() })
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<dyn Model> {
+        &self.model
+    }
+
+    /// What each stage is.
+    pub fn stages(&self) -> &[StageSpec] {
+        &self.parts
+    }
+
+    /// The stages that lie on `pp_rank`, by a schedule's placement.
+    pub fn local_model(&self, schedule: &Schedule, pp_rank: usize) -> Result<LocalModel> {
+        let mut declarations = self.declarations();
+        let mut stages: Vec<(usize, Box<dyn Stage>)> = Vec::new();
+        for (number, part) in self.parts.iter().enumerate() {
+            if schedule.ranks_of(number).contains(&pp_rank) {
+                stages.push((number, self.model.stage(&mut declarations, &self.mesh, part)?));
+            }
+        }
+        Ok(LocalModel { declarations, stages })
+    }
+
+    fn declarations(&self) -> Declarations {
+        self.blocks.map_or_else(Declarations::new, Declarations::canonical)
+    }
+
+    /// Every parameter of the model once, in the order of declaration; refuses two declarations that do not agree.
+    pub fn parameters(&self) -> Result<Vec<ParamSpec>> {
+        let mut all = self.declarations();
+        for part in &self.parts {
+            self.model.stage(&mut all, &self.mesh, part)?;
+        }
+        Ok(all.specs().to_vec())
+    }
+
+    /// What travels behind each stage but the last, for micro-batches like `batch`.
+    pub fn activations(&self, batch: &Batch) -> Result<Vec<Activation>> {
+        let cuts = self.parts[..self.parts.len().saturating_sub(1)].iter();
+        cuts.map(|part| self.model.activation(&self.mesh, part.layers.end, batch)).collect()
+    }
+
+    /// The parameters that several pp ranks hold, in an order that every rank agrees on.
+    pub fn tied_weights(&self, schedule: &Schedule) -> Result<Vec<TiedWeight>> {
+        let models = (0..self.mesh.degree(Axis::Pp))
+            .map(|pp_rank| self.local_model(schedule, pp_rank).map(|model| model.declarations))
+            .collect::<Result<Vec<_>>>()?;
+        tied_weights_of(&models)
+    }
+}
+
+/// The parameters that several pp ranks declare, given what each declares.
+fn tied_weights_of(models: &[Declarations]) -> std::result::Result<Vec<TiedWeight>, Error> {
+    let mut holders: BTreeMap<&str, Vec<(usize, ParamId)>> = BTreeMap::new();
+    for (pp_rank, declarations) in models.iter().enumerate() {
+        for id in declarations.ids() {
+            holders.entry(&declarations.spec(id).name).or_default().push((pp_rank, id));
+        }
+    }
+    holders.retain(|_, held| held.len() > 1);
+    holders
+        .into_iter()
+        .map(|(name, held)| {
+            let spec = |&(pp_rank, id): &(usize, ParamId)| models[pp_rank].spec(id);
+            for other in &held[1..] {
+                spec(&held[0]).require_tied(spec(other))?;
+            }
+            Ok(TiedWeight { name: name.to_owned(), pp_ranks: held.iter().map(|(pp_rank, _)| *pp_rank).collect() })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+    use meshwork_pipeline::forward_only;
+    use meshwork_tensor::{Init, Placement, Role};
+
+    #[test]
+    fn both_ends_of_a_tied_model_hold_the_token_table() {
+        let plan = Plan { mesh: "pp=4".parse().unwrap(), ..Plan::default() };
+        let model = ModelPlan::new(Arc::new(Gpt2::new(Gpt2Config::default())), &plan).unwrap();
+        let tied = TiedWeight { name: "wte.weight".to_owned(), pp_ranks: vec![0, 3] };
+        assert_eq!(model.tied_weights(&forward_only(&[0, 1, 2, 3], 1)).unwrap(), [tied]);
+        assert_eq!(model.tied_weights(&forward_only(&[0, 0, 0, 0], 1)).unwrap(), []);
+    }
+
+    #[test]
+    fn stages_that_tie_a_parameter_with_different_placements_are_refused() {
+        let declare = |dim: usize| {
+            let mut all = Declarations::new();
+            let placement = Placement::replicated().shard(Axis::Tp, dim);
+            all.declare("wte.weight", &[8, 4], placement, Role::Weight, Init::Zeros).unwrap();
+            all
+        };
+        let error = tied_weights_of(&[declare(0), declare(1)]).unwrap_err().to_string();
+        assert!(error.contains("Shard(0) on tp and as [8, 4] Shard(1) on tp"), "{error}");
+    }
+}

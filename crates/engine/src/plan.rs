@@ -1,0 +1,378 @@
+//! What a run is, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
+
+use meshwork_core::{Axis, Mesh};
+use meshwork_nn::{Model, StageSpec};
+use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
+use meshwork_pipeline::{
+    Generator, Schedule, Shape, ShapeError, UnknownSchedule, Weights, default_micros, one_f_one_b_replicated,
+};
+use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::tape::{Keep, SavedPolicy, Selective};
+use std::rc::Rc;
+
+/// How a model is trained. The same on every rank.
+///
+/// ```
+/// use meshwork_engine::{Numerics, Plan, ScheduleSpec};
+/// use meshwork_optim::Sgd;
+///
+/// let plan = Plan {
+///     mesh: "dp=2,pp=2".parse()?,
+///     schedule: ScheduleSpec::named("zb_h1")?,
+///     optimizer: Sgd { momentum: 0.9, weight_decay: 0.0 }.into(),
+///     numerics: Numerics::Canonical { blocks: 8 },
+///     ..Plan::default()
+/// };
+/// assert_eq!((plan.num_microbatches()?, plan.micro_batch_size()?), (4, 2)); // of 16 samples
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The mesh.
+    pub mesh: Mesh,
+    /// The order of forward and backward passes.
+    pub schedule: ScheduleSpec,
+    /// Layers of each stage; none for as even as can be.
+    pub partition: Vec<usize>,
+    /// Samples of a step, over all ranks.
+    pub global_batch_size: usize,
+    /// Micro-batches of a step on each data-parallel rank. `None`: the smallest number that the schedule takes with a bubble under a
+    /// quarter, else the largest it takes.
+    pub num_microbatches: Option<usize>,
+    /// The order of sums.
+    pub numerics: Numerics,
+    /// The type in which matrix products take their operands: that of the device.
+    pub precision: Precision,
+    /// What is computed again in backward instead of being kept.
+    pub recompute: Recompute,
+    /// The update rule.
+    pub optimizer: Rule,
+    /// Learning rate of each step.
+    pub lr: LrSchedule,
+    /// Norm of the whole gradient above which it is scaled down; 0 = off.
+    pub max_norm: f64,
+    /// Seed of initial weights and of dropout.
+    pub seed: u64,
+    /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on arrival
+    /// (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
+    pub scatter_gather: bool,
+}
+
+impl Default for Plan {
+    /// One rank, 1F1B, 16 samples a step, AdamW at a rate of 3e-4, clipped to norm 1.
+    fn default() -> Self {
+        Self {
+            mesh: Mesh::new([(Axis::Dp, 1), (Axis::Tp, 1), (Axis::Pp, 1)]).unwrap_or_default(),
+            schedule: ScheduleSpec::default(),
+            partition: Vec::new(),
+            global_batch_size: 16,
+            num_microbatches: None,
+            numerics: Numerics::Fast,
+            precision: Precision::F32,
+            recompute: Recompute::None,
+            optimizer: AdamW::default().into(),
+            lr: LrSchedule { base: 3e-4, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
+            max_norm: 1.0,
+            seed: 1234,
+            scatter_gather: true,
+        }
+    }
+}
+
+/// The order of sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numerics {
+    /// One mesh gives the same bits on every run; two meshes differ by rounding.
+    Fast,
+    /// Every mesh, schedule and number of micro-batches gives the bits of one rank.
+    Canonical {
+        /// Reduction blocks along each dim that a mesh may cut: each rank must hold a power of two of them.
+        blocks: usize,
+    },
+}
+
+/// What is computed again in backward instead of being kept. No bit changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// Norms and activation functions, at the price of a few passes over memory (Korthikanti et al. 2022).
+    Selective,
+    /// All of a stage, from its input: GPipe's re-materialisation, at the price of a second forward.
+    Stage,
+}
+
+impl Recompute {
+    /// How saved tensors wait for the backward pass.
+    pub(crate) fn policy(self) -> Rc<dyn SavedPolicy> {
+        if self == Self::None { Rc::new(Keep) } else { Rc::new(Selective) }
+    }
+}
+
+/// Which schedule runs the pipeline.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ScheduleSpec {
+    /// One of the literature.
+    Named {
+        /// Which.
+        generator: Generator,
+        /// Stages on each pp rank, where the schedule leaves a choice; `None` for its default.
+        virtual_stages: Option<usize>,
+        /// PipeDream alone: all stages take the weights of the version that the first stage had when a micro-batch entered.
+        vertical_sync: bool,
+    },
+    /// 1F1B with so many ranks for each stage, whose replicas take micro-batches in turn; they add up to pp.
+    Replicated(Vec<usize>),
+    /// One of the user's own, a single synchronous step; it has its number of micro-batches.
+    Own(Schedule),
+}
+
+impl Default for ScheduleSpec {
+    fn default() -> Self {
+        Generator::OneFOneB.into()
+    }
+}
+
+impl From<Generator> for ScheduleSpec {
+    fn from(generator: Generator) -> Self {
+        Self::Named { generator, virtual_stages: None, vertical_sync: false }
+    }
+}
+
+impl ScheduleSpec {
+    /// A schedule of the literature, by its name, as `1f1b` or `zb_v`.
+    ///
+    /// # Errors
+    /// A name that there is not, with those that there are.
+    pub fn named(name: &str) -> Result<Self, UnknownSchedule> {
+        Ok(meshwork_pipeline::by_name(name)?.into())
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Named { generator, .. } => generator.name(),
+            Self::Replicated(_) => Generator::OneFOneB.name(),
+            Self::Own(schedule) => &schedule.name,
+        }
+    }
+
+    /// Stages over `pp` ranks.
+    pub fn stages(&self, pp: usize) -> usize {
+        match self {
+            Self::Named { generator, virtual_stages, .. } => {
+                pp.saturating_mul(virtual_stages.unwrap_or(generator.default_virtual_stages()))
+            }
+            Self::Replicated(replicas) => replicas.len(),
+            Self::Own(schedule) => schedule.stages(),
+        }
+    }
+
+    /// Whether a step begins before the update of the one before is certain.
+    pub fn overlaps_steps(&self) -> bool {
+        matches!(self, Self::Named { generator, .. } if generator.overlaps_steps())
+    }
+
+    /// The schedule of one step over `pp` ranks.
+    ///
+    /// # Errors
+    /// A shape that the schedule does not take.
+    pub fn build(&self, pp: usize, micros: usize) -> Result<Schedule, ShapeError> {
+        match self {
+            Self::Named { .. } => self.build_steps(pp, micros, 1),
+            Self::Replicated(replicas) => {
+                Generator::OneFOneB.takes(Generator::OneFOneB.shape(pp, micros))?;
+                Ok(one_f_one_b_replicated(replicas, micros))
+            }
+            Self::Own(schedule) => Ok(schedule.clone()),
+        }
+    }
+
+    /// The schedule of several steps, which an asynchronous one does not drain between them. Others have one.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build).
+    pub fn build_steps(&self, pp: usize, micros: usize, steps: usize) -> Result<Schedule, ShapeError> {
+        let &Self::Named { generator, virtual_stages, vertical_sync } = self else { return self.build(pp, micros) };
+        let virtual_stages = virtual_stages.unwrap_or(generator.default_virtual_stages());
+        let schedule = generator.build_steps(Shape { pp, virtual_stages, micros }, steps)?;
+        let weights = if vertical_sync { Weights::VerticalSync } else { schedule.weights };
+        Ok(Schedule { weights, ..schedule })
+    }
+
+    /// The number of micro-batches that a step has unless another is asked for, of `samples` on each data-parallel rank.
+    fn default_micros(&self, pp: usize, samples: usize) -> usize {
+        match self {
+            Self::Own(schedule) => schedule.micros,
+            _ => {
+                let (generator, virtual_stages) = match self {
+                    Self::Named { generator, virtual_stages, .. } => {
+                        (*generator, virtual_stages.unwrap_or(generator.default_virtual_stages()))
+                    }
+                    _ => (Generator::OneFOneB, 1),
+                };
+                let divides = |micros: usize| samples.is_multiple_of(micros);
+                default_micros(generator, pp, virtual_stages, samples, divides).map_or(1, |choice| choice.micros)
+            }
+        }
+    }
+}
+
+/// A plan that cannot be, and what would be valid.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// A rank of another mesh.
+    #[error("the plan is for the mesh {plan}, and this rank is one of {rank}: make the ranks from the plan's mesh")]
+    Mesh {
+        /// The mesh of the plan.
+        plan: Mesh,
+        /// That of the rank.
+        rank: Mesh,
+    },
+    /// A batch that cannot be cut evenly.
+    #[error(
+        "a global batch of {batch} samples cannot be cut into dp={dp} times {micros} micro-batches: use a multiple of {}",
+        (dp * micros).max(1)
+    )]
+    Batch {
+        /// Samples of a step.
+        batch: usize,
+        /// Data-parallel ranks.
+        dp: usize,
+        /// Micro-batches of each.
+        micros: usize,
+    },
+    /// A partition that does not give every layer a stage.
+    #[error("{layers} layers cannot be cut into stages of {partition:?}: {stages} numbers must add up to them")]
+    Partition {
+        /// Layers of the model.
+        layers: usize,
+        /// Layers of each stage.
+        partition: Vec<usize>,
+        /// Stages of the schedule.
+        stages: usize,
+    },
+    /// More stages than layers.
+    #[error(
+        "{layers} layers cannot fill {stages} stages: use a lower pp, a deeper model, or a partition that leaves stages empty"
+    )]
+    Stages {
+        /// Layers of the model.
+        layers: usize,
+        /// Stages of the schedule.
+        stages: usize,
+    },
+    /// A device that computes in another type than the plan says.
+    #[error("the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision")]
+    Precision {
+        /// The precision of the plan.
+        plan: Precision,
+        /// The device.
+        device: String,
+    },
+    /// A communicator that does not promise the order of its sums.
+    #[error(
+        "canonical numerics need sums in one fixed order, and the communicator of this rank promises none: use numerics \
+         Fast, or the thread communicator"
+    )]
+    ReductionOrder,
+    /// Running statistics under a schedule that updates weights within a step.
+    #[error(
+        "schedule {schedule} updates weights within a step, so running statistics (batch norm) have no mini-batch to be taken \
+         over: use group norm, or a synchronous schedule"
+    )]
+    Statistics {
+        /// The schedule.
+        schedule: String,
+    },
+    /// A combination that no mathematics allows.
+    #[error("{what} does not go with schedule {schedule}, which updates weights within a step: {fix}")]
+    Asynchronous {
+        /// What was asked for.
+        what: &'static str,
+        /// The schedule.
+        schedule: String,
+        /// What would be valid.
+        fix: &'static str,
+    },
+    /// A parameter that no stage reads in training.
+    #[error("parameter {name} is declared and nothing reads it in training: freeze it, or leave it out")]
+    Unread {
+        /// Its name.
+        name: String,
+    },
+    /// A metric that the model does not declare.
+    #[error("stage {stage} reports {name:?}, which the model does not declare; it declares {declared:?}")]
+    Metric {
+        /// The stage.
+        stage: usize,
+        /// The name.
+        name: &'static str,
+        /// Names that the model declares.
+        declared: Vec<&'static str>,
+    },
+    /// A shape that the schedule does not take.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+}
+
+impl Plan {
+    /// Micro-batches of a step on each data-parallel rank.
+    ///
+    /// # Errors
+    /// A batch that cannot be cut so.
+    pub fn num_microbatches(&self) -> Result<usize, PlanError> {
+        let (batch, dp) = (self.global_batch_size, self.mesh.degree(Axis::Dp));
+        let default = || self.schedule.default_micros(self.mesh.degree(Axis::Pp), batch / dp);
+        let micros = self.num_microbatches.unwrap_or_else(default);
+        match dp * micros {
+            0 => Err(PlanError::Batch { batch, dp, micros }),
+            parts if batch == 0 || !batch.is_multiple_of(parts) => Err(PlanError::Batch { batch, dp, micros }),
+            _ => Ok(micros),
+        }
+    }
+
+    /// Samples of a micro-batch.
+    ///
+    /// # Errors
+    /// As [`num_microbatches`](Self::num_microbatches).
+    pub fn micro_batch_size(&self) -> Result<usize, PlanError> {
+        Ok(self.global_batch_size / (self.mesh.degree(Axis::Dp) * self.num_microbatches()?))
+    }
+
+    /// The schedule of one step.
+    ///
+    /// # Errors
+    /// As [`num_microbatches`](Self::num_microbatches), and a shape that the schedule does not take.
+    pub fn build_schedule(&self) -> Result<Schedule, PlanError> {
+        Ok(self.schedule.build(self.mesh.degree(Axis::Pp), self.num_microbatches()?)?)
+    }
+
+    /// What of a model each stage is.
+    ///
+    /// # Errors
+    /// A partition that does not fit the model or the schedule.
+    pub fn stages(&self, model: &dyn Model) -> Result<Vec<StageSpec>, PlanError> {
+        let (layers, stages) = (model.num_layers(), self.schedule.stages(self.mesh.degree(Axis::Pp)));
+        let counts = match &self.partition[..] {
+            [] if layers < stages => return Err(PlanError::Stages { layers, stages }),
+            // The first stages take what is left over: the last one has the loss.
+            [] => (0..stages).map(|stage| layers / stages + usize::from(stage < layers % stages)).collect(),
+            counts => counts.to_vec(),
+        };
+        let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+        if counts.len() != stages || sum != Some(layers) {
+            return Err(PlanError::Partition { layers, partition: counts, stages });
+        }
+        Ok(StageSpec::cut(&counts))
+    }
+
+    /// The reduction blocks of canonical numerics; nothing in fast ones.
+    pub fn blocks(&self) -> Option<usize> {
+        match self.numerics {
+            Numerics::Fast => None,
+            Numerics::Canonical { blocks } => Some(blocks),
+        }
+    }
+}

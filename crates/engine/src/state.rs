@@ -1,0 +1,132 @@
+//! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
+
+use crate::TrainError;
+use meshwork_tensor::param::{LocalSlice, Piece, assemble};
+use meshwork_tensor::Shape;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Names one vector of the state.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StateKey {
+    /// The parameter.
+    pub parameter: String,
+    /// The optimizer state that goes with it, by the name that the update rule gives it; `None` for the weights themselves.
+    pub state: Option<String>,
+}
+
+impl fmt::Display for StateKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.state {
+            None => f.write_str(&self.parameter),
+            Some(state) => write!(f, "{} ({state})", self.parameter),
+        }
+    }
+}
+
+/// One rank's part of one vector.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StatePiece {
+    /// Which.
+    pub key: StateKey,
+    /// The part.
+    pub piece: Piece,
+}
+
+/// All that one rank holds of the state of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainState {
+    /// Steps that are complete.
+    pub step: u64,
+    /// Updates of the weights so far: as many as steps, but for asynchronous schedules.
+    pub updates: u64,
+    /// Weights, buffers and optimizer states.
+    pub pieces: Vec<StatePiece>,
+}
+
+/// Where state comes from: a run on another mesh, a checkpoint.
+pub trait StateSource {
+    /// Steps that are complete.
+    fn step(&self) -> u64;
+
+    /// Updates of the weights so far.
+    fn updates(&self) -> u64;
+
+    /// The elements of a slice of a vector whose whole extents are `dims`, as the slice is stored, padding zero.
+    ///
+    /// # Errors
+    /// State that is missing or has other extents.
+    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError>;
+}
+
+/// The whole state of a run in host memory, put together from all of its ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WholeState {
+    step: u64,
+    updates: u64,
+    vectors: BTreeMap<StateKey, (Shape, Vec<f32>)>,
+}
+
+impl WholeState {
+    /// Puts the parts of all ranks together.
+    ///
+    /// # Errors
+    /// Elements that no rank holds, ranks that hold different values of one element, or ranks at different steps.
+    pub fn merge(ranks: &[TrainState]) -> Result<Self, TrainError> {
+        let refuse = |name: &dyn fmt::Display, problem: String| {
+            Err(TrainError::State { name: name.to_string(), problem })
+        };
+        let Some(first) = ranks.first() else { return refuse(&"a run", "no rank gave any".to_owned()) };
+        if let Some(other) = ranks.iter().find(|other| (other.step, other.updates) != (first.step, first.updates)) {
+            return refuse(&"a run", format!("one rank is at step {}, another at {}", first.step, other.step));
+        }
+        let mut held: BTreeMap<StateKey, Vec<&Piece>> = BTreeMap::new();
+        for StatePiece { key, piece } in ranks.iter().flat_map(|rank| &rank.pieces) {
+            held.entry(key.clone()).or_default().push(piece);
+        }
+        let mut vectors = BTreeMap::new();
+        for (key, pieces) in held {
+            let dims = pieces[0].dims;
+            let (whole, conflict) = assemble(dims, pieces);
+            if let Some(conflict) = conflict {
+                let ([a, b], [x, y]) = (conflict.ranks, conflict.values);
+                return refuse(&key, format!("element {} is {x} on rank {a} and {y} on rank {b}", conflict.element));
+            }
+            let missing = whole.iter().position(Option::is_none);
+            if let Some(element) = missing {
+                return refuse(&key, format!("no rank holds element {element} of {dims:?}"));
+            }
+            vectors.insert(key, (dims, whole.into_iter().flatten().collect()));
+        }
+        Ok(Self { step: first.step, updates: first.updates, vectors })
+    }
+
+    /// A whole vector, row-major.
+    pub fn vector(&self, key: &StateKey) -> Option<&[f32]> {
+        self.vectors.get(key).map(|(_, values)| &values[..])
+    }
+
+    /// The names of all vectors.
+    pub fn keys(&self) -> impl Iterator<Item = &StateKey> {
+        self.vectors.keys()
+    }
+}
+
+impl StateSource for WholeState {
+    fn step(&self) -> u64 {
+        self.step
+    }
+
+    fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+        let refuse = |problem: String| Err(TrainError::State { name: key.to_string(), problem });
+        match self.vectors.get(key) {
+            None => refuse("the state has none of that name".to_owned()),
+            Some((held, _)) if *held != dims => refuse(format!("the state has {held:?}, the model {dims:?}")),
+            Some((_, whole)) => Ok(Piece::cut(0, dims, slice.clone(), whole).values),
+        }
+    }
+}

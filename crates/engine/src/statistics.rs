@@ -1,0 +1,81 @@
+//! The statistics of a step, from the notes of its micro-batches to their sums: see [`meshwork_tensor::param::Statistic`].
+//!
+//! Notes are kept by first sample, so that a forward that runs again leaves the same once more and nothing changes, and no
+//! schedule changes the order of the sums. They stay on the device until the end of the step, when one download brings all of
+//! them.
+
+use crate::{TiedWeight, TrainError};
+use meshwork_core::{Axis, DType, Group, Rank, ReduceOp};
+use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::tape::StatisticNote;
+use meshwork_tensor::{Declarations, Device, Error};
+use std::collections::BTreeMap;
+
+/// Notes of one stage, or of all stages of a rank.
+#[derive(Clone, Debug, Default)]
+pub struct Noted(BTreeMap<(StatisticId, u64), StatisticNote>);
+
+/// Per statistic: the sums of its terms over the step's samples, on every rank that holds its buffers.
+pub type StatisticSums = Vec<(StatisticId, Vec<f64>)>;
+
+impl Noted {
+    /// Adds the notes of one micro-batch. Added again, they take their own place.
+    pub fn add(&mut self, first_sample: u64, notes: &[StatisticNote]) {
+        for note in notes {
+            self.0.insert((note.id, first_sample), note.clone());
+        }
+    }
+
+    /// Adds those of another stage.
+    pub fn extend(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+
+    /// Sums the terms in the order of the samples, then over the ranks that see other samples: those of dp, and replicas of the
+    /// stage.
+    pub fn sum(
+        self,
+        declarations: &Declarations,
+        device: &dyn Device,
+        rank: &Rank,
+        tied: &[TiedWeight],
+        tied_groups: &BTreeMap<Vec<usize>, Group>,
+    ) -> Result<StatisticSums, TrainError> {
+        if self.0.is_empty() {
+            return Ok(StatisticSums::new());
+        }
+        let mut sums: BTreeMap<StatisticId, Vec<f64>> = BTreeMap::new();
+        let values = self.download(device)?;
+        for (((id, _), note), values) in self.0.iter().zip(values) {
+            let terms = declarations.statistics()[id.index()].rule.terms(note.weight, &values);
+            match sums.get_mut(id) {
+                None => drop(sums.insert(*id, terms)),
+                Some(sum) => sum.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term),
+            }
+        }
+        for (id, sum) in &mut sums {
+            rank.group(Axis::Dp).all_reduce_slice(sum, ReduceOp::Sum)?;
+            let name = declarations.statistics()[id.index()].buffers.first().map(|&id| &*declarations.spec(id).name);
+            let replicas = tied.iter().find(|tied| Some(&*tied.name) == name);
+            if let Some(group) = replicas.and_then(|tied| tied_groups.get(&tied.pp_ranks)) {
+                group.all_reduce_slice(sum, ReduceOp::Sum)?;
+            }
+        }
+        Ok(sums.into_iter().collect())
+    }
+
+    /// The values of each note, in order.
+    fn download(&self, device: &dyn Device) -> Result<Vec<Vec<f32>>, TrainError> {
+        let count = |note: &StatisticNote| note.values.iter().map(|values| values.count()).sum::<usize>();
+        let mut all = device.zeros(DType::F32, self.0.values().map(count).sum())?;
+        let mut at = 0;
+        for values in self.0.values().flat_map(|note| &note.values) {
+            device.layout()?.copy_into(values.buffer(), 0..values.count(), &mut all, at)?;
+            at += values.count();
+        }
+        let host = device.download(&all)?;
+        let mut rest = host.as_slice::<f32>().map_err(Error::from)?;
+        let take = |note: &StatisticNote| rest.split_off(..count(note)).unwrap_or_default().to_vec();
+        Ok(self.0.values().map(take).collect())
+    }
+}
