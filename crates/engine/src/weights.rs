@@ -3,8 +3,7 @@
 
 use super::{Counted, Gradients, TrainError};
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{LrSchedule, Optimizer, Update};
-use meshwork_tensor::family::UpdateRule;
+use meshwork_optim::{LrSchedule, Rule, Update};
 use meshwork_tensor::{Device, Error, ParamId, Params, Role};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -27,7 +26,7 @@ pub struct Learner {
     /// Number of the newest version.
     updates: u64,
     states: Arc<States>,
-    optimizer: Box<dyn Optimizer>,
+    rule: Rule,
     lr: LrSchedule,
     /// What this rank counts in the gradient norm, and the sums of which that is made.
     counted: Vec<Counted>,
@@ -57,7 +56,7 @@ impl Learner {
     pub fn new(
         params: Params,
         gradients: Gradients,
-        optimizer: Box<dyn Optimizer>,
+        rule: Rule,
         lr: LrSchedule,
         (counted, norm_slots): (Vec<Counted>, usize),
         kept: usize,
@@ -65,8 +64,8 @@ impl Learner {
     ) -> Result<Self, TrainError> {
         let mut states = States::new();
         for flat in params.flats() {
-            let slots = 0..optimizer.state_slots();
-            states.push(slots.map(|_| device.zeros(DType::F32, flat.count())).collect::<Result<Vec<_>, Error>>()?);
+            let zeros = rule.state_names().iter().map(|_| device.zeros(DType::F32, flat.count()));
+            states.push(zeros.collect::<Result<Vec<_>, Error>>()?);
         }
         let params = Arc::new(params);
         Ok(Self {
@@ -77,7 +76,7 @@ impl Learner {
             kept: kept.max(1),
             updates: 0,
             states: Arc::new(states),
-            optimizer,
+            rule,
             lr,
             counted,
             norm_slots,
@@ -135,13 +134,13 @@ impl Learner {
     /// by one rank.
     pub fn norms(&self) -> Result<Vec<f64>, TrainError> {
         let optim = self.device.optim()?;
-        let mut sums = vec![0.0; self.norm_slots];
+        let mut sums = self.device.zeros(DType::F64, self.norm_slots)?;
         for Counted { flat, range, blocks, pitch, slot } in &self.counted {
             if let Some(all) = self.gradients.bucket(*flat) {
-                sums[*slot] += optim.sum_of_squares(all, range.clone(), *blocks, *pitch)?;
+                optim.sum_of_squares(all, range.clone(), *blocks, *pitch, &mut sums, *slot)?;
             }
         }
-        Ok(sums)
+        Ok(self.device.download(&sums)?.as_slice::<f64>().map_err(Error::from)?.to_vec())
     }
 
     /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nobody may read the old one.
@@ -224,11 +223,10 @@ impl Learner {
         let optim = self.device.optim()?;
         for id in declarations.ids() {
             let (flat, range) = params.place(id);
-            let decay = declarations.spec(id).role == Role::Weight;
-            let update = Update { step: self.updates, lr, grad_scale, decay };
-            let rule = Rule { optimizer: &*self.optimizer, update };
+            let decay_factor = if declarations.spec(id).role == Role::Weight { 1.0 } else { 0.0 };
+            let update = Update { step: self.updates, lr, grad_scale, decay_factor };
             if let Some(grads) = self.gradients.bucket(flat) {
-                optim.update(&rule, &mut params.flats_mut()[flat], grads, &mut states[flat], range)?;
+                optim.update(&self.rule, update, &mut params.flats_mut()[flat], grads, &mut states[flat], range)?;
             }
         }
         Ok(())
@@ -237,16 +235,4 @@ impl Learner {
 
 fn copied(device: &dyn Device, buffer: &Buffer) -> Result<Buffer, TrainError> {
     Ok(device.layout()?.narrow(buffer, 1, buffer.count(), 1, 0..buffer.count())?)
-}
-
-/// An optimizer's rule for one step and one role.
-struct Rule<'a> {
-    optimizer: &'a dyn Optimizer,
-    update: Update,
-}
-
-impl UpdateRule for Rule<'_> {
-    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<(), Error> {
-        self.optimizer.update(self.update, weights, grads, states).map_err(|error| Error::Update(error.to_string()))
-    }
 }

@@ -11,10 +11,10 @@
 
 use meshwork_core::simd::wide;
 
-use crate::optimizer::{OptimError, Optimizer, Update, checked};
+use crate::optimizer::{OptimError, Optimizer, Update};
 
-/// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. State: the running mean of the gradient and of its
-/// square.
+/// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. States: `exp_avg` and
+/// `exp_avg_sq`, the running means of the gradient and of its square.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Decay of the running mean of the gradient, in [0, 1).
@@ -34,8 +34,12 @@ impl Default for AdamW {
 }
 
 impl Optimizer for AdamW {
-    fn state_slots(&self) -> usize {
-        2
+    fn name(&self) -> &str {
+        "adamw"
+    }
+
+    fn state_names(&self) -> &[&'static str] {
+        &["exp_avg", "exp_avg_sq"]
     }
 
     fn update(
@@ -43,14 +47,13 @@ impl Optimizer for AdamW {
         update: Update,
         weights: &mut [f32],
         grads: &[f32],
-        state: &mut [&mut [f32]],
+        states: &mut [&mut [f32]],
     ) -> Result<(), OptimError> {
-        let Update { step, lr, grad_scale, decay } = update;
-        let [mean, square] = checked("adamw", step, weights.len(), grads.len(), state)?;
+        let [mean, square] = update.check(self.name(), weights, grads, states)?;
+        let Update { step, lr, grad_scale, decay_factor } = update;
 
         // Scalars in f64, rounded once; elements in f32.
-        let decay = if decay { lr * self.weight_decay } else { 0.0 };
-        let keep = (1.0 - decay) as f32;
+        let keep = (1.0 - lr * (self.weight_decay * decay_factor)) as f32;
         let lr_hat = (lr / (1.0 - power(self.beta1, step))) as f32;
         let root_hat = (1.0 - power(self.beta2, step)).sqrt() as f32;
         let (mean_new, square_old) = ((1.0 - self.beta1) as f32, self.beta2 as f32);

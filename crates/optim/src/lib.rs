@@ -8,10 +8,10 @@
 //!
 //! let adamw = AdamW::default();
 //! let (mut weights, grads) = ([1.0f32, -2.0], [0.5f32, 4.0]);
-//! let (mut mean, mut square) = ([0.0f32; 2], [0.0f32; 2]); // adamw.state_slots() arrays, zero at first
+//! let (mut mean, mut square) = ([0.0f32; 2], [0.0f32; 2]); // one vector for each of adamw.state_names(), zero at first
 //!
 //! let norm = f64::sqrt(0.5 * 0.5 + 4.0 * 4.0);
-//! let update = Update { step: 1, lr: 1e-3, grad_scale: clip_factor(norm, 1.0), decay: true };
+//! let update = Update { step: 1, lr: 1e-3, grad_scale: clip_factor(norm, 1.0), decay_factor: 1.0 };
 //! adamw.update(update, &mut weights, &grads, &mut [&mut mean, &mut square])?;
 //! assert!(weights[0] < 1.0 && weights[1] < -2.0);
 //! # Ok::<(), meshwork_optim::OptimError>(())
@@ -21,11 +21,13 @@
 mod adamw;
 mod clip;
 mod optimizer;
+mod rule;
 mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
 pub use clip::clip_factor;
 pub use optimizer::{OptimError, Optimizer, Update};
+pub use rule::Rule;
 pub use schedule::{Decay, LrSchedule};
 pub use sgd::Sgd;

@@ -1,4 +1,6 @@
-//! The one trait of an update rule, and what a call of it carries.
+//! The trait of an update rule, and what one call of it carries.
+
+use std::fmt::Debug;
 
 use thiserror::Error;
 
@@ -7,25 +9,60 @@ use thiserror::Error;
 pub struct Update {
     /// Number of this step, counted from 1.
     pub step: u64,
-    /// Learning rate of this step.
+    /// Learning rate of this step, times the factor of the segment's parameter group.
     pub lr: f64,
     /// Factor on every gradient, applied on the fly (see [`clip_factor`](crate::clip_factor)); 1 = none.
     pub grad_scale: f32,
-    /// Whether weight decay applies to this segment: to weights, not to biases and norms.
-    pub decay: bool,
+    /// Factor on the rule's weight decay: 1 for weights, 0 for biases and norms, anything else as a parameter group asks.
+    pub decay_factor: f64,
 }
 
-/// An update rule on flat slices.
-///
-/// Every element is updated from its own weight, gradient and state only, so the bits of the result do not
-/// depend on how a parameter is cut into segments: segments that differ in `decay`, or that lie on different
-/// ranks, are separate calls, and so may be the pieces that different threads update.
-pub trait Optimizer: Send + Sync {
-    /// Number of `f32` values of state per weight: [`update`](Self::update) takes as many arrays, all zero
-    /// before the first step.
-    fn state_slots(&self) -> usize;
+impl Update {
+    /// Checks what every rule demands of a call, and gives the state vectors as an array: the first line of a rule.
+    ///
+    /// # Errors
+    /// When the step is 0, when there are not `STATES` state vectors, or when the lengths differ.
+    pub fn check<'a, 'b, const STATES: usize>(
+        &self,
+        rule: &str,
+        weights: &[f32],
+        grads: &[f32],
+        states: &'a mut [&'b mut [f32]],
+    ) -> Result<&'a mut [&'b mut [f32]; STATES], OptimError> {
+        if self.step == 0 {
+            return Err(OptimError::StepZero);
+        }
+        let weights = weights.len();
+        if grads.len() != weights {
+            return Err(OptimError::Grads { grads: grads.len(), weights });
+        }
+        let given = states.len();
+        let states: &mut [_; STATES] =
+            states.try_into().map_err(|_| OptimError::States { rule: rule.to_owned(), given, expected: STATES })?;
+        for (state, values) in states.iter().enumerate() {
+            if values.len() != weights {
+                return Err(OptimError::State { state, len: values.len(), weights });
+            }
+        }
+        Ok(states)
+    }
+}
 
-    /// Updates `weights` and `state` in one pass over them.
+/// An update rule on flat slices of host memory. A rule of your own implements this and becomes a
+/// [`Rule::Custom`](crate::Rule::Custom).
+///
+/// Every element is updated from its own weight, gradient and states only, so the bits of the result do not
+/// depend on how a parameter is cut into segments: segments that differ in learning rate or weight decay, or that lie on
+/// different ranks, are separate calls, and so may be the pieces that different threads update.
+pub trait Optimizer: Debug + Send + Sync {
+    /// The rule's name, for messages and checkpoints: `adamw`.
+    fn name(&self) -> &str;
+
+    /// Names of the state vectors, in order: [`update`](Self::update) takes one `f32` vector for each, as long as the
+    /// weights and all zero before the first step.
+    fn state_names(&self) -> &[&'static str];
+
+    /// Updates `weights` and `states` in one pass over them.
     ///
     /// # Errors
     /// When the step is 0 or the slices do not fit together; nothing has been written then.
@@ -34,12 +71,13 @@ pub trait Optimizer: Send + Sync {
         update: Update,
         weights: &mut [f32],
         grads: &[f32],
-        state: &mut [&mut [f32]],
+        states: &mut [&mut [f32]],
     ) -> Result<(), OptimError>;
 }
 
 /// A call that an update rule refuses.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum OptimError {
     /// Steps are counted from 1.
     #[error("step 0: steps are counted from 1")]
@@ -52,48 +90,32 @@ pub enum OptimError {
         /// Number of weights given.
         weights: usize,
     },
-    /// Wrong number of state arrays.
-    #[error("{given} state arrays given: {rule} takes {expected}")]
-    Slots {
+    /// Wrong number of state vectors.
+    #[error("{given} state vectors given: {rule} takes {expected}")]
+    States {
         /// Name of the update rule.
-        rule: &'static str,
-        /// Number of arrays given.
+        rule: String,
+        /// Number of vectors given.
         given: usize,
-        /// Number of arrays that the rule takes.
+        /// Number of vectors that the rule takes.
         expected: usize,
     },
-    /// A state array and the weights differ in length.
-    #[error("state array {slot} has {len} values for {weights} weights: the lengths must be equal")]
+    /// A state vector and the weights differ in length.
+    #[error("state vector {state} has {len} values for {weights} weights: the lengths must be equal")]
     State {
-        /// Index of the state array.
-        slot: usize,
+        /// Index of the state vector.
+        state: usize,
         /// Its length.
         len: usize,
         /// Number of weights given.
         weights: usize,
     },
-}
-
-/// Checks what every rule demands of a call, and hands out the state arrays by name.
-pub(crate) fn checked<'a, 'b, const SLOTS: usize>(
-    rule: &'static str,
-    step: u64,
-    weights: usize,
-    grads: usize,
-    state: &'a mut [&'b mut [f32]],
-) -> Result<&'a mut [&'b mut [f32]; SLOTS], OptimError> {
-    if step == 0 {
-        return Err(OptimError::StepZero);
-    }
-    if grads != weights {
-        return Err(OptimError::Grads { grads, weights });
-    }
-    let given = state.len();
-    let state: &mut [_; SLOTS] = state.try_into().map_err(|_| OptimError::Slots { rule, given, expected: SLOTS })?;
-    for (slot, array) in state.iter().enumerate() {
-        if array.len() != weights {
-            return Err(OptimError::State { slot, len: array.len(), weights });
-        }
-    }
-    Ok(state)
+    /// A user-written rule refused the call for a reason of its own.
+    #[error("{rule}: {problem}")]
+    Custom {
+        /// Name of the update rule.
+        rule: String,
+        /// The reason.
+        problem: String,
+    },
 }

@@ -9,9 +9,9 @@
 
 use meshwork_core::simd::wide;
 
-use crate::optimizer::{OptimError, Optimizer, Update, checked};
+use crate::optimizer::{OptimError, Optimizer, Update};
 
-/// SGD with momentum and coupled (L2) weight decay. State: the momentum, or none where momentum is 0.
+/// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none where the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sgd {
     /// Share of the last direction that is kept, in [0, 1); 0 = plain descent.
@@ -21,8 +21,12 @@ pub struct Sgd {
 }
 
 impl Optimizer for Sgd {
-    fn state_slots(&self) -> usize {
-        usize::from(self.momentum != 0.0)
+    fn name(&self) -> &str {
+        "sgd"
+    }
+
+    fn state_names(&self) -> &[&'static str] {
+        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
     }
 
     fn update(
@@ -30,14 +34,14 @@ impl Optimizer for Sgd {
         update: Update,
         weights: &mut [f32],
         grads: &[f32],
-        state: &mut [&mut [f32]],
+        states: &mut [&mut [f32]],
     ) -> Result<(), OptimError> {
-        let Update { step, lr, grad_scale, decay } = update;
-        let decay = if decay { self.weight_decay as f32 } else { 0.0 };
+        let Update { lr, grad_scale, decay_factor, .. } = update;
+        let decay = (self.weight_decay * decay_factor) as f32;
         let (lr, momentum) = (lr as f32, self.momentum as f32);
 
-        if self.state_slots() == 0 {
-            let [] = checked("sgd without momentum", step, weights.len(), grads.len(), state)?;
+        if self.state_names().is_empty() {
+            let [] = update.check("sgd without momentum", weights, grads, states)?;
             wide(
                 #[inline(always)]
                 || {
@@ -47,7 +51,7 @@ impl Optimizer for Sgd {
                 },
             );
         } else {
-            let [buffer] = checked("sgd with momentum", step, weights.len(), grads.len(), state)?;
+            let [buffer] = update.check("sgd with momentum", weights, grads, states)?;
             wide(
                 #[inline(always)]
                 || {

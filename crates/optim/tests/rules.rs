@@ -1,6 +1,6 @@
 //! The fused rules against hand-computed numbers and against naive recurrences in f64.
 
-use meshwork_optim::{AdamW, OptimError, Optimizer, Sgd, Update, clip_factor};
+use meshwork_optim::{AdamW, OptimError, Optimizer, Rule, Sgd, Update, clip_factor};
 
 /// Integers of a small linear congruential generator, scaled to about ±1.
 fn noise(seed: u64, len: usize) -> Vec<f32> {
@@ -14,7 +14,7 @@ fn noise(seed: u64, len: usize) -> Vec<f32> {
 }
 
 fn at(step: u64) -> Update {
-    Update { step, lr: 0.01, grad_scale: 1.0, decay: true }
+    Update { step, lr: 0.01, grad_scale: 1.0, decay_factor: 1.0 }
 }
 
 /// AdamW as the paper writes it, one element, all in f64.
@@ -31,7 +31,7 @@ impl NaiveAdamW {
         self.v = rule.beta2 * self.v + (1.0 - rule.beta2) * g * g;
         let m_hat = self.m / (1.0 - rule.beta1.powi(update.step as i32));
         let v_hat = self.v / (1.0 - rule.beta2.powi(update.step as i32));
-        let decay = if update.decay { rule.weight_decay } else { 0.0 };
+        let decay = rule.weight_decay * update.decay_factor;
         w - update.lr * (m_hat / (v_hat.sqrt() + rule.eps) + decay * w)
     }
 }
@@ -60,7 +60,7 @@ fn adamw_follows_the_paper_over_many_steps() {
     let mut naive: Vec<NaiveAdamW> = (0..64).map(|_| NaiveAdamW::default()).collect();
     for step in 1..=50 {
         let grads = noise(100 + step, 64);
-        let update = Update { grad_scale: 0.37, decay: step % 3 != 0, ..at(step) };
+        let update = Update { grad_scale: 0.37, decay_factor: [0.0, 1.0, 0.3][step as usize % 3], ..at(step) };
         rule.update(update, &mut w, &grads, &mut [&mut m, &mut v]).unwrap();
         for i in 0..64 {
             exact[i] = naive[i].step(&rule, update, exact[i], grads[i].into());
@@ -86,7 +86,7 @@ fn sgd_by_hand() {
 #[test]
 fn plain_sgd_has_no_state_and_is_exact_on_integers() {
     let rule = Sgd::default();
-    assert_eq!(rule.state_slots(), 0);
+    assert!(rule.state_names().is_empty());
     let mut w = [5.0f32, -3.0];
     rule.update(Update { lr: 1.0, ..at(1) }, &mut w, &[2.0, -7.0], &mut []).unwrap();
     assert_eq!(w, [3.0, 4.0]);
@@ -95,29 +95,29 @@ fn plain_sgd_has_no_state_and_is_exact_on_integers() {
 #[test]
 fn decay_spares_biases_and_norms() {
     let rule = AdamW { weight_decay: 0.5, ..AdamW::default() };
-    for (decay, expected) in [(true, 0.995), (false, 1.0)] {
+    for (decay_factor, expected) in [(1.0, 0.995), (0.0, 1.0), (0.5, 0.9975)] {
         let (mut w, mut m, mut v) = ([1.0f32], [0.0f32], [0.0f32]);
-        rule.update(Update { decay, ..at(1) }, &mut w, &[0.0], &mut [&mut m, &mut v]).unwrap();
+        rule.update(Update { decay_factor, ..at(1) }, &mut w, &[0.0], &mut [&mut m, &mut v]).unwrap();
         assert_eq!(w, [expected]);
         let sgd = Sgd { momentum: 0.0, weight_decay: 0.5 };
         let mut w = [1.0f32];
-        sgd.update(Update { decay, ..at(1) }, &mut w, &[0.0], &mut []).unwrap();
+        sgd.update(Update { decay_factor, ..at(1) }, &mut w, &[0.0], &mut []).unwrap();
         assert_eq!(w, [expected]);
     }
 }
 
 #[test]
 fn bits_do_not_depend_on_the_cut() {
-    let rules: [Box<dyn Optimizer>; 3] = [
-        Box::new(AdamW::default()),
-        Box::new(Sgd { momentum: 0.9, weight_decay: 0.1 }),
-        Box::new(Sgd { momentum: 0.0, weight_decay: 0.1 }),
+    let rules = [
+        Rule::from(AdamW::default()),
+        Rule::from(Sgd { momentum: 0.9, weight_decay: 0.1 }),
+        Rule::from(Sgd { momentum: 0.0, weight_decay: 0.1 }),
     ];
     const LEN: usize = 103;
     for rule in &rules {
         let run = |piece: usize| {
             let mut w = noise(7, LEN);
-            let mut state = vec![vec![0.0f32; LEN]; rule.state_slots()];
+            let mut state = vec![vec![0.0f32; LEN]; rule.state_names().len()];
             for step in 1..=5 {
                 let grads = noise(step, LEN);
                 let update = Update { grad_scale: 0.3, ..at(step) };
@@ -135,6 +135,53 @@ fn bits_do_not_depend_on_the_cut() {
             assert_eq!(run(piece), whole, "in pieces of {piece}");
         }
     }
+}
+
+/// Signs of a running mean (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): a rule of a user's own.
+#[derive(Debug)]
+struct Lion;
+
+impl Optimizer for Lion {
+    fn name(&self) -> &str {
+        "lion"
+    }
+
+    fn state_names(&self) -> &[&'static str] {
+        &["mean"]
+    }
+
+    fn update(
+        &self,
+        update: Update,
+        weights: &mut [f32],
+        grads: &[f32],
+        states: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        let [mean] = update.check(self.name(), weights, grads, states)?;
+        for ((w, &g), m) in weights.iter_mut().zip(grads).zip(mean.iter_mut()) {
+            *w -= update.lr as f32 * (*m + g).signum();
+            *m += 0.5 * (g - *m);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rule_is_data_and_says_what_it_keeps() {
+    for (rule, name, states) in [
+        (Rule::from(AdamW::default()), "adamw", &["exp_avg", "exp_avg_sq"][..]),
+        (Rule::from(Sgd { momentum: 0.9, weight_decay: 0.0 }), "sgd", &["momentum_buffer"]),
+        (Rule::from(Sgd::default()), "sgd", &[]),
+        (Rule::custom(Lion), "lion", &["mean"]),
+    ] {
+        assert_eq!((rule.name(), rule.state_names()), (name, states));
+    }
+    let (mut w, mut mean) = ([1.0f32, 1.0], [0.0f32, 8.0]);
+    let update = Update { lr: 0.25, ..at(1) };
+    Rule::custom(Lion).update(update, &mut w, &[4.0, -4.0], &mut [&mut mean]).unwrap();
+    assert_eq!((w, mean), ([0.75, 0.75], [2.0, 2.0]));
+    let refused = Rule::custom(Lion).update(update, &mut w, &[4.0, -4.0], &mut []).unwrap_err();
+    assert_eq!(refused.to_string(), "0 state vectors given: lion takes 1");
 }
 
 #[test]
@@ -160,13 +207,13 @@ fn calls_that_do_not_fit_are_refused_before_anything_is_written() {
     assert_eq!(step_zero, OptimError::StepZero);
     assert_eq!(step_zero.to_string(), "step 0: steps are counted from 1");
     assert_eq!(refusal(1, &[0.0; 2], &mut []).to_string(), "2 gradients for 3 weights: the lengths must be equal");
-    assert_eq!(refusal(1, &[0.0; 3], &mut [&mut m]).to_string(), "1 state arrays given: adamw takes 2");
+    assert_eq!(refusal(1, &[0.0; 3], &mut [&mut m]).to_string(), "1 state vectors given: adamw takes 2");
     assert_eq!(
         refusal(1, &[0.0; 3], &mut [&mut m, &mut v]).to_string(),
-        "state array 1 has 2 values for 3 weights: the lengths must be equal"
+        "state vector 1 has 2 values for 3 weights: the lengths must be equal"
     );
     assert_eq!(
         Sgd::default().update(at(1), &mut [0.0], &[0.0], &mut [&mut [0.0]]).unwrap_err().to_string(),
-        "1 state arrays given: sgd without momentum takes 0"
+        "1 state vectors given: sgd without momentum takes 0"
     );
 }

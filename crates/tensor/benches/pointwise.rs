@@ -4,14 +4,13 @@
 //! all (`MESHWORK_THREADS` or the cores); medians. Bytes are those that must be read and written once; `cached` is a
 //! problem that stays in a core's cache. Without `--bench` (as under `cargo test`), everything runs once on a few rows.
 
-use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, DType, pool};
-use meshwork_optim::{AdamW, Optimizer, Update};
+use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::family::{DropoutMask, TableGrad, UpdateRule, VocabShard};
+use meshwork_tensor::family::{DropoutMask, TableGrad, VocabShard};
 use meshwork_tensor::tape::RowLeaves;
 use meshwork_tensor::{Error, random};
 
@@ -64,7 +63,9 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let scale = Buffer::from_slice(&[1.0_f64]);
     let table = numbers(vocab * hidden);
     let weights = 12 * hidden * hidden;
-    let rule = Rule(AdamW::default());
+    let rule = Rule::from(AdamW::default());
+    let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay_factor: 1.0 };
+    let mut sum = Buffer::zeros(DType::F64, 1);
     let [mut w, g, m, v] = [(); 4].map(|()| numbers(weights));
     let mut states = [m, v];
     let mut zeroed = Buffer::zeros(DType::F32, weights);
@@ -126,13 +127,8 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             8,
             Box::new(|| device.embedding()?.positions(&x_narrow, &dy_narrow, 0, tokens, hidden).map(drop)),
         ),
-        (
-            "sum_of_squares",
-            weights,
-            4,
-            Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, 1, 0).map(|sum| _ = black_box(sum))),
-        ),
-        ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, &mut w, &g, &mut states, 0..weights))),
+        ("sum_of_squares", weights, 4, Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, 1, 0, &mut sum, 0))),
+        ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, update, &mut w, &g, &mut states, 0..weights))),
         ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),
     ];
     for (name, elements, bytes, mut work) in works {
@@ -144,16 +140,6 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         println!("{name:26} {elements:>10} {}", figures.join(" "));
     }
     Ok(())
-}
-
-/// `AdamW` as a device applies it.
-struct Rule(AdamW);
-
-impl UpdateRule for Rule {
-    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<(), Error> {
-        let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay: true };
-        self.0.update(update, weights, grads, states).map_err(|error| Error::Update(error.to_string()))
-    }
 }
 
 /// Numbers between -3 and 3.

@@ -24,8 +24,23 @@ pub trait Device: Send + Sync + Debug {
     /// Copies host memory to this device.
     fn upload(&self, host: &Buffer) -> Result<Buffer>;
 
-    /// Copies memory of this device to the host.
+    /// Copies host memory to the elements of `dst` from `at` on, of the same dtype.
+    ///
+    /// # Errors
+    /// When the dtypes differ, when `host` does not fit in, or when `dst` is shared.
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        let copy = self.upload(host)?;
+        self.layout()?.copy_into(&copy, 0..copy.count(), dst, at)
+    }
+
+    /// Copies memory of this device to the host. A [slice](Buffer::slice) of a buffer brings that part alone.
     fn download(&self, buffer: &Buffer) -> Result<Buffer>;
+
+    /// Whether tensors have values here. A device with shapes only (`meta`) says no: what it holds need not be initialised,
+    /// and what it gives to the host are zeros.
+    fn has_values(&self) -> bool {
+        true
+    }
 
     /// What this device has done and holds.
     fn meter(&self) -> &Meter;
@@ -105,13 +120,42 @@ impl Work {
     const COUNT: usize = 2;
 }
 
-/// Counts the floating point operations of a device's matrix work and the bytes that its live buffers hold. Work bound
-/// by memory (norms, activations, sums) is not counted: it is no share of model FLOPs.
+/// Copies between the host and a device: how many, and of how many bytes together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transfers {
+    /// Number of copies.
+    pub calls: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// Counts the floating point operations of a device's matrix work, the bytes that its live buffers hold, and the copies from
+/// and to the host. Work bound by memory (norms, activations, sums) is not counted: it is no share of model FLOPs.
 #[derive(Debug, Default)]
 pub struct Meter {
     flops: [AtomicU64; Work::COUNT],
     live: AtomicU64,
     peak: AtomicU64,
+    uploads: Counter,
+    downloads: Counter,
+}
+
+/// [`Transfers`] so far.
+#[derive(Debug, Default)]
+struct Counter {
+    calls: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Counter {
+    fn add(&self, bytes: usize) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn read(&self) -> Transfers {
+        Transfers { calls: self.calls.load(Ordering::Relaxed), bytes: self.bytes.load(Ordering::Relaxed) }
+    }
 }
 
 impl Meter {
@@ -139,6 +183,26 @@ impl Meter {
     /// Notes that a buffer of so many bytes died.
     pub fn shrink(&self, bytes: usize) {
         self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Notes a copy of so many bytes from the host.
+    pub fn add_upload(&self, bytes: usize) {
+        self.uploads.add(bytes);
+    }
+
+    /// Notes a copy of so many bytes to the host.
+    pub fn add_download(&self, bytes: usize) {
+        self.downloads.add(bytes);
+    }
+
+    /// Copies from the host so far.
+    pub fn uploads(&self) -> Transfers {
+        self.uploads.read()
+    }
+
+    /// Copies to the host so far.
+    pub fn downloads(&self) -> Transfers {
+        self.downloads.read()
     }
 
     /// Bytes of the buffers alive now.

@@ -1,6 +1,7 @@
 //! What can go wrong with tensors.
 
 use meshwork_core::{BufferError, CommError, DType, SpmdError};
+use meshwork_optim::OptimError;
 
 /// The error of this crate. Variants carry the operation and the facts.
 #[derive(Debug, thiserror::Error)]
@@ -107,7 +108,20 @@ pub enum Error {
     },
     /// An update rule that refused its vectors.
     #[error("optimizer: {0}")]
-    Update(String),
+    Update(#[from] OptimError),
+    /// An update rule that the device has no kernel for: a user-written one where the host cannot read the weights.
+    #[error(
+        "device {device} has no kernel for the update rule {rule}, and the host cannot read its memory: use {valid}, or a device \
+         in host memory"
+    )]
+    UpdateRule {
+        /// The device.
+        device: String,
+        /// The rule's name.
+        rule: String,
+        /// Rules that it has kernels for.
+        valid: &'static str,
+    },
     /// An operation whose result depends on the mesh, asked for in canonical numerics.
     #[error("{op} has no canonical numerics: {problem}; use {valid}")]
     NotCanonical {

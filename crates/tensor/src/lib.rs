@@ -21,7 +21,7 @@ mod shape;
 pub mod tape;
 mod tensor;
 
-pub use device::{Device, Meter, Work};
+pub use device::{Device, Meter, Transfers, Work};
 pub use error::{Error, Result};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};
 pub use shape::{MAX_DIMS, Shape};

@@ -12,6 +12,7 @@ use crate::family::*;
 use crate::tape::RowLeaves;
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
+use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -88,12 +89,6 @@ impl Written for () {
     }
 }
 
-impl Written for f64 {
-    fn bytes(&self) -> u64 {
-        0
-    }
-}
-
 impl Written for Buffer {
     fn bytes(&self) -> u64 {
         Buffer::bytes(self) as u64
@@ -132,6 +127,15 @@ impl Device for Profiled {
 
     fn upload(&self, host: &Buffer) -> Result<Buffer> {
         self.span(Class::Memory, "upload", &[host], |device| device.upload(host))
+    }
+
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        // Read and written.
+        self.span(Class::Memory, "upload", &[host, host], |device| device.upload_into(host, dst, at))
+    }
+
+    fn has_values(&self) -> bool {
+        self.inner.has_values()
     }
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
@@ -497,6 +501,12 @@ impl Layout for Profiled {
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
         self.span(Class::Memory, "widen", &[x], |device| device.layout()?.widen(x, outer, extent, inner, range))
     }
+
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
+        let bytes = 2 * (range.len() * src.dtype().size()) as u64;
+        let what = What { class: Class::Memory, name: "copy_into", detail: Detail::None, dtype: dtype(&[src]), bytes };
+        self.record(what, |device| device.layout()?.copy_into(src, range, dst, at))
+    }
 }
 
 impl Optim for Profiled {
@@ -506,16 +516,25 @@ impl Optim for Profiled {
         self.record(what, |device| device.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64> {
+    fn sum_of_squares(
+        &self,
+        x: &Buffer,
+        range: Range<usize>,
+        blocks: usize,
+        pitch: usize,
+        sums: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
         let bytes = (range.len() * blocks * x.dtype().size()) as u64;
         let (detail, dtype) = (Detail::None, dtype(&[x]));
         let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.sum_of_squares(x, range, blocks, pitch))
+        self.record(what, |device| device.optim()?.sum_of_squares(x, range, blocks, pitch, sums, at))
     }
 
     fn update(
         &self,
-        rule: &dyn UpdateRule,
+        rule: &Rule,
+        update: Update,
         weights: &mut Buffer,
         grads: &Buffer,
         states: &mut [Buffer],
@@ -528,6 +547,6 @@ impl Optim for Profiled {
         let bytes = (range.len() * per_element) as u64;
         let (detail, dtype) = (Detail::None, dtype(&[weights]));
         let what = What { class: Class::Optimizer, name: "update", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.update(rule, weights, grads, states, range))
+        self.record(what, |device| device.optim()?.update(rule, update, weights, grads, states, range))
     }
 }

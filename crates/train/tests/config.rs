@@ -186,9 +186,9 @@ fn sections_give_the_rules_that_they_describe() {
     let c = config("--set lr_scheduler.warmup_steps=2 --set lr_scheduler.decay=linear --steps 6 --set optimizer.lr=1");
     let schedule = c.lr_scheduler.schedule(c.optimizer.lr);
     assert_eq!([1, 2, 3, 4, 7].map(|step| schedule.lr(step)), [0.5, 1.0, 1.0, 0.75, 0.0]);
-    assert_eq!(c.optimizer.rule().state_slots(), 2);
-    assert_eq!(config("--set optimizer.name=sgd").optimizer.rule().state_slots(), 0);
-    assert_eq!(config("--set optimizer.name=sgd --set optimizer.momentum=0.5").optimizer.rule().state_slots(), 1);
+    assert_eq!(c.optimizer.rule().state_names().len(), 2);
+    assert_eq!(config("--set optimizer.name=sgd").optimizer.rule().state_names().len(), 0);
+    assert_eq!(config("--set optimizer.name=sgd --set optimizer.momentum=0.5").optimizer.rule().state_names().len(), 1);
     let timeout = config("--set comm.timeout_seconds=0.5").comm.timeout();
     assert_eq!(timeout.as_millis(), 500);
     _ = config("--set comm.timeout_seconds=1e300").comm.timeout();

@@ -1,7 +1,7 @@
 use super::Cpu;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::Layout;
+use crate::family::{Layout, check_copy};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use std::ops::Range;
@@ -39,5 +39,13 @@ impl Layout for Cpu {
             to[(i * extent + range.start) * unit..][..part].copy_from_slice(&from[i * part..][..part]);
         }
         Ok(out)
+    }
+
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
+        check_copy(src, &range, dst, at)?;
+        let size = src.dtype().size();
+        let (from, to) = (src.as_bytes()?, dst.as_bytes_mut()?);
+        to[at * size..][..range.len() * size].copy_from_slice(&from[range.start * size..range.end * size]);
+        Ok(())
     }
 }

@@ -66,12 +66,20 @@ impl Device for Cpu {
     }
 
     fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.meter.add_upload(host.bytes());
         let mut copy = self.alloc(host.dtype(), host.count())?;
         copy.as_bytes_mut()?.copy_from_slice(host.as_bytes()?);
         Ok(copy)
     }
 
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        self.meter.add_upload(host.bytes());
+        family::Layout::copy_into(self, host, 0..host.count(), dst, at)
+    }
+
+    /// The memory itself, shared: it is the host's.
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.meter.add_download(buffer.bytes());
         Ok(buffer.clone())
     }
 

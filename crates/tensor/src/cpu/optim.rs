@@ -1,9 +1,10 @@
 use super::{Cpu, PIECE};
 use crate::error::Result;
-use crate::family::{Optim, UpdateRule};
+use crate::family::Optim;
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use meshwork_core::simd::wide;
+use meshwork_optim::{Rule, Update};
 use std::iter;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -20,29 +21,40 @@ impl Optim for Cpu {
         Ok(())
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64> {
+    fn sum_of_squares(
+        &self,
+        x: &Buffer,
+        range: Range<usize>,
+        blocks: usize,
+        pitch: usize,
+        sums: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
         let x = x.as_slice::<f32>()?;
         let block = |i: usize| &x[range.start + i * pitch..range.end + i * pitch];
+        let mut parts;
         if range.len() >= PIECE {
             let pieces = || (0..blocks).flat_map(|i| block(i).chunks(PIECE));
-            let mut sums = vec![0.0; pieces().count()];
-            share(pieces().zip(&mut sums), |(x, sum)| *sum = sum_of_squares(x));
-            return Ok(sums.iter().sum());
+            parts = vec![0.0; pieces().count()];
+            share(pieces().zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
+        } else {
+            // Small ones are shared by many.
+            let many = PIECE / range.len().max(1);
+            parts = vec![0.0; blocks];
+            share(parts.chunks_mut(many).enumerate(), |(first, parts)| {
+                for (i, sum) in parts.iter_mut().enumerate() {
+                    *sum = sum_of_squares(block(first * many + i));
+                }
+            });
         }
-        // Small ones are shared by many.
-        let many = PIECE / range.len().max(1);
-        let mut sums = vec![0.0; blocks];
-        share(sums.chunks_mut(many).enumerate(), |(first, sums)| {
-            for (i, sum) in sums.iter_mut().enumerate() {
-                *sum = sum_of_squares(block(first * many + i));
-            }
-        });
-        Ok(sums.iter().sum())
+        sums.as_mut_slice::<f64>()?[at] += parts.iter().sum::<f64>();
+        Ok(())
     }
 
     fn update(
         &self,
-        rule: &dyn UpdateRule,
+        rule: &Rule,
+        update: Update,
         weights: &mut Buffer,
         grads: &Buffer,
         states: &mut [Buffer],
@@ -57,11 +69,11 @@ impl Optim for Cpu {
         let states = iter::from_fn(|| Some(states_pieces.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()));
         let outcome = Mutex::new(Ok(()));
         share(weights.zip(grads).zip(states), |((weights, grads), mut states)| {
-            if let Err(error) = rule.apply(weights, grads, &mut states) {
+            if let Err(error) = rule.update(update, weights, grads, &mut states) {
                 *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
             }
         });
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
+        Ok(outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?)
     }
 }
 
@@ -90,6 +102,7 @@ mod tests {
     use super::*;
     use crate::cpu::kernels::Float;
     use crate::random::{fill_normal, key};
+    use meshwork_optim::{OptimError, Optimizer};
 
     fn buffer(x: &[f32]) -> Buffer {
         Buffer::from_slice(x)
@@ -106,14 +119,35 @@ mod tests {
                 (0..32).map(lane).sum()
             };
             let want: f64 = x[range.clone()].chunks(32_768).map(piece).sum();
-            assert_eq!(Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0).unwrap(), want, "{range:?}");
+            let mut sums = Buffer::from_vec(vec![0.5, 0.0, 0.5]);
+            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0, &mut sums, 1).unwrap();
+            assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want, 0.5], "{range:?}");
+            // A second call adds to the first.
+            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0, &mut sums, 1).unwrap();
+            assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want + want, 0.5], "{range:?}");
         }
     }
 
+    #[derive(Debug)]
     struct Add;
 
-    impl UpdateRule for Add {
-        fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()> {
+    impl Optimizer for Add {
+        fn name(&self) -> &str {
+            "add"
+        }
+
+        fn state_names(&self) -> &[&'static str] {
+            &["sum", "difference"]
+        }
+
+        fn update(
+            &self,
+            update: Update,
+            weights: &mut [f32],
+            grads: &[f32],
+            states: &mut [&mut [f32]],
+        ) -> std::result::Result<(), OptimError> {
+            assert_eq!(update.step, 3);
             assert_eq!(
                 [grads.len(), states.len(), states[0].len(), states[1].len()],
                 [weights.len(), 2, weights.len(), weights.len()]
@@ -123,7 +157,8 @@ mod tests {
                 states[1][i] -= grads[i];
                 weights[i] += states[0][i];
             }
-            if weights.contains(&1234.0) { Err(crate::Error::Update("seen".to_owned())) } else { Ok(()) }
+            let seen = OptimError::Custom { rule: "add".to_owned(), problem: "seen".to_owned() };
+            if weights.contains(&1234.0) { Err(seen) } else { Ok(()) }
         }
     }
 
@@ -136,7 +171,8 @@ mod tests {
             (buffer(&vec![0.5; count]), [buffer(&vec![1.0; count]), buffer(&vec![2.0; count])]);
         let range = 5..2 * PIECE + 9;
         let cpu = Cpu::default();
-        cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range.clone()).unwrap();
+        let (rule, update) = (Rule::custom(Add), Update { step: 3, lr: 1.0, grad_scale: 1.0, decay_factor: 0.0 });
+        cpu.update(&rule, update, &mut weights, &buffer(&grads), &mut states, range.clone()).unwrap();
         for (i, &grad) in grads.iter().enumerate() {
             let g = if range.contains(&i) { grad } else { 0.0 };
             let w = if range.contains(&i) { 1.5 + g } else { 0.5 };
@@ -144,8 +180,8 @@ mod tests {
             assert_eq!(got, [w, 1.0 + g, 2.0 - g], "{i}");
         }
         weights.as_mut_slice::<f32>().unwrap()[PIECE] = 1234.0 - 1.0 - grads[PIECE] * 2.0;
-        let refused = cpu.update(&Add, &mut weights, &buffer(&grads), &mut states, range);
-        assert!(refused.unwrap_err().to_string().contains("seen"));
+        let refused = cpu.update(&rule, update, &mut weights, &buffer(&grads), &mut states, range);
+        assert_eq!(refused.unwrap_err().to_string(), "optimizer: add: seen");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Moving blocks: what collectives along a dim other than the first need.
+//! Moving blocks: what collectives along a dim other than the first need, and what gathers values of a step in one vector.
 
 use crate::error::Result;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, BufferError};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -15,4 +15,23 @@ pub trait Layout: Debug {
 
     /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>;
+
+    /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
+    ///
+    /// # Errors
+    /// When the dtypes differ, when either range lies outside its buffer, or when `dst` is shared.
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()>;
+}
+
+/// What every device checks of [`Layout::copy_into`] and of [`Device::upload_into`](crate::Device::upload_into).
+pub fn check_copy(src: &Buffer, range: &Range<usize>, dst: &Buffer, at: usize) -> Result<()> {
+    if src.dtype() != dst.dtype() {
+        return Err(BufferError::DType { actual: dst.dtype(), asked: src.dtype() }.into());
+    }
+    if !dst.is_unique() {
+        return Err(BufferError::Shared { dtype: dst.dtype(), count: dst.count() }.into());
+    }
+    src.slice(range.clone())?;
+    dst.slice(at..at.saturating_add(range.len()))?;
+    Ok(())
 }

@@ -1,29 +1,38 @@
-//! What an optimizer step does to flat vectors. The rules themselves live with the optimizers.
+//! What an optimizer step does to flat vectors. The rules themselves live in `meshwork-optim`.
 
 use crate::error::Result;
 use meshwork_core::Buffer;
+use meshwork_optim::{Rule, Update};
 use std::fmt::Debug;
 use std::ops::Range;
-
-/// An update rule, element by element: w, g, state → w, state. A device may call it on pieces, from several threads.
-pub trait UpdateRule: Sync {
-    /// The rule on host slices of equal length; `states` has as many as the optimizer keeps per element.
-    fn apply(&self, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()>;
-}
 
 /// Flat vectors of weights, gradients and optimizer states.
 pub trait Optim: Debug {
     /// A range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Σ x² over `blocks` ranges one after another, each `pitch` behind the one before, accumulated in f64 in an order that
-    /// depends on their number and length alone.
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, blocks: usize, pitch: usize) -> Result<f64>;
+    /// Adds Σ x² to element `at` of the f64 vector `sums`, over `blocks` ranges one after another, each `pitch` behind the one
+    /// before. The sum is accumulated in f64 in an order that depends on the number and length of the ranges alone, then added.
+    /// It stays on the device: nothing waits for it.
+    fn sum_of_squares(
+        &self,
+        x: &Buffer,
+        range: Range<usize>,
+        blocks: usize,
+        pitch: usize,
+        sums: &mut Buffer,
+        at: usize,
+    ) -> Result<()>;
 
-    /// Applies `rule` to a range of f32 vectors.
+    /// Applies an update rule to a range of f32 vectors. `states` are as many as the rule has
+    /// [names](Rule::state_names) for.
+    ///
+    /// A device whose memory the host cannot read matches on `rule` and runs a kernel of its own; for [`Rule::Custom`], and
+    /// for a rule that it has no kernel for, it gives [`Error::UpdateRule`](crate::Error::UpdateRule).
     fn update(
         &self,
-        rule: &dyn UpdateRule,
+        rule: &Rule,
+        update: Update,
         weights: &mut Buffer,
         grads: &Buffer,
         states: &mut [Buffer],

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::Layout;
+use crate::family::{Layout, check_copy};
 use meshwork_core::Buffer;
 use std::ops::Range;
 
@@ -16,5 +16,9 @@ impl Layout for Meta {
 
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, _range: Range<usize>) -> Result<Buffer> {
         self.alloc(x.dtype(), outer * extent * inner)
+    }
+
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
+        check_copy(src, &range, dst, at)
     }
 }

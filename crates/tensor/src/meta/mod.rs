@@ -85,11 +85,22 @@ impl Device for Meta {
     }
 
     fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.meter.add_upload(host.bytes());
         self.alloc(host.dtype(), host.count())
     }
 
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        self.meter.add_upload(host.bytes());
+        family::check_copy(host, &(0..host.count()), dst, at)
+    }
+
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.meter.add_download(buffer.bytes());
         Ok(Buffer::zeros(buffer.dtype(), buffer.count()))
+    }
+
+    fn has_values(&self) -> bool {
+        false
     }
 
     fn meter(&self) -> &Meter {

@@ -1,7 +1,8 @@
 use super::Meta;
 use crate::error::Result;
-use crate::family::{Optim, UpdateRule};
+use crate::family::Optim;
 use meshwork_core::Buffer;
+use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 
 impl Optim for Meta {
@@ -9,13 +10,22 @@ impl Optim for Meta {
         Ok(())
     }
 
-    fn sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _blocks: usize, _pitch: usize) -> Result<f64> {
-        Ok(0.0)
+    fn sum_of_squares(
+        &self,
+        _x: &Buffer,
+        _range: Range<usize>,
+        _blocks: usize,
+        _pitch: usize,
+        _sums: &mut Buffer,
+        _at: usize,
+    ) -> Result<()> {
+        Ok(())
     }
 
     fn update(
         &self,
-        _rule: &dyn UpdateRule,
+        _rule: &Rule,
+        _update: Update,
         _weights: &mut Buffer,
         _grads: &Buffer,
         _states: &mut [Buffer],

@@ -53,9 +53,19 @@ impl Params {
             .zip(declarations.specs())
             .map(|(place, spec)| place.ok_or_else(|| Error::Layout { name: spec.name.clone(), times: 0 }))
             .collect::<Result<_>>()?;
-        for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
-            if flats[*flat].is_host() {
-                initialise(spec, local, seed, &mut flats[*flat].as_mut_slice::<f32>()?[range.clone()]);
+        if device.has_values() {
+            let mut values = Vec::new();
+            for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
+                let flat = &mut flats[*flat];
+                if flat.is_host() {
+                    initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[range.clone()]);
+                    continue;
+                }
+                // Drawn in host memory, one parameter at a time.
+                values.clear();
+                values.resize(range.len(), 0.0);
+                initialise(spec, local, seed, &mut values);
+                device.upload_into(&Buffer::from_slice(&values), flat, range.start)?;
             }
         }
         Ok(Self {
@@ -76,6 +86,46 @@ impl Params {
     pub fn value(&self, id: ParamId) -> Result<Tensor> {
         let (flat, range, shape) = &self.places[id.0];
         Tensor::from_buffer(&self.device, self.flats[*flat].slice(range.clone())?, *shape)
+    }
+
+    /// The elements of a parameter as this rank holds it, padding included, brought to the host.
+    pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
+        self.read_from(id, &self.flats[self.places[id.0].0])
+    }
+
+    /// Replaces the elements of a parameter as this rank holds it, padding included.
+    ///
+    /// # Errors
+    /// When there are not as many, or when somebody reads the weights.
+    pub fn write(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
+        let flat = self.places[id.0].0;
+        let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
+        let written = self.write_into(id, &mut buffer, values);
+        self.flats[flat] = buffer;
+        written
+    }
+
+    /// What lies at the place of a parameter in `flat`, brought to the host: a vector that is laid out as the flat buffer of the
+    /// parameter is, as its bucket of gradients and its optimizer states are.
+    pub fn read_from(&self, id: ParamId, flat: &Buffer) -> Result<Vec<f32>> {
+        let (_, range, _) = &self.places[id.0];
+        Ok(self.device.download(&flat.slice(range.clone())?)?.as_slice::<f32>()?.to_vec())
+    }
+
+    /// Replaces what lies at the place of a parameter in `flat`: the counterpart of [`read_from`](Self::read_from).
+    ///
+    /// # Errors
+    /// When there are not as many, or when `flat` is shared.
+    pub fn write_into(&self, id: ParamId, flat: &mut Buffer, values: &[f32]) -> Result<()> {
+        let (_, range, shape) = &self.places[id.0];
+        if values.len() != range.len() {
+            return Err(Error::Shape {
+                op: "write a parameter",
+                problem: format!("{} elements for the {} that this rank holds", values.len(), range.len()),
+                shapes: vec![shape.to_vec()],
+            });
+        }
+        self.device.upload_into(&Buffer::from_slice(values), flat, range.start)
     }
 
     /// Its types as an operand.

@@ -24,7 +24,7 @@ use crate::engine::TrainError;
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_models::network::Network;
-use meshwork_optim::{Decay, LrSchedule, Optimizer, Sgd};
+use meshwork_optim::{Decay, LrSchedule, Rule, Sgd};
 use meshwork_pipeline::{Generator, Schedule, Shape, by_name};
 use meshwork_tensor::cpu::Cpu;
 use std::ops::Range;
@@ -50,7 +50,7 @@ pub struct Settings {
     /// its backward. Less memory for a second forward; the same bits.
     pub recompute: bool,
     /// The update rule.
-    pub optimizer: Box<dyn Optimizer>,
+    pub optimizer: Rule,
     /// Learning rate of each step.
     pub lr: LrSchedule,
     /// Times that all images are seen.
@@ -71,7 +71,7 @@ impl Default for Settings {
             micros: 4,
             partition: None,
             recompute: false,
-            optimizer: Box::new(Sgd { momentum: 0.9, weight_decay: 5e-4 }),
+            optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
             lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 0, min_lr_factor: 0.01 },
             epochs: 8,
             seed: 0,

@@ -82,7 +82,7 @@ impl<'a> Classifier<'a> {
             boundaries,
             gradients: RefCell::new(Gradients::new(&params, &device).map_err(TrainError::from)?),
             averages: RefCell::new(Averages::new(MOMENTUM)),
-            states: vec![vec![0.0; weights]; settings.optimizer.state_slots()],
+            states: vec![vec![0.0; weights]; settings.optimizer.state_names().len()],
             evaluation: lower(&forward_only(&training.placement, settings.micros)).map_err(TrainError::from)?,
             schedule: lower(&training).map_err(TrainError::from)?,
             params: Arc::new(params),
@@ -239,11 +239,12 @@ impl<'a> Classifier<'a> {
         let gradients = self.gradients.get_mut();
         let grads = gradients.all.as_slice::<f32>().map_err(Error::from)?;
         for (role, place) in places {
-            let update = Update { step, lr: self.settings.lr.lr(step), grad_scale: 1.0, decay: role == Role::Weight };
+            let decay_factor = if role == Role::Weight { 1.0 } else { 0.0 };
+            let update = Update { step, lr: self.settings.lr.lr(step), grad_scale: 1.0, decay_factor };
             let mut states: Vec<&mut [f32]> = self.states.iter_mut().map(|state| &mut state[place.clone()]).collect();
             let updated =
                 self.settings.optimizer.update(update, &mut weights[place.clone()], &grads[place], &mut states);
-            updated.map_err(|error| Error::Update(error.to_string()))?;
+            updated.map_err(Error::from)?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use meshwork_optim::{AdamW, Decay, LrSchedule, Optimizer as UpdateRule, Sgd};
+use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::{Deserialize, Serialize};
@@ -131,11 +131,11 @@ pub struct Optimizer {
 impl Optimizer {
     /// The update rule that the section describes.
     #[must_use]
-    pub fn rule(&self) -> Box<dyn UpdateRule> {
+    pub fn rule(&self) -> Rule {
         let &Self { beta1, beta2, eps, weight_decay, momentum, .. } = self;
         match self.name {
-            OptimizerName::Adamw => Box::new(AdamW { beta1, beta2, eps, weight_decay }),
-            OptimizerName::Sgd => Box::new(Sgd { momentum, weight_decay }),
+            OptimizerName::Adamw => AdamW { beta1, beta2, eps, weight_decay }.into(),
+            OptimizerName::Sgd => Sgd { momentum, weight_decay }.into(),
         }
     }
 }
