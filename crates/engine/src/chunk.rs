@@ -295,9 +295,8 @@ impl Chunk {
         let message = match &input {
             None => None,
             Some(input) => {
-                let tensor = tape
-                    .take_grad(input)
-                    .ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
+                let tensor =
+                    tape.take_grad(input).ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
                 Some(Message { tensor, types: input.types().dual() })
             }
         };

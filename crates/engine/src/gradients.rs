@@ -41,7 +41,17 @@ impl Gradients {
     ) -> Self {
         let seen_done = vec![false; reducer.buckets()];
         let empty = vec![true; readers.len()];
-        Self { reducer, places, missing: readers.clone(), empty, readers, ordered, device, events: Vec::new(), seen_done }
+        Self {
+            reducer,
+            places,
+            missing: readers.clone(),
+            empty,
+            readers,
+            ordered,
+            device,
+            events: Vec::new(),
+            seen_done,
+        }
     }
 
     /// Forgets every gradient before a step: the first share of each overwrites it.
@@ -76,6 +86,11 @@ impl Gradients {
             self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
         }
         Ok(())
+    }
+
+    /// The number of buckets.
+    pub fn buckets(&self) -> usize {
+        self.reducer.buckets()
     }
 
     /// The reduced gradients of a bucket; nothing for a flat buffer of frozen parameters.

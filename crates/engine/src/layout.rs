@@ -45,7 +45,8 @@ pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>
 }
 
 /// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has one alone, so
-/// that its layout is the same on every holder. Behind the buckets comes one flat buffer of all frozen parameters, without a key.
+/// that its layout is the same on every holder. Behind the buckets lie frozen parameters, without a key: those that
+/// statistics update in one flat buffer, the others in another.
 ///
 /// # Errors
 /// A parameter that nothing reads in training and that is not frozen.
@@ -60,7 +61,9 @@ pub fn buckets(
     if let Some(id) = model.declarations.ids().find(unread) {
         return Err(PlanError::Unread { name: specs(id).name.clone() });
     }
-    let frozen: Vec<ParamId> = model.declarations.ids().filter(|&id| specs(id).group.frozen).collect();
+    let updated = |id: &ParamId| model.declarations.statistics().iter().any(|of| of.buffers.contains(id));
+    let frozen: (Vec<ParamId>, Vec<ParamId>) =
+        model.declarations.ids().filter(|&id| specs(id).group.frozen).partition(updated);
     let ids: BTreeMap<usize, ParamId> = found.ready.iter().map(|&id| (id.index(), id)).collect();
     let (shared, single): (Vec<_>, Vec<_>) = found
         .ready
@@ -80,7 +83,7 @@ pub fn buckets(
     let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&shared, 0));
     let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
     let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
-    layout.extend(Some(frozen).filter(|frozen| !frozen.is_empty()));
+    layout.extend([frozen.0, frozen.1].into_iter().filter(|frozen| !frozen.is_empty()));
     Ok((layout, keys))
 }
 

@@ -264,7 +264,9 @@ pub enum PlanError {
         stages: usize,
     },
     /// A device that computes in another type than the plan says.
-    #[error("the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision")]
+    #[error(
+        "the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision"
+    )]
     Precision {
         /// The precision of the plan.
         plan: Precision,

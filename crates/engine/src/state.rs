@@ -1,8 +1,8 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
 use crate::TrainError;
-use meshwork_tensor::param::{LocalSlice, Piece, assemble};
 use meshwork_tensor::Shape;
+use meshwork_tensor::param::{LocalSlice, Piece, assemble};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -73,9 +73,8 @@ impl WholeState {
     /// # Errors
     /// Elements that no rank holds, ranks that hold different values of one element, or ranks at different steps.
     pub fn merge(ranks: &[TrainState]) -> Result<Self, TrainError> {
-        let refuse = |name: &dyn fmt::Display, problem: String| {
-            Err(TrainError::State { name: name.to_string(), problem })
-        };
+        let refuse =
+            |name: &dyn fmt::Display, problem: String| Err(TrainError::State { name: name.to_string(), problem });
         let Some(first) = ranks.first() else { return refuse(&"a run", "no rank gave any".to_owned()) };
         if let Some(other) = ranks.iter().find(|other| (other.step, other.updates) != (first.step, first.updates)) {
             return refuse(&"a run", format!("one rank is at step {}, another at {}", first.step, other.step));

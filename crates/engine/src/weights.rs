@@ -1,10 +1,14 @@
-//! What learns on one rank: gradients on their way, the weights in every version that somebody still reads, and the optimizer that
-//! makes the next one.
+//! The weights of one rank in every version that is still read, their gradients, and the optimizer states from which the next
+//! version is made.
 
-use super::{Counted, Gradients, TrainError};
+use crate::TrainError;
+use crate::gradients::Gradients;
+use crate::layout::NormShard;
+use crate::statistics::StatisticSums;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{LrSchedule, Rule, Update};
-use meshwork_tensor::{Device, Error, ParamId, Params, Role};
+use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::{Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 
@@ -16,7 +20,7 @@ type States = Vec<Vec<Buffer>>;
 /// A version of the weights lives as long as somebody holds it: a tape, from the forward that reads it to its backward; this, while
 /// forwards to come may ask for it, or while an update may still be taken back. Where nobody holds the newest version, it is
 /// updated in place; else a copy of it is.
-pub struct Learner {
+pub struct WeightStore {
     /// Where backward passes add their shares.
     pub gradients: Gradients,
     /// The newest last.
@@ -29,12 +33,12 @@ pub struct Learner {
     rule: Rule,
     lr: LrSchedule,
     /// What this rank counts in the gradient norm, and the sums of which that is made.
-    counted: Vec<Counted>,
+    norm_shards: Vec<NormShard>,
     norm_slots: usize,
     /// Weights and states before an update that may be taken back.
     before: Option<(Arc<Params>, Arc<States>)>,
-    /// Squared norms of the updates that were made within a stream, by step.
-    norms: BTreeMap<u64, (usize, Vec<f64>)>,
+    /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
+    norms: BTreeMap<u64, (usize, Buffer)>,
     /// Older versions that may be alive. Not the newest: it could not be written while it is watched.
     older: Vec<Weak<Params>>,
     most_versions: usize,
@@ -50,20 +54,21 @@ enum Old {
     Kept,
 }
 
-impl Learner {
-    /// Starts from `params`. Forwards may ask for the `kept` newest versions. `norm_slots` are the sums of which `counted` makes the
-    /// squared norm.
+impl WeightStore {
+    /// Starts from `params`. Forwards may ask for the `kept` newest versions. `norm_slots` are the sums of which `norm_shards`
+    /// make the squared norm.
     pub fn new(
         params: Params,
         gradients: Gradients,
         rule: Rule,
         lr: LrSchedule,
-        (counted, norm_slots): (Vec<Counted>, usize),
+        (norm_shards, norm_slots): (Vec<NormShard>, usize),
         kept: usize,
         device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
         let mut states = States::new();
-        for flat in params.flats() {
+        // Flat buffers behind the buckets hold frozen parameters, which have no state.
+        for flat in &params.flats()[..gradients.buckets()] {
             let zeros = rule.state_names().iter().map(|_| device.zeros(DType::F32, flat.count()));
             states.push(zeros.collect::<Result<Vec<_>, Error>>()?);
         }
@@ -78,7 +83,7 @@ impl Learner {
             states: Arc::new(states),
             rule,
             lr,
-            counted,
+            norm_shards,
             norm_slots,
             before: None,
             norms: BTreeMap::new(),
@@ -112,55 +117,72 @@ impl Learner {
         self.most_versions
     }
 
-    /// The optimizer's state vectors of a flat buffer.
-    pub fn states(&self, flat: usize) -> &[Buffer] {
-        &self.states[flat]
-    }
-
     /// The learning rate of a step.
     pub fn lr(&self, step: u64) -> f64 {
         self.lr.lr(step)
     }
 
-    /// The gradient of a parameter as it was reduced last.
+    /// The gradient of a parameter as it was reduced last; nothing for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        let (flat, range) = self.params().place(id);
-        let Some(all) = self.gradients.bucket(flat) else { return Ok(Vec::new()) };
-        let host = self.device.download(all).map_err(TrainError::from)?;
-        Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
+        let params = self.params();
+        match self.gradients.bucket(params.place(id).0) {
+            None => Ok(Vec::new()),
+            Some(bucket) => Ok(params.read_from(id, bucket)?),
+        }
     }
 
-    /// This rank's share of the sums that make up the squared norm of the reduced gradients: each element of the model is counted
-    /// by one rank.
-    pub fn norms(&self) -> Result<Vec<f64>, TrainError> {
+    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; none for a frozen one.
+    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+        let params = self.params();
+        let states = self.states.get(params.place(id).0).into_iter().flatten();
+        states.map(|state| Ok(params.read_from(id, state)?)).collect()
+    }
+
+    /// The update rule.
+    pub fn rule(&self) -> &Rule {
+        &self.rule
+    }
+
+    /// The number of sums of which the squared norm is made.
+    pub fn norm_slots(&self) -> usize {
+        self.norm_slots
+    }
+
+    /// Adds this rank's share of the sums that make up the squared norm of the reduced gradients to the f64 vector `sums` on the
+    /// device, from element `at` on: each element of the model is counted by one rank.
+    pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
-        let mut sums = self.device.zeros(DType::F64, self.norm_slots)?;
-        for Counted { flat, range, blocks, pitch, slot } in &self.counted {
+        for NormShard { flat, range, blocks, pitch, slot } in &self.norm_shards {
             if let Some(all) = self.gradients.bucket(*flat) {
-                optim.sum_of_squares(all, range.clone(), *blocks, *pitch, &mut sums, *slot)?;
+                optim.sum_of_squares(all, range.clone(), *blocks, *pitch, sums, at + *slot)?;
             }
         }
-        Ok(self.device.download(&sums)?.as_slice::<f64>().map_err(Error::from)?.to_vec())
+        Ok(())
     }
 
-    /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nobody may read the old one.
-    pub fn update(&mut self, lr: f64, grad_scale: f32) -> Result<(), TrainError> {
-        self.next_version(lr, grad_scale, Old::Replaced)
+    /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nothing may read the old one.
+    pub fn update(&mut self, lr: f64, grad_scale: f32, statistics: &StatisticSums) -> Result<(), TrainError> {
+        self.next_version(lr, grad_scale, statistics, Old::Replaced)
     }
 
-    /// The same, until it is [confirmed](Self::confirm) or [taken back](Self::take_back): the old weights and states stay.
-    pub fn update_tentatively(&mut self, lr: f64, grad_scale: f32) -> Result<(), TrainError> {
+    /// The same, until it is [committed](Self::commit) or [rolled back](Self::rollback): the old weights and states stay.
+    pub fn update_tentatively(
+        &mut self,
+        lr: f64,
+        grad_scale: f32,
+        statistics: &StatisticSums,
+    ) -> Result<(), TrainError> {
         self.before = Some((self.params().clone(), self.states.clone()));
-        self.next_version(lr, grad_scale, Old::Kept)
+        self.next_version(lr, grad_scale, statistics, Old::Kept)
     }
 
     /// Lets go of what a tentative update started from.
-    pub fn confirm(&mut self) {
+    pub fn commit(&mut self) {
         self.before = None;
     }
 
-    /// Undoes a tentative update, bit by bit. Who read the new weights must be gone.
-    pub fn take_back(&mut self) {
+    /// Undoes a tentative update, bit by bit. Whatever read the new weights must be gone.
+    pub fn rollback(&mut self) {
         if let Some((params, states)) = self.before.take() {
             self.versions.clear();
             self.older.clear();
@@ -170,27 +192,63 @@ impl Learner {
         }
     }
 
-    /// Within a stream: reduces the gradients since the last update, makes the next version of them, and begins anew. `step` is
+    /// In an asynchronous run: reduces the gradients since the last update, makes the next version of them, and begins anew. `step` is
     /// that of the last micro-batch in it.
     pub fn update_within(&mut self, step: u64) -> Result<(), TrainError> {
         self.gradients.finish()?;
-        let squares = self.norms()?;
-        let (updates, sums) = self.norms.entry(step).or_insert_with(|| (0, vec![0.0; squares.len()]));
-        *updates += 1;
-        sums.iter_mut().zip(squares).for_each(|(sum, square)| *sum += square);
-        self.next_version(self.lr(step), 1.0, Old::Kept)?;
+        let (updates, mut sums) = match self.norms.remove(&step) {
+            Some(norms) => norms,
+            None => (0, self.device.zeros(DType::F64, self.norm_slots)?),
+        };
+        self.add_norms(&mut sums, 0)?;
+        self.norms.insert(step, (updates + 1, sums));
+        self.next_version(self.lr(step), 1.0, &StatisticSums::new(), Old::Kept)?;
         self.gradients.begin();
         Ok(())
     }
 
-    /// The mean of the squared norms of a step's updates within a stream, as sums to be added up over the world.
-    pub fn take_norms(&mut self, step: u64) -> Vec<f64> {
-        let (updates, sums) = self.norms.remove(&step).unwrap_or_else(|| (1, vec![0.0; self.norm_slots]));
-        sums.into_iter().map(|sum| sum / updates as f64).collect()
+    /// The number of updates that a step made in an asynchronous run, and the sums of their squared norms.
+    pub fn take_norms(&mut self, step: u64) -> Option<(usize, Buffer)> {
+        self.norms.remove(&step)
     }
 
-    /// Weight decay goes by role: weights only.
-    fn next_version(&mut self, lr: f64, grad_scale: f32, old: Old) -> Result<(), TrainError> {
+    /// Replaces what this rank holds of the state of a run.
+    pub fn load(
+        &mut self,
+        updates: u64,
+        mut read: impl FnMut(ParamId, Option<&'static str>) -> Result<Vec<f32>, TrainError>,
+    ) -> Result<(), TrainError> {
+        // Versions before this one belong to another history.
+        self.before = None;
+        while self.versions.len() > 1 {
+            self.versions.pop_front();
+        }
+        self.older.clear();
+        let newest = self.versions.back_mut().and_then(Arc::get_mut);
+        let (Some(params), Some(states)) = (newest, Arc::get_mut(&mut self.states)) else {
+            return Err(TrainError::State {
+                name: "the weights".to_owned(),
+                problem: "they are being read".to_owned(),
+            });
+        };
+        for id in params.declarations().clone().ids() {
+            params.write(id, &read(id, None)?)?;
+            let Some(flat) = states.get_mut(params.place(id).0) else { continue };
+            for (state, &name) in flat.iter_mut().zip(self.rule.state_names()) {
+                params.write_into(id, state, &read(id, Some(name))?)?;
+            }
+        }
+        self.updates = updates;
+        Ok(())
+    }
+
+    fn next_version(
+        &mut self,
+        lr: f64,
+        grad_scale: f32,
+        statistics: &StatisticSums,
+        old: Old,
+    ) -> Result<(), TrainError> {
         let newest = self.versions.back_mut().unwrap_or_else(|| unreachable!("there is always a newest version"));
         if Arc::get_mut(newest).is_none() || self.kept > 1 {
             if old == Old::Replaced {
@@ -223,14 +281,33 @@ impl Learner {
         let optim = self.device.optim()?;
         for id in declarations.ids() {
             let (flat, range) = params.place(id);
-            let decay_factor = if declarations.spec(id).role == Role::Weight { 1.0 } else { 0.0 };
+            let group = declarations.spec(id).group;
+            let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
             let update = Update { step: self.updates, lr, grad_scale, decay_factor };
             if let Some(grads) = self.gradients.bucket(flat) {
                 optim.update(&self.rule, update, &mut params.flats_mut()[flat], grads, &mut states[flat], range)?;
             }
         }
-        Ok(())
+        update_buffers(params, &*self.device, statistics)
     }
+}
+
+/// Updates the buffers of statistics, all of which lie in one flat buffer, from the sums of a step.
+fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &StatisticSums) -> Result<(), TrainError> {
+    let declarations = params.declarations().clone();
+    let buffers = |id: StatisticId| &declarations.statistics()[id.index()].buffers;
+    let Some(&first) = statistics.iter().flat_map(|(id, _)| buffers(*id)).next() else { return Ok(()) };
+    let flat = params.place(first).0;
+    let host = device.download(&params.flats()[flat])?;
+    let mut all = host.as_slice::<f32>().map_err(Error::from)?.to_vec();
+    for (id, sums) in statistics {
+        let mut values: Vec<Vec<f32>> = buffers(*id).iter().map(|&id| all[params.place(id).1].to_vec()).collect();
+        declarations.statistics()[id.index()].rule.update(sums, &mut values);
+        for (&id, values) in buffers(*id).iter().zip(values) {
+            all[params.place(id).1].copy_from_slice(&values);
+        }
+    }
+    Ok(device.upload_into(&Buffer::from_vec(all), &mut params.flats_mut()[flat], 0)?)
 }
 
 fn copied(device: &dyn Device, buffer: &Buffer) -> Result<Buffer, TrainError> {

@@ -11,17 +11,19 @@
 //!                         └ the first step ─┴ every later one ┴ drain
 //! ```
 
-use super::settle::Unsettled;
-use super::{Mode, StepReport, Trainer};
-use crate::config::sections::Pipeline;
-use crate::data::Batch;
-use crate::engine::{Pass, Purpose, TrainError};
+use super::pending::PendingStep;
+use super::{Driver, StepReport, Trainer};
+use crate::chunk::{Pass, Purpose};
+use crate::statistics::StatisticSums;
+use crate::{Plan, TrainError};
+use meshwork_core::{Axis, DType};
+use meshwork_nn::Batch;
 use meshwork_pipeline::{Event, Lowered, lower};
 use std::ops::Range;
 
 /// An asynchronous schedule, as one pp rank sees it.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(super) struct Asynchronous {
     /// Of one step, of two, and so on until one step more is more of the same: each drained at its end.
     schedules: Vec<Lowered>,
     /// Per step of the last of them: the number of actions by its end.
@@ -33,13 +35,13 @@ pub(super) struct Stream {
     updates_before: u64,
 }
 
-impl Stream {
-    /// The stream that a configuration asks for over `pp` ranks.
-    pub(super) fn new(pipeline: &Pipeline, pp: usize, pp_rank: usize) -> Result<Self, TrainError> {
-        let micros = pipeline.num_microbatches;
+impl Asynchronous {
+    /// The schedule of a plan.
+    pub(super) fn new(plan: &Plan, pp_rank: usize) -> Result<Self, TrainError> {
+        let (pp, micros) = (plan.mesh.degree(Axis::Pp), plan.num_microbatches()?);
         // The first rank is up to pp micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
         let filling = pp.div_ceil(micros);
-        let build = |steps| Ok(lower(&pipeline.build_steps(pp, steps)?)?);
+        let build = |steps| Ok(lower(&plan.schedule.build_steps(pp, micros, steps)?)?);
         let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;
         // Where the forwards of the step that follows begin.
         let longer = build(filling + 2)?;
@@ -107,85 +109,87 @@ impl Stream {
 }
 
 impl Trainer {
-    fn stream(&mut self) -> &mut Stream {
-        match &mut self.mode {
-            Mode::Stream(stream) => stream,
-            Mode::Flush(_) => unreachable!("called for asynchronous schedules only"),
+    fn asynchronous(&mut self) -> &mut Asynchronous {
+        match &mut self.driver {
+            Driver::Asynchronous(driver) => driver,
+            Driver::Synchronous(_) => unreachable!("called for asynchronous schedules only"),
         }
     }
 
-    pub(super) fn advance_stream(
+    pub(super) fn step_asynchronously(
         &mut self,
         batch: &Batch,
-        tokens: &[i64],
+        terms: &[u64],
         stop: &impl Fn() -> bool,
         observe: &mut impl FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
-        let updates = self.learner.get_mut().updates();
-        let stream = self.stream();
-        stream.begun += 1;
-        let begins = stream.begun == 1;
+        let updates = self.weights.get_mut().updates();
+        let driver = self.asynchronous();
+        driver.begun += 1;
+        let begins = driver.begun == 1;
         if begins {
-            stream.updates_before = updates;
-            self.learner.get_mut().gradients.begin();
+            driver.updates_before = updates;
+            self.weights.get_mut().gradients.begin();
         }
-        let stream = self.stream();
-        let ((first_micro, ahead), (actions, _)) = (stream.micros_before(), stream.actions());
-        let pass = Pass { first_micro, ahead, ..self.training_pass(batch, tokens) };
+        let driver = self.asynchronous();
+        let ((first_micro, ahead), (actions, _)) = (driver.micros_before(), driver.actions());
+        let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
         self.walk(&pass, actions, observe)?;
         self.steps_begun += 1;
-        let (step, losses) = (self.steps_begun, self.losses());
-        let tokens = tokens.iter().sum();
-        let records = self.rank.log().drain();
-        self.unsettled.push_back(Unsettled { step, tokens, losses, records, sums: None, tally: None });
-        let lag = self.stream().lag() as u64;
-        self.start_settling((step + 1).saturating_sub(lag), stop)?;
-        self.finish_settling((step + 1).saturating_sub(lag))
+        let (step, counted) = (self.steps_begun, self.take_counted());
+        let terms = terms.iter().sum();
+        let (records, statistics) = (self.rank.log().drain(), StatisticSums::new());
+        self.pending.push_back(PendingStep { step, terms, counted, statistics, records, sums: None, stats: None });
+        let lag = self.asynchronous().lag() as u64;
+        self.start_completing((step + 1).saturating_sub(lag), stop)?;
+        self.finish_completing((step + 1).saturating_sub(lag))
     }
 
-    /// Runs what is left of the steps begun, and makes them certain.
-    pub(super) fn drain_stream(&mut self, observe: &mut impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
-        let stream = self.stream();
-        if stream.begun == 0 {
+    /// Runs what is left of the steps begun, and completes them.
+    pub(super) fn drain(&mut self, observe: &mut impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
+        let driver = self.asynchronous();
+        if driver.begun == 0 {
             return Ok(Vec::new());
         }
-        let ((first_micro, ahead), (_, rest)) = (stream.micros_before(), stream.actions());
-        let none = Batch { inputs: Vec::new(), targets: Vec::new(), rows: 0, seq_len: self.seq_len };
+        let ((first_micro, ahead), (_, rest)) = (driver.micros_before(), driver.actions());
         let last = self.steps_begun;
-        let mut pass = Pass { first_micro, ahead, ..self.pass(Purpose::Train, &none) };
+        let mut pass = Pass { first_micro, ahead, ..self.pass(Purpose::Train, &Batch::new(0))? };
         pass.position.step = last - 1;
         self.walk(&pass, rest, observe)?;
         self.transport.flush()?;
-        self.stream().begun = 0;
+        self.asynchronous().begun = 0;
         self.rank.log().drain();
-        self.start_settling(last, &|| false)?;
-        self.finish_settling(last + 1)
+        self.start_completing(last, &|| false)?;
+        self.finish_completing(last + 1)
     }
 
     /// Starts the sums of the steps up to and with `last`, of which every update has been made on this rank.
-    fn start_settling(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
-        let mut unsettled = std::mem::take(&mut self.unsettled);
-        for step in unsettled.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {
-            let norms = self.learner.get_mut().take_norms(step.step);
-            step.sums = Some(self.start_sums(std::mem::take(&mut step.losses), norms)?);
-            step.tally = Some(self.start_tally(&step.records, stop())?);
+    fn start_completing(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
+        let mut pending = std::mem::take(&mut self.pending);
+        for step in pending.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {
+            let (updates, norms) = match self.weights.get_mut().take_norms(step.step) {
+                Some((updates, norms)) => (updates, norms),
+                None => (1, self.device.zeros(DType::F64, self.weights.get_mut().norm_slots())?),
+            };
+            step.sums = Some(self.start_sums(std::mem::take(&mut step.counted), Some((updates, Some(norms))))?);
+            step.stats = Some(self.start_stats(&step.records, stop())?);
         }
-        self.unsettled = unsettled;
+        self.pending = pending;
         Ok(())
     }
 
     /// Waits for the sums of the steps before `end`.
-    fn finish_settling(&mut self, end: u64) -> Result<Vec<StepReport>, TrainError> {
+    fn finish_completing(&mut self, end: u64) -> Result<Vec<StepReport>, TrainError> {
         let mut reports = Vec::new();
-        while self.unsettled.front().is_some_and(|step| step.step < end)
-            && let Some(Unsettled { step, tokens, records, sums: Some(sums), tally: Some(tally), .. }) =
-                self.unsettled.pop_front()
+        while self.pending.front().is_some_and(|step| step.step < end)
+            && let Some(PendingStep { step, terms, records, sums: Some(sums), stats: Some(stats), .. }) =
+                self.pending.pop_front()
         {
-            let measured = sums.measure(tokens)?;
+            let measured = self.measure(sums, terms)?;
             if let Some((what, value)) = measured.not_finite() {
                 return Err(TrainError::Diverged { step, what, value });
             }
-            reports.push(self.report(step, measured, tally, records)?);
+            reports.push(self.report(step, measured, stats, records)?);
         }
         Ok(reports)
     }

@@ -1,67 +1,77 @@
-//! Passes that do not train: the loss on other data, and logits for sampling.
+//! Passes that do not train: the loss on other data, and predictions.
 
 use super::Trainer;
-use crate::data::Batch;
-use crate::engine::{Chunk, Pass, PipeTransport, Purpose, Running, TrainError};
+use crate::TrainError;
+use crate::chunk::{Chunk, Pass, Purpose, Running};
+use crate::transport::PipeTransport;
 use meshwork_core::Axis;
+use meshwork_nn::Batch;
 use meshwork_pipeline::run;
 use meshwork_tensor::Error;
+use std::ops::Range;
+
+/// What an evaluation over some batches gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all terms of the loss.
+    pub loss: f64,
+    /// The model's metrics, by name.
+    pub metrics: Vec<(&'static str, f64)>,
+}
 
 impl Trainer {
-    /// The mean loss over the unmasked tokens of some batches, without training. Every rank gets it.
-    pub fn evaluate(&mut self, batches: impl Iterator<Item = Batch>) -> Result<f64, TrainError> {
-        self.require_settled()?;
-        let (mut loss, mut tokens) = (0.0, 0);
+    /// The mean loss and metrics over some batches, of which this rank is given its [samples](Self::samples), without training.
+    /// Every rank gets the same.
+    pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation, TrainError> {
+        self.require_complete()?;
+        let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.metrics.len()], 0, 0);
         for batch in batches {
-            tokens += self.count_tokens(&batch)?.into_iter().sum::<i64>();
-            let pass = self.pass(Purpose::Evaluate, &batch);
+            self.require_batch(&batch)?;
+            terms += self.count_terms(&batch)?.into_iter().sum::<u64>();
+            samples += self.global_batch_size;
+            let pass = self.pass(Purpose::Evaluate, &batch)?;
             self.forward_only(&pass)?;
-            let losses = self.losses();
-            loss += self.sum_over_world(losses)?;
+            let counted = self.take_counted();
+            let totals = self.totals(self.start_sums(counted, Some((1, None)))?)?;
+            loss += totals.loss;
+            metrics.iter_mut().zip(totals.metrics).for_each(|(sum, total)| *sum += total);
         }
         self.rank.log().drain();
-        match tokens {
-            0 => Err(TrainError::NoTokens { step: self.steps_begun }),
-            tokens => Ok(loss / tokens as f64),
+        match terms {
+            0 => Err(TrainError::NoTerms { step: self.steps_begun }),
+            terms => Ok(Evaluation { loss: loss / terms as f64, metrics: self.means(&metrics, samples, terms) }),
         }
     }
 
-    /// The logits of the token that follows `tokens`, for the real part of the vocabulary; of a longer text than a sequence only the
-    /// last tokens count. Every rank gets the same.
-    pub fn next_token_logits(&mut self, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
-        self.require_settled()?;
-        let mut window = tokens[tokens.len().saturating_sub(self.seq_len)..].to_vec();
-        let position = window.len().saturating_sub(1);
-        // What stands behind the last token does not matter: attention is causal. Sequence parallelism cuts the sequence
-        // evenly, and a few lengths for all tokens of a sample let the device use its memory again.
-        let tp = self.rank.mesh().degree(Axis::Tp);
-        let even = window.len().next_multiple_of(tp * SAMPLE_BLOCK.div_ceil(tp));
-        window.resize(even.min(self.seq_len), 0);
-        let seq_len = window.len();
-        let batch = Batch { inputs: window, targets: Vec::new(), rows: 1, seq_len };
-        let pass = Pass { micro_batch: 1, seq_len, ..self.pass(Purpose::Sample, &batch) };
+    /// A run of elements of the model's output for the samples of `batch`, which every rank is given whole: of the output
+    /// `[samples, ..]` as [`Stage::predict`](meshwork_nn::Stage::predict) gives it, row-major. Every rank gets the same.
+    pub fn predict(&mut self, batch: &Batch, elements: Range<usize>) -> Result<Vec<f32>, TrainError> {
+        self.require_complete()?;
+        let mut pass = self.pass(Purpose::Predict, batch)?;
+        pass.micro_batch = batch.samples();
+        pass.activations = self.plan.activations(batch)?.into();
         self.forward_only(&pass)?;
-        let mut row = vec![0f32; vocab];
-        if let Some(logits) = self.chunks.iter_mut().find_map(Chunk::take_logits) {
-            let width = logits.shape()[2];
-            let host = self.device.download(logits.buffer())?;
-            row.copy_from_slice(&host.as_slice::<f32>().map_err(Error::from)?[position * width..][..vocab]);
+        let mut values = vec![0f32; elements.len()];
+        if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
+            let part = output.buffer().slice(elements).map_err(Error::from)?;
+            values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
         }
-        let last = self.sampling.schedule().stages() - 1;
-        self.rank.group(Axis::Pp).broadcast_slice(&mut row, self.sampling.schedule().rank_of(last, 0))?;
+        let last = self.prediction.schedule().stages() - 1;
+        let from = self.prediction.schedule().rank_of(last, 0);
+        self.rank.group(Axis::Pp).broadcast_slice(&mut values, from)?;
         self.rank.log().drain();
-        Ok(row)
+        Ok(values)
     }
 
     /// Runs all micro-batches of a pass that does not train.
     fn forward_only(&mut self, pass: &Pass) -> Result<(), TrainError> {
-        let schedule = if pass.purpose == Purpose::Sample { &self.sampling } else { &self.evaluation };
+        let schedule = if pass.purpose == Purpose::Predict { &self.prediction } else { &self.evaluation };
         let pp_rank = self.rank.coords().get(Axis::Pp);
-        let boundary = self.chunks[0].stage().boundary(pass.micro_batch, pass.seq_len);
+        let (device, activations) = (self.device.clone(), pass.activations.clone());
         let in_flight = schedule.report().in_flight;
-        let mut transport = PipeTransport::new(&self.rank, self.device.clone(), boundary, self.scatter, in_flight);
-        let (learner, live) = (&self.learner, &self.live);
-        let running = |chunk| Running { chunk, pass, learner, live, versions: &|_, _| None };
+        let mut transport = PipeTransport::new(&self.rank, device, activations, self.scatter, in_flight);
+        let (weights, live) = (&self.weights, &self.live);
+        let running = |chunk| Running { chunk, pass, weights, live, versions: &|_, _| None };
         let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
         let walked = run(schedule, pp_rank, &mut stages, &mut transport, &mut |_| {});
         if walked.is_err() {
@@ -70,6 +80,3 @@ impl Trainer {
         Ok(walked?)
     }
 }
-
-/// Tokens of a sample are added to a sequence whose length grows in blocks of at least so many.
-const SAMPLE_BLOCK: usize = 32;

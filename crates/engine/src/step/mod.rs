@@ -1,65 +1,77 @@
 //! One training step. What needs several axes at once lives here and nowhere else: the last micro-batch tells the reducer,
-//! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the tokens of
-//! the whole batch. What can be computed without a rank is in `engine`.
+//! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the terms of
+//! the whole batch.
 //!
 //! ```text
-//! batch ─ count tokens (dp) ─ schedule: forward, backward ... ─ reduce buckets ─ norm, loss (world) ─ clip, update ─ report
-//!                                   └ hidden states (pp), blocks (tp) ┘ └ started while backward runs
+//! batch ─ count terms (dp) ─ schedule: forward, backward ... ─ reduce buckets ─ norm, loss (world) ─ clip, update ─ report
+//!                                   └ activations (pp), blocks (tp) ┘ └ started while backward runs
 //! ```
 //!
-//! [`flush`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
-//! runs; [`stream`] that of asynchronous ones, which update while the schedule runs and never drain.
+//! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
+//! runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never drain.
 
+mod asynchronous;
+mod driver;
 mod evaluate;
-mod flush;
-mod mode;
-mod settle;
-mod stream;
+mod pending;
+mod synchronous;
 
-use crate::config::Config;
-use crate::data::Batch;
-use crate::engine::{
-    Blueprint, Chunk, Gradients, Learner, Live, Message, Pass, PipeTransport, Purpose, Running, TrainError, Trees,
-    Watch, buckets, counted, join_ties, reducer, trace,
-};
-use flush::Flush;
-use meshwork_core::{Axis, Rank, Record, ReduceOp};
-use meshwork_pipeline::{Event, Interpreter, Lowered, forward_only_replicated, lower};
-use meshwork_tensor::tape::{Position, SavedPolicy};
-use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params};
-use mode::Mode;
-use settle::Unsettled;
+pub use evaluate::Evaluation;
+
+use crate::chunk::{Chunk, LiveActivations, Message, Pass, Purpose, Running, Seeds};
+use crate::gradients::{Gradients, OrderedSums};
+use crate::layout::{buckets, join_tied, norm_shards, reducer};
+use crate::state::{StateKey, StatePiece, StateSource, TrainState};
+use crate::statistics::{Noted, StatisticSums};
+use crate::trace::trace;
+use crate::transport::PipeTransport;
+use crate::weights::WeightStore;
+use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
+use asynchronous::Asynchronous;
+use driver::Driver;
+use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp};
+use meshwork_nn::{Activation, Batch, Metric, Model};
+use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
+use meshwork_tensor::param::Piece;
+use meshwork_tensor::tape::Position;
+use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
+use pending::PendingStep;
 use std::cell::{Ref, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use stream::Stream;
+use synchronous::Synchronous;
 
 /// One rank of a training run: its part of the model, its optimizer, and the step.
 pub struct Trainer {
     rank: Arc<Rank>,
     device: Arc<dyn Device>,
+    plan: ModelPlan,
     chunks: Vec<Chunk>,
     /// Every parameter of the whole model.
-    model: Vec<ParamSpec>,
-    learner: RefCell<Learner>,
+    parameters: Vec<ParamSpec>,
+    metrics: Rc<[Metric]>,
+    tied: Vec<TiedWeight>,
+    tied_groups: BTreeMap<Vec<usize>, Group>,
+    weights: RefCell<WeightStore>,
     max_norm: f64,
-    mode: Mode,
+    driver: Driver,
     evaluation: Lowered,
-    sampling: Lowered,
+    prediction: Lowered,
     transport: PipeTransport,
     interpreter: Interpreter<Message>,
+    activations: Rc<[Activation]>,
     scatter: bool,
-    live: Live,
+    live: LiveActivations,
     seed: u64,
-    seq_len: usize,
+    global_batch_size: usize,
     micro_batch: usize,
     micros: usize,
     steps_begun: u64,
     /// Those among them that are not certain yet, the oldest first.
-    unsettled: VecDeque<Unsettled>,
-    policy: Rc<dyn SavedPolicy>,
+    pending: VecDeque<PendingStep>,
+    recompute: Recompute,
     watch: Option<Arc<dyn Watch>>,
 }
 
@@ -68,10 +80,12 @@ pub struct Trainer {
 pub struct StepReport {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Mean over all unmasked tokens of the global batch.
+    /// Mean over all terms of the loss in the global batch, unmasked tokens or samples. Auxiliary losses are metrics.
     pub loss: f64,
     /// Norm of the whole gradient, before clipping; with several updates in a step, the root of their mean squared norm.
     pub grad_norm: f64,
+    /// The model's metrics, by name.
+    pub metrics: Vec<(&'static str, f64)>,
     /// Learning rate.
     pub lr: f64,
     /// Logical bytes per group name, averaged over the ranks of the world.
@@ -85,74 +99,91 @@ pub struct StepReport {
 }
 
 impl Trainer {
-    /// This rank's part of a run. Collective: every rank of the mesh makes one with the same configuration.
-    pub fn new(config: &Config, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<Self, TrainError> {
-        let blueprint = Blueprint::new(config)?;
-        let mesh = blueprint.mesh();
-        let micros = config.pipeline.num_microbatches;
-        let pp = mesh.degree(Axis::Pp);
-        let schedule = config.pipeline.build(pp)?;
+    /// This rank's part of a run. Collective: every rank of the mesh makes one of the same model and plan.
+    ///
+    /// # Errors
+    /// A rank of another mesh than the plan's; a plan that does not fit the model, the schedule or the device; a program that is
+    /// wrongly distributed, which the first pass over the model finds without data.
+    pub fn new(
+        model: Arc<dyn Model>,
+        plan: &Plan,
+        rank: Arc<Rank>,
+        device: Arc<dyn Device>,
+    ) -> Result<Self, TrainError> {
+        require_fit(plan, &rank, &*device)?;
+        let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
+        let schedule = plan.build_schedule()?;
         let pp_rank = rank.coords().get(Axis::Pp);
-        let model = blueprint.rank_model(&schedule, pp_rank)?;
-        let ties = blueprint.ties(&schedule)?;
-        let tie_groups = join_ties(&rank, &ties)?;
-        let (mode, kept) = match schedule.weights.is_synchronous() {
-            true => (Mode::Flush(Flush::new(lower(&schedule)?, pp_rank, config.pipeline.overlaps_steps())), 1),
+        let model_plan = ModelPlan::new(model, plan)?;
+        let local = model_plan.local_model(&schedule, pp_rank)?;
+        require_synchronous(plan, &schedule, &model_plan)?;
+        let tied = model_plan.tied_weights(&schedule)?;
+        let tied_groups = join_tied(&rank, &tied)?;
+        let (driver, kept) = match schedule.weights.is_synchronous() {
+            true => {
+                let overlaps = plan.schedule.overlaps_steps();
+                (Driver::Synchronous(Synchronous::new(lower(&schedule)?, pp_rank, overlaps)), 1)
+            }
             false => {
-                let stream = Stream::new(&config.pipeline, pp, pp_rank)?;
-                let kept = stream.versions_kept(pp_rank);
-                (Mode::Stream(stream), kept)
+                let driver = Asynchronous::new(plan, pp_rank)?;
+                let kept = driver.versions_kept(pp_rank);
+                (Driver::Asynchronous(driver), kept)
             }
         };
 
-        let found = trace(&blueprint, &model, rank.world_rank(), config.training.micro_batch_size)?;
-        let (layout, keys) = buckets(&model, &found, &ties, &rank);
-        let declarations = Arc::new(model.declarations);
-        let params = Params::new(declarations.clone(), mesh, rank.coords(), &device, &layout, config.training.seed)?;
-        let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tie_groups, &device)?;
-        let trees = declarations.leaves().map(|_| Trees::new(found.copies, found.first_copy));
-        let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / mode.updates();
+        let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
+        let found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
+        let (layout, keys) = buckets(&local, &found, &tied, &rank)?;
+        let LocalModel { declarations, stages } = local;
+        let declarations = Arc::new(declarations);
+        let params = Params::new(declarations.clone(), rank.mesh(), rank.coords(), &device, &layout, plan.seed)?;
+        let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tied_groups, &device)?;
+        let ordered = declarations.leaves().map(|_| OrderedSums::new(found.copies, found.first_copy));
+        let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / driver.updates();
         let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
-        let gradients = Gradients::new(reducer, places, readers, trees, device.clone());
+        let gradients = Gradients::new(reducer, places, readers, ordered, device.clone());
 
-        let model_specs = blueprint.parameters()?;
-        let counted = counted(&params, &model_specs, &ties, &rank);
-        let (rule, lr) = (config.optimizer.rule(), config.lr_scheduler.schedule(config.optimizer.lr));
-        let learner = Learner::new(params, gradients, rule, lr, counted, kept, device.clone())?;
-        let stages = blueprint.stages();
-        let chunks: Vec<Chunk> =
-            model.stages.into_iter().map(|(number, stage)| Chunk::new(number, stages, stage)).collect();
-        let (seq_len, micro_batch) = (config.model.seq_len, config.training.micro_batch_size);
-        let boundary = chunks[0].stage().boundary(micro_batch, seq_len);
-        let in_flight = mode.in_flight();
-        let scatter = config.pipeline.scatter_gather;
+        let parameters = model_plan.parameters()?;
+        let shards = norm_shards(&params, &parameters, &tied, &rank);
+        let (rule, lr) = (plan.optimizer.clone(), plan.lr);
+        let weights = WeightStore::new(params, gradients, rule, lr, shards, kept, device.clone())?;
+        let count = model_plan.stages().len();
+        let chunks = stages.into_iter().map(|(number, stage)| Chunk::new(number, count, stage)).collect();
+        let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
+        let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
+        let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {
-            transport: PipeTransport::new(&rank, device.clone(), boundary, scatter, in_flight),
+            transport: PipeTransport::new(&rank, device.clone(), activations.clone(), scatter, in_flight),
             interpreter: Interpreter::default(),
+            activations,
             scatter,
             chunks,
-            model: model_specs,
-            learner: RefCell::new(learner),
-            max_norm: config.training.max_norm,
-            mode,
-            evaluation: lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros))?,
-            sampling: lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, 1))?,
-            live: Live::default(),
-            seed: config.training.seed,
-            seq_len,
+            parameters,
+            metrics: model_plan.model().metrics().into(),
+            plan: model_plan,
+            tied,
+            tied_groups,
+            weights: RefCell::new(weights),
+            max_norm: plan.max_norm,
+            driver,
+            evaluation: forward(micros)?,
+            prediction: forward(1)?,
+            live: LiveActivations::default(),
+            seed: plan.seed,
+            global_batch_size: plan.global_batch_size,
             micro_batch,
             micros,
             steps_begun: 0,
-            unsettled: VecDeque::new(),
-            policy: config.saved_policy(),
+            pending: VecDeque::new(),
+            recompute: plan.recompute,
             watch: None,
             rank,
             device,
         })
     }
 
-    /// The rows of a global batch that this rank's dp rank takes.
-    pub fn rows(&self) -> Range<usize> {
+    /// The samples of a global batch that this rank's dp rank takes: what [`step`](Self::step) is given.
+    pub fn samples(&self) -> Range<usize> {
         let per_dp = self.micros * self.micro_batch;
         let first = self.rank.coords().get(Axis::Dp) * per_dp;
         first..first + per_dp
@@ -168,9 +199,14 @@ impl Trainer {
         &self.device
     }
 
+    /// The model as the plan cuts it.
+    pub fn plan(&self) -> &ModelPlan {
+        &self.plan
+    }
+
     /// This rank's parameters: the newest version.
     pub fn params(&self) -> Ref<'_, Params> {
-        Ref::map(self.learner.borrow(), |learner| &**learner.params())
+        Ref::map(self.weights.borrow(), |weights| &**weights.params())
     }
 
     /// Elements of this rank's parameters, padding not counted.
@@ -182,37 +218,29 @@ impl Trainer {
 
     /// Steps that are certain.
     pub fn steps_done(&self) -> u64 {
-        self.steps_begun - self.unsettled.len() as u64
+        self.steps_begun - self.pending.len() as u64
     }
 
     /// The steps that are begun before the first of them is certain: 0 where each is before the next begins.
     pub fn steps_ahead(&self) -> usize {
-        match &self.mode {
-            Mode::Flush(flush) => usize::from(flush.overlaps()),
-            Mode::Stream(stream) => stream.lag(),
-        }
+        self.driver.steps_ahead()
     }
 
-    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping.
+    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping. Nothing for a frozen
+    /// one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        self.learner.borrow().gradient(id)
+        self.weights.borrow().gradient(id)
     }
 
     /// The optimizer's state vectors of a parameter, as it lies on this rank.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        let learner = self.learner.borrow();
-        let (flat, range) = learner.params().place(id);
-        let state = |all| -> Result<Vec<f32>, TrainError> {
-            let host = self.device.download(all).map_err(TrainError::from)?;
-            Ok(host.as_slice::<f32>().map_err(Error::from)?[range.clone()].to_vec())
-        };
-        learner.states(flat).iter().map(state).collect()
+        self.weights.borrow().states(id)
     }
 
     /// The most activations that ever lived on this rank at once, in units of one micro-batch through one stage, and the most
     /// versions of the weights: what [`check`](meshwork_pipeline::check) promised.
     pub fn peaks(&self) -> (usize, usize) {
-        (self.live.most(), self.learner.borrow().most_versions())
+        (self.live.most(), self.weights.borrow().most_versions())
     }
 
     /// Shows every value of the training passes from now on to `watch`.
@@ -226,124 +254,180 @@ impl Trainer {
     /// Not collective; but ranks that hold the same elements must be given the same.
     pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
-        let Some(spec) = self.model.iter().find(|spec| spec.name == name) else {
+        let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
             return Err(refuse("the model has none of that name".to_owned()));
         };
         if whole.len() != spec.global_elements() {
             let (given, wanted) = (whole.len(), spec.global_elements());
             return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
         }
-        self.require_settled()?;
+        self.require_complete()?;
         let params =
-            self.learner.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
+            self.weights.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
         let Some(id) = params.declarations().find(name) else { return Ok(()) };
-        let (flat, place) = params.place(id);
-        let all = params.flats_mut()[flat].as_mut_slice::<f32>().map_err(Error::from)?;
-        let weights = &mut all[place];
         let local = spec.local(self.rank.mesh(), self.rank.coords());
-        local.for_each_run(spec.dims, |start, run| {
-            let start = start as usize;
-            weights[run.clone()].copy_from_slice(&whole[start..start + run.len()]);
-        });
+        let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
+        Ok(params.write(id, &piece.values)?)
+    }
+
+    /// All that this rank holds of the state of the run, by global name and slice: weights, buffers, optimizer states and counters.
+    /// From it any other mesh goes on: see [`load_state`](Self::load_state).
+    ///
+    /// # Errors
+    /// While steps are under way: [`flush`](Self::flush) completes them.
+    pub fn state(&self) -> Result<TrainState, TrainError> {
+        self.require_complete()?;
+        let (weights, mut pieces) = (self.weights.borrow(), Vec::new());
+        let declarations = weights.params().declarations().clone();
+        for id in declarations.ids() {
+            let spec = declarations.spec(id);
+            let slice = spec.local(self.rank.mesh(), self.rank.coords());
+            let mut push = |state: Option<&str>, values| {
+                let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+                let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
+                pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
+            };
+            push(None, weights.params().read(id)?);
+            for (name, values) in weights.rule().state_names().iter().zip(weights.states(id)?) {
+                push(Some(*name), values);
+            }
+        }
+        Ok(TrainState { step: self.steps_begun, updates: weights.updates(), pieces })
+    }
+
+    /// Goes on from the state of another run of the same model and update rule, on whatever mesh, schedule and number of
+    /// micro-batches that was: this rank reads its slices. Every rank must be given the same state.
+    ///
+    /// # Errors
+    /// While steps are under way; state that is missing or does not fit, in which case this trainer is of no use any more.
+    pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
+        self.require_complete()?;
+        let weights = self.weights.get_mut();
+        let declarations = weights.params().declarations().clone();
+        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
+        weights.load(source.updates(), |id, state| {
+            let spec = declarations.spec(id);
+            let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+            source.read(&key, spec.dims, &spec.local(mesh, coords))
+        })?;
+        self.steps_begun = source.step();
         Ok(())
     }
 
     /// When each gradient bucket of the last step was started and done.
     pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
-        self.learner.borrow().gradients.events().to_vec()
+        self.weights.borrow().gradients.events().to_vec()
     }
 
-    /// Trains on this rank's rows of one global batch, to the end: [`advance`](Self::advance), then [`settle`](Self::settle).
-    pub fn step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
-        let mut reports = self.advance(batch, || false, &mut observe)?;
-        reports.extend(self.settle(&mut observe)?);
-        reports.pop().ok_or(TrainError::Unsettled { steps: self.unsettled.len() })
+    /// Trains on this rank's [samples](Self::samples) of one global batch, to the end: [`start_step`](Self::start_step), then
+    /// [`flush`](Self::flush).
+    pub fn step(&mut self, batch: &Batch) -> Result<StepReport, TrainError> {
+        self.observed_step(batch, |_| {})
     }
 
-    /// Trains on this rank's rows of one global batch, and gives the steps that became certain: this one, or earlier ones where the
-    /// schedule lets steps overlap. `stop` is asked at the end whether this rank is to stop, `observe` sees every action of the
+    /// The same with an observer, which sees every action of the pipeline start and end.
+    pub fn observed_step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
+        let mut reports = self.start_step(batch, || false, &mut observe)?;
+        reports.extend(self.flush(&mut observe)?);
+        reports.pop().ok_or(TrainError::Pending { steps: self.pending.len() })
+    }
+
+    /// Trains on this rank's samples of one global batch, and gives the steps that became certain: this one, or earlier ones where
+    /// the schedule lets steps overlap. `stop` is asked at the end whether this rank is to stop, `observe` sees every action of the
     /// pipeline start and end.
-    pub fn advance(
+    pub fn start_step(
         &mut self,
         batch: &Batch,
         stop: impl Fn() -> bool,
         mut observe: impl FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
+        self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
-        let tokens = self.count_tokens(batch)?;
-        if tokens.contains(&0) {
-            return Err(TrainError::NoTokens { step: self.steps_begun + 1 });
+        let terms = self.count_terms(batch)?;
+        if terms.contains(&0) {
+            return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
         }
-        match self.mode {
-            Mode::Flush(_) => self.advance_with_flush(batch, &tokens, &stop, &mut observe),
-            Mode::Stream(_) => self.advance_stream(batch, &tokens, &stop, &mut observe),
-        }
-    }
-
-    /// Makes every step certain that was begun, and drains the pipeline. Before weights are read from outside, and at the end.
-    pub fn settle(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
-        match self.mode {
-            Mode::Flush(_) => Ok(self.validate(false)?.into_iter().map(|(report, _)| report).collect()),
-            Mode::Stream(_) => self.drain_stream(&mut observe),
+        match self.driver {
+            Driver::Synchronous(_) => self.step_synchronously(batch, &terms, &stop, &mut observe),
+            Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, &stop, &mut observe),
         }
     }
 
-    fn require_settled(&self) -> Result<(), TrainError> {
-        match self.unsettled.len() {
+    /// Completes every step that was begun, and drains the pipeline. Before weights are read from outside, and at the end.
+    pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
+        match self.driver {
+            Driver::Synchronous(_) => Ok(self.validate(false)?.into_iter().map(|(report, _)| report).collect()),
+            Driver::Asynchronous(_) => self.drain(&mut observe),
+        }
+    }
+
+    fn require_complete(&self) -> Result<(), TrainError> {
+        match self.pending.len() {
             0 => Ok(()),
-            steps => Err(TrainError::Unsettled { steps }),
+            steps => Err(TrainError::Pending { steps }),
         }
     }
 
-    /// Unmasked tokens of the global batch, per update: integer sums over dp.
-    fn count_tokens(&self, batch: &Batch) -> Result<Vec<i64>, TrainError> {
-        let updates = self.mode.updates();
-        let share = (batch.targets.len() / updates).max(1);
-        let mut counts: Vec<i64> =
-            batch.targets.chunks(share).map(|targets| targets.iter().filter(|&&t| t >= 0).count() as i64).collect();
-        self.rank.group(Axis::Dp).all_reduce_slice(&mut counts, ReduceOp::Sum)?;
-        Ok(counts)
+    /// Refuses a batch that is not this rank's share of what the model takes.
+    fn require_batch(&self, batch: &Batch) -> Result<(), TrainError> {
+        Ok(batch.require(&self.plan.model().fields(), self.micros * self.micro_batch)?)
     }
 
-    fn pass(&self, purpose: Purpose, batch: &Batch) -> Pass {
-        Pass {
+    /// Terms of the loss in the global batch, per update: integer sums over dp.
+    fn count_terms(&self, batch: &Batch) -> Result<Vec<u64>, TrainError> {
+        let share = batch.samples() / self.driver.updates();
+        let of_update = |update: usize| self.plan.model().loss_terms(batch, update * share..(update + 1) * share);
+        let counts = (0..self.driver.updates()).map(of_update).collect::<Result<Vec<u64>, _>>()?;
+        let mut counts: Vec<i64> = counts.into_iter().map(|count| count as i64).collect();
+        self.rank.group(Axis::Dp).all_reduce_slice(&mut counts, ReduceOp::Sum)?;
+        Ok(counts.into_iter().map(|count| count as u64).collect())
+    }
+
+    fn pass(&self, purpose: Purpose, batch: &Batch) -> Result<Pass, TrainError> {
+        Ok(Pass {
             rank: self.rank.clone(),
             device: self.device.clone(),
             purpose,
-            position: Position { seed: self.seed, step: self.steps_begun, first_sample: self.rows().start as u64 },
-            inputs: batch.inputs.clone(),
-            targets: batch.targets.clone(),
+            position: Position { seed: self.seed, step: self.steps_begun, first_sample: self.samples().start as u64 },
+            batch: batch.clone(),
             micro_batch: self.micro_batch,
-            seq_len: self.seq_len,
+            activations: self.activations.clone(),
             seeds: Vec::new(),
             first_micro: 0,
             ahead: 0,
-            policy: self.policy.clone(),
+            recompute: self.recompute,
+            metrics: self.metrics.clone(),
             watch: self.watch.clone(),
-        }
+        })
     }
 
-    /// A pass that trains: the mean loss over the tokens of each update.
-    fn training_pass(&self, batch: &Batch, tokens: &[i64]) -> Pass {
-        let per_update = self.micros / tokens.len();
-        let seeds = (0..self.micros).map(|micro| 1.0 / tokens[micro / per_update] as f64).collect();
-        Pass { seeds, ..self.pass(Purpose::Train, batch) }
+    /// A pass that trains: the mean loss over the terms of each update, and auxiliary losses by the mean over its samples.
+    fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
+        let per_update = self.micros / terms.len();
+        let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
+        let seeds = |micro| Seeds { loss: 1.0 / terms[micro / per_update] as f64, auxiliary };
+        Ok(Pass { seeds: (0..self.micros).map(seeds).collect(), ..self.pass(Purpose::Train, batch)? })
+    }
+
+    /// The sums of this step's statistics over all of its samples.
+    fn sum_statistics(&mut self) -> Result<StatisticSums, TrainError> {
+        let mut noted = Noted::default();
+        self.chunks.iter_mut().for_each(|chunk| noted.extend(chunk.take_noted()));
+        let declarations = self.weights.get_mut().params().declarations().clone();
+        noted.sum(&declarations, &*self.device, &self.rank, &self.tied, &self.tied_groups)
     }
 
     /// Runs some of this rank's actions in the training schedule.
     fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut impl FnMut(Event)) -> Result<(), TrainError> {
-        let (schedule, learner) = (self.mode.schedule(), &self.learner);
-        let versions = |stage, micro| self.mode.version(stage, micro);
-        let mut stages: Vec<Running<'_>> = self
-            .chunks
-            .iter_mut()
-            .map(|chunk| Running { chunk, pass, learner, live: &self.live, versions: &versions })
-            .collect();
+        let (schedule, weights) = (self.driver.schedule(), &self.weights);
+        let versions = |stage, micro| self.driver.version(stage, micro);
+        let running = |chunk| Running { chunk, pass, weights, live: &self.live, versions: &versions };
+        let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
         let pp_rank = self.rank.coords().get(Axis::Pp);
         let walked =
             self.interpreter.advance(schedule, pp_rank, actions, &mut stages, &mut self.transport, &mut |event| {
                 observe(event);
-                learner.borrow_mut().gradients.poll();
+                weights.borrow_mut().gradients.poll();
             });
         if walked.is_err() {
             self.forget_passes();
@@ -357,17 +441,41 @@ impl Trainer {
         self.interpreter.clear();
         self.live.clear();
     }
+}
 
-    /// The loss of each sample of the global batch, zero where this rank does not count it: the last stage does, where its
-    /// types say so.
-    fn losses(&mut self) -> Vec<f64> {
-        let coords = self.rank.coords();
-        let mut losses = vec![0.0; self.micros * self.micro_batch * self.rank.mesh().degree(Axis::Dp)];
-        for (own, types) in self.chunks.iter_mut().filter_map(Chunk::take_losses) {
-            if types.counted_at(coords) {
-                own.into_iter().for_each(|(sample, loss)| losses[sample] = loss);
-            }
-        }
-        losses
+/// Refuses a rank or a device that is not what the plan is for.
+fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), PlanError> {
+    let same = |axis| plan.mesh.degree(axis) == rank.mesh().degree(axis);
+    if !Axis::ALL.into_iter().all(same) {
+        return Err(PlanError::Mesh { plan: plan.mesh.clone(), rank: rank.mesh().clone() });
     }
+    if device.factor(DType::F32) != plan.precision.factor(DType::F32) {
+        return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
+    }
+    Ok(())
+}
+
+/// Refuses what has no meaning where weights change within a step.
+fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> Result<(), TrainError> {
+    if schedule.weights.is_synchronous() {
+        return Ok(());
+    }
+    let name = || schedule.name.clone();
+    let refuse = |what, fix| Err(PlanError::Asynchronous { what, schedule: name(), fix }.into());
+    if plan.blocks().is_some() {
+        return refuse("canonical numerics", "use numerics Fast: no other mesh makes the same updates");
+    }
+    if plan.max_norm > 0.0 {
+        return refuse("clipping", "use max_norm 0: no rank knows the norm of a whole gradient");
+    }
+    if let Some(tied) = model.tied_weights(schedule)?.first() {
+        _ = tied;
+        return refuse("a tied weight", "untie it: its stages update it at different times");
+    }
+    for pp_rank in 0..schedule.ranks {
+        if !model.local_model(schedule, pp_rank)?.declarations.statistics().is_empty() {
+            return Err(PlanError::Statistics { schedule: name() }.into());
+        }
+    }
+    Ok(())
 }

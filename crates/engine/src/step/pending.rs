@@ -1,8 +1,14 @@
-//! From what ranks know to what is certain: the sums over the world that make a step's loss and norm, and its report.
+//! From what each rank knows to what is certain: the sums over the world that make a step's loss, metrics and norm, and its report.
+//!
+//! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm]`,
+//! which is summed over the world and downloaded once: so no number of micro-batches or layers adds a download.
 
 use super::{StepReport, Trainer};
-use crate::engine::{TIES, TrainError};
+use crate::chunk::{Chunk, Counted};
+use crate::statistics::StatisticSums;
+use crate::{TIES, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
+use meshwork_nn::Per;
 use meshwork_tensor::Error;
 
 /// Name of the group of all ranks.
@@ -10,63 +16,137 @@ const WORLD: &str = "world";
 
 /// A step that is over on this rank, and not certain yet.
 #[derive(Debug)]
-pub(super) struct Unsettled {
+pub(super) struct PendingStep {
     pub(super) step: u64,
-    pub(super) tokens: i64,
-    /// Losses of the samples that this rank counts, until they are on their way.
-    pub(super) losses: Vec<f64>,
+    /// Terms of its loss.
+    pub(super) terms: u64,
+    /// Losses and metrics that this rank counts, until they are on their way.
+    pub(super) counted: Vec<Counted>,
+    /// From which buffers were updated.
+    pub(super) statistics: StatisticSums,
     /// What it communicated.
     pub(super) records: Vec<Record>,
     pub(super) sums: Option<Sums>,
-    pub(super) tally: Option<Tally>,
+    pub(super) stats: Option<StepStats>,
 }
 
-/// Losses and squared norms on their way to every rank.
+/// Losses, metrics and squared norms on their way to every rank.
 #[derive(Debug)]
 pub(super) struct Sums {
-    samples: usize,
     all: Pending,
+    /// Updates whose squared norms were added up.
+    updates: usize,
 }
 
 /// What ranks tell each other about a step beside the numbers that it made.
 #[derive(Debug)]
-pub(super) struct Tally(Pending);
+pub(super) struct StepStats(Pending);
+
+/// Sums over a batch.
+#[derive(Clone, Debug)]
+pub(super) struct Totals {
+    pub(super) loss: f64,
+    /// In the order in which the model declares them.
+    pub(super) metrics: Vec<f64>,
+    /// Mean over the updates.
+    pub(super) norm_squared: f64,
+}
 
 /// The loss and the gradient norm of a step, not checked.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Measured {
     pub(super) loss: f64,
     pub(super) grad_norm: f64,
+    pub(super) metrics: Vec<(&'static str, f64)>,
 }
 
 impl Measured {
     /// What is not finite, if anything is.
-    pub(super) fn not_finite(self) -> Option<(&'static str, f64)> {
+    pub(super) fn not_finite(&self) -> Option<(&'static str, f64)> {
         [("loss", self.loss), ("gradient norm", self.grad_norm)].into_iter().find(|(_, value)| !value.is_finite())
     }
 
     /// Refuses what is not finite, where the weights can still be what they were.
     pub(super) fn finite(self, step: u64) -> Result<Self, TrainError> {
-        self.not_finite().map_or(Ok(self), |(what, value)| Err(TrainError::NotFinite { step, what, value }))
+        match self.not_finite() {
+            None => Ok(self),
+            Some((what, value)) => Err(TrainError::NotFinite { step, what, value }),
+        }
     }
 }
 
 impl Trainer {
-    /// Starts the sum of all losses and that of all norms. What one rank alone counts comes through as it is, and so every mesh adds
-    /// up the same numbers, in one order, when they are [there](Sums::wait).
-    pub(super) fn start_sums(&self, losses: Vec<f64>, norms: Vec<f64>) -> Result<Sums, TrainError> {
-        let samples = losses.len();
-        let all = Buffer::from_vec([losses, norms].concat());
-        Ok(Sums { samples, all: self.rank.world().start_all_reduce(all, ReduceOp::Sum)? })
+    /// Losses and metrics of this rank's chunks since they were last taken.
+    pub(super) fn take_counted(&mut self) -> Vec<Counted> {
+        self.chunks.iter_mut().flat_map(Chunk::take_counted).collect()
     }
 
-    /// The sum of all losses.
-    pub(super) fn sum_over_world(&self, losses: Vec<f64>) -> Result<f64, TrainError> {
-        Ok(self.start_sums(losses, Vec::new())?.wait()?.0)
+    /// Starts the sum over the world of losses, metrics and, if there are any, squared norms. What one rank alone counts comes
+    /// through as it is, and so every mesh adds up the same numbers, in one order, when they are [there](Trainer::measure).
+    ///
+    /// `norms` are those of an asynchronous run; `None` takes the norms of the gradients as they are.
+    pub(super) fn start_sums(
+        &self,
+        counted: Vec<Counted>,
+        norms: Option<(usize, Option<Buffer>)>,
+    ) -> Result<Sums, TrainError> {
+        let weights = self.weights.borrow();
+        let (samples, rows) = (self.global_batch_size, 1 + self.metrics.len());
+        let slots = if matches!(norms, Some((_, None))) { 0 } else { weights.norm_slots() };
+        let mut all = self.device.zeros(DType::F64, rows * samples + slots)?;
+        for Counted { metric, first_sample, values } in counted {
+            let row = metric.map_or(0, |metric| 1 + metric);
+            // Several layers may add to one metric.
+            self.device.pointwise()?.add_assign(&mut all, row * samples + first_sample, values.buffer())?;
+        }
+        let updates = match norms {
+            None => {
+                weights.add_norms(&mut all, rows * samples)?;
+                1
+            }
+            Some((updates, norms)) => {
+                if let Some(norms) = norms {
+                    self.device.layout()?.copy_into(&norms, 0..norms.count(), &mut all, rows * samples)?;
+                }
+                updates
+            }
+        };
+        Ok(Sums { all: self.rank.world().start_all_reduce(all, ReduceOp::Sum)?, updates })
+    }
+
+    /// Waits for the sums. Every rank adds up the same numbers in the same order.
+    pub(super) fn totals(&self, sums: Sums) -> Result<Totals, TrainError> {
+        let all = self.device.download(&sums.all.wait()?)?;
+        let all = all.as_slice::<f64>().map_err(Error::from)?;
+        let sum = |values: &[f64]| tree::sum(values, |a, b| a + b).unwrap_or(0.0);
+        let samples = self.global_batch_size;
+        let (per_sample, norms) = all.split_at((1 + self.metrics.len()) * samples);
+        let (losses, metrics) = per_sample.split_at(samples);
+        Ok(Totals {
+            loss: sum(losses),
+            metrics: metrics.chunks(samples).map(sum).collect(),
+            norm_squared: sum(norms) / sums.updates.max(1) as f64,
+        })
+    }
+
+    /// The mean of each metric over so many samples and terms of the loss.
+    pub(super) fn means(&self, totals: &[f64], samples: usize, terms: u64) -> Vec<(&'static str, f64)> {
+        let count = |per| match per {
+            Per::Sample => samples as f64,
+            Per::Term => terms as f64,
+        };
+        self.metrics.iter().zip(totals).map(|(metric, total)| (metric.name, total / count(metric.per))).collect()
+    }
+
+    /// Waits for the sums of a step whose loss has so many terms.
+    pub(super) fn measure(&self, sums: Sums, terms: u64) -> Result<Measured, TrainError> {
+        let Totals { loss, metrics, norm_squared } = self.totals(sums)?;
+        let metrics = self.means(&metrics, self.global_batch_size, terms);
+        Ok(Measured { loss: loss / terms as f64, grad_norm: norm_squared.sqrt(), metrics })
     }
 
     /// Starts telling every rank the bytes per group, summed over the ranks, every rank's peak, and whether some rank is to stop.
-    pub(super) fn start_tally(&self, records: &[Record], stop: bool) -> Result<Tally, TrainError> {
+    pub(super) fn start_stats(&self, records: &[Record], stop: bool) -> Result<StepStats, TrainError> {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
@@ -77,18 +157,18 @@ impl Trainer {
         values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
         let pending = world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?;
         self.rank.log().drain(); // the report itself does not count
-        Ok(Tally(pending))
+        Ok(StepStats(pending))
     }
 
     /// The report of a step whose loss and norm are known.
     pub(super) fn report(
         &self,
         step: u64,
-        Measured { loss, grad_norm }: Measured,
-        tally: Tally,
+        Measured { loss, grad_norm, metrics }: Measured,
+        stats: StepStats,
         records: Vec<Record>,
     ) -> Result<StepReport, TrainError> {
-        let all = tally.0.wait()?;
+        let all = stats.0.wait()?;
         let values = all.as_slice::<f64>().map_err(Error::from)?;
         let world = self.rank.world().size() as f64;
         let comm_bytes = names().zip(values).map(|(name, bytes)| (name, bytes / world)).collect();
@@ -97,29 +177,13 @@ impl Trainer {
             step,
             loss,
             grad_norm,
-            lr: self.learner.borrow().lr(step),
+            metrics,
+            lr: self.weights.borrow().lr(step),
             comm_bytes,
             peak_bytes: peaks.iter().map(|&peak| peak as u64).collect(),
             records,
             stop: *stop > 0.0,
         })
-    }
-}
-
-impl Sums {
-    /// The sum of all losses, and that of all norms. Every rank adds up the same numbers in the same order.
-    pub(super) fn wait(self) -> Result<(f64, f64), TrainError> {
-        let all = self.all.wait()?;
-        debug_assert_eq!(all.dtype(), DType::F64);
-        let all = all.as_slice::<f64>().map_err(Error::from)?;
-        let sum = |values: &[f64]| tree::sum(values, |a, b| a + b).unwrap_or(0.0);
-        Ok((sum(&all[..self.samples]), sum(&all[self.samples..])))
-    }
-
-    /// The mean loss over so many tokens, and the norm.
-    pub(super) fn measure(self, tokens: i64) -> Result<Measured, TrainError> {
-        let (loss, norm_squared) = self.wait()?;
-        Ok(Measured { loss: loss / tokens as f64, grad_norm: norm_squared.sqrt() })
     }
 }
 

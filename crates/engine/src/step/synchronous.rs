@@ -3,39 +3,41 @@
 //! Where the schedule ends in the slope in which the next step begins, the update does not wait for the norm of the whole gradient
 //! (post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). Ranks update from their own gradients and
 //! begin the next step; before its first backward they see what the sums over the world say. Where that asks for clipping, or
-//! shows a value that is not finite, they take the update back, do it again as it should be, and run again what they had begun.
+//! shows a value that is not finite, they roll the update back, do it again as it should be, and run again what they had begun.
 //! After a step that was clipped the next one waits: most likely it will be clipped too.
 //!
 //! ```text
 //! step n:  forward, backward ... ─ reduce ─ start sums ─ update, tentatively
 //! step n+1:  forwards of the warm-up ─ see sums ┬ all is well ───────────────────────────── backward ...
-//!                                               └ take back ─ update, clipped ─ forwards again ─┘
+//!                                               └ roll back ─ update, clipped ─ forwards again ─┘
 //! ```
 
-use super::settle::Unsettled;
-use super::{Mode, StepReport, Trainer};
-use crate::data::Batch;
-use crate::engine::TrainError;
+use super::pending::PendingStep;
+use super::{Driver, StepReport, Trainer};
+use crate::TrainError;
+use meshwork_nn::Batch;
 use meshwork_optim::clip_factor;
-use meshwork_pipeline::{Event, Lowered};
+use meshwork_pipeline::{Event, Lowered, Tag};
 
 /// A synchronous schedule, as one pp rank sees it.
 #[derive(Debug)]
-pub(super) struct Flush {
+pub(super) struct Synchronous {
     schedule: Lowered,
     /// Actions before the first backward; none where steps do not overlap.
     warm_up: usize,
     /// Per pp rank: activations of the warm-up that it sends and this rank does not receive within its own.
-    stale: Vec<usize>,
+    stale: Vec<Vec<Tag>>,
     /// Whether the last step was clipped.
     clipped: bool,
 }
 
-impl Flush {
+impl Synchronous {
     pub(super) fn new(schedule: Lowered, pp_rank: usize, overlaps: bool) -> Self {
-        let stale = if overlaps { schedule.unreceived(pp_rank) } else { None };
-        let warm_up = if stale.is_some() { schedule.warm_up(pp_rank) } else { 0 };
-        Self { warm_up, stale: stale.unwrap_or_default(), schedule, clipped: false }
+        let counts = if overlaps { schedule.unreceived(pp_rank) } else { None };
+        let warm_up = if counts.is_some() { schedule.warm_up(pp_rank) } else { 0 };
+        let counts = counts.unwrap_or_default().into_iter().enumerate();
+        let stale = counts.map(|(from, count)| last_sent(&schedule, from, pp_rank, count)).collect();
+        Self { warm_up, stale, schedule, clipped: false }
     }
 
     pub(super) fn schedule(&self) -> &Lowered {
@@ -48,24 +50,35 @@ impl Flush {
     }
 }
 
+/// The last `count` messages that `from` sends to `to` in its warm-up.
+fn last_sent(schedule: &Lowered, from: usize, to: usize, count: usize) -> Vec<Tag> {
+    let warm_up = &schedule.actions(from)[..schedule.warm_up(from)];
+    let to_peer = warm_up.iter().filter(|action| {
+        let receives = |other: meshwork_pipeline::Action| schedule.schedule().rank_of(other.stage, other.micro) == to;
+        action.kind.is_send() && action.counterpart().is_some_and(receives)
+    });
+    let tags: Vec<Tag> = to_peer.filter_map(|action| action.tag()).collect();
+    tags[tags.len() - count..].to_vec()
+}
+
 impl Trainer {
-    fn flush(&mut self) -> &mut Flush {
-        match &mut self.mode {
-            Mode::Flush(flush) => flush,
-            Mode::Stream(_) => unreachable!("called for synchronous schedules only"),
+    fn synchronous(&mut self) -> &mut Synchronous {
+        match &mut self.driver {
+            Driver::Synchronous(driver) => driver,
+            Driver::Asynchronous(_) => unreachable!("called for synchronous schedules only"),
         }
     }
 
-    pub(super) fn advance_with_flush(
+    pub(super) fn step_synchronously(
         &mut self,
         batch: &Batch,
-        tokens: &[i64],
+        terms: &[u64],
         stop: &impl Fn() -> bool,
         observe: &mut impl FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
         let step = self.steps_begun + 1;
-        let pass = self.training_pass(batch, tokens);
-        let warm_up = if self.unsettled.is_empty() { 0 } else { self.flush().warm_up };
+        let pass = self.training_pass(batch, terms)?;
+        let warm_up = if self.pending.is_empty() { 0 } else { self.synchronous().warm_up };
         self.walk(&pass, 0..warm_up, observe)?;
         let validated = self.validate(warm_up > 0)?;
         if let Some((_, true)) = validated {
@@ -73,32 +86,33 @@ impl Trainer {
         }
         let mut reports: Vec<StepReport> = validated.into_iter().map(|(report, _)| report).collect();
 
-        self.learner.get_mut().gradients.begin();
+        self.weights.get_mut().gradients.begin();
         self.walk(&pass, warm_up..usize::MAX, observe)?;
         self.transport.flush()?;
         drop(pass);
-        self.learner.get_mut().gradients.finish()?;
-        let losses = self.losses();
-        let norms = self.learner.get_mut().norms()?;
-        let sums = self.start_sums(losses, norms)?;
-        let (tokens, lr) = (tokens.iter().sum(), self.learner.get_mut().lr(step));
+        self.weights.get_mut().gradients.finish()?;
+        let statistics = self.sum_statistics()?;
+        let counted = self.take_counted();
+        let sums = self.start_sums(counted, None)?;
+        let (terms, lr) = (terms.iter().sum(), self.weights.get_mut().lr(step));
 
-        let flush = self.flush();
-        if flush.overlaps() && !flush.clipped {
-            self.learner.get_mut().update_tentatively(lr, 1.0)?;
+        let driver = self.synchronous();
+        if driver.overlaps() && !driver.clipped {
+            self.weights.get_mut().update_tentatively(lr, 1.0, &statistics)?;
             self.steps_begun = step;
             let records = self.rank.log().drain();
-            let tally = Some(self.start_tally(&records, stop())?);
-            self.unsettled.push_back(Unsettled { step, tokens, losses: Vec::new(), records, sums: Some(sums), tally });
+            let stats = Some(self.start_stats(&records, stop())?);
+            let (counted, sums) = (Vec::new(), Some(sums));
+            self.pending.push_back(PendingStep { step, terms, counted, statistics, records, sums, stats });
         } else {
-            let measured = sums.measure(tokens)?.finite(step)?;
+            let measured = self.measure(sums, terms)?.finite(step)?;
             let factor = clip_factor(measured.grad_norm, self.max_norm);
-            self.learner.get_mut().update(lr, factor)?;
+            self.weights.get_mut().update(lr, factor, &statistics)?;
             self.steps_begun = step;
-            self.flush().clipped = factor != 1.0;
+            self.synchronous().clipped = factor != 1.0;
             let records = self.rank.log().drain();
-            let tally = self.start_tally(&records, stop())?;
-            reports.push(self.report(step, measured, tally, records)?);
+            let stats = self.start_stats(&records, stop())?;
+            reports.push(self.report(step, measured, stats, records)?);
         }
         Ok(reports)
     }
@@ -106,15 +120,15 @@ impl Trainer {
     /// Makes the last step certain, if it is not: its report, and whether its update had to be done again. Then, and after an
     /// error, what was `begun` of the next step with the wrong weights is forgotten.
     pub(super) fn validate(&mut self, begun: bool) -> Result<Option<(StepReport, bool)>, TrainError> {
-        let Some(Unsettled { step, tokens, records, sums: Some(sums), tally: Some(tally), .. }) =
-            self.unsettled.pop_front()
+        let Some(PendingStep { step, terms, records, statistics, sums: Some(sums), stats: Some(stats), .. }) =
+            self.pending.pop_front()
         else {
             return Ok(None);
         };
-        let measured = match sums.measure(tokens)?.finite(step) {
+        let measured = match self.measure(sums, terms)?.finite(step) {
             Ok(measured) => measured,
             Err(error) => {
-                self.take_back(begun)?;
+                self.rollback(begun)?;
                 self.steps_begun = step - 1;
                 return Err(error);
             }
@@ -122,23 +136,23 @@ impl Trainer {
         let factor = clip_factor(measured.grad_norm, self.max_norm);
         let clipped = factor != 1.0;
         if clipped {
-            self.take_back(begun)?;
-            let learner = self.learner.get_mut();
-            learner.update(learner.lr(step), factor)?;
+            self.rollback(begun)?;
+            let weights = self.weights.get_mut();
+            weights.update(weights.lr(step), factor, &statistics)?;
         } else {
-            self.learner.get_mut().confirm();
+            self.weights.get_mut().commit();
         }
-        self.flush().clipped = clipped;
-        Ok(Some((self.report(step, measured, tally, records)?, clipped)))
+        self.synchronous().clipped = clipped;
+        Ok(Some((self.report(step, measured, stats, records)?, clipped)))
     }
 
     /// Undoes the last update, and what was begun with its weights.
-    fn take_back(&mut self, begun: bool) -> Result<(), TrainError> {
+    fn rollback(&mut self, begun: bool) -> Result<(), TrainError> {
         self.forget_passes();
-        self.learner.get_mut().take_back();
+        self.weights.get_mut().rollback();
         if begun {
-            let stale = self.flush().stale.clone();
-            for (from, messages) in stale.into_iter().enumerate() {
+            let stale = self.synchronous().stale.clone();
+            for (from, messages) in stale.iter().enumerate() {
                 self.transport.discard(from, messages)?;
             }
         }
