@@ -144,3 +144,13 @@ pub fn sample_types(mesh: &Mesh) -> Types {
     let ty = |axis| if axis == Axis::Dp { Ty::Shard(0) } else { Ty::Invariant };
     mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
 }
+
+/// Where batches come from: text, images, a stream of your own. The samples of a step must depend on the step alone, never on the
+/// mesh.
+pub trait BatchSource: Sync {
+    /// The samples `samples` of the global batch of training step `step`, which is counted from 0.
+    ///
+    /// # Errors
+    /// Samples that there are not, or that cannot be read.
+    fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch>;
+}

@@ -2,11 +2,11 @@
 
 use crate::config::Config;
 use crate::data::Data;
-use crate::engine::TrainError;
-use crate::launch::agree_to_stop;
-use crate::step::Trainer;
+use meshwork_core::{Axis, Rank, ReduceOp};
+use meshwork_engine::{TrainError, Trainer};
+use meshwork_models::language;
 use meshwork_tensor::random;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Tokens of the data that the model starts from.
 const PROMPT: usize = 16;
@@ -24,10 +24,39 @@ pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &Atom
         if agree_to_stop(trainer.rank(), stop)? {
             break;
         }
-        let logits = trainer.next_token_logits(&tokens, config.model.vocab_size)?;
+        let logits = next_token_logits(trainer, &tokens, config.model.vocab_size)?;
         tokens.push(pick(&logits, random::uniform(key, place)) as i32);
     }
     Ok(printable(&data.decode(&tokens)))
+}
+
+/// Tokens of a sample are added to a sequence whose length grows in blocks of at least so many.
+const SAMPLE_BLOCK: usize = 32;
+
+/// The logits of the token that follows `tokens`, for the real part of the vocabulary, from a trainer of a language model; of a
+/// longer text than a sequence only the last tokens count. Collective: every rank gets the same.
+///
+/// # Errors
+/// While steps are under way.
+pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
+    let fields = trainer.plan().model().fields();
+    let seq_len = fields.iter().find(|field| field.name == language::TOKENS).map_or(1, |field| field.dims.count());
+    let mut window = tokens[tokens.len().saturating_sub(seq_len)..].to_vec();
+    let position = window.len().saturating_sub(1);
+    // What stands behind the last token does not matter: attention is causal. Sequence parallelism cuts the sequence
+    // evenly, and a few lengths for all tokens of a sample let the device use its memory again.
+    let tp = trainer.rank().mesh().degree(Axis::Tp);
+    let even = window.len().next_multiple_of(tp * SAMPLE_BLOCK.div_ceil(tp));
+    window.resize(even.min(seq_len), 0);
+    let (targets, seq_len) = (vec![-1; window.len()], window.len());
+    trainer.predict(&language::batch(window, targets, seq_len)?, position, vocab)
+}
+
+/// Whether some rank has seen that the run is to stop. Collective: all of them learn it at the same place.
+fn agree_to_stop(rank: &Rank, stop: &AtomicBool) -> Result<bool, TrainError> {
+    let mut asked = [i32::from(stop.load(Ordering::Relaxed))];
+    rank.world().all_reduce_slice(&mut asked, ReduceOp::Max)?;
+    Ok(asked[0] > 0)
 }
 
 /// Text that does nothing to a terminal: control characters, which an untrained model writes too, but for those that lay out text.

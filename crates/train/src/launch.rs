@@ -2,15 +2,15 @@
 
 use crate::config::Config;
 use crate::data::Data;
-use crate::engine::{Blueprint, TrainError};
+use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
-use crate::profile::{Ceilings, Probe, Profile, layers, write_layers};
+use crate::profile::{Ceilings, Probe, Profile, Track, layers, write_layers};
 use crate::progress::Progress;
-use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
-use meshwork_core::{Rank, ReduceOp};
+use meshwork_core::{Communicator, Rank};
+use meshwork_engine::{ModelPlan, StepReport, TrainError, Trainer};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,9 +38,8 @@ pub fn train(
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
-) -> Result<Outcome, WorldError<TrainError>> {
-    let parallelism = &config.parallelism;
-    let world_size = parallelism.dp * parallelism.tp * parallelism.pp;
+) -> Result<Outcome, WorldError<RunError>> {
+    let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
     // Measured while no rank is there to disturb it.
     let layers = match &config.metrics.layer_profile {
@@ -53,11 +52,8 @@ pub fn train(
         if let (Some((path, layers)), 0) = (&layers, world.rank()) {
             write_layers(layers, path)?;
         }
-        let blueprint = Blueprint::new(config)?;
         let probe = Probe::new(config, origin);
-        let rank = Arc::new(Rank::new(blueprint.mesh(), probe.communicator(world.communicator().clone()))?);
-        let outcome = run_rank(config, data, metrics, stop, rank.clone(), &probe)?;
-        Ok((outcome, probe.track(&rank)))
+        run_probed(config, data, metrics, stop, world.communicator().clone(), &probe)
     })?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
     let profile = ceilings.map(|ceilings| Profile { tracks: tracks.into_iter().flatten().collect(), ceilings });
@@ -66,15 +62,44 @@ pub fn train(
     Ok(Outcome { profile, ..outcome })
 }
 
-/// One rank's run.
-fn run_rank(
+/// Runs one rank over a given communicator of the world: threads, processes, machines. [`train`] does it for threads. Collective: each
+/// rank of the mesh calls it with the same configuration and data; rank 0 writes the metrics and the progress.
+///
+/// # Errors
+/// A world of another size than the mesh, and whatever ends training.
+pub fn run_rank(
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+    world: Arc<dyn Communicator>,
+) -> Result<Outcome, RunError> {
+    Ok(run_probed(config, data, metrics, stop, world, &Probe::new(config, None))?.0)
+}
+
+/// The same with a probe, and what it recorded.
+fn run_probed(
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+    world: Arc<dyn Communicator>,
+    probe: &Probe,
+) -> Result<(Outcome, Option<Track>), RunError> {
+    let mesh = config.mesh().map_err(TrainError::from)?;
+    let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
+    let outcome = run(config, data, metrics, stop, rank.clone(), probe)?;
+    Ok((outcome, probe.track(&rank)))
+}
+
+fn run(
     config: &Config,
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
     rank: Arc<Rank>,
     probe: &Probe,
-) -> Result<Outcome, TrainError> {
+) -> Result<Outcome, RunError> {
     let steps = config.training.steps;
     let started = Instant::now();
     // Dropped last: that waits for whoever reads the progress, and the other ranks must not wait along.
@@ -83,7 +108,7 @@ fn run_rank(
         _ => None,
     };
     let device = probe.device(config.device.open(config.training.dtype));
-    let mut trainer = Trainer::new(config, rank, device)?;
+    let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
     let mut outcome = Outcome::default();
     let mut begun = 0;
     let mut began = Instant::now();
@@ -91,14 +116,14 @@ fn run_rank(
         let asked = || stop.load(Ordering::Relaxed);
         let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
         let mut reports = probe.step(begun + 1, || {
-            let read = || data.batch(begun, config.training.global_batch_size, trainer.rows());
+            let read = || data.batch(begun, config.training.global_batch_size, trainer.samples());
             let batch = probe.time(Class::Data, "batch", read);
-            trainer.advance(&batch, asked, |event| probe.observe(event))
+            trainer.start_step(&batch, asked, |event| probe.observe(event))
         })?;
         begun += 1;
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         if validates || stopped || begun == steps {
-            reports.extend(trainer.settle(|event| probe.observe(event))?);
+            reports.extend(trainer.flush(|event| probe.observe(event))?);
         }
         if let (Some(reporter), false) = (&mut reporter, reports.is_empty()) {
             let seconds = std::mem::replace(&mut began, Instant::now()).elapsed().as_secs_f64() / reports.len() as f64;
@@ -128,18 +153,11 @@ fn run_rank(
     Ok(outcome)
 }
 
-/// Whether some rank has seen that the run is to stop. Collective: all of them learn it at the same place.
-pub(crate) fn agree_to_stop(rank: &Rank, stop: &AtomicBool) -> Result<bool, TrainError> {
-    let mut asked = [i32::from(stop.load(Ordering::Relaxed))];
-    rank.world().all_reduce_slice(&mut asked, ReduceOp::Max)?;
-    Ok(asked[0] > 0)
-}
-
-fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, TrainError> {
+fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, RunError> {
     let global = config.training.global_batch_size;
-    let rows = trainer.rows();
+    let rows = trainer.samples();
     let batches = 0..data.validation_batches(config.validation.steps, global);
-    trainer.evaluate(batches.map(|index| data.validation_batch(index, global, rows.clone())))
+    Ok(trainer.evaluate(batches.map(|index| data.validation_batch(index, global, rows.clone())))?.loss)
 }
 
 /// What rank 0 tells the world outside.
@@ -149,8 +167,8 @@ struct Reporter {
 }
 
 impl Reporter {
-    fn new(config: &Config, data: &Data, metrics: Option<&Path>) -> Result<Self, TrainError> {
-        let parameters = Blueprint::new(config)?.parameters()?;
+    fn new(config: &Config, data: &Data, metrics: Option<&Path>) -> Result<Self, RunError> {
+        let parameters = ModelPlan::new(config.model(), &config.plan()?)?.parameters()?;
         let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
         let mut metrics = metrics.map(Metrics::create).transpose()?;
         if let Some(metrics) = &mut metrics {
@@ -159,7 +177,7 @@ impl Reporter {
         Ok(Self { metrics, progress: Progress::new(config.training.steps) })
     }
 
-    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), TrainError> {
+    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RunError> {
         let tokens = config.training.global_batch_size * config.model.seq_len;
         let step = Step {
             step: report.step,
@@ -178,7 +196,7 @@ impl Reporter {
         Ok(())
     }
 
-    fn validation(&mut self, step: u64, loss: f64) -> Result<(), TrainError> {
+    fn validation(&mut self, step: u64, loss: f64) -> Result<(), RunError> {
         self.progress.validation(step, loss);
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&Event::Validation { step, loss })?;
@@ -187,7 +205,7 @@ impl Reporter {
     }
 
     /// The end of training.
-    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), TrainError> {
+    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), RunError> {
         if let Some(metrics) = &mut self.metrics {
             let seconds = started.elapsed().as_secs_f64();
             metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds })?;

@@ -1,11 +1,11 @@
-//! Configuration, data, the training step and the training loop of language models; and [`classify`], that of image classifiers.
+//! Configuration, data, metrics and launch of training runs, and the tools around them. The training itself is
+//! [`meshwork_engine`]'s: everything here is a client of it.
 #![forbid(unsafe_code)]
 
-pub mod classify;
 pub mod config;
 pub mod data;
 pub mod diff;
-pub mod engine;
+mod error;
 mod generate;
 mod launch;
 mod load;
@@ -14,11 +14,10 @@ pub mod partition;
 pub mod plan;
 pub mod profile;
 pub mod progress;
-mod step;
 
 pub use data::Data;
-pub use engine::TrainError;
-pub use generate::generate;
-pub use launch::{Outcome, train};
+pub use error::RunError;
+pub use generate::{generate, next_token_logits};
+pub use launch::{Outcome, run_rank, train};
 pub use load::load;
-pub use step::{StepReport, Trainer};
+pub use meshwork_engine::{StepReport, TrainError, Trainer};

@@ -1,110 +1,19 @@
-//! What a run would do, without doing it: one step of one rank on the meta device with recording communicators. The code that runs
-//! is the code that will train.
+//! What a run will take, before it runs: the report of `--steps 0`.
 
-use crate::config::{Config, Parallelism};
-use crate::data::Batch;
-use crate::engine::{Blueprint, TrainError, Watch};
-use crate::step::Trainer;
-use meshwork_core::{Axis, Mesh, Rank, Record};
-use meshwork_pipeline::Generator;
+use crate::config::Config;
+use meshwork_core::{Axis, Mesh};
+use meshwork_engine::dry_run::{self, Prediction};
+use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
-use meshwork_tensor::meta::Meta;
-use meshwork_tensor::{Device, ParamSpec};
+use meshwork_tensor::ParamSpec;
 use std::collections::BTreeSet;
-use std::sync::Arc;
-
-/// What one rank holds, computes and communicates in a step.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Prediction {
-    /// Elements of the parameters on this rank, padding not counted.
-    pub parameters: usize,
-    /// Bytes of weights, gradients and optimizer states.
-    pub model_bytes: u64,
-    /// Most bytes alive at once: those and the activations.
-    pub peak_bytes: u64,
-    /// Floating point operations of matrix products and attention.
-    pub flops: u64,
-    /// Every communication, in order.
-    pub records: Vec<Record>,
-}
-
-impl Prediction {
-    /// Logical bytes per step on the groups of that name.
-    pub fn bytes_on(&self, group: &str) -> f64 {
-        self.records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
-    }
-}
 
 /// Predicts a step of the rank `world_rank` of the configuration's mesh.
+///
+/// # Errors
+/// As [`dry_run::predict`].
 pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainError> {
-    let blueprint = Blueprint::new(config)?;
-    let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
-    let device = blank_device(config);
-    let mut trainer = Trainer::new(config, rank, device.clone())?;
-    let parameters = trainer.local_elements();
-    let model_bytes = device.meter().live_bytes();
-    // A step as it is when those that overlap with it are under way.
-    let batch = blank_batch(config, &trainer);
-    let mut reports = Vec::new();
-    let mut flops = 0;
-    for _ in 0..=trainer.steps_ahead() {
-        let before = device.meter().total_flops();
-        reports.extend(trainer.advance(&batch, || false, |_| {})?);
-        flops = device.meter().total_flops() - before;
-    }
-    reports.extend(trainer.settle(|_| {})?);
-    let records = reports.pop().map_or(Vec::new(), |report| report.records);
-    Ok(Prediction { parameters, model_bytes, peak_bytes: device.meter().peak_bytes(), flops, records })
-}
-
-/// What the parts of a model cost: floating point operations of matrix products and attention, forward and backward of one
-/// sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Costs {
-    /// The embedding: lookups, which are no products.
-    pub embedding: u64,
-    /// Each layer.
-    pub layer: u64,
-    /// The head with the loss.
-    pub head: u64,
-}
-
-/// Counts what the parts of a model cost, from its sizes alone, so that every rank of every mesh counts the same: a step of one
-/// sequence through a pipeline of three stages, which are the embedding, one layer, and the head.
-pub fn costs(config: &Config) -> Result<Costs, TrainError> {
-    let mut parts = config.clone();
-    parts.model.num_layers = 1;
-    parts.model.tie_embeddings = false; // The same products, and no group for the tie.
-    parts.parallelism = Parallelism { dp: 1, tp: 1, pp: 3, sequence_parallel: false, ..parts.parallelism };
-    parts.pipeline.schedule = Generator::Gpipe.name().to_owned();
-    (parts.pipeline.virtual_stages, parts.pipeline.num_microbatches) = (1, 1);
-    parts.pipeline.partition = vec![0, 1, 0];
-    (parts.training.global_batch_size, parts.training.micro_batch_size) = (1, 1);
-    let flops = |rank| predict(&parts, rank).map(|part| part.flops);
-    Ok(Costs { embedding: flops(0)?, layer: flops(1)?, head: flops(2)? })
-}
-
-/// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
-pub(crate) fn rehearse(config: &Config, world_rank: usize, watch: Arc<dyn Watch>) -> Result<(), TrainError> {
-    let blueprint = Blueprint::new(config)?;
-    let rank = Arc::new(Rank::recording(blueprint.mesh(), world_rank)?);
-    let mut trainer = Trainer::new(config, rank, blank_device(config))?;
-    trainer.watch(watch);
-    let batch = blank_batch(config, &trainer);
-    trainer.step(&batch, |_| {})?;
-    Ok(())
-}
-
-/// What stands in for the configuration's device.
-fn blank_device(config: &Config) -> Arc<dyn Device> {
-    Arc::new(Meta::new(config.training.dtype.precision()))
-}
-
-/// A rank's rows of a batch of the token 0.
-fn blank_batch(config: &Config, trainer: &Trainer) -> Batch {
-    let (rows, seq_len) = (trainer.rows().len(), config.model.seq_len);
-    let tokens = vec![0; rows * seq_len];
-    Batch { inputs: tokens.clone(), targets: tokens, rows, seq_len }
+    dry_run::predict(&config.model(), &config.plan()?, world_rank)
 }
 
 /// Ranks of one pp rank that do the same.
@@ -132,15 +41,16 @@ fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
 
 /// Most bytes alive at once on all ranks together.
 pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
-    let kinds = kinds(config, Blueprint::new(config)?.mesh())?;
+    let kinds = kinds(config, &config.mesh()?)?;
     Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes)).sum())
 }
 
 /// The mesh, the model, and what a step takes on each rank, ranks that take the same together: what `--steps 0` prints.
 pub fn report(config: &Config) -> Result<String, TrainError> {
-    let blueprint = Blueprint::new(config)?;
-    let mesh = blueprint.mesh();
-    let parameters: usize = blueprint.parameters()?.iter().map(ParamSpec::global_elements).sum();
+    let plan = config.plan()?;
+    let mesh = &plan.mesh;
+    let parameters: usize =
+        ModelPlan::new(config.model(), &plan)?.parameters()?.iter().map(ParamSpec::global_elements).sum();
     let mut text = format!(
         "mesh {mesh}: {}\n{}\n{}{}; products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
         count(mesh.world_size(), "rank"),
@@ -154,7 +64,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         grouped(config.training.micro_batch_size as u64),
     );
     if mesh.degree(Axis::Pp) > 1 {
-        let schedule = config.pipeline.build(mesh.degree(Axis::Pp))?;
+        let schedule = plan.build_schedule()?;
         let timeline = simulate(&schedule, &meshwork_pipeline::Costs::per_rank(&schedule, 1.0, 1.0, 1.0))?;
         text.truncate(text.trim_end().len());
         text += &format!(
@@ -274,22 +184,11 @@ mod tests {
     }
 
     #[test]
-    fn costs_are_those_of_the_formulae() {
-        let config = Config::from_toml("[model]\npreset = 'small'\n[parallelism]\ntp = 2\npp = 2").unwrap();
-        let (v, h, s) = (256u64, 384, 256);
-        // Backward is twice forward, but for attention, which computes its probabilities again: 4 and 10 for each pair and width.
-        let products = 3 * 2 * s * (4 * h * h + 8 * h * h);
-        let attention = 14 * h * (s * (s + 1) / 2);
-        let costs = costs(&config).unwrap();
-        assert_eq!(costs, Costs { embedding: 0, layer: products + attention, head: 3 * 2 * s * v * h });
-    }
-
-    #[test]
     fn ranks_that_differ_only_along_dp_do_the_same() {
         // 250 words over 4 tp ranks: the last one holds padding.
         let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
         let config = Config::from_toml(toml).unwrap();
-        let mesh = Blueprint::new(&config).unwrap().mesh().clone();
+        let mesh = config.mesh().unwrap();
         let kinds = kinds(&config, &mesh).unwrap();
         let kind = |rank: usize| kinds.iter().find(|kind| kind.ranks.contains(&rank)).unwrap();
         for rank in 0..mesh.world_size() {

@@ -8,7 +8,6 @@ use meshwork_core::Axis;
 use meshwork_nn::Batch;
 use meshwork_pipeline::run;
 use meshwork_tensor::Error;
-use std::ops::Range;
 
 /// What an evaluation over some batches gives.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,17 +42,21 @@ impl Trainer {
         }
     }
 
-    /// A run of elements of the model's output for the samples of `batch`, which every rank is given whole: of the output
-    /// `[samples, ..]` as [`Stage::predict`](meshwork_nn::Stage::predict) gives it, row-major. Every rank gets the same.
-    pub fn predict(&mut self, batch: &Batch, elements: Range<usize>) -> Result<Vec<f32>, TrainError> {
+    /// The first `columns` numbers of a row of the model's output for the samples of `batch`, which every rank is given whole. The
+    /// output is what [`Stage::predict`](meshwork_nn::Stage::predict) gives, taken as rows of its last dim. Every rank gets the same.
+    ///
+    /// # Errors
+    /// While steps are under way; a row that there is not.
+    pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
         pass.micro_batch = batch.samples();
         pass.activations = self.plan.activations(batch)?.into();
         self.forward_only(&pass)?;
-        let mut values = vec![0f32; elements.len()];
+        let mut values = vec![0f32; columns];
         if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
-            let part = output.buffer().slice(elements).map_err(Error::from)?;
+            let first = row * output.shape().last().copied().unwrap_or(1);
+            let part = output.buffer().slice(first..first + columns).map_err(Error::from)?;
             values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
         }
         let last = self.prediction.schedule().stages() - 1;

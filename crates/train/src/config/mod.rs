@@ -15,6 +15,7 @@ mod fault;
 pub mod keys;
 mod mesh;
 mod partition;
+mod plan;
 mod preset;
 mod reference;
 mod resolve;
@@ -32,9 +33,7 @@ pub(crate) use resolve::resolve;
 pub use sections::{DecayName, Device, Dtype, OptimizerName, Parallelism};
 pub(crate) use settings::Settings;
 
-use meshwork_tensor::tape::{Keep, SavedPolicy, Selective};
 use serde::Serialize;
-use std::rc::Rc;
 
 /// A configuration that can be run: all values known, in range and consistent.
 ///
@@ -90,11 +89,6 @@ impl Config {
     #[must_use]
     pub fn leaves(&self) -> Option<usize> {
         (self.training.numerics == "canonical").then_some(self.numerics.leaves)
-    }
-
-    /// How saved tensors wait for the backward pass.
-    pub fn saved_policy(&self) -> Rc<dyn SavedPolicy> {
-        if self.memory.recompute == "selective" { Rc::new(Selective) } else { Rc::new(Keep) }
     }
 
     /// The configuration of a TOML document.

@@ -5,8 +5,7 @@ use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
 use super::size::MAX_LAYERS;
-use crate::engine::TrainError;
-use crate::plan::{self, Costs};
+use meshwork_engine::{TrainError, dry_run};
 use meshwork_pipeline::Schedule;
 
 const KEY: &str = "pipeline.partition";
@@ -20,6 +19,28 @@ fn uniform(layers: usize, stages: usize) -> Vec<usize> {
 
 /// The words for a list.
 pub(super) const WORDS: &[&str] = &["uniform", "cost"];
+
+/// What the parts of a model whose layers are alike cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Costs {
+    /// What is bound to the beginning: the embedding.
+    pub(crate) embedding: u64,
+    /// Each layer.
+    pub(crate) layer: u64,
+    /// Head and loss.
+    pub(crate) head: u64,
+}
+
+/// Counts what the parts of the model cost, from its sizes alone, so that every rank of every mesh counts the same: of one layer, as all
+/// are alike, on one rank.
+pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
+    let mut one = config.clone();
+    (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);
+    match dry_run::costs(&one.model(), &one.plan()?)?[..] {
+        [embedding, layer, head] => Ok(Costs { embedding, layer, head }),
+        _ => unreachable!("one layer and two ends"),
+    }
+}
 
 /// Deals the layers so that the most that a rank computes is least, by the placement of a schedule. A rank computes its layers, the
 /// embedding with the first stage, and head and loss with the last; the replicas of a stage share its work. Of equally good ones,
@@ -66,7 +87,7 @@ pub(crate) fn weigh(config: &mut Config, settings: &mut Settings) {
         return;
     }
     let dealt = || -> Result<Vec<usize>, TrainError> {
-        Ok(by_cost(config.model.num_layers, plan::costs(config)?, &config.pipeline.build(config.parallelism.pp)?))
+        Ok(by_cost(config.model.num_layers, costs(config)?, &config.pipeline.build(config.parallelism.pp)?))
     };
     match dealt() {
         Ok(list) => config.pipeline.partition = list,
@@ -129,6 +150,17 @@ fn misdealt(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize
 mod tests {
     use super::*;
     use meshwork_pipeline::{forward_only, one_f_one_b_replicated};
+
+    #[test]
+    fn costs_are_those_of_the_formulae() {
+        let config = Config::from_toml("[model]\npreset = 'small'\n[parallelism]\ntp = 2\npp = 2").unwrap();
+        let (v, h, s) = (256u64, 384, 256);
+        // Backward is twice forward, but for attention, which computes its probabilities again: 4 and 10 for each pair and width.
+        let products = 3 * 2 * s * (4 * h * h + 8 * h * h);
+        let attention = 14 * h * (s * (s + 1) / 2);
+        let wanted = Costs { embedding: 0, layer: products + attention, head: 3 * 2 * s * v * h };
+        assert_eq!(super::costs(&config).unwrap(), wanted);
+    }
 
     #[test]
     fn uniform_is_as_even_as_can_be() {

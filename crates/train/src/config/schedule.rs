@@ -1,13 +1,13 @@
 //! What runs the pipeline: a schedule by name, over replicated stages, or one of the user's own.
 
-use meshwork_pipeline::{CheckError, Generator, Lowered, Schedule, Shape, Weights, lower, one_f_one_b_replicated};
+use meshwork_engine::TrainError;
+use meshwork_pipeline::{CheckError, Lowered, Schedule, lower};
 use std::fs;
 
 use super::Config;
 use super::fault::Fault;
 use super::sections::Pipeline;
 use super::settings::Settings;
-use crate::engine::TrainError;
 
 const FILE: &str = "pipeline.schedule_file";
 const NAME: &str = "pipeline.schedule";
@@ -22,42 +22,7 @@ impl Pipeline {
     /// # Errors
     /// When there is none of that name, or not in this shape.
     pub fn build(&self, pp: usize) -> Result<Schedule, TrainError> {
-        if let Some(own) = &self.own_schedule {
-            return Ok(own.clone());
-        }
-        match &self.replication[..] {
-            [] => self.build_steps(pp, 1),
-            replicas => {
-                let (generator, shape) = self.generator(pp)?;
-                generator.takes(shape)?;
-                Ok(one_f_one_b_replicated(replicas, shape.micros))
-            }
-        }
-    }
-
-    /// The schedule of its name over several steps, which an asynchronous one does not drain between them.
-    ///
-    /// # Errors
-    /// As [`build`](Self::build).
-    pub fn build_steps(&self, pp: usize, steps: usize) -> Result<Schedule, TrainError> {
-        let (generator, shape) = self.generator(pp)?;
-        let schedule = generator.build_steps(shape, steps)?;
-        let weights = if self.vertical_sync { Weights::VerticalSync } else { schedule.weights };
-        Ok(Schedule { weights, ..schedule })
-    }
-
-    /// The schedule by its name, and the shape in which it is to be generated over `pp` ranks.
-    ///
-    /// # Errors
-    /// When there is none of that name.
-    pub fn generator(&self, pp: usize) -> Result<(Generator, Shape), TrainError> {
-        let shape = Shape { pp, virtual_stages: self.virtual_stages, micros: self.num_microbatches };
-        Ok((meshwork_pipeline::by_name(&self.schedule)?, shape))
-    }
-
-    /// Whether a step begins before the update of the one before is certain.
-    pub fn overlaps_steps(&self) -> bool {
-        self.own_schedule.is_none() && meshwork_pipeline::by_name(&self.schedule).is_ok_and(Generator::overlaps_steps)
+        Ok(self.spec()?.build(pp, self.num_microbatches)?)
     }
 
     /// Stages over `pp` ranks.

@@ -3,42 +3,25 @@
 //! Which samples a step takes depends on the step, the seed and the global batch only, never on the mesh: each
 //! data-parallel rank asks for its rows of the global batch.
 
-pub(crate) mod permutation;
+mod images;
+mod permutation;
 mod source;
 mod token_file;
 mod tokenizer;
 
 use std::ops::Range;
 
+pub use images::Images;
 pub(crate) use source::{Stream, read};
 pub use tokenizer::Tokenizer;
 
 use crate::config::{Config, ConfigError, Fault};
+use meshwork_models::language;
+use meshwork_nn::{Batch, BatchSource};
 use permutation::Permutation;
 
 /// A target with this value is masked: it adds nothing to the loss.
 pub const MASKED: i32 = -1;
-
-/// Rows of a global batch, each of `seq_len` tokens, row-major.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Batch {
-    /// The token ids that go in.
-    pub inputs: Vec<i32>,
-    /// For each input the id that follows it; negative where masked.
-    pub targets: Vec<i32>,
-    /// Number of samples.
-    pub rows: usize,
-    /// Tokens per sample.
-    pub seq_len: usize,
-}
-
-impl Batch {
-    /// Number of targets that are not masked.
-    #[must_use]
-    pub fn unmasked(&self) -> usize {
-        self.targets.iter().filter(|&&target| target >= 0).count()
-    }
-}
 
 /// A token stream cut into samples. Sample i is the tokens `[i·seq_len, (i+1)·seq_len]` of its part: inputs and
 /// targets overlap by one.
@@ -48,8 +31,9 @@ impl Batch {
 ///
 /// let data = Data::from_tokens((0..=12).collect(), 3);
 /// let batch = data.batch(1, 2, 0..2); // the second batch of two samples: samples 2 and 3
-/// assert_eq!(batch.inputs, [6, 7, 8, 9, 10, 11]);
-/// assert_eq!(batch.targets, [7, 8, 9, 10, 11, 12]);
+/// assert_eq!(batch.values::<i32>("tokens")?, [6, 7, 8, 9, 10, 11]);
+/// assert_eq!(batch.values::<i32>("targets")?, [7, 8, 9, 10, 11, 12]);
+/// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct Data {
@@ -209,7 +193,7 @@ impl Data {
             let masked = |at: &usize| self.masked.get(*at) == Some(&true);
             targets.extend((start + 1..=end).map(|at| if masked(&at) { MASKED } else { self.tokens[at] }));
         }
-        Batch { inputs, targets, rows: count, seq_len: self.seq_len }
+        language::batch(inputs, targets, self.seq_len).expect("whole samples")
     }
 
     /// Number of whole samples, of the training part or of the held-out part.
@@ -256,6 +240,17 @@ impl Data {
     #[must_use]
     pub fn notices(&self) -> &[String] {
         &self.notices
+    }
+}
+
+impl BatchSource for Data {
+    fn batch(
+        &self,
+        step: u64,
+        global_batch_size: usize,
+        samples: Range<usize>,
+    ) -> Result<Batch, meshwork_tensor::Error> {
+        Ok(Data::batch(self, step, global_batch_size, samples))
     }
 }
 

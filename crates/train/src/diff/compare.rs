@@ -8,6 +8,7 @@ use super::report::Report;
 use super::ulps::{Float, Spread, Values};
 use super::world::{Held, Record, Stepped};
 use meshwork_core::{Axis, Ty, Types};
+use meshwork_tensor::param;
 use std::collections::BTreeMap;
 
 /// How far two values are apart.
@@ -120,7 +121,7 @@ impl<'a> Pair<'a> {
         let Some((_, norm)) = scalars else { return Ok(()) };
         self.vectors(step, 0, &sides, report)?;
         scalar(step, Place::GradNorm, norm, report);
-        let vectors = sides[0].held.values().flatten().map(|held| held.vectors.len()).max().unwrap_or(0);
+        let vectors = sides[0].held.values().flatten().map(Vec::len).max().unwrap_or(0);
         (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, report))
     }
 
@@ -226,7 +227,7 @@ impl<'a> Pair<'a> {
             let place = Place::Parameter { name: spec.name.clone(), vector: Vector::at(vector) };
             let mut wholes: Vec<Vec<f32>> = Vec::new();
             for (side, held) in held.into_iter().enumerate() {
-                let (whole, differ) = whole(held, vector, &spec.dims);
+                let Some((whole, differ)) = whole(held, vector, spec.dims) else { continue };
                 if let Some(differ) = differ {
                     report.diverged(self.of_replicas(step, place.clone(), side, differ));
                 }
@@ -241,8 +242,13 @@ impl<'a> Pair<'a> {
                 }
                 wholes.push(whole);
             }
+            let (a, b) = match &wholes[..] {
+                [] => continue, // frozen
+                [a, b] => (a, b),
+                _ => return Err(Error::Structure(format!("{place}: only one side has it"))),
+            };
             let mut delta = Delta::default();
-            let first = delta.add(&wholes[0], &wholes[1]);
+            let first = delta.add(a, b);
             let divergence = first.map(|(at, values, ulps)| {
                 let ranks = held.map(|held| holders_of(held, at));
                 let found = Found { index: unravel(at, &spec.dims), values, ulps, ranks, ..Found::default() };
@@ -284,7 +290,7 @@ impl<'a> Pair<'a> {
 }
 
 /// What the two sides are called.
-pub(super) const SIDES: [char; 2] = ['A', 'B'];
+pub const SIDES: [char; 2] = ['A', 'B'];
 
 /// Whether values of those types can be put together to the same global value.
 fn comparable(types: [&Types; 2], programs: [&Program; 2]) -> bool {
@@ -297,8 +303,10 @@ fn comparable(types: [&Types; 2], programs: [&Program; 2]) -> bool {
 
 /// The ranks that hold an element of a parameter.
 fn holders_of(held: &[Held], at: usize) -> Vec<usize> {
-    let holds = |held: &&Held| held.runs.iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
-    let mut ranks: Vec<usize> = held.iter().filter(holds).map(|held| held.rank).collect();
+    let holds =
+        |piece: &&param::Piece| piece.runs().iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
+    let first = held.iter().filter_map(|held| held.first());
+    let mut ranks: Vec<usize> = first.filter(holds).map(|piece| piece.rank).collect();
     ranks.sort_unstable();
     ranks
 }

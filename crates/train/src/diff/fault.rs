@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// One element of one value of the first step's first micro-batch, to be changed: see [`Break::find`].
 #[derive(Clone, Debug)]
-pub(super) struct Break {
+pub struct Break {
     stage: usize,
     number: usize,
     operand: Option<&'static str>,
@@ -28,7 +28,7 @@ impl Break {
     ///
     /// # Errors
     /// An unknown name, with the names there are.
-    pub(super) fn find(program: &Program, asked: &str) -> Result<Self, Fault> {
+    pub fn find(program: &Program, asked: &str) -> Result<Self, Fault> {
         let (name, backward) = match asked.split_once(':') {
             None => (asked, false),
             Some((name, "backward")) => (name, true),
@@ -71,12 +71,12 @@ impl Break {
     }
 
     /// What was changed.
-    pub(super) fn told(&self) -> Option<Broken> {
+    pub fn told(&self) -> Option<Broken> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The hook that does it.
-    pub(super) fn hook(&self) -> Arc<Hook> {
+    pub fn hook(&self) -> Arc<Hook> {
         let fault = self.clone();
         Arc::new(move |site: Site, seen: &Seen<'_>| {
             let place = (site.stage, site.micro, seen.number, seen.operand, seen.position.step);

@@ -14,6 +14,8 @@ use super::program::{Program, Value};
 use super::ulps::{Float, Values};
 use super::world::{Held, Record};
 use meshwork_core::{Axis, Coords, Ty};
+use meshwork_tensor::Shape;
+use meshwork_tensor::param::{self, Conflict};
 use std::collections::BTreeMap;
 
 /// What of a step's batch a piece of a value belongs to.
@@ -221,47 +223,25 @@ fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<
     part
 }
 
-/// A whole parameter, or a vector that goes with it, from the ranks' runs; `None` for elements that no rank holds. And the first
-/// replicas that differ.
-pub(super) fn whole(held: &[Held], vector: usize, dims: &[usize]) -> (Vec<Option<f32>>, Option<Replicas>) {
-    let mut whole = vec![None; dims.iter().product()];
-    let mut first: Option<usize> = None;
-    let mut differing = 0;
-    let each = |rank: &Held, visit: &mut dyn FnMut(usize, f32)| {
-        let Some(values) = rank.vectors.get(vector) else { return };
-        for (start, run) in &rank.runs {
-            let here = values.get(run.clone()).unwrap_or_default();
-            here.iter().enumerate().for_each(|(at, &value)| visit(start + at, value));
-        }
-    };
-    for rank in held {
-        each(rank, &mut |at, value: f32| {
-            let there = *whole[at].get_or_insert(value);
-            if there.ulps(value) > 0 {
-                first = Some(first.map_or(at, |first| first.min(at)));
-                differing += 1;
-            }
-        });
+/// A whole parameter, or a vector that goes with it, from what the ranks hold; `None` for elements that no rank holds, and nothing at all
+/// for a vector that no rank has. And the first replicas that differ.
+pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
+    let pieces: Vec<_> = held.iter().filter_map(|held| held.get(vector)).filter(|it| !it.values.is_empty()).collect();
+    if pieces.is_empty() {
+        return None;
     }
-    let differ = first.map(|at| {
-        let mut holders: Vec<(usize, f32)> = Vec::new();
-        for rank in held {
-            each(rank, &mut |other, value| holders.extend((other == at).then_some((rank.rank, value))));
-        }
-        let (a, value) = holders[0];
-        let (b, other) = holders.iter().copied().find(|(_, other)| value.ulps(*other) > 0).unwrap_or(holders[0]);
-        Replicas {
-            ranks: [a, b],
-            unit: None,
-            micro: None,
-            dims: dims.to_vec(),
-            index: unravel(at, dims),
-            values: [value.into(), other.into()],
-            ulps: value.ulps(other),
-            differing,
-        }
+    let (whole, conflict) = param::assemble(dims, pieces);
+    let differ = conflict.map(|Conflict { element, ranks, values: [a, b], count }| Replicas {
+        ranks,
+        unit: None,
+        micro: None,
+        dims: dims.to_vec(),
+        index: unravel(element, &dims),
+        values: [a.into(), b.into()],
+        ulps: a.ulps(b),
+        differing: count as u64,
     });
-    (whole, differ)
+    Some((whole, differ))
 }
 
 /// The index of an element, given its place in row-major order.

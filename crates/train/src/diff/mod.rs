@@ -21,7 +21,7 @@
 //! let small = ["--set", "model.hidden_size=32", "--set", "model.seq_len=16", "--set", "model.num_layers=1"];
 //! let (a, data) = load(&Args::parse(["--mesh", "dp=1"].iter().chain(&small)))?;
 //! let (b, _) = load(&Args::parse(["--mesh", "dp=2,tp=2"].iter().chain(&small)))?;
-//! let report = compare([&Side::new(&a, &data), &Side::new(&b, &data)], 2)?;
+//! let report = compare([&Side::new(&a, &data)?, &Side::new(&b, &data)?], 2)?;
 //! assert!(report.unexplained.is_none(), "{report}");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -30,28 +30,28 @@ mod compare;
 mod divergence;
 mod fault;
 mod global;
-mod options;
 mod program;
 mod report;
 mod ulps;
 mod world;
 
 pub use divergence::{Between, Broken, Divergence, Place, Vector};
-pub use options::{Comparison, Options, usage};
+pub use fault::Break;
 pub use report::{Report, Row};
 pub use ulps::Spread;
 
-use crate::config::{Config, Dtype};
-use crate::data::{Batch, Data};
-use crate::engine::TrainError;
-use crate::step::Trainer;
-use compare::{Pair, SIDES};
-use fault::Break;
-use meshwork_core::{Communicator, Coords};
+use crate::config::Config;
+use compare::Pair;
+pub use compare::SIDES;
+use meshwork_core::{Axis, Communicator, Coords};
+use meshwork_engine::{Plan, TrainError, Trainer};
+use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::Tensor;
+use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::tape::Seen;
-use program::Program;
+pub use program::Program;
 use std::sync::Arc;
+use std::time::Duration;
 use world::World;
 
 /// Which rank sees a value, where in the pipeline.
@@ -80,10 +80,16 @@ pub type Wrap = dyn Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Send + 
 /// One of the two runs.
 #[derive(Clone)]
 pub struct Side<'a> {
-    /// Its configuration. `training.steps` is not read but for what derives from it.
-    pub config: &'a Config,
+    /// What is trained.
+    pub model: Arc<dyn Model>,
+    /// How.
+    pub plan: Plan,
     /// Its data.
-    pub data: &'a Data,
+    pub data: &'a dyn BatchSource,
+    /// Said of it after its mesh, as `, sequence parallel`.
+    pub note: String,
+    /// Time without progress after which a rank gives up on another.
+    pub timeout: Duration,
     /// What sees, and may change, every value.
     pub hook: Option<Arc<Hook>>,
     /// What is done before each step.
@@ -93,9 +99,20 @@ pub struct Side<'a> {
 }
 
 impl<'a> Side<'a> {
-    /// A run as it is.
-    pub fn new(config: &'a Config, data: &'a Data) -> Self {
-        Self { config, data, hook: None, before_step: None, communicator: None }
+    /// A run of a configuration, as it is. `training.steps` is not read but for what derives from it.
+    ///
+    /// # Errors
+    /// A mesh or schedule that cannot be.
+    pub fn new(config: &Config, data: &'a dyn BatchSource) -> Result<Self, TrainError> {
+        let note = if config.parallelism.sequence_parallel { ", sequence parallel" } else { "" };
+        let (note, timeout) = (note.to_owned(), config.comm.timeout());
+        Ok(Self { note, timeout, ..Self::of(config.model(), config.plan()?, data) })
+    }
+
+    /// A run of any model.
+    pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
+        let timeout = meshwork_core::comm::thread::Options::default().timeout;
+        Self { model, plan, data, note: String::new(), timeout, hook: None, before_step: None, communicator: None }
     }
 
     /// The same with a hook on every value.
@@ -123,15 +140,13 @@ impl<'a> Side<'a> {
     }
 
     /// What it is, in words.
-    fn describe(&self) -> String {
-        let Config { parallelism: mesh, pipeline, training, .. } = self.config;
-        let sequence = if mesh.sequence_parallel { ", sequence parallel" } else { "" };
-        let (micros, size) = (pipeline.num_microbatches, training.micro_batch_size);
+    fn describe(&self) -> Result<String, TrainError> {
+        let (plan, mesh) = (&self.plan, &self.plan.mesh);
+        let (micros, size) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let times = if micros == 1 { "micro-batch" } else { "micro-batches" };
-        format!(
-            "dp={},tp={},pp={}{sequence}, {}, {micros} {times} of {size}",
-            mesh.dp, mesh.tp, mesh.pp, pipeline.schedule
-        )
+        let [dp, tp, pp] = [Axis::Dp, Axis::Tp, Axis::Pp].map(|axis| mesh.degree(axis));
+        let (note, schedule) = (&self.note, plan.schedule.name());
+        Ok(format!("dp={dp},tp={tp},pp={pp}{note}, {schedule}, {micros} {times} of {size}"))
     }
 }
 
@@ -164,16 +179,20 @@ type Key = (usize, usize, Option<&'static str>);
 /// Two sides that do not have the same operations and parameters, and a run that fails. A run that fails with a loss or norm that
 /// is not finite is compared that far, and the report says so.
 pub fn compare(sides: [&Side<'_>; 2], steps: u64) -> Result<Report, Error> {
-    let programs = [Program::new(sides[0].config)?, Program::new(sides[1].config)?];
+    let programs = [Program::new(sides[0])?, Program::new(sides[1])?];
     compare_programs(sides, [&programs[0], &programs[1]], steps)
 }
 
-fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u64) -> Result<Report, Error> {
+/// The same for sides whose programs are known.
+///
+/// # Errors
+/// As [`compare`].
+pub fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u64) -> Result<Report, Error> {
     let pair = Pair::new(programs)?;
-    let canonical = sides.iter().all(|side| side.config.training.numerics == "canonical");
-    let bf16 = sides.iter().any(|side| side.config.training.dtype == Dtype::Bf16);
+    let canonical = sides.iter().all(|side| side.plan.blocks().is_some());
+    let bf16 = sides.iter().any(|side| side.plan.precision == Precision::Bf16);
     let rounding = if bf16 { ROUNDING_BF16 } else { ROUNDING };
-    let mut report = Report::new(sides.map(Side::describe), canonical, rounding);
+    let mut report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
     std::thread::scope(|scope| {
         let mut worlds = [World::start(scope, SIDES[0], sides[0])?, World::start(scope, SIDES[1], sides[1])?];
         let mut compared = Ok(());

@@ -1,17 +1,15 @@
 //! The operations of a step as one list, whatever the mesh: found out on the meta device, without computing anything.
 
-use super::{Error, Key};
-use crate::config::Config;
-use crate::engine::{At, Blueprint, Watch};
-use crate::plan::rehearse;
+use super::{Error, Key, Side};
 use meshwork_core::{Axis, Mesh, Ty, Types};
+use meshwork_engine::{At, ModelPlan, TrainError, Watch, dry_run};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamSpec, Shape, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place on any mesh.
 #[derive(Clone, Debug)]
-pub(super) struct Program {
+pub struct Program {
     pub(super) mesh: Mesh,
     pub(super) ops: Vec<Op>,
     /// Every parameter of the model.
@@ -48,13 +46,17 @@ pub(super) struct Value {
 }
 
 impl Program {
-    /// The operations of one micro-batch of a configuration.
-    pub(super) fn new(config: &Config) -> Result<Self, Error> {
-        let blueprint = Blueprint::new(config).map_err(crate::TrainError::from)?;
-        let mesh = blueprint.mesh();
+    /// The operations of one micro-batch of a side.
+    ///
+    /// # Errors
+    /// A plan that does not fit its model.
+    pub fn new(side: &Side<'_>) -> Result<Self, Error> {
+        let (model, plan) = (&side.model, &side.plan);
+        let stages = ModelPlan::new(model.clone(), plan)?;
+        let mesh = &plan.mesh;
         let list = Arc::new(List::default());
         for stage in 0..mesh.degree(Axis::Pp) {
-            rehearse(config, mesh.rank_at(mesh.coords(0).with(Axis::Pp, stage)), list.clone())?;
+            dry_run::watch(model, plan, mesh.rank_at(mesh.coords(0).with(Axis::Pp, stage)), list.clone())?;
         }
         let mut ops = std::mem::take(&mut *list.0.lock().unwrap_or_else(PoisonError::into_inner));
         ops.sort_by_key(|op| (op.stage, op.number));
@@ -72,9 +74,9 @@ impl Program {
         Ok(Self {
             mesh: mesh.clone(),
             ops,
-            parameters: blueprint.parameters().map_err(crate::TrainError::from)?,
-            samples: config.training.micro_batch_size,
-            batch: config.training.global_batch_size,
+            parameters: stages.parameters().map_err(TrainError::from)?,
+            samples: plan.micro_batch_size().map_err(TrainError::from)?,
+            batch: plan.global_batch_size,
         })
     }
 
@@ -106,7 +108,10 @@ impl Program {
     }
 
     /// Refuses two programs that do not go step by step together.
-    pub(super) fn require_same(&self, other: &Program) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// The first operation or parameter that differs.
+    pub fn require_same(&self, other: &Program) -> Result<(), Error> {
         let refuse = |problem: String| Err(Error::Structure(problem));
         let names = |program: &Program| -> Vec<String> {
             program.parameters.iter().map(|spec| format!("{} {:?}", spec.name, spec.dims)).collect()
@@ -155,9 +160,9 @@ struct List(Mutex<Vec<Op>>);
 
 impl Watch for List {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
-        let At { stage, micro } = at;
+        let At { stage, micro, recomputed } = at;
         let &Seen { op: name, number, operand, maker, params, types, tensor, .. } = seen;
-        if micro > 0 {
+        if micro > 0 || recomputed && operand.is_none() {
             return Ok(None);
         }
         let mut ops = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -2,15 +2,15 @@
 
 use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
-use crate::engine::{At, Blueprint, TrainError, Watch};
-use crate::step::{StepReport, Trainer};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, bf16, pool};
+use meshwork_engine::{At, StepReport, TrainError, Trainer, Watch};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::param::Piece;
 use meshwork_tensor::tape::Seen;
-use meshwork_tensor::{ParamId, Tensor};
+use meshwork_tensor::{Device, ParamId, Tensor};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -26,15 +26,9 @@ pub(super) struct Record {
     pub(super) values: Values,
 }
 
-/// A rank's part of a parameter after a step.
-#[derive(Clone, Debug)]
-pub(super) struct Held {
-    pub(super) rank: usize,
-    /// Runs of elements: where they start in the whole parameter, and where they lie here.
-    pub(super) runs: Vec<(usize, Range<usize>)>,
-    /// The reduced gradient, the weights, and the optimizer's states.
-    pub(super) vectors: Vec<Vec<f32>>,
-}
+/// A rank's part of a parameter after a step: the reduced gradient, the weights, and the optimizer's states. Of a frozen
+/// parameter the weights alone, with no elements in the gradient's place.
+pub(super) type Held = Vec<Piece>;
 
 /// All that the ranks of a run saw of a step.
 #[derive(Debug, Default)]
@@ -72,17 +66,16 @@ impl<'scope> World<'scope> {
         name: char,
         side: &'env Side<'env>,
     ) -> Result<Self, Error> {
-        let blueprint = Blueprint::new(side.config).map_err(TrainError::from)?;
-        let size = blueprint.mesh().world_size();
+        let size = side.plan.mesh.world_size();
         let (go, wait): (Vec<_>, Vec<_>) =
             (0..size).map(|_| channel()).map(|(go, wait)| (go, Mutex::new(wait))).unzip();
         let (tell, told) = channel();
-        let options = Options { timeout: side.config.comm.timeout() };
+        let options = Options { timeout: side.timeout };
         let thread = scope.spawn(move || {
             thread::run(size, options, |world| {
                 let wait = wait[world.rank()].lock().unwrap_or_else(PoisonError::into_inner);
                 let teller = Teller { rank: world.rank(), to: tell.clone() };
-                run_rank(side, &blueprint, world, &wait, &teller)
+                run_rank(side, world, &wait, &teller)
             })
         });
         Ok(Self { name, go, told, thread })
@@ -144,18 +137,13 @@ impl Drop for Teller {
 }
 
 /// One rank: a step each time it is told to go on.
-fn run_rank(
-    side: &Side<'_>,
-    blueprint: &Blueprint,
-    world: Group,
-    wait: &Receiver<()>,
-    teller: &Teller,
-) -> Result<(), TrainError> {
-    let Side { config, data, hook, before_step, communicator } = side;
+fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
+    let Side { model, plan, data, hook, before_step, communicator, .. } = side;
     let world = world.communicator().clone();
     let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
-    let rank = Arc::new(Rank::new(blueprint.mesh(), world)?);
-    let mut trainer = Trainer::new(config, rank.clone(), config.device.open(config.training.dtype))?;
+    let rank = Arc::new(Rank::new(&plan.mesh, world)?);
+    let device: Arc<dyn Device> = Arc::new(Cpu::new(plan.precision));
+    let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), device)?;
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),
         coords: rank.coords(),
@@ -165,11 +153,11 @@ fn run_rank(
     trainer.watch(recorder.clone());
     // The other run computes while this one waits.
     while pool::lend(|| wait.recv()).is_ok() {
-        let mut batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.rows());
+        let mut batch = data.batch(trainer.steps_done(), plan.global_batch_size, trainer.samples())?;
         if let Some(before_step) = before_step {
             before_step(&mut trainer, &mut batch)?;
         }
-        let done = trainer.step(&batch, |_| {});
+        let done = trainer.step(&batch);
         let records = std::mem::take(&mut *recorder.records.lock().unwrap_or_else(PoisonError::into_inner));
         let (held, report, failed) = match done {
             Ok(report) => (held(&trainer)?, Some(report), None),
@@ -191,12 +179,11 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
     let declarations = params.declarations();
     let of = |id: ParamId| {
         let spec = declarations.spec(id);
-        let mut runs = Vec::new();
-        let local = spec.local(rank.mesh(), rank.coords());
-        local.for_each_run(spec.dims, |start, run| runs.push((start as usize, run)));
-        let mut vectors = vec![trainer.gradient(id)?, params.value(id)?.to_vec::<f32>()?];
+        let slice = spec.local(rank.mesh(), rank.coords());
+        let mut vectors = vec![trainer.gradient(id)?, params.read(id)?];
         vectors.append(&mut trainer.optimizer_states(id)?);
-        Ok((spec.name.clone(), Held { rank: rank.world_rank(), runs, vectors }))
+        let piece = |values| Piece { rank: rank.world_rank(), dims: spec.dims, slice: slice.clone(), values };
+        Ok((spec.name.clone(), vectors.into_iter().map(piece).collect()))
     };
     declarations.ids().map(of).collect()
 }
@@ -217,6 +204,10 @@ impl Watch for Recorder {
             Some(hook) => hook(site, seen)?,
             None => None,
         };
+        // A forward that runs again for its backward was recorded the first time.
+        if at.recomputed && seen.operand.is_none() {
+            return Ok(replaced);
+        }
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);
         let values = match tensor.dtype() {
             DType::F64 => Values::F64(tensor.to_vec()?),

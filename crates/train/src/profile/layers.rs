@@ -4,15 +4,16 @@
 //! of its own, one after the other: what the pipeline's interpreter tells of each action's start and end is then the time of
 //! that layer alone.
 
-use crate::config::{Config, Parallelism};
+use crate::config::Config;
 use crate::data::Data;
-use crate::engine::{Blueprint, TrainError};
+use crate::error::RunError;
 use crate::metrics::MetricsError;
-use crate::step::Trainer;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_engine::{ModelPlan, TrainError, Trainer, dry_run};
+use meshwork_nn::Batch;
 use meshwork_pipeline::partition::{Layer, Profile};
-use meshwork_pipeline::{ActionKind, Generator, Phase, forward_only};
+use meshwork_pipeline::{ActionKind, Phase, forward_only};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,30 +30,30 @@ const FLOAT: usize = 4;
 ///
 /// # Errors
 /// A step that fails.
-pub fn layers(config: &Config, data: &Data) -> Result<Profile, WorldError<TrainError>> {
-    let config = one_layer_a_stage(config);
+pub fn layers(config: &Config, data: &Data) -> Result<Profile, WorldError<RunError>> {
     let options = Options { timeout: config.comm.timeout() };
     let mut measured = thread::run(1, options, |world| {
-        let blueprint = Blueprint::new(&config)?;
-        let rank = Arc::new(Rank::new(blueprint.mesh(), world.communicator().clone())?);
-        let trainer = Trainer::new(&config, rank, config.device.open(config.training.dtype))?;
-        let times = times(&config, data, trainer)?;
-        let micro_batch = config.training.micro_batch_size;
-        let described = |(stage, [forward_ms, backward_ms]): (usize, [f64; 2])| -> Result<Layer, TrainError> {
+        let (model, micro_batch) = (config.model(), config.training.micro_batch_size);
+        let plan = dry_run::one_layer_a_stage(&*model, &config.plan()?, micro_batch)?;
+        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
+        let trainer = Trainer::new(model.clone(), &plan, rank, config.device.open(config.training.dtype))?;
+        let times = times(data, trainer, plan.partition.len())?;
+        let stages = ModelPlan::new(model.clone(), &plan)?;
+        let activations = stages.activations(&Batch::blank(&model.fields(), micro_batch))?;
+        let described = |(stage, [forward_ms, backward_ms]): (usize, [f64; 2])| -> Result<Layer, RunError> {
             let on_rank = |number: usize| usize::from(number != stage);
-            let placement: Vec<usize> = (0..blueprint.stages()).map(on_rank).collect();
-            let alone = blueprint.rank_model(&forward_only(&placement, 1), 0)?;
+            let placement: Vec<usize> = (0..plan.partition.len()).map(on_rank).collect();
+            let alone = stages.local_model(&forward_only(&placement, 1), 0)?;
             let parameters: usize = alone.declarations.specs().iter().map(|spec| spec.global_elements()).sum();
-            let boundary = alone.stages[0].1.boundary(micro_batch, config.model.seq_len);
-            let (id, name) = names(&config, stage);
-            let hidden = boundary.shape.count() * FLOAT;
+            let (id, name) = names(config, stage);
             let loss = micro_batch * size_of::<f64>();
+            let behind = activations.get(stage).map_or(loss, |cut| cut.shape.count() * cut.dtype.size());
             Ok(Layer {
                 id,
                 name,
                 forward_ms,
                 backward_ms,
-                activation_bytes: if stage + 1 == blueprint.stages() { loss } else { hidden } as f64,
+                activation_bytes: behind as f64,
                 parameter_bytes: (parameters * FLOAT) as f64,
                 stage: None,
             })
@@ -71,25 +72,13 @@ pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), MetricsError> 
     fs::write(path, profile.to_string()).map_err(|source| MetricsError { path: path.to_path_buf(), source })
 }
 
-/// The same model on one rank, in as many stages as it has layers and ends, with one micro-batch a step.
-fn one_layer_a_stage(config: &Config) -> Config {
-    let mut alone = config.clone();
-    alone.parallelism = Parallelism { dp: 1, tp: 1, pp: 1, sequence_parallel: false, ..alone.parallelism };
-    alone.pipeline.partition = vec![1; config.model.num_layers + 2];
-    (alone.pipeline.partition[0], alone.pipeline.partition[config.model.num_layers + 1]) = (0, 0);
-    alone.pipeline.schedule = Generator::BreadthFirst.name().to_owned();
-    (alone.pipeline.virtual_stages, alone.pipeline.num_microbatches) = (alone.pipeline.partition.len(), 1);
-    alone.training.global_batch_size = alone.training.micro_batch_size;
-    alone
-}
-
 /// Milliseconds of forward and backward of each stage.
-fn times(config: &Config, data: &Data, mut trainer: Trainer) -> Result<Vec<[f64; 2]>, TrainError> {
-    let mut all = vec![[const { Vec::new() }; 2]; config.pipeline.partition.len()];
+fn times(data: &Data, mut trainer: Trainer, stages: usize) -> Result<Vec<[f64; 2]>, TrainError> {
+    let mut all = vec![[const { Vec::new() }; 2]; stages];
     for step in 0..=STEPS {
-        let batch = data.batch(step as u64, config.training.global_batch_size, trainer.rows());
+        let batch = data.batch(step as u64, trainer.samples().len(), trainer.samples());
         let mut began = Instant::now();
-        trainer.step(&batch, |event| {
+        trainer.observed_step(&batch, |event| {
             let way = match event.action.kind {
                 ActionKind::Forward => 0,
                 ActionKind::Backward => 1,

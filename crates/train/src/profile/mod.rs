@@ -30,7 +30,7 @@ use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_pipeline::svg;
 
 use crate::config::Config;
-use crate::engine::TrainError;
+use crate::error::RunError;
 use std::path::Path;
 
 /// Writes the pictures of a profile to the files that the configuration names, and says what they show and where a step's time
@@ -38,7 +38,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// When a file cannot be written.
-pub fn report(profile: &Profile, config: &Config) -> Result<String, TrainError> {
+pub fn report(profile: &Profile, config: &Config) -> Result<String, RunError> {
     let (trace, schedule) = (&config.metrics.trace, &config.metrics.schedule);
     write_trace(profile, Path::new(trace))?;
     let mut text = format!(

@@ -1,7 +1,10 @@
 //! Images with a class each.
 
-use crate::data::permutation::Permutation;
-use meshwork_tensor::Shape;
+use super::permutation::Permutation;
+use meshwork_models::network::{IMAGES, LABELS};
+use meshwork_nn::{Batch, BatchSource};
+use meshwork_tensor::{Result, Shape};
+use std::ops::Range;
 
 /// Images of one size, channels last, and the class of each.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,6 +81,25 @@ impl Images {
     pub fn order(&self, seed: u64, epoch: usize) -> Vec<usize> {
         let order = Permutation::new(self.len().max(1) as u64, seed, epoch as u64);
         (0..self.len() as u64).map(|at| order.at(at) as usize).collect()
+    }
+}
+
+impl Images {
+    /// All of them as one batch of a [network](meshwork_models::network::Network).
+    ///
+    /// # Errors
+    /// None: the images are whole.
+    pub fn to_batch(&self) -> Result<Batch> {
+        Batch::new(self.len()).with(IMAGES, self.sample, self.pixels.clone())?.with(LABELS, [], self.labels.clone())
+    }
+}
+
+impl BatchSource for Images {
+    /// In order, starting again at the end.
+    fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch> {
+        let first = step as usize * global_batch_size;
+        let indices: Vec<usize> = samples.map(|sample| (first + sample) % self.len().max(1)).collect();
+        self.gather(&indices).to_batch()
     }
 }
 

@@ -1,0 +1,84 @@
+//! From the configuration to what the engine takes: a model and a plan.
+
+use super::Config;
+use super::sections::Pipeline;
+use meshwork_core::{Axis, Mesh, MeshError};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_nn::Model;
+use meshwork_pipeline::{UnknownSchedule, by_name};
+use std::sync::Arc;
+
+impl Config {
+    /// The mesh.
+    ///
+    /// # Errors
+    /// Degrees whose product overflows.
+    pub fn mesh(&self) -> Result<Mesh, MeshError> {
+        let parallelism = &self.parallelism;
+        Mesh::new([(Axis::Dp, parallelism.dp), (Axis::Tp, parallelism.tp), (Axis::Pp, parallelism.pp)])
+    }
+
+    /// The model.
+    pub fn model(&self) -> Arc<dyn Model> {
+        let model = &self.model;
+        let gpt2 = Gpt2::new(Gpt2Config {
+            vocab_size: model.vocab_size,
+            num_layers: model.num_layers,
+            hidden_size: model.hidden_size,
+            num_heads: model.num_heads,
+            ffn_hidden_size: model.ffn_hidden_size,
+            seq_len: model.seq_len,
+            tie_embeddings: model.tie_embeddings,
+            dropout: model.dropout as f32,
+        });
+        Arc::new(gpt2.sequence_parallel(self.parallelism.sequence_parallel))
+    }
+
+    /// How the model is trained.
+    ///
+    /// # Errors
+    /// As [`mesh`](Self::mesh); a schedule of an unknown name.
+    pub fn plan(&self) -> Result<Plan, meshwork_engine::TrainError> {
+        Ok(Plan {
+            mesh: self.mesh()?,
+            schedule: self.pipeline.spec()?,
+            partition: self.pipeline.partition.clone(),
+            global_batch_size: self.training.global_batch_size,
+            num_microbatches: Some(self.pipeline.num_microbatches),
+            numerics: self.numerics(),
+            precision: self.training.dtype.precision(),
+            recompute: if self.memory.recompute == "selective" { Recompute::Selective } else { Recompute::None },
+            optimizer: self.optimizer.rule(),
+            lr: self.lr_scheduler.schedule(self.optimizer.lr),
+            max_norm: self.training.max_norm,
+            seed: self.training.seed,
+            scatter_gather: self.pipeline.scatter_gather,
+        })
+    }
+
+    fn numerics(&self) -> Numerics {
+        match self.leaves() {
+            Some(blocks) => Numerics::Canonical { blocks },
+            None => Numerics::Fast,
+        }
+    }
+}
+
+impl Pipeline {
+    /// The schedule that the section asks for.
+    ///
+    /// # Errors
+    /// A name that no schedule has.
+    pub fn spec(&self) -> Result<ScheduleSpec, UnknownSchedule> {
+        Ok(match (&self.own_schedule, &self.replication[..]) {
+            (Some(own), _) => ScheduleSpec::Own(own.clone()),
+            (None, []) => ScheduleSpec::Named {
+                generator: by_name(&self.schedule)?,
+                virtual_stages: Some(self.virtual_stages),
+                vertical_sync: self.vertical_sync,
+            },
+            (None, replicas) => ScheduleSpec::Replicated(replicas.to_vec()),
+        })
+    }
+}
