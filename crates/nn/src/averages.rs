@@ -5,7 +5,10 @@
 //! micro-batch leaves its mean and variance here, and once a step those of all its micro-batches, on all dp ranks, are put
 //! together and join the average. What is left is kept by layer and first sample: a forward pass that runs again, for
 //! re-materialisation, leaves the same once more and nothing changes; and no schedule changes the order of the sums.
+//!
+//! Statistics stay on their device until the step ends, and come to the host in one download.
 
+use meshwork_core::DType;
 use meshwork_tensor::op::Moments;
 use meshwork_tensor::{ParamId, Result, Tensor};
 use std::collections::BTreeMap;
@@ -29,8 +32,16 @@ pub struct Averages {
 struct Average {
     mean: Vec<f64>,
     variance: Vec<f64>,
-    /// By first sample: the number of elements of a mean, the sums of the elements, and those of their squares.
-    noted: BTreeMap<u64, Vec<f64>>,
+    /// By first sample.
+    noted: BTreeMap<u64, Noted>,
+}
+
+/// The statistics of one micro-batch, on their device.
+#[derive(Clone, Debug)]
+struct Noted {
+    /// Elements that each mean is of.
+    members: usize,
+    moments: Moments,
 }
 
 impl Averages {
@@ -40,25 +51,20 @@ impl Averages {
     }
 
     /// Notes the statistics of one micro-batch, over `members` elements each. Noted again, they take their own place.
-    pub fn note(&mut self, layer: ParamId, first_sample: u64, members: usize, moments: &Moments) -> Result<()> {
-        let [mean, variance] = [wide(&moments.mean)?, wide(&moments.variance)?];
-        let n = members as f64;
-        let squares = mean.iter().zip(&variance).map(|(mean, variance)| n * (variance + mean * mean));
-        let sums = std::iter::once(n).chain(mean.iter().map(|mean| n * mean)).chain(squares).collect();
-        self.layers.entry(layer).or_default().noted.insert(first_sample, sums);
-        Ok(())
+    pub fn note(&mut self, layer: ParamId, first_sample: u64, members: usize, moments: Moments) {
+        self.layers.entry(layer).or_default().noted.insert(first_sample, Noted { members, moments });
     }
 
     /// Ends a step: what was noted joins the averages. `sum` adds up a vector over the ranks that train on other samples; those
     /// of one stage all call this with vectors of one length.
-    pub fn update<E>(
-        &mut self,
-        sum: impl FnOnce(&mut [f64]) -> std::result::Result<(), E>,
-    ) -> std::result::Result<(), E> {
-        let mut all = Vec::new();
-        for average in self.layers.values_mut() {
-            let noted = std::mem::take(&mut average.noted).into_values();
-            all.push(noted.reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect()).unwrap_or_default());
+    pub fn update(&mut self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<()> {
+        let take = |average: &mut Average| std::mem::take(&mut average.noted).into_values().collect();
+        let layers: Vec<Vec<Noted>> = self.layers.values_mut().map(take).collect();
+        let values = download(layers.iter().flatten())?;
+        let (mut rest, mut all) = (&values[..], Vec::new());
+        for noted in &layers {
+            let sums = noted.iter().map(|noted| noted.sums(&mut rest));
+            all.push(sums.reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect()).unwrap_or_default());
         }
         let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
         let mut flat = all.concat();
@@ -112,8 +118,32 @@ impl Average {
     }
 }
 
-fn wide(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.to_vec::<f32>()?.into_iter().map(f64::from).collect())
+impl Noted {
+    /// The number of elements of a mean, the sums of the elements, and those of their squares: from the means and variances
+    /// that `rest` begins with, which are taken off it.
+    fn sums(&self, rest: &mut &[f32]) -> Vec<f64> {
+        let mut wide = |tensor: &Tensor| -> Vec<f64> {
+            let values = rest.split_off(..tensor.count()).unwrap_or_default();
+            values.iter().map(|&value| f64::from(value)).collect()
+        };
+        let [mean, variance] = [wide(&self.moments.mean), wide(&self.moments.variance)];
+        let n = self.members as f64;
+        let squares = mean.iter().zip(&variance).map(|(mean, variance)| n * (variance + mean * mean));
+        std::iter::once(n).chain(mean.iter().map(|mean| n * mean)).chain(squares).collect()
+    }
+}
+
+/// The means and variances of all, one after the other: put together on their device, then brought to the host at once.
+fn download<'a>(noted: impl Iterator<Item = &'a Noted>) -> Result<Vec<f32>> {
+    let parts: Vec<&Tensor> = noted.flat_map(|noted| [&noted.moments.mean, &noted.moments.variance]).collect();
+    let Some(device) = parts.first().map(|part| part.device()) else { return Ok(Vec::new()) };
+    let mut all = device.alloc(DType::F32, parts.iter().map(|part| part.count()).sum())?;
+    let mut at = 0;
+    for part in parts {
+        device.layout()?.copy_into(part.buffer(), 0..part.count(), &mut all, at)?;
+        at += part.count();
+    }
+    Ok(device.download(&all)?.as_slice::<f32>()?.to_vec())
 }
 
 #[cfg(test)]
@@ -139,12 +169,12 @@ mod tests {
     fn micro_batches_come_together_as_the_mini_batch() {
         let (id, x) = (layer(), [1.0, 4.0, -2.0, 8.0, 0.5, 3.0, 7.0]);
         let mut averages = Averages::new(0.25);
-        averages.note(id, 3, 4, &moments(&x[3..])).unwrap();
-        averages.note(id, 0, 3, &moments(&x[..3])).unwrap();
-        averages.note(id, 3, 4, &moments(&x[3..])).unwrap();
+        averages.note(id, 3, 4, moments(&x[3..]));
+        averages.note(id, 0, 3, moments(&x[..3]));
+        averages.note(id, 3, 4, moments(&x[3..]));
         let twice = |sums: &mut [f64]| {
             sums.iter_mut().for_each(|sum| *sum *= 2.0);
-            Ok::<_, ()>(())
+            Ok(())
         };
         averages.update(twice).unwrap();
         let n = 2.0 * x.len() as f64;
@@ -154,6 +184,11 @@ mod tests {
         assert!((got_mean[0] - 0.25 * mean).abs() < 1e-6, "{got_mean:?}");
         assert!((got_variance[0] - (0.75 + 0.25 * variance)).abs() < 1e-6, "{got_variance:?}");
         // What was noted has been used up.
-        averages.update(|sums| if sums.is_empty() { Ok(()) } else { Err(sums.to_vec()) }).unwrap();
+        averages
+            .update(|sums| {
+                assert!(sums.is_empty(), "{sums:?}");
+                Ok(())
+            })
+            .unwrap();
     }
 }

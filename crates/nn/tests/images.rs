@@ -5,7 +5,8 @@ use meshwork_nn::{Averages, BatchNorm2d, Conv2d, GroupNorm};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
-use meshwork_tensor::{Declarations, Init, Params, Role, Shape, Tape, Tensor, Var};
+use meshwork_tensor::{Declarations, Device, Init, Params, Role, Shape, Tape, Tensor, Var};
+use meshwork_testkit::opaque::Opaque;
 use meshwork_testkit::parity::assert_close;
 use std::sync::Arc;
 
@@ -15,10 +16,15 @@ fn values(name: &str, count: usize) -> Vec<f32> {
 
 /// A tape over these parameters as they are at first.
 fn tape(declarations: &Declarations, mode: Mode, first_sample: u64) -> Tape {
-    let (rank, device) = (Arc::new(Rank::alone().unwrap()), Cpu::device());
+    tape_on(&Cpu::device(), declarations, mode, first_sample)
+}
+
+fn tape_on(device: &Arc<dyn Device>, declarations: &Declarations, mode: Mode, first_sample: u64) -> Tape {
+    let rank = Arc::new(Rank::alone().unwrap());
     let (shared, layout) = (Arc::new(declarations.clone()), [declarations.ids().collect()]);
-    let params = Params::new(shared, rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
-    Tape::new(rank, Arc::new(params), device, mode, Position { first_sample, ..Position::default() })
+    let params = Params::new(shared, rank.mesh(), rank.coords(), device, &layout, 0).unwrap();
+    let position = Position { first_sample, ..Position::default() };
+    Tape::new(rank, Arc::new(params), Arc::clone(device), mode, position)
 }
 
 fn images(tape: &Tape, values: &[f32], shape: [usize; 4]) -> Var {
@@ -81,10 +87,43 @@ fn evaluation_uses_moving_averages_of_whole_mini_batches() {
     };
     let (first, second) = (train(0..1), train(1..4));
     assert_eq!(train(0..1), first, "again, as re-materialisation does");
-    averages.update(|_| Ok::<_, ()>(())).unwrap();
+    averages.update(|_| Ok(())).unwrap();
     let of = |channel: usize| x.iter().skip(channel).step_by(C).map(|&x| f64::from(x)).collect::<Vec<_>>();
     let mean = std::array::from_fn(|c| of(c).iter().sum::<f64>() / 16.0);
     let variance = std::array::from_fn(|c| of(c).iter().map(|x| (x - mean[c]).powi(2)).sum::<f64>() / 15.0);
     assert_close("after a step", &evaluate(&mut averages), &by(mean, variance), 0.0);
     assert_ne!(evaluate(&mut averages), [first, second].concat(), "not by those of the micro-batches");
+}
+
+/// The statistics of all layers and micro-batches come to the host at once, and are the same numbers wherever they were taken.
+#[test]
+fn a_step_brings_statistics_to_the_host_in_one_download() {
+    const C: usize = 3;
+    let mut declared = Declarations::new();
+    let norms = ["first", "second"].map(|name| BatchNorm2d::new(&mut declared, name, C).unwrap());
+    let x = values("x", 4 * 2 * 2 * C);
+    let step = |device: &Arc<dyn Device>, micros: usize| {
+        let mut averages = Averages::new(0.5);
+        let before = device.meter().downloads().calls;
+        let samples = 4 / micros;
+        for first in (0..4).step_by(samples) {
+            let tape = tape_on(device, &declared, Mode::Train, first as u64);
+            let part = &x[first * 4 * C..(first + samples) * 4 * C];
+            let mut y = images(&tape, part, [samples, 2, 2, C]);
+            for norm in &norms {
+                y = norm.forward(&tape, &y.relu().unwrap(), &mut averages).unwrap();
+            }
+        }
+        averages.update(|_| Ok(())).unwrap();
+        assert_eq!(device.meter().downloads().calls - before, 1, "{micros} micro-batches on {}", device.name());
+        averages.update(|_| Ok(())).unwrap();
+        assert_eq!(device.meter().downloads().calls - before, 1, "nothing was noted");
+        averages.layers().map(|(_, mean, variance)| [mean, variance].concat()).collect::<Vec<_>>()
+    };
+    for micros in [1, 2, 4] {
+        let (cpu, opaque) = (Cpu::device(), Opaque::device(Cpu::device()));
+        let reference = step(&cpu, micros);
+        assert_eq!(reference.len(), 2, "layers");
+        assert_eq!(step(&opaque, micros), reference, "{micros} micro-batches");
+    }
 }

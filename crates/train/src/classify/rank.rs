@@ -145,7 +145,7 @@ impl<'a> Classifier<'a> {
             let all = std::mem::replace(&mut gradients.all, self.device.alloc(meshwork_core::DType::F32, 0)?);
             gradients.all = dp.all_reduce(all, ReduceOp::Sum)?;
         }
-        self.averages.get_mut().update(|sums| dp.all_reduce_slice(sums, ReduceOp::Sum))?;
+        self.averages.get_mut().update(|sums| Ok(dp.all_reduce_slice(sums, ReduceOp::Sum)?))?;
         self.update(step)?;
         self.steps_done = step;
         Ok(score)
