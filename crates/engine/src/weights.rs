@@ -311,5 +311,5 @@ fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &Statist
 }
 
 fn copied(device: &dyn Device, buffer: &Buffer) -> Result<Buffer, TrainError> {
-    Ok(device.layout()?.narrow(buffer, 1, buffer.count(), 1, 0..buffer.count())?)
+    Ok(device.layout()?.copy(buffer)?)
 }

@@ -1,7 +1,7 @@
 //! Layers of images: what they declare, and how batch norm goes from its own statistics in training to the moving averages in evaluation.
 
 use meshwork_core::{Rank, Types};
-use meshwork_nn::{Averages, BatchNorm2d, Conv2d, GroupNorm};
+use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
@@ -37,12 +37,14 @@ fn layers_declare_their_parameters_and_keep_extents() {
     let norm = GroupNorm::new(&mut declared, "norm", 8, 4).unwrap();
     BatchNorm2d::new(&mut declared, "batch", 8).unwrap();
     let he = |terms: f32| Init::Normal { std: (2.0 / terms).sqrt() };
-    let expected: [(&str, &[usize], Role, Init); 7] = [
+    let expected: [(&str, &[usize], Role, Init); 9] = [
         ("conv.weight", &[6, 3, 3, 4], Role::Weight, he(36.0)),
         ("conv.bias", &[6], Role::Bias, Init::Zeros),
         ("pixels.weight", &[8, 1, 1, 6], Role::Weight, he(6.0)),
         ("norm.weight", &[8], Role::Norm, Init::Ones),
         ("norm.bias", &[8], Role::Norm, Init::Zeros),
+        ("batch.running_mean", &[8], Role::Buffer, Init::Zeros),
+        ("batch.running_var", &[8], Role::Buffer, Init::Ones),
         ("batch.weight", &[8], Role::Norm, Init::Ones),
         ("batch.bias", &[8], Role::Norm, Init::Zeros),
     ];
@@ -62,29 +64,39 @@ fn layers_declare_their_parameters_and_keep_extents() {
 #[test]
 fn evaluation_uses_moving_averages_of_whole_mini_batches() {
     const C: usize = 3;
-    let (mut declared, mut averages) = (Declarations::new(), Averages::new(1.0));
+    let mut declared = Declarations::new();
     let norm = BatchNorm2d::new(&mut declared, "norm", C).unwrap();
     let x = values("x", 4 * 2 * 2 * C);
-    let evaluate = |averages: &mut Averages| {
-        let tape = tape(&declared, Mode::Evaluate, 0);
-        wide(&norm.forward(&tape, &images(&tape, &x, [4, 2, 2, C]), averages).unwrap())
-    };
     let by = |mean: [f64; C], variance: [f64; C]| {
         let one = |(i, &x): (usize, &f32)| (f64::from(x) - mean[i % C]) / (variance[i % C] + BatchNorm2d::EPS).sqrt();
         x.iter().enumerate().map(one).collect::<Vec<f64>>()
     };
-    assert_close("before training", &evaluate(&mut averages), &by([0.0; C], [1.0; C]), 0.0);
-    let mut train = |samples: std::ops::Range<usize>| {
+    let evaluation = tape(&declared, Mode::Evaluate, 0);
+    let before = norm.forward(&evaluation, &images(&evaluation, &x, [4, 2, 2, C])).unwrap();
+    assert_close("before training", &wide(&before), &by([0.0; C], [1.0; C]), 0.0);
+    assert!(evaluation.take_notes().statistics.is_empty(), "evaluation notes nothing");
+
+    let mut sums: Vec<f64> = Vec::new();
+    let statistic = &declared.statistics()[0];
+    for samples in [0..1, 1..4] {
         let tape = tape(&declared, Mode::Train, samples.start as u64);
         let part = &x[samples.start * 4 * C..samples.end * 4 * C];
-        wide(&norm.forward(&tape, &images(&tape, part, [samples.len(), 2, 2, C]), &mut averages).unwrap())
-    };
-    let (first, second) = (train(0..1), train(1..4));
-    assert_eq!(train(0..1), first, "again, as re-materialisation does");
-    averages.update(|_| Ok::<_, ()>(())).unwrap();
-    let of = |channel: usize| x.iter().skip(channel).step_by(C).map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let mean = std::array::from_fn(|c| of(c).iter().sum::<f64>() / 16.0);
-    let variance = std::array::from_fn(|c| of(c).iter().map(|x| (x - mean[c]).powi(2)).sum::<f64>() / 15.0);
-    assert_close("after a step", &evaluate(&mut averages), &by(mean, variance), 0.0);
-    assert_ne!(evaluate(&mut averages), [first, second].concat(), "not by those of the micro-batches");
+        norm.forward(&tape, &images(&tape, part, [samples.len(), 2, 2, C])).unwrap();
+        let notes = tape.take_notes().statistics;
+        let [note] = &notes[..] else { panic!("one note for each micro-batch") };
+        let values: Vec<f32> = note.values.iter().flat_map(|values| values.to_vec::<f32>().unwrap()).collect();
+        let terms = statistic.rule.terms(note.weight, &values);
+        sums.resize(terms.len(), 0.0);
+        sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
+    }
+    let mut buffers = [vec![0.0; C], vec![1.0; C]];
+    statistic.rule.update(&sums, &mut buffers);
+    let m = BatchNorm2d::MOMENTUM;
+    for c in 0..C {
+        let of: Vec<f64> = x.iter().skip(c).step_by(C).map(|&x| f64::from(x)).collect();
+        let mean = of.iter().sum::<f64>() / 16.0;
+        let variance = of.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 15.0;
+        assert!((f64::from(buffers[0][c]) - m * mean).abs() < 1e-6, "{buffers:?}");
+        assert!((f64::from(buffers[1][c]) - (1.0 - m + m * variance)).abs() < 1e-6, "{buffers:?}");
+    }
 }

@@ -502,6 +502,10 @@ impl Layout for Profiled {
         self.span(Class::Memory, "widen", &[x], |device| device.layout()?.widen(x, outer, extent, inner, range))
     }
 
+    fn copy(&self, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Memory, "copy", &[x], |device| device.layout()?.copy(x))
+    }
+
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
         let bytes = 2 * (range.len() * src.dtype().size()) as u64;
         let what = What { class: Class::Memory, name: "copy_into", detail: Detail::None, dtype: dtype(&[src]), bytes };

@@ -9,6 +9,7 @@ use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use meshwork_testkit::opaque::{self, Opaque};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -138,6 +139,48 @@ fn meta_and_record_count_what_cpu_and_threads_do() {
             let meta = run(&case, &rank, Arc::new(Meta::new(precision)));
             assert_eq!(meta, *real, "{} in {precision:?} on rank {world_rank}", case.name);
         }
+    }
+}
+
+/// Values of an operation in bits: its output, then the gradients of its inputs.
+fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>> {
+    let tape = tape_with(rank, Arc::clone(&device), Rc::new(Selective));
+    let host = |name: &str, shape: &[usize]| -> Vec<f32> {
+        common::values(name, shape.iter().product()).iter().map(|&value| value as f32).collect()
+    };
+    let input = |(i, (shape, ty)): (usize, &(Vec<usize>, Ty))| {
+        let values = host(&format!("input {i}"), shape);
+        tape.input(Tensor::from_slice(&device, &values, &shape[..]).unwrap(), types(*ty))
+    };
+    let inputs: Vec<Var> = case.inputs.iter().enumerate().map(input).collect();
+    let output = (case.run)(&tape, &inputs).unwrap();
+    let bits = |tensor: &Tensor| common::to_f64(tensor).into_iter().map(f64::to_bits).collect::<Vec<_>>();
+    let mut all = vec![bits(output.tensor())];
+    if case.name != "max_reduce" {
+        let shape = output.shape();
+        let seed = match output.tensor().dtype() {
+            DType::F64 => Tensor::from_slice(&device, &vec![0.5_f64; shape.count()], shape),
+            _ => Tensor::from_slice(&device, &host("seed", &shape), shape),
+        };
+        tape.backward(&output, seed.unwrap(), Weights::Now, &mut NoParams).unwrap();
+        all.extend(inputs.iter().map(|input| bits(&tape.take_grad(input).unwrap())));
+    }
+    all
+}
+
+/// No operation, forward or backward, reads or writes device memory from the host.
+#[test]
+fn every_operation_has_the_cpus_bits_where_the_host_reads_no_memory() {
+    for (precision, case) in
+        [Precision::F32, Precision::Bf16].into_iter().flat_map(|p| cases().into_iter().map(move |case| (p, case)))
+    {
+        on_mesh(MESH, |rank| {
+            let reference = bits(&case, &rank, Arc::new(Cpu::new(precision)));
+            let world = opaque::communicator(Arc::clone(rank.world().communicator()));
+            let rank = Arc::new(Rank::new(rank.mesh(), world).unwrap());
+            let device = Opaque::device(Arc::new(Cpu::new(precision)));
+            assert_eq!(bits(&case, &rank, Arc::clone(&device)), reference, "{} in {precision:?}", case.name);
+        });
     }
 }
 

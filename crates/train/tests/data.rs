@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use meshwork_nn::Batch;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::{Data, load};
 
@@ -26,12 +27,20 @@ fn open(path: &Path, more: &str) -> Result<Data, String> {
 
 const SHORT: &str = "--set model.seq_len=2 --set data.shuffle=false";
 
+fn tokens(batch: &Batch) -> &[i32] {
+    batch.values("tokens").unwrap()
+}
+
+fn targets(batch: &Batch) -> &[i32] {
+    batch.values("targets").unwrap()
+}
+
 #[test]
 fn a_fresh_checkout_reads_cicero() {
     let data = Data::open(&Config::from_toml("").unwrap()).unwrap();
     assert_eq!(data.training_samples(), (49068 - 1) / 128);
     let in_order = Data::open(&Config::from_toml("[data]\nshuffle = false").unwrap()).unwrap();
-    let text = in_order.decode(&in_order.batch(0, 1, 0..1).inputs);
+    let text = in_order.decode(tokens(&in_order.batch(0, 1, 0..1)));
     assert!(text.starts_with("Non eram nescius, Brute"), "{text}");
     // The stream must never drift, or the numbers of old runs no longer compare.
     assert_eq!(data.hash(), PINNED);
@@ -53,11 +62,11 @@ fn the_hash_is_fnv_1a_over_ids() {
 fn a_file_is_read_as_bytes_or_by_a_tokenizer() {
     let path = folder("file").join("text.txt");
     fs::write(&path, "Hello world").unwrap();
-    assert_eq!(open(&path, SHORT).unwrap().batch(0, 1, 0..1).inputs, [72, 101]);
+    assert_eq!(tokens(&open(&path, SHORT).unwrap().batch(0, 1, 0..1)), [72, 101]);
     let gpt2 = "--set data.tokenizer=gpt2 --set model.vocab_size=50257 --set model.seq_len=1";
     let data = open(&path, gpt2).unwrap();
     let batch = data.batch(0, 1, 0..1);
-    assert_eq!((&batch.inputs[..], &batch.targets[..]), (&[15496][..], &[995][..]));
+    assert_eq!((tokens(&batch), targets(&batch)), (&[15496][..], &[995][..]));
     assert_eq!(data.decode(&[15496, 995]), "Hello world");
     assert_eq!(
         open(&path, "--set data.tokenizer=gpt2 --set model.seq_len=1").unwrap_err(),
@@ -80,8 +89,8 @@ fn a_folder_is_read_in_the_order_of_its_paths() {
     let line = format!("--data {} --set model.seq_len=5 --set data.shuffle=false", path.display());
     let (config, data) = load(&Args::parse(line.split_whitespace())).unwrap();
     let batch = data.batch(0, 1, 0..1);
-    assert_eq!(data.decode(&batch.inputs), "12345");
-    assert_eq!(data.decode(&batch.targets), "23456");
+    assert_eq!(data.decode(tokens(&batch)), "12345");
+    assert_eq!(data.decode(targets(&batch)), "23456");
     assert_eq!(config.notices, [format!("data.path = {path:?}: 1 of 4 files skipped, as they are not UTF-8")]);
 }
 
@@ -90,7 +99,7 @@ fn a_token_file_is_read() {
     let path = folder("tokens").join("a.bin");
     fs::write(&path, bin(&[3, 1, 4, 1, 5])).unwrap();
     let batch = open(&path, SHORT).unwrap().batch(0, 2, 0..2);
-    assert_eq!((&batch.inputs[..], &batch.targets[..]), (&[3, 1, 4, 1][..], &[1, 4, 1, 5][..]));
+    assert_eq!((tokens(&batch), targets(&batch)), (&[3, 1, 4, 1][..], &[1, 4, 1, 5][..]));
     // The tokenizer is not asked, so a vocabulary below 256 is fine.
     assert!(open(&path, &format!("{SHORT} --set model.vocab_size=6")).is_ok());
 }
@@ -156,7 +165,7 @@ fn samples_in_order_overlap_by_one_and_wrap_around() {
     let data = Data::from_tokens((0..8).collect(), 2); // samples 0-2, 2-4, 4-6; 7 is left over
     assert_eq!(data.training_samples(), 3);
     let batch = data.batch(1, 2, 0..2); // the third sample, and the first again
-    assert_eq!((&batch.inputs[..], &batch.targets[..]), (&[4, 5, 0, 1][..], &[5, 6, 1, 2][..]));
+    assert_eq!((tokens(&batch), targets(&batch)), (&[4, 5, 0, 1][..], &[5, 6, 1, 2][..]));
     assert_eq!((batch.rows, batch.seq_len), (2, 2));
     // One more token makes one more sample.
     assert_eq!(Data::from_tokens((0..9).collect(), 2).training_samples(), 4);
@@ -169,8 +178,8 @@ fn ranks_together_take_the_global_batch() {
         let whole = data.batch(step, 8, 0..8);
         for dp in [1, 2, 4, 8] {
             let parts: Vec<i32> =
-                (0..dp).flat_map(|d| data.batch(step, 8, d * 8 / dp..(d + 1) * 8 / dp).inputs).collect();
-            assert_eq!(parts, whole.inputs);
+                (0..dp).flat_map(|d| tokens(&data.batch(step, 8, d * 8 / dp..(d + 1) * 8 / dp)).to_vec()).collect();
+            assert_eq!(parts, tokens(&whole));
         }
     }
 }
@@ -179,7 +188,7 @@ fn ranks_together_take_the_global_batch() {
 fn each_epoch_takes_each_sample_once_in_an_order_of_its_own() {
     let data = Data::from_tokens((0..=60).collect(), 3).shuffled(1234); // 20 samples, 4 steps of 5
     let epoch = |epoch: u64| -> Vec<i32> {
-        (4 * epoch..4 * epoch + 4).flat_map(|step| data.batch(step, 5, 0..5).inputs).step_by(3).collect()
+        (4 * epoch..4 * epoch + 4).flat_map(|step| tokens(&data.batch(step, 5, 0..5)).to_vec()).step_by(3).collect()
     };
     let every: HashSet<i32> = (0..20).map(|sample| 3 * sample).collect();
     for n in 0..3 {
@@ -192,13 +201,13 @@ fn each_epoch_takes_each_sample_once_in_an_order_of_its_own() {
 fn the_last_part_is_held_out_in_order() {
     let data = Data::from_tokens((0..20).collect(), 2).hold_out(0.35).shuffled(9); // tokens 13 to 19
     assert_eq!((data.training_samples(), data.validation_samples()), (6, 3));
-    assert_eq!(data.validation_batch(0, 2, 0..2).inputs, [13, 14, 15, 16]);
-    assert_eq!(data.validation_batch(1, 2, 0..2).targets, [18, 19, 14, 15]); // wraps around
+    assert_eq!(tokens(&data.validation_batch(0, 2, 0..2)), [13, 14, 15, 16]);
+    assert_eq!(targets(&data.validation_batch(1, 2, 0..2)), [18, 19, 14, 15]); // wraps around
     assert_eq!(data.validation_batches(0, 2), 1);
     assert_eq!(data.validation_batches(0, 1), 3);
     assert_eq!(data.validation_batches(0, 50), 1);
     assert_eq!(data.validation_batches(7, 2), 7);
-    let trained = (0..10).flat_map(|step| data.batch(step, 3, 0..3).targets);
+    let trained = (0..10).flat_map(|step| targets(&data.batch(step, 3, 0..3)).to_vec());
     assert_eq!(trained.max(), Some(12));
 }
 
@@ -213,8 +222,8 @@ fn nothing_is_held_out_without_validation() {
 fn masked_targets_are_negative() {
     let data = Data::from_tokens((10..19).collect(), 4).masked(|at| at == 2 || at >= 7);
     let batch = data.batch(0, 2, 0..2);
-    assert_eq!(batch.inputs, [10, 11, 12, 13, 14, 15, 16, 17]);
-    assert_eq!(batch.targets, [11, -1, 13, 14, 15, 16, -1, -1]);
+    assert_eq!(tokens(&batch), [10, 11, 12, 13, 14, 15, 16, 17]);
+    assert_eq!(targets(&batch), [11, -1, 13, 14, 15, 16, -1, -1]);
     assert_eq!(batch.unmasked(), 5);
-    assert_eq!(data.decode(&batch.targets), "\u{b}\r\u{e}\u{f}\u{10}");
+    assert_eq!(data.decode(targets(&batch)), "\u{b}\r\u{e}\u{f}\u{10}");
 }

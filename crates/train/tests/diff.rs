@@ -3,6 +3,7 @@
 
 use meshwork_core::comm::Call;
 use meshwork_core::{Axis, CommError, Communicator, Pending};
+use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
 use meshwork_train::config::Config;
@@ -17,7 +18,7 @@ use small::{BATCH, SEQ, config, data};
 #[track_caller]
 fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {
     let data = data();
-    compare([&Side::new(a, &data), &Side::new(b, &data)], steps).unwrap()
+    compare([&Side::new(a, &data).unwrap(), &Side::new(b, &data).unwrap()], steps).unwrap()
 }
 
 /// The place of an operation: (number, name, layer, operand).
@@ -178,8 +179,8 @@ fn a_fault_is_told_with_its_layer_and_global_index() {
         values[(((8 + 5) * 3 + 2) * 2 + 1) * 4 + 3] += 1.0; // [1, 5, 2, 1, 3]
         Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
     };
-    let b = Side::new(&config, &data).with_hook(fault);
-    let report = compare([&Side::new(&config, &data), &b], 2).unwrap();
+    let b = Side::new(&config, &data).unwrap().with_hook(fault);
+    let report = compare([&Side::new(&config, &data).unwrap(), &b], 2).unwrap();
     let first = report.first.as_ref().unwrap();
     assert_eq!(place(first), (18, "linear_bias", "h.1.attn.qkv", None), "{report}");
     assert_eq!((first.step, &first.dims[..], &first.index[..]), (2, &[8, 8, 3, 4, 4][..], &[7, 5, 2, 3, 3][..]));
@@ -195,7 +196,7 @@ fn a_fault_is_told_with_its_layer_and_global_index() {
 fn ranks_that_should_hold_the_same_and_do_not_are_named() {
     let config = config("dp=2,tp=2");
     let data = data();
-    let b = Side::new(&config, &data).with_hook(|site, seen| {
+    let b = Side::new(&config, &data).unwrap().with_hook(|site, seen| {
         if site.rank != 3 || (seen.op, seen.number, seen.operand) != ("layer_norm", 3, None) {
             return Ok(None);
         }
@@ -203,7 +204,7 @@ fn ranks_that_should_hold_the_same_and_do_not_are_named() {
         values[SEQ * 16 + 5] += 0.5;
         Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
     });
-    let report = compare([&Side::new(&config, &data), &b], 1).unwrap();
+    let report = compare([&Side::new(&config, &data).unwrap(), &b], 1).unwrap();
     let found = report.replicas.as_ref().unwrap();
     assert_eq!((place(found), found.between), ((3, "layer_norm", "h.0.ln_1", None), Between::Ranks { side: 'B' }));
     assert_eq!((&found.ranks[0][..], &found.ranks[1][..]), (&[2][..], &[3][..]));
@@ -217,7 +218,7 @@ fn a_forgotten_reduction_is_found_although_forward_is_right() {
     let config = config("tp=2");
     let data = data();
     let shares: Mutex<BTreeMap<usize, Tensor>> = Mutex::default();
-    let b = Side::new(&config, &data).with_hook(move |site, seen| {
+    let b = Side::new(&config, &data).unwrap().with_hook(move |site, seen| {
         let mut shares = shares.lock().unwrap();
         match (seen.op, seen.operand) {
             ("copy", Some(_)) => Ok(shares.remove(&site.rank)),
@@ -228,7 +229,7 @@ fn a_forgotten_reduction_is_found_although_forward_is_right() {
             _ => Ok(None),
         }
     });
-    let report = compare([&Side::new(&config, &data), &b], 1).unwrap();
+    let report = compare([&Side::new(&config, &data).unwrap(), &b], 1).unwrap();
     let rows = |phase: &str| report.rows.iter().filter(|row| row.phase == phase).collect::<Vec<_>>();
     assert!(rows("forward").iter().all(|row| row.first.is_none()), "{report}");
     let found = report.unexplained.as_ref().unwrap();
@@ -239,7 +240,7 @@ fn a_forgotten_reduction_is_found_although_forward_is_right() {
 fn weights_and_batches_can_be_tampered_with_between_steps() {
     let config = config("dp=2");
     let data = data();
-    let plain = Side::new(&config, &data);
+    let plain = Side::new(&config, &data).unwrap();
     let stale = plain.clone().with_before_step(|trainer, _| match trainer.steps_done() {
         1 => trainer.load_parameter("h.0.ln_1.bias", &[0.0; 16]),
         _ => Ok(()),
@@ -250,8 +251,10 @@ fn weights_and_batches_can_be_tampered_with_between_steps() {
 
     let swapped = plain.clone().with_before_step(|trainer, batch| {
         if trainer.rank().world_rank() == 1 {
-            let (one, two) = batch.inputs.split_at_mut(SEQ);
+            let [mut tokens, targets] = [TOKENS, TARGETS].map(|field| batch.values::<i32>(field).unwrap().to_vec());
+            let (one, two) = tokens.split_at_mut(SEQ);
             one.swap_with_slice(&mut two[..SEQ]);
+            *batch = language::batch(tokens, targets, SEQ)?;
         }
         Ok::<(), TrainError>(())
     });
@@ -312,7 +315,7 @@ impl Communicator for Shuffled {
 fn a_reduction_in_another_order_is_one_of_gradients() {
     let config = config("dp=4,tp=2");
     let data = data();
-    let plain = Side::new(&config, &data);
+    let plain = Side::new(&config, &data).unwrap();
     let report = compare([&plain, &plain.clone().with_communicator(|inner| Arc::new(Shuffled(inner)))], 1).unwrap();
     let first = report.first.as_ref().unwrap();
     let Place::Parameter { vector: Vector::Gradient, .. } = &first.place else { panic!("{report}") };
@@ -324,14 +327,14 @@ fn a_reduction_in_another_order_is_one_of_gradients() {
 fn a_run_that_ends_in_no_number_is_compared_up_to_there() {
     let config = config("tp=2,pp=2");
     let data = data();
-    let b = Side::new(&config, &data).with_hook(|_, seen| {
+    let b = Side::new(&config, &data).unwrap().with_hook(|_, seen| {
         if (seen.op, seen.operand, seen.position.step) != ("causal_attention", None, 1) {
             return Ok(None);
         }
         let values = vec![f32::NAN; seen.tensor.count()];
         Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
     });
-    let report = compare([&Side::new(&config, &data), &b], 5).unwrap();
+    let report = compare([&Side::new(&config, &data).unwrap(), &b], 5).unwrap();
     let first = report.first.as_ref().unwrap();
     assert_eq!((first.step, place(first).1, first.ulps), (2, "causal_attention", u64::MAX), "{report}");
     let failed = report.failed.as_ref().unwrap();
@@ -343,19 +346,20 @@ fn a_run_that_ends_in_no_number_is_compared_up_to_there() {
 fn a_run_that_fails_is_an_error_and_ends() {
     let config = config("dp=2,tp=2");
     let data = data();
-    let b = Side::new(&config, &data).with_before_step(|trainer, _| {
+    let b = Side::new(&config, &data).unwrap().with_before_step(|trainer, _| {
         match (trainer.rank().world_rank(), trainer.steps_done()) {
-            (2, 1) => Err(TrainError::NoTokens { step: 77 }),
+            (2, 1) => Err(TrainError::NoTerms { step: 77 }),
             _ => Ok(()),
         }
     });
     // The ranks that had nothing to do with it must not be waited for: this test would hang.
-    let error = compare([&Side::new(&config, &data), &b], 3).unwrap_err().to_string();
+    let error = compare([&Side::new(&config, &data).unwrap(), &b], 3).unwrap_err().to_string();
     assert!(error.starts_with("side B: ") && error.contains("step 77"), "{error}");
 
     let b = Side::new(&config, &data)
+        .unwrap()
         .with_hook(|_, seen| Tensor::zeros(seen.tensor.device(), seen.tensor.dtype(), [1, 2, 3]).map(Some));
-    let error = compare([&Side::new(&config, &data), &b], 1).unwrap_err().to_string();
+    let error = compare([&Side::new(&config, &data).unwrap(), &b], 1).unwrap_err().to_string();
     assert!(
         error.contains("vocab_parallel_embedding: an observer gave f32 for f32: dtype and shape must be the same (shapes [[1, 2, 3], "),
         "{error}"
@@ -368,7 +372,7 @@ fn other_models_are_refused() {
     let untied =
         Config { model: meshwork_train::config::sections::Model { tie_embeddings: false, ..b.model.clone() }, ..b };
     let data = data();
-    let error = compare([&Side::new(&a, &data), &Side::new(&untied, &data)], 1).unwrap_err();
+    let error = compare([&Side::new(&a, &data).unwrap(), &Side::new(&untied, &data).unwrap()], 1).unwrap_err();
     assert!(matches!(error, Error::Structure(_)), "{error}");
     assert!(error.to_string().contains("A has (parameters, samples a step) (28, 8), B (29, 8)"), "{error}");
 }

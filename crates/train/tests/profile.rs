@@ -7,7 +7,6 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::engine::Blueprint;
 use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, schedule_timelines, settle, write_trace};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
@@ -145,15 +144,15 @@ fn tally<'a>(calls: impl Iterator<Item = (&'a str, &'a str)>) -> BTreeMap<(Strin
 #[test]
 fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
     let (config, data) = loaded("dp=2,tp=2,pp=2", &["metrics.profile=true", "training.steps=2"]);
-    let mesh = Blueprint::new(&config).unwrap().mesh().clone();
+    let mesh = config.mesh().unwrap();
     let origin = Some(Instant::now());
     let ranks = thread::run(8, Options::default(), |world| {
         let probe = Probe::new(&config, origin);
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world.communicator().clone()))?);
         let device = probe.device(Cpu::device());
-        let mut trainer = Trainer::new(&config, rank.clone(), device.clone())?;
-        let batch = data.batch(0, 8, trainer.rows());
-        let mut step = |number| probe.step(number, || trainer.step(&batch, |event| probe.observe(event)));
+        let mut trainer = Trainer::new(config.model(), &config.plan()?, rank.clone(), device.clone())?;
+        let batch = data.batch(0, 8, trainer.samples());
+        let mut step = |number| probe.step(number, || trainer.observed_step(&batch, |event| probe.observe(event)));
         step(1)?;
         let before = device.meter().total_flops();
         let report = step(2)?;

@@ -1,10 +1,13 @@
-//! Runs one program un-sharded or on every rank of a mesh, and puts the ranks' results together.
+//! Runs one program un-sharded or on every rank of a mesh, and puts the ranks' results together. Each runs a second time on a
+//! device whose memory the host cannot read, which must give the same bits.
 
-use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_core::comm::record;
+use meshwork_core::{Axis, Communicator, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
-use meshwork_tensor::{Declarations, ParamId, Params, Result, Tape, Tensor, Var};
+use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
+use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -60,6 +63,7 @@ pub struct Program<L, D, F> {
 }
 
 /// A slice of a whole array on one rank.
+#[derive(Debug, PartialEq)]
 struct Piece {
     values: Vec<f32>,
     shape: Vec<usize>,
@@ -69,6 +73,7 @@ struct Piece {
 /// A rank's part of a parameter's gradient: (global start, values) of each contiguous run.
 type Runs = Vec<(usize, Vec<f32>)>;
 
+#[derive(Debug, PartialEq)]
 struct RankResult {
     output: Piece,
     inputs: Vec<Piece>,
@@ -87,7 +92,9 @@ where
 
     /// On the only rank of a mesh with no axes.
     pub fn alone(&self, inputs: &[Input]) -> Outcome {
-        self.assemble(vec![self.run(&Arc::new(Rank::alone().unwrap()), inputs)])
+        let mesh = Mesh::default();
+        let world = record::communicator("world", 0, vec![0]).unwrap();
+        self.assemble(vec![self.run_on_both(&mesh, &world, inputs)])
     }
 
     /// On `degree` ranks of tp.
@@ -96,17 +103,23 @@ where
         L: Sync,
     {
         let mesh = Mesh::new([(Axis::Tp, degree)]).unwrap();
-        let ranks = meshwork_testkit::run_world(degree, |world| {
-            self.run(&Arc::new(Rank::new(&mesh, Arc::clone(world.communicator())).unwrap()), inputs)
-        });
+        let ranks = meshwork_testkit::run_world(degree, |world| self.run_on_both(&mesh, world.communicator(), inputs));
         self.assemble(ranks)
     }
 
-    fn run(&self, rank: &Arc<Rank>, inputs: &[Input]) -> RankResult {
+    fn run_on_both(&self, mesh: &Mesh, world: &Arc<dyn Communicator>, inputs: &[Input]) -> RankResult {
+        let rank = |world| Arc::new(Rank::new(mesh, world).unwrap());
+        let result = self.run(&rank(Arc::clone(world)), Cpu::device(), inputs);
+        let device = Opaque::device(Cpu::device());
+        let opaque = self.run(&rank(opaque::communicator(Arc::clone(world))), device, inputs);
+        assert!(opaque == result, "another device, other bits: {opaque:?} instead of {result:?}");
+        result
+    }
+
+    fn run(&self, rank: &Arc<Rank>, device: Arc<dyn Device>, inputs: &[Input]) -> RankResult {
         let mut declarations = Declarations::new();
         let layer = (self.declare)(&mut declarations, rank.mesh()).unwrap();
         let declarations = Arc::new(declarations);
-        let device = Cpu::device();
         let layout = [declarations.ids().collect()];
         let mut params =
             Params::new(Arc::clone(&declarations), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
@@ -147,14 +160,13 @@ where
         let declarations = Arc::clone(params.declarations());
         for id in declarations.ids() {
             let spec = declarations.spec(id);
-            let (flat, place) = params.place(id);
-            let values = &mut params.flats_mut()[flat].as_mut_slice::<f32>().unwrap()[place];
-            values.fill(self.padding);
+            let mut values = vec![self.padding; params.place(id).1.len()];
             spec.local(rank.mesh(), rank.coords()).for_each_run(spec.dims, |start, range| {
                 for (i, value) in values[range].iter_mut().enumerate() {
                     *value = (self.number)(&spec.name, start + i as u64);
                 }
             });
+            params.write(id, &values).unwrap();
         }
     }
 

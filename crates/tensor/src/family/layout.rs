@@ -16,6 +16,11 @@ pub trait Layout: Debug {
     /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>;
 
+    /// The same elements in memory of their own.
+    fn copy(&self, x: &Buffer) -> Result<Buffer> {
+        self.narrow(x, 1, x.count(), 1, 0..x.count())
+    }
+
     /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
     ///
     /// # Errors

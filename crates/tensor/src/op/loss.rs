@@ -134,7 +134,7 @@ impl Op for VocabLoss {
         let parts = self.shard.parts(cx.tape().leaves().map_or(1, |leaves| leaves / self.degree(cx.tape())));
         let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
         let leaves = parts.map(stats).collect::<Result<Vec<_>>>()?;
-        let mut max = logits.device().upload(&leaves[0].0)?;
+        let mut max = logits.device().layout()?.copy(&leaves[0].0)?;
         for (local, _) in &leaves[1..] {
             loss.larger(&mut max, local)?;
         }

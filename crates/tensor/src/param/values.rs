@@ -147,8 +147,7 @@ impl Params {
     /// Another version of the weights, equal to this one, in memory of its own.
     pub fn copy(&self) -> Result<Self> {
         let layout = self.device.layout()?;
-        let copy = |flat: &Buffer| layout.narrow(flat, 1, flat.count(), 1, 0..flat.count());
-        let flats = self.flats.iter().map(copy).collect::<Result<_>>()?;
+        let flats = self.flats.iter().map(|flat| layout.copy(flat)).collect::<Result<_>>()?;
         Ok(Self { flats, ..self.clone() })
     }
 

@@ -76,6 +76,7 @@ pub fn ids(tape: &Tape, ids: &[i32], shape: &[usize], types: Types) -> Var {
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
     match tensor.dtype() {
         DType::F64 => tensor.to_vec::<f64>().expect("on the host"),
+        DType::Bf16 => tensor.to_vec::<half::bf16>().expect("on the host").into_iter().map(f64::from).collect(),
         _ => tensor.to_vec::<f32>().expect("on the host").into_iter().map(f64::from).collect(),
     }
 }

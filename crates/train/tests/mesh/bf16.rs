@@ -38,7 +38,7 @@ fn it_learns_as_f32_does_and_is_another_run() {
     let losses = |more: &str| {
         let config = Case::alone(&UNEVEN).config(more);
         let batch = UNEVEN.data().batch(0, BATCH, 0..BATCH);
-        let step = |trainer: &mut Trainer| Ok(trainer.step(&batch, |_| {})?.loss);
+        let step = |trainer: &mut Trainer| Ok(trainer.step(&batch)?.loss);
         on_mesh(&config, |mut trainer| (0..STEPS).map(|_| step(&mut trainer)).collect::<Result<Vec<_>, _>>()).concat()
     };
     let (f32, bf16) = (losses(ADAMW), losses(&bf16(ADAMW)));

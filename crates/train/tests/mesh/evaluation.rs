@@ -3,7 +3,7 @@
 use crate::cases::{BATCH, Case, DROPOUT, SEQ, SGD, UNEVEN, UNTIED};
 use crate::world::{assert_same_report, on_mesh, train};
 use meshwork_testkit::parity::assert_close;
-use meshwork_train::{Data, StepReport, TrainError, Trainer};
+use meshwork_train::{Data, StepReport, TrainError, Trainer, next_token_logits};
 
 /// Relative difference of validation losses.
 const TOLERANCE: f64 = 1e-6;
@@ -11,8 +11,8 @@ const TOLERANCE: f64 = 1e-6;
 const POSITIONS: [usize; 3] = [0, 7, SEQ - 1];
 
 fn validation_loss(trainer: &mut Trainer, data: &Data) -> Result<f64, TrainError> {
-    let rows = trainer.rows();
-    trainer.evaluate((0..2).map(|index| data.validation_batch(index, BATCH, rows.clone())))
+    let rows = trainer.samples();
+    Ok(trainer.evaluate((0..2).map(|index| data.validation_batch(index, BATCH, rows.clone())))?.loss)
 }
 
 /// Validation loss and logits after one step of training: the same on every rank. Not of AdamW, whose first step is ± lr whatever
@@ -22,8 +22,9 @@ fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
     let ranks = on_mesh(&config, |mut trainer| {
         train(&mut trainer, &data, &config)?;
         let loss = validation_loss(&mut trainer, &data)?;
-        let window = data.batch(3, BATCH, 0..1).inputs;
-        let logits = |position| trainer.next_token_logits(&window[..=position], case.model.vocab);
+        let window = data.batch(3, BATCH, 0..1);
+        let window = window.values::<i32>("tokens")?;
+        let logits = |position| next_token_logits(&mut trainer, &window[..=position], case.model.vocab);
         Ok((loss, POSITIONS.into_iter().map(logits).collect::<Result<Vec<_>, _>>()?))
     });
     for (rank, both) in ranks.iter().enumerate() {
@@ -79,7 +80,7 @@ fn an_evaluation_between_two_steps_changes_nothing() {
             let first = train(&mut trainer, &data, &config)?;
             if evaluating {
                 validation_loss(&mut trainer, &data)?;
-                trainer.next_token_logits(&[0; 5], case.model.vocab)?;
+                next_token_logits(&mut trainer, &[0; 5], case.model.vocab)?;
             }
             Ok([first, train(&mut trainer, &data, &config)?])
         })

@@ -5,6 +5,7 @@ use crate::world::{assert_same_pieces, assert_same_report, on_mesh, pieces, trai
 use meshwork_core::Axis;
 use meshwork_core::comm::FaultKind;
 use meshwork_core::comm::thread::{Options, RankEnd};
+use meshwork_models::language;
 use meshwork_pipeline::Phase;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::data::MASKED;
@@ -55,8 +56,8 @@ fn every_other_rank_is_told_who_broke_down() {
             if departs && matches!(breakdown, Breakdown::Return) {
                 return Ok(());
             }
-            let batch = data.batch(1, BATCH, trainer.rows());
-            let result = trainer.step(&batch, |event| {
+            let batch = data.batch(1, BATCH, trainer.samples());
+            let result = trainer.observed_step(&batch, |event| {
                 if !departs || event.phase != Phase::Started || event.action.to_string() != at {
                     return;
                 }
@@ -143,12 +144,13 @@ fn a_batch_without_tokens_is_refused_on_every_rank_and_the_next_one_is_taken() {
         let (config, data) = (case.config(ADAMW), case.model.data());
         let clean = on_mesh(&config, |mut trainer| train(&mut trainer, &data, &config));
         let after = on_mesh(&config, |mut trainer| {
-            let mut batch = data.batch(0, BATCH, trainer.rows());
-            batch.targets.fill(MASKED);
+            let batch = data.batch(0, BATCH, trainer.samples());
+            let tokens = batch.values::<i32>("tokens")?.to_vec();
+            let batch = language::batch(tokens.clone(), vec![MASKED; tokens.len()], SEQ)?;
             let nothing = trainer.evaluate([batch.clone()].into_iter());
-            assert!(matches!(nothing, Err(TrainError::NoTokens { .. })), "{case}: {nothing:?}");
-            let refused = trainer.step(&batch, |_| {});
-            assert!(matches!(refused, Err(TrainError::NoTokens { step: 1 })), "{case}: {refused:?}");
+            assert!(matches!(nothing, Err(TrainError::NoTerms { .. })), "{case}: {nothing:?}");
+            let refused = trainer.step(&batch);
+            assert!(matches!(refused, Err(TrainError::NoTerms { step: 1 })), "{case}: {refused:?}");
             train(&mut trainer, &data, &config)
         });
         for (rank, (got, wanted)) in after.iter().zip(&clean).enumerate() {

@@ -2,9 +2,10 @@
 //! was recorded, and how it was checked in float64.
 
 use crate::world::{assemble, on_mesh, pieces};
+use meshwork_models::language;
+use meshwork_nn::Batch;
 use meshwork_train::config::Config;
-use meshwork_train::data::Batch;
-use meshwork_train::{StepReport, TrainError, Trainer};
+use meshwork_train::{StepReport, TrainError, Trainer, next_token_logits};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -78,12 +79,12 @@ impl Fixture {
 
     /// A rank's rows of the batch.
     fn batch(&self, trainer: &Trainer) -> Batch {
-        let (rows, seq_len) = (trainer.rows(), self.0["config"]["seq"].as_u64().unwrap() as usize);
+        let (rows, seq_len) = (trainer.samples(), self.0["config"]["seq"].as_u64().unwrap() as usize);
         let cut = |name: &str| -> Vec<i32> {
             let all = integers(&self.0[name]);
             all[rows.start * seq_len..rows.end * seq_len].to_vec()
         };
-        Batch { inputs: cut("inputs"), targets: cut("targets"), rows: rows.len(), seq_len }
+        language::batch(cut("inputs"), cut("targets"), seq_len).unwrap()
     }
 
     /// Gives a trainer the fixture's parameters, and checks that there are no others.
@@ -146,14 +147,14 @@ fn run(fixture: &Fixture, tied: bool, mesh: (&str, usize), optimizer: &str) -> R
         let batch = fixture.batch(&trainer);
         let mut logits = Vec::new();
         for position in 0..window.len() {
-            logits.extend(trainer.next_token_logits(&window[..=position], config.model.vocab_size)?);
+            logits.extend(next_token_logits(&mut trainer, &window[..=position], config.model.vocab_size)?);
         }
-        let mut reports = vec![trainer.step(&batch, |_| {})?];
+        let mut reports = vec![trainer.step(&batch)?];
         let first = pieces(&trainer)?;
         for _ in 1..STEPS {
-            reports.push(trainer.step(&batch, |_| {})?);
+            reports.push(trainer.step(&batch)?);
         }
-        let loss_after = trainer.evaluate([batch].into_iter())?;
+        let loss_after = trainer.evaluate([batch])?.loss;
         Ok((logits, reports, first, pieces(&trainer)?, loss_after))
     });
     let (first, last): (Vec<_>, Vec<_>) = ranks.iter().map(|rank| (rank.2.clone(), rank.3.clone())).unzip();

@@ -5,9 +5,9 @@ use crate::cases::{ADAMW, BATCH, CASES, Case, HIDDEN, Model, PLAIN, SEQ, SGD, UN
 use crate::parity::assert_parity;
 use crate::streams::{DESCENT, stream};
 use crate::world::{Piece, assemble, on_mesh, pieces, step_of};
+use meshwork_nn::Batch;
 use meshwork_pipeline::{ActionKind, Event, Phase, lower};
 use meshwork_train::config::Config;
-use meshwork_train::data::Batch;
 use meshwork_train::plan::predict;
 use meshwork_train::{StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;
@@ -22,15 +22,15 @@ pub fn advance(
 ) -> Result<Vec<StepReport>, TrainError> {
     let mut reports = Vec::new();
     for batch in batches {
-        reports.extend(trainer.advance(batch, || false, &mut observe)?);
+        reports.extend(trainer.start_step(batch, || false, &mut observe)?);
     }
-    reports.extend(trainer.settle(&mut observe)?);
+    reports.extend(trainer.flush(&mut observe)?);
     Ok(reports)
 }
 
 pub fn batches(model: &Model, trainer: &Trainer, steps: u64) -> Vec<Batch> {
     let data = model.data();
-    (0..steps).map(|step| data.batch(step, BATCH, trainer.rows())).collect()
+    (0..steps).map(|step| data.batch(step, BATCH, trainer.samples())).collect()
 }
 
 pub fn weights(case: &str, held: &[Vec<Piece>]) -> Whole {
@@ -101,8 +101,8 @@ fn a_step_that_is_not_finite_is_taken_back_while_the_next_one_runs() {
                 let batches = batches(case.model, &trainer, 2);
                 if spoilt {
                     trainer.load_parameter(PLACES, &[f32::MAX; SEQ * HIDDEN])?;
-                    assert!(trainer.advance(&batches[0], || false, |_| {})?.is_empty(), "{name}");
-                    let refused = trainer.advance(&batches[1], || false, |_| {});
+                    assert!(trainer.start_step(&batches[0], || false, |_| {})?.is_empty(), "{name}");
+                    let refused = trainer.start_step(&batches[1], || false, |_| {});
                     assert!(matches!(refused, Err(TrainError::NotFinite { step: 1, .. })), "{name}: {refused:?}");
                     assert_eq!(trainer.steps_done(), 0, "{name}");
                 }
@@ -140,10 +140,10 @@ fn weights_are_not_read_from_outside_while_they_may_change() {
     let case = Case { pp: 2, micros: 4, schedule: "zb_h2", ..Case::alone(&UNEVEN) };
     on_mesh(&case.config(ADAMW), |mut trainer| {
         let batches = batches(case.model, &trainer, 1);
-        assert!(trainer.advance(&batches[0], || false, |_| {})?.is_empty());
+        assert!(trainer.start_step(&batches[0], || false, |_| {})?.is_empty());
         let refused = trainer.evaluate(std::iter::empty()).unwrap_err().to_string();
-        assert_eq!(refused, "1 steps are under way: settle() makes them certain first");
-        assert_eq!((trainer.steps_done(), trainer.settle(|_| {})?.len(), trainer.steps_done()), (0, 1, 1));
+        assert_eq!(refused, "1 steps are under way: flush() completes them first");
+        assert_eq!((trainer.steps_done(), trainer.flush(|_| {})?.len(), trainer.steps_done()), (0, 1, 1));
         Ok(())
     });
 }
@@ -195,8 +195,8 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
                 on_mesh(config, |mut trainer| {
                     let batches = batches(model, &trainer, steps);
                     let reports = advance(&mut trainer, &batches, |_| {})?;
-                    let held_out = data.validation_batch(0, BATCH, trainer.rows());
-                    let validation = trainer.evaluate([held_out].into_iter())?;
+                    let held_out = data.validation_batch(0, BATCH, trainer.samples());
+                    let validation = trainer.evaluate([held_out])?.loss;
                     Ok(reports.iter().map(|report| report.loss).chain([validation]).collect::<Vec<_>>())
                 })
             };

@@ -4,8 +4,8 @@
 use crate::cases::{BATCH, Case, HIDDEN, PLAIN, SEQ, SGD};
 use crate::world::{Counted, Stepped};
 use meshwork_core::{Axis, Coords, Record};
+use meshwork_engine::ModelPlan;
 use meshwork_train::config::Config;
-use meshwork_train::engine::Blueprint;
 use meshwork_train::plan::predict;
 use std::collections::BTreeMap;
 
@@ -32,14 +32,15 @@ pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
 }
 
 fn overlaps(case: &Case) -> bool {
-    case.config("").pipeline.generator(case.pp).is_ok_and(|(generator, _)| generator.overlaps_steps())
+    case.config("").pipeline.spec().is_ok_and(|spec| spec.overlaps_steps())
 }
 
 /// Holds every rank's log, and the sums over all ranks, against formulas.
 #[track_caller]
 pub fn assert_closed_forms(case: &Case, got: &Stepped, reference: &Stepped) {
-    let blueprint = Blueprint::new(&case.config("")).unwrap();
-    let mesh = blueprint.mesh();
+    let config = case.config("");
+    let plan = ModelPlan::new(config.model(), &config.plan().unwrap()).unwrap();
+    let mesh = plan.mesh();
     let mut sums: BTreeMap<&str, f64> = BTreeMap::new();
     for (rank, report) in got.reports.iter().enumerate() {
         let bytes = |group: &str| report.records.iter().filter(|it| it.group == group).map(Record::bytes).sum::<f64>();
@@ -57,7 +58,7 @@ pub fn assert_closed_forms(case: &Case, got: &Stepped, reference: &Stepped) {
     // Every element once: `assemble` has found each on some rank.
     let elements: usize = got.weights.values().map(Vec::len).sum();
     assert_eq!(elements, parameters(case), "{case}: elements of the model");
-    let declared: usize = blueprint.parameters().unwrap().iter().map(|spec| spec.global_elements()).sum();
+    let declared: usize = plan.parameters().unwrap().iter().map(|spec| spec.global_elements()).sum();
     assert_eq!(elements, declared, "{case}: elements that the model declares");
 
     // No product is done twice; only the head multiplies with its padding, forward and twice backward.

@@ -5,7 +5,6 @@ use crate::world::{train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_train::engine::Blueprint;
 use std::sync::Arc;
 
 #[test]
@@ -18,7 +17,7 @@ fn later_steps_ask_the_system_for_no_memory() {
         (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, Precision::F32),
     ] {
         let (config, data) = (case.config(ADAMW), case.model.data());
-        let mesh = Blueprint::new(&config).unwrap().mesh().clone();
+        let mesh = config.mesh().unwrap();
         let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::new(precision))).collect();
         let asked = try_on_mesh(
             &config,

@@ -4,10 +4,11 @@ use crate::cases::{BATCH, Case, HIDDEN, Model, SEQ, UNTIED};
 use crate::schedules::{Whole, advance, batches, weights};
 use crate::world::{on_mesh, pieces, train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
+use meshwork_models::language::{self, TARGETS, TOKENS};
+use meshwork_nn::Batch;
 use meshwork_pipeline::lower;
 use meshwork_testkit::parity::{assert_close, norm_of_all};
 use meshwork_train::config::Config;
-use meshwork_train::data::Batch;
 
 /// Gradient descent without clipping: what the published equations of asynchronous training are written for.
 const LR: f32 = 0.5;
@@ -16,17 +17,21 @@ pub const DESCENT: &str = "[optimizer]\nname = 'sgd'\nlr = 0.5\nmomentum = 0.0\n
 
 /// The gradients of one rank on `rows` of a batch at given weights, and the loss.
 fn gradients(model: &'static Model, weights: &Whole, rows: &Batch) -> (f64, Whole) {
-    let text = DESCENT.replace("global_batch_size = 16", &format!("global_batch_size = {}", rows.rows));
+    let text = DESCENT.replace("global_batch_size = 16", &format!("global_batch_size = {}", rows.samples()));
     let config = Case::alone(model).config(&text);
     let mut ranks = on_mesh(&config, |mut trainer| {
         for (name, whole) in weights {
             trainer.load_parameter(name, whole)?;
         }
-        let report = trainer.step(rows, |_| {})?;
+        let report = trainer.step(rows)?;
         let gradients = pieces(&trainer)?.into_iter().map(|piece| (piece.name, piece.gradient)).collect();
         Ok((report.loss, gradients))
     });
     ranks.remove(0)
+}
+
+fn unmasked(batch: &Batch) -> usize {
+    language::unmasked(batch, 0..batch.samples()).unwrap() as usize
 }
 
 /// Training by an update equation, one micro-batch after the other: update k is by the gradients of micro-batches
@@ -53,18 +58,20 @@ fn simulate(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, 
         let batch = data.batch(step, BATCH, 0..BATCH);
         // Micro-batch k of all dp ranks together.
         let micro = |k: usize| {
-            let mut picked = Batch { inputs: Vec::new(), targets: Vec::new(), rows: rows * case.dp, seq_len: SEQ };
-            for dp in 0..case.dp {
-                let first = dp * BATCH / case.dp + k * rows;
-                picked.inputs.extend(&batch.inputs[first * SEQ..(first + rows) * SEQ]);
-                picked.targets.extend(&batch.targets[first * SEQ..(first + rows) * SEQ]);
-            }
-            picked
+            let pick = |field| {
+                let all = batch.values::<i32>(field).unwrap();
+                let of_rank = |dp| {
+                    let first = dp * BATCH / case.dp + k * rows;
+                    &all[first * SEQ..(first + rows) * SEQ]
+                };
+                (0..case.dp).flat_map(of_rank).copied().collect::<Vec<i32>>()
+            };
+            language::batch(pick(TOKENS), pick(TARGETS), SEQ).unwrap()
         };
         let (mut loss, mut tokens) = (0.0, 0);
         for first in (0..case.micros).step_by(per_update) {
             let parts: Vec<Batch> = (first..first + per_update).map(micro).collect();
-            let total: usize = parts.iter().map(Batch::unmasked).sum();
+            let total: usize = parts.iter().map(unmasked).sum();
             let mut sum: Whole = versions[0].iter().map(|(name, w)| (name.clone(), vec![0.0; w.len()])).collect();
             for (k, part) in parts.iter().enumerate() {
                 let number = step as usize * case.micros + first + k;
@@ -73,8 +80,8 @@ fn simulate(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, 
                     .map(|name| (name.clone(), versions[version(stage_of(name), number)][name].clone()))
                     .collect();
                 let (mean, gradients) = gradients(model, &at, part);
-                let share = part.unmasked() as f64 / total as f64;
-                loss += mean * part.unmasked() as f64;
+                let share = unmasked(part) as f64 / total as f64;
+                loss += mean * unmasked(part) as f64;
                 for (name, gradient) in gradients {
                     let sum = sum.get_mut(&name).unwrap();
                     sum.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += (share * f64::from(g)) as f32);
@@ -99,7 +106,8 @@ fn check_stream(case: &Case, steps: u64, per_update: usize, version: impl Fn(usi
 
 fn check_config(case: &Case, config: &Config, steps: u64, per_update: usize, version: impl Fn(usize, usize) -> usize) {
     let name = case.to_string();
-    let schedule = config.pipeline.build_steps(case.pp, steps as usize).unwrap();
+    let spec = config.pipeline.spec().unwrap();
+    let schedule = spec.build_steps(case.pp, config.pipeline.num_microbatches, steps as usize).unwrap();
     let promised = lower(&schedule).unwrap().report().clone();
     let ranks = on_mesh(config, |mut trainer| {
         let batches = batches(case.model, &trainer, steps);

@@ -5,7 +5,6 @@ use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, Rank};
 use meshwork_tensor::Device;
 use meshwork_train::config::Config;
-use meshwork_train::engine::Blueprint;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,11 +17,11 @@ pub fn try_on_mesh<T: Send>(
     device: impl Fn(Coords) -> Arc<dyn Device> + Sync,
     body: impl Fn(Trainer) -> Result<T, TrainError> + Sync,
 ) -> Result<Vec<T>, WorldError<TrainError>> {
-    let mesh = Blueprint::new(config).unwrap().mesh().clone();
+    let mesh = config.mesh().unwrap();
     thread::run(mesh.world_size(), options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let device = device(rank.coords());
-        body(Trainer::new(config, rank, device)?)
+        body(Trainer::new(config.model(), &config.plan()?, rank, device)?)
     })
 }
 
@@ -35,8 +34,8 @@ pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, Tra
 
 /// Trains one step on this rank's rows of the data's batch.
 pub fn train(trainer: &mut Trainer, data: &Data, config: &Config) -> Result<StepReport, TrainError> {
-    let batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.rows());
-    trainer.step(&batch, |_| {})
+    let batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.samples());
+    trainer.step(&batch)
 }
 
 /// One rank's part of a parameter.

@@ -3,8 +3,8 @@
 use super::super::program::Op;
 use super::*;
 use meshwork_core::{Mesh, Types};
+use meshwork_tensor::param::{LocalSlice, ParamGroup};
 use meshwork_tensor::{Init, ParamSpec, Placement, Role, Shape};
-use std::ops::Range;
 
 /// A program of one operation with one value, in micro-batches of 2 samples; it reads a parameter of those dims, cut over tp.
 pub(in super::super) fn program(
@@ -19,6 +19,7 @@ pub(in super::super) fn program(
         placement: Placement::replicated().shard(Axis::Tp, dim),
         role: Role::Weight,
         init: Init::Zeros,
+        group: ParamGroup::of(Role::Weight),
     };
     let value = Value { operand: None, maker: None, types: Types::of(types), shape: Shape::new(local) };
     let op = Op {
@@ -156,24 +157,27 @@ fn replicas_that_differ_are_told_with_ranks_and_place() {
 }
 
 #[test]
-fn a_parameter_is_put_together_from_runs() {
-    let held = |rank: usize, runs: &[(usize, Range<usize>)], values: &[f32]| Held {
-        rank,
-        runs: runs.to_vec(),
-        vectors: vec![Vec::new(), values.to_vec()],
-    };
+fn a_parameter_is_put_together_from_pieces() {
     // [2, 3], columns cut over two ranks with padding on the second; rank 2 is a replica of rank 1.
+    let dims = Shape::new(&[2, 3]);
+    let held = |rank: usize, columns: std::ops::Range<usize>, values: &[f32]| -> Held {
+        let slice = LocalSlice { stored: Shape::new(&[2, 2]), ranges: vec![0..2, columns] };
+        [&[][..], values]
+            .map(|values| param::Piece { rank, dims, slice: slice.clone(), values: values.to_vec() })
+            .into()
+    };
     let all = [
-        held(0, &[(0, 0..2), (3, 2..4)], &[0.0, 1.0, 3.0, 4.0]),
-        held(1, &[(2, 0..1), (5, 2..3)], &[2.0, 9.0, 5.0, 9.0]),
-        held(2, &[(2, 0..1), (5, 2..3)], &[2.0, 8.0, 5.5, 8.0]),
+        held(0, 0..2, &[0.0, 1.0, 3.0, 4.0]),
+        held(1, 2..3, &[2.0, 9.0, 5.0, 9.0]),
+        held(2, 2..3, &[2.0, 8.0, 5.5, 8.0]),
     ];
-    let (found, differ) = whole(&all[..2], 1, &[2, 3]);
+    let (found, differ) = whole(&all[..2], 1, dims).unwrap();
     assert_eq!((found, differ), ((0..6).map(|at| Some(at as f32)).collect(), None));
-    let (found, differ) = whole(&all, 1, &[2, 3]);
+    let (found, differ) = whole(&all, 1, dims).unwrap();
     let differ = differ.unwrap();
     assert_eq!((differ.ranks, &differ.index[..], differ.values), ([1, 2], &[1, 2][..], [5.0, 5.5]));
     assert_eq!(found[5], Some(5.0));
-    assert_eq!(whole(&all[1..2], 1, &[2, 3]).0.iter().flatten().count(), 2, "what no rank holds is missing");
-    assert_eq!(whole(&all, 0, &[2, 3]).0, [None; 6], "a vector that nobody has");
+    let (found, _) = whole(&all[1..2], 1, dims).unwrap();
+    assert_eq!(found.iter().flatten().count(), 2, "what no rank holds is missing");
+    assert_eq!(whole(&all, 0, dims), None, "a vector that no rank has");
 }

@@ -1,0 +1,348 @@
+//! Each kernel of the device behind, on the host memory behind opaque buffers. Whoever adds a method to a family adds it here.
+
+use super::Opaque;
+use super::memory::{give_back, hide, host, into_host, lend, take};
+use meshwork_core::{Buffer, DType};
+use meshwork_optim::{Rule, Update};
+use meshwork_tensor::family::*;
+use meshwork_tensor::tape::RowLeaves;
+use meshwork_tensor::{Device, Error, Result};
+use std::ops::Range;
+
+/// Results that go out of the host's reach.
+trait Hide {
+    fn hide(self) -> Self;
+}
+
+impl Hide for Buffer {
+    fn hide(self) -> Self {
+        hide(self)
+    }
+}
+
+impl Hide for (Buffer, Buffer) {
+    fn hide(self) -> Self {
+        (hide(self.0), hide(self.1))
+    }
+}
+
+impl Hide for (Buffer, Buffer, Buffer) {
+    fn hide(self) -> Self {
+        (hide(self.0), hide(self.1), hide(self.2))
+    }
+}
+
+fn hidden<T: Hide>(result: Result<T>) -> Result<T> {
+    Ok(result?.hide())
+}
+
+impl Matmul for Opaque {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        lend(c, |c| self.inner.matmul()?.gemm(spec, &host(a), &host(b), c, start))
+    }
+
+    fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.matmul()?.linear_bias(mnk, &host(x), &host(w), &host(bias)))
+    }
+
+    fn linear_bias_gelu(
+        &self,
+        mnk: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.matmul()?.linear_bias_gelu(mnk, &host(x), &host(w), &host(bias), stored))
+    }
+}
+
+impl Pointwise for Opaque {
+    fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.add(&host(a), &host(b)))
+    }
+
+    fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
+        lend(a, |a| self.inner.pointwise()?.add_assign(a, at, &host(b)))
+    }
+
+    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
+        lend(x, |x| self.inner.pointwise()?.tree_sum(x, start, count, n, to))
+    }
+
+    fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.bias(&host(x), &host(bias)))
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.bias_grad(&host(dy), n, leaves))
+    }
+
+    fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.bias_residual(&host(x), &host(bias), &host(residual)))
+    }
+
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.bias_gelu(&host(x), &host(bias), stored))
+    }
+
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+        hidden(lend(dy, |dy| self.inner.pointwise()?.bias_gelu_grad(dy, &host(x), &host(bias), leaves)))
+    }
+
+    fn gelu(&self, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.gelu(&host(x)))
+    }
+
+    fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.gelu_grad(&host(dy), &host(x)))
+    }
+
+    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.relu(&host(x)))
+    }
+
+    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.relu_grad(&host(dy), &host(x)))
+    }
+
+    fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.dropout(&host(x), mask))
+    }
+}
+
+impl Norm for Opaque {
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        beta: &Buffer,
+        eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        hidden(self.inner.norm()?.layer_norm(&host(x), &host(gamma), &host(beta), eps, stored))
+    }
+
+    fn layer_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        gamma: &Buffer,
+        stats: [&Buffer; 2],
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let [mean, rstd] = stats.map(host);
+        let (dy, x, gamma) = (host(dy), host(x), host(gamma));
+        hidden(self.inner.norm()?.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], leaves, sum.map(into_host)))
+    }
+}
+
+/// Statistics on the host memory behind them.
+fn by_host<T>(by: MeanVariance<'_>, work: impl FnOnce(MeanVariance<'_>) -> T) -> T {
+    work(MeanVariance { mean: &host(by.mean), variance: &host(by.variance), eps: by.eps })
+}
+
+impl ChannelNorm for Opaque {
+    fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.channel_norm()?.moments(groups, &host(x)))
+    }
+
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer> {
+        let (norm, [gamma, beta]) = (self.inner.channel_norm()?, affine.map(host));
+        hidden(by_host(by, |by| norm.normalise(groups, &host(x), by, [&gamma, &beta])))
+    }
+
+    fn normalise_grad(
+        &self,
+        groups: Groups,
+        dy: &Buffer,
+        x: &Buffer,
+        by: MeanVariance<'_>,
+        statistics: Statistics,
+        gamma: &Buffer,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let norm = self.inner.channel_norm()?;
+        hidden(by_host(by, |by| norm.normalise_grad(groups, &host(dy), &host(x), by, statistics, &host(gamma))))
+    }
+}
+
+impl Window for Opaque {
+    fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.patches(windows, &host(x)))
+    }
+
+    fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.patches_grad(windows, &host(dpatches)))
+    }
+
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.max_pool(windows, &host(x)))
+    }
+
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.max_pool_grad(windows, &host(dy), &host(x)))
+    }
+
+    fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.average_pool(windows, &host(x)))
+    }
+
+    fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.average_pool_grad(windows, &host(dy)))
+    }
+}
+
+impl Attention for Opaque {
+    fn causal(
+        &self,
+        shape: AttentionShape,
+        qkv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.attention()?.causal(shape, &host(qkv), dropout))
+    }
+
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        dout: &Buffer,
+        qkv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<Buffer> {
+        let [dout, qkv, out, lse] = [dout, qkv, out, lse].map(host);
+        hidden(self.inner.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, dropout))
+    }
+}
+
+/// The gradient of a table in the host memory behind it.
+fn lend_table<T>(dtable: TableGrad<'_>, work: impl FnOnce(TableGrad<'_>) -> T) -> T {
+    let TableGrad { buffer, start, rows, accumulate, leaves } = dtable;
+    lend(buffer, |buffer| work(TableGrad { buffer, start, rows, accumulate, leaves }))
+}
+
+impl Embedding for Opaque {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
+        hidden(self.inner.embedding()?.lookup(&host(ids), &host(table), rows, vocab, width))
+    }
+
+    fn lookup_grad(
+        &self,
+        ids: &Buffer,
+        dout: &Buffer,
+        rows: Range<usize>,
+        width: usize,
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        let embedding = self.inner.embedding()?;
+        lend_table(dtable, |dtable| embedding.lookup_grad(&host(ids), &host(dout), rows, width, dtable))
+    }
+
+    fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
+        hidden(self.inner.embedding()?.positions(&host(x), &host(table), first, seq, width))
+    }
+
+    fn positions_grad(
+        &self,
+        dout: &Buffer,
+        first: usize,
+        seq: usize,
+        width: usize,
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        let embedding = self.inner.embedding()?;
+        lend_table(dtable, |dtable| embedding.positions_grad(&host(dout), first, seq, width, dtable))
+    }
+}
+
+impl Loss for Opaque {
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.loss()?.row_stats(&host(logits), &host(targets), shard))
+    }
+
+    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
+        lend(max, |max| self.inner.loss()?.larger(max, &host(other)))
+    }
+
+    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
+        lend(sums, |sums| self.inner.loss()?.rescale(sums, &host(local), &host(global)))
+    }
+
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.loss()?.total(&host(max), &host(sums), &host(targets), samples))
+    }
+
+    fn grad(
+        &self,
+        logits: &mut Buffer,
+        targets: &Buffer,
+        lse: &Buffer,
+        scale: &Buffer,
+        shard: VocabShard,
+    ) -> Result<()> {
+        lend(logits, |logits| self.inner.loss()?.grad(logits, &host(targets), &host(lse), &host(scale), shard))
+    }
+}
+
+impl Layout for Opaque {
+    fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer> {
+        hidden(self.inner.layout()?.swap_blocks(&host(x), a, b, inner))
+    }
+
+    fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        hidden(self.inner.layout()?.narrow(&host(x), outer, extent, inner, range))
+    }
+
+    fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        hidden(self.inner.layout()?.widen(&host(x), outer, extent, inner, range))
+    }
+
+    fn copy(&self, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.layout()?.copy(&host(x)))
+    }
+
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
+        lend(dst, |dst| self.inner.layout()?.copy_into(&host(src), range, dst, at))
+    }
+}
+
+impl Optim for Opaque {
+    fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
+        lend(x, |x| self.inner.optim()?.zero(x, range))
+    }
+
+    fn sum_of_squares(
+        &self,
+        x: &Buffer,
+        range: Range<usize>,
+        blocks: usize,
+        pitch: usize,
+        sums: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
+        lend(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, blocks, pitch, sums, at))
+    }
+
+    fn update(
+        &self,
+        rule: &Rule,
+        update: Update,
+        weights: &mut Buffer,
+        grads: &Buffer,
+        states: &mut [Buffer],
+        range: Range<usize>,
+    ) -> Result<()> {
+        // As a device with kernels for these two, and no way to run the host's code.
+        let (Rule::AdamW(_) | Rule::Sgd(_)) = rule else {
+            let (device, rule) = (self.name().to_owned(), rule.name().to_owned());
+            return Err(Error::UpdateRule { device, rule, valid: "adamw or sgd" });
+        };
+        let optim = self.inner.optim()?;
+        let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
+        let updated = lend(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
+        states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
+        updated
+    }
+}

@@ -1,0 +1,118 @@
+//! A device whose memory the host cannot read: the arithmetic of another device behind opaque buffers.
+//!
+//! A program that trains on it with the bits of the device behind assumes no host slices, and will run on a GPU. Host access to
+//! its buffers is an error; [`Device::upload`], [`Device::upload_into`] and [`Device::download`] are the only ways in and out, and
+//! the [`Meter`] counts them. Update rules run as data; a user-written one is refused, as on any device that cannot call the
+//! host's code. Collectives need [`communicator`].
+//!
+//! ```
+//! use meshwork_tensor::cpu::Cpu;
+//! use meshwork_tensor::Tensor;
+//! use meshwork_testkit::opaque::Opaque;
+//!
+//! let device = Opaque::device(Cpu::device());
+//! let x = Tensor::from_slice(&device, &[1.0f32, 2.0], [2])?;
+//! assert!(x.buffer().as_slice::<f32>().is_err()); // out of the host's reach
+//! assert_eq!(x.accumulate(&x.clone())?.to_vec::<f32>()?, [2.0, 4.0]); // brought to the host
+//! # Ok::<(), meshwork_tensor::Error>(())
+//! ```
+
+mod communicator;
+mod kernels;
+mod memory;
+
+pub use communicator::communicator;
+
+use memory::{copy, hide, lend};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::family::*;
+use meshwork_tensor::{Device, Meter, Result};
+use std::sync::Arc;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Opaque {
+    inner: Arc<dyn Device>,
+}
+
+impl Opaque {
+    /// A device that computes as `inner` does, which must compute on host memory.
+    pub fn device(inner: Arc<dyn Device>) -> Arc<dyn Device> {
+        Arc::new(Self { inner })
+    }
+}
+
+impl Device for Opaque {
+    fn name(&self) -> &str {
+        "opaque"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        Ok(hide(self.inner.alloc(dtype, count)?))
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        Ok(hide(self.inner.zeros(dtype, count)?))
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        Ok(hide(self.inner.upload(host)?))
+    }
+
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        lend(dst, |dst| self.inner.upload_into(host, dst, at))
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.inner.meter().add_download(buffer.bytes());
+        Ok(copy(buffer)?)
+    }
+
+    fn meter(&self) -> &Meter {
+        self.inner.meter()
+    }
+
+    fn factor(&self, dtype: DType) -> DType {
+        self.inner.factor(dtype)
+    }
+
+    fn matmul(&self) -> Result<&dyn Matmul> {
+        Ok(self)
+    }
+
+    fn pointwise(&self) -> Result<&dyn Pointwise> {
+        Ok(self)
+    }
+
+    fn norm(&self) -> Result<&dyn Norm> {
+        Ok(self)
+    }
+
+    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
+        Ok(self)
+    }
+
+    fn window(&self) -> Result<&dyn Window> {
+        Ok(self)
+    }
+
+    fn attention(&self) -> Result<&dyn Attention> {
+        Ok(self)
+    }
+
+    fn embedding(&self) -> Result<&dyn Embedding> {
+        Ok(self)
+    }
+
+    fn loss(&self) -> Result<&dyn Loss> {
+        Ok(self)
+    }
+
+    fn layout(&self) -> Result<&dyn Layout> {
+        Ok(self)
+    }
+
+    fn optim(&self) -> Result<&dyn Optim> {
+        Ok(self)
+    }
+}
