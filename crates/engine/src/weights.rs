@@ -298,8 +298,7 @@ fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &Statist
     let buffers = |id: StatisticId| &declarations.statistics()[id.index()].buffers;
     let Some(&first) = statistics.iter().flat_map(|(id, _)| buffers(*id)).next() else { return Ok(()) };
     let flat = params.place(first).0;
-    let host = device.download(&params.flats()[flat])?;
-    let mut all = host.as_slice::<f32>().map_err(Error::from)?.to_vec();
+    let mut all = device.download(&params.flats()[flat])?.as_slice::<f32>().map_err(Error::from)?.to_vec();
     for (id, sums) in statistics {
         let mut values: Vec<Vec<f32>> = buffers(*id).iter().map(|&id| all[params.place(id).1].to_vec()).collect();
         declarations.statistics()[id.index()].rule.update(sums, &mut values);

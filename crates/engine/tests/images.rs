@@ -1,38 +1,67 @@
 //! Classifiers through the pipeline: the same bits on every cut into stages, with and without re-materialisation; the same
-//! numbers with dp; and what cannot be trained is refused.
+//! numbers with dp and tp; and what cannot be trained is refused.
 
-use meshwork_core::{Axis, Rank};
-use meshwork_models::layers::Norm;
-use meshwork_models::network::Network;
+use meshwork_core::comm::thread;
+use meshwork_core::{Axis, Mesh, Rank};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};
+use meshwork_models::layers::{Classes, MaxPool, Norm};
+use meshwork_models::network::{IMAGES, LABELS, Network};
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
+use meshwork_nn::{Batch, Model};
+use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
-use meshwork_testkit::run_world;
-use meshwork_train::classify::{Classifier, Images, Options, Score, Settings, schedules};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const STEPS: usize = 3;
+const BATCH: usize = 16;
 
-fn settings() -> Settings {
-    Settings { batch: 16, seed: 3, ..Settings::default() }
+fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
+    Mesh::new([(Axis::Dp, dp), (Axis::Tp, tp), (Axis::Pp, pp)]).unwrap()
 }
 
-fn resnet(norm: Norm) -> Network {
-    ResNetConfig { groups: vec![(4, 2), (8, 2)], norm, ..ResNetConfig::digits() }.network()
+/// Four micro-batches of four images, whatever the mesh has in dp.
+fn plan() -> Plan {
+    Plan {
+        mesh: mesh(1, 1, 1),
+        schedule: Generator::Gpipe.into(),
+        global_batch_size: BATCH,
+        num_microbatches: Some(4),
+        optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
+        lr: LrSchedule { base: 0.05, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
+        max_norm: 0.0,
+        seed: 3,
+        ..Plan::default()
+    }
 }
 
-fn vgg(norm: Norm) -> Network {
-    VggConfig { groups: vec![vec![4, 4], vec![8, 8]], hidden: vec![12], norm, ..VggConfig::digits() }.network()
+fn resnet(norm: Norm) -> Arc<Network> {
+    Arc::new(ResNetConfig { groups: vec![(4, 2), (8, 2)], norm, ..ResNetConfig::digits() }.network())
+}
+
+fn vgg(norm: Norm) -> Arc<Network> {
+    let groups = vec![vec![4, 4], vec![8, 8]];
+    Arc::new(VggConfig { groups, hidden: vec![12], norm, ..VggConfig::digits() }.network())
+}
+
+fn schedules() -> impl Iterator<Item = Generator> {
+    Generator::ALL.into_iter().filter(|generator| generator.is_synchronous())
 }
 
 /// Noise with a class each: enough for parity.
-fn images(count: usize) -> Images {
-    let mut pixels = vec![0.0; count * 64];
-    random::fill_uniform(random::key(9, "pixels"), 0, &mut pixels);
-    Images::new([8, 8, 1], pixels, (0..count as i32).map(|i| i * 7 % 10).collect())
+fn images(step: usize, samples: std::ops::Range<usize>) -> Batch {
+    let mut pixels = vec![0.0; samples.len() * 64];
+    random::fill_uniform(random::key(9, "pixels"), ((step * BATCH + samples.start) * 64) as u64, &mut pixels);
+    let labels = samples.map(|sample| ((step * BATCH + sample) * 7 % 10) as i32).collect();
+    batch(pixels, labels)
+}
+
+fn batch(pixels: Vec<f32>, labels: Vec<i32>) -> Batch {
+    Batch::new(labels.len()).with(IMAGES, [8, 8, 1], pixels).unwrap().with(LABELS, [], labels).unwrap()
 }
 
 /// Everything that training leaves, by name.
@@ -40,123 +69,177 @@ fn images(count: usize) -> Images {
 struct Trained {
     /// Of the last step.
     gradients: BTreeMap<String, Vec<f32>>,
-    weights: BTreeMap<String, Vec<f32>>,
-    averages: BTreeMap<String, (Vec<f64>, Vec<f64>)>,
-    /// Of each step, and of images held out.
-    scores: Vec<Score>,
+    /// Weights, running averages and optimizer states.
+    state: BTreeMap<StateKey, Vec<f32>>,
+    /// Loss and accuracy of each step, and of other images.
+    scores: Vec<(f64, f64)>,
 }
 
 /// What some steps leave on all stages of the first dp rank; and the most bytes that lived on any rank.
-fn train(network: &Network, settings: &Settings) -> (Trained, u64) {
-    let mesh = settings.mesh().unwrap();
-    let ranks = run_world(mesh.world_size(), |world| {
-        let rank = Arc::new(Rank::new(&mesh, Arc::clone(world.communicator())).unwrap());
-        let mut classifier = Classifier::new(network, settings, rank, Cpu::device()).unwrap();
-        let data = images(STEPS * settings.batch);
-        let mut scores: Vec<Score> = data.parts(settings.batch).map(|batch| classifier.step(&batch).unwrap()).collect();
-        let peak = classifier.peak_bytes().unwrap();
-        scores.push(classifier.evaluate(&images(21)).unwrap());
-        let params = classifier.params();
+fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, u64) {
+    let model: Arc<dyn Model> = network.clone();
+    let ranks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
+        let rank = Arc::new(Rank::new(&plan.mesh, Arc::clone(world.communicator()))?);
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let (mut scores, mut peak) = (Vec::new(), 0);
+        for step in 0..STEPS {
+            let report = trainer.step(&images(step, trainer.samples()))?;
+            scores.push((report.loss, report.metrics[0].1));
+            peak = report.peak_bytes.into_iter().max().unwrap();
+        }
+        let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
+        scores.push((score.loss, score.metrics[0].1));
+        let params = trainer.params();
         let declarations = params.declarations();
-        let weight = |id| (declarations.spec(id).name.clone(), params.value(id).unwrap().to_vec::<f32>().unwrap());
-        let averages = classifier.averages().into_iter().map(|(name, mean, variance)| (name, (mean, variance)));
-        let trained = Trained {
-            gradients: classifier.gradients().unwrap().into_iter().collect(),
-            weights: declarations.ids().map(weight).collect(),
-            averages: averages.collect(),
-            scores,
-        };
-        (classifier.rank().coords().get(Axis::Dp), trained, peak)
-    });
-    let mut ranks = ranks.into_iter().filter(|(dp, ..)| *dp == 0).map(|(_, trained, peak)| (trained, peak));
-    let (mut all, peak) = ranks.next().unwrap();
-    for (stage, _) in ranks {
-        assert_eq!(stage.scores, all.scores, "every rank knows them");
-        all.gradients.extend(stage.gradients);
-        all.weights.extend(stage.weights);
-        all.averages.extend(stage.averages);
-    }
-    (all, peak)
+        let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
+        let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
+        Ok::<_, TrainError>((gradients, trainer.state()?, scores, peak))
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+    let states: Vec<_> = ranks.iter().map(|rank| rank.1.clone()).collect();
+    let whole = WholeState::merge(&states).unwrap();
+    assert!(ranks.iter().all(|rank| rank.2 == ranks[0].2), "every rank knows the scores");
+    let trained = Trained {
+        gradients: ranks.iter().flat_map(|rank| rank.0.clone()).filter(|(_, gradient)| !gradient.is_empty()).collect(),
+        state: whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect(),
+        scores: ranks[0].2.clone(),
+    };
+    (trained, ranks[0].3)
 }
 
-/// Batch norm too: the micro-batches are the same, whoever runs them, and so are the moving averages.
+/// Batch norm too: the micro-batches are the same, whichever rank runs them, and so are the running averages.
 #[test]
 fn every_cut_into_stages_gives_the_same_bits() {
     let mut cuts = 0;
     for network in [resnet(Norm::Batch), vgg(Norm::Group(2)), vgg(Norm::Batch)] {
-        let (whole, _) = train(&network, &settings());
+        let (whole, _) = train(&network, &plan());
         assert!(
             whole.gradients.values().all(|gradient| gradient.iter().any(|&g| g != 0.0)),
             "gradients flow everywhere"
         );
-        for schedule in schedules() {
+        for generator in schedules() {
             // Two stages on each rank, where the schedule has them, need as many layers.
             for pp in [2, 4] {
-                let cut = Settings { pp, schedule: schedule.to_owned(), ..settings() };
-                let stages = cut.schedule().map_or(usize::MAX, |schedule| schedule.placement.len());
-                if stages <= network.layers() {
-                    assert_eq!(train(&network, &cut).0, whole, "{schedule} over pp={pp}");
+                let cut = Plan { mesh: mesh(1, 1, pp), schedule: generator.into(), ..plan() };
+                if cut.stages(&*network).is_ok() && cut.build_schedule().is_ok() {
+                    assert_eq!(train(&network, &cut).0, whole, "{} over pp={pp}", generator.name());
                     cuts += 1;
                 }
             }
         }
-        // Boundaries of every shape: behind each layer once, pools and the mean over pixels among them.
-        for first in 1..network.layers() {
-            let cut = Settings { pp: 2, partition: Some(vec![first, network.layers() - first]), ..settings() };
+        // Activations of every shape: behind each layer once, pools and the mean over pixels among them; and stages without layers.
+        let layers = network.layers();
+        for first in 0..=layers {
+            let cut = Plan { mesh: mesh(1, 1, 2), partition: vec![first, layers - first], ..plan() };
             assert_eq!(train(&network, &cut).0, whole, "cut behind layer {first}");
         }
     }
     assert!(cuts > 35, "{cuts} schedules and degrees");
 }
 
-/// GPipe's re-materialisation: less memory, the same bits, and moving averages that move once a step.
+/// A first stage without parameters has nothing to train and hands its activation on.
+#[test]
+fn a_first_stage_without_parameters_is_a_stage() {
+    let network = Network::new([8, 8, 1]).then("pool", MaxPool).then("head", Classes { classes: 10 });
+    let network = Arc::new(network);
+    let (whole, _) = train(&network, &plan());
+    for schedule in ["1f1b", "zb_h1", "zb_h2"] {
+        let cut = Plan { mesh: mesh(1, 1, 2), schedule: ScheduleSpec::named(schedule).unwrap(), ..plan() };
+        assert_eq!(train(&network, &cut).0, whole, "{schedule}");
+    }
+}
+
+/// GPipe's re-materialisation: less memory, the same bits, and running averages that move once a step.
 #[test]
 fn rematerialisation_changes_memory_alone() {
     for network in [resnet(Norm::Batch), vgg(Norm::Batch)] {
         for pp in [1, 2] {
-            let of = |recompute, schedule: &str| {
-                let schedule = schedule.to_owned();
-                train(&network, &Settings { recompute, schedule, pp, batch: 64, micros: 8, ..settings() })
+            let of = |recompute, generator: Generator| {
+                let (mesh, schedule) = (mesh(1, 1, pp), generator.into());
+                train(&network, &Plan { recompute, schedule, mesh, num_microbatches: Some(8), ..plan() })
             };
-            let ((kept, most), (again, least)) = (of(false, "gpipe"), of(true, "gpipe"));
-            assert!(!kept.averages.is_empty());
+            let (kept, most) = of(Recompute::Selective, Generator::Gpipe);
+            let (again, least) = of(Recompute::Stage, Generator::Gpipe);
+            assert!(kept.state.keys().any(|key| key.parameter.ends_with("running_mean")));
             assert_eq!(again, kept, "pp={pp}");
-            assert!(2 * least < most, "pp={pp}: {least} bytes against {most}");
-            // Where backward is split, what forward made again waits for the gradients of weights.
-            assert_eq!(of(true, "zb_h1").0, kept, "zb_h1 over pp={pp}");
+            assert!(3 * least < 2 * most, "pp={pp}: {least} bytes against {most}");
+            // Where backward is split, what forward computed again waits for the gradients of weights.
+            assert_eq!(of(Recompute::Stage, Generator::ZbH1).0, kept, "zb_h1 over pp={pp}");
+            // A step that overlaps with the next, and is rolled back where it should have been clipped.
+            assert_eq!(of(Recompute::Stage, Generator::ZbH2).0, kept, "zb_h2 over pp={pp}");
         }
     }
 }
 
-/// Two dp ranks with two micro-batches each are one rank with those four: the same statistics, and sums in another order.
+/// Two dp ranks with two micro-batches each are one rank with those four: the same statistics, and sums in another order. tp has nothing
+/// to cut here, and changes nothing.
 #[test]
 fn dp_ranks_share_the_micro_batches_of_one() {
     for norm in [Norm::Batch, Norm::Group(2)] {
         let network = resnet(norm);
-        let (whole, _) = train(&network, &settings());
-        for pp in [1, 2] {
-            let (got, _) = train(&network, &Settings { pp, dp: 2, micros: 2, ..settings() });
+        let (whole, _) = train(&network, &plan());
+        for (tp, pp) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+            let (got, _) = train(&network, &Plan { mesh: mesh(2, tp, pp), num_microbatches: Some(2), ..plan() });
             assert_near(&got.gradients, &whole.gradients);
-            assert_near(&got.weights, &whole.weights);
-            assert_eq!(got.averages.len(), whole.averages.len());
-            for (name, (mean, variance)) in &whole.averages {
-                assert_close(name, &got.averages[name].0, mean, 0.0);
-                assert_close(name, &got.averages[name].1, variance, 0.0);
-            }
+            let named = |trained: &Trained| -> BTreeMap<String, Vec<f32>> {
+                trained.state.iter().map(|(key, values)| (key.to_string(), values.clone())).collect()
+            };
+            assert_near(&named(&got), &named(&whole));
+            let (of_one, _) = train(&network, &Plan { mesh: mesh(1, tp, pp), ..plan() });
+            assert_eq!(of_one, whole, "tp={tp}, pp={pp}");
         }
     }
+}
+
+/// In canonical numerics a network of group norms has one rank's bits on every mesh; batch norm has none to give.
+#[test]
+fn canonical_numerics_give_the_bits_of_one_rank() {
+    let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, max_norm: 1.0, ..plan() };
+    for network in [resnet(Norm::Group(2)), vgg(Norm::Group(2))] {
+        let (whole, _) = train(&network, &canonical);
+        for (dp, tp, pp, micros) in [(2, 1, 2, 4), (4, 2, 1, 2), (2, 2, 2, 8), (1, 1, 4, 16)] {
+            let mesh = mesh(dp, tp, pp);
+            let (got, _) = train(&network, &Plan { mesh, num_microbatches: Some(micros), ..canonical.clone() });
+            // A gradient of one rank's samples is no whole gradient before it is reduced, so weights and states are compared.
+            assert_eq!((got.state, got.scores), (whole.state.clone(), whole.scores.clone()), "dp={dp},tp={tp},pp={pp}");
+        }
+    }
+    let rank = Arc::new(Rank::recording(&canonical.mesh, 0).unwrap());
+    let refused = Trainer::new(resnet(Norm::Batch), &canonical, rank, Cpu::device()).err().unwrap().to_string();
+    assert!(refused.contains("so they depend on the mesh") && refused.contains("group_norm"), "{refused}");
 }
 
 /// Group norm takes each image by itself; batch norm does not, and says so.
 #[test]
 fn only_batch_norm_depends_on_the_micro_batch() {
-    let of = |norm, micros| train(&vgg(norm), &Settings { micros, ..settings() }).0;
+    let of = |norm, micros| train(&vgg(norm), &Plan { num_microbatches: Some(micros), ..plan() }).0;
     assert_near(&of(Norm::Group(2), 1).gradients, &of(Norm::Group(2), 8).gradients);
     let (one, eight) = (of(Norm::Batch, 1), of(Norm::Batch, 8));
     let name = "group.0.conv.0.conv.weight";
     let distance =
         one.gradients[name].iter().zip(&eight.gradients[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(distance > 1e-3, "{distance}");
+}
+
+/// What images gain on the one engine: clipping by the norm of the whole gradient.
+#[test]
+fn clipping_scales_the_whole_gradient() {
+    let network = resnet(Norm::Group(2));
+    let sgd = Plan { optimizer: Sgd::default().into(), lr: LrSchedule { base: 1.0, ..plan().lr }, ..plan() };
+    let moved = |plan: &Plan| {
+        let first = |steps: usize| {
+            let rank = Arc::new(Rank::recording(&plan.mesh, 0).unwrap());
+            let mut trainer = Trainer::new(network.clone(), plan, rank, Cpu::device()).unwrap();
+            (0..steps).for_each(|step| drop(trainer.step(&images(step, 0..BATCH)).unwrap()));
+            trainer.state().unwrap().pieces.into_iter().flat_map(|piece| piece.piece.values).collect::<Vec<f32>>()
+        };
+        let (before, after) = (first(0), first(1));
+        before.iter().zip(&after).map(|(b, a)| f64::from(b - a).powi(2)).sum::<f64>().sqrt()
+    };
+    let whole = moved(&sgd);
+    assert!(whole > 0.2, "{whole}");
+    let clipped = moved(&Plan { max_norm: 0.125, ..sgd });
+    assert!((clipped - 0.125).abs() < 1e-4, "{clipped}");
 }
 
 #[track_caller]
@@ -171,93 +254,65 @@ fn assert_near(got: &BTreeMap<String, Vec<f32>>, want: &BTreeMap<String, Vec<f32
 #[test]
 fn what_cannot_be_trained_is_refused() {
     let network = resnet(Norm::Batch);
-    let refused = |settings: Settings| {
-        let rank = Arc::new(Rank::recording(&settings.mesh().unwrap(), 0).unwrap());
-        match Classifier::new(&network, &settings, rank, Cpu::device()) {
+    let refused = |plan: Plan| {
+        let rank = Arc::new(Rank::recording(&plan.mesh, 0).unwrap());
+        match Trainer::new(network.clone(), &plan, rank, Cpu::device()) {
             Ok(_) => panic!("it was taken"),
             Err(error) => error.to_string(),
         }
     };
-    for (settings, says) in [
+    for (plan, says) in [
         (
-            Settings { dp: 3, ..settings() },
-            "a mini-batch of 16 images cannot be cut into dp=3 times 4 micro-batches: take a multiple of 12",
-        ),
-        (Settings { pp: 7, ..settings() }, "6 layers cannot fill 7 stages: take a lower pp, or a deeper network"),
-        (
-            Settings { pp: 2, partition: Some(vec![3, 4]), ..settings() },
-            "6 layers cannot be cut into stages of [3, 4]: 2 numbers of at least 1 must add up to them",
+            Plan { mesh: mesh(3, 1, 1), ..plan() },
+            "a global batch of 16 samples cannot be cut into dp=3 times 4 micro-batches: use a multiple of 12",
         ),
         (
-            Settings { schedule: "pipedream".to_owned(), ..settings() },
-            "schedule pipedream updates weights within a step, which classifiers do not: use one of gpipe, 1f1b, \
-             interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v",
+            Plan { mesh: mesh(1, 1, 7), ..plan() },
+            "6 layers cannot fill 7 stages: use a lower pp, a deeper model, or a partition that leaves stages empty",
         ),
         (
-            Settings { pp: 4, micros: 2, schedule: "1f1b".to_owned(), ..settings() },
-            "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number",
+            Plan { mesh: mesh(1, 1, 2), partition: vec![3, 4], ..plan() },
+            "6 layers cannot be cut into stages of [3, 4]: 2 numbers must add up to them",
+        ),
+        (
+            Plan { mesh: mesh(1, 1, 2), schedule: Generator::PipeDream.into(), ..plan() },
+            "schedule pipedream updates weights within a step, so running statistics (batch norm) have no mini-batch to be \
+             taken over: use group norm, or a synchronous schedule",
         ),
     ] {
-        assert_eq!(refused(settings), says);
+        assert_eq!(refused(plan), says);
     }
 }
 
-/// A class that the network does not have is found where the loss is, and a loss that is no number before any weight moves.
+/// A class that the network does not have is found where the loss is, and a loss that is not a number before any weight moves.
 #[test]
 fn bad_images_are_errors() {
-    let (network, settings) = (resnet(Norm::Batch), settings());
-    let mut classifier = Classifier::new(&network, &settings, Arc::new(Rank::alone().unwrap()), Cpu::device()).unwrap();
-    let all = images(16);
-    let mut labels = all.labels().to_vec();
-    labels[5] = 10;
-    let error = classifier.step(&Images::new([8, 8, 1], all.pixels().to_vec(), labels)).unwrap_err().to_string();
+    let (network, plan) = (resnet(Norm::Batch), plan());
+    let rank = Arc::new(Rank::recording(&plan.mesh, 0).unwrap());
+    let mut trainer = Trainer::new(network, &plan, rank, Cpu::device()).unwrap();
+    let all = images(0, 0..BATCH);
+    let (pixels, labels) = (all.values::<f32>(IMAGES).unwrap().to_vec(), all.values::<i32>(LABELS).unwrap().to_vec());
+    let mut wrong = labels.clone();
+    wrong[5] = 10;
+    let error = trainer.step(&batch(pixels.clone(), wrong)).unwrap_err().to_string();
     assert!(error.contains("id 10 at place 1 is not in a vocabulary of 10"), "{error}");
 
-    for (images, says) in [
-        (images(15), "15 images of [8, 8, 1] for a network of [8, 8, 1] that trains on 16 at a time"),
-        (
-            Images::new([4, 16, 1], all.pixels().to_vec(), all.labels().to_vec()),
-            "16 images of [4, 16, 1] for a network of",
-        ),
+    let other =
+        Batch::new(16).with(IMAGES, [4, 16, 1], pixels.clone()).unwrap().with(LABELS, [], labels.clone()).unwrap();
+    for (batch, says) in [
+        (images(0, 0..15), "15 samples given, 16 expected on this rank"),
+        (other, "images is f32 of [4, 16, 1] for each sample, and the model takes f32 of [8, 8, 1]"),
+        (Batch::new(16).with(LABELS, [], labels.clone()).unwrap(), "there is no field \"images\""),
     ] {
-        let error = classifier.step(&images).unwrap_err().to_string();
-        assert!(error.starts_with(says), "{error}");
+        let error = trainer.step(&batch).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
     }
-    assert!(classifier.evaluate(&images(0)).unwrap_err().to_string().starts_with("0 images of "));
 
-    let before = classifier.params().flats()[0].as_slice::<f32>().unwrap().to_vec();
-    let mut pixels = all.pixels().to_vec();
-    pixels[70] = f32::NAN;
-    let error = classifier.step(&Images::new([8, 8, 1], pixels, all.labels().to_vec())).unwrap_err().to_string();
+    let before = trainer.state().unwrap();
+    let mut spoilt = pixels;
+    spoilt[70] = f32::NAN;
+    let error = trainer.step(&batch(spoilt, labels)).unwrap_err().to_string();
     assert_eq!(error, "step 1: the loss is NaN; the weights are those before this step");
-    assert_eq!(classifier.params().flats()[0].as_slice::<f32>().unwrap(), before);
-    assert!(classifier.step(&all).unwrap().loss.is_finite(), "and training goes on");
-}
-
-#[test]
-fn bad_flags_say_what_would_be_valid() {
-    for (args, says) in [
-        (&["--model", "alexnet"][..], "--model alexnet: unknown; the nearest is resnet; use one of resnet, vgg"),
-        (&["--pp", "0"], "--pp 0: no such number; use 1 to 4096"),
-        (&["--pp", "9"], "--pp 9: resnet has 6 layers, too few for 9 stages; use 6 at most"),
-        (&["--schedule", "gpip"], "--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b, "),
-        (&["--schedule", "pipedream"], "--schedule pipedream: unknown; the nearest is "),
-        (&["--pp", "4", "--schedule", "zb_v"], "--pp 4: resnet has 6 layers, too few for 8 stages; use 3 at most"),
-        (&["--virtual", "3"], "--micro 4: schedule gpipe does not run with 3 virtual stages"),
-        (&["--recompute=yes"], "--recompute yes: takes no value; use --recompute alone"),
-        (&["--epochs"], "--epochs: no value; use --epochs VALUE or --epochs=VALUE"),
-        (
-            &["--micro", "5"],
-            "--micro 5: a mini-batch of 64 images cannot be cut into dp=1 times 5 micro-batches: take a multiple of 5; use \
-             other numbers, or another --schedule than gpipe",
-        ),
-    ] {
-        assert!(
-            Options::parse(args).unwrap_err().to_string().starts_with(says),
-            "{}",
-            Options::parse(args).unwrap_err()
-        );
-    }
-    let both = Options::parse(["--pp", "x", "--fast"]).unwrap_err();
-    assert_eq!(both.faults.len(), 2, "all faults together");
+    assert_eq!(trainer.state().unwrap(), before);
+    assert!(trainer.step(&all).unwrap().loss.is_finite(), "and training goes on");
 }

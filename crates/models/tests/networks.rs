@@ -2,7 +2,7 @@
 
 use meshwork_core::{Rank, Types};
 use meshwork_models::layers::Norm;
-use meshwork_models::network::{Averages, Network};
+use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
 use meshwork_tensor::cpu::Cpu;
@@ -27,7 +27,7 @@ fn networks() -> [Network; 4] {
 fn layers_give_the_extents_they_announce() {
     for network in networks() {
         let mut declared = Declarations::new();
-        let modules = network.stage(&mut declared, 0..network.layers()).unwrap();
+        let modules = network.declare(&mut declared, 0..network.layers()).unwrap();
         let (rank, device, layout) = (Arc::new(Rank::alone().unwrap()), Cpu::device(), [declared.ids().collect()]);
         let params = Params::new(Arc::new(declared), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
         let tape = Tape::new(rank, Arc::new(params), device.clone(), Mode::Train, Position::default());
@@ -35,7 +35,7 @@ fn layers_give_the_extents_they_announce() {
         let zeros = Tensor::zeros(&device, meshwork_core::DType::F32, &extents(0)[..]).unwrap();
         let mut x = tape.input(zeros, Types::NONE);
         for (at, module) in modules.iter().enumerate() {
-            x = module.forward(&tape, &x, &mut Averages::new(0.1)).unwrap();
+            x = module.forward(&tape, &x).unwrap();
             assert_eq!(x.shape()[..], extents(at + 1), "behind layer {at} of {network:?}");
         }
         assert_eq!(x.shape()[..], [2, 10]);
@@ -47,7 +47,7 @@ fn any_cut_declares_each_parameter_once() {
     for network in networks() {
         let of = |layers| {
             let mut declared = Declarations::new();
-            network.stage(&mut declared, layers).unwrap();
+            network.declare(&mut declared, layers).unwrap();
             declared.specs().to_vec()
         };
         let whole = of(0..network.layers());
@@ -62,8 +62,9 @@ fn any_cut_declares_each_parameter_once() {
 fn the_digits_networks_have_the_parameters_of_their_equations() {
     let count = |network: Network| {
         let mut declared = Declarations::new();
-        network.stage(&mut declared, 0..network.layers()).unwrap();
-        declared.specs().iter().map(|spec| spec.global_elements()).sum::<usize>()
+        network.declare(&mut declared, 0..network.layers()).unwrap();
+        let trained = declared.specs().iter().filter(|spec| !spec.group.frozen);
+        trained.map(|spec| spec.global_elements()).sum::<usize>()
     };
     let conv = |channels: usize, features: usize, kernel: usize| features * kernel * kernel * channels + 2 * features;
     let resnet = conv(1, 16, 3) + 4 * conv(16, 16, 3) + conv(16, 32, 3) + 3 * conv(32, 32, 3) + conv(16, 32, 1) + 330;

@@ -2,7 +2,8 @@
 
 use crate::config::Config;
 use meshwork_core::{Axis, Mesh};
-use meshwork_engine::dry_run::{self, Prediction};
+use meshwork_engine::dry_run;
+pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
 use meshwork_tensor::ParamSpec;

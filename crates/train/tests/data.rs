@@ -166,7 +166,7 @@ fn samples_in_order_overlap_by_one_and_wrap_around() {
     assert_eq!(data.training_samples(), 3);
     let batch = data.batch(1, 2, 0..2); // the third sample, and the first again
     assert_eq!((tokens(&batch), targets(&batch)), (&[4, 5, 0, 1][..], &[5, 6, 1, 2][..]));
-    assert_eq!((batch.rows, batch.seq_len), (2, 2));
+    assert_eq!((batch.samples(), &batch.dims("tokens").unwrap()[..]), (2, &[2][..]));
     // One more token makes one more sample.
     assert_eq!(Data::from_tokens((0..9).collect(), 2).training_samples(), 4);
 }
@@ -224,6 +224,6 @@ fn masked_targets_are_negative() {
     let batch = data.batch(0, 2, 0..2);
     assert_eq!(tokens(&batch), [10, 11, 12, 13, 14, 15, 16, 17]);
     assert_eq!(targets(&batch), [11, -1, 13, 14, 15, 16, -1, -1]);
-    assert_eq!(batch.unmasked(), 5);
+    assert_eq!(meshwork_models::language::unmasked(&batch, 0..batch.samples()).unwrap(), 5);
     assert_eq!(data.decode(targets(&batch)), "\u{b}\r\u{e}\u{f}\u{10}");
 }

@@ -78,7 +78,7 @@ struct Inner {
     grads: RefCell<BTreeMap<usize, Tensor>>,
     deferred: RefCell<Vec<(usize, Tensor)>>,
     ran_backward: Cell<bool>,
-    notes: RefCell<Notes>,
+    notes: RefCell<notes::Kept>,
 }
 
 /// A value on a tape: a tensor, its SPMD types, and where its gradient goes.

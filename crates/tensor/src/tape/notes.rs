@@ -3,11 +3,11 @@
 //! A layer deep inside a stage needs no further argument for them. Whoever runs the tape takes the notes after the forward
 //! pass, runs backward from the auxiliary losses together with the output, and adds the numbers up over the step.
 
-use super::{Mode, Tape, Var};
+use super::{Mode, Source, Tape, Var};
 use crate::error::{Error, Result};
 use crate::param::StatisticId;
 use crate::tensor::Tensor;
-use meshwork_core::{DType, SpmdError, Ty};
+use meshwork_core::{DType, SpmdError, Ty, Types};
 
 /// A number for each sample, under a name.
 #[derive(Clone, Debug)]
@@ -29,6 +29,13 @@ pub struct StatisticNote {
     pub weight: f64,
     /// The values, f32, one tensor after another.
     pub values: Vec<Tensor>,
+}
+
+/// The notes of a tape, as it keeps them itself: values without their tape, which would otherwise hold itself alive.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    per_sample: Vec<(&'static str, Option<f64>, Tensor, Types, Source)>,
+    statistics: Vec<StatisticNote>,
 }
 
 /// All notes of a tape.
@@ -81,7 +88,7 @@ impl Tape {
                 shapes: vec![value.shape().to_vec()],
             });
         }
-        let note = PerSample { name, value: value.clone(), coefficient };
+        let note = (name, coefficient, value.tensor().clone(), value.types(), value.source());
         self.inner.notes.borrow_mut().per_sample.push(note);
         Ok(())
     }
@@ -97,6 +104,11 @@ impl Tape {
 
     /// Takes all notes out.
     pub fn take_notes(&self) -> Notes {
-        self.inner.notes.take()
+        let Kept { per_sample, statistics } = self.inner.notes.take();
+        let with_tape = |(name, coefficient, tensor, types, source)| {
+            let value = Var { tape: self.clone(), tensor, types, source, recipe: None };
+            PerSample { name, value, coefficient }
+        };
+        Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics }
     }
 }

@@ -284,6 +284,10 @@ impl Loss for Opaque {
     ) -> Result<()> {
         lend(logits, |logits| self.inner.loss()?.grad(logits, &host(targets), &host(lse), &host(scale), shard))
     }
+
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
+        hidden(self.inner.loss()?.correct(&host(logits), &host(targets), width, samples))
+    }
 }
 
 impl Layout for Opaque {

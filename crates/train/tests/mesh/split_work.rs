@@ -85,8 +85,7 @@ fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let moved = |ranks: usize| 2.0 * (ranks as f64 - 1.0) / ranks as f64;
     let h = HIDDEN;
     let config = case.config("");
-    let (generator, size) = config.pipeline.generator(pp).unwrap();
-    let placement = generator.build(size).unwrap().placement;
+    let placement = config.pipeline.build(pp).unwrap().placement;
     let stages = placement.len();
     let here = |stage: usize| placement[stage] == coords.get(Axis::Pp);
     let (first, last) = (here(0), here(stages - 1));
