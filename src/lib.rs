@@ -4,6 +4,7 @@
 
 pub use meshwork_core as core;
 pub use meshwork_data_parallel as data_parallel;
+pub use meshwork_engine as engine;
 pub use meshwork_models as models;
 pub use meshwork_nn as nn;
 pub use meshwork_optim as optim;
@@ -25,11 +26,12 @@ mod guides {
 pub mod prelude {
     pub use meshwork_core::comm::thread;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};
-    pub use meshwork_models::Stage;
+    pub use meshwork_engine::{Plan, StepReport, Trainer};
+    pub use meshwork_nn::{Batch, Model, Stage, StageSpec};
     pub use meshwork_tensor::cpu::Cpu;
     pub use meshwork_tensor::meta::Meta;
     pub use meshwork_tensor::{Declarations, Device, Params, Placement, Tape, Tensor, Var};
     pub use meshwork_tensor_parallel::Region;
+    pub use meshwork_train::Data;
     pub use meshwork_train::config::{Args, Config};
-    pub use meshwork_train::{Data, Trainer};
 }

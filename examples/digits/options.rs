@@ -1,24 +1,16 @@
-//! The command line of a classifier's training.
+//! The command line: flags in, a network and a plan out.
 
-use super::{ClassifyError, Settings, schedules};
-use crate::config::{ConfigError, Fault, choose_from};
-use meshwork_models::network::Network;
-use meshwork_models::resnet::ResNetConfig;
-use meshwork_models::vgg::VggConfig;
-use meshwork_optim::{Decay, LrSchedule};
+use meshwork::core::{Axis, Mesh};
+use meshwork::engine::{Plan, PlanError, Recompute, ScheduleSpec};
+use meshwork::models::network::Network;
+use meshwork::models::resnet::ResNetConfig;
+use meshwork::models::vgg::VggConfig;
+use meshwork::optim::{Decay, LrSchedule, Sgd};
+use meshwork::pipeline::{Generator, by_name};
+use meshwork::train::config::{ConfigError, Fault, choose_from};
 use std::ffi::OsString;
 
 /// A command line.
-///
-/// ```
-/// use meshwork_train::classify::Options;
-///
-/// let options = Options::parse(["--model", "vgg", "--pp", "4", "--recompute"])?;
-/// assert_eq!((&*options.model, options.pp, options.recompute), ("vgg", 4, true));
-/// let error = Options::parse(["--modle", "vgg"]).unwrap_err().to_string();
-/// assert!(error.starts_with("--modle: unknown argument; the nearest is --model; use one of --model, --pp,"), "{error}");
-/// # Ok::<(), meshwork_train::config::ConfigError>(())
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// `--model`: `resnet` or `vgg`.
@@ -63,18 +55,17 @@ const FLAGS: [&str; 11] = [
 
 impl Default for Options {
     fn default() -> Self {
-        let Settings { dp, schedule, virtual_stages, micros, batch, recompute, epochs, seed, .. } = Settings::default();
         Self {
             model: MODELS[0].to_owned(),
             pp: 2,
-            dp,
-            schedule,
-            virtual_stages,
-            micros,
-            batch,
-            recompute,
-            epochs,
-            seed,
+            dp: 1,
+            schedule: Generator::Gpipe.name().to_owned(),
+            virtual_stages: None,
+            micros: 4,
+            batch: 64,
+            recompute: false,
+            epochs: 8,
+            seed: 0,
             help: false,
         }
     }
@@ -173,16 +164,23 @@ impl Options {
 
     /// Refuses what does not go together, as the run would.
     fn require_fit(&self, faults: &mut Vec<Fault>) {
-        let (settings, network) = (self.settings(self.batch), self.network());
-        match settings.schedule().and_then(|schedule| settings.stages(&network, schedule.placement.len())) {
-            Ok(_) => {}
-            Err(ClassifyError::Stages { layers, stages }) => {
+        let wrong = self.plan(self.batch).map_err(|error| error.to_string()).and_then(|plan| {
+            let fits = plan.stages(&self.network()).and_then(|_| plan.build_schedule());
+            match fits {
+                Ok(_) => Ok(None),
+                Err(PlanError::Stages { layers, stages }) => Ok(Some((layers, stages))),
+                Err(error) => Err(error.to_string()),
+            }
+        });
+        match wrong {
+            Ok(None) => {}
+            Ok(Some((layers, stages))) => {
                 let problem = format!("{} has {layers} layers, too few for {stages} stages", self.model);
                 faults.push(Fault::new("--pp", self.pp, problem, format!("use {} at most", layers * self.pp / stages)));
             }
             Err(error) => {
                 let valid = format!("use other numbers, or another --schedule than {}", self.schedule);
-                faults.push(Fault::new("--micro", self.micros, error.to_string(), valid));
+                faults.push(Fault::new("--micro", self.micros, error, valid));
             }
         }
     }
@@ -195,29 +193,34 @@ impl Options {
         }
     }
 
-    /// How it is trained on so many images: as by default, the learning rate warming up over an epoch and falling along a cosine.
-    pub fn settings(&self, images: usize) -> Settings {
-        let (steps_of_epoch, default) = ((images / self.batch) as u64, Settings::default());
-        let lr = LrSchedule {
-            warmup_steps: steps_of_epoch,
-            decay: Decay::Cosine,
-            decay_steps: steps_of_epoch * self.epochs as u64,
-            ..default.lr
-        };
-        Settings {
-            pp: self.pp,
-            dp: self.dp,
-            schedule: self.schedule.clone(),
-            virtual_stages: self.virtual_stages,
-            batch: self.batch,
-            micros: self.micros,
-            recompute: self.recompute,
-            epochs: self.epochs,
+    /// How it is trained on so many images: SGD with momentum, the learning rate warming up over an epoch and falling along a cosine.
+    pub fn plan(&self, images: usize) -> Result<Plan, Box<dyn std::error::Error>> {
+        let steps_of_epoch = (images / self.batch) as u64;
+        let generator = by_name(&self.schedule)?;
+        Ok(Plan {
+            mesh: Mesh::new([(Axis::Dp, self.dp), (Axis::Tp, 1), (Axis::Pp, self.pp)])?,
+            schedule: ScheduleSpec::Named { generator, virtual_stages: self.virtual_stages, vertical_sync: false },
+            global_batch_size: self.batch,
+            num_microbatches: Some(self.micros),
+            recompute: if self.recompute { Recompute::Stage } else { Recompute::Selective },
+            optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
+            lr: LrSchedule {
+                base: 0.05,
+                warmup_steps: steps_of_epoch,
+                decay: Decay::Cosine,
+                decay_steps: steps_of_epoch * self.epochs as u64,
+                min_lr_factor: 0.01,
+            },
+            max_norm: 0.0,
             seed: self.seed,
-            lr,
-            ..default
-        }
+            ..Plan::default()
+        })
     }
+}
+
+/// Names of the schedules: the synchronous ones, as the networks have running statistics.
+fn schedules() -> Vec<&'static str> {
+    Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name).collect()
 }
 
 /// The largest count that a flag takes: threads and images are real.

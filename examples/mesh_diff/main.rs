@@ -1,7 +1,9 @@
 //! Compares what two meshes compute, value by value:
 //! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md says how to read it.
 
-use meshwork::train::diff::{Options, usage};
+mod options;
+
+use options::{Options, usage};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;

@@ -1,20 +1,11 @@
 //! The command line of the comparison: two meshes, and all that the trainer takes.
 
-use super::{Break, Error, Program, Report, Side, compare_programs};
-use crate::config::{Args, Config, ConfigError, Fault, choose_from};
-use crate::data::Data;
-use crate::load;
+use meshwork::train::config::{Args, ConfigError, Fault, choose_from};
+use meshwork::train::diff::Comparison;
+use meshwork::train::load;
 use std::ffi::OsString;
 
 /// A command line, read but not yet held against anything.
-///
-/// ```
-/// use meshwork_train::diff::Options;
-///
-/// let options = Options::parse(["--mesh", "dp=1", "--mesh", "dp=2,tp=2", "--steps", "5", "--break", "layer_norm"]);
-/// assert_eq!(options.meshes, ["dp=1", "dp=2,tp=2"]);
-/// assert_eq!((options.steps, options.fault.as_deref()), (5, Some("layer_norm")));
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// `--mesh`, given twice: side A, side B.
@@ -153,66 +144,10 @@ impl Options {
                 }),
             }
         }
-        let mut comparison = Comparison { sides, steps, fault: None };
-        if faults.is_empty() {
-            match comparison.programs() {
-                Ok([_, b]) => match fault.map(|asked| Break::find(&b, &asked)).transpose() {
-                    Ok(fault) => comparison.fault = fault,
-                    Err(fault) => faults.push(fault),
-                },
-                Err(error) => {
-                    faults.push(Fault::new(
-                        "--mesh",
-                        meshes.join(" "),
-                        error.to_string(),
-                        "use one model on both sides",
-                    ));
-                }
-            }
+        if !faults.is_empty() {
+            return Err(ConfigError { faults });
         }
-        if faults.is_empty() { Ok(comparison) } else { Err(ConfigError { faults }) }
-    }
-}
-
-/// Two sides, ready to be compared.
-#[derive(Debug)]
-pub struct Comparison {
-    sides: Vec<(Config, Data)>,
-    steps: u64,
-    fault: Option<Break>,
-}
-
-impl Comparison {
-    /// What the user should know although nothing is wrong, with the side.
-    pub fn notices(&self) -> Vec<String> {
-        let of = |(side, (config, _)): (char, &(Config, Data))| {
-            config.notices.iter().map(|notice| format!("{side}: {notice}")).collect::<Vec<_>>()
-        };
-        super::SIDES.into_iter().zip(&self.sides).flat_map(of).collect()
-    }
-
-    /// Runs both sides and compares them.
-    ///
-    /// # Errors
-    /// A run that fails.
-    pub fn run(&self) -> Result<Report, Error> {
-        let programs = self.programs()?;
-        let side = |at: usize| {
-            let (config, data) = &self.sides[at];
-            Side::new(config, data)
-        };
-        let b = Side { hook: self.fault.as_ref().map(Break::hook), ..side(1) };
-        let mut report = compare_programs([&side(0), &b], [&programs[0], &programs[1]], self.steps)?;
-        report.broken = self.fault.as_ref().and_then(Break::told);
-        Ok(report)
-    }
-
-    fn programs(&self) -> Result<[Program; 2], Error> {
-        let [(a, _), (b, _)] = &self.sides[..] else {
-            return Err(Error::Structure(format!("{} sides", self.sides.len())));
-        };
-        let programs = [Program::new(a)?, Program::new(b)?];
-        programs[0].require_same(&programs[1])?;
-        Ok(programs)
+        let [a, b] = <[_; 2]>::try_from(sides).unwrap_or_else(|_| unreachable!("a side for each of two meshes"));
+        Comparison::new([a, b], steps, fault.as_deref()).map_err(|fault| ConfigError { faults: vec![fault] })
     }
 }

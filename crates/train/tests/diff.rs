@@ -7,7 +7,7 @@ use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
 use meshwork_train::config::Config;
-use meshwork_train::diff::{Between, Divergence, Error, Options, Place, Report, Side, Vector, compare};
+use meshwork_train::diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -121,14 +121,29 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
 fn run(line: &str) -> Report {
     let small = "--set model.vocab_size=259 --set model.num_layers=2 --set model.hidden_size=16 --set model.seq_len=8 \
                  --set training.global_batch_size=8 --steps 1";
-    let words = line.split_whitespace().chain(small.split_whitespace());
-    Options::parse(words).load().unwrap_or_else(|error| panic!("{line}: {error}")).run().unwrap()
+    comparison(&format!("{line} {small}")).unwrap_or_else(|error| panic!("{line}: {error}")).run().unwrap()
+}
+
+/// The comparison of `--mesh A --mesh B`, with more flags of the trainer for both sides, and `--break`.
+fn comparison(line: &str) -> Result<Comparison, String> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let (mut meshes, mut both, mut fault) = (Vec::new(), Vec::new(), None);
+    for pair in words.chunks(2) {
+        match pair[0] {
+            "--mesh" => meshes.push(pair[1]),
+            "--break" => fault = Some(pair[1]),
+            _ => both.extend(pair),
+        }
+    }
+    let sides = meshes.iter().map(|mesh| load(&Args::parse(["--mesh", mesh].iter().chain(&both))).unwrap());
+    let sides = <[_; 2]>::try_from(sides.collect::<Vec<_>>()).unwrap();
+    Comparison::new(sides, 1, fault).map_err(|fault| fault.to_string())
 }
 
 /// The operations that can be broken, as the error of an unknown one lists them.
 fn known(line: &str, way: &str) -> Vec<String> {
     let line = format!("{line} --break none{way}");
-    let error = Options::parse(line.split_whitespace()).load().unwrap_err().to_string();
+    let error = comparison(&line).unwrap_err();
     let (_, list) = error.split_once("; use one of ").unwrap_or_else(|| panic!("{error}"));
     list.split(", ").map(str::to_owned).collect()
 }

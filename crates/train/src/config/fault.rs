@@ -57,7 +57,7 @@ pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a s
 }
 
 /// What to say of an unknown word: the nearest known one, and all of them.
-pub(crate) fn choose_from(word: &str, known: &[&str]) -> String {
+pub fn choose_from(word: &str, known: &[&str]) -> String {
     let all = known.join(", ");
     match nearest(word, known.iter().copied()) {
         Some(near) if known.len() > 1 => format!("the nearest is {near}; use one of {all}"),

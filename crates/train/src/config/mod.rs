@@ -25,8 +25,7 @@ mod settings;
 mod size;
 
 pub use cli::Args;
-pub(crate) use fault::choose_from;
-pub use fault::{ConfigError, Fault};
+pub use fault::{ConfigError, Fault, choose_from};
 pub use mesh::{AXES, parse_mesh};
 pub use reference::{reference, usage};
 pub(crate) use resolve::resolve;

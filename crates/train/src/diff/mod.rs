@@ -27,6 +27,7 @@
 //! ```
 
 mod compare;
+mod comparison;
 mod divergence;
 mod fault;
 mod global;
@@ -43,6 +44,7 @@ pub use ulps::Spread;
 use crate::config::Config;
 use compare::Pair;
 pub use compare::SIDES;
+pub use comparison::Comparison;
 use meshwork_core::{Axis, Communicator, Coords};
 use meshwork_engine::{Plan, TrainError, Trainer};
 use meshwork_nn::{Batch, BatchSource, Model};

@@ -1,0 +1,67 @@
+//! Two configurations held against each other, with a fault injected if one is asked for.
+
+use super::fault::Break;
+use super::{Error, Program, Report, SIDES, Side, compare_programs};
+use crate::config::{Config, Fault};
+use crate::data::Data;
+
+/// Two sides, ready to be compared.
+#[derive(Debug)]
+pub struct Comparison {
+    sides: [(Config, Data); 2],
+    steps: u64,
+    fault: Option<Break>,
+}
+
+impl Comparison {
+    /// Compares so many steps of two sides. `fault` names an operation, as `OP` or `OP:backward`, in which side B is changed by one
+    /// ulp.
+    ///
+    /// # Errors
+    /// Two sides of different models, and an operation that there is not, with those that there are.
+    pub fn new(sides: [(Config, Data); 2], steps: u64, fault: Option<&str>) -> Result<Self, Fault> {
+        let mut comparison = Self { sides, steps, fault: None };
+        let meshes =
+            || comparison.sides.iter().filter_map(|(config, _)| config.mesh().ok()).map(|mesh| mesh.to_string());
+        match comparison.programs() {
+            Ok([_, b]) => comparison.fault = fault.map(|asked| Break::find(&b, asked)).transpose()?,
+            Err(error) => {
+                let meshes = meshes().collect::<Vec<_>>().join(" ");
+                return Err(Fault::new("--mesh", meshes, error.to_string(), "use one model on both sides"));
+            }
+        }
+        Ok(comparison)
+    }
+
+    /// What the user should know although nothing is wrong, with the side.
+    pub fn notices(&self) -> Vec<String> {
+        let of = |(side, (config, _)): (char, &(Config, Data))| {
+            config.notices.iter().map(|notice| format!("{side}: {notice}")).collect::<Vec<_>>()
+        };
+        SIDES.into_iter().zip(&self.sides).flat_map(of).collect()
+    }
+
+    /// Runs both sides and compares them.
+    ///
+    /// # Errors
+    /// A run that fails.
+    pub fn run(&self) -> Result<Report, Error> {
+        let ([a, mut b], programs) = (self.both()?, self.programs()?);
+        b.hook = self.fault.as_ref().map(Break::hook);
+        let mut report = compare_programs([&a, &b], [&programs[0], &programs[1]], self.steps)?;
+        report.broken = self.fault.as_ref().and_then(Break::told);
+        Ok(report)
+    }
+
+    fn both(&self) -> Result<[Side<'_>; 2], Error> {
+        let [(a, a_data), (b, b_data)] = &self.sides;
+        Ok([Side::new(a, a_data)?, Side::new(b, b_data)?])
+    }
+
+    fn programs(&self) -> Result<[Program; 2], Error> {
+        let [a, b] = self.both()?;
+        let programs = [Program::new(&a)?, Program::new(&b)?];
+        programs[0].require_same(&programs[1])?;
+        Ok(programs)
+    }
+}
