@@ -4,7 +4,7 @@ use crate::statistics::Noted;
 use crate::watch::Watched;
 use crate::weights::WeightStore;
 use crate::{At, PlanError, Recompute, TrainError, Watch};
-use meshwork_core::{Rank, SpmdError, Ty, Types};
+use meshwork_core::{Buffer, Rank, SpmdError, Ty, Types};
 use meshwork_nn::{Activation, Batch, Metric, Stage};
 use meshwork_tensor::tape::{Mode, Notes, PerSample, Position, Weights};
 use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
@@ -43,7 +43,7 @@ pub struct Seeds {
 }
 
 /// What every stage of a rank needs in one pass over the batch.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Pass {
     /// Where this runs.
     pub rank: Arc<Rank>,
@@ -69,6 +69,11 @@ pub struct Pass {
     pub recompute: Recompute,
     /// Metrics that the model declares.
     pub metrics: Rc<[Metric]>,
+    /// What this rank counts of the pass, in f64 on the device: `[losses of samples | metrics of samples | ..]`, each row as long as
+    /// the global batch.
+    pub numbers: RefCell<Buffer>,
+    /// Samples of the global batch.
+    pub global_batch_size: usize,
     /// Who looks on while this trains.
     pub watch: Option<Arc<dyn Watch>>,
 }
@@ -81,17 +86,16 @@ impl Pass {
         let samples = self.batch.part(first..first + self.micro_batch)?;
         Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
     }
-}
 
-/// One f64 for each sample from `first_sample` on, as far as this rank counts them.
-#[derive(Clone, Debug)]
-pub struct Counted {
-    /// Which metric it belongs to, by its place among those that the model declares; `None` for the loss.
-    pub metric: Option<usize>,
-    /// Number of the first sample within the batch.
-    pub first_sample: usize,
-    /// On the device.
-    pub values: Tensor,
+    /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.
+    fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
+        if !value.types().counted_at(self.rank.coords()) {
+            return Ok(());
+        }
+        let at = row * self.global_batch_size + first_sample as usize;
+        let numbers = &mut self.numbers.borrow_mut();
+        Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
+    }
 }
 
 /// A stage with its passes in flight.
@@ -103,8 +107,6 @@ pub struct Chunk {
     flights: BTreeMap<usize, Flight>,
     /// Tapes whose gradients of weights are still to be computed.
     deferred: BTreeMap<usize, Tape>,
-    /// Losses and metrics since they were last taken.
-    counted: Vec<Counted>,
     /// Notes of statistics since they were last taken.
     noted: Noted,
     /// Output of the last prediction.
@@ -154,7 +156,6 @@ impl Chunk {
             stage,
             flights: BTreeMap::new(),
             deferred: BTreeMap::new(),
-            counted: Vec::new(),
             noted: Noted::default(),
             prediction: None,
         }
@@ -163,11 +164,6 @@ impl Chunk {
     /// Whether this is the last stage.
     pub fn is_last(&self) -> bool {
         self.number + 1 == self.stages
-    }
-
-    /// The losses and metrics of all samples since the last call that this rank counts.
-    pub fn take_counted(&mut self) -> Vec<Counted> {
-        std::mem::take(&mut self.counted)
     }
 
     /// The notes of statistics since the last call.
@@ -184,7 +180,6 @@ impl Chunk {
     pub fn clear(&mut self) {
         self.flights.clear();
         self.deferred.clear();
-        self.counted.clear();
         self.noted = Noted::default();
     }
 
@@ -234,14 +229,14 @@ impl Chunk {
         } else if pass.purpose == Purpose::Predict {
             self.prediction = Some(self.stage.predict(&run.output)?.into_tensor());
         } else {
-            self.count(pass, None, first_sample, &run.output);
+            pass.count(0, first_sample, &run.output)?;
         }
         for PerSample { name, value, .. } in &run.notes.per_sample {
             let Some(metric) = pass.metrics.iter().position(|metric| metric.name == *name) else {
                 let declared = pass.metrics.iter().map(|metric| metric.name).collect();
                 return Err(PlanError::Metric { stage: self.number, name, declared }.into());
             };
-            self.count(pass, Some(metric), first_sample, value);
+            pass.count(1 + metric, first_sample, value)?;
         }
         self.noted.add(first_sample, &run.notes.statistics);
         if pass.purpose == Purpose::Train {
@@ -252,14 +247,6 @@ impl Chunk {
             self.flights.insert(number, Flight { of, kept });
         }
         Ok(message)
-    }
-
-    /// Keeps a number for each sample where this rank counts it.
-    fn count(&mut self, pass: &Pass, metric: Option<usize>, first_sample: u64, value: &Var) {
-        if value.types().counted_at(pass.rank.coords()) {
-            let (first_sample, values) = (first_sample as usize, value.tensor().clone());
-            self.counted.push(Counted { metric, first_sample, values });
-        }
     }
 
     /// Computes the gradient of the input and, unless they are deferred, those of the weights.

@@ -6,8 +6,9 @@ use meshwork_core::{Axis, CommError, Communicator, Pending};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
-use meshwork_train::config::Config;
+use meshwork_train::config::{Args, Config};
 use meshwork_train::diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
+use meshwork_train::load;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -132,10 +133,13 @@ fn comparison(line: &str) -> Result<Comparison, String> {
         match pair[0] {
             "--mesh" => meshes.push(pair[1]),
             "--break" => fault = Some(pair[1]),
-            _ => both.extend(pair),
+            "--numerics" => both.extend(["--set".to_owned(), format!("training.numerics={}", pair[1])]),
+            _ => both.extend(pair.iter().map(|&word| word.to_owned())),
         }
     }
-    let sides = meshes.iter().map(|mesh| load(&Args::parse(["--mesh", mesh].iter().chain(&both))).unwrap());
+    let sides = meshes
+        .iter()
+        .map(|mesh| load(&Args::parse(["--mesh".to_owned(), mesh.to_string()].iter().chain(&both))).unwrap());
     let sides = <[_; 2]>::try_from(sides.collect::<Vec<_>>()).unwrap();
     Comparison::new(sides, 1, fault).map_err(|fault| fault.to_string())
 }

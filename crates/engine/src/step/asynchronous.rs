@@ -16,7 +16,7 @@ use super::{Driver, StepReport, Trainer};
 use crate::chunk::{Pass, Purpose};
 use crate::statistics::StatisticSums;
 use crate::{Plan, TrainError};
-use meshwork_core::{Axis, DType};
+use meshwork_core::Axis;
 use meshwork_nn::Batch;
 use meshwork_pipeline::{Event, Lowered, lower};
 use std::ops::Range;
@@ -136,10 +136,10 @@ impl Trainer {
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
         self.walk(&pass, actions, observe)?;
         self.steps_begun += 1;
-        let (step, counted) = (self.steps_begun, self.take_counted());
+        let (step, numbers) = (self.steps_begun, Some(pass.numbers.into_inner()));
         let terms = terms.iter().sum();
         let (records, statistics) = (self.rank.log().drain(), StatisticSums::new());
-        self.pending.push_back(PendingStep { step, terms, counted, statistics, records, sums: None, stats: None });
+        self.pending.push_back(PendingStep { step, terms, numbers, statistics, records, sums: None, stats: None });
         let lag = self.asynchronous().lag() as u64;
         self.start_completing((step + 1).saturating_sub(lag), stop)?;
         self.finish_completing((step + 1).saturating_sub(lag))
@@ -167,11 +167,12 @@ impl Trainer {
     fn start_completing(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {
-            let (updates, norms) = match self.weights.get_mut().take_norms(step.step) {
-                Some((updates, norms)) => (updates, norms),
-                None => (1, self.device.zeros(DType::F64, self.weights.get_mut().norm_slots())?),
-            };
-            step.sums = Some(self.start_sums(std::mem::take(&mut step.counted), Some((updates, Some(norms))))?);
+            let Some(mut numbers) = step.numbers.take() else { continue };
+            let norms = self.weights.get_mut().take_norms(step.step);
+            if let Some((_, norms)) = &norms {
+                self.device.layout()?.copy_into(norms, 0..norms.count(), &mut numbers, self.norms_at())?;
+            }
+            step.sums = Some(self.start_sums(numbers, norms.map_or(1, |(updates, _)| updates))?);
             step.stats = Some(self.start_stats(&step.records, stop())?);
         }
         self.pending = pending;

@@ -30,8 +30,7 @@ impl Trainer {
             samples += self.global_batch_size;
             let pass = self.pass(Purpose::Evaluate, &batch)?;
             self.forward_only(&pass)?;
-            let counted = self.take_counted();
-            let totals = self.totals(self.start_sums(counted, Some((1, None)))?)?;
+            let totals = self.totals(self.start_sums(pass.numbers.into_inner(), 1)?)?;
             loss += totals.loss;
             metrics.iter_mut().zip(totals.metrics).for_each(|(sum, total)| *sum += total);
         }

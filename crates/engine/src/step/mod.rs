@@ -397,6 +397,8 @@ impl Trainer {
             ahead: 0,
             recompute: self.recompute,
             metrics: self.metrics.clone(),
+            numbers: RefCell::new(self.numbers(purpose)?),
+            global_batch_size: self.global_batch_size,
             watch: self.watch.clone(),
         })
     }

@@ -4,7 +4,7 @@
 //! which is summed over the world and downloaded once: so no number of micro-batches or layers adds a download.
 
 use super::{StepReport, Trainer};
-use crate::chunk::{Chunk, Counted};
+use crate::chunk::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{TIES, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
@@ -20,8 +20,8 @@ pub(super) struct PendingStep {
     pub(super) step: u64,
     /// Terms of its loss.
     pub(super) terms: u64,
-    /// Losses and metrics that this rank counts, until they are on their way.
-    pub(super) counted: Vec<Counted>,
+    /// What this rank counts of losses, metrics and norms, until it is on its way.
+    pub(super) numbers: Option<Buffer>,
     /// From which buffers were updated.
     pub(super) statistics: StatisticSums,
     /// What it communicated.
@@ -76,42 +76,21 @@ impl Measured {
 }
 
 impl Trainer {
-    /// Losses and metrics of this rank's chunks since they were last taken.
-    pub(super) fn take_counted(&mut self) -> Vec<Counted> {
-        self.chunks.iter_mut().flat_map(Chunk::take_counted).collect()
+    /// Memory for the numbers of a pass, all zero, with room for the sums of the squared norm if it trains.
+    pub(super) fn numbers(&self, purpose: Purpose) -> Result<Buffer, TrainError> {
+        let slots = if purpose == Purpose::Train { self.weights.borrow().norm_slots() } else { 0 };
+        Ok(self.device.zeros(DType::F64, self.norms_at() + slots)?)
     }
 
-    /// Starts the sum over the world of losses, metrics and, if there are any, squared norms. What one rank alone counts comes
-    /// through as it is, and so every mesh adds up the same numbers, in one order, when they are [there](Trainer::measure).
-    ///
-    /// `norms` are those of an asynchronous run; `None` takes the norms of the gradients as they are.
-    pub(super) fn start_sums(
-        &self,
-        counted: Vec<Counted>,
-        norms: Option<(usize, Option<Buffer>)>,
-    ) -> Result<Sums, TrainError> {
-        let weights = self.weights.borrow();
-        let (samples, rows) = (self.global_batch_size, 1 + self.metrics.len());
-        let slots = if matches!(norms, Some((_, None))) { 0 } else { weights.norm_slots() };
-        let mut all = self.device.zeros(DType::F64, rows * samples + slots)?;
-        for Counted { metric, first_sample, values } in counted {
-            let row = metric.map_or(0, |metric| 1 + metric);
-            // Several layers may add to one metric.
-            self.device.pointwise()?.add_assign(&mut all, row * samples + first_sample, values.buffer())?;
-        }
-        let updates = match norms {
-            None => {
-                weights.add_norms(&mut all, rows * samples)?;
-                1
-            }
-            Some((updates, norms)) => {
-                if let Some(norms) = norms {
-                    self.device.layout()?.copy_into(&norms, 0..norms.count(), &mut all, rows * samples)?;
-                }
-                updates
-            }
-        };
-        Ok(Sums { all: self.rank.world().start_all_reduce(all, ReduceOp::Sum)?, updates })
+    /// Where in the numbers of a pass the sums of the squared norm begin.
+    pub(super) fn norms_at(&self) -> usize {
+        (1 + self.metrics.len()) * self.global_batch_size
+    }
+
+    /// Starts the sum over the world of the numbers of a pass. What one rank alone counts comes through as it is, and so every mesh
+    /// adds up the same numbers, in one order, when they are [there](Trainer::totals).
+    pub(super) fn start_sums(&self, numbers: Buffer, updates: usize) -> Result<Sums, TrainError> {
+        Ok(Sums { all: self.rank.world().start_all_reduce(numbers, ReduceOp::Sum)?, updates })
     }
 
     /// Waits for the sums. Every rank adds up the same numbers in the same order.
@@ -120,7 +99,7 @@ impl Trainer {
         let all = all.as_slice::<f64>().map_err(Error::from)?;
         let sum = |values: &[f64]| tree::sum(values, |a, b| a + b).unwrap_or(0.0);
         let samples = self.global_batch_size;
-        let (per_sample, norms) = all.split_at((1 + self.metrics.len()) * samples);
+        let (per_sample, norms) = all.split_at(self.norms_at());
         let (losses, metrics) = per_sample.split_at(samples);
         Ok(Totals {
             loss: sum(losses),

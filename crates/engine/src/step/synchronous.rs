@@ -89,11 +89,11 @@ impl Trainer {
         self.weights.get_mut().gradients.begin();
         self.walk(&pass, warm_up..usize::MAX, observe)?;
         self.transport.flush()?;
-        drop(pass);
+        let mut numbers = pass.numbers.into_inner();
         self.weights.get_mut().gradients.finish()?;
         let statistics = self.sum_statistics()?;
-        let counted = self.take_counted();
-        let sums = self.start_sums(counted, None)?;
+        self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
+        let sums = self.start_sums(numbers, 1)?;
         let (terms, lr) = (terms.iter().sum(), self.weights.get_mut().lr(step));
 
         let driver = self.synchronous();
@@ -102,8 +102,8 @@ impl Trainer {
             self.steps_begun = step;
             let records = self.rank.log().drain();
             let stats = Some(self.start_stats(&records, stop())?);
-            let (counted, sums) = (Vec::new(), Some(sums));
-            self.pending.push_back(PendingStep { step, terms, counted, statistics, records, sums, stats });
+            let (numbers, sums) = (None, Some(sums));
+            self.pending.push_back(PendingStep { step, terms, numbers, statistics, records, sums, stats });
         } else {
             let measured = self.measure(sums, terms)?.finite(step)?;
             let factor = clip_factor(measured.grad_norm, self.max_norm);

@@ -4,21 +4,23 @@ use crate::cases::{ADAMW, Case, UNEVEN};
 use crate::world::{train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_train::config::Dtype;
 use std::sync::Arc;
 
 #[test]
 fn later_steps_ask_the_system_for_no_memory() {
     let alone = Case { micros: 4, ..Case::alone(&UNEVEN) };
-    for (case, precision) in [
-        (alone, Precision::F32),
-        (alone, Precision::Bf16),
-        (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, Precision::F32),
-        (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, Precision::F32),
+    for (case, dtype) in [
+        (alone, Dtype::F32),
+        (alone, Dtype::Bf16),
+        (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, Dtype::F32),
+        (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, Dtype::F32),
     ] {
-        let (config, data) = (case.config(ADAMW), case.model.data());
+        let (mut config, data) = (case.config(ADAMW), case.model.data());
+        config.training.dtype = dtype;
         let mesh = config.mesh().unwrap();
-        let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::new(precision))).collect();
+        let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::new(dtype.precision()))).collect();
         let asked = try_on_mesh(
             &config,
             Options::default(),
