@@ -89,7 +89,12 @@ impl Gpt2Stage {
             false => None,
         };
         let types = mesh.value_axes().fold(Types::NONE, |types, axis| {
-            types.with(axis, if axis == Axis::Tp { region.ty() } else { Ty::Shard(0) })
+            let ty = match axis {
+                Axis::Tp => region.ty(),
+                Axis::Dp => Ty::Shard(0),
+                _ => Ty::Invariant,
+            };
+            types.with(axis, ty)
         });
         Ok(Self { config, region, types, tp: mesh.degree(Axis::Tp), embedding, blocks, head })
     }

@@ -42,7 +42,6 @@ impl Blueprint {
     /// The model and mesh of a configuration.
     pub fn new(config: &Config) -> std::result::Result<Self, MeshError> {
         let parallelism = &config.parallelism;
-        let axes = [(Axis::Dp, parallelism.dp), (Axis::Tp, parallelism.tp), (Axis::Pp, parallelism.pp)];
         let model = &config.model;
         let model = Gpt2Config {
             vocab_size: model.vocab_size,
@@ -55,7 +54,7 @@ impl Blueprint {
             dropout: model.dropout as f32,
         };
         Ok(Self {
-            mesh: Mesh::new(axes)?,
+            mesh: parallelism.mesh()?,
             parts: Part::cut(&config.pipeline.partition),
             region: Region::new(parallelism.sequence_parallel),
             leaves: config.leaves(),
