@@ -13,7 +13,7 @@ mod spmd;
 pub mod tree;
 
 pub use buffer::{Buffer, BufferError};
-pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp};
+pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16};
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, Mesh, MeshError};

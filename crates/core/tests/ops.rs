@@ -26,7 +26,7 @@ fn naive_tree<T: Copy>(ranks: &[T], f: &impl Fn(T, T) -> T) -> T {
 }
 
 macro_rules! oracle {
-    ($($t:ty: $random:expr, $add:expr, $max:expr;)*) => { $(impl Oracle for $t {
+    ($($t:ty: $random:expr, $add:expr, $max:expr, $min:expr;)*) => { $(impl Oracle for $t {
         fn random(rng: &mut Rng) -> $t {
             $random(rng)
         }
@@ -34,6 +34,7 @@ macro_rules! oracle {
             match op {
                 ReduceOp::Sum => naive_tree(ranks, &$add),
                 ReduceOp::Max => naive_tree(ranks, &$max),
+                ReduceOp::Min => naive_tree(ranks, &$min),
             }
         }
     })* };
@@ -45,11 +46,11 @@ fn wide(rng: &mut Rng) -> f32 {
 }
 
 oracle! {
-    f32: wide, |a, b| a + b, f32::max;
-    f64: |rng| f64::from(wide(rng)) / 3.0, |a, b| a + b, f64::max;
-    i32: |rng: &mut Rng| rng.next_u64() as i32, i32::wrapping_add, i32::max;
-    i64: |rng: &mut Rng| rng.next_u64() as i64, i64::wrapping_add, i64::max;
-    u8: |rng: &mut Rng| rng.next_u64() as u8, u8::wrapping_add, u8::max;
+    f32: wide, |a, b| a + b, f32::max, f32::min;
+    f64: |rng| f64::from(wide(rng)) / 3.0, |a, b| a + b, f64::max, f64::min;
+    i32: |rng: &mut Rng| rng.next_u64() as i32, i32::wrapping_add, i32::max, i32::min;
+    i64: |rng: &mut Rng| rng.next_u64() as i64, i64::wrapping_add, i64::max, i64::min;
+    u8: |rng: &mut Rng| rng.next_u64() as u8, u8::wrapping_add, u8::max, u8::min;
 }
 
 macro_rules! half_oracle {
@@ -81,7 +82,7 @@ fn reduced<T: Oracle>(op: ReduceOp, ranks: usize, count: usize) -> Vec<T> {
 fn check_collectives<T: Oracle>(group: &Group, count: usize) {
     let (n, rank) = (group.size(), group.rank());
     let zeros = |count| vec![T::zeroed(); count];
-    for op in [ReduceOp::Sum, ReduceOp::Max] {
+    for op in ReduceOp::ALL {
         let mut data = input::<T>(rank, count);
         group.all_reduce_slice(&mut data, op).unwrap();
         assert_eq!(data, reduced::<T>(op, n, count), "all_reduce {op:?} of {} on {n}", T::DTYPE);

@@ -7,12 +7,31 @@ use crate::buffer::Buffer;
 use crate::dtype::DType;
 
 /// How the elements of several ranks become one.
+///
+/// NaN and the order of sums are as said here on communicators whose order is
+/// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Their sum; integers wrap around.
     Sum,
     /// The largest of them; NaN if any is NaN.
     Max,
+    /// The smallest of them; NaN if any is NaN.
+    Min,
+}
+
+impl ReduceOp {
+    /// Every operation.
+    pub const ALL: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+
+    /// Its name in programs and messages: `sum`, `max`, `min`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+        }
+    }
 }
 
 /// What to do. Ranks are ranks within the group.
@@ -290,8 +309,9 @@ impl fmt::Display for OpInfo {
             write!(f, "{dtype}, {}", self.elements)?;
             separator = ", ";
         }
-        if self.reduce == Some(ReduceOp::Max) {
-            write!(f, "{separator}max")?;
+        // A sum is the common case, and goes without saying.
+        if let Some(reduce) = self.reduce.filter(|&reduce| reduce != ReduceOp::Sum) {
+            write!(f, "{separator}{}", reduce.name())?;
         }
         match self.peer {
             Some(Peer::Root(rank)) => write!(f, "{separator}root {rank}")?,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, world_rank};
+use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, ReductionOrder, world_rank};
 use crate::buffer::{Buffer, BufferError};
 use crate::dtype::{DType, Element};
 
@@ -60,9 +60,14 @@ impl Group {
         &self.log
     }
 
-    /// Says that this rank makes progress: see [`Communicator::heartbeat`].
+    /// Tells the backend that this rank makes progress: see [`Communicator::heartbeat`].
     pub fn heartbeat(&self) {
         self.comm.heartbeat();
+    }
+
+    /// In which order reductions add up: see [`Communicator::reduction_order`].
+    pub fn reduction_order(&self) -> ReductionOrder {
+        self.comm.reduction_order()
     }
 
     /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.

@@ -32,10 +32,13 @@ pub(super) trait Reduce: Element {
 
     /// The larger; NaN if one is NaN.
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+
+    /// The smaller; NaN if one is NaN.
+    fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
 macro_rules! exact {
-    ($($t:ty: $sum:expr, $max:expr;)*) => { $(impl Reduce for $t {
+    ($($t:ty: $sum:expr, $max:expr, $min:expr;)*) => { $(impl Reduce for $t {
         type Acc = $t;
 
         #[inline(always)]
@@ -56,6 +59,11 @@ macro_rules! exact {
         #[inline(always)]
         fn max(a: $t, b: $t) -> $t {
             $max(a, b)
+        }
+
+        #[inline(always)]
+        fn min(a: $t, b: $t) -> $t {
+            $min(a, b)
         }
     })* };
 }
@@ -85,16 +93,23 @@ macro_rules! rounded {
         fn max(a: f32, b: f32) -> f32 {
             <f32 as Reduce>::max(a, b)
         }
+
+        #[inline(always)]
+        fn min(a: f32, b: f32) -> f32 {
+            <f32 as Reduce>::min(a, b)
+        }
     })* };
 }
 
 // Written so that a NaN on either side wins: comparisons with NaN are false.
 exact! {
-    f32: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b };
-    f64: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b };
-    i32: i32::wrapping_add, Ord::max;
-    i64: i64::wrapping_add, Ord::max;
-    u8: u8::wrapping_add, Ord::max;
+    f32: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b },
+        |a: f32, b| if a < b || a.is_nan() { a } else { b };
+    f64: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b },
+        |a: f64, b| if a < b || a.is_nan() { a } else { b };
+    i32: i32::wrapping_add, Ord::max, Ord::min;
+    i64: i64::wrapping_add, Ord::max, Ord::min;
+    u8: u8::wrapping_add, Ord::max, Ord::min;
 }
 rounded! {
     bf16: widen_bf16, narrow_bf16;
@@ -216,6 +231,7 @@ mod tests {
         match op {
             ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut room, put),
             ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut room, put),
+            ReduceOp::Min => tree(T::min, read, 0..ranks.len(), &mut room, put),
         }
         assert!(room.waiting.is_empty());
         result
@@ -273,12 +289,19 @@ mod tests {
     }
 
     #[test]
-    fn max_propagates_nan_from_either_side_and_integers_wrap() {
-        for ranks in [[f32::NAN, 1.0], [1.0, f32::NAN]] {
-            assert!(reduce(ReduceOp::Max, &ranks).is_nan());
+    fn max_and_min_propagate_nan_from_either_side_and_integers_wrap() {
+        for op in [ReduceOp::Max, ReduceOp::Min] {
+            for ranks in [[f32::NAN, 1.0], [1.0, f32::NAN]] {
+                assert!(reduce(op, &ranks).is_nan());
+                assert!(reduce(op, &ranks.map(f64::from)).is_nan());
+                assert!(reduce(op, &ranks.map(f16::from_f32)).is_nan());
+            }
+            assert!(reduce(op, &[bf16::NAN, bf16::ONE, bf16::ZERO]).is_nan());
         }
-        assert!(reduce(ReduceOp::Max, &[bf16::NAN, bf16::ONE, bf16::ZERO]).is_nan());
         assert_eq!(reduce(ReduceOp::Max, &[-3i64, -1, -2]), -1);
+        assert_eq!(reduce(ReduceOp::Min, &[-1i64, -3, -2]), -3);
+        assert_eq!(reduce(ReduceOp::Min, &[7u8, 200, 5]), 5);
+        assert_eq!(reduce(ReduceOp::Min, &[f32::INFINITY, f32::NEG_INFINITY, 0.0]), f32::NEG_INFINITY);
         assert_eq!(reduce(ReduceOp::Sum, &[i32::MAX, 1]), i32::MIN);
         assert_eq!(reduce(ReduceOp::Sum, &[200u8, 100]), 44);
     }

@@ -271,6 +271,7 @@ impl Plan {
         match self.reduce {
             ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
             ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
+            ReduceOp::Min => Reduction::<T, _> { plan: self, piece, f: T::min, elements: PhantomData }.wide(),
         }
     }
 }

@@ -11,7 +11,9 @@ use super::watch::Watch;
 use super::work::Post;
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
-use crate::comm::{Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, Site, check_members};
+use crate::comm::{
+    Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, ReductionOrder, Site, check_members,
+};
 use crate::pool;
 
 /// What the ranks of a world share.
@@ -218,6 +220,10 @@ impl Communicator for ThreadComm {
 
     fn heartbeat(&self) {
         self.life.world.beat(self.life.rank);
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        ReductionOrder::BalancedTree
     }
 }
 
