@@ -6,6 +6,7 @@ use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
 use crate::buffer::BufferError;
 use crate::dtype::DType;
+use crate::mesh::Mesh;
 
 /// Why a call failed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -53,6 +54,19 @@ pub enum CommError {
         /// What is wrong.
         #[source]
         problem: SplitError,
+    },
+    /// A rank cannot join a mesh: the world has another number of ranks.
+    #[error(
+        "world rank {world_rank} cannot join the mesh {mesh}: the mesh has {} ranks, the world has {size}",
+        mesh.world_size()
+    )]
+    WorldSize {
+        /// The calling rank.
+        world_rank: usize,
+        /// The mesh.
+        mesh: Mesh,
+        /// Number of ranks in the world.
+        size: usize,
     },
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
