@@ -1,4 +1,4 @@
-//! meshwork's ground floor: device mesh, SPMD types, buffers, communicators.
+//! The lowest layer of meshwork: device mesh, SPMD types, buffers, communicators.
 
 mod buffer;
 pub mod comm;

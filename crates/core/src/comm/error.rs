@@ -12,7 +12,7 @@ use crate::mesh::Mesh;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// This rank's call is wrong by itself; nobody else noticed it.
+    /// This rank's call is wrong by itself. Other ranks are not affected.
     #[error("{op} on the {group} group of world rank {world_rank} ({size} ranks): {problem}")]
     Call {
         /// The operation.
@@ -27,7 +27,7 @@ pub enum CommError {
         #[source]
         problem: CallError,
     },
-    /// The output's memory has other owners, who would see it change.
+    /// The output's memory has other owners, which would see it change.
     #[error(
         "{op} on the {group} group of world rank {world_rank}: the output's memory is shared: \
          drop its clones and slices first"
@@ -40,7 +40,7 @@ pub enum CommError {
         /// The calling rank.
         world_rank: usize,
     },
-    /// A part of the group that cannot be.
+    /// The members of a new group are not valid.
     #[error("cannot split {name} = {members:?} off the {group} group of world rank {world_rank}: {problem}")]
     Split {
         /// Name of the new group.
@@ -163,7 +163,7 @@ pub enum CallError {
         /// Number of ranks.
         size: usize,
     },
-    /// A message to oneself, which nobody can be waiting for.
+    /// A message to the calling rank itself.
     #[error("rank {rank} cannot exchange messages with itself")]
     OwnMessage {
         /// The calling rank, in the group.

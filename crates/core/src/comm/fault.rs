@@ -1,4 +1,4 @@
-//! What stopped a world, told the same way to every rank.
+//! What stopped a world. Every rank gets the same report.
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,16 +52,16 @@ impl fmt::Display for Site {
 pub enum FaultKind {
     /// Two ranks are in different operations at the same place.
     Disagreement {
-        /// Who came first, with what.
+        /// The rank that came first, and its operation.
         first: (usize, OpInfo),
-        /// Who came later, with something else.
+        /// The rank that came later, and its operation.
         second: (usize, OpInfo),
     },
     /// Two ranks name parts of a group that do not fit together.
     SplitDisagreement {
-        /// Who came first, with the part's name and the members' world ranks.
+        /// The rank that came first, with its part's name and members (world ranks).
         first: (usize, String, Vec<usize>),
-        /// Who came later.
+        /// The rank that came later, with its part's.
         second: (usize, String, Vec<usize>),
     },
     /// A rank panicked.
@@ -89,7 +89,7 @@ pub enum FaultKind {
         rank: usize,
         /// How long.
         after: Duration,
-        /// Who waits for whom: the first noticed, the last is `rank`.
+        /// Each waits for the next: the first noticed the timeout, the last is `rank`.
         chain: Vec<usize>,
     },
 }
@@ -145,13 +145,13 @@ fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activity {
-    /// Its own work, or an operation that nobody holds up.
+    /// Its own work, or an operation for which it waits for no rank.
     Computing,
     /// It waits for its last operation, or for an earlier one.
     Waiting,
-    /// It is over, without an error.
+    /// It returned, without an error.
     Returned,
-    /// It is over, with this error.
+    /// It returned this error.
     Failed(String),
     /// It panicked with this message.
     Panicked(String),

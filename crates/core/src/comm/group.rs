@@ -1,4 +1,4 @@
-//! What programs use to communicate: a communicator with a log.
+//! A communicator with a log: the interface that programs use.
 
 use std::sync::Arc;
 
@@ -216,8 +216,8 @@ impl Group {
         self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
     }
 
-    /// Sends a buffer, and gives it back when the receiver has it. If nobody else refers to its memory, what it holds
-    /// then is whatever the receiver's buffer held: the two may have traded memory instead of copying.
+    /// Sends a buffer, and gives it back when the receiver has it. If nothing else refers to its memory, sender and receiver
+    /// may trade memory instead of copying: it then holds what the receiver's buffer held.
     pub fn send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Buffer, CommError> {
         self.start_send(buffer, to, signature)?.wait()
     }

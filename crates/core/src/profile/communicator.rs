@@ -20,7 +20,7 @@ struct Profiled {
     recorder: Recorder,
     group: Arc<(String, Vec<usize>)>,
     /// How many collectives, and how many messages per sender and receiver. Counted also while the recorder pauses, so
-    /// that all members number a meeting alike.
+    /// that all members give a meeting the same number.
     seen: Mutex<HashMap<Option<(usize, usize)>, u64>>,
 }
 

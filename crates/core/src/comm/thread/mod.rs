@@ -1,8 +1,8 @@
 //! Ranks that are threads of one process.
 //!
-//! - **Nobody spins and there are no progress threads.** An operation is done by its own members: the one that comes
-//!   last starts, those that wait are woken to help if there is enough to do. If nobody waits, the last one does it
-//!   all, so that operations started early are done by the time they are waited for.
+//! - **No thread spins, and there are no progress threads.** An operation is done by its own members: the one that comes
+//!   last starts, and those that wait are woken to help if there is enough to do. If no member waits, the last one does
+//!   all of it, so that operations started early are done by the time they are waited for.
 //! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); cutting the work changes nothing.
 //! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
 //!   panics; what a rank gets back from `wait` is its own again. There are no borrowed slices to revoke.
@@ -11,7 +11,7 @@
 //!   that stands still is noticed after [`Options::timeout`].
 //!
 //! A rank is one thread: its communicators may be used from others, but a wait on any thread counts as the rank's
-//! wait, and two such ranks may then be called a deadlock that a third thread would have resolved.
+//! wait, and two such ranks may be reported as a deadlock although a third thread would have resolved it.
 
 mod operation;
 mod reduce;
@@ -95,10 +95,10 @@ where
     let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
         let start = |(rank, group)| {
             let (world, body) = (&world, &body);
-            // Outlives a thread that does not start, so that this is told, and not that its communicators are gone.
+            // Outlives a thread that does not start, so that the report says this, and not that its communicators are gone.
             let _life = Group::clone(&group);
             let run = move || {
-                // Lives longer than the body, so that a panic is told by its message.
+                // Lives longer than the body, so that a panic is reported with its message.
                 let _life = Group::clone(&group);
                 run_rank(world, rank, || body(group))
             };
@@ -119,7 +119,7 @@ where
     if ends.iter().all(Result::is_ok) {
         return Ok(ends.into_iter().filter_map(Result::ok).collect());
     }
-    let (rank, cause, fault) = world.verdict();
+    let (rank, cause, fault) = world.first_failure();
     Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
 }
 

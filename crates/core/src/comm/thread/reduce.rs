@@ -2,7 +2,7 @@
 //!
 //! The order is a balanced binary tree over the ranks, split at the largest power of two below their number: three
 //! ranks give (a + b) + c, five give ((a + b) + (c + d)) + e. 16-bit floats are added in f32 and rounded once. The
-//! bits of an element therefore depend on the ranks' values alone, not on where the element lies, who reduces it,
+//! bits of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
 
 use std::ops::Range;
@@ -141,16 +141,16 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
 }
 
 /// Where [`tree`] keeps sums. Made once for many blocks.
-pub(super) struct Room<A> {
+pub(super) struct Scratch<A> {
     /// What is not held as accumulators already.
     leaves: [[A; BLOCK]; 8],
     /// Sums that wait for their right neighbours, and of how many ranks they are. Empty between blocks.
     waiting: Vec<(usize, [A; BLOCK])>,
 }
 
-impl<A: Copy + Default> Default for Room<A> {
-    fn default() -> Room<A> {
-        Room { leaves: [[A::default(); BLOCK]; 8], waiting: Vec::new() }
+impl<A: Copy + Default> Default for Scratch<A> {
+    fn default() -> Scratch<A> {
+        Scratch { leaves: [[A::default(); BLOCK]; 8], waiting: Vec::new() }
     }
 }
 
@@ -164,15 +164,15 @@ pub(super) fn tree<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
-    room: &mut Room<T::Acc>,
+    scratch: &mut Scratch<T::Acc>,
     put: impl FnOnce(&[T; BLOCK]),
 ) {
     let mut sum = [T::Acc::default(); BLOCK];
     let mut rest = ranks;
     loop {
-        let mut weight = leaves(f, &read, rest.clone(), &mut room.leaves, &mut sum);
+        let mut weight = leaves(f, &read, rest.clone(), &mut scratch.leaves, &mut sum);
         rest.start += weight;
-        while let Some((_, left)) = room.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
+        while let Some((_, left)) = scratch.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
             for (right, left) in sum.iter_mut().zip(left) {
                 *right = f(left, *right);
             }
@@ -181,7 +181,7 @@ pub(super) fn tree<'a, T: Reduce>(
         if rest.is_empty() {
             return put(T::narrow(&sum, &mut [T::zeroed(); BLOCK]));
         }
-        room.waiting.push((weight, sum));
+        scratch.waiting.push((weight, sum));
     }
 }
 
@@ -226,18 +226,18 @@ mod tests {
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[T]) -> T {
         let blocks: Vec<_> = ranks.iter().map(|&value| [value; BLOCK]).collect();
-        let (mut result, mut room) = (T::zeroed(), Room::default());
+        let (mut result, mut scratch) = (T::zeroed(), Scratch::default());
         let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
         match op {
-            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut room, put),
-            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut room, put),
-            ReduceOp::Min => tree(T::min, read, 0..ranks.len(), &mut room, put),
+            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Min => tree(T::min, read, 0..ranks.len(), &mut scratch, put),
         }
-        assert!(room.waiting.is_empty());
+        assert!(scratch.waiting.is_empty());
         result
     }
 
-    /// The tree as everybody else has it, which is held to its definition where it stands.
+    /// The tree of the whole workspace, which its own module holds to its definition.
     fn by_definition(ranks: &[f32]) -> f32 {
         crate::tree::sum(ranks, |a, b| a + b).unwrap()
     }
