@@ -33,6 +33,7 @@ pub fn degrees(leaves: usize) -> Vec<usize> {
     // All but 1 are the leaves divided by a power of two.
     let mut degrees: Vec<usize> =
         (0..=leaves.max(1).trailing_zeros()).filter_map(|twos| leaves.checked_shr(twos)).collect();
+    degrees.retain(|&degree| degree > 0);
     degrees.push(1);
     degrees.sort_unstable();
     degrees.dedup();
@@ -139,6 +140,7 @@ mod tests {
             assert_eq!(degrees(leaves), fitting, "{leaves} leaves");
         }
         assert_eq!(degrees(12), [1, 3, 6, 12]);
+        assert_eq!(degrees(0), [1], "no leaves: no rank but one");
         assert!(!fits(8, 0) && !fits(8, 3) && !fits(6, 2));
     }
 
