@@ -4,8 +4,8 @@
 //! are always initialised, so that everything here is safe code. Other crates bring other kinds (device allocations,
 //! or sizes without bytes) by implementing [`Memory`].
 //!
-//! The one rule: memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Clones and
-//! slices may be read anywhere, by any number of ranks, and nobody can change what they read.
+//! The one rule: memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Any number of ranks may
+//! read clones and slices, and what they read does not change.
 
 use std::fmt::{self, Debug};
 use std::ops::Range;
@@ -102,8 +102,14 @@ impl Buffer {
     }
 
     /// Host memory holding `count` zeros, 64-byte aligned.
+    ///
+    /// # Panics
+    /// As a `Vec` does, if so many elements have more bytes than a `usize` can count.
     pub fn zeros(dtype: DType, count: usize) -> Buffer {
-        Buffer::whole(Arc::new(HostMemory::zeroed(count * dtype.size())), dtype, count)
+        // Checked also where arithmetic wraps: a buffer that is smaller than it says would be unsound.
+        let bytes = count.checked_mul(dtype.size());
+        let Some(bytes) = bytes else { panic!("a buffer of {count} of {dtype} overflows the address space") };
+        Buffer::whole(Arc::new(HostMemory::zeroed(bytes)), dtype, count)
     }
 
     /// No elements: what an operation without data gives back.
@@ -268,6 +274,12 @@ mod tests {
             assert_eq!(elements, vec![0.0; count]);
             assert_eq!(elements.as_ptr() as usize % 64, 0);
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "a buffer of 4611686018427387904 of f32 overflows the address space")]
+    fn a_buffer_is_never_smaller_than_it_says() {
+        Buffer::zeros(DType::F32, 1 << 62); // 2^64 bytes: 0 where arithmetic wraps
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! meshwork's ground floor: device mesh, SPMD types, buffers, communicators.
+//! The lowest layer of meshwork: device mesh, SPMD types, buffers, communicators.
 
 mod buffer;
 pub mod comm;
@@ -13,7 +13,7 @@ mod spmd;
 pub mod tree;
 
 pub use buffer::{Buffer, BufferError};
-pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp};
+pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16};
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, Mesh, MeshError};

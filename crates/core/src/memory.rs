@@ -98,7 +98,7 @@ impl Block {
             && let Ok(pages) = MmapMut::map_anon((lines * 64).next_multiple_of(HUGE))
         {
             // The end is left to small pages, so that its unused part costs nothing. A system without huge pages, or
-            // told not to give any, gives small ones.
+            // with huge pages turned off, gives small ones.
             #[cfg(target_os = "linux")]
             let _ = pages.advise_range(memmap2::Advice::HugePage, 0, lines * 64 / HUGE * HUGE);
             return Block(Bytes::Pages(pages, lines * 64));
@@ -202,8 +202,8 @@ impl HostMemory {
         self.block.as_mut_slice()
     }
 
-    /// Exchanges blocks with memory of the same size; false if it has another. Each block goes back to whom the memory
-    /// belongs that it is in then: everybody has as much as before.
+    /// Exchanges blocks with memory of the same size; false if the sizes differ. A block goes back to the recycler of the
+    /// memory that it is in at the end, so that each recycler gets back as much as it gave.
     pub fn trade(&mut self, other: &mut HostMemory) -> bool {
         let alike = self.block.bytes() == other.block.bytes();
         if alike {

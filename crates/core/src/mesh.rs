@@ -1,7 +1,10 @@
 //! The device mesh: named axes over a grid of ranks, and slices of that grid. Pure arithmetic, no I/O.
 //!
 //! Ranks are numbered with the fastest axis first in the order tp, cp, dp, pp (Megatron's `tp-cp-dp-pp`), so that the
-//! axes that talk most are neighbours. The order of axes in a mesh string is free and means nothing.
+//! axes that communicate most are neighbours.
+//!
+//! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 to those that it does not name. The order of its parts
+//! does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
 //!
 //! ```
 //! use meshwork_core::{Axis, Mesh};
@@ -10,10 +13,12 @@
 //! assert_eq!(mesh.group(5, &[Axis::Tp]), [4, 5, 6, 7]);
 //! assert_eq!(mesh.group(5, &[Axis::Pp]), [5, 13]);
 //! assert_eq!(mesh.coords(13).get(Axis::Pp), 1);
+//! assert!("tp=4".parse::<Mesh>()?.has(Axis::Dp)); // of degree 1
 //! # Ok::<(), meshwork_core::MeshError>(())
 //! ```
 
 use std::fmt;
+use std::num::IntErrorKind;
 use std::str::FromStr;
 
 /// One named axis of a [`Mesh`], declared in rank order, fastest first.
@@ -89,6 +94,22 @@ pub enum MeshError {
         /// As written.
         part: String,
     },
+    /// The degree of an axis is not a whole number.
+    #[error("`{axis}={degree}` is not of the form axis=degree: the degree is not a whole number")]
+    Degree {
+        /// The axis.
+        axis: Axis,
+        /// As written.
+        degree: String,
+    },
+    /// The degree of an axis does not fit into a `usize`.
+    #[error("the degree {degree} of axis {axis} overflows")]
+    TooLarge {
+        /// The axis.
+        axis: Axis,
+        /// As written.
+        degree: String,
+    },
     /// The degree of an axis is zero.
     #[error("axis {axis} has degree 0: a degree is 1 or more")]
     ZeroDegree {
@@ -117,7 +138,8 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// A mesh of the given axes. Degree 1 is a real axis: values carry a type on it, and its collectives are the identity.
+    /// A mesh of the given axes and no others. An axis of degree 1 is a real axis: values carry a type on it, and its
+    /// collectives are the identity.
     pub fn new(axes: impl IntoIterator<Item = (Axis, usize)>) -> Result<Self, MeshError> {
         let mut mesh = Self::default();
         for (axis, degree) in axes {
@@ -146,7 +168,7 @@ impl Mesh {
         self.axes().filter(|&axis| axis != Axis::Pp)
     }
 
-    /// Whether the mesh has this axis, be it of degree 1.
+    /// Whether the mesh has this axis, of whatever degree.
     pub fn has(&self, axis: Axis) -> bool {
         self.degrees[axis.index()].is_some()
     }
@@ -188,43 +210,99 @@ impl Mesh {
     }
 
     /// The ranks that differ from `rank` only along `axes` (any product of axes), itself included, in rank order.
+    ///
+    /// # Panics
+    /// If `rank` is not below [`world_size`](Self::world_size).
     pub fn group(&self, rank: usize, axes: &[Axis]) -> Vec<usize> {
-        let here = self.coords(rank);
-        (0..self.world_size())
-            .filter(|&other| {
-                let there = self.coords(other);
-                self.axes().all(|axis| axes.contains(&axis) || here.get(axis) == there.get(axis))
-            })
-            .collect()
+        let along = |axis: &Axis| axes.contains(axis);
+        let first = self.axes().filter(along).fold(self.coords(rank), |coords, axis| coords.with(axis, 0));
+        // The slowest axis first: each further one multiplies the ranks found so far, which stay in order.
+        let mut ranks = vec![self.rank_at(first)];
+        let mut stride = self.world_size();
+        for axis in self.axes().collect::<Vec<_>>().into_iter().rev() {
+            stride /= self.degree(axis);
+            if along(&axis) {
+                let line = |start: usize| (0..self.degree(axis)).map(move |position| start + position * stride);
+                ranks = ranks.into_iter().flat_map(line).collect();
+            }
+        }
+        ranks
     }
+
+    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name.
+    ///
+    /// # Errors
+    /// Every part that is wrong, as written, and what is wrong with it. Parsing the string as a `Mesh` reports the first.
+    ///
+    /// ```
+    /// use meshwork_core::{Mesh, MeshError};
+    /// assert_eq!(Mesh::parse_degrees("tp=4, dp=2"), Ok([4, 1, 2, 1]));
+    /// let wrong = Mesh::parse_degrees("tp=0,dp=2,tp").unwrap_err();
+    /// assert_eq!(wrong.iter().map(|(part, _)| *part).collect::<Vec<_>>(), ["tp=0", "tp"]);
+    /// ```
+    pub fn parse_degrees(text: &str) -> Result<[usize; Axis::COUNT], Vec<(&str, MeshError)>> {
+        let mut degrees = [None; Axis::COUNT];
+        let mut wrong = Vec::new();
+        // A run without experts may say so.
+        for part in text.split(',').map(str::trim).filter(|&part| part != "ep=1") {
+            let given = parse_part(part).and_then(|(axis, degree)| {
+                // A wrong degree names its axis all the same.
+                match degrees[axis.index()].replace(*degree.as_ref().unwrap_or(&1)) {
+                    Some(_) => Err(MeshError::Duplicate { axis }),
+                    None => degree.map(drop),
+                }
+            });
+            wrong.extend(given.err().map(|error| (part, error)));
+        }
+        match wrong.is_empty() {
+            true => Ok(degrees.map(|degree| degree.unwrap_or(1))),
+            false => Err(wrong),
+        }
+    }
+}
+
+/// One `axis=degree`: the axis, and the degree if there is one.
+fn parse_part(part: &str) -> Result<(Axis, Result<usize, MeshError>), MeshError> {
+    let (name, degree) = part.split_once('=').ok_or_else(|| MeshError::Syntax { part: part.to_owned() })?;
+    let (axis, degree) = (name.trim().parse::<Axis>()?, degree.trim());
+    let written = || degree.to_owned();
+    let parsed = match degree.parse::<usize>() {
+        Ok(0) => Err(MeshError::ZeroDegree { axis }),
+        Ok(degree) => Ok(degree),
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
+            Err(MeshError::TooLarge { axis, degree: written() })
+        }
+        Err(_) => Err(MeshError::Degree { axis, degree: written() }),
+    };
+    Ok((axis, parsed))
 }
 
 impl FromStr for Mesh {
     type Err = MeshError;
 
+    /// A mesh with every axis: see [`Mesh::parse_degrees`].
     fn from_str(text: &str) -> Result<Self, MeshError> {
-        let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
-        let axes = parts.map(|part| {
-            let syntax = || MeshError::Syntax { part: part.to_owned() };
-            let (name, degree) = part.split_once('=').ok_or_else(syntax)?;
-            let axis = name.trim().parse::<Axis>()?;
-            let degree = degree.trim();
-            match degree.parse::<usize>() {
-                Ok(degree) => Ok((axis, degree)),
-                Err(error) if *error.kind() == std::num::IntErrorKind::PosOverflow => {
-                    Err(MeshError::Overflow { mesh: text.to_owned() })
-                }
-                Err(_) => Err(syntax()),
-            }
-        });
-        Self::new(axes.collect::<Result<Vec<_>, MeshError>>()?)
+        match Self::parse_degrees(text) {
+            Ok(degrees) => Self::new(Axis::ALL.into_iter().zip(degrees)),
+            Err(wrong) => Err(wrong
+                .into_iter()
+                .map(|(_, error)| error)
+                .next()
+                .unwrap_or(MeshError::Syntax { part: text.to_owned() })),
+        }
     }
 }
 
 impl fmt::Display for Mesh {
+    /// The mesh as a string that parses, fastest axis first. cp is left out at degree 1: few meshes use it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts: Vec<String> = self.axes().map(|axis| format!("{axis}={}", self.degree(axis))).collect();
-        f.write_str(&parts.join(","))
+        let shown = |&axis: &Axis| axis != Axis::Cp || self.degree(axis) > 1;
+        let parts: Vec<String> =
+            self.axes().filter(shown).map(|axis| format!("{axis}={}", self.degree(axis))).collect();
+        match parts.is_empty() {
+            true => f.write_str("without axes"),
+            false => f.write_str(&parts.join(",")),
+        }
     }
 }
 
@@ -279,16 +357,64 @@ mod tests {
         }
     }
 
+    /// The definition: every rank of the world that agrees on the other axes.
+    #[test]
+    fn a_group_is_what_its_definition_says() {
+        let mesh = Mesh::new([(Axis::Pp, 2), (Axis::Tp, 3), (Axis::Cp, 2), (Axis::Dp, 2)]).unwrap();
+        for (rank, mask) in (0..mesh.world_size()).flat_map(|rank| (0..16).map(move |mask| (rank, mask))) {
+            let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| mask >> axis.index() & 1 == 1).collect();
+            let (here, others) = (mesh.coords(rank), Axis::ALL.into_iter().filter(|axis| !axes.contains(axis)));
+            let others: Vec<Axis> = others.collect();
+            let naive: Vec<usize> = (0..mesh.world_size())
+                .filter(|&other| others.iter().all(|&axis| mesh.coords(other).get(axis) == here.get(axis)))
+                .collect();
+            assert_eq!(mesh.group(rank, &axes), naive, "rank {rank} along {axes:?}");
+        }
+    }
+
+    #[test]
+    fn a_mesh_string_gives_every_axis_a_degree() {
+        let mesh: Mesh = "tp=4".parse().unwrap();
+        assert!(mesh.axes().eq(Axis::ALL));
+        assert_eq!(Axis::ALL.map(|axis| mesh.degree(axis)), [4, 1, 1, 1]);
+        assert_eq!(mesh, "pp=1,dp=1,tp=4,cp=1".parse().unwrap());
+        assert_eq!(mesh, mesh.to_string().parse().unwrap());
+        assert_ne!(mesh, Mesh::new([(Axis::Tp, 4)]).unwrap(), "`new` adds no axes");
+        assert_eq!(mesh.to_string(), "tp=4,dp=1,pp=1");
+        assert_eq!("cp=2".parse::<Mesh>().unwrap().to_string(), "tp=1,cp=2,dp=1,pp=1");
+        assert_eq!(Mesh::default().to_string(), "without axes");
+    }
+
+    #[test]
+    fn every_wrong_part_of_a_mesh_string_is_reported() {
+        let wrong = Mesh::parse_degrees("dp=0,tp=x,dp=2,sp=2,pp=2, ").unwrap_err();
+        let wrong: Vec<String> = wrong.into_iter().map(|(part, error)| format!("{part}: {error}")).collect();
+        assert_eq!(
+            wrong,
+            [
+                "dp=0: axis dp has degree 0: a degree is 1 or more",
+                "tp=x: `tp=x` is not of the form axis=degree: the degree is not a whole number",
+                "dp=2: axis dp is given twice",
+                "sp=2: unknown mesh axis `sp`: the axes are tp, cp, dp, pp; sequence parallelism is a boolean on tp, and the \
+                 axis that splits long sequences is cp",
+                ": `` is not of the form axis=degree, as in dp=2,tp=4,pp=2",
+            ]
+        );
+    }
+
     #[test]
     fn bad_meshes_say_what_is_wrong() {
         let message = |text: &str| text.parse::<Mesh>().unwrap_err().to_string();
         assert_eq!(message("dp=2,xp=3"), "unknown mesh axis `xp`: the axes are tp, cp, dp, pp");
         assert!(message("sp=2").contains("boolean on tp"));
         assert!(message("ep=2").contains("not landed"));
+        assert_eq!("dp=2,ep=1".parse::<Mesh>(), "dp=2".parse());
         assert_eq!(message("tp=0"), "axis tp has degree 0: a degree is 1 or more");
         assert_eq!(message("tp=2,tp=2"), "axis tp is given twice");
         assert_eq!(message("tp"), "`tp` is not of the form axis=degree, as in dp=2,tp=4,pp=2");
         assert!(message("tp=-1").contains("not of the form"));
+        assert!(message("").contains("`` is not of the form"), "no mesh at all is no mesh of one rank");
+        assert!(message("dp=2,").contains("`` is not of the form"));
         assert!(message("tp=4294967296,dp=4294967296,pp=2").contains("overflows"));
         assert!(message("tp=99999999999999999999999").contains("overflows"));
     }

@@ -1,15 +1,15 @@
-//! One pool of worker threads per process, shared by all ranks: a rank that waits lends its core to the others.
+//! One pool of worker threads per process, shared by all ranks: while a rank waits, its core works for the others.
 //!
 //! A rank is a thread that computes. When it has work that can be cut it [`share`]s it: it begins at once, and while a
 //! core is free a worker takes pieces too. A core is free when fewer threads compute than there are cores; ranks that
 //! wait for each other do not compute (`lend`), so in a pipeline's bubble the waiting rank's core works for the
-//! rank that it waits for. With as many busy ranks as cores nobody helps, and sharing costs a lock and a push.
+//! rank that it waits for. With as many busy ranks as cores no worker helps, and sharing costs a lock and a push.
 //!
 //! - **Results do not depend on it.** Pieces are cut by the caller; which thread does which one changes nothing that
 //!   a kernel may use.
-//! - **Nobody depends on a worker.** The thread that shares does every piece that nobody else has taken. It waits only
+//! - **No thread depends on a worker.** The thread that shares does every piece that no worker has taken. It waits only
 //!   for pieces being done.
-//! - **Nobody spins for long.** A worker out of work looks for more for `SPIN`, about as long as a wake-up takes, so
+//! - **No thread spins for long.** A worker out of work looks for more for `SPIN`, about as long as a wake-up takes, so
 //!   that it is still there for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
 //!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
 
@@ -246,7 +246,7 @@ impl Pool {
 
         let mine = job.drain(false);
         self.unlist(&mut self.lock(), at);
-        // Nobody joins any more. What follows must not unwind before the helpers are out.
+        // No worker joins any more. What follows must not unwind before the helpers are out.
         let out = || job.helpers.load(Ordering::Acquire) == 0;
         if !spin_until(out) {
             self.lend(|| {

@@ -1,6 +1,6 @@
 //! What a rank does with its time, as plain data: [`Span`]s that a [`Recorder`] keeps.
 //!
-//! Nothing in the code that computes or communicates knows of this. Two decorators record: [`communicator`] around a
+//! Code that computes or communicates does not know of profiles. Two decorators record: [`communicator`] around a
 //! rank's communicator, and one around its device (`meshwork_tensor::profiled`). A run without a profile has neither.
 
 mod communicator;
@@ -80,7 +80,7 @@ pub struct Meeting {
     pub group: Arc<(String, Vec<usize>)>,
     /// World ranks of sender and receiver; none for a collective.
     pub message: Option<(usize, usize)>,
-    /// How many of the kind the group has seen before: collectives, or messages of that sender and receiver.
+    /// Its number in the group: collectives, and the messages of each sender and receiver, are counted from 0.
     pub seq: u64,
 }
 
@@ -150,7 +150,7 @@ impl Span {
 #[derive(Clone, Debug)]
 pub struct Recorder {
     origin: Instant,
-    // Only its own rank's thread comes here, so nobody ever waits for the lock.
+    // Only its own rank's thread takes the lock, so it is never contended.
     state: Arc<Mutex<State>>,
 }
 

@@ -1,36 +1,54 @@
-//! One rank of a mesh: where it lies and whom it talks to. Passed in; nothing is global.
+//! One rank of a mesh: its position and its groups. It is passed in; there is no global state.
 
 use crate::comm::{CommError, CommLog, Communicator, Group, record};
 use crate::mesh::{Axis, Coords, Mesh};
 use std::sync::Arc;
 
-/// The coordinates of a rank, and its groups: the world, and one per axis. Every axis has a group; those of degree 1 are
+/// The coordinates of a rank, and its groups: the world, one per axis, and one per product of axes. Groups of one rank are
 /// the identity.
 #[derive(Debug)]
 pub struct Rank {
     mesh: Mesh,
     coords: Coords,
     world: Group,
-    groups: [Group; Axis::COUNT],
+    /// By the set of their axes, a bit for each.
+    groups: Vec<Group>,
     log: CommLog,
 }
 
 impl Rank {
     /// Joins the mesh as the rank that `world` says. Collective: every rank of the world calls it with the same mesh.
     ///
-    /// # Panics
-    /// If the world has not as many ranks as the mesh: the caller makes both from one mesh.
+    /// Every group that [`group_over`](Self::group_over) can give is made here, in one order on all ranks: groups that are
+    /// made when they are first used deadlock where two ranks first use them in different orders. A mesh of three axes
+    /// above degree 1 has three products beside its axes and the world, one of four axes has ten. Where a group costs much
+    /// (NCCL), a backend splits it off its parent's resources and connects it on first use.
+    ///
+    /// # Errors
+    /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh.
     pub fn new(mesh: &Mesh, world: Arc<dyn Communicator>) -> Result<Self, CommError> {
-        assert_eq!(world.size(), mesh.world_size(), "the world and the mesh {mesh} differ in size");
+        let (me, size) = (world.rank(), world.size());
+        if size != mesh.world_size() {
+            return Err(CommError::WorldSize { world_rank: me, mesh: mesh.clone(), size });
+        }
         let log = CommLog::default();
-        let me = world.rank();
-        let split = |axis: Axis| -> Result<Group, CommError> {
-            let members = mesh.group(me, &[axis]);
-            Ok(Group::new(world.split(axis.name(), &members)?, log.clone()))
-        };
-        // Eager and in the same order everywhere: lazily made groups are how others deadlock.
-        let groups = [split(Axis::ALL[0])?, split(Axis::ALL[1])?, split(Axis::ALL[2])?, split(Axis::ALL[3])?];
-        Ok(Self { mesh: mesh.clone(), coords: mesh.coords(me), world: Group::new(world, log.clone()), groups, log })
+        let world = Group::new(world, log.clone());
+        let wide = set_of(Axis::ALL.into_iter().filter(|&axis| mesh.degree(axis) > 1));
+        let mut groups: Vec<Group> = Vec::with_capacity(1 << Axis::COUNT);
+        for set in 0..1 << Axis::COUNT {
+            let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| set >> axis.index() & 1 == 1).collect();
+            groups.push(match axes[..] {
+                [] if size == 1 => world.clone(),
+                [] => world.split("self", &[me])?,
+                // By its own name, of whatever degree.
+                [axis] => world.split(axis.name(), &mesh.group(me, &axes))?,
+                // Fewer axes matter, whose group is there already.
+                _ if set & wide != set => groups[set & wide].clone(),
+                _ if set == wide => world.clone(),
+                _ => world.split(&product_name(&axes), &mesh.group(me, &axes))?,
+            });
+        }
+        Ok(Self { mesh: mesh.clone(), coords: mesh.coords(me), world, groups, log })
     }
 
     /// Rank `world_rank` of a mesh whose other ranks do not exist: collectives do nothing but write themselves down.
@@ -49,7 +67,7 @@ impl Rank {
         &self.mesh
     }
 
-    /// Where this rank lies on it.
+    /// The position of this rank on it.
     pub fn coords(&self) -> Coords {
         self.coords
     }
@@ -66,7 +84,16 @@ impl Rank {
 
     /// The ranks that differ from this one only along `axis`.
     pub fn group(&self, axis: Axis) -> &Group {
-        &self.groups[axis.index()]
+        self.group_over(&[axis])
+    }
+
+    /// The ranks that differ from this one only along `axes`, in rank order: a reduction over dp×cp is one operation on
+    /// `group_over(&[Axis::Dp, Axis::Cp])`. The order of `axes` does not matter.
+    ///
+    /// Axes of degree 1 add nothing: what remains may be the group of one axis, the world itself, or this rank alone. A
+    /// product of several axes is named after them, slowest first: `dp+cp`.
+    pub fn group_over(&self, axes: &[Axis]) -> &Group {
+        &self.groups[set_of(axes.iter().copied())]
     }
 
     /// A further group of world ranks, this one among them. Collective over the world: ranks without a part in it name
@@ -80,8 +107,19 @@ impl Rank {
         &self.log
     }
 
-    /// Says that this rank makes progress.
+    /// Tells the backend that this rank makes progress: see [`Communicator::heartbeat`].
     pub fn heartbeat(&self) {
         self.world.heartbeat();
     }
+}
+
+/// A set of axes as bits.
+fn set_of(axes: impl IntoIterator<Item = Axis>) -> usize {
+    axes.into_iter().fold(0, |set, axis| set | 1 << axis.index())
+}
+
+/// The name of a group over several axes, which are given fastest first.
+fn product_name(axes: &[Axis]) -> String {
+    let names: Vec<&str> = axes.iter().rev().map(|axis| axis.name()).collect();
+    names.join("+")
 }

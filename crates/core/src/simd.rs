@@ -6,8 +6,8 @@
 
 /// Runs `f` with the widest vectors this CPU has.
 ///
-/// What `f` calls must be inlined into it to gain anything: mark it `#[inline(always)]`. No closures stored in between,
-/// no `dyn`.
+/// Only what is inlined into `f` gains: mark the functions that it calls `#[inline(always)]`, and call none through `dyn` or
+/// a stored closure.
 ///
 /// ```
 /// let mut x = [1.0_f32; 1000];
@@ -30,8 +30,8 @@ pub fn wide<R>(f: impl FnOnce() -> R) -> R {
     Closure(f).wide()
 }
 
-/// A loop that [`wide`] is not enough for: the compiler inlines a closure if it likes to, and a long one not. `run`, marked
-/// `#[inline(always)]`, has no such choice.
+/// A loop that is too long for [`wide`]: the compiler does not inline a long closure. It does inline `run`, marked
+/// `#[inline(always)]`.
 pub trait Wide: Sized {
     /// What the loop gives.
     type Output;

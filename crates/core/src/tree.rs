@@ -1,12 +1,12 @@
-//! The balanced binary tree in which sums are taken wherever a mesh, a batch or a thread might cut them.
+//! The balanced binary tree that fixes the order of sums which a mesh, a batch or a thread may cut.
 //!
 //! The tree over n leaves splits at the largest power of two below n, and so do its parts: three leaves give (a + b) + c,
 //! five ((a + b) + (c + d)) + e. Communicators add up their ranks in it ([`comm`](crate::comm)); canonical numerics carry
 //! it on into each rank, down to leaves that do not depend on the mesh.
 //!
-//! Whoever holds the leaves of a whole subtree can give its sum, and nobody can tell afterwards who did. That is why a
-//! number of ranks [fits] a number of leaves, or does not; and a run of leaves that is no whole subtree is handed on as
-//! the few [`subtrees`] that it is made of, to be joined by a [`Counter`].
+//! The sum does not depend on which rank computes a subtree, as long as one rank holds all leaves of it. A number of ranks
+//! [fits] a number of leaves if each rank then holds a whole subtree. A run of leaves that is no whole subtree is passed
+//! on as the few [`subtrees`] that it consists of, and a [`Counter`] joins them.
 //!
 //! ```
 //! use meshwork_core::tree::{degrees, subtrees, sum};
@@ -33,6 +33,7 @@ pub fn degrees(leaves: usize) -> Vec<usize> {
     // All but 1 are the leaves divided by a power of two.
     let mut degrees: Vec<usize> =
         (0..=leaves.max(1).trailing_zeros()).filter_map(|twos| leaves.checked_shr(twos)).collect();
+    degrees.retain(|&degree| degree > 0);
     degrees.push(1);
     degrees.sort_unstable();
     degrees.dedup();
@@ -139,6 +140,7 @@ mod tests {
             assert_eq!(degrees(leaves), fitting, "{leaves} leaves");
         }
         assert_eq!(degrees(12), [1, 3, 6, 12]);
+        assert_eq!(degrees(0), [1], "no leaves: no rank but one");
         assert!(!fits(8, 0) && !fits(8, 3) && !fits(6, 2));
     }
 

@@ -1,6 +1,7 @@
 //! Everything that can go wrong between ranks: what each of them is told, and that nobody waits for the timeout.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -90,6 +91,11 @@ fn disagreement_about_particulars() {
         disagreement(|world, rank| all_reduce(world, zeros(5), ops[rank])),
         "rank 0 is in all_reduce(f32, 5), rank 1 in all_reduce(f32, 5, max)"
     );
+    let ops = [ReduceOp::Min, ReduceOp::Max];
+    assert_eq!(
+        disagreement(|world, rank| all_reduce(world, zeros(5), ops[rank])),
+        "rank 0 is in all_reduce(f32, 5, min), rank 1 in all_reduce(f32, 5, max)"
+    );
     assert_eq!(
         disagreement(|world, rank| world.broadcast(zeros(5), rank).map(drop)),
         "rank 0 is in broadcast(f32, 5, root 0), rank 1 in broadcast(f32, 5, root 1)"
@@ -160,6 +166,42 @@ fn a_panic_stops_everybody_at_once() {
             )
         );
     }
+}
+
+/// Fifteen ranks that stop for one reason are no fifteen lines.
+#[test]
+fn ranks_that_report_the_same_share_a_line() {
+    let coming = AtomicUsize::new(0);
+    let error = fails(16, PATIENT, |world| {
+        let tp = world
+            .split("tp", if world.rank() < 8 { &[0, 1, 2, 3, 4, 5, 6, 7] } else { &[8, 9, 10, 11, 12, 13, 14, 15] })?;
+        coming.fetch_add(usize::from(world.rank() != 7), Ordering::Relaxed);
+        match world.rank() {
+            7 => {
+                while coming.load(Ordering::Relaxed) < 15 {
+                    sleep(Duration::from_millis(10));
+                }
+                sleep(Duration::from_millis(300)); // they wait by then
+                panic!("out of cheese")
+            }
+            rank if rank < 8 => tp.all_reduce(zeros(2), ReduceOp::Sum).map(drop),
+            _ => world.barrier(),
+        }
+    });
+    assert_eq!(
+        error.to_string(),
+        "a world of 16 ranks failed: rank 7 panicked: out of cheese
+  ranks 0-6 wait in tp #0 all_reduce(f32, 2)
+  rank 7 panicked (out of cheese), no operation yet
+  ranks 8-15 wait in world #0 barrier()
+  ranks 0-6 stopped: tp group, op #0: all_reduce(f32, 2)
+  ranks 8-15 stopped: world group, op #0: barrier()"
+    );
+    // What each rank is told by itself still says the cause.
+    assert_eq!(
+        told(&error, 0),
+        "tp group of world rank 0, op #0: all_reduce(f32, 2) stopped because rank 7 panicked: out of cheese"
+    );
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Every operation, dtype and world size on the thread backend, against an oracle that is as naive as can be.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use meshwork_core::{Buffer, DType, Element, Group, ReduceOp};
 use meshwork_testkit::{Rng, run_world};
@@ -26,7 +28,7 @@ fn naive_tree<T: Copy>(ranks: &[T], f: &impl Fn(T, T) -> T) -> T {
 }
 
 macro_rules! oracle {
-    ($($t:ty: $random:expr, $add:expr, $max:expr;)*) => { $(impl Oracle for $t {
+    ($($t:ty: $random:expr, $add:expr, $max:expr, $min:expr;)*) => { $(impl Oracle for $t {
         fn random(rng: &mut Rng) -> $t {
             $random(rng)
         }
@@ -34,6 +36,7 @@ macro_rules! oracle {
             match op {
                 ReduceOp::Sum => naive_tree(ranks, &$add),
                 ReduceOp::Max => naive_tree(ranks, &$max),
+                ReduceOp::Min => naive_tree(ranks, &$min),
             }
         }
     })* };
@@ -45,11 +48,11 @@ fn wide(rng: &mut Rng) -> f32 {
 }
 
 oracle! {
-    f32: wide, |a, b| a + b, f32::max;
-    f64: |rng| f64::from(wide(rng)) / 3.0, |a, b| a + b, f64::max;
-    i32: |rng: &mut Rng| rng.next_u64() as i32, i32::wrapping_add, i32::max;
-    i64: |rng: &mut Rng| rng.next_u64() as i64, i64::wrapping_add, i64::max;
-    u8: |rng: &mut Rng| rng.next_u64() as u8, u8::wrapping_add, u8::max;
+    f32: wide, |a, b| a + b, f32::max, f32::min;
+    f64: |rng| f64::from(wide(rng)) / 3.0, |a, b| a + b, f64::max, f64::min;
+    i32: |rng: &mut Rng| rng.next_u64() as i32, i32::wrapping_add, i32::max, i32::min;
+    i64: |rng: &mut Rng| rng.next_u64() as i64, i64::wrapping_add, i64::max, i64::min;
+    u8: |rng: &mut Rng| rng.next_u64() as u8, u8::wrapping_add, u8::max, u8::min;
 }
 
 macro_rules! half_oracle {
@@ -71,20 +74,26 @@ fn input<T: Oracle>(rank: usize, count: usize) -> Vec<T> {
     (0..count).map(|_| T::random(&mut rng)).collect()
 }
 
-fn reduced<T: Oracle>(op: ReduceOp, ranks: usize, count: usize) -> Vec<T> {
+/// The elements `range` of the reduction of `count` elements.
+fn reduced<T: Oracle>(op: ReduceOp, ranks: usize, count: usize, range: Range<usize>) -> Vec<T> {
     let inputs: Vec<Vec<T>> = (0..ranks).map(|rank| input(rank, count)).collect();
-    let column = |i: usize| inputs.iter().map(|input| input[i]).collect::<Vec<_>>();
-    (0..count).map(|i| T::tree(op, &column(i))).collect()
+    let mut column = Vec::with_capacity(ranks);
+    let mut element = |i: usize| {
+        column.clear();
+        column.extend(inputs.iter().map(|input| input[i]));
+        T::tree(op, &column)
+    };
+    range.map(&mut element).collect()
 }
 
 /// Runs every collective once with `count` elements per rank and compares.
 fn check_collectives<T: Oracle>(group: &Group, count: usize) {
     let (n, rank) = (group.size(), group.rank());
     let zeros = |count| vec![T::zeroed(); count];
-    for op in [ReduceOp::Sum, ReduceOp::Max] {
+    for op in ReduceOp::ALL {
         let mut data = input::<T>(rank, count);
         group.all_reduce_slice(&mut data, op).unwrap();
-        assert_eq!(data, reduced::<T>(op, n, count), "all_reduce {op:?} of {} on {n}", T::DTYPE);
+        assert_eq!(data, reduced::<T>(op, n, count, 0..count), "all_reduce {op:?} of {} on {n}", T::DTYPE);
 
         // Every second rank out of place, from memory that is shared.
         let kept = Buffer::from_vec(input::<T>(rank, count));
@@ -101,8 +110,8 @@ fn check_collectives<T: Oracle>(group: &Group, count: usize) {
 
         let mut part = zeros(count);
         group.reduce_scatter_slice(&input::<T>(rank, n * count), &mut part, op).unwrap();
-        let whole = reduced::<T>(op, n, n * count);
-        assert_eq!(part, whole[rank * count..][..count], "reduce_scatter {op:?} on {n}");
+        let expected = reduced::<T>(op, n, n * count, rank * count..(rank + 1) * count);
+        assert_eq!(part, expected, "reduce_scatter {op:?} on {n}");
     }
 
     let mut all = zeros(n * count);

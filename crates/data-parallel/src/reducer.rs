@@ -1,7 +1,25 @@
 //! Runs the reductions of buckets.
 
-use meshwork_core::{Buffer, CommError, Group, Pending, ReduceOp};
+use meshwork_core::{Axis, Buffer, CommError, Group, Pending, Rank, ReduceOp};
 use std::ops::Range;
+
+/// The rounds in which gradients that are Partial on `axes` become whole. The batch is split over dp and cp, whose ranks
+/// are one group and one round; each other axis has a round of its own, in the order given. Axes of degree 1 need none.
+///
+/// ```
+/// use meshwork_core::{Axis, Rank};
+/// use meshwork_data_parallel::rounds;
+///
+/// let rank = Rank::recording(&"dp=2,cp=2,tp=2".parse()?, 0)?;
+/// let rounds = rounds(&rank, [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp]);
+/// assert_eq!(rounds.iter().map(|group| group.name()).collect::<Vec<_>>(), ["dp+cp", "tp"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rounds(rank: &Rank, axes: impl IntoIterator<Item = Axis>) -> Vec<Group> {
+    let (batch, others): (Vec<_>, Vec<_>) = axes.into_iter().partition(|axis| matches!(axis, Axis::Dp | Axis::Cp));
+    let groups = std::iter::once(rank.group_over(&batch)).chain(others.iter().map(|&axis| rank.group(axis)));
+    groups.filter(|group| group.size() > 1).cloned().collect()
+}
 
 /// A flat run of gradients that is reduced as one.
 #[derive(Debug)]
@@ -10,7 +28,8 @@ pub struct Bucket {
     pub gradients: Buffer,
     /// Where each member lies.
     pub members: Vec<Range<usize>>,
-    /// Summed over the first of these groups, the result over the second, ... Only the first round overlaps.
+    /// Summed over the first of these groups, the result over the second, ... Only the first round overlaps. With none,
+    /// the gradients stay as they are. See [`rounds`].
     pub rounds: Vec<Group>,
 }
 
@@ -53,6 +72,12 @@ pub enum ReduceError {
         /// The first member that is not final.
         member: usize,
     },
+    /// An earlier reduction of the bucket failed, and its gradients went with it.
+    #[error("the gradients of bucket {bucket} are lost: an earlier reduction of it failed")]
+    Lost {
+        /// The bucket.
+        bucket: usize,
+    },
 }
 
 #[derive(Debug)]
@@ -61,8 +86,8 @@ enum State {
     Filling(Buffer),
     /// The first reduction runs.
     Reducing(Pending),
-    /// Taken out while it changes state; stays so after a failure.
-    Gone,
+    /// A reduction failed.
+    Lost,
 }
 
 #[derive(Debug)]
@@ -103,6 +128,9 @@ impl Reducer {
     }
 
     /// The gradients of a bucket and the place of a member in them, to be added to.
+    ///
+    /// # Panics
+    /// If there is no such bucket or member: they are the caller's own.
     pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>), ReduceError> {
         let slot = &mut self.slots[bucket];
         let late = ReduceError::TooLate { bucket, member, what: "written" };
@@ -112,7 +140,10 @@ impl Reducer {
         }
     }
 
-    /// Says that a gradient is final. The bucket's last one starts its reduction, and is told.
+    /// Says that a gradient is final. The bucket's last one starts its reduction, and this is reported.
+    ///
+    /// # Panics
+    /// If there is no such bucket or member.
     pub fn ready(&mut self, bucket: usize, member: usize) -> Result<Option<BucketEvent>, ReduceError> {
         let slot = &mut self.slots[bucket];
         if std::mem::replace(&mut slot.is_final[member], true) {
@@ -121,18 +152,24 @@ impl Reducer {
         if slot.is_final.contains(&false) {
             return Ok(None);
         }
-        if let (State::Filling(buffer), Some(group)) =
-            (std::mem::replace(&mut slot.state, State::Gone), slot.rounds.first())
-        {
-            let pending = group.start_all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
-            slot.state = State::Reducing(pending);
-        }
+        slot.state = match (std::mem::replace(&mut slot.state, State::Lost), slot.rounds.first()) {
+            (State::Filling(buffer), Some(group)) => {
+                State::Reducing(group.start_all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?)
+            }
+            // Without a round there is nothing to start.
+            (state, _) => state,
+        };
         Ok(Some(BucketEvent::Started(bucket)))
     }
 
-    /// Whether the first reduction of a bucket is over on this rank.
+    /// Whether the first reduction of a bucket is over on this rank; without a round, whether its gradients are final.
     pub fn is_reduced(&self, bucket: usize) -> bool {
-        matches!(&self.slots[bucket].state, State::Reducing(pending) if pending.is_done())
+        let slot = &self.slots[bucket];
+        match &slot.state {
+            State::Reducing(pending) => pending.is_done(),
+            State::Filling(_) => slot.rounds.is_empty() && !slot.is_final.contains(&false),
+            State::Lost => false,
+        }
     }
 
     /// Waits for every bucket, and runs the rounds after the first. Buckets are fillable again afterwards, holding the sums.
@@ -141,10 +178,10 @@ impl Reducer {
             if let Some(member) = slot.is_final.iter().position(|is_final| !is_final) {
                 return Err(ReduceError::Missing { bucket, member });
             }
-            let mut buffer = match std::mem::replace(&mut slot.state, State::Gone) {
+            let mut buffer = match std::mem::replace(&mut slot.state, State::Lost) {
                 State::Reducing(pending) => pending.wait().map_err(|source| failed(bucket, source))?,
                 State::Filling(buffer) => buffer,
-                State::Gone => return Err(ReduceError::Missing { bucket, member: 0 }),
+                State::Lost => return Err(ReduceError::Lost { bucket }),
             };
             for group in slot.rounds.iter().skip(1) {
                 buffer = group.all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;

@@ -4,7 +4,7 @@
 use crate::trace::Trace;
 use crate::{LocalModel, PlanError, TiedWeight, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, Types};
-use meshwork_data_parallel::{Bucket, BucketPlan, Member, Reducer, plan};
+use meshwork_data_parallel::{Bucket, BucketPlan, Member, Reducer, plan, rounds};
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -103,7 +103,7 @@ pub fn reducer(
         for (member, id) in members.iter().enumerate() {
             places[id.index()] = (bucket, member);
         }
-        let mut rounds: Vec<Group> = key.axes.iter().map(|&axis| rank.group(axis).clone()).collect();
+        let mut rounds = rounds(rank, key.axes.iter().copied());
         rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
         // Every member with its copies one after the other; added up, they lie as the weights do.
         let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;

@@ -31,9 +31,13 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
     Ok(part.values::<i32>(TARGETS)?.iter().filter(|&&target| target >= 0).count() as u64)
 }
 
-/// The types of a hidden state `[samples, seq, hidden]` between blocks: `Shard(0)` on dp, and on tp as the region has it.
+/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp as the region has it.
 pub fn hidden_types(mesh: &Mesh, region: Region) -> Types {
-    let ty = |axis| if axis == Axis::Tp { region.ty() } else { Ty::Shard(0) };
+    let ty = |axis| match axis {
+        Axis::Tp => region.ty(),
+        Axis::Dp => Ty::Shard(0),
+        _ => Ty::Invariant,
+    };
     mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
 }
 

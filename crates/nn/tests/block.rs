@@ -1,7 +1,7 @@
 //! A small GPT of un-sharded layers, trained for a few steps: it allocates nothing from the system once it has run, and the
 //! meta device counts what the cpu does at every point of it.
 
-use meshwork_core::{Axis, DType, Rank, Ty, Types};
+use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
@@ -133,7 +133,7 @@ fn meta_counts_what_the_cpu_does_at_every_layer_and_gradient() {
 /// The layers' parameters are whole on every rank, and where the input is sharded they are read as Replicate.
 #[test]
 fn replicated_parameters_of_a_sharded_input_have_partial_gradients() {
-    let mesh = "tp=2,dp=2".parse().unwrap();
+    let mesh: Mesh = "tp=2,dp=2".parse().unwrap();
     let rank = Arc::new(Rank::recording(&mesh, 0).unwrap());
     let mut declarations = Declarations::new();
     let norm = LayerNorm::new(&mut declarations, "ln", HIDDEN).unwrap();
@@ -145,7 +145,8 @@ fn replicated_parameters_of_a_sharded_input_have_partial_gradients() {
         let tape =
             Tape::new(Arc::clone(&rank), Arc::clone(&params), Arc::clone(&device), Mode::Train, Position::default());
         let x = Tensor::zeros(&device, DType::F32, [BATCH, SEQ, HIDDEN]).unwrap();
-        norm.forward(&tape, &tape.input(x, Types::of(&[(Axis::Tp, tp), (Axis::Dp, Ty::Shard(0))]))).unwrap();
+        let types = Types::all(&mesh, Ty::Invariant).with(Axis::Tp, tp).with(Axis::Dp, Ty::Shard(0));
+        norm.forward(&tape, &tape.input(x, types)).unwrap();
         tape.reads()[&id].dual().partial_axes().collect::<Vec<_>>()
     };
     assert_eq!(read(Ty::Invariant), [Axis::Dp]);

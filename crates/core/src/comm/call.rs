@@ -7,12 +7,31 @@ use crate::buffer::Buffer;
 use crate::dtype::DType;
 
 /// How the elements of several ranks become one.
+///
+/// NaN and the order of sums are as said here on communicators whose order is
+/// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Their sum; integers wrap around.
     Sum,
     /// The largest of them; NaN if any is NaN.
     Max,
+    /// The smallest of them; NaN if any is NaN.
+    Min,
+}
+
+impl ReduceOp {
+    /// Every operation.
+    pub const ALL: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+
+    /// Its name in programs and messages: `sum`, `max`, `min`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+        }
+    }
 }
 
 /// What to do. Ranks are ranks within the group.
@@ -26,7 +45,7 @@ pub enum Op {
     AllGather,
     /// `output` of every rank becomes that of `root`.
     Broadcast {
-        /// Whose elements everybody gets.
+        /// The rank whose elements all ranks get.
         root: usize,
     },
     /// Each rank cuts `input` into one part for each rank, and `output` into one part from each rank.
@@ -36,7 +55,7 @@ pub enum Op {
         /// Elements from each rank.
         recv_counts: Vec<usize>,
     },
-    /// Sends `input` to one rank. If nobody else refers to it, its memory may be traded for the receiver's.
+    /// Sends `input` to one rank. If nothing else refers to its memory, it may be traded for the receiver's.
     Send {
         /// The receiver.
         to: usize,
@@ -50,7 +69,7 @@ pub enum Op {
         /// What the message means (a fingerprint of shape and types): the sender must say the same.
         signature: u64,
     },
-    /// Waits until every rank is here.
+    /// Waits until every rank has started it.
     Barrier,
 }
 
@@ -112,8 +131,8 @@ impl Op {
         }
     }
 
-    /// Whether the operation has an input and an output. Those in place have only an output, and an all-reduce is in
-    /// place or not, as each rank likes.
+    /// Whether the operation has an input and an output. Operations in place have only an output; each rank chooses whether
+    /// its all-reduce is in place.
     fn buffers(&self, has_input: bool) -> (bool, bool) {
         match self.kind() {
             OpKind::AllReduce => (has_input, true),
@@ -257,7 +276,7 @@ fn count_list(
 /// The other rank of an operation, by world rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
-    /// Whose elements are broadcast.
+    /// The rank whose elements are broadcast.
     Root(usize),
     /// The receiver.
     To(usize),
@@ -290,8 +309,9 @@ impl fmt::Display for OpInfo {
             write!(f, "{dtype}, {}", self.elements)?;
             separator = ", ";
         }
-        if self.reduce == Some(ReduceOp::Max) {
-            write!(f, "{separator}max")?;
+        // A sum is the common case, and goes without saying.
+        if let Some(reduce) = self.reduce.filter(|&reduce| reduce != ReduceOp::Sum) {
+            write!(f, "{separator}{}", reduce.name())?;
         }
         match self.peer {
             Some(Peer::Root(rank)) => write!(f, "{separator}root {rank}")?,

@@ -6,12 +6,13 @@ use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
 use crate::buffer::BufferError;
 use crate::dtype::DType;
+use crate::mesh::Mesh;
 
 /// Why a call failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// This rank's call is wrong by itself; nobody else noticed it.
+    /// This rank's call is wrong by itself. Other ranks are not affected.
     #[error("{op} on the {group} group of world rank {world_rank} ({size} ranks): {problem}")]
     Call {
         /// The operation.
@@ -26,7 +27,7 @@ pub enum CommError {
         #[source]
         problem: CallError,
     },
-    /// The output's memory has other owners, who would see it change.
+    /// The output's memory has other owners, which would see it change.
     #[error(
         "{op} on the {group} group of world rank {world_rank}: the output's memory is shared: \
          drop its clones and slices first"
@@ -39,7 +40,7 @@ pub enum CommError {
         /// The calling rank.
         world_rank: usize,
     },
-    /// A part of the group that cannot be.
+    /// The members of a new group are not valid.
     #[error("cannot split {name} = {members:?} off the {group} group of world rank {world_rank}: {problem}")]
     Split {
         /// Name of the new group.
@@ -53,6 +54,19 @@ pub enum CommError {
         /// What is wrong.
         #[source]
         problem: SplitError,
+    },
+    /// A rank cannot join a mesh: the world has another number of ranks.
+    #[error(
+        "world rank {world_rank} cannot join the mesh {mesh}: the mesh has {} ranks, the world has {size}",
+        mesh.world_size()
+    )]
+    WorldSize {
+        /// The calling rank.
+        world_rank: usize,
+        /// The mesh.
+        mesh: Mesh,
+        /// Number of ranks in the world.
+        size: usize,
     },
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
@@ -149,7 +163,7 @@ pub enum CallError {
         /// Number of ranks.
         size: usize,
     },
-    /// A message to oneself, which nobody can be waiting for.
+    /// A message to the calling rank itself.
     #[error("rank {rank} cannot exchange messages with itself")]
     OwnMessage {
         /// The calling rank, in the group.

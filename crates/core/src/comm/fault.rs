@@ -1,4 +1,4 @@
-//! What stopped a world, told the same way to every rank.
+//! What stopped a world. Every rank gets the same report.
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,16 +52,16 @@ impl fmt::Display for Site {
 pub enum FaultKind {
     /// Two ranks are in different operations at the same place.
     Disagreement {
-        /// Who came first, with what.
+        /// The rank that came first, and its operation.
         first: (usize, OpInfo),
-        /// Who came later, with something else.
+        /// The rank that came later, and its operation.
         second: (usize, OpInfo),
     },
     /// Two ranks name parts of a group that do not fit together.
     SplitDisagreement {
-        /// Who came first, with the part's name and the members' world ranks.
+        /// The rank that came first, with its part's name and members (world ranks).
         first: (usize, String, Vec<usize>),
-        /// Who came later.
+        /// The rank that came later, with its part's.
         second: (usize, String, Vec<usize>),
     },
     /// A rank panicked.
@@ -89,7 +89,7 @@ pub enum FaultKind {
         rank: usize,
         /// How long.
         after: Duration,
-        /// Who waits for whom: the first noticed, the last is `rank`.
+        /// Each waits for the next: the first noticed the timeout, the last is `rank`.
         chain: Vec<usize>,
     },
 }
@@ -145,13 +145,13 @@ fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activity {
-    /// Its own work, or an operation that nobody holds up.
+    /// Its own work, or an operation for which it waits for no rank.
     Computing,
     /// It waits for its last operation, or for an earlier one.
     Waiting,
-    /// It is over, without an error.
+    /// It returned, without an error.
     Returned,
-    /// It is over, with this error.
+    /// It returned this error.
     Failed(String),
     /// It panicked with this message.
     Panicked(String),
@@ -159,19 +159,28 @@ pub enum Activity {
     Left,
 }
 
-impl fmt::Display for Activity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Activity {
+    /// What one rank does, or several do.
+    fn of(&self, plural: bool) -> String {
+        let choose = |one: &'static str, several: &'static str| if plural { several } else { one };
+        let has = choose("has", "have");
         match self {
-            Activity::Computing => f.write_str("computes"),
-            Activity::Waiting => f.write_str("waits"),
-            Activity::Returned => f.write_str("has returned"),
+            Activity::Computing => choose("computes", "compute").to_owned(),
+            Activity::Waiting => choose("waits", "wait").to_owned(),
+            Activity::Returned => format!("{has} returned"),
             // The error may itself be a report of many lines: its first one says what it is.
             Activity::Failed(error) => {
-                write!(f, "has returned an error ({})", error.lines().next().unwrap_or_default())
+                format!("{has} returned an error ({})", error.lines().next().unwrap_or_default())
             }
-            Activity::Panicked(message) => write!(f, "panicked ({message})"),
-            Activity::Left => f.write_str("has dropped its communicators"),
+            Activity::Panicked(message) => format!("panicked ({message})"),
+            Activity::Left => format!("{has} dropped {} communicators", choose("its", "their")),
         }
+    }
+}
+
+impl fmt::Display for Activity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.of(false))
     }
 }
 
@@ -186,16 +195,49 @@ pub struct RankReport {
     pub site: Option<Site>,
 }
 
-impl fmt::Display for RankReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} {}", self.rank, self.activity)?;
+impl RankReport {
+    /// What one rank did, or several did.
+    fn of(&self, plural: bool) -> String {
+        let activity = self.activity.of(plural);
         let Some(site) = &self.site else {
-            return f.write_str(", no operation yet");
+            return format!("{activity}, no operation yet");
         };
         let word = if self.activity == Activity::Waiting { " in" } else { ", last in" };
-        write!(f, "{word} {} #{}", site.group, site.seq)?;
-        site.op.map_or(Ok(()), |op| write!(f, " {op}"))
+        let op = site.op.map_or(String::new(), |op| format!(" {op}"));
+        format!("{activity}{word} {} #{}{op}", site.group, site.seq)
     }
+}
+
+impl fmt::Display for RankReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} {}", self.rank, self.of(false))
+    }
+}
+
+/// What ranks have to report, those that report the same on one line: `rank 3 computes`, `ranks 0-2, 4 wait`. `one` and
+/// `several` are the words after the ranks; ranks whose `several` are equal share a line.
+pub(crate) fn grouped(reports: impl IntoIterator<Item = (usize, String, String)>) -> Vec<String> {
+    let mut lines: Vec<(Vec<usize>, String, String)> = Vec::new();
+    for (rank, one, several) in reports {
+        match lines.iter_mut().find(|(_, _, words)| *words == several) {
+            Some((ranks, ..)) => ranks.push(rank),
+            None => lines.push((vec![rank], one, several)),
+        }
+    }
+    let line = |(ranks, one, several): (Vec<usize>, String, String)| match ranks[..] {
+        [rank] => format!("rank {rank} {one}"),
+        _ => format!("ranks {} {several}", runs(&ranks)),
+    };
+    lines.into_iter().map(line).collect()
+}
+
+/// Ascending numbers in short: `0-2, 4`.
+fn runs(ranks: &[usize]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b).flat_map(|run| match run {
+        [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
+        few => few.iter().map(usize::to_string).collect(),
+    });
+    runs.collect::<Vec<_>>().join(", ")
 }
 
 /// What stopped a world: the first thing that went wrong, and what every rank was doing then.
@@ -218,6 +260,11 @@ impl Fault {
         }
     }
 
+    /// What the ranks were doing: a line for each rank, or for several that did the same.
+    pub fn report_lines(&self) -> Vec<String> {
+        grouped(self.ranks.iter().map(|rank| (rank.rank, rank.of(false), rank.of(true))))
+    }
+
     /// The fault as seen by a rank that was at `here`.
     pub(crate) fn describe(&self, here: &Site) -> String {
         let op = here.op.map(|op| format!("{op} ")).unwrap_or_default();
@@ -230,8 +277,8 @@ impl Fault {
             }
             _ => format!("{here}: {op}stopped because {kind}"),
         };
-        for rank in &self.ranks {
-            text += &format!("\n  {rank}");
+        for line in self.report_lines() {
+            text += &format!("\n  {line}");
         }
         text
     }
@@ -240,6 +287,30 @@ impl Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.headline())?;
-        self.ranks.iter().try_for_each(|rank| write!(f, "\n  {rank}"))
+        self.report_lines().iter().try_for_each(|line| write!(f, "\n  {line}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_reports_share_a_line() {
+        let report = |rank: usize| (rank, format!("is {}", rank % 3), format!("are {}", rank % 3));
+        assert_eq!(grouped((0..4).map(report)), ["ranks 0, 3 are 0", "rank 1 is 1", "rank 2 is 2"]);
+        let same = |rank: usize| (rank, String::from("waits"), String::from("wait"));
+        assert_eq!(grouped([0, 1, 2, 4, 7, 8].map(same)), ["ranks 0-2, 4, 7, 8 wait"]);
+        assert_eq!(grouped([5].map(same)), ["rank 5 waits"]);
+        assert!(grouped([]).is_empty());
+    }
+
+    #[test]
+    fn several_ranks_take_a_plural() {
+        let several = |activity: Activity| RankReport { rank: 0, activity, site: None }.of(true);
+        assert_eq!(several(Activity::Computing), "compute, no operation yet");
+        assert_eq!(several(Activity::Returned), "have returned, no operation yet");
+        assert_eq!(several(Activity::Left), "have dropped their communicators, no operation yet");
+        assert_eq!(Activity::Left.to_string(), "has dropped its communicators");
     }
 }

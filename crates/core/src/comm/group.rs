@@ -1,8 +1,8 @@
-//! What programs use to communicate: a communicator with a log.
+//! A communicator with a log: the interface that programs use.
 
 use std::sync::Arc;
 
-use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, world_rank};
+use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, ReductionOrder, world_rank};
 use crate::buffer::{Buffer, BufferError};
 use crate::dtype::{DType, Element};
 
@@ -60,9 +60,14 @@ impl Group {
         &self.log
     }
 
-    /// Says that this rank makes progress: see [`Communicator::heartbeat`].
+    /// Tells the backend that this rank makes progress: see [`Communicator::heartbeat`].
     pub fn heartbeat(&self) {
         self.comm.heartbeat();
+    }
+
+    /// In which order reductions add up: see [`Communicator::reduction_order`].
+    pub fn reduction_order(&self) -> ReductionOrder {
+        self.comm.reduction_order()
     }
 
     /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.
@@ -211,8 +216,8 @@ impl Group {
         self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
     }
 
-    /// Sends a buffer, and gives it back when the receiver has it. If nobody else refers to its memory, what it holds
-    /// then is whatever the receiver's buffer held: the two may have traded memory instead of copying.
+    /// Sends a buffer, and gives it back when the receiver has it. If nothing else refers to its memory, sender and receiver
+    /// may trade memory instead of copying: it then holds what the receiver's buffer held.
     pub fn send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Buffer, CommError> {
         self.start_send(buffer, to, signature)?.wait()
     }

@@ -1,12 +1,12 @@
-//! Communicators: what ranks say to each other.
+//! Communicators: how ranks exchange data.
 //!
-//! A backend implements [`Communicator`], which takes one [`Call`] at a time as plain data. Everybody else uses
+//! A backend implements [`Communicator`], which takes one [`Call`] at a time as plain data. All other code uses
 //! [`Group`], which checks calls, logs their bytes and adds blocking and typed-slice forms.
 //!
 //! | backend | ranks are | promises |
 //! |---|---|---|
-//! | [`thread`] | threads of this process | order of reduction, so the same bits on every run; nothing hangs |
-//! | [`record`] | nobody: one rank alone, on memory without bytes | the same log as a real run |
+//! | [`thread`] | threads of this process | a fixed order of reduction, so the same bits on every run; no operation hangs |
+//! | [`record`] | one rank alone, whose peers do not exist | the same log as a real run |
 
 mod call;
 mod error;
@@ -27,8 +27,30 @@ pub use group::Group;
 pub use log::{CommLog, Record};
 pub use pending::{Pending, PendingOp};
 
-/// One rank's end of a group of ranks. Calls on one communicator are matched by their order: every member makes
-/// the same collective calls in the same order; messages are matched in order per sender and receiver.
+/// One rank's end of a group of ranks: what a backend implements, over threads, NCCL or MPI.
+///
+/// A caller keeps to these rules, and a backend may rely on them:
+///
+/// - Every member makes the same collective calls, splits among them, in the same order.
+/// - The calls have passed [`Call::check`], as all calls of a [`Group`] have. A group of one rank starts only what copies
+///   memory that is not on the host.
+/// - Several operations may be in flight at once. A caller waits for them in any order, or drops the [`Pending`].
+/// - A rank communicates from one thread at a time.
+///
+/// A backend promises:
+///
+/// - [`start`](Self::start) does not wait for other ranks. (NCCL enqueues on a stream; MPI has a non-blocking form of each
+///   operation.)
+/// - Messages are matched in order per sender and receiver, independently of other pairs and of collectives: two ranks
+///   that both send and then receive do not block each other. (MPI matches by source. NCCL runs the operations of one
+///   communicator one after the other, so a backend on it needs a communicator, or a stream, per pair and direction.)
+/// - The operation owns its buffers until [`Pending::wait`] returns or, if the handle was dropped, until it is over. The
+///   sender's memory comes back unchanged or traded for the receiver's: see [`Op::Send`].
+/// - An operation that cannot complete ends with an error: [`CommError::Backend`] with the library's own code. Only
+///   [`thread`] promises that every rank hears the same first cause.
+///
+/// It need not compare what the ranks do. Where it can, it reports ranks whose operations, element types, counts or
+/// message signatures differ; NCCL and MPI leave such programs undefined.
 pub trait Communicator: Send + Sync + Debug {
     /// This rank's place in the group.
     fn rank(&self) -> usize;
@@ -42,18 +64,52 @@ pub trait Communicator: Send + Sync + Debug {
     /// Name of the group: `world`, or the mesh axis.
     fn name(&self) -> &str;
 
-    /// Starts an operation; never blocks. Its memory belongs to the operation until [`Pending::wait`].
+    /// Starts an operation without waiting for other ranks. Its memory belongs to the operation until [`Pending::wait`].
     fn start(&self, call: Call) -> Result<Pending, CommError>;
 
-    /// Cuts the group into parts. Every rank calls it the same number of times and names the part it is in:
-    /// distinct ranks of this group, itself among them, in the order that they have in the new group.
+    /// Cuts the group into disjoint parts. Collective: every rank of the group calls it, and names the part it is in:
+    /// distinct ranks of this group, itself among them, in the order that they have in the new group. All members of a
+    /// part name the same list, so that its first rank can serve as the colour, and a rank's place in it as the key, of
+    /// `MPI_Comm_split` and `ncclCommSplit`.
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
 
-    /// Says that this rank is alive and makes progress, so that nobody waiting for it runs into the timeout.
-    fn heartbeat(&self);
+    /// Tells the backend that this rank makes progress, so that it does not time out where others wait for it. Does
+    /// nothing by default: most backends have no such timeout.
+    fn heartbeat(&self) {}
+
+    /// In which order reductions add up. Nothing is promised by default. It must hold for every group that is split off
+    /// this one.
+    fn reduction_order(&self) -> ReductionOrder {
+        ReductionOrder::Unspecified
+    }
 }
 
-/// World rank of the member `rank`: for messages, so it takes any number.
+/// What a communicator promises about the order in which it reduces the elements of several ranks; each promise includes
+/// those before it. Canonical numerics need [`BalancedTree`](Self::BalancedTree).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum ReductionOrder {
+    /// Nothing: two runs of one program may differ in the last bits.
+    Unspecified,
+    /// The same group, operation, type and count add up in the same order on every run: the same bits, in an order of the
+    /// backend's own. (NCCL with its algorithm and protocol pinned, on the same machines.)
+    Repeatable,
+    /// The balanced tree of [`tree`](crate::tree) over the ranks in the order of the group, whatever the count and place
+    /// of the elements; 16-bit floats are added in f32 and rounded once.
+    BalancedTree,
+}
+
+impl std::fmt::Display for ReductionOrder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            ReductionOrder::Unspecified => "unspecified",
+            ReductionOrder::Repeatable => "repeatable",
+            ReductionOrder::BalancedTree => "balanced tree",
+        })
+    }
+}
+
+/// This rank's number in the world: for messages, so a communicator with too few world ranks gives 0.
 fn world_rank(comm: &(impl Communicator + ?Sized)) -> usize {
     comm.world_ranks().get(comm.rank()).copied().unwrap_or_default()
 }

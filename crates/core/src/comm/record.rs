@@ -2,11 +2,11 @@
 //!
 //! With memory that has only sizes, a program runs as any rank of any mesh, and the [`Group`](super::Group)'s log
 //! holds what that rank would communicate. Every operation is over as soon as it starts and gives its output back
-//! as it was. Splits are arithmetic, so nobody has to be asked.
+//! unchanged. Splits are arithmetic, so no other rank is needed.
 
 use std::sync::Arc;
 
-use super::{Call, CommError, Communicator, OpKind, Pending, check_members};
+use super::{Call, CommError, Communicator, OpKind, Pending, ReductionOrder, check_members};
 use crate::buffer::Buffer;
 
 /// Rank `rank` of a group of which only this rank exists. `rank` must be a place in `world_ranks`.
@@ -63,5 +63,8 @@ impl Communicator for RecordComm {
         communicator(name, rank, world_ranks)
     }
 
-    fn heartbeat(&self) {}
+    /// That of the threads: a run is planned as it will be trained.
+    fn reduction_order(&self) -> ReductionOrder {
+        ReductionOrder::BalancedTree
+    }
 }

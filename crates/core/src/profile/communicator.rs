@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Class, Detail, Meeting, Recorder, Span};
 use crate::buffer::Buffer;
-use crate::comm::{Call, CommError, Communicator, Op, OpKind, Pending, PendingOp};
+use crate::comm::{Call, CommError, Communicator, Op, OpKind, Pending, PendingOp, ReductionOrder};
 
 /// `inner`, and every group that is split off it, recording each operation: its start, its flight, and the wait for it.
 pub fn communicator(inner: Arc<dyn Communicator>, recorder: Recorder) -> Arc<dyn Communicator> {
@@ -20,7 +20,7 @@ struct Profiled {
     recorder: Recorder,
     group: Arc<(String, Vec<usize>)>,
     /// How many collectives, and how many messages per sender and receiver. Counted also while the recorder pauses, so
-    /// that all members number a meeting alike.
+    /// that all members give a meeting the same number.
     seen: Mutex<HashMap<Option<(usize, usize)>, u64>>,
 }
 
@@ -83,6 +83,10 @@ impl Communicator for Profiled {
 
     fn heartbeat(&self) {
         self.inner.heartbeat();
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        self.inner.reduction_order()
     }
 }
 

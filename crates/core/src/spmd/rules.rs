@@ -1,6 +1,6 @@
 //! Inference rules of local operations: the type of the result, per axis, or a refusal that says what is missing.
 //!
-//! Dims are those of the operand concerned; a contraction names its dims from the back. The rules know nothing of
+//! Dims are those of the operand concerned; a contraction counts its dims from the last one. The rules do not depend on
 //! tensors: an operation calls the rule that states its algebra.
 
 use super::{SpmdError, Ty, Types};
@@ -128,9 +128,9 @@ pub fn add(op: &str, x: Operand<'_>, y: Operand<'_>) -> Result<Types, SpmdError>
 }
 
 /// The product `x · wᵀ` over the last `contract` dims of both: `[lead.., K..] · [N.., K..]ᵀ = [lead.., N..]`.
-/// Contracting a dim that both shard gives `Partial`.
+/// Contracting a dim that both shard gives `Partial`. That there are so many dims is for the operation to check.
 pub fn contract(op: &str, x: Operand<'_>, w: Operand<'_>, contract: usize) -> Result<Types, SpmdError> {
-    let (lead, out) = (x.ndim - contract, w.ndim - contract);
+    let (lead, out) = (x.ndim.saturating_sub(contract), w.ndim.saturating_sub(contract));
     let (xn, wn) = (x.name, w.name);
     per_axis(op, &[x, w], |_, types| match (types[0], types[1]) {
         (Ty::Invariant, Ty::Invariant) => Ok(Ty::Invariant),
@@ -327,6 +327,7 @@ mod tests {
 
     #[test]
     fn values_on_different_meshes_do_not_mix() {
+        assert_eq!(ok(contract("linear", x(I), w(I), 4)), I, "more dims than there are do not panic");
         let error = add("add", x(I), Operand::value("y", Types::NONE, 3)).unwrap_err();
         assert!(error.to_string().contains("y does not lie on this axis"), "{error}");
     }

@@ -1,4 +1,6 @@
-//! The mesh string: `dp=2,tp=4,pp=2`.
+//! The mesh string: `dp=2,tp=4,pp=2`. [`Mesh`] reads it; here its errors become faults of `--mesh`.
+
+use meshwork_core::{Mesh, MeshError};
 
 use super::fault::{Fault, choose_from};
 
@@ -19,41 +21,37 @@ pub const AXES: [&str; 5] = ["dp", "tp", "pp", "cp", "ep"];
 /// assert_eq!(faults.len(), 2);
 /// ```
 pub fn parse_mesh(text: &str) -> Result<[usize; 5], Vec<Fault>> {
-    let mut faults = Vec::new();
-    let mut degrees = [None; 5];
-    for part in text.split(',').map(str::trim) {
-        let mut fault = |problem: &str, valid: String| {
-            let value = if part.is_empty() { "\"\"" } else { part };
-            faults.push(Fault::new("--mesh", value, problem, valid));
-        };
-        let Some((name, degree)) = part.split_once('=') else {
-            fault("not an axis with its degree", "use axis=degree, such as dp=2".to_string());
-            continue;
-        };
-        let (name, degree) = (name.trim(), degree.trim());
-        let Some(axis) = AXES.iter().position(|axis| *axis == name) else {
-            match name {
-                "sp" => fault(
-                    "sequence parallel is no axis: it shards over tp",
-                    "use parallelism.sequence_parallel = true; to split long sequences, use the axis cp".to_string(),
-                ),
-                _ => fault("unknown axis", choose_from(name, &AXES)),
+    let fault = |(part, error): (&str, MeshError)| {
+        let value = if part.is_empty() { "\"\"" } else { part };
+        let fault = |problem: &str, valid: String| Fault::new("--mesh", value, problem, valid);
+        match &error {
+            MeshError::Syntax { .. } => {
+                fault("not an axis with its degree", "use axis=degree, such as dp=2".to_string())
             }
-            continue;
-        };
-        if degrees[axis].is_some() {
-            fault("the axis is named twice", format!("name {name} once"));
-            continue;
-        }
-        degrees[axis] = Some(1);
-        match degree.parse::<usize>() {
-            Ok(0) => fault("a degree is at least 1", format!("use {name}=1 or more")),
-            Ok(degree) => degrees[axis] = Some(degree),
-            Err(_) if !degree.is_empty() && degree.bytes().all(|b| b.is_ascii_digit()) => {
-                fault("the degree is too large", format!("use {name}=1 or more, as many as you have ranks"));
+            MeshError::UnknownAxis { name, .. } if name == "sp" => fault(
+                "sequence parallel is no axis: it shards over tp",
+                "use parallelism.sequence_parallel = true; to split long sequences, use the axis cp".to_string(),
+            ),
+            // A key of [parallelism] and no axis of the mesh.
+            MeshError::UnknownAxis { name, .. } if name == "ep" => {
+                let value =
+                    format!("{} (from --mesh {text})", part.trim_start_matches("ep").trim_start_matches(['=', ' ']));
+                Fault::new("parallelism.ep", value, "expert parallelism has not landed yet", "use 1")
             }
-            Err(_) => fault("the degree is not a whole number", format!("use {name}=1 or more")),
+            MeshError::UnknownAxis { name, .. } => fault("unknown axis", choose_from(name, &AXES)),
+            MeshError::Duplicate { axis } => fault("the axis is named twice", format!("name {axis} once")),
+            MeshError::ZeroDegree { axis } => fault("a degree is at least 1", format!("use {axis}=1 or more")),
+            MeshError::TooLarge { axis, .. } => {
+                fault("the degree is too large", format!("use {axis}=1 or more, as many as you have ranks"))
+            }
+            MeshError::Degree { axis, .. } => {
+                fault("the degree is not a whole number", format!("use {axis}=1 or more"))
+            }
+            other => fault(&other.to_string(), "use axis=degree, such as dp=2".to_string()),
         }
+    };
+    match Mesh::parse_degrees(text) {
+        Ok([tp, cp, dp, pp]) => Ok([dp, tp, pp, cp, 1]),
+        Err(wrong) => Err(wrong.into_iter().map(fault).collect()),
     }
-    if faults.is_empty() { Ok(degrees.map(|degree| degree.unwrap_or(1))) } else { Err(faults) }
 }

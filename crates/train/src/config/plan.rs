@@ -2,7 +2,7 @@
 
 use super::Config;
 use super::sections::Pipeline;
-use meshwork_core::{Axis, Mesh, MeshError};
+use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_nn::Model;
@@ -15,8 +15,7 @@ impl Config {
     /// # Errors
     /// Degrees whose product overflows.
     pub fn mesh(&self) -> Result<Mesh, MeshError> {
-        let parallelism = &self.parallelism;
-        Mesh::new([(Axis::Dp, parallelism.dp), (Axis::Tp, parallelism.tp), (Axis::Pp, parallelism.pp)])
+        self.parallelism.mesh()
     }
 
     /// The model.

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use meshwork_core::{Axis, Mesh, MeshError};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::cpu::{Cpu, Precision};
@@ -43,10 +44,18 @@ pub struct Parallelism {
 }
 
 impl Parallelism {
-    /// Number of ranks: dp·tp·pp·cp (ep borrows its ranks from dp and cp), or nothing where it overflows.
+    /// The mesh, with every axis, as the mesh string gives it. (ep borrows its ranks from dp and cp.)
+    ///
+    /// # Errors
+    /// Where a degree is 0 or the number of ranks overflows.
+    pub fn mesh(&self) -> Result<Mesh, MeshError> {
+        Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
+    }
+
+    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
     #[must_use]
     pub fn world_size(&self) -> Option<usize> {
-        self.dp.checked_mul(self.tp)?.checked_mul(self.pp)?.checked_mul(self.cp)
+        self.mesh().ok().map(|mesh| mesh.world_size())
     }
 }
 

@@ -1,8 +1,8 @@
 //! Ranks that are threads of one process.
 //!
-//! - **Nobody spins and there are no progress threads.** An operation is done by its own members: the one that comes
-//!   last starts, those that wait are woken to help if there is enough to do. If nobody waits, the last one does it
-//!   all, so that operations started early are done by the time they are waited for.
+//! - **No thread spins, and there are no progress threads.** An operation is done by its own members: the one that comes
+//!   last starts, and those that wait are woken to help if there is enough to do. If no member waits, the last one does
+//!   all of it, so that operations started early are done by the time they are waited for.
 //! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); cutting the work changes nothing.
 //! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
 //!   panics; what a rank gets back from `wait` is its own again. There are no borrowed slices to revoke.
@@ -11,7 +11,7 @@
 //!   that stands still is noticed after [`Options::timeout`].
 //!
 //! A rank is one thread: its communicators may be used from others, but a wait on any thread counts as the rank's
-//! wait, and two such ranks may then be called a deadlock that a third thread would have resolved.
+//! wait, and two such ranks may be reported as a deadlock although a third thread would have resolved it.
 
 mod operation;
 mod reduce;
@@ -29,8 +29,11 @@ use std::thread;
 use std::time::Duration;
 
 use self::world::{RankLife, ThreadComm, World};
-use super::{Activity, Communicator, Fault, Group};
+use super::fault::grouped;
+use super::{Activity, CommError, Communicator, Fault, Group};
+use crate::mesh::Mesh;
 use crate::pool;
+use crate::rank::Rank;
 
 /// Settings of a world of threads.
 #[derive(Clone, Copy, Debug)]
@@ -92,10 +95,10 @@ where
     let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
         let start = |(rank, group)| {
             let (world, body) = (&world, &body);
-            // Outlives a thread that does not start, so that this is told, and not that its communicators are gone.
+            // Outlives a thread that does not start, so that the report says this, and not that its communicators are gone.
             let _life = Group::clone(&group);
             let run = move || {
-                // Lives longer than the body, so that a panic is told by its message.
+                // Lives longer than the body, so that a panic is reported with its message.
                 let _life = Group::clone(&group);
                 run_rank(world, rank, || body(group))
             };
@@ -116,8 +119,43 @@ where
     if ends.iter().all(Result::is_ok) {
         return Ok(ends.into_iter().filter_map(Result::ok).collect());
     }
-    let (rank, cause, fault) = world.verdict();
+    let (rank, cause, fault) = world.first_failure();
     Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
+}
+
+/// Runs `body` on every rank of a mesh, each on a thread of its own, and gives their results by world rank: [`run`], with a
+/// [`Rank`] that has joined the mesh instead of the world's group.
+///
+/// ```
+/// use meshwork_core::comm::thread;
+/// use meshwork_core::{Axis, CommError, Mesh, ReduceOp};
+///
+/// let mesh: Mesh = "dp=2,tp=2".parse()?;
+/// let sums = thread::run_mesh(&mesh, |rank| {
+///     let mut x = [rank.world_rank() as f32];
+///     rank.group(Axis::Dp).all_reduce_slice(&mut x, ReduceOp::Sum)?;
+///     Ok::<_, CommError>(x[0])
+/// })?;
+/// assert_eq!(sums, [2.0, 4.0, 2.0, 4.0]); // ranks 0 and 2 are a dp group, and 1 and 3 are
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn run_mesh<T, E, F>(mesh: &Mesh, body: F) -> Result<Vec<T>, WorldError<E>>
+where
+    T: Send,
+    E: Display + Send + From<CommError>,
+    F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
+{
+    run_mesh_with(mesh, Options::default(), body)
+}
+
+/// [`run_mesh`] with options.
+pub fn run_mesh_with<T, E, F>(mesh: &Mesh, options: Options, body: F) -> Result<Vec<T>, WorldError<E>>
+where
+    T: Send,
+    E: Display + Send + From<CommError>,
+    F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
+{
+    run(mesh.world_size(), options, |world| body(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?)))
 }
 
 /// Runs one rank and tells the world how it ended.
@@ -181,17 +219,30 @@ pub struct WorldError<E> {
 impl<E: Display> Display for WorldError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a world of {} ranks failed: {}", self.ends.len(), self.cause)?;
-        if let Some(fault) = &self.fault {
-            fault.ranks.iter().try_for_each(|rank| write!(f, "\n  {rank}"))?;
+        let cause = self.fault.as_ref().map_or(String::new(), |fault| first_line(&fault.kind.to_string()));
+        let stopped = self.ends.iter().enumerate().filter(|(rank, _)| *rank != self.rank).filter_map(|(rank, end)| {
+            // The first line: the rest of a communication error is the report of all ranks.
+            let text = first_line(&end.as_ref()?.to_string());
+            let place = without_cause(&text, &cause);
+            let several = place.replacen(&format!(" group of world rank {rank},"), " group,", 1);
+            Some((rank, format!("stopped: {place}"), format!("stopped: {several}")))
+        });
+        let reports = self.fault.as_ref().map_or(Vec::new(), |fault| fault.report_lines());
+        reports.into_iter().chain(grouped(stopped)).try_for_each(|line| write!(f, "\n  {line}"))
+    }
+}
+
+fn first_line(text: &str) -> String {
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+/// What a rank was told, up to the cause, where it ends with the `cause` that the whole report begins with.
+fn without_cause<'a>(text: &'a str, cause: &str) -> &'a str {
+    match text.strip_suffix(cause) {
+        Some(place) if !cause.is_empty() => {
+            place.rsplit_once(" stopped because").map_or(place, |(place, _)| place).trim_end_matches([':', ' '])
         }
-        for (rank, end) in self.ends.iter().enumerate().filter(|(rank, _)| *rank != self.rank) {
-            if let Some(end) = end {
-                // The first line: the rest of a communication error is the report above.
-                let text = end.to_string();
-                write!(f, "\n  rank {rank} stopped: {}", text.lines().next().unwrap_or_default())?;
-            }
-        }
-        Ok(())
+        _ => text,
     }
 }
 

@@ -11,8 +11,8 @@ use super::work::{Plan, Post};
 use crate::comm::{Op, OpInfo, OpKind, Peer};
 use crate::pool;
 
-/// What tells operations apart. Messages have a sequence of their own for each sender and receiver, because the order
-/// between them and the collectives is nobody's business.
+/// Identifies an operation. Messages have a sequence of their own for each sender and receiver: their order relative to
+/// collectives does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Key {
     pub(super) group: usize,
@@ -82,7 +82,7 @@ impl Operation {
         slots.filter(|(slot, _)| matches!(slot, Slot::Missing)).map(|(_, &rank)| rank)
     }
 
-    /// Whether everybody has posted.
+    /// Whether every member has posted.
     pub(super) fn is_full(&self) -> bool {
         self.missing == 0
     }
@@ -92,7 +92,7 @@ impl Operation {
         self.plan.as_ref().is_some_and(|plan| self.done == plan.len())
     }
 
-    /// Whether nobody touches the memory now.
+    /// Whether no rank works on the memory now.
     pub(super) fn idle(&self) -> bool {
         self.active == 0
     }
@@ -157,7 +157,7 @@ impl Operation {
         }
     }
 
-    /// Pieces that nobody does yet.
+    /// Pieces that no rank has claimed.
     pub(super) fn claim(&mut self, key: Key) -> Option<Claim> {
         let plan = self.plan.as_ref()?;
         if self.claimed == plan.len() {

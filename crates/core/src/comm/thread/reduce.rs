@@ -2,7 +2,7 @@
 //!
 //! The order is a balanced binary tree over the ranks, split at the largest power of two below their number: three
 //! ranks give (a + b) + c, five give ((a + b) + (c + d)) + e. 16-bit floats are added in f32 and rounded once. The
-//! bits of an element therefore depend on the ranks' values alone, not on where the element lies, who reduces it,
+//! bits of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
 
 use std::ops::Range;
@@ -32,10 +32,13 @@ pub(super) trait Reduce: Element {
 
     /// The larger; NaN if one is NaN.
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+
+    /// The smaller; NaN if one is NaN.
+    fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
 macro_rules! exact {
-    ($($t:ty: $sum:expr, $max:expr;)*) => { $(impl Reduce for $t {
+    ($($t:ty: $sum:expr, $max:expr, $min:expr;)*) => { $(impl Reduce for $t {
         type Acc = $t;
 
         #[inline(always)]
@@ -56,6 +59,11 @@ macro_rules! exact {
         #[inline(always)]
         fn max(a: $t, b: $t) -> $t {
             $max(a, b)
+        }
+
+        #[inline(always)]
+        fn min(a: $t, b: $t) -> $t {
+            $min(a, b)
         }
     })* };
 }
@@ -85,16 +93,23 @@ macro_rules! rounded {
         fn max(a: f32, b: f32) -> f32 {
             <f32 as Reduce>::max(a, b)
         }
+
+        #[inline(always)]
+        fn min(a: f32, b: f32) -> f32 {
+            <f32 as Reduce>::min(a, b)
+        }
     })* };
 }
 
 // Written so that a NaN on either side wins: comparisons with NaN are false.
 exact! {
-    f32: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b };
-    f64: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b };
-    i32: i32::wrapping_add, Ord::max;
-    i64: i64::wrapping_add, Ord::max;
-    u8: u8::wrapping_add, Ord::max;
+    f32: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b },
+        |a: f32, b| if a < b || a.is_nan() { a } else { b };
+    f64: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b },
+        |a: f64, b| if a < b || a.is_nan() { a } else { b };
+    i32: i32::wrapping_add, Ord::max, Ord::min;
+    i64: i64::wrapping_add, Ord::max, Ord::min;
+    u8: u8::wrapping_add, Ord::max, Ord::min;
 }
 rounded! {
     bf16: widen_bf16, narrow_bf16;
@@ -126,16 +141,16 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
 }
 
 /// Where [`tree`] keeps sums. Made once for many blocks.
-pub(super) struct Room<A> {
+pub(super) struct Scratch<A> {
     /// What is not held as accumulators already.
     leaves: [[A; BLOCK]; 8],
     /// Sums that wait for their right neighbours, and of how many ranks they are. Empty between blocks.
     waiting: Vec<(usize, [A; BLOCK])>,
 }
 
-impl<A: Copy + Default> Default for Room<A> {
-    fn default() -> Room<A> {
-        Room { leaves: [[A::default(); BLOCK]; 8], waiting: Vec::new() }
+impl<A: Copy + Default> Default for Scratch<A> {
+    fn default() -> Scratch<A> {
+        Scratch { leaves: [[A::default(); BLOCK]; 8], waiting: Vec::new() }
     }
 }
 
@@ -149,15 +164,15 @@ pub(super) fn tree<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
-    room: &mut Room<T::Acc>,
+    scratch: &mut Scratch<T::Acc>,
     put: impl FnOnce(&[T; BLOCK]),
 ) {
     let mut sum = [T::Acc::default(); BLOCK];
     let mut rest = ranks;
     loop {
-        let mut weight = leaves(f, &read, rest.clone(), &mut room.leaves, &mut sum);
+        let mut weight = leaves(f, &read, rest.clone(), &mut scratch.leaves, &mut sum);
         rest.start += weight;
-        while let Some((_, left)) = room.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
+        while let Some((_, left)) = scratch.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
             for (right, left) in sum.iter_mut().zip(left) {
                 *right = f(left, *right);
             }
@@ -166,7 +181,7 @@ pub(super) fn tree<'a, T: Reduce>(
         if rest.is_empty() {
             return put(T::narrow(&sum, &mut [T::zeroed(); BLOCK]));
         }
-        room.waiting.push((weight, sum));
+        scratch.waiting.push((weight, sum));
     }
 }
 
@@ -211,17 +226,18 @@ mod tests {
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[T]) -> T {
         let blocks: Vec<_> = ranks.iter().map(|&value| [value; BLOCK]).collect();
-        let (mut result, mut room) = (T::zeroed(), Room::default());
+        let (mut result, mut scratch) = (T::zeroed(), Scratch::default());
         let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
         match op {
-            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut room, put),
-            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut room, put),
+            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Min => tree(T::min, read, 0..ranks.len(), &mut scratch, put),
         }
-        assert!(room.waiting.is_empty());
+        assert!(scratch.waiting.is_empty());
         result
     }
 
-    /// The tree as everybody else has it, which is held to its definition where it stands.
+    /// The tree of the whole workspace, which its own module holds to its definition.
     fn by_definition(ranks: &[f32]) -> f32 {
         crate::tree::sum(ranks, |a, b| a + b).unwrap()
     }
@@ -273,12 +289,19 @@ mod tests {
     }
 
     #[test]
-    fn max_propagates_nan_from_either_side_and_integers_wrap() {
-        for ranks in [[f32::NAN, 1.0], [1.0, f32::NAN]] {
-            assert!(reduce(ReduceOp::Max, &ranks).is_nan());
+    fn max_and_min_propagate_nan_from_either_side_and_integers_wrap() {
+        for op in [ReduceOp::Max, ReduceOp::Min] {
+            for ranks in [[f32::NAN, 1.0], [1.0, f32::NAN]] {
+                assert!(reduce(op, &ranks).is_nan());
+                assert!(reduce(op, &ranks.map(f64::from)).is_nan());
+                assert!(reduce(op, &ranks.map(f16::from_f32)).is_nan());
+            }
+            assert!(reduce(op, &[bf16::NAN, bf16::ONE, bf16::ZERO]).is_nan());
         }
-        assert!(reduce(ReduceOp::Max, &[bf16::NAN, bf16::ONE, bf16::ZERO]).is_nan());
         assert_eq!(reduce(ReduceOp::Max, &[-3i64, -1, -2]), -1);
+        assert_eq!(reduce(ReduceOp::Min, &[-1i64, -3, -2]), -3);
+        assert_eq!(reduce(ReduceOp::Min, &[7u8, 200, 5]), 5);
+        assert_eq!(reduce(ReduceOp::Min, &[f32::INFINITY, f32::NEG_INFINITY, 0.0]), f32::NEG_INFINITY);
         assert_eq!(reduce(ReduceOp::Sum, &[i32::MAX, 1]), i32::MIN);
         assert_eq!(reduce(ReduceOp::Sum, &[200u8, 100]), 44);
     }

@@ -1,7 +1,8 @@
 //! All bookkeeping of a world, under one lock: groups, operations in flight, what each rank does, the first fault.
 //!
-//! One lock makes the questions exact that decide whether to wait: has everybody posted, does anybody wait for me, is
-//! this a cycle. Only bookkeeping happens under it: pieces are done, memory is dropped and ranks are woken outside.
+//! With one lock the questions that decide whether to wait have exact answers: has every member posted, does a rank wait
+//! for this one, do the waits form a cycle? Only bookkeeping happens under it: pieces are done, memory is dropped and
+//! ranks are woken outside.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,13 +19,13 @@ pub(super) struct State {
     ops: HashMap<Key, Operation>,
     pub(super) ranks: Vec<RankState>,
     pub(super) fault: Option<Arc<Fault>>,
-    /// The rank that failed first and the cause, be it a fault or an error of its own.
+    /// The rank that failed first and the cause: a fault, or an error of its own.
     pub(super) first_failure: Option<(usize, String)>,
     pub(super) errands: Errands,
 }
 
-/// What is to be done once the lock is free: waking a rank that would need the lock is in vain, and dropping memory
-/// may take long or call an arena.
+/// What is to be done once the lock is free: a rank that is woken needs the lock, and dropping memory may take long or
+/// call an arena.
 #[derive(Debug, Default)]
 pub(super) struct Errands {
     pub(super) wake: Vec<usize>,
@@ -111,7 +112,7 @@ impl State {
         self.groups.len() - 1
     }
 
-    /// The group of `rank` after a cut, which is made as the members come. `ranks` are world ranks.
+    /// The member's group after a split, whose parts are added as their members arrive. `ranks` are world ranks.
     pub(super) fn split(
         &mut self,
         parent: usize,
@@ -182,7 +183,7 @@ impl State {
         Ok((key, slot))
     }
 
-    /// Pieces of an operation that nobody does yet.
+    /// Pieces of an operation that no rank has claimed.
     pub(super) fn claim(&mut self, key: Key) -> Option<Claim> {
         match self.fault {
             None => self.ops.get_mut(&key)?.claim(key),
@@ -254,7 +255,7 @@ impl State {
         self.errands.wake.extend(op.ranks.iter().copied().filter(waiting).take(limit));
     }
 
-    /// Notes the end of a rank, and stops the world if somebody is waiting for it.
+    /// Notes the end of a rank, and stops the world if another rank waits for it.
     pub(super) fn end(&mut self, rank: usize, how: Activity) {
         if self.ranks[rank].ended.is_some() {
             return;

@@ -27,7 +27,7 @@ pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Makes what was streamed visible to whoever sees what this thread does next.
+/// Makes streamed bytes visible to every thread that sees what this one does next.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn fence() {
     // SAFETY: SSE is part of the architecture.

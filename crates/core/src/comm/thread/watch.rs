@@ -1,8 +1,8 @@
-//! Who waits for whom: deadlocks at once, ranks that stand still after the timeout.
+//! Which rank waits for which: finds deadlocks at once, and after the timeout ranks that make no progress.
 //!
 //! A rank in a wait cannot go on before *all* members that its operation misses have posted, and cannot post anything
 //! itself. So a cycle of waits is a deadlock, and exact: it needs no timeout. What is left at the end of each chain of
-//! waits is a rank that computes; it is to blame if it makes no progress.
+//! waits is a rank that computes; it is at fault if it makes no progress.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::comm::{CommError, FaultKind, Site};
 impl State {
     /// The ranks that wait for each other, `start` among them, if it waits for itself.
     pub(super) fn cycle(&self, start: usize) -> Option<Vec<usize>> {
-        // Mostly nobody awaited waits for anything: then there is nothing to search.
+        // In most cases no awaited rank waits itself: then there is nothing to search.
         if !self.awaited(start).any(|rank| self.awaited(rank).next().is_some()) {
             return None;
         }
@@ -20,7 +20,7 @@ impl State {
         if !self.leads_to(start, start, &mut seen, &mut path) {
             return None;
         }
-        // Told from the lowest rank on, so that the message does not depend on who noticed.
+        // From the lowest rank on, so that the message does not depend on which rank noticed.
         let lowest = path.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(i, _)| i);
         path.rotate_left(lowest);
         Some(path)

@@ -2,14 +2,14 @@
 //!
 //! A piece reads the same elements of some ranks' buffers and writes them to some ranks' buffers. Pieces of one
 //! operation write disjoint elements, and none reads what another writes, so that they can run at the same time and
-//! the result does not depend on who does which.
+//! the result does not depend on which rank does which piece.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::reduce::{self, BLOCK, Reduce, Room};
+use super::reduce::{self, BLOCK, Reduce, Scratch};
 use super::stream;
 use crate::buffer::Buffer;
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
@@ -17,14 +17,14 @@ use crate::dtype::DType;
 use crate::simd::Wide;
 
 /// Bytes read and written per claim: large against a wake-up, small against a bucket. An operation of at most this
-/// size is done by the rank that arrives last, and nobody is woken to help.
+/// size is done by the rank that arrives last, and no rank is woken to help.
 const CLAIM_BYTES: usize = 256 << 10;
 
 /// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
 const PIECES: usize = 32;
 
-/// Bytes written by an operation from which on they bypass the caches: too many to be found there by whoever reads
-/// them next, and without them nothing has to be read in order to be overwritten.
+/// An operation that writes at least so many bytes bypasses the caches: they would be evicted before they are read, and
+/// stores that bypass the caches need not read what they overwrite.
 const STREAM_BYTES: usize = 24 << 20;
 
 /// Bytes copied to one target before the next gets them: what was read stays in the first-level cache.
@@ -32,8 +32,8 @@ const COPY_BYTES: usize = 16 << 10;
 
 /// One rank's part in an operation: its call, and where its bytes are.
 ///
-/// Owning the call's buffers is what keeps the pointers good: the output is unique, so that nobody else can reach its
-/// bytes while the post exists; the input has other owners at most, and shared memory cannot be written.
+/// Owning the call's buffers keeps the pointers valid: the output is unique, so that no other owner can reach its bytes
+/// while the post exists; the input may have other owners, but shared memory cannot be written.
 #[derive(Debug)]
 pub(super) struct Post {
     pub(super) call: Call,
@@ -58,8 +58,8 @@ impl Post {
         Ok(Post { call, source, target })
     }
 
-    /// Does a whole message without copying it, if both ends have memory that is alike and nobody else refers to: they
-    /// trade their blocks, so that what each rank owns stays as much as it was.
+    /// Delivers a whole message without copying it, if both ends own blocks of one size that nothing else refers to: they
+    /// trade the blocks, so that each rank owns as much memory as before.
     pub(super) fn trade(posts: &mut [&mut Post]) -> bool {
         let [Post { call: sender, .. }, Post { call: receiver, .. }] = posts else { return false };
         match (&sender.op, &mut sender.input, &mut receiver.output) {
@@ -91,7 +91,7 @@ struct Piece {
     count: usize,
 }
 
-/// All the work of an operation that everybody has posted.
+/// All the work of an operation that every member has posted.
 #[derive(Debug)]
 pub(super) struct Plan {
     dtype: DType,
@@ -271,6 +271,7 @@ impl Plan {
         match self.reduce {
             ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
             ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
+            ReduceOp::Min => Reduction::<T, _> { plan: self, piece, f: T::min, elements: PhantomData }.wide(),
         }
     }
 }
@@ -288,7 +289,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
 
     #[inline(always)]
     fn run(self) {
-        let (sources, mut room) = (self.piece.sources.clone(), Room::default());
+        let (sources, mut scratch) = (self.piece.sources.clone(), Scratch::default());
         let rest = self.piece.count % BLOCK;
         let whole = self.piece.count - rest;
         for start in (0..whole).step_by(BLOCK) {
@@ -296,7 +297,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
             // elements. In place, the range is also written, but only in `put`, after the last use of this block, and
             // by no other piece.
             let read = |rank: usize| unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() };
-            reduce::tree(self.f, read, sources.clone(), &mut room, |result| self.put(result, start, BLOCK));
+            reduce::tree(self.f, read, sources.clone(), &mut scratch, |result| self.put(result, start, BLOCK));
         }
         if rest > 0 {
             let mut blocks = vec![[T::zeroed(); BLOCK]; sources.len()];
@@ -305,7 +306,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
                 unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), rest) };
             }
             let read = |rank: usize| &blocks[rank - sources.start];
-            reduce::tree(self.f, read, sources.clone(), &mut room, |result| self.put(result, whole, rest));
+            reduce::tree(self.f, read, sources.clone(), &mut scratch, |result| self.put(result, whole, rest));
         }
     }
 }

@@ -11,7 +11,9 @@ use super::watch::Watch;
 use super::work::Post;
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
-use crate::comm::{Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, Site, check_members};
+use crate::comm::{
+    Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, ReductionOrder, Site, check_members,
+};
 use crate::pool;
 
 /// What the ranks of a world share.
@@ -21,7 +23,7 @@ pub(super) struct World {
     timeout: Duration,
 }
 
-/// One rank's signals. Aligned, so that a heartbeat disturbs nobody else's cache line.
+/// One rank's signals. Aligned, so that a heartbeat does not disturb another rank's cache line.
 #[derive(Default)]
 #[repr(align(64))]
 struct RankSignals {
@@ -38,7 +40,7 @@ impl World {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics under the lock on purpose; should it happen, errors still get through.
+        // No code under the lock should panic; if it does, errors still reach every rank.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -69,7 +71,7 @@ impl World {
     }
 
     /// The rank that failed first, why, and what stopped the others.
-    pub(super) fn verdict(&self) -> (usize, String, Option<Arc<Fault>>) {
+    pub(super) fn first_failure(&self) -> (usize, String, Option<Arc<Fault>>) {
         self.with(|state| {
             let (rank, cause) = state.first_failure.clone().unwrap_or_default();
             (rank, cause, state.fault.clone())
@@ -125,7 +127,7 @@ impl fmt::Debug for World {
     }
 }
 
-/// Held by all communicators and operations of a rank: when it goes, the rank takes no part any more.
+/// Held by all communicators and operations of a rank: when it is dropped, the rank takes no part any more.
 #[derive(Debug)]
 pub(super) struct RankLife {
     world: Arc<World>,
@@ -140,7 +142,7 @@ impl RankLife {
 
 impl Drop for RankLife {
     fn drop(&mut self) {
-        // `run` keeps its ranks' lives until it has told how they ended: this speaks for the ranks of `world`.
+        // `run` reports how its ranks ended before their lives are dropped: here the ranks of `world` report.
         let how = match std::thread::panicking() {
             true => Activity::Panicked("the thread that held its communicators".to_owned()),
             false => Activity::Left,
@@ -218,6 +220,10 @@ impl Communicator for ThreadComm {
 
     fn heartbeat(&self) {
         self.life.world.beat(self.life.rank);
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        ReductionOrder::BalancedTree
     }
 }
 

@@ -1,0 +1,180 @@
+//! Ranks of a mesh and their groups, over threads and recorded.
+
+use std::sync::{Arc, Mutex};
+
+use meshwork_core::comm::thread::{self, Options, RankEnd};
+use meshwork_core::{
+    Axis, Call, CommError, Communicator, Group, Mesh, Pending, Rank, ReduceOp, ReductionOrder, comm::record, profile,
+};
+
+fn mesh(text: &str) -> Mesh {
+    text.parse().unwrap()
+}
+
+/// All sets of axes.
+fn products() -> impl Iterator<Item = Vec<Axis>> {
+    (0..16).map(|set| Axis::ALL.into_iter().filter(|&axis| set >> axis as usize & 1 == 1).collect())
+}
+
+#[test]
+fn run_mesh_gives_every_thread_its_rank() {
+    let mesh = mesh("tp=2,dp=3");
+    let places = thread::run_mesh(&mesh, |rank| {
+        Ok::<_, CommError>((rank.world_rank(), rank.coords().get(Axis::Tp), rank.coords().get(Axis::Dp)))
+    });
+    assert_eq!(places.unwrap(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)]);
+
+    let options = Options { timeout: std::time::Duration::from_millis(100) };
+    let error = thread::run_mesh_with(&mesh, options, |rank| match rank.world_rank() {
+        5 => {
+            std::thread::sleep(std::time::Duration::from_millis(600));
+            Ok(())
+        }
+        _ => rank.world().barrier(),
+    });
+    assert!(error.unwrap_err().cause.contains("rank 5 made no progress for 100ms"), "the options hold");
+}
+
+/// What each group of each rank sums to, against the definition: ranks that are equal on all other axes.
+#[test]
+fn a_reduction_over_a_product_of_axes_is_one_sum_over_its_ranks() {
+    for text in ["dp=2,cp=2", "tp=2,cp=2,dp=2,pp=2", "tp=3,dp=2,pp=2", "dp=4", "dp=1", "cp=2,pp=3"] {
+        let mesh = mesh(text);
+        thread::run_mesh(&mesh, |rank| {
+            let here = rank.coords();
+            for axes in products() {
+                let others = || Axis::ALL.into_iter().filter(|axis| !axes.contains(axis));
+                let at = |other: usize| mesh.coords(other);
+                let members: Vec<usize> = (0..mesh.world_size())
+                    .filter(|&other| others().all(|axis| at(other).get(axis) == here.get(axis)))
+                    .collect();
+                let group = rank.group_over(&axes);
+                assert_eq!(group.world_ranks(), members, "{axes:?} of {text}");
+                let mut x = [1 << rank.world_rank()];
+                group.all_reduce_slice(&mut x, ReduceOp::Sum)?;
+                assert_eq!(x[0], members.iter().map(|member| 1i32 << member).sum::<i32>(), "{axes:?} of {text}");
+                let reversed: Vec<Axis> = axes.iter().rev().copied().collect();
+                assert!(same(group, rank.group_over(&reversed)));
+            }
+            Ok::<_, CommError>(())
+        })
+        .unwrap();
+    }
+}
+
+fn same(a: &Group, b: &Group) -> bool {
+    Arc::ptr_eq(a.communicator(), b.communicator())
+}
+
+#[test]
+fn products_are_named_by_their_axes_and_made_once() {
+    let rank = Rank::recording(&mesh("tp=2,cp=2,dp=2,pp=2"), 5).unwrap();
+    let name = |axes: &[Axis]| rank.group_over(axes).name().to_owned();
+    assert_eq!(name(&[Axis::Cp, Axis::Dp]), "dp+cp");
+    assert_eq!(name(&[Axis::Dp, Axis::Tp, Axis::Cp]), "dp+cp+tp");
+    assert_eq!(name(&[Axis::Dp]), "dp");
+    assert!(same(rank.group_over(&[Axis::Dp]), rank.group(Axis::Dp)));
+    assert!(same(rank.group_over(&Axis::ALL), rank.world()), "the world is not made twice");
+
+    let rank = Rank::recording(&mesh("tp=2,dp=4"), 5).unwrap();
+    assert!(same(rank.group_over(&[Axis::Dp, Axis::Cp]), rank.group(Axis::Dp)), "cp has degree 1");
+    assert!(same(rank.group_over(&[Axis::Dp, Axis::Tp]), rank.world()), "pp and cp have degree 1");
+    for alone in [&[][..], &[Axis::Cp, Axis::Pp]] {
+        assert_eq!(rank.group_over(alone).world_ranks(), [5]);
+    }
+    assert_eq!(rank.group(Axis::Pp).name(), "pp", "an axis of degree 1 keeps its name");
+
+    let alone = Rank::alone().unwrap();
+    assert!(products().all(|axes| alone.group_over(&axes).size() == 1));
+}
+
+/// What a rank communicates over a product is logged under the product's name.
+#[test]
+fn the_log_names_products() {
+    let logs = thread::run_mesh(&mesh("tp=2,cp=2,dp=2"), |rank| {
+        rank.group_over(&[Axis::Dp, Axis::Cp]).all_reduce_slice(&mut [0f32; 8], ReduceOp::Sum)?;
+        rank.group_over(&Axis::ALL).all_reduce_slice(&mut [0f32; 8], ReduceOp::Sum)?;
+        Ok::<_, CommError>(rank.log().bytes_by_group())
+    });
+    for log in logs.unwrap() {
+        assert_eq!(log.into_iter().collect::<Vec<_>>(), [("dp+cp".to_owned(), 48.0), ("world".to_owned(), 56.0)]);
+    }
+}
+
+/// Notes every split, and is otherwise the communicator inside.
+#[derive(Debug)]
+struct Noting(Arc<dyn Communicator>, Arc<Mutex<Vec<String>>>);
+
+impl Communicator for Noting {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+    fn world_ranks(&self) -> &[usize] {
+        self.0.world_ranks()
+    }
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+    fn start(&self, call: Call) -> Result<Pending, CommError> {
+        self.0.start(call)
+    }
+    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        self.1.lock().unwrap().push(name.to_owned());
+        self.0.split(name, members)
+    }
+}
+
+/// All ranks make the same groups in the same order, whatever they use later: a group made on first use would deadlock
+/// where two ranks come to it in another order.
+#[test]
+fn groups_are_made_at_once_and_in_one_order() {
+    let mesh = mesh("tp=2,dp=2,pp=2");
+    let splits = thread::run(mesh.world_size(), Options::default(), |world| {
+        let splits = Arc::new(Mutex::default());
+        let world = Noting(Arc::clone(world.communicator()), Arc::clone(&splits));
+        let rank = Rank::new(&mesh, Arc::new(world))?;
+        let made = splits.lock().unwrap().clone();
+        products().for_each(|axes| drop(rank.group_over(&axes).name().to_owned()));
+        assert_eq!(*splits.lock().unwrap(), made, "nothing is made on use");
+        Ok::<_, CommError>(made)
+    });
+    for made in splits.unwrap() {
+        assert_eq!(made, ["self", "tp", "cp", "dp", "dp+tp", "pp", "pp+tp", "pp+dp"]);
+    }
+}
+
+#[test]
+fn a_world_of_another_size_is_an_error_on_every_rank() {
+    let mesh = mesh("tp=2,dp=2");
+    let error =
+        thread::run(3, Options::default(), |world| Rank::new(&mesh, Arc::clone(world.communicator())).map(drop));
+    let error = error.unwrap_err();
+    for (rank, end) in error.ends.iter().enumerate() {
+        let Some(RankEnd::Error(CommError::WorldSize { world_rank, size: 3, .. })) = end else { panic!("{end:?}") };
+        assert_eq!(*world_rank, rank);
+        assert_eq!(
+            end.as_ref().unwrap().to_string(),
+            format!("world rank {rank} cannot join the mesh tp=2,dp=2,pp=1: the mesh has 4 ranks, the world has 3")
+        );
+    }
+    assert!(Rank::recording(&mesh, 4).is_err(), "a rank that the mesh does not have");
+}
+
+/// Threads and records reduce in the tree, decorated or split; a backend that says nothing promises nothing.
+#[test]
+fn communicators_say_in_which_order_they_reduce() {
+    let orders = thread::run_mesh(&mesh("tp=2"), |rank| Ok::<_, CommError>(rank.group(Axis::Tp).reduction_order()));
+    assert_eq!(orders.unwrap(), [ReductionOrder::BalancedTree; 2]);
+    let recorded = record::communicator("world", 0, vec![0, 1]).unwrap();
+    let plain = Noting(Arc::clone(&recorded), Arc::default());
+    let recorder = profile::Recorder::new(std::time::Instant::now());
+    let profiled = |inner: Arc<dyn Communicator>| profile::communicator(inner, recorder.clone()).reduction_order();
+    assert_eq!(profiled(recorded), ReductionOrder::BalancedTree);
+    assert_eq!(profiled(Arc::new(plain)), ReductionOrder::Unspecified);
+    assert!(ReductionOrder::Unspecified < ReductionOrder::Repeatable);
+    assert!(ReductionOrder::Repeatable < ReductionOrder::BalancedTree);
+    assert_eq!(ReductionOrder::BalancedTree.to_string(), "balanced tree");
+}

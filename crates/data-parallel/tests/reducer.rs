@@ -1,0 +1,88 @@
+//! Buckets reduced on threads, against sums taken by hand.
+
+use meshwork_core::comm::thread;
+use meshwork_core::{Axis, Buffer, CommError, Mesh, Rank};
+use meshwork_data_parallel::{Bucket, BucketEvent, ReduceError, Reducer, rounds};
+
+fn bucket(elements: usize, rounds: Vec<meshwork_core::Group>) -> Bucket {
+    let gradients = Buffer::from_vec(vec![0f32; elements]);
+    Bucket { gradients, members: vec![0..elements / 2, elements / 2..elements], rounds }
+}
+
+/// Adds `value` to all elements of both members, the second one first.
+fn fill(reducer: &mut Reducer, bucket: usize, value: f32) -> Vec<BucketEvent> {
+    let mut events = Vec::new();
+    for member in [1, 0] {
+        let (buffer, range) = reducer.gradient(bucket, member).unwrap();
+        buffer.as_mut_slice::<f32>().unwrap()[range].iter_mut().for_each(|x| *x += value);
+        events.extend(reducer.ready(bucket, member).unwrap());
+    }
+    events
+}
+
+fn gradients(reducer: &Reducer, bucket: usize) -> Vec<f32> {
+    reducer.gradients(bucket).expect("the memory is there").as_slice().unwrap().to_vec()
+}
+
+/// A bucket that no axis cuts lost its memory with its last gradient: the step failed, and every later one.
+#[test]
+fn a_bucket_without_rounds_keeps_its_memory() {
+    let mut reducer = Reducer::new(vec![bucket(4, Vec::new())]);
+    for step in 1..=3 {
+        assert!(!reducer.is_reduced(0));
+        assert_eq!(fill(&mut reducer, 0, 1.0), [BucketEvent::Started(0)]);
+        assert!(reducer.is_reduced(0), "nothing to wait for");
+        assert!(matches!(reducer.gradient(0, 0), Err(ReduceError::TooLate { .. })), "a final gradient stays as it is");
+        let mut events = Vec::new();
+        reducer.finish(|event| events.push(event)).unwrap();
+        assert_eq!(events, [BucketEvent::Done(0)]);
+        assert_eq!(gradients(&reducer, 0), [step as f32; 4]);
+    }
+}
+
+/// dp×cp is one reduction over four ranks, and tp a second; on axes that are not Partial nothing is summed.
+#[test]
+fn rounds_over_products_of_axes_sum_each_gradient_once() {
+    let mesh: Mesh = "tp=2,cp=2,dp=2".parse().unwrap();
+    let sets: [&[Axis]; 5] =
+        [&[Axis::Dp, Axis::Cp], &[Axis::Tp, Axis::Cp, Axis::Dp], &[Axis::Tp], &[Axis::Pp], &[Axis::Dp]];
+    let logs = thread::run_mesh(&mesh, |rank| {
+        let buckets = sets.map(|axes| bucket(6, rounds(&rank, axes.iter().copied())));
+        let mut reducer = Reducer::new(buckets.into());
+        let value = |rank: usize| (1 << rank) as f32; // every sum tells its ranks
+        (0..sets.len()).for_each(|bucket| drop(fill(&mut reducer, bucket, value(rank.world_rank()))));
+        reducer.finish(|_| {}).unwrap();
+        for (bucket, axes) in sets.iter().enumerate() {
+            let members = mesh.group(rank.world_rank(), axes);
+            let sum: f32 = members.into_iter().map(value).sum();
+            assert_eq!(gradients(&reducer, bucket), [sum; 6], "{axes:?}");
+        }
+        Ok::<_, CommError>(rank.log().drain().into_iter().map(|record| record.group).collect::<Vec<_>>())
+    });
+    for log in logs.unwrap() {
+        // The first rounds when their buckets are full, then the second one of the second bucket.
+        assert_eq!(log, ["dp+cp", "dp+cp", "tp", "dp", "tp"]);
+    }
+}
+
+#[test]
+fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
+    let mesh: Mesh = "dp=2".parse().unwrap();
+    thread::run(2, thread::Options::default(), |world| {
+        let rank = Rank::new(&mesh, world.communicator().clone())?;
+        if rank.world_rank() == 1 {
+            return Ok(());
+        }
+        let mut reducer = Reducer::new(vec![bucket(2, rounds(&rank, [Axis::Dp]))]);
+        let unfinished = reducer.finish(|_| {}).unwrap_err();
+        assert!(matches!(unfinished, ReduceError::Missing { bucket: 0, member: 0 }));
+        reducer.ready(0, 0).unwrap();
+        // Rank 1 is gone: the start notices it if it was gone by then, else the wait.
+        let failed = reducer.ready(0, 1).and_then(|_| reducer.finish(|_| {})).unwrap_err();
+        assert!(matches!(failed, ReduceError::Comm { bucket: 0, .. }), "{failed}");
+        let later = reducer.finish(|_| {}).unwrap_err();
+        assert_eq!(later.to_string(), "the gradients of bucket 0 are lost: an earlier reduction of it failed");
+        Ok::<_, CommError>(())
+    })
+    .unwrap();
+}
