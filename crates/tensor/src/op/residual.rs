@@ -7,6 +7,7 @@ use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
+use std::cmp::Ordering;
 
 #[derive(Debug)]
 struct Add;
@@ -18,9 +19,13 @@ struct BiasResidual {
 }
 
 impl Var {
-    /// `self + other`, equal shapes.
+    /// `self + other`; whichever has fewer dims is repeated over the leading dims of the other one, as a [`bias`](Self::bias) is.
     pub fn add(&self, other: &Var) -> Result<Var> {
-        self.tape().apply(Add, &[self, other])
+        match self.shape().len().cmp(&other.shape().len()) {
+            Ordering::Less => other.bias(self),
+            Ordering::Equal => self.tape().apply(Add, &[self, other]),
+            Ordering::Greater => self.bias(other),
+        }
     }
 
     /// `self + bias + residual` in one pass.

@@ -1,9 +1,11 @@
 //! Parameters with placements. A parameter states its structural dims, and per axis whether one of them is cut, once.
 //! From that follow its slice on each rank, its initial values, and how its gradient is synchronised.
 
+mod gradients;
 mod slice;
 mod values;
 
+pub use gradients::{Gradients, reduction_axes};
 pub use slice::LocalSlice;
 pub use values::Params;
 
