@@ -3,7 +3,7 @@
 
 mod common;
 
-use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
+use Ty::{Invariant as I, Partial as P, Shard as S, Varying as V};
 use common::check::check;
 use common::{NoParams, alone, input, integers, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::rules::{self, Operand};

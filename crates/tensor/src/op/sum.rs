@@ -37,12 +37,24 @@ impl Var {
 
     /// The sum over all dims but the first: one number per sample, `[samples]`.
     pub fn sum_per_sample(&self) -> Result<Var> {
-        (1..self.shape().len()).rev().try_fold(self.clone(), |sum, dim| sum.sum(dim))
+        self.per_sample(Self::sum)
     }
 
     /// The mean over all dims but the first: one number per sample, `[samples]`.
     pub fn mean_per_sample(&self) -> Result<Var> {
-        (1..self.shape().len()).rev().try_fold(self.clone(), |mean, dim| mean.mean(dim))
+        self.per_sample(Self::mean)
+    }
+
+    /// One dim after another, from the last: sharded ones at the end, so that a sum is taken of whole values while there are any.
+    fn per_sample(&self, over: impl Fn(&Var, usize) -> Result<Var>) -> Result<Var> {
+        let mut rest = self.clone();
+        while rest.shape().len() > 1 {
+            let last = rest.shape().len() - 1;
+            let sharded = |dim: usize| rest.types().iter().any(|(_, ty)| ty == Ty::Shard(dim));
+            let dim = (1..=last).rev().find(|&dim| !sharded(dim)).unwrap_or(last);
+            rest = over(&rest, dim)?;
+        }
+        Ok(rest)
     }
 
     /// Ranks over which `dim` is cut.

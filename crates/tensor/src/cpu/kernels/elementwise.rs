@@ -149,7 +149,9 @@ mod tests {
     use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
     use super::*;
 
-    const MAPS: [(Map, fn(f64) -> f64); 5] = [
+    type Definition = fn(f64) -> f64;
+
+    const MAPS: [(Map, Definition); 5] = [
         (Map::Scale(-2.5), |x| -2.5 * x),
         (Map::Exp, f64::exp),
         (Map::Tanh, f64::tanh),
