@@ -7,6 +7,7 @@ use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
+use meshwork_tensor::family::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
@@ -240,6 +241,70 @@ fn a_missing_family_names_the_operation_and_the_device() {
     ] {
         let error = result.unwrap_err().to_string();
         assert_eq!(error, format!("{operation}: device bare has no {family} operations"));
+    }
+}
+
+/// A device with kernels of its own that runs no functions of the host.
+#[derive(Debug, Default)]
+struct Closed(Bare);
+
+impl Elementwise for Closed {
+    fn map(&self, _f: Map, x: &Buffer) -> Result<Buffer> {
+        Ok(x.clone())
+    }
+
+    fn map_grad(&self, _f: Map, dy: &Buffer, _x: &Buffer) -> Result<Buffer> {
+        Ok(dy.clone())
+    }
+
+    fn zip(&self, _f: Zip, x: &Buffer, _y: &Buffer) -> Result<Buffer> {
+        Ok(x.clone())
+    }
+}
+
+impl Device for Closed {
+    fn name(&self) -> &str {
+        "closed"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.0.alloc(dtype, count)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.0.zeros(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.0.upload(host)
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.0.download(buffer)
+    }
+
+    fn meter(&self) -> &Meter {
+        self.0.meter()
+    }
+
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        Ok(self)
+    }
+}
+
+#[test]
+fn a_device_that_runs_no_functions_of_the_host_says_so() {
+    let recorder = meshwork_core::profile::Recorder::new(std::time::Instant::now());
+    let closed: Arc<dyn Device> = Arc::new(Closed::default());
+    for device in [closed.clone(), meshwork_tensor::profiled::Profiled::device(closed, recorder)] {
+        let tape = tape_on(&common::alone(), Arc::clone(&device));
+        let x = tape.input(Tensor::zeros(&device, DType::F32, [2, 3]).unwrap(), Types::NONE);
+        x.tanh().unwrap();
+        assert_eq!(
+            x.map("square", |x| x * x, |x, _| 2.0 * x).unwrap_err().to_string(),
+            "square: device closed runs no functions of the host: build it of operations that the device has, or give the device \
+             a kernel"
+        );
     }
 }
 
