@@ -16,7 +16,10 @@ const SHAPE: [usize; 3] = [SAMPLES, 4, 6];
 
 /// Shares of gradients as they come: per parameter and copy, its samples and values.
 #[derive(Default)]
-struct Shares(BTreeMap<(ParamId, usize), Vec<(u64, Vec<f32>)>>);
+struct Shares(BTreeMap<(ParamId, usize), Vec<OfSamples>>);
+
+/// The first of the samples, and their sum.
+type OfSamples = (u64, Vec<f32>);
 
 impl GradSink for Shares {
     fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {

@@ -7,7 +7,7 @@ use Ty::{Invariant as I, Partial as P, Shard as S, Varying as V};
 use common::check::check;
 use common::{NoParams, alone, input, integers, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::rules::{self, Operand};
-use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
@@ -119,6 +119,54 @@ fn values_by_index() {
     let loss: Vec<f64> =
         errors.chunks(60).map(|sample| 1.0 / 60.0 * sample.iter().fold(0.0, |sum, x| sum + x)).collect();
     assert_eq!(got(v.mean_squared_error(&t).unwrap()), (vec![2], loss));
+}
+
+/// Of a batch large enough to be cut into pieces that threads share, each half alone has the same bits, forward and backward.
+#[test]
+fn bits_do_not_depend_on_how_much_is_computed_at_once() {
+    const EACH: [usize; 2] = [37, 41];
+    type Program = fn(&[Var; 3]) -> Result<Var>;
+    let programs: [(&str, Program); 6] = [
+        ("softmax of a product with a row", |[x, _, row]| x.mul(row)?.softmax()),
+        ("a quotient of activations", |[x, y, _]| x.tanh()?.div(&y.sigmoid()?)?.silu()),
+        ("a mean over the last dim", |[x, ..]| x.mean(2)),
+        ("a sum over the middle dim", |[x, y, _]| x.sub(y)?.sum(1)),
+        ("a squared error", |[x, y, _]| x.mean_squared_error(y)),
+        ("a function of the host, transposed", |[x, ..]| {
+            x.map("cube", |x| x * x * x, |x, _| 3.0 * x * x)?.transpose(1, 2)
+        }),
+    ];
+    let single = |name: &str, from: usize, count: usize| -> Vec<f32> {
+        values(name, from + count)[from..].iter().map(|&value| value as f32).collect()
+    };
+    for (name, program) in programs {
+        let run = |samples: std::ops::Range<usize>| {
+            let tape = tape_of(&alone());
+            let each = EACH[0] * EACH[1];
+            let shape = [samples.len(), EACH[0], EACH[1]];
+            let of = |name: &str| {
+                let values = single(name, samples.start * each, samples.len() * each);
+                tape.input(Tensor::from_slice(tape.device(), &values, shape).unwrap(), Types::NONE)
+            };
+            let row = Tensor::from_slice(tape.device(), &single("row", 0, EACH[1]), [EACH[1]]).unwrap();
+            let inputs = [of("x"), of("y"), tape.constant(row, Types::NONE)];
+            let z = program(&inputs).unwrap();
+            let count = z.shape().count() / samples.len();
+            let seed = single("seed", samples.start * count, samples.len() * count);
+            let seed = match z.tensor().dtype() {
+                DType::F64 => {
+                    Tensor::from_slice(tape.device(), &seed.into_iter().map(f64::from).collect::<Vec<_>>(), z.shape())
+                }
+                _ => Tensor::from_slice(tape.device(), &seed, z.shape()),
+            };
+            tape.backward(&z, seed.unwrap(), Weights::Now, &mut NoParams).unwrap();
+            [to_f64(z.tensor()), to_f64(&tape.take_grad(&inputs[0]).unwrap())]
+        };
+        let ([low, high], whole) = ([run(0..31), run(31..60)], run(0..60));
+        for (i, whole) in whole.iter().enumerate() {
+            assert!([&low[i][..], &high[i]].concat() == *whole, "{name}: {}", ["forward", "backward"][i]);
+        }
+    }
 }
 
 /// A program on one rank and on two of tp, in integers: forward and the gradient of x, put together, are equal.
