@@ -111,6 +111,7 @@ fn cases() -> Vec<Case> {
         case("mean_squared_error", &[(x, S(2)), (x, S(2))], |_, v| v[0].mean_squared_error(&v[1])),
         case("reshape", &[(x, S(1))], |_, v| v[0].reshape(&[2, 2, 2, 6])),
         case("transpose", &[(&[2, 3, 4, 5], S(1))], |_, v| v[0].transpose(1, 3)),
+        case("concat", &[(x, S(1)), (&[2, 4, 3], S(1))], |_, v| v[0].concat(&v[1], 2)),
         case("narrow", &[(x, S(2))], |_, v| v[0].narrow(1, 1..3)),
         case("copy", &[(x, I)], |_, v| v[0].copy(Axis::Tp)),
         case("all_reduce", &[(x, P)], |_, v| v[0].all_reduce(Axis::Tp)),

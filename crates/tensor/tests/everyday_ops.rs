@@ -64,6 +64,9 @@ fn gradients_of_reshapes() {
         check("transpose", &[("x", &[2, 3, 4, 5])], |_, v| v[0].transpose(a, b)?.tanh());
     }
     check("transpose of one sample", &[("x", &[1, 3, 4, 5])], |_, v| v[0].transpose(1, 3)?.tanh());
+    for (dim, y) in [(1, [3, 2, 5]), (2, [3, 4, 7])] {
+        check("concat", &[X, ("y", &*Vec::leak(y.to_vec()))], |_, v| v[0].concat(&v[1], dim)?.tanh());
+    }
     for dim in [1, 2] {
         check("narrow", &[X], |_, v| v[0].narrow(dim, 1..3));
     }
@@ -110,6 +113,8 @@ fn values_by_index() {
         (vec![2, 3, 2, 5], build([2, 3, 2, 5], &|i, j, k, l| at(i, j, k + 1, l)))
     );
     assert_eq!(got(v.reshape(&[2, 12, 5]).unwrap()), (vec![2, 12, 5], x.clone()));
+    let parts = [v.narrow(2, 0..1).unwrap(), v.narrow(2, 1..4).unwrap()];
+    assert_eq!(got(parts[0].concat(&parts[1], 2).unwrap()), (vec![2, 3, 4, 5], x.clone()));
     let sum = build([2, 3, 5, 1], &|i, j, l, _| (0..4).map(|k| at(i, j, k, l)).fold(0.0, |sum, x| sum + x));
     assert_eq!(got(v.sum(2).unwrap()), (vec![2, 3, 5], sum.clone()));
     assert_eq!(got(v.mean(2).unwrap()), (vec![2, 3, 5], sum.iter().map(|sum| sum * 0.25).collect()));
@@ -208,6 +213,10 @@ fn programs_in_parts_have_the_numbers_of_one_rank() {
         let x = x.split(TP, 2)?;
         x.sum(2)?.scale(3.0)?.sub(&x.mul(&x)?.sum(2)?)?.all_reduce(TP)
     });
+    same_on_two_ranks("a shard behind another", |_, x| {
+        let x = x.split(TP, 1)?;
+        x.concat(&x.mul(&x)?, 2)?.all_gather_invariant(TP, 1)
+    });
     same_on_two_ranks("a shard transposed", |_, x| x.split(TP, 1)?.transpose(1, 2)?.all_gather_invariant(TP, 2));
     same_on_two_ranks("a shard cut into two dims", |_, x| {
         let x = x.split(TP, 1)?;
@@ -292,6 +301,10 @@ fn wrong_programs_are_refused() {
         "narrow: on axis tp, dim 1 of x is sharded, and narrow needs the whole of it on one rank; all_gather x along dim 1 first",
     );
     refused(
+        |_, x| x(S(1)).concat(&x(S(1)), 1),
+        "concat: on axis tp, dim 1 of x is sharded, and concat needs the whole of it on one rank; all_gather x along dim 1 first",
+    );
+    refused(
         |_, x| x(P).map("square", |x| x * x, |x, _| 2.0 * x),
         "square: on axis tp, x is Partial, and square of a sum is not the sum of square; all_reduce or reduce_scatter x over tp first",
     );
@@ -326,6 +339,11 @@ fn shapes_that_do_not_fit_are_refused() {
             "transpose: dims 0 and 1 must be among 1..3; dim 0 counts samples and stays in front (shapes [[2, 4, 6]])",
         ),
         (v.narrow(1, 2..5), "narrow: 2..5 is no part of dim 1, of extent 4 (shapes [[2, 4, 6]])"),
+        (
+            v.concat(&x(&[2, 4, 5]), 1),
+            "concat: both must have dim 1, and be alike in all other dims (shapes [[2, 4, 6], [2, 4, 5]])",
+        ),
+        (v.concat(&v, 0), "concat: dim 0 counts samples and stays as it is (shapes [[2, 4, 6], [2, 4, 6]])"),
         (v.narrow(0, 0..1), "narrow: dim 0 counts samples and stays as it is (shapes [[2, 4, 6]])"),
     ] {
         assert_eq!(result.unwrap_err().to_string(), message);

@@ -4,6 +4,7 @@
 mod attention;
 mod bias;
 mod channel_norm;
+mod concat;
 mod conv;
 mod custom;
 mod dropout;
