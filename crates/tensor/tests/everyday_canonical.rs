@@ -3,7 +3,7 @@
 mod common;
 
 use common::{on_mesh, values};
-use meshwork_core::{Axis, Rank, Ty, Types, rules, tree};
+use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
@@ -142,7 +142,7 @@ fn every_cut_has_the_bits_of_one_rank() {
 
 #[test]
 fn what_has_no_canonical_numerics_is_refused() {
-    let programs: [(Program, &str); 8] = [
+    let programs: [(Program, &str); 11] = [
         (
             |x, _, _| x.sum(0),
             "sum has no canonical numerics: the order of a sum over samples depends on how the batch is cut; use a sum per sample: the seed of backward divides by the number of samples",
@@ -169,6 +169,32 @@ fn what_has_no_canonical_numerics_is_refused() {
         (
             |x, _, _| x.copy(TP)?.map("square", |x| x * x, |x, _| 2.0 * x),
             "square has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round its share; use it before copy or all_gather",
+        ),
+        (
+            |x, _, _| x.copy(TP)?.gelu(),
+            "gelu has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round its share; \
+             use it before copy or all_gather",
+        ),
+        (
+            |x, _, _| {
+                let x = x.split(TP, 1)?.sum(1)?;
+                x.add(&x)
+            },
+            "add has no canonical numerics: each rank would round its share of a Partial value; use it after all_reduce or \
+             reduce_scatter",
+        ),
+        (
+            |x, _, t| {
+                let x = x.copy(TP)?;
+                let tape = x.tape();
+                let held = SHAPE[2] / tape.rank().mesh().degree(TP);
+                let types = Types::of(&[(Axis::Dp, Ty::Replicate), (TP, Ty::Shard(0))]);
+                let w = tape.constant(Tensor::zeros(tape.device(), DType::F32, [held, SHAPE[2]])?, types);
+                let both = x.linear(&w, 1)?.mul(&x.linear(&w, 1)?)?;
+                both.mean_squared_error(&t.split(TP, 2)?)?.all_reduce(TP)
+            },
+            "linear has no canonical numerics: it reads a Replicate value that another operation reads too, and each rank would \
+             add up its shares of both gradients before the ranks' are; use a copy or all_gather for each of them",
         ),
         (
             |x, [gain, _], _| x.sub(&gain.scale(-1.0)?.mul(gain)?),
