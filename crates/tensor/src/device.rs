@@ -5,7 +5,7 @@
 //! and collectives without data. A family implements its operations in one file per device, siblings of each other.
 
 use crate::error::{Error, Result};
-use crate::family::{Attention, ChannelNorm, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, Window};
+use crate::family::*;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -59,6 +59,16 @@ pub trait Device: Send + Sync + Debug {
     /// Sums, biases, activations, dropout.
     fn pointwise(&self) -> Result<&dyn Pointwise> {
         Err(self.missing("pointwise"))
+    }
+
+    /// Functions of one and of two numbers.
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        Err(self.missing("elementwise"))
+    }
+
+    /// Sums over a dim, softmax, squared errors.
+    fn reduction(&self) -> Result<&dyn Reduction> {
+        Err(self.missing("reduction"))
     }
 
     /// Layer norm.

@@ -48,6 +48,16 @@ pub enum Error {
         /// The family, as `matmul`.
         family: &'static str,
     },
+    /// A function of the host, asked of a device that runs none.
+    #[error(
+        "{op}: device {device} runs no functions of the host: build it of operations that the device has, or give the device a kernel"
+    )]
+    HostFunction {
+        /// The operation.
+        op: &'static str,
+        /// The device.
+        device: String,
+    },
     /// A dim that the mesh does not divide, or two axes that cut the same dim.
     #[error("{what}: dim {dim} of extent {extent} cannot be cut over {axis}={degree}: {problem}")]
     Placement {

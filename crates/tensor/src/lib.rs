@@ -1,4 +1,6 @@
-//! Tensors, devices and a tape for automatic differentiation, with SPMD types on every value.
+#![doc = include_str!("../README.md")]
+//!
+//! # Where things are
 //!
 //! - [`Tensor`]: contiguous, row-major memory on a [`Device`] ([`cpu`], [`meta`]).
 //! - [`Tape`] and [`Var`]: operations on values that know, per mesh axis, whether they are replicated, sharded or partially

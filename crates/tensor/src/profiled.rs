@@ -9,7 +9,7 @@
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::family::*;
-use crate::tape::RowLeaves;
+use crate::tape::{RowLeaves, Terms};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -95,6 +95,12 @@ impl Written for Buffer {
     }
 }
 
+impl Written for Option<Buffer> {
+    fn bytes(&self) -> u64 {
+        self.as_ref().map_or(0, Written::bytes)
+    }
+}
+
 impl Written for (Buffer, Buffer) {
     fn bytes(&self) -> u64 {
         bytes(&[&self.0, &self.1])
@@ -152,6 +158,14 @@ impl Device for Profiled {
 
     fn pointwise(&self) -> Result<&dyn Pointwise> {
         self.inner.pointwise().map(|_| self as _)
+    }
+
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        self.inner.elementwise().map(|_| self as _)
+    }
+
+    fn reduction(&self) -> Result<&dyn Reduction> {
+        self.inner.reduction().map(|_| self as _)
     }
 
     fn norm(&self) -> Result<&dyn Norm> {
@@ -283,6 +297,54 @@ impl Pointwise for Profiled {
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.span(Class::Pointwise, "dropout", &[x], |device| device.pointwise()?.dropout(x, mask))
+    }
+}
+
+impl Elementwise for Profiled {
+    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "map", &[x], |device| device.elementwise()?.map(f, x))
+    }
+
+    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "map_grad", &[dy, x], |device| device.elementwise()?.map_grad(f, dy, x))
+    }
+
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "zip", &[x, y], |device| device.elementwise()?.zip(f, x, y))
+    }
+
+    fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>> {
+        self.span(Class::Pointwise, "host_map", inputs, |device| device.elementwise()?.host_map(inputs, f))
+    }
+}
+
+impl Reduction for Profiled {
+    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer> {
+        self.span(Class::Pointwise, "sum", &[x], |device| device.reduction()?.sum(x, shape, leaves, scale))
+    }
+
+    fn spread(&self, dy: &Buffer, shape: [usize; 3], scale: f64) -> Result<Buffer> {
+        self.span(Class::Pointwise, "spread", &[dy], |device| device.reduction()?.spread(dy, shape, scale))
+    }
+
+    fn softmax(&self, x: &Buffer, n: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "softmax", &[x], |device| device.reduction()?.softmax(x, n))
+    }
+
+    fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "softmax_grad", &[dy, y], |device| device.reduction()?.softmax_grad(dy, y, n))
+    }
+
+    fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer> {
+        self.span(Class::Loss, "squared_error", &[x, targets], |device| {
+            device.reduction()?.squared_error(x, targets, samples, terms, scale)
+        })
+    }
+
+    fn squared_error_grad(&self, x: &Buffer, targets: &Buffer, dloss: &Buffer, scale: f64) -> Result<Buffer> {
+        self.span(Class::Loss, "squared_error_grad", &[x, targets, dloss], |device| {
+            device.reduction()?.squared_error_grad(x, targets, dloss, scale)
+        })
     }
 }
 

@@ -3,9 +3,11 @@
 mod common;
 
 use common::{NoParams, POSITION, ids, on_mesh, tape_on, tape_with};
+use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
+use meshwork_tensor::family::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
@@ -90,6 +92,28 @@ fn cases() -> Vec<Case> {
         case("vocab_parallel_cross_entropy", &[(&[2, 3, 2], S(2))], |tape, v| {
             v[0].vocab_parallel_cross_entropy(&tokens(tape), Axis::Tp, 4)
         }),
+        case("scale", &[(x, P)], |_, v| v[0].scale(0.3)),
+        case("exp", &[(x, V)], |_, v| v[0].exp()),
+        // A recipe upon a recipe.
+        case("silu of tanh of sigmoid", &[(x, V)], |_, v| v[0].sigmoid()?.tanh()?.silu()),
+        case("map", &[(x, V)], |_, v| v[0].map("square", |x| x * x, |x, _| 2.0 * x)),
+        case("custom", &[(x, P)], |tape, v| {
+            let rule = |op: &str, x: &[Operand<'_>]| rules::linear_map(op, x[0]);
+            tape.custom("through", &["x"], &[&v[0]], rule, |x| Ok(x[0].clone()), |_, _, grad| Ok(vec![grad.clone()]))
+        }),
+        case("mul", &[(x, P), (x, R)], |_, v| v[0].mul(&v[1])),
+        case("mul by a row", &[(x, S(1)), (&[6], R)], |_, v| v[0].mul(&v[1])),
+        case("sub", &[(x, P), (x, P)], |_, v| v[0].sub(&v[1])),
+        case("sub of a row", &[(x, I), (&[6], I)], |_, v| v[0].sub(&v[1])),
+        case("div", &[(x, I), (x, I)], |_, v| v[0].div(&v[1])),
+        case("sum", &[(x, S(1))], |_, v| v[0].sum(1)),
+        case("mean of each sample", &[(x, I)], |_, v| v[0].mean_per_sample()),
+        case("softmax", &[(x, I)], |_, v| v[0].softmax()),
+        case("mean_squared_error", &[(x, S(2)), (x, S(2))], |_, v| v[0].mean_squared_error(&v[1])),
+        case("reshape", &[(x, S(1))], |_, v| v[0].reshape(&[2, 2, 2, 6])),
+        case("transpose", &[(&[2, 3, 4, 5], S(1))], |_, v| v[0].transpose(1, 3)),
+        case("concat", &[(x, S(1)), (&[2, 4, 3], S(1))], |_, v| v[0].concat(&v[1], 2)),
+        case("narrow", &[(x, S(2))], |_, v| v[0].narrow(1, 1..3)),
         case("copy", &[(x, I)], |_, v| v[0].copy(Axis::Tp)),
         case("all_reduce", &[(x, P)], |_, v| v[0].all_reduce(Axis::Tp)),
         case("all_reduce of what nobody else holds", &[(x, P)], |_, v| v[0].add(&v[0])?.all_reduce(Axis::Tp)),
@@ -246,6 +270,12 @@ fn a_missing_family_names_the_operation_and_the_device() {
         ("dropout", x.dropout(0.5, "x"), "pointwise"),
         ("layer_norm", x.layer_norm(&input(&[3]), &input(&[3]), 1e-5), "norm"),
         ("relu", x.relu(), "pointwise"),
+        ("tanh", x.tanh(), "elementwise"),
+        ("mul", x.mul(&x), "elementwise"),
+        ("square", x.map("square", |x| x * x, |x, _| 2.0 * x), "elementwise"),
+        ("mean", x.mean(1), "reduction"),
+        ("softmax", x.softmax(), "reduction"),
+        ("mean_squared_error", x.mean_squared_error(&x), "reduction"),
         ("conv2d", input(&[1, 3, 3, 2]).conv2d(&input(&[4, 3, 3, 2]), None, 1, 1), "window"),
         ("max_pool", input(&[1, 3, 3, 2]).max_pool([2, 2], 1, 0), "window"),
         ("group_norm", input(&[1, 3, 3, 2]).group_norm(1, &input(&[2]), &input(&[2]), 1e-5), "channel norm"),
@@ -255,6 +285,70 @@ fn a_missing_family_names_the_operation_and_the_device() {
     ] {
         let error = result.unwrap_err().to_string();
         assert_eq!(error, format!("{operation}: device bare has no {family} operations"));
+    }
+}
+
+/// A device with kernels of its own that runs no functions of the host.
+#[derive(Debug, Default)]
+struct Closed(Bare);
+
+impl Elementwise for Closed {
+    fn map(&self, _f: Map, x: &Buffer) -> Result<Buffer> {
+        Ok(x.clone())
+    }
+
+    fn map_grad(&self, _f: Map, dy: &Buffer, _x: &Buffer) -> Result<Buffer> {
+        Ok(dy.clone())
+    }
+
+    fn zip(&self, _f: Zip, x: &Buffer, _y: &Buffer) -> Result<Buffer> {
+        Ok(x.clone())
+    }
+}
+
+impl Device for Closed {
+    fn name(&self) -> &str {
+        "closed"
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.0.alloc(dtype, count)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.0.zeros(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.0.upload(host)
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.0.download(buffer)
+    }
+
+    fn meter(&self) -> &Meter {
+        self.0.meter()
+    }
+
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        Ok(self)
+    }
+}
+
+#[test]
+fn a_device_that_runs_no_functions_of_the_host_says_so() {
+    let recorder = meshwork_core::profile::Recorder::new(std::time::Instant::now());
+    let closed: Arc<dyn Device> = Arc::new(Closed::default());
+    for device in [closed.clone(), meshwork_tensor::profiled::Profiled::device(closed, recorder)] {
+        let tape = tape_on(&common::alone(), Arc::clone(&device));
+        let x = tape.input(Tensor::zeros(&device, DType::F32, [2, 3]).unwrap(), Types::NONE);
+        x.tanh().unwrap();
+        assert_eq!(
+            x.map("square", |x| x * x, |x, _| 2.0 * x).unwrap_err().to_string(),
+            "square: device closed runs no functions of the host: build it of operations that the device has, or give the device \
+             a kernel"
+        );
     }
 }
 

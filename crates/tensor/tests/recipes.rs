@@ -62,9 +62,10 @@ fn f32_input(tape: &Tape, name: &str, shape: &[usize], ty: Ty) -> Var {
 /// recipes.
 type Made = fn(&[Var; 3]) -> Result<Var>;
 
-const CASES: [(&str, Made); 5] = [
+const CASES: [(&str, Made); 6] = [
     ("a norm", |[x, gamma, beta]| x.layer_norm(gamma, beta, 1e-5)?.copy(Axis::Tp)),
     ("gelu", |[x, ..]| x.copy(Axis::Tp)?.gelu()),
+    ("tanh", |[x, ..]| x.copy(Axis::Tp)?.tanh()),
     ("gelu before a product", |[x, ..]| x.gelu()?.copy(Axis::Tp)),
     ("a layer", |[x, _, bias]| x.linear_bias_gelu(&square(x), bias, 1)?.copy(Axis::Tp)),
     ("a recipe that needs another", |[x, gamma, beta]| x.gelu()?.layer_norm(gamma, beta, 1e-5)?.copy(Axis::Tp)),

@@ -3,6 +3,12 @@
 //! Dims are those of the operand concerned; a contraction counts its dims from the last one. The rules do not depend on
 //! tensors: an operation calls the rule that states its algebra.
 
+mod dims;
+mod elements;
+
+pub use dims::{moves_dims, part_of, reshape, sum_over, transpose};
+pub use elements::{elementwise, product, sample_loss};
+
 use super::{SpmdError, Ty, Types};
 use crate::mesh::Axis;
 

@@ -3,6 +3,7 @@
 mod arena;
 mod attention;
 mod channel_norm;
+mod elementwise;
 mod embedding;
 pub mod kernels;
 mod layout;
@@ -11,6 +12,7 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod reduction;
 mod windows;
 
 use crate::device::{Device, Meter};
@@ -96,6 +98,14 @@ impl Device for Cpu {
     }
 
     fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+        Ok(self)
+    }
+
+    fn elementwise(&self) -> Result<&dyn family::Elementwise> {
+        Ok(self)
+    }
+
+    fn reduction(&self) -> Result<&dyn family::Reduction> {
         Ok(self)
     }
 

@@ -4,6 +4,7 @@
 
 mod attention;
 mod channel_norm;
+mod elementwise;
 mod embedding;
 mod layout;
 mod loss;
@@ -11,10 +12,12 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod reduction;
 mod windows;
 
 pub use attention::{Attention, AttentionDropout, AttentionShape};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
+pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};
 pub use layout::{Layout, check_copy};
 pub use loss::{Loss, VocabShard};
@@ -22,4 +25,5 @@ pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::Optim;
 pub use pointwise::{DropoutMask, Pointwise};
+pub use reduction::Reduction;
 pub use windows::{Window, Windows};

@@ -6,6 +6,7 @@
 
 mod attention;
 mod channel_norm;
+mod elementwise;
 mod embedding;
 mod layout;
 mod loss;
@@ -13,6 +14,7 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod reduction;
 mod windows;
 
 use crate::cpu::Precision;
@@ -116,6 +118,14 @@ impl Device for Meta {
     }
 
     fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+        Ok(self)
+    }
+
+    fn elementwise(&self) -> Result<&dyn family::Elementwise> {
+        Ok(self)
+    }
+
+    fn reduction(&self) -> Result<&dyn family::Reduction> {
         Ok(self)
     }
 

@@ -1,5 +1,6 @@
 //! `y = x + b`: `b` is repeated over the leading dims of `x`.
 
+use super::whole::require_whole_values;
 use crate::error::Result;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Tokens, Var};
@@ -16,6 +17,7 @@ struct Bias {
 impl Var {
     /// `x + b`. A bias added to a `Partial` value would be counted once per rank: refused.
     pub fn bias(&self, bias: &Var) -> Result<Var> {
+        require_whole_values("bias", &[self, bias])?;
         let tokens = Tokens::of(self, bias.shape().len());
         self.tape().apply(Bias { bias_shape: bias.shape(), tokens }, &[self, bias])
     }

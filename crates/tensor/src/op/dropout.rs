@@ -1,6 +1,7 @@
 //! Dropout whose mask is a function of global position, so that no mesh changes it and every rank of an `Invariant`
 //! value drops the same elements.
 
+use super::whole::require_whole;
 use crate::error::Result;
 use crate::family::DropoutMask;
 use crate::shape::MAX_DIMS;
@@ -22,6 +23,7 @@ impl Var {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());
         }
+        require_whole("dropout", &[self])?;
         let (offset, global) = self.global_position();
         let mut local = [1; MAX_DIMS];
         local[..self.shape().len()].copy_from_slice(&self.shape());

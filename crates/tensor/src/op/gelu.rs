@@ -1,5 +1,6 @@
 //! `y = gelu(x) = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))`.
 
+use super::whole::require_whole;
 use crate::error::Result;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;
@@ -12,6 +13,7 @@ struct Gelu;
 impl Var {
     /// GELU, tanh form. Not linear: refuses `Partial`.
     pub fn gelu(&self) -> Result<Var> {
+        require_whole(Gelu.name(), &[self])?;
         self.tape().apply(Gelu, &[self])
     }
 }

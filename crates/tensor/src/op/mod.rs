@@ -4,17 +4,26 @@
 mod attention;
 mod bias;
 mod channel_norm;
+mod concat;
 mod conv;
+mod custom;
 mod dropout;
+mod elementwise;
 mod embedding;
 mod gelu;
 mod images;
 mod linear;
 mod loss;
+mod map;
 mod norm;
 mod pool;
 mod relu;
+mod reshape;
 mod residual;
+mod softmax;
+mod squared_error;
+mod sum;
+mod whole;
 
 pub use channel_norm::Moments;
 pub use loss::VocabLoss;

@@ -1,5 +1,6 @@
 //! `y = max(x, 0)`.
 
+use super::whole::require_whole;
 use crate::error::Result;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;
@@ -12,6 +13,7 @@ struct Relu;
 impl Var {
     /// The rectifier. Not linear: refuses `Partial`.
     pub fn relu(&self) -> Result<Var> {
+        require_whole(Relu.name(), &[self])?;
         self.tape().apply(Relu, &[self])
     }
 }

@@ -1,12 +1,14 @@
 //! `y = x + r`, and in one pass `y = x + b + r`: the end of a residual branch.
 
 use super::bias::bias_grad;
+use super::whole::require_whole_values;
 use crate::error::Result;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
+use std::cmp::Ordering;
 
 #[derive(Debug)]
 struct Add;
@@ -18,13 +20,21 @@ struct BiasResidual {
 }
 
 impl Var {
-    /// `self + other`, equal shapes.
+    /// `self + other`; whichever has fewer dims is repeated over the leading dims of the other one, as a [`bias`](Self::bias) is.
     pub fn add(&self, other: &Var) -> Result<Var> {
-        self.tape().apply(Add, &[self, other])
+        match self.shape().len().cmp(&other.shape().len()) {
+            Ordering::Less => other.bias(self),
+            Ordering::Equal => {
+                require_whole_values(Add.name(), &[self, other])?;
+                self.tape().apply(Add, &[self, other])
+            }
+            Ordering::Greater => self.bias(other),
+        }
     }
 
     /// `self + bias + residual` in one pass.
     pub fn bias_residual(&self, bias: &Var, residual: &Var) -> Result<Var> {
+        require_whole_values("bias_residual", &[self, residual])?;
         let tokens = Tokens::of(self, bias.shape().len());
         self.tape().apply(BiasResidual { bias_shape: bias.shape(), tokens }, &[self, bias, residual])
     }

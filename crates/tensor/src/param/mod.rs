@@ -1,12 +1,14 @@
 //! Parameters with placements. A parameter states its structural dims, and per axis whether one of them is cut, once.
 //! From that follow its slice on each rank, its initial values, and how its gradient is synchronised.
 
+mod gradients;
 mod group;
 mod piece;
 mod slice;
 mod statistic;
 mod values;
 
+pub use gradients::{Gradients, reduction_axes};
 pub use group::ParamGroup;
 pub use piece::{Conflict, Piece, assemble};
 pub use slice::LocalSlice;

@@ -108,6 +108,8 @@ impl Tape {
                 });
             }
         }
+        let canonical = self.leaves().is_some();
+        let mut given = vec![false; nodes.len()];
         for at in (0..nodes.len()).rev() {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
@@ -147,6 +149,15 @@ impl Tape {
                     Source::Constant | Source::Frozen(_) => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
+                        let again = std::mem::replace(&mut given[from], true);
+                        if canonical && again && nodes[from].types.iter().any(|(_, ty)| ty == Ty::Replicate) {
+                            return Err(Error::NotCanonical {
+                                op: name,
+                                problem: "it reads a Replicate value that another operation reads too, and each rank would add up its \
+                                          shares of both gradients before the ranks' are",
+                                valid: "a copy or all_gather for each of them",
+                            });
+                        }
                         // Asked for a sum that somebody else holds (deferred gradients of weights do): the operation gave its
                         // share alone, and an observer is to see the same values all the same.
                         let input_grad = match grads[from].take_if(|_| summed.contains(&slot)) {

@@ -11,7 +11,8 @@ use std::fmt::Debug;
 use std::rc::Rc;
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
-/// [`Tape::apply`](super::Tape::apply).
+/// [`Tape::apply`](super::Tape::apply). Where inputs and result are all that backward needs, [`Tape::custom`](super::Tape::custom)
+/// makes one of closures; a function of one number is [`Var::map`].
 pub trait Op: Debug {
     /// Its name, in errors and profiles.
     fn name(&self) -> &'static str;

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod check;
 pub mod naive;
 
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};

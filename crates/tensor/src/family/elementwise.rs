@@ -1,0 +1,50 @@
+//! Functions of one and of two numbers, element by element.
+
+use crate::error::Result;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// A function of one number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Map {
+    /// x times this.
+    Scale(f64),
+    /// `e^x`.
+    Exp,
+    /// `tanh(x)`.
+    Tanh,
+    /// `1/(1 + e^-x)`.
+    Sigmoid,
+    /// `x/(1 + e^-x)` (Elfwing et al., arXiv:1702.03118).
+    Silu,
+}
+
+/// A function of two numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Zip {
+    /// x - y.
+    Sub,
+    /// x · y.
+    Mul,
+    /// x / y.
+    Div,
+}
+
+/// A function of the host, of as many numbers as it is given vectors.
+pub type HostFn<'a> = dyn Fn(&[f64]) -> f64 + Sync + 'a;
+
+/// Functions of elements. Each element of a result is one fixed expression of those at its place.
+pub trait Elementwise: Debug {
+    /// f(x).
+    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer>;
+    /// dy · f'(x).
+    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
+    /// f(x, y), with y repeated over rows of its length.
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>;
+    /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no functions of
+    /// the host.
+    fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>> {
+        _ = (inputs, f);
+        Ok(None)
+    }
+}

@@ -1,0 +1,207 @@
+//! Operations from outside in one call: a function of one number with its derivative, or a whole operation with its gradient.
+//! Whoever needs more, as a gradient that skips inputs or saves something else, implements [`Op`].
+
+use super::whole::require_whole;
+use crate::error::{Error, Result};
+use crate::family::HostFn;
+use crate::tape::{Backward, Forward, Op, Tape, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+use std::fmt;
+
+struct HostMap<F, D> {
+    name: &'static str,
+    f: F,
+    derivative: D,
+}
+
+impl Var {
+    /// `f(x)` element by element, by a function of the host. `derivative` is given x and f(x). Not linear: refuses `Partial`.
+    ///
+    /// Both functions are computed in f64, and anew in backward, where only x is kept; they must depend on their arguments alone.
+    /// An error on devices that run no functions of the host.
+    ///
+    /// ```
+    /// # use meshwork_core::{Rank, Types};
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, cpu::Cpu, tape::{Mode, Position}};
+    /// # use std::sync::Arc;
+    /// # let (rank, device) = (Arc::new(Rank::alone()?), Cpu::device());
+    /// # let params = Params::new(Arc::default(), rank.mesh(), rank.coords(), &device, &[], 0)?;
+    /// # let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+    /// let x = tape.input(Tensor::from_slice(tape.device(), &[0.0f32, 1.0, -2.0], [3])?, Types::NONE);
+    /// let y = x.map("softsign", |x| x / (1.0 + x.abs()), |x, _| (1.0 + x.abs()).powi(-2))?;
+    /// assert_eq!(y.tensor().to_vec::<f32>()?, [0.0, 0.5, -2.0 / 3.0]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn map(
+        &self,
+        name: &'static str,
+        f: impl Fn(f64) -> f64 + Sync + 'static,
+        derivative: impl Fn(f64, f64) -> f64 + Sync + 'static,
+    ) -> Result<Var> {
+        require_whole(name, &[self])?;
+        self.tape().apply(HostMap { name, f, derivative }, &[self])
+    }
+}
+
+impl<F, D> HostMap<F, D> {
+    fn run(&self, inputs: &[&Tensor], f: &HostFn<'_>) -> Result<Tensor> {
+        let device = inputs[0].device();
+        let buffers: Vec<_> = inputs.iter().map(|input| input.buffer()).collect();
+        let refused = || Error::HostFunction { op: self.name, device: device.name().to_owned() };
+        let out = device.elementwise()?.host_map(&buffers, f)?.ok_or_else(refused)?;
+        Tensor::from_buffer(device, out, inputs[0].shape())
+    }
+}
+
+impl<F, D> fmt::Debug for HostMap<F, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostMap").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl<F: Fn(f64) -> f64 + Sync, D: Fn(f64, f64) -> f64 + Sync> Op for HostMap<F, D> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::pointwise(self.name, operands[0])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        cx.save_input(0)?;
+        self.run(inputs, &|x| (self.f)(x[0]))
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let slope = |x: f64| (self.derivative)(x, (self.f)(x));
+        Ok(vec![Some(self.run(&[&grad, &cx.saved(0)?], &|at| at[0] * slope(at[1]))?)])
+    }
+}
+
+struct Custom<R, F, B> {
+    name: &'static str,
+    operands: &'static [&'static str],
+    types: R,
+    forward: F,
+    backward: B,
+}
+
+impl Tape {
+    /// An operation in one call: the names of its operands for errors, the rule of its SPMD types (see
+    /// [`meshwork_core::rules`]), its result from the inputs, and from inputs, result and the gradient of the result the gradients
+    /// of all inputs, one each.
+    ///
+    /// Inputs and result are kept for backward. Canonical numerics refuse parameters among the inputs: the sum of their
+    /// gradient over samples needs an order, see [`Backward::write_grad`].
+    ///
+    /// ```
+    /// # use meshwork_core::{Rank, Types, rules};
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, cpu::Cpu, tape::{Mode, Position}};
+    /// # use std::sync::Arc;
+    /// # let (rank, device) = (Arc::new(Rank::alone()?), Cpu::device());
+    /// # let params = Params::new(Arc::default(), rank.mesh(), rank.coords(), &device, &[], 0)?;
+    /// # let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+    /// # let float = |values: &[f32]| tape.input(Tensor::from_slice(tape.device(), values, [2]).unwrap(), Types::NONE);
+    /// let (x, y) = (float(&[3.0, 5.0]), float(&[4.0, 12.0]));
+    /// let each = |x: &Tensor, y: &Tensor, f: fn(f32, f32) -> f32| {
+    ///     let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
+    ///     Tensor::from_slice(x.device(), &values, x.shape())
+    /// };
+    /// let length = tape.custom(
+    ///     "length",
+    ///     &["x", "y"],
+    ///     &[&x, &y],
+    ///     rules::elementwise,
+    ///     move |inputs| each(inputs[0], inputs[1], f32::hypot),
+    ///     move |inputs, length, grad| {
+    ///         let slope = |x: &Tensor| each(grad, &each(x, length, |x, length| x / length)?, |grad, slope| grad * slope);
+    ///         Ok(vec![slope(&inputs[0])?, slope(&inputs[1])?])
+    ///     },
+    /// )?;
+    /// assert_eq!(length.tensor().to_vec::<f32>()?, [5.0, 13.0]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn custom(
+        &self,
+        name: &'static str,
+        operands: &'static [&'static str],
+        inputs: &[&Var],
+        types: impl Fn(&str, &[Operand<'_>]) -> std::result::Result<Types, SpmdError> + 'static,
+        forward: impl Fn(&[&Tensor]) -> Result<Tensor> + 'static,
+        backward: impl Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Tensor>> + 'static,
+    ) -> Result<Var> {
+        if operands.len() != inputs.len() || inputs.is_empty() {
+            return Err(Error::Shape {
+                op: name,
+                problem: format!(
+                    "{} names of operands for {} inputs: one each, at least one",
+                    operands.len(),
+                    inputs.len()
+                ),
+                shapes: inputs.iter().map(|input| input.shape().to_vec()).collect(),
+            });
+        }
+        require_whole(name, inputs)?;
+        self.apply(Custom { name, operands, types, forward, backward }, inputs)
+    }
+}
+
+impl<R, F, B> fmt::Debug for Custom<R, F, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Custom").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl<R, F, B> Op for Custom<R, F, B>
+where
+    R: Fn(&str, &[Operand<'_>]) -> std::result::Result<Types, SpmdError>,
+    F: Fn(&[&Tensor]) -> Result<Tensor>,
+    B: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Tensor>>,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        self.operands
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        (self.types)(self.name, operands)
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let output = (self.forward)(inputs)?;
+        (0..inputs.len()).try_for_each(|i| cx.save_input(i))?;
+        cx.save(&output)?;
+        Ok(output)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let count = self.operands.len();
+        let inputs = (0..count).map(|i| cx.saved(i)).collect::<Result<Vec<_>>>()?;
+        let gradients = (self.backward)(&inputs, &cx.saved(count)?, &grad)?;
+        let shapes = |tensors: &[Tensor]| tensors.iter().map(|tensor| tensor.shape().to_vec()).collect::<Vec<_>>();
+        if shapes(&gradients) != shapes(&inputs) {
+            return Err(Error::Shape {
+                op: self.name,
+                problem: format!(
+                    "its gradient must give {count} tensors with the shapes of its inputs, {:?}",
+                    shapes(&inputs)
+                ),
+                shapes: shapes(&gradients),
+            });
+        }
+        Ok(gradients.into_iter().enumerate().map(|(i, gradient)| cx.needs(i).then_some(gradient)).collect())
+    }
+}

@@ -1,0 +1,88 @@
+//! `L_s = 1/n Σ_i (x_si - t_si)²` over the n elements of each sample: the loss of a regression.
+
+use super::whole::require_whole;
+use crate::error::Result;
+use crate::family::Map;
+use crate::tape::{Backward, Forward, Op, Terms, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct SquaredError {
+    terms: Terms,
+    scale: f64,
+}
+
+impl Var {
+    /// The mean squared error of each sample, `[samples]` in f64, of predictions `[samples, ..]` against targets of the same
+    /// shape, over all elements of the sample on all ranks. With the seed 1 / samples of
+    /// [`backward_from_loss`](crate::Tape::backward_from_loss) it is the mean over everything. Targets get a gradient if they
+    /// need one. `Partial` on an axis that cuts elements of a sample.
+    pub fn mean_squared_error(&self, targets: &Var) -> Result<Var> {
+        require_whole("mean_squared_error", &[self, targets])?;
+        let ndim = self.shape().len();
+        let elements: usize = (1..ndim).map(|dim| self.shape()[dim] * self.degree_of(dim)).product();
+        let scale = 1.0 / elements.max(1) as f64;
+        self.tape().apply(SquaredError { terms: self.sample_terms()?, scale }, &[self, targets])
+    }
+
+    /// How the sum over the elements of a sample goes. In canonical numerics it has leaves along the dim that is cut, or else
+    /// along dim 1, the sequence, which another mesh may cut.
+    fn sample_terms(&self) -> Result<Terms> {
+        let (Some(leaves), ndim) = (self.tape().leaves(), self.shape().len()) else { return Ok(Terms::WHOLE) };
+        if ndim < 2 {
+            return Ok(Terms::WHOLE);
+        }
+        let dim = self.types().iter().find_map(|(_, ty)| ty.dim().filter(|&dim| dim > 0)).unwrap_or(1);
+        let blocks = self.shape()[1..dim].iter().product();
+        Ok(Terms { blocks, leaves: self.leaves_of("mean_squared_error", dim, leaves)? })
+    }
+}
+
+impl Op for SquaredError {
+    fn name(&self) -> &'static str {
+        "mean_squared_error"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "targets"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::sample_loss(self.name(), operands[0], operands[1])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, targets) = (inputs[0], inputs[1]);
+        let fits = x.shape() == targets.shape() && !x.shape().is_empty();
+        cx.require(fits, || "targets have the shape of x, [samples, ..]".to_owned(), inputs)?;
+        let (device, samples) = (x.device(), x.shape()[0]);
+        let loss = device.reduction()?.squared_error(x.buffer(), targets.buffer(), samples, self.terms, self.scale)?;
+        let loss = match self.terms.leaves {
+            1 => loss,
+            leaves => {
+                let mut leaf_sums = loss;
+                device.pointwise()?.tree_sum(&mut leaf_sums, 0, leaves, samples, 0)?;
+                leaf_sums.slice(0..samples)?
+            }
+        };
+        cx.save_input(0)?;
+        cx.save_input(1)?;
+        Tensor::from_buffer(device, loss, [samples])
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) && !cx.needs(1) {
+            return Ok(vec![None, None]);
+        }
+        let (x, targets, device) = (cx.saved(0)?, cx.saved(1)?, grad.device());
+        let dx = device.reduction()?.squared_error_grad(x.buffer(), targets.buffer(), grad.buffer(), self.scale)?;
+        let dtargets = match cx.needs(1) {
+            true => Some(Tensor::from_buffer(device, device.elementwise()?.map(Map::Scale(-1.0), &dx)?, x.shape())?),
+            false => None,
+        };
+        let dx = cx.needs(0).then(|| Tensor::from_buffer(device, dx, x.shape())).transpose()?;
+        Ok(vec![dx, dtargets])
+    }
+}

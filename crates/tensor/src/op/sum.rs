@@ -1,0 +1,135 @@
+//! Sums and means over one dim, or over all but the samples.
+//!
+//! In canonical numerics a sum over a dim has the leaves of one that a mesh cuts, whether this mesh cuts it or not; a mean
+//! scales each leaf. Samples are cut by micro-batches too, so no sum over them is canonical.
+
+use super::whole::require_whole_values;
+use crate::error::{Error, Result};
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Ty, Types, tree};
+
+#[derive(Debug)]
+struct Sum {
+    name: &'static str,
+    dim: usize,
+    /// Of x on this rank.
+    shape: Shape,
+    /// Slices of the dim on this rank whose sums are added up in the tree.
+    leaves: usize,
+    scale: f64,
+}
+
+impl Var {
+    /// The sum over `dim`, which is gone afterwards. Linear: keeps `Partial`, and is `Partial` where `dim` is sharded. In
+    /// canonical numerics not over dim 0, the samples.
+    pub fn sum(&self, dim: usize) -> Result<Var> {
+        self.summed("sum", dim, 1.0)
+    }
+
+    /// The mean over `dim`, over its whole extent on all ranks. Otherwise as [`sum`](Self::sum).
+    pub fn mean(&self, dim: usize) -> Result<Var> {
+        let extent = self.shape().get(dim).copied().unwrap_or(1) * self.degree_of(dim);
+        self.summed("mean", dim, 1.0 / extent as f64)
+    }
+
+    /// The sum over all dims but the first: one number per sample, `[samples]`.
+    pub fn sum_per_sample(&self) -> Result<Var> {
+        self.per_sample(Self::sum)
+    }
+
+    /// The mean over all dims but the first: one number per sample, `[samples]`.
+    pub fn mean_per_sample(&self) -> Result<Var> {
+        self.per_sample(Self::mean)
+    }
+
+    /// One dim after another, from the last: sharded ones at the end, so that a sum is taken of whole values while there are any.
+    fn per_sample(&self, over: impl Fn(&Var, usize) -> Result<Var>) -> Result<Var> {
+        let mut rest = self.clone();
+        while rest.shape().len() > 1 {
+            let last = rest.shape().len() - 1;
+            let sharded = |dim: usize| rest.types().iter().any(|(_, ty)| ty == Ty::Shard(dim));
+            let dim = (1..=last).rev().find(|&dim| !sharded(dim)).unwrap_or(last);
+            rest = over(&rest, dim)?;
+        }
+        Ok(rest)
+    }
+
+    /// Ranks over which `dim` is cut.
+    pub(super) fn degree_of(&self, dim: usize) -> usize {
+        let cut = self.types().iter().filter(|&(_, ty)| ty == Ty::Shard(dim));
+        cut.map(|(axis, _)| self.tape().rank().mesh().degree(axis)).product()
+    }
+
+    fn summed(&self, name: &'static str, dim: usize, scale: f64) -> Result<Var> {
+        require_whole_values(name, &[self])?;
+        let leaves = match self.tape().leaves() {
+            None => 1,
+            Some(_) if dim == 0 => {
+                let problem = "the order of a sum over samples depends on how the batch is cut";
+                let valid = "a sum per sample: the seed of backward divides by the number of samples";
+                return Err(Error::NotCanonical { op: name, problem, valid });
+            }
+            Some(leaves) => self.leaves_of(name, dim, leaves)?,
+        };
+        self.tape().apply(Sum { name, dim, shape: self.shape(), leaves, scale }, &[self])
+    }
+
+    /// Of so many leaves along `dim`, those on this rank.
+    pub(super) fn leaves_of(&self, op: &'static str, dim: usize, leaves: usize) -> Result<usize> {
+        let unfit =
+            |&(axis, ty): &(_, Ty)| ty == Ty::Shard(dim) && !tree::fits(leaves, self.tape().rank().mesh().degree(axis));
+        match self.types().iter().find(unfit) {
+            None => Ok(leaves / self.degree_of(dim)),
+            Some((axis, _)) => Err(Error::Placement {
+                what: op.to_owned(),
+                dim,
+                extent: self.shape()[dim],
+                axis,
+                degree: self.tape().rank().mesh().degree(axis),
+                problem: format!("{leaves} canonical leaves fit degrees {:?}", tree::degrees(leaves)),
+            }),
+        }
+    }
+}
+
+impl Op for Sum {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::sum_over(self.name(), operands[0], self.dim)
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let x = inputs[0];
+        let (dim, ndim) = (self.dim, x.shape().len());
+        cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)?;
+        let (outer, extent, inner) = x.shape().around(dim);
+        let device = x.device();
+        let mut sums = device.reduction()?.sum(x.buffer(), [outer, extent, inner], self.leaves, self.scale)?;
+        let count = outer * inner;
+        if self.leaves > 1 {
+            device.pointwise()?.tree_sum(&mut sums, 0, self.leaves, count, 0)?;
+            sums = sums.slice(0..count)?;
+        }
+        let left: Vec<usize> = (0..ndim).filter(|&other| other != dim).map(|other| x.shape()[other]).collect();
+        Tensor::from_buffer(device, sums, &left[..])
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let (outer, extent, inner) = self.shape.around(self.dim);
+        let dx = grad.device().reduction()?.spread(grad.buffer(), [outer, extent, inner], self.scale)?;
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, self.shape)?)])
+    }
+}

@@ -1,0 +1,135 @@
+//! What the gradients of one's own training loop need: the axes over which they are summed, and somewhere to go.
+
+use super::{Declarations, ParamId, Params};
+use crate::error::{Error, Result};
+use crate::family::Map;
+use crate::tape::{GradSink, Share, Tape};
+use crate::tensor::Tensor;
+use meshwork_core::{Axis, ReduceOp, Types};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The axes over which the gradient of a parameter must be summed, in that order, from the types with which it was read (see
+/// [`Tape::reads`]): those on which it was `Replicate`, where its gradient is `Partial`. Data parallelism comes first.
+pub fn reduction_axes(read: Types) -> Vec<Axis> {
+    let mut axes: Vec<Axis> = read.dual().partial_axes().collect();
+    axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
+    axes
+}
+
+impl Declarations {
+    /// Per parameter, the axes over which its gradient must be summed: [`reduction_axes`] of each read. None for a parameter that
+    /// was not read.
+    pub fn reduction_axes(&self, reads: &BTreeMap<ParamId, Types>) -> Vec<Vec<Axis>> {
+        self.ids().map(|id| reads.get(&id).map_or_else(Vec::new, |&read| reduction_axes(read))).collect()
+    }
+}
+
+/// The gradients of parameters, each a tensor of its own: the simplest sink. They add up over uses, tapes and micro-batches.
+///
+/// ```
+/// # use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+/// # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu};
+/// # use meshwork_tensor::{param::Gradients, tape::{Mode, Position, Weights}};
+/// # use std::sync::Arc;
+/// # let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Dp, 1)])?, 0)?);
+/// # let (device, mut all) = (Cpu::device(), Declarations::new());
+/// let w = all.declare("w", &[1, 2], Placement::replicated(), Role::Weight, Init::Ones)?;
+/// let mut params = Arc::new(Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &[vec![w]], 0)?);
+/// # let data = |tape: &Tape, values: &[f32], shape: [usize; 2]| {
+/// #     Tensor::from_slice(tape.device(), values, shape).map(|data| tape.constant(data, Types::of(&[(Axis::Dp, Ty::Shard(0))])))
+/// # };
+///
+/// let tape = Tape::new(rank, params.clone(), device, Mode::Train, Position::default());
+/// let (x, t) = (data(&tape, &[1.0, 2.0], [1, 2])?, data(&tape, &[5.0], [1, 1])?);
+/// let loss = x.linear(&tape.param(w)?, 1)?.mean_squared_error(&t)?;
+/// let mut gradients = Gradients::default();
+/// tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut gradients)?;
+/// gradients.all_reduce(&tape)?;
+/// assert_eq!(gradients.get(w).unwrap().to_vec::<f32>()?, [-4.0, -8.0]);
+///
+/// drop((tape, x, t, loss)); // nobody else reads the weights
+/// gradients.descend(&mut params, 0.125)?;
+/// assert_eq!(params.value(w)?.to_vec::<f32>()?, [1.5, 2.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Gradients(BTreeMap<ParamId, Tensor>);
+
+impl Gradients {
+    /// The gradient of a parameter, if any flowed.
+    pub fn get(&self, id: ParamId) -> Option<&Tensor> {
+        self.0.get(&id)
+    }
+
+    /// All gradients, in the order of declaration.
+    pub fn iter(&self) -> impl Iterator<Item = (ParamId, &Tensor)> {
+        self.0.iter().map(|(&id, gradient)| (id, gradient))
+    }
+
+    /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is any of theirs.
+    /// Canonical numerics need the order of samples, which this sink does not keep: refused.
+    pub fn all_reduce(&mut self, tape: &Tape) -> Result<()> {
+        if tape.leaves().is_some() {
+            return Err(Error::NotCanonical {
+                op: "Gradients::all_reduce",
+                problem: "gradients of samples are added up in the order in which they come",
+                valid: "the trainer, or a sink that keeps subtrees of samples",
+            });
+        }
+        let reads = tape.reads();
+        for (id, gradient) in &mut self.0 {
+            for axis in reads.get(id).map_or_else(Vec::new, |&read| reduction_axes(read)) {
+                let (device, shape) = (Arc::clone(gradient.device()), gradient.shape());
+                let sum = tape.rank().group(axis).all_reduce(gradient.copy_buffer()?, ReduceOp::Sum)?;
+                *gradient = Tensor::from_buffer(&device, sum, shape)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. An error while a tape or anybody else
+    /// reads the weights.
+    pub fn descend(&self, params: &mut Arc<Params>, rate: f64) -> Result<()> {
+        let Some(params) = Arc::get_mut(params) else {
+            return Err(Error::Update("weights are still read: drop the tape and its values first".to_owned()));
+        };
+        for (&id, gradient) in &self.0 {
+            let (flat, range) = params.place(id);
+            let device = gradient.device();
+            let change = device.elementwise()?.map(Map::Scale(-rate), gradient.buffer())?;
+            device.pointwise()?.add_assign(&mut params.flats_mut()[flat], range.start, &change)?;
+        }
+        Ok(())
+    }
+}
+
+impl GradSink for Gradients {
+    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+        let sum = match self.0.remove(&share.id) {
+            None => grad,
+            Some(sum) => sum.accumulate(&grad)?,
+        };
+        self.0.insert(share.id, sum);
+        Ok(())
+    }
+
+    fn ready(&mut self, _id: ParamId) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_core::Ty;
+
+    #[test]
+    fn gradients_are_summed_where_the_parameter_was_read_replicate() {
+        let read = |dp, tp| Types::of(&[(Axis::Dp, dp), (Axis::Tp, tp)]);
+        assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Shard(0))), [Axis::Dp]);
+        assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Replicate)), [Axis::Dp, Axis::Tp]);
+        assert_eq!(reduction_axes(read(Ty::Invariant, Ty::Replicate)), [Axis::Tp]);
+        assert_eq!(reduction_axes(Types::NONE), []);
+    }
+}
