@@ -13,7 +13,7 @@
 //! let device = Opaque::device(Cpu::device());
 //! let x = Tensor::from_slice(&device, &[1.0f32, 2.0], [2])?;
 //! assert!(x.buffer().as_slice::<f32>().is_err()); // out of the host's reach
-//! assert_eq!(x.accumulate(&x.clone())?.to_vec::<f32>()?, [2.0, 4.0]); // brought to the host
+//! assert_eq!(x.clone().accumulate(&x)?.to_vec::<f32>()?, [2.0, 4.0]); // brought to the host
 //! # Ok::<(), meshwork_tensor::Error>(())
 //! ```
 
