@@ -1,7 +1,7 @@
 //! The pipeline by itself, over stages of your own: a network of two layers on `Vec<f32>`, a thread per rank, channels between
 //! them, and no other part of meshwork. `cargo run --release --example pipeline_only`
 
-use meshwork::pipeline::{Stage, Tag, Transport, lower, run, zb_h1};
+use meshwork::pipeline::{StageRunner, Tag, Transport, lower, run, zb_h1};
 use std::sync::mpsc::{Receiver, RecvError, SendError, Sender, channel};
 use std::{collections::HashMap, convert::Infallible, mem::take, slice, thread};
 
@@ -21,7 +21,7 @@ fn sample(micro: usize) -> (Vec<f32>, f32) {
     (vec![a, b, 1.0], a * b)
 }
 
-impl Stage for Layer {
+impl StageRunner for Layer {
     type Message = Vec<f32>;
     type Error = Infallible;
     fn forward(&mut self, micro: usize, input: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Infallible> {

@@ -5,7 +5,7 @@
 //! tested as a table that a person reads; nothing of it is hidden in control flow.
 //!
 //! ```text
-//! Generator::build ──▶ Schedule ──lower──▶ Lowered ──run──▶ your Stage, your Transport
+//! Generator::build ──▶ Schedule ──lower──▶ Lowered ──run──▶ your StageRunner, your Transport
 //!  or a text file         │                   ▲
 //!                         ├─ check ───────────┘  proves it: all parts, in order, no deadlock; what it holds at once
 //!                         └─ simulate ──▶ Timeline ──▶ text_grid, svg, chrome_trace: as the papers draw it
@@ -25,7 +25,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The crate has no dependency and no feature. It knows no tensors: the interpreter is generic over [`Stage`]
+//! The crate has no dependency and no feature. It knows no tensors: the interpreter is generic over [`StageRunner`]
 //! and [`Transport`], two small traits.
 #![forbid(unsafe_code)]
 
@@ -33,7 +33,7 @@ pub mod partition;
 mod runtime;
 mod schedule;
 
-pub use runtime::{Event, Interpreter, Phase, RunError, Stage, Transport, run};
+pub use runtime::{Event, Interpreter, Phase, RunError, StageRunner, Transport, run};
 pub use schedule::{
     Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,
     ParseActionError, ParseScheduleError, Report, Schedule, Shape, ShapeError, Tag, TextFault, Timeline,

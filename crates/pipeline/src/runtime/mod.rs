@@ -11,7 +11,7 @@ pub use error::RunError;
 use crate::{Action, ActionKind, Direction, Lowered, Tag};
 
 /// One stage of the model, as the interpreter sees it. It keeps what its backwards need, per micro-batch.
-pub trait Stage {
+pub trait StageRunner {
     /// What stages hand to each other: activations one way, gradients the other.
     type Message;
     /// What can go wrong.
@@ -100,12 +100,12 @@ pub enum Phase {
 ///
 /// ```
 /// use std::convert::Infallible;
-/// use meshwork_pipeline::{Event, Phase, Stage, Tag, Transport, gpipe, lower, run};
+/// use meshwork_pipeline::{Event, Phase, StageRunner, Tag, Transport, gpipe, lower, run};
 ///
 /// /// loss = (weight · micro)² / 2, all in one stage.
 /// struct Square { weight: f32, grad: f32 }
 ///
-/// impl Stage for Square {
+/// impl StageRunner for Square {
 ///     type Message = f32;
 ///     type Error = Infallible;
 ///     fn forward(&mut self, _micro: usize, _input: Option<f32>) -> Result<Option<f32>, Infallible> {
@@ -154,7 +154,7 @@ pub fn run<S, T>(
     observer: &mut impl FnMut(Event),
 ) -> Result<(), RunError<S::Error, T::Error>>
 where
-    S: Stage,
+    S: StageRunner,
     T: Transport<Message = S::Message>,
 {
     let mut interpreter = Interpreter::default();
@@ -190,7 +190,7 @@ impl<M> Interpreter<M> {
         observer: &mut impl FnMut(Event),
     ) -> Result<(), RunError<S::Error, T::Error>>
     where
-        S: Stage<Message = M>,
+        S: StageRunner<Message = M>,
         T: Transport<Message = M>,
     {
         let schedule = lowered.schedule();

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
-use meshwork_pipeline::{Event, Lowered, Phase, Stage, Tag, Transport, run};
+use meshwork_pipeline::{Event, Lowered, Phase, StageRunner, Tag, Transport, run};
 
 /// What goes wrong on purpose.
 #[derive(Clone, Copy, PartialEq)]
@@ -94,7 +94,7 @@ impl Chunk {
     }
 }
 
-impl Stage for Chunk {
+impl StageRunner for Chunk {
     type Message = Vec<f32>;
     type Error = Failed;
 

@@ -145,7 +145,7 @@ pub(super) struct Running<'a> {
     pub(super) pass: &'a Pass<'a>,
 }
 
-impl meshwork_pipeline::Stage for Running<'_> {
+impl meshwork_pipeline::StageRunner for Running<'_> {
     type Message = Message;
     type Error = TrainError;
 
