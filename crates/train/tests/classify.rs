@@ -194,8 +194,8 @@ fn what_cannot_be_trained_is_refused() {
              interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v",
         ),
         (
-            Settings { pp: 4, micros: 2, schedule: "1f1b".to_owned(), ..settings() },
-            "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number",
+            Settings { pp: 4, micros: 2, schedule: "zb_h2".to_owned(), ..settings() },
+            "schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2; gpipe and 1f1b take any number",
         ),
     ] {
         assert_eq!(refused(settings), says);
