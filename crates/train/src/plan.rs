@@ -1,6 +1,7 @@
 //! What a run would do, without doing it: one step of one rank on the meta device with recording communicators. The code that runs
 //! is the code that will train.
 
+use crate::config::sections::Pipeline;
 use crate::config::{Config, Parallelism};
 use crate::data::Batch;
 use crate::engine::{Blueprint, TrainError, Watch};
@@ -72,16 +73,31 @@ pub struct Costs {
 /// Counts what the parts of a model cost, from its sizes alone, so that every rank of every mesh counts the same: a step of one
 /// sequence through a pipeline of three stages, which are the embedding, one layer, and the head.
 pub fn costs(config: &Config) -> Result<Costs, TrainError> {
+    let parts = three_parts(config);
+    let flops = |rank| predict(&parts, rank).map(|part| part.flops);
+    Ok(Costs { embedding: flops(0)?, layer: flops(1)?, head: flops(2)? })
+}
+
+/// A model of one layer over three stages, each with one rank: the embedding, the layer, the head.
+fn three_parts(config: &Config) -> Config {
     let mut parts = config.clone();
     parts.model.num_layers = 1;
     parts.model.tie_embeddings = false; // The same products, and no group for the tie.
     parts.parallelism = Parallelism { dp: 1, tp: 1, pp: 3, sequence_parallel: false, ..parts.parallelism };
-    parts.pipeline.schedule = Generator::Gpipe.name().to_owned();
-    (parts.pipeline.virtual_stages, parts.pipeline.num_microbatches) = (1, 1);
-    parts.pipeline.partition = vec![0, 1, 0];
+    // Every field is named: what is asked for the whole pipeline must not be kept for this one.
+    parts.pipeline = Pipeline {
+        schedule: Generator::Gpipe.name().to_owned(),
+        virtual_stages: 1,
+        num_microbatches: 1,
+        partition: vec![0, 1, 0],
+        scatter_gather: false,
+        vertical_sync: false,
+        replication: Vec::new(),
+        schedule_file: None,
+        own_schedule: None,
+    };
     (parts.training.global_batch_size, parts.training.micro_batch_size) = (1, 1);
-    let flops = |rank| predict(&parts, rank).map(|part| part.flops);
-    Ok(Costs { embedding: flops(0)?, layer: flops(1)?, head: flops(2)? })
+    parts
 }
 
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
