@@ -84,18 +84,7 @@ fn three_parts(config: &Config) -> Config {
     parts.model.num_layers = 1;
     parts.model.tie_embeddings = false; // The same products, and no group for the tie.
     parts.parallelism = Parallelism { dp: 1, tp: 1, pp: 3, sequence_parallel: false, ..parts.parallelism };
-    // Every field is named: what is asked for the whole pipeline must not be kept for this one.
-    parts.pipeline = Pipeline {
-        schedule: Generator::Gpipe.name().to_owned(),
-        virtual_stages: 1,
-        num_microbatches: 1,
-        partition: vec![0, 1, 0],
-        scatter_gather: false,
-        vertical_sync: false,
-        replication: Vec::new(),
-        schedule_file: None,
-        own_schedule: None,
-    };
+    parts.pipeline = Pipeline::plain(Generator::Gpipe, 1, vec![0, 1, 0]);
     (parts.training.global_batch_size, parts.training.micro_batch_size) = (1, 1);
     parts
 }

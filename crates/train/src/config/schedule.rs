@@ -17,6 +17,22 @@ const VERTICAL: &str = "pipeline.vertical_sync";
 const STAGES: &str = "parallelism.pp";
 
 impl Pipeline {
+    /// A schedule by name over one micro-batch, and nothing else asked for: for a run that measures or counts. Every field is
+    /// named, so that what is asked for another pipeline is never kept by mistake.
+    pub(crate) fn plain(schedule: Generator, virtual_stages: usize, partition: Vec<usize>) -> Self {
+        Self {
+            schedule: schedule.name().to_owned(),
+            virtual_stages,
+            num_microbatches: 1,
+            partition,
+            scatter_gather: false,
+            vertical_sync: false,
+            replication: Vec::new(),
+            schedule_file: None,
+            own_schedule: None,
+        }
+    }
+
     /// The schedule of one step over `pp` ranks.
     ///
     /// # Errors

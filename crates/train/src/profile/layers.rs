@@ -4,6 +4,7 @@
 //! of its own, one after the other: what the pipeline's interpreter tells of each action's start and end is then the time of
 //! that layer alone.
 
+use crate::config::sections::Pipeline;
 use crate::config::{Config, Parallelism};
 use crate::data::Data;
 use crate::engine::{Blueprint, TrainError};
@@ -75,10 +76,9 @@ pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), MetricsError> 
 fn one_layer_a_stage(config: &Config) -> Config {
     let mut alone = config.clone();
     alone.parallelism = Parallelism { dp: 1, tp: 1, pp: 1, sequence_parallel: false, ..alone.parallelism };
-    alone.pipeline.partition = vec![1; config.model.num_layers + 2];
-    (alone.pipeline.partition[0], alone.pipeline.partition[config.model.num_layers + 1]) = (0, 0);
-    alone.pipeline.schedule = Generator::BreadthFirst.name().to_owned();
-    (alone.pipeline.virtual_stages, alone.pipeline.num_microbatches) = (alone.pipeline.partition.len(), 1);
+    let mut partition = vec![1; config.model.num_layers + 2];
+    (partition[0], partition[config.model.num_layers + 1]) = (0, 0);
+    alone.pipeline = Pipeline::plain(Generator::BreadthFirst, partition.len(), partition);
     alone.training.global_batch_size = alone.training.micro_batch_size;
     alone
 }
