@@ -110,7 +110,11 @@ fn a_model_or_batch_that_does_not_fit_the_mesh() {
                 "pipeline.num_microbatches = 2: schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2",
                 "use 4 or more",
             ),
-            ("--mesh dp=8,pp=4 --set pipeline.schedule=zb_h2", "training.global_batch_size = 16: gives each of dp = 8 ranks 2 samples", "32 or more"),
+            (
+                "--mesh dp=8,pp=4 --set pipeline.schedule=zb_h2",
+                "training.global_batch_size = 16: gives each of dp = 8 ranks 2 samples",
+                "32 or more",
+            ),
         ],
     );
 }

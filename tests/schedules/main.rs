@@ -118,7 +118,10 @@ fn without_a_schedule_all_are_compared() {
     let words = |name| row(name).split_whitespace().skip(1).collect::<Vec<_>>();
     assert_eq!(words("gpipe"), ["1", "27", "27", "33.3%", "50.0%", "6", "1"]);
     assert_eq!(words("1f1b"), ["1", "27", "27", "33.3%", "50.0%", "4", "1"]);
-    assert!(row("dualpipe_v").ends_with("needs at least 8 micro-batches, got 6; gpipe and 1f1b take any number"), "{table}");
+    assert!(
+        row("dualpipe_v").ends_with("needs at least 8 micro-batches, got 6; gpipe and 1f1b take any number"),
+        "{table}"
+    );
     assert_eq!(table.lines().count(), 13, "{table}");
     let all = object("--pp 2 --micro 4 --virtual 3");
     let chunks: Vec<&Value> = all["schedules"].as_array().unwrap().iter().map(|one| &one["virtual"]).collect();

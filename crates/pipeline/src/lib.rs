@@ -33,6 +33,8 @@ pub mod partition;
 mod runtime;
 mod schedule;
 
+#[cfg(feature = "channel")]
+pub use runtime::{ChannelError, ChannelTransport, channels};
 pub use runtime::{Event, Interpreter, Phase, RunError, StageRunner, Transport, run};
 pub use schedule::{
     Action, ActionKind, CheckError, Costs, DefaultMicros, Direction, Fault, Generator, Interval, Lowered, MicroCounts,

@@ -1,11 +1,15 @@
 //! The one interpreter: runs one rank of a [`Lowered`] schedule over stages and a transport of yours.
 
+#[cfg(feature = "channel")]
+mod channel;
 mod error;
 mod flow;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
+#[cfg(feature = "channel")]
+pub use channel::{ChannelError, ChannelTransport, channels};
 pub use error::RunError;
 
 use crate::{Action, ActionKind, Direction, Lowered, Tag};
@@ -50,7 +54,33 @@ pub trait StageRunner {
     fn update(&mut self, micro: usize) -> Result<(), Self::Error>;
 }
 
-/// Moves messages between pipeline ranks.
+/// Stages that are lent: what owns them need not be what runs them.
+impl<S: StageRunner + ?Sized> StageRunner for &mut S {
+    type Message = S::Message;
+    type Error = S::Error;
+
+    fn forward(&mut self, micro: usize, input: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).forward(micro, input)
+    }
+
+    fn backward_input(&mut self, micro: usize, grad: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).backward_input(micro, grad)
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> Result<(), S::Error> {
+        (**self).backward_weights(micro)
+    }
+
+    fn backward(&mut self, micro: usize, grad: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).backward(micro, grad)
+    }
+
+    fn update(&mut self, micro: usize) -> Result<(), S::Error> {
+        (**self).update(micro)
+    }
+}
+
+/// Moves messages between pipeline ranks. With the feature `channel`, `channels` makes one for threads of one process.
 ///
 /// Between two ranks, messages are received in the order in which they are sent (a [`Lowered`] guarantees it), so
 /// tags are there to check, or to match by where a transport can.
@@ -61,7 +91,7 @@ pub trait Transport {
     type Error;
 
     /// Posts a message and returns without waiting for the receiver. Schedules rely on that: a send that waits
-    /// may deadlock.
+    /// may deadlock, unless [`Report::in_flight`](crate::Report::in_flight) messages can be on their way before it does.
     fn send(&mut self, to_rank: usize, tag: Tag, message: Self::Message) -> Result<(), Self::Error>;
 
     /// Waits for a message.
