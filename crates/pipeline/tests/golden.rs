@@ -1,7 +1,6 @@
 //! Schedules as the papers draw them: rows are ranks, columns units of time, blanks are bubbles.
 
-use meshwork_pipeline::{Generator, Schedule, Weights, forward_only, lower, one_f_one_b, parse_actions, render, zb_h1,
-};
+use meshwork_pipeline::{Generator, Schedule, Weights, forward_only, lower, one_f_one_b, parse_actions, render, zb_h1};
 
 /// Compares with a picture given line by line.
 fn assert_picture(schedule: &Schedule, picture: &[&str]) {

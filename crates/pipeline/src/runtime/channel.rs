@@ -63,9 +63,8 @@ pub struct ChannelTransport<M> {
 #[must_use]
 pub fn channels<M>(lowered: &Lowered) -> Vec<ChannelTransport<M>> {
     let schedule = lowered.schedule();
-    let mut ranks: Vec<ChannelTransport<M>> = (0..schedule.ranks)
-        .map(|rank| ChannelTransport { rank, to: BTreeMap::new(), from: BTreeMap::new() })
-        .collect();
+    let mut ranks: Vec<ChannelTransport<M>> =
+        (0..schedule.ranks).map(|rank| ChannelTransport { rank, to: BTreeMap::new(), from: BTreeMap::new() }).collect();
     for from in 0..schedule.ranks {
         let sends = lowered.actions(from).iter().filter(|action| action.kind.is_send());
         for receive in sends.filter_map(|send| send.counterpart()) {

@@ -1,4 +1,4 @@
-//! What can be wrong with a schedule: one variant per kind of lie. Long because each has facts of its own, and a sentence that
+//! What can be wrong with a schedule: one variant per kind of fault. Long because each has facts of its own, and a sentence that
 //! says them.
 
 use std::error::Error;

@@ -6,7 +6,9 @@ use meshwork_pipeline::partition::{Level, Options, PlanError, Profile, States, p
 /// 1 ms.
 fn branches(left: usize, right: usize) -> States {
     let line = |id: &str| {
-        format!("{id} -- Layer -- forward_compute_time=0.25, backward_compute_time=0.75, activation_size=8, parameter_size=0\n")
+        format!(
+            "{id} -- Layer -- forward_compute_time=0.25, backward_compute_time=0.75, activation_size=8, parameter_size=0\n"
+        )
     };
     let mut text = line("first") + &line("last");
     for (name, count) in [("left", left), ("right", right)] {
@@ -22,11 +24,8 @@ fn levels(machines: &[usize]) -> Vec<Level> {
     machines.iter().map(|&machines| Level { machines, bytes_per_second: 1e9 }).collect()
 }
 
-const STRAIGHT: Options = Options {
-    straight: true,
-    method: meshwork_pipeline::partition::Method::Code,
-    activation_compression_ratio: None,
-};
+const STRAIGHT: Options =
+    Options { straight: true, method: meshwork_pipeline::partition::Method::Code, activation_compression_ratio: None };
 
 /// As many states as the largest published profile of a model has. 101 layers in k stages: the largest has 101/k of them, rounded
 /// up, since a stage may be of any layers that have all that they depend on before them.

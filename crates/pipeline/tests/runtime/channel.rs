@@ -1,10 +1,10 @@
 //! The transport of channels: whole networks over it, no more messages in flight than the schedule needs, and peers that are gone.
 
+use crate::network::ranks::pipeline_over;
+use crate::network::{Fault, serial};
 use meshwork_pipeline::{
     Action, ChannelError, Generator, Shape, Tag, Transport, breadth_first, channels, forward_only, gpipe, lower,
 };
-use crate::network::ranks::pipeline_over;
-use crate::network::{Fault, serial};
 
 #[test]
 fn every_schedule_runs_over_channels_and_gives_the_serial_gradients() {
