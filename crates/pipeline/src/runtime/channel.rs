@@ -1,6 +1,7 @@
 //! A ready transport for ranks that are threads of one process: bounded channels of `crossbeam-channel`.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::error::Error;
 use std::fmt;
 
@@ -69,9 +70,9 @@ pub fn channels<M>(lowered: &Lowered) -> Vec<ChannelTransport<M>> {
         let sends = lowered.actions(from).iter().filter(|action| action.kind.is_send());
         for receive in sends.filter_map(|send| send.counterpart()) {
             let to = schedule.rank_of(receive.stage, receive.micro);
-            if !ranks[from].to.contains_key(&to) {
+            if let Entry::Vacant(vacant) = ranks[from].to.entry(to) {
                 let (sender, receiver) = bounded(lowered.report().in_flight);
-                ranks[from].to.insert(to, sender);
+                vacant.insert(sender);
                 ranks[to].from.insert(from, receiver);
             }
         }

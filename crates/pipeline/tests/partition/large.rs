@@ -62,6 +62,6 @@ fn a_search_that_is_too_large_is_refused_at_once() {
     assert!(text.starts_with("1495 places for a cut and these machines take "), "{text}");
     assert!(text.contains("1.0e11 and 2.0 GiB: use fewer machines, one level instead of several, or write"), "{text}");
     // The table of an inner level has an entry for each pair of cuts and number of machines.
-    let error = plan(&branches(110, 110), &levels(&[2, 1]), &STRAIGHT).unwrap_err();
+    let error = plan(&branches(60, 60), &levels(&[64, 1]), &STRAIGHT).unwrap_err();
     assert!(matches!(error, PlanError::TooLarge { .. }), "{error}");
 }
