@@ -10,8 +10,8 @@ Reads the drawing between `<!-- crate graph -->` and `<!-- end -->`. A line of i
       └── pipeline .. nothing at all                nothing of ours, and nothing of anybody else
 
 Checks: the drawing has every crate of the workspace and its imports to the letter (dev-dependencies left out); every arrow
-goes to a lower layer; crates marked `nothing at all` have no dependency of any kind but dev; crates marked `dev only` are
-imported for tests alone; every crate forbids unsafe code but those listed between `<!-- unsafe -->` and `<!-- end -->`, where
+goes to a lower layer; crates marked `nothing at all` have no dependency of any kind but dev and those behind a feature;
+crates marked `dev only` are imported for tests alone; every crate forbids unsafe code but those listed between `<!-- unsafe -->` and `<!-- end -->`, where
 it stands in the files listed and in no other; every path in backticks exists, from the root or from `crates/`, and every
 name_like_this occurs in some source.
 """
@@ -67,6 +67,8 @@ def built():
         sets = {"own": set(), "foreign": set(), "dev": set()}
         for dependency in package["dependencies"]:
             name = dependency["name"]
+            if dependency["optional"] and name not in ours:
+                continue  # Behind a feature: whoever asks for nothing gets nothing.
             kind = "dev" if dependency["kind"] == "dev" else "own" if name in ours else "foreign"
             sets[kind].add(short(name))
         folder = Path(package["manifest_path"]).parent

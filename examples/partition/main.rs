@@ -2,7 +2,11 @@
 //! `cargo run --release --example partition -- --profile FILE --machines 4 --bandwidth 1e9`. docs/partition.md says how to
 //! get a profile.
 
-use meshwork::train::partition::{Options, usage};
+mod options;
+mod report;
+
+use clap::Parser;
+use options::Options;
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -13,10 +17,8 @@ const BAD_INPUT: u8 = 2;
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    let options = Options::parse(std::env::args_os().skip(1));
-    if options.help {
-        return show(&usage("cargo run --release --example partition --"));
-    }
+    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    let options = Options::parse();
     let json = options.json;
     match options.load() {
         Ok(report) if json => show(&format_args!("{}\n", report.json())),

@@ -1,15 +1,15 @@
-//! The pipeline by itself, over stages of your own: a network of two layers on `Vec<f32>`, a thread per rank, channels between
-//! them, and no other part of meshwork. `cargo run --release --example pipeline_only`
+//! The pipeline by itself, over stages of your own: a network of four layers on `Vec<f32>`, a thread per rank, channels between them,
+//! and no other part of meshwork. `cargo run --release --example pipeline_only`
 
-use meshwork::pipeline::{Stage, Tag, Transport, lower, run, zb_h1};
-use std::sync::mpsc::{Receiver, RecvError, SendError, Sender, channel};
-use std::{collections::HashMap, convert::Infallible, mem::take, slice, thread};
+use meshwork::pipeline::{Lowered, StageRunner, channels, interleaved_1f1b, lower, run, zb_h1};
+use std::{collections::HashMap, convert::Infallible, mem::take, thread};
 
 /// A layer, output = tanh(weights · input), as a stage. The last one ends in the loss, half the squared error.
 struct Layer {
     weights: Vec<f32>, // [outputs, inputs]
     gradient: Vec<f32>,
     inputs: usize,
+    is_first: bool,
     is_last: bool,
     in_flight: HashMap<usize, [Vec<f32>; 2]>, // per micro-batch: input; output, then the gradient before tanh
     loss: f32,
@@ -21,7 +21,7 @@ fn sample(micro: usize) -> (Vec<f32>, f32) {
     (vec![a, b, 1.0], a * b)
 }
 
-impl Stage for Layer {
+impl StageRunner for Layer {
     type Message = Vec<f32>;
     type Error = Infallible;
     fn forward(&mut self, micro: usize, input: Option<Vec<f32>>) -> Result<Option<Vec<f32>>, Infallible> {
@@ -37,7 +37,7 @@ impl Stage for Layer {
         let grad = grad.unwrap_or_else(|| vec![output[0] - sample(micro).1]);
         output.iter_mut().zip(grad).for_each(|(y, grad)| *y = grad * (1.0 - *y * *y));
         let column = |at| self.weights[at..].iter().step_by(self.inputs).zip(&*output).map(|(w, d)| w * d).sum();
-        Ok(self.is_last.then(|| (0..self.inputs).map(column).collect()))
+        Ok((!self.is_first).then(|| (0..self.inputs).map(column).collect()))
     }
     fn backward_weights(&mut self, micro: usize) -> Result<(), Infallible> {
         let [input, grad] = self.in_flight.remove(&micro).expect("the gradient of its input came before");
@@ -51,47 +51,43 @@ impl Stage for Layer {
     }
 }
 
-/// The way to the other rank, and back. Messages come in the order in which they are sent, so that tags are not needed.
-struct Channels(Sender<Vec<f32>>, Receiver<Vec<f32>>);
+const MICROS: usize = 8;
+const SIZES: [usize; 5] = [3, 8, 8, 8, 1];
 
-impl Transport for Channels {
-    type Message = Vec<f32>;
-    type Error = RecvError;
-    fn send(&mut self, _to: usize, _: Tag, message: Vec<f32>) -> Result<(), RecvError> {
-        self.0.send(message).map_err(|SendError(_)| RecvError)
+/// Runs one step of a schedule over the layers: a thread for each rank, which gets the stages that it holds.
+fn step(schedule: &Lowered, layers: &mut [Layer]) {
+    let mut held: Vec<Vec<&mut Layer>> = (0..schedule.schedule().ranks).map(|_| Vec::new()).collect();
+    for (layer, &rank) in layers.iter_mut().zip(&schedule.schedule().placement) {
+        held[rank].push(layer);
     }
-    fn recv(&mut self, _from: usize, _: Tag) -> Result<Vec<f32>, RecvError> {
-        self.1.recv()
-    }
-    fn finish(&mut self) -> Result<(), RecvError> {
-        Ok(())
-    }
+    thread::scope(|scope| {
+        for (rank, (mut stages, mut transport)) in held.into_iter().zip(channels(schedule)).enumerate() {
+            scope.spawn(move || run(schedule, rank, &mut stages, &mut transport, &mut |_| {}).expect("sound"));
+        }
+    });
 }
 
 fn main() -> Result<(), Infallible> {
-    const MICROS: usize = 8;
-    let layer = |outputs, inputs, is_last| {
-        let weights: Vec<f32> = (0..outputs * inputs).map(|at| (at * 37 % 11) as f32 / 10.0 - 0.5).collect();
-        Layer { gradient: vec![0.0; weights.len()], weights, inputs, is_last, in_flight: HashMap::new(), loss: 0.0 }
+    let layer = |at: usize| {
+        let (inputs, outputs) = (SIZES[at], SIZES[at + 1]);
+        let weights: Vec<f32> = (0..outputs * inputs).map(|i| (i * 37 % 11) as f32 / 10.0 - 0.5).collect();
+        let (gradient, is_first, is_last) = (vec![0.0; weights.len()], at == 0, at == 3);
+        Layer { weights, gradient, inputs, is_first, is_last, in_flight: HashMap::new(), loss: 0.0 }
     };
-    let [mut pipeline, mut serial] = [(); 2].map(|()| [layer(8, 3, false), layer(1, 8, true)]);
-    let ((to_last, from_first), (to_first, from_last)) = (channel(), channel());
-    let mut channels = [Channels(to_last, from_last), Channels(to_first, from_first)];
-    let schedule = &lower(&zb_h1(2, MICROS)).expect("a generator writes valid schedules");
-    for step in 1..=10 {
-        thread::scope(|scope| {
-            for (rank, (layer, channels)) in pipeline.iter_mut().zip(&mut channels).enumerate() {
-                scope.spawn(move || run(schedule, rank, slice::from_mut(layer), channels, &mut |_| {}).expect("sound"));
-            }
-        });
+    let [mut pipeline, mut serial] = [(); 2].map(|()| [0, 1, 2, 3].map(layer));
+    // The same four stages: one on each of four ranks, then two on each of two.
+    let schedules = [zb_h1(4, MICROS), interleaved_1f1b(2, 2, MICROS)].map(|schedule| lower(&schedule).expect("valid"));
+    for number in 1..=20 {
+        let schedule = &schedules[usize::from(number > 10)];
+        step(schedule, &mut pipeline);
         for micro in 0..MICROS {
-            let hidden = serial[0].forward(micro, None)?;
-            serial[1].forward(micro, hidden)?;
-            let grad = serial[1].backward(micro, None)?;
-            serial[0].backward(micro, grad)?;
+            let output = serial.iter_mut().try_fold(None, |input, layer| layer.forward(micro, input))?;
+            serial.iter_mut().rev().try_fold(output, |grad, layer| layer.backward(micro, grad))?;
         }
         pipeline.iter_mut().chain(&mut serial).try_for_each(|layer| layer.update(MICROS))?;
-        println!("step {step:>2}: loss {:.6}, serially {:.6}", take(&mut pipeline[1].loss), take(&mut serial[1].loss));
+        let (name, [ours, alone]) =
+            (&schedule.schedule().name, [&mut pipeline, &mut serial].map(|it| take(&mut it[3].loss)));
+        println!("step {number:>2}, {name}: loss {ours:.6}, serially {alone:.6}");
     }
     assert!(pipeline.iter().zip(&serial).all(|(a, b)| a.weights == b.weights), "the weights differ");
     println!("The weights are the same, bit for bit.");

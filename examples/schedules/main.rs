@@ -4,7 +4,8 @@
 mod options;
 mod report;
 
-use options::{Command, Options};
+use clap::Parser;
+use options::Options;
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -18,11 +19,8 @@ const BAD_INPUT: u8 = 2;
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    let options = match Options::parse(std::env::args_os().skip(1)) {
-        Ok(Command::Run(options)) => options,
-        Ok(Command::Help) => return show(&options::USAGE),
-        Err(error) => return fail(BAD_INPUT, &error),
-    };
+    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    let options = Options::parse();
     let results = match options.results() {
         Ok(results) => results,
         Err(error) => return fail(BAD_INPUT, &error),
@@ -33,7 +31,7 @@ fn main() -> ExitCode {
         if let Some(path) = path
             && let Err(error) = std::fs::write(path, content(&results))
         {
-            return fail(FAILED, &format_args!("cannot write {path}: {error}"));
+            return fail(FAILED, &format_args!("cannot write {}: {error}", path.display()));
         }
     }
     let single = options.is_single();

@@ -145,6 +145,9 @@ fn table(rows: &[Row]) -> String {
 
 /// A number without the noise of its last bits.
 fn number(value: f64) -> String {
+    if value >= 1e15 {
+        return format!("{value:.4e}");
+    }
     let text = format!("{value:.4}");
     text.trim_end_matches('0').trim_end_matches('.').to_string()
 }

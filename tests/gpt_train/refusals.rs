@@ -106,11 +106,15 @@ fn a_model_or_batch_that_does_not_fit_the_mesh() {
                 "use training.global_batch_size = 32",
             ),
             (
-                "--mesh pp=4 --set pipeline.num_microbatches=2",
-                "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2",
+                "--mesh pp=4 --set pipeline.schedule=zb_h2 --set pipeline.num_microbatches=2",
+                "pipeline.num_microbatches = 2: schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2",
                 "use 4 or more",
             ),
-            ("--mesh dp=8,pp=4", "training.global_batch_size = 16: gives each of dp = 8 ranks 2 samples", "32 or more"),
+            (
+                "--mesh dp=8,pp=4 --set pipeline.schedule=zb_h2",
+                "training.global_batch_size = 16: gives each of dp = 8 ranks 2 samples",
+                "32 or more",
+            ),
         ],
     );
 }

@@ -67,42 +67,47 @@ fn help_names_every_flag() {
 fn bad_input_is_refused_with_what_would_be_valid() {
     let sound = "--machines 4 --bandwidth 1e9";
     for (line, told) in [
-        (
-            String::new(),
-            "error: --machines: none given; use --machines with whole numbers, innermost level first, such as 4 or 4,2\n--bandwidth: none given; use --bandwidth with bytes per second",
-        ),
-        (sound.to_owned(), "--profile: none given; use --profile FILE"),
-        (format!("--profile no/such/file {sound}"), "--profile no/such/file: cannot be read: No such file"),
+        (String::new(), "--profile <FILE>\n  --machines <N,..>\n  --bandwidth <B,..>\n"),
+        (sound.to_owned(), "--profile <FILE>\n"),
+        (format!("--profile no/such/file {sound}"), "error: --profile no/such/file: cannot be read: No such file"),
         (
             format!("--profile Cargo.toml {sound}"),
             "error: --profile Cargo.toml, line 1: \"[workspace]\" is neither a layer nor an edge, such as",
         ),
         (
             format!("{VGG16} --machines 4,2 --bandwidth 1e9"),
-            "--bandwidth 1000000000: for 1 levels, and --machines has 2; give each level both",
+            "error: --bandwidth 1000000000: for 1 levels, and --machines has 2; give each level both",
         ),
         (
             format!("{VGG16} --machines 4,0 --bandwidth 1e9,1e9"),
-            "--machines 4,0: no list of machines; use whole numbers of at least 1",
+            "invalid value '0' for '--machines <N,..>': use whole numbers of at least 1, innermost level first",
+        ),
+        (
+            format!("{VGG16} --machines -4 --bandwidth 1e9"),
+            "invalid value '-4' for '--machines <N,..>': use whole numbers of at least 1",
         ),
         (
             format!("{VGG16} --machines 4 --bandwidth fast"),
-            "--bandwidth fast: no list of bandwidths; use bytes per second",
+            "invalid value 'fast' for '--bandwidth <B,..>': use bytes per second of at least 1",
         ),
         (
             format!("{VGG16} {sound} --method both"),
-            "--method both: unknown; the nearest is code; use one of code, paper",
+            "invalid value 'both' for '--method <METHOD>'\n  [possible values: code, paper]",
         ),
         (
             format!("{VGG16} {sound} --activation-compression-ratio 0"),
-            "--activation-compression-ratio 0: no ratio; use a number above 0",
+            "invalid value '0' for '--activation-compression-ratio <R>': use a number above 0",
         ),
-        (format!("{VGG16} {sound} --strait"), "--strait: unknown argument; the nearest is --straight"),
-        (format!("{VGG16} {sound} --method"), "--method: no value; use --method VALUE"),
+        (
+            format!("{VGG16} {sound} --strait"),
+            "unexpected argument '--strait' found\n\n  tip: a similar argument exists: '--straight'",
+        ),
+        (format!("{VGG16} {sound} --method"), "a value is required for '--method <METHOD>' but none was supplied"),
         (
             format!("{VGG16} --machines 41 --bandwidth 1e9 --straight"),
             "error: a straight pipeline over 41 machines needs as many stages, and there can be only 40",
         ),
+        (format!("{VGG16} --machines 5000 --bandwidth 1e9"), "error: 5000 machines on level 1; use 1 to 4096"),
     ] {
         let (code, out, err) = run("partition", &line);
         assert_eq!((code, &*out), (Some(2), ""), "{line}\n{err}");
@@ -118,5 +123,6 @@ fn a_network_on_plain_vectors_trains_through_the_pipeline() {
     let lines: Vec<&str> = out.lines().collect();
     let [first, .., last, same] = &lines[..] else { panic!("{out}") };
     assert!(loss(last) < loss(first) / 2.0, "{out}");
+    assert!(first.contains("zb_h1") && last.contains("interleaved_1f1b"), "{out}");
     assert_eq!(*same, "The weights are the same, bit for bit.");
 }

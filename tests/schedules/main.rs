@@ -34,6 +34,14 @@ fn refused(line: &str, message: &str) {
     assert_eq!(err, format!("error: {message}\n"), "{line}");
 }
 
+/// A command line that the parser refuses, with a text that has all of these.
+#[track_caller]
+fn told(line: &str, texts: &[&str]) {
+    let (code, out, err) = run(line);
+    assert_eq!((code, &*out), (Some(2), ""), "{line}\n{err}");
+    assert!(err.starts_with("error: ") && texts.iter().all(|text| err.contains(text)), "{line}\n{err}");
+}
+
 /// A path of this test in the folder for temporary files, removed when it goes.
 struct Scratch(PathBuf);
 
@@ -118,7 +126,10 @@ fn without_a_schedule_all_are_compared() {
     let words = |name| row(name).split_whitespace().skip(1).collect::<Vec<_>>();
     assert_eq!(words("gpipe"), ["1", "27", "27", "33.3%", "50.0%", "6", "1"]);
     assert_eq!(words("1f1b"), ["1", "27", "27", "33.3%", "50.0%", "4", "1"]);
-    assert!(row("dualpipe_v").ends_with("needs at least 8 micro-batches, got 6; gpipe takes any number"), "{table}");
+    assert!(
+        row("dualpipe_v").ends_with("needs at least 8 micro-batches, got 6; gpipe and 1f1b take any number"),
+        "{table}"
+    );
     assert_eq!(table.lines().count(), 13, "{table}");
     let all = object("--pp 2 --micro 4 --virtual 3");
     let chunks: Vec<&Value> = all["schedules"].as_array().unwrap().iter().map(|one| &one["virtual"]).collect();
@@ -144,30 +155,33 @@ fn files_are_written_and_read_again() {
 
 #[test]
 fn what_is_asked_for_wrongly_is_refused_with_what_would_be_valid() {
-    refused(
-        "--colour red",
-        "\"--colour\" is no option; known: --schedule, --pp, --micro, --virtual, --costs, --transfer, --no-overlap, --steps, \
-         --load, --save, --svg, --trace, --json, --help",
-    );
-    refused(
+    told("--colour red", &["unexpected argument '--colour' found", "Usage: schedules [OPTIONS]", "try '--help'"]);
+    told("--scedule gpipe", &["unexpected argument '--scedule' found", "a similar argument exists: '--schedule'"]);
+    told(
         "--schedule 1f2b",
-        "--schedule 1f2b: expected one of gpipe, 1f1b, interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v, \
-         pipedream, pipedream_2bw",
+        &[
+            "invalid value '1f2b' for '--schedule <NAME>'",
+            "gpipe, 1f1b, interleaved_1f1b, breadth_first, zb_h1, zb_h2, zb_v, dualpipe_v, pipedream, pipedream_2bw",
+            "a similar value exists: '1f1b'",
+        ],
     );
-    refused("--pp", "--pp needs a value");
-    refused("--pp 0", "--pp 0: expected a whole number of at least 1");
-    refused("--micro=-3", "--micro -3: expected a whole number of at least 1");
-    refused("--json=yes", "--json takes no value, got \"yes\"");
+    told("--pp", &["a value is required for '--pp <P>' but none was supplied"]);
+    told("--pp 0", &["invalid value '0' for '--pp <P>': expected a whole number of at least 1"]);
+    told("--micro=-3", &["invalid value '-3' for '--micro <M>': expected a whole number of at least 1"]);
+    told("--json=yes", &["unexpected value 'yes' for '--json' found; no more were expected"]);
     for costs in ["1,1", "1,1,x", "1,1,1,1", "-1,1,1", "0,0,0", "inf,1,1"] {
-        refused(
-            &format!("--costs {costs}"),
-            &format!("--costs {costs}: expected three times F,B,W of at least 0, not all 0, as in 1,1,1"),
-        );
+        let rule = "expected three times F,B,W of at least 0, not all 0, as in 1,1,1";
+        told(&format!("--costs {costs}"), &[&format!("invalid value '{costs}' for '--costs <F,B,W>': {rule}")]);
     }
-    refused("--transfer NaN", "--transfer NaN: expected a time of at least 0");
+    told("--transfer NaN", &["invalid value 'NaN' for '--transfer <T>': expected a time of at least 0"]);
+    told("--svg=", &["a value is required for '--svg <FILE>' but none was supplied"]);
+    refused(
+        "--schedule gpipe --costs 1e308,1,1",
+        "schedule gpipe: its costs add up to more than 1e300 units of time; use a larger unit",
+    );
     refused(
         "--schedule interleaved_1f1b --pp 4 --micro 6",
-        "schedule interleaved_1f1b over pp=4 needs a multiple of 4 micro-batches, got 6; gpipe takes any number",
+        "schedule interleaved_1f1b over pp=4 needs a multiple of 4 micro-batches, got 6; gpipe and 1f1b take any number",
     );
     refused(
         "--schedule zb_v --virtual 3",
@@ -178,11 +192,8 @@ fn what_is_asked_for_wrongly_is_refused_with_what_would_be_valid() {
         "--schedule gpipe --micro 99999999999",
         "399999999996 micro-batches through stages, and 4 ranks: at most 2097152 and 1024 can be drawn up",
     );
-    refused("--save x.txt", "--save writes one schedule: give --schedule or --load");
-    refused(
-        "--load x.txt --pp 4",
-        "--load brings a schedule as it is: leave out --schedule, --pp, --micro, --virtual and --steps",
-    );
+    told("--save x.txt", &["required arguments were not provided", "<--schedule <NAME>|--load <FILE>>"]);
+    told("--load x.txt --pp 4", &["the argument '--load <FILE>' cannot be used with", "'--pp <P>'"]);
     let (code, _, err) = run("--load /no/such/file");
     assert_eq!(code, Some(2));
     assert!(err.starts_with("error: cannot read /no/such/file: "), "{err}");
@@ -199,5 +210,57 @@ fn what_is_asked_for_wrongly_is_refused_with_what_would_be_valid() {
     let (code, _, err) = run("--schedule gpipe --svg /no/such/folder/x.svg");
     assert_eq!(code, Some(1));
     assert!(err.starts_with("error: cannot write /no/such/folder/x.svg: "), "{err}");
-    assert!(succeed("--help").contains("--schedule NAME"));
+    assert!(succeed("--help").contains("--schedule <NAME>"));
+}
+
+/// A cost of 1e9 beside ones of 1: no billion columns, and the output says how wide a column is.
+#[test]
+fn costs_that_are_far_apart_are_drawn_on_a_coarser_scale() {
+    let out = succeed("--schedule 1f1b --pp 2 --micro 2 --costs 1e9,1,1");
+    assert!(out.len() < 10_000 && out.contains("rank 0 | F0---") && out.contains("\n(a column is 6000000.01"), "{out}");
+}
+
+/// Values of any kind: each run ends, with a short text or with exit code 2 and the reason.
+mod fuzz {
+    use super::run;
+    use proptest::prelude::*;
+
+    fn number() -> impl Strategy<Value = String> {
+        prop_oneof![
+            3 => (0..9_usize).prop_map(|n| n.to_string()),
+            1 => any::<u64>().prop_map(|n| n.to_string()),
+            1 => any::<f64>().prop_map(|n| n.to_string()),
+            1 => prop::sample::select(vec!["", "-1", "1e308", "1e9", "5e-324", "NaN", "inf", "x", "1,1", "--json"])
+                .prop_map(String::from),
+        ]
+    }
+
+    fn option() -> impl Strategy<Value = String> {
+        let count = prop::sample::select(vec!["--pp", "--micro", "--virtual", "--steps", "--transfer"]);
+        let schedules = vec!["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "pipedream_2bw", "?"];
+        prop_oneof![
+            4 => (count, number()).prop_map(|(flag, value)| format!("{flag}={value}")),
+            2 => prop::array::uniform3(number()).prop_map(|costs| format!("--costs={}", costs.join(","))),
+            2 => prop::sample::select(schedules).prop_map(|name| format!("--schedule={name}")),
+            1 => prop::sample::select(vec!["--json", "--no-overlap", "--colour", "-"]).prop_map(String::from),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_values_are_answered(options in prop::collection::vec(option(), 0..5)) {
+            let line = options.join(" ");
+            // What is large and right takes long to draw up: that is for the tests of the crate.
+            prop_assume!(!options.iter().any(|option| option.split('=').nth(1).is_some_and(|value| {
+                value.parse::<u64>().is_ok_and(|count| (9..=1 << 21).contains(&count))
+            })));
+            let (code, out, err) = run(&line);
+            match code {
+                Some(0) => prop_assert!(err.is_empty() && out.len() < 1 << 20, "{line}\n{err}"),
+                Some(2) => prop_assert!(err.starts_with("error: ") && out.is_empty(), "{line}\n{err}"),
+                _ => prop_assert!(false, "{line}: {code:?}\n{err}"),
+            }
+        }
+    }
 }

@@ -393,7 +393,7 @@ impl Running<'_> {
     }
 }
 
-impl meshwork_pipeline::Stage for Running<'_> {
+impl meshwork_pipeline::StageRunner for Running<'_> {
     type Message = Message;
     type Error = TrainError;
 

@@ -1,6 +1,6 @@
 //! Schedules as the papers draw them: rows are ranks, columns units of time, blanks are bubbles.
 
-use meshwork_pipeline::{Generator, Schedule, Weights, forward_only, lower, one_f_one_b, parse_actions, render};
+use meshwork_pipeline::{Generator, Schedule, Weights, forward_only, lower, one_f_one_b, parse_actions, render, zb_h1};
 
 /// Compares with a picture given line by line.
 fn assert_picture(schedule: &Schedule, picture: &[&str]) {
@@ -32,6 +32,29 @@ fn every_schedule_looks_like_its_figure() {
     assert_grids(Generator::DualPipeV, include_str!("grids/dualpipe_v.txt"));
     assert_grids(Generator::PipeDream, include_str!("grids/pipedream.txt"));
     assert_grids(Generator::PipeDream2Bw, include_str!("grids/pipedream_2bw.txt"));
+}
+
+/// By hand: the warm-up is of all micro-batches where the way to the last rank and back is longer than they are many.
+#[test]
+fn fewer_micro_batches_than_ranks() {
+    assert_picture(
+        &one_f_one_b(4, 2),
+        &[
+            "rank 0 | F0 F1                         B0---    B1---",
+            "rank 1 |    F0 F1                B0---    B1---",
+            "rank 2 |       F0 F1       B0---    B1---",
+            "rank 3 |          F0 B0--- F1 B1---",
+        ],
+    );
+    assert_picture(
+        &zb_h1(4, 2),
+        &[
+            "rank 0 | F0 F1                I0 W0 I1 W1",
+            "rank 1 |    F0 F1          I0    I1 W0 W1",
+            "rank 2 |       F0 F1    I0    I1 W0 W1",
+            "rank 3 |          F0 I0 F1 I1 W0 W1",
+        ],
+    );
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! Time on paper, against closed forms: messages that take time, stages that are not alike.
 
-use meshwork_pipeline::{Costs, Generator, Schedule, chrome_trace, gpipe, one_f_one_b, simulate, text_grid};
+use meshwork_pipeline::{
+    Costs, Fault, Generator, Schedule, chrome_trace, gpipe, one_f_one_b, simulate, svg, text_grid,
+};
+use proptest::prelude::*;
 
 fn makespan(schedule: &Schedule, costs: &Costs) -> f64 {
     simulate(schedule, costs).unwrap().makespan()
@@ -80,4 +83,63 @@ fn a_trace_starts_at_nought_whenever_the_run_did() {
         interval.end += 64.0;
     }
     assert_eq!(chrome_trace(&[&timeline], 1000.0), before);
+}
+
+/// Costs of any size, alike or not: those that add up to more than can be measured are refused, all others drawn within bounds.
+fn costs_of_any_size() -> impl Strategy<Value = f64> {
+    prop_oneof![
+        2 => 0.0..4.0_f64,
+        2 => any::<f64>().prop_map(f64::abs).prop_filter("a time", |cost| cost.is_finite()),
+        1 => prop::sample::select(vec![0.0, 5e-324, 1e-300, 1e9, 1e299, 1e300, 1e308, f64::MAX]),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn any_costs_are_drawn_within_bounds_or_refused(
+        which in 0..Generator::ALL.len(),
+        costs in prop::array::uniform4(costs_of_any_size()),
+        overlap: bool,
+    ) {
+        let generator = Generator::ALL[which];
+        let schedule = generator.build(generator.shape(3, 6)).unwrap();
+        let [forward, input, weight, transfer] = costs;
+        let costs = Costs { transfer, overlap, ..Costs::per_rank(&schedule, forward, input, weight) };
+        match simulate(&schedule, &costs) {
+            Ok(timeline) => {
+                // 500 columns, one more for each of up to 36 actions and updates, of 4 characters each; and the line below.
+                prop_assert!(text_grid(&timeline).lines().all(|line| line.len() < 2500));
+                let numbers = [timeline.makespan(), timeline.span(), timeline.ideal(), timeline.speedup()];
+                prop_assert!(numbers.into_iter().all(f64::is_finite), "{numbers:?}");
+                prop_assert!((0.0..=1.0).contains(&timeline.bubble_of_total()));
+                for picture in [svg(&[&timeline]), chrome_trace(&[&timeline], 1000.0)] {
+                    prop_assert!(!picture.contains("inf") && !picture.contains("NaN"), "{picture}");
+                }
+            }
+            Err(error) => {
+                prop_assert!(matches!(error.fault, Fault::TimeOverflow { .. }), "{error}");
+                prop_assert!([forward, input, weight, transfer].into_iter().any(|cost| cost > 1e297), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn costs_that_are_no_times_are_refused() {
+    let schedule = gpipe(2, 1);
+    let refused = |costs: Costs| simulate(&schedule, &costs).unwrap_err().to_string();
+    let sound = || Costs::unit(&schedule);
+    let rule = "a cost is a finite time of at least 0, one for each stage";
+    assert_eq!(
+        refused(Costs { weight_gradient: vec![1.0, f64::NAN], ..sound() }),
+        format!("schedule gpipe: the weight gradient of stage 1 costs NaN; {rule}")
+    );
+    assert_eq!(
+        refused(Costs { input_gradient: vec![1.0], ..sound() }),
+        format!("schedule gpipe: the input gradient of stage 1 costs (not given); {rule}")
+    );
+    assert_eq!(
+        refused(Costs { transfer: -0.5, ..sound() }),
+        format!("schedule gpipe: the message between two ranks costs -0.5; {rule}")
+    );
 }

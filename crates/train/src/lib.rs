@@ -10,7 +10,6 @@ mod generate;
 mod launch;
 mod load;
 pub mod metrics;
-pub mod partition;
 pub mod plan;
 pub mod profile;
 pub mod progress;

@@ -112,6 +112,32 @@ fn layers_are_dealt_by_cost() {
     assert_eq!(medium(turned), [4, 6, 6, 0]);
 }
 
+/// What is asked for the pipeline that trains says nothing about the small one that the costs are counted on.
+#[test]
+fn layers_are_dealt_by_cost_over_replicas() {
+    // The head is worth 7.9 layers; three ranks share the first stage: 30 / 3 layers, and 2 with the head.
+    let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=32 --mesh pp=4";
+    assert_eq!(config(&format!("{line} --set pipeline.replication=[3,1]")).pipeline.partition, [30, 2]);
+}
+
+#[test]
+fn layers_are_dealt_by_cost_for_a_schedule_of_ones_own() {
+    let text = "name: mine\nranks: 2\nplacement: 0 1 1 0\nmicros: 2\n\
+                rank 0: 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1\nrank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1\n";
+    let path = file("cost_schedule.txt", text);
+    let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=16 --mesh pp=2";
+    let line = format!("{line} --set pipeline.schedule_file={}", path.display());
+    assert_eq!(config(&line).pipeline.partition, [4, 6, 6, 0]);
+}
+
+#[test]
+fn layers_are_dealt_by_cost_with_vertical_sync() {
+    let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=32 --mesh pp=4 \
+                --set model.tie_embeddings=false --set training.max_norm=0 --set pipeline.schedule=pipedream \
+                --set pipeline.vertical_sync=true";
+    assert_eq!(config(line).pipeline.partition, [10, 10, 10, 2]);
+}
+
 #[test]
 fn settings_without_effect_are_noticed() {
     assert_eq!(

@@ -295,12 +295,12 @@ fn schedules_say_which_sizes_they_take() {
     assert_eq!(
         with("interleaved_1f1b --set pipeline.num_microbatches=2"),
         "pipeline.num_microbatches = 2: schedule interleaved_1f1b over pp=4 needs a multiple of 4 micro-batches, got 2; \
-         gpipe takes any number; use a multiple of 4 micro-batches, or a smaller pp"
+         gpipe and 1f1b take any number; use a multiple of 4 micro-batches, or a smaller pp"
     );
     assert_eq!(
         with("dualpipe_v --set pipeline.num_microbatches=4"),
-        "pipeline.num_microbatches = 4: schedule dualpipe_v over pp=4 needs at least 8 micro-batches, got 4; gpipe takes \
-         any number; use 8 or more, or a smaller pp"
+        "pipeline.num_microbatches = 4: schedule dualpipe_v over pp=4 needs at least 8 micro-batches, got 4; gpipe and \
+         1f1b take any number; use 8 or more, or a smaller pp"
     );
 }
 
@@ -315,6 +315,11 @@ fn replicas_must_add_up_and_schedules_of_ones_own_must_fit() {
     assert_eq!(
         refusal(&format!("{mesh}[3,1] --set pipeline.schedule=zb_h1")),
         "pipeline.replication = [3, 1]: does not go with pipeline.schedule = \"zb_h1\"; use pipeline.schedule = \"1f1b\""
+    );
+    assert_eq!(
+        refusal(&format!("{mesh}[3,1] --set pipeline.num_microbatches=2")),
+        "pipeline.replication = [3, 1]: leaves ranks without work: 3 ranks of a stage take pipeline.num_microbatches = 2 in \
+         turn; use at most 2 ranks for a stage, or more micro-batches"
     );
     assert!(
         refusal(&format!("{mesh}[3,1] --set training.numerics=canonical"))
@@ -499,15 +504,17 @@ fn the_batch_must_fit_the_mesh() {
             "training.global_batch_size = 16: is not divisible by dp = 3; use a multiple of 3, such as 15 or 18",
         ),
         (
-            "--mesh pp=4 --set pipeline.num_microbatches=2",
-            "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any \
-             number; use 4 or more, or a smaller pp",
+            "--mesh pp=4 --set pipeline.schedule=zb_h2 --set pipeline.num_microbatches=2",
+            "pipeline.num_microbatches = 2: schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2; gpipe and 1f1b \
+             take any number; use 4 or more, or a smaller pp",
         ),
     ]);
     let c = config("--mesh dp=2,pp=2 --set training.global_batch_size=32 --set training.micro_batch_size=2");
     assert_eq!((c.pipeline.num_microbatches, c.training.micro_batch_size), (8, 2));
-    let c = config("--mesh pp=4 --set pipeline.schedule=gpipe --set training.global_batch_size=2");
-    assert_eq!((c.pipeline.num_microbatches, c.notices.len()), (2, 1));
+    for schedule in ["gpipe", "1f1b", "zb_h1"] {
+        let c = config(&format!("--mesh pp=4 --set pipeline.schedule={schedule} --set training.global_batch_size=2"));
+        assert_eq!((c.pipeline.num_microbatches, c.notices.len()), (2, 1), "{schedule}");
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, schedule_timelines, settle, write_trace};
+use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, layers, schedule_timelines, settle, write_trace};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -316,6 +316,20 @@ fn layers_are_profiled_in_the_planners_format() {
     // The run is the run without it.
     let plain = run("dp=2,pp=2", &["model.dropout=0.1"]);
     assert_eq!((outcome.loss, outcome.sample), (plain.loss, plain.sample));
+}
+
+/// It is of the model on one rank: what is asked for the pipeline that trains says nothing about it.
+#[test]
+fn layers_of_any_pipeline_are_profiled() {
+    let pipedream = ["model.tie_embeddings=false", "training.max_norm=0", "pipeline.schedule=pipedream"];
+    for (mesh, more) in [
+        ("pp=4", vec!["pipeline.replication=[3,1]"]),
+        ("pp=2", [&pipedream[..], &["pipeline.vertical_sync=true"]].concat()),
+    ] {
+        let (config, data) = loaded(mesh, &more);
+        let profile = layers(&config, &data).unwrap_or_else(|error| panic!("{more:?}: {error}"));
+        assert_eq!(profile.layers().len(), config.model.num_layers + 2, "{more:?}");
+    }
 }
 
 #[test]

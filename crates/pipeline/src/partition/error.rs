@@ -129,10 +129,23 @@ pub enum PlanError {
         /// A layer outside it.
         to: String,
     },
-    /// So many branches side by side that there are too many places for a cut.
+    /// So many branches side by side that there are too many places for a cut to list them.
     TooManyStates {
-        /// The most that are searched.
+        /// The most that are listed.
         most: usize,
+    },
+    /// A search that would take too long, or too much memory.
+    TooLarge {
+        /// Places for a cut.
+        states: usize,
+        /// Comparisons of two partitions that the search takes.
+        comparisons: u128,
+        /// The most.
+        most_comparisons: u128,
+        /// Bytes that it keeps.
+        bytes: u128,
+        /// The most.
+        most_bytes: u128,
     },
     /// A topology of no levels.
     NoLevels,
@@ -177,6 +190,18 @@ impl fmt::Display for PlanError {
                 f,
                 "more than {most} places for a cut, because so many branches run side by side; write each branch as one layer"
             ),
+            Self::TooLarge { states, comparisons, most_comparisons, bytes, most_bytes } => {
+                let gib = |bytes: &u128| *bytes as f64 / (1_u64 << 30) as f64;
+                let (comparisons, most_comparisons) = (*comparisons as f64, *most_comparisons as f64);
+                write!(
+                    f,
+                    "{states} places for a cut and these machines take {comparisons:.1e} comparisons and {:.1} GiB; some \
+                     minutes and a common machine have room for {most_comparisons:.1e} and {:.1} GiB: use fewer machines, \
+                     one level instead of several, or write branches that run side by side as one layer",
+                    gib(bytes),
+                    gib(most_bytes)
+                )
+            }
             Self::NoLevels => f.write_str("no machines; give each level of the topology some, innermost first"),
             Self::Machines { level, machines, most } => {
                 write!(f, "{machines} machines on level {level}; use 1 to {most}")

@@ -33,6 +33,7 @@
 //! ```
 
 mod error;
+mod order;
 mod plan;
 mod profile;
 mod states;

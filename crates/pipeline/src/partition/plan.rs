@@ -11,7 +11,9 @@
 //! level inside it, on all its machines. What the paper says and what its published code does differ; [`Method`] has both.
 
 use super::error::PlanError;
+use super::order::Order;
 use super::states::States;
+use std::num::NonZeroU16;
 use std::ops::Range;
 
 /// Some machines, and what joins them.
@@ -98,16 +100,22 @@ impl Plan {
 ///
 /// Takes time of the order of states² · machines² for a flat topology, of states³ · machines² for each level inside another.
 ///
+/// On 1,495 states, in two branches side by side, one core takes less than a second for 16 machines, and less than half a minute for
+/// two servers of eight, with 145 MB for the table of the inner level. What would take more than some minutes, or more than 2
+/// GiB, is refused.
+///
 /// # Errors
-/// A topology or an option that makes no sense, or a straight pipeline longer than the model.
+/// A topology or an option that makes no sense, a straight pipeline longer than the model, or a search that is too large.
 pub fn plan(states: &States, levels: &[Level], options: &Options) -> Result<Plan, PlanError> {
     check(levels, options)?;
+    let order = Order::new(states);
+    check_size(&order, states, levels, options)?;
     let cuts = states.count();
     let mut tables: Vec<Table> = Vec::new();
     let mut data_parallel_s = states.all()[cuts - 1].compute_s;
     for (number, &level) in levels.iter().enumerate() {
         let inner = number.checked_sub(1).map(|inner| (&tables[inner], levels[inner].machines));
-        let search = Search { states, level, inner, options };
+        let search = Search { states, order: &order, level, inner, options };
         let is_outermost = number + 1 == levels.len();
         let weights = states.all()[cuts - 1].parameter_bytes;
         data_parallel_s = search.stage(data_parallel_s, weights, level.machines, search.inner_machines());
@@ -165,9 +173,37 @@ fn check(levels: &[Level], options: &Options) -> Result<(), PlanError> {
     }
 }
 
+/// Comparisons of two partitions: some minutes of them.
+const MOST_COMPARISONS: u128 = 100_000_000_000;
+/// Bytes of the tables that levels keep for the level outside them.
+const MOST_BYTES: u128 = 2 << 30;
+
+/// Refuses a search that would take too long, or too much memory.
+fn check_size(order: &Order, states: &States, levels: &[Level], options: &Options) -> Result<(), PlanError> {
+    let cuts = states.count();
+    let (mut comparisons, mut bytes) = (0_u128, 0_u128);
+    for (number, level) in levels.iter().enumerate() {
+        let starts = if number + 1 == levels.len() { 0..1 } else { 0..cuts };
+        let from = (starts.len() == 1).then_some(0);
+        let (pairs, triples) = order.chains(from);
+        let machines = level.machines as u128;
+        let splits = if options.straight { machines } else { machines * (machines + 1) / 2 };
+        // Finding the cuts between two others takes a look at 64 of them at a time.
+        comparisons += triples * splits + pairs * (machines + cuts as u128 / 64);
+        let rows: usize = starts.map(|start| cuts - start).sum();
+        bytes += rows as u128 * machines * size_of::<Option<Best>>() as u128;
+    }
+    if comparisons > MOST_COMPARISONS || bytes > MOST_BYTES {
+        let (most_comparisons, most_bytes) = (MOST_COMPARISONS, MOST_BYTES);
+        return Err(PlanError::TooLarge { states: cuts, comparisons, most_comparisons, bytes, most_bytes });
+    }
+    Ok(())
+}
+
 /// The search over one level of the topology.
 struct Search<'a> {
     states: &'a States,
+    order: &'a Order,
     level: Level,
     /// The level inside: what it found, and its machines.
     inner: Option<(&'a Table, usize)>,
@@ -189,44 +225,39 @@ impl Search<'_> {
     fn row(&self, start: usize) -> Row {
         let (cuts, machines) = (self.states.count(), self.level.machines);
         let mut row = Row { start, machines, best: Vec::with_capacity((cuts - start) * machines) };
+        let mut best = vec![None; machines];
         for end in start + 1..=cuts {
-            let lasts = self.lasts(start, end);
-            let whole = self.one_machine(start, end);
-            for used in 1..=machines {
-                let replicable = used == 1 || !self.options.straight;
-                let mut best = whole.filter(|_| replicable).map(|time| Best {
-                    time: self.stage(time, self.weights(start, end), used, self.inner_machines()),
-                    last: Last { cut: start, machines: used },
-                });
-                for last in &lasts {
-                    for (on_last, &time) in (1..used).zip(&last.times) {
-                        let Some(before) = row.get(last.cut, used - on_last) else { continue };
-                        let time = time.max(before.time);
-                        if best.is_none_or(|best| time < best.time) {
-                            best = Some(Best { time, last: Last { cut: last.cut, machines: on_last } });
-                        }
-                    }
-                }
-                row.best.push(best);
-            }
+            self.search(&row, end, &mut best);
+            row.best.extend_from_slice(&best);
         }
         row
     }
 
-    /// What can be the last of several stages between two cuts.
-    fn lasts(&self, start: usize, end: usize) -> Vec<LastStage> {
-        let mut between: Vec<usize> = (start + 1..end).filter(|&cut| self.states.precedes(start, cut)).collect();
-        between.sort_by_key(|&cut| turn(cut));
-        let most = if self.options.straight { 1 } else { self.level.machines };
-        let timed = |cut| {
-            let time = self.one_machine(cut, end)?;
-            let times = (1..=most).map(|machines| {
-                let stage = self.stage(time, self.weights(cut, end), machines, 1);
-                stage.max(self.transfer(cut, end, machines))
-            });
-            Some(LastStage { cut, times: times.collect() })
-        };
-        between.into_iter().filter_map(timed).collect()
+    /// Finds the best between the first cut of `row` and a later one, by number of machines less 1. `row` has what comes before.
+    fn search(&self, row: &Row, end: usize, best: &mut [Option<Best>]) {
+        let (start, machines, straight) = (row.start, self.level.machines, self.options.straight);
+        best.fill(None);
+        let Some(time) = self.one_machine(start, end) else { return };
+        let weights = self.weights(start, end);
+        for used in 1..=if straight { 1 } else { machines } {
+            let time = self.stage(time, weights, used, self.inner_machines());
+            best[used - 1] = Some(Best { time, last: Last::new(start, used) });
+        }
+        for cut in self.order.between(start, end) {
+            let Some(time) = self.one_machine(cut, end) else { continue };
+            let weights = self.weights(cut, end);
+            for on_last in 1..if straight { machines.min(2) } else { machines } {
+                let time = self.stage(time, weights, on_last, 1).max(self.transfer(cut, end, on_last));
+                let last = Last::new(cut, on_last);
+                for used in on_last + 1..=machines {
+                    let Some(before) = row.get(cut, used - on_last) else { continue };
+                    let (best, time) = (&mut best[used - 1], time.max(before.time));
+                    if best.is_none_or(|best| time < best.time) {
+                        *best = Some(Best { time, last });
+                    }
+                }
+            }
+        }
     }
 
     /// Time of a stage on one machine of this level.
@@ -270,20 +301,6 @@ impl Search<'_> {
     }
 }
 
-/// When a cut is looked at: of equally good ones, the first is taken. There are many where layers cost nothing or a transfer
-/// decides: a straight VGG-16 on four machines has 253 best partitions. The published code looks at cuts in the order of a Python
-/// set of objects, which their addresses scatter. Any order is right; this one is as scattered, and was chosen because it takes
-/// what the recorded runs of that code took.
-fn turn(cut: usize) -> usize {
-    cut * (cut + 17) % 131
-}
-
-/// A last stage, with its times on 1, 2, .. machines.
-struct LastStage {
-    cut: usize,
-    times: Vec<f64>,
-}
-
 /// What a level's search found.
 struct Table {
     machines: usize,
@@ -305,12 +322,19 @@ struct Best {
     last: Last,
 }
 
-/// The last stage of a partition.
+/// The last stage of a partition. In few bytes: a table has one for each pair of cuts and number of machines.
 #[derive(Clone, Copy)]
 struct Last {
     /// The cut before it.
-    cut: usize,
-    machines: usize,
+    cut: u16,
+    machines: NonZeroU16,
+}
+
+impl Last {
+    fn new(cut: usize, machines: usize) -> Self {
+        let small = |number| u16::try_from(number).expect("`States` and `check` hold cuts and machines below 2^16");
+        Self { cut: small(cut), machines: NonZeroU16::new(small(machines)).expect("a stage is on a machine or more") }
+    }
 }
 
 impl Row {
@@ -330,8 +354,9 @@ impl Table {
         let (mut stages, mut end, mut machines) = (Vec::new(), end, self.machines);
         while end > start {
             let Some(Best { last, .. }) = self.rows[start].get(end, machines) else { break };
-            stages.push((last.cut, end, last.machines));
-            (end, machines) = (last.cut, machines - last.machines);
+            let (cut, on_last) = (usize::from(last.cut), usize::from(last.machines.get()));
+            stages.push((cut, end, on_last));
+            (end, machines) = (cut, machines - on_last);
         }
         stages.reverse();
         stages

@@ -36,8 +36,9 @@ pub struct States {
     depths: Vec<usize>,
 }
 
-/// More places for a cut than this are not searched.
-const MOST: usize = 1024;
+/// Branches side by side multiply: this many states are more than any published profile has, and are listed in a moment. How
+/// many of them can be searched depends on the machines, and is for [`plan`](super::plan()) to say.
+const MOST: usize = 1 << 14;
 
 impl States {
     /// The states of a profile.

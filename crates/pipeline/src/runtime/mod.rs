@@ -1,17 +1,21 @@
 //! The one interpreter: runs one rank of a [`Lowered`] schedule over stages and a transport of yours.
 
+#[cfg(feature = "channel")]
+mod channel;
 mod error;
 mod flow;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
+#[cfg(feature = "channel")]
+pub use channel::{ChannelError, ChannelTransport, channels};
 pub use error::RunError;
 
 use crate::{Action, ActionKind, Direction, Lowered, Tag};
 
 /// One stage of the model, as the interpreter sees it. It keeps what its backwards need, per micro-batch.
-pub trait Stage {
+pub trait StageRunner {
     /// What stages hand to each other: activations one way, gradients the other.
     type Message;
     /// What can go wrong.
@@ -50,7 +54,33 @@ pub trait Stage {
     fn update(&mut self, micro: usize) -> Result<(), Self::Error>;
 }
 
-/// Moves messages between pipeline ranks.
+/// Stages that are lent: what owns them need not be what runs them.
+impl<S: StageRunner + ?Sized> StageRunner for &mut S {
+    type Message = S::Message;
+    type Error = S::Error;
+
+    fn forward(&mut self, micro: usize, input: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).forward(micro, input)
+    }
+
+    fn backward_input(&mut self, micro: usize, grad: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).backward_input(micro, grad)
+    }
+
+    fn backward_weights(&mut self, micro: usize) -> Result<(), S::Error> {
+        (**self).backward_weights(micro)
+    }
+
+    fn backward(&mut self, micro: usize, grad: Option<S::Message>) -> Result<Option<S::Message>, S::Error> {
+        (**self).backward(micro, grad)
+    }
+
+    fn update(&mut self, micro: usize) -> Result<(), S::Error> {
+        (**self).update(micro)
+    }
+}
+
+/// Moves messages between pipeline ranks. With the feature `channel`, `channels` makes one for threads of one process.
 ///
 /// Between two ranks, messages are received in the order in which they are sent (a [`Lowered`] guarantees it), so
 /// tags are there to check, or to match by where a transport can.
@@ -61,7 +91,7 @@ pub trait Transport {
     type Error;
 
     /// Posts a message and returns without waiting for the receiver. Schedules rely on that: a send that waits
-    /// may deadlock.
+    /// may deadlock, unless [`Report::in_flight`](crate::Report::in_flight) messages can be on their way before it does.
     fn send(&mut self, to_rank: usize, tag: Tag, message: Self::Message) -> Result<(), Self::Error>;
 
     /// Waits for a message.
@@ -100,12 +130,12 @@ pub enum Phase {
 ///
 /// ```
 /// use std::convert::Infallible;
-/// use meshwork_pipeline::{Event, Phase, Stage, Tag, Transport, gpipe, lower, run};
+/// use meshwork_pipeline::{Event, Phase, StageRunner, Tag, Transport, gpipe, lower, run};
 ///
 /// /// loss = (weight · micro)² / 2, all in one stage.
 /// struct Square { weight: f32, grad: f32 }
 ///
-/// impl Stage for Square {
+/// impl StageRunner for Square {
 ///     type Message = f32;
 ///     type Error = Infallible;
 ///     fn forward(&mut self, _micro: usize, _input: Option<f32>) -> Result<Option<f32>, Infallible> {
@@ -154,7 +184,7 @@ pub fn run<S, T>(
     observer: &mut impl FnMut(Event),
 ) -> Result<(), RunError<S::Error, T::Error>>
 where
-    S: Stage,
+    S: StageRunner,
     T: Transport<Message = S::Message>,
 {
     let mut interpreter = Interpreter::default();
@@ -190,7 +220,7 @@ impl<M> Interpreter<M> {
         observer: &mut impl FnMut(Event),
     ) -> Result<(), RunError<S::Error, T::Error>>
     where
-        S: Stage<Message = M>,
+        S: StageRunner<Message = M>,
         T: Transport<Message = M>,
     {
         let schedule = lowered.schedule();

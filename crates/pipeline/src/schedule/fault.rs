@@ -1,4 +1,4 @@
-//! What can be wrong with a schedule: one variant per kind of lie. Long because each has facts of its own, and a sentence that
+//! What can be wrong with a schedule: one variant per kind of fault. Long because each has facts of its own, and a sentence that
 //! says them.
 
 use std::error::Error;
@@ -265,6 +265,20 @@ pub enum Fault {
         /// The receive.
         received: Action,
     },
+    /// A cost that is no time, or that is missing.
+    Cost {
+        /// What costs it: an action of a stage, or a message.
+        what: &'static str,
+        /// The stage; none for a message.
+        stage: Option<usize>,
+        /// What was given.
+        value: String,
+    },
+    /// Costs that add up to more time than can be measured and drawn.
+    TimeOverflow {
+        /// The longest time.
+        most: u32,
+    },
     /// Ranks that wait for each other in a circle.
     Deadlock {
         /// Ranks by steps, with a mark at each action that can never start and what it waits for.
@@ -396,6 +410,13 @@ impl fmt::Display for Fault {
                 "message {index} from rank {from} to rank {to} is sent as {sent} but received as {received}; ranks \
                  must receive in the order in which the other sends"
             ),
+            Self::Cost { what, stage, value } => {
+                let stage = stage.map_or(String::new(), |stage| format!(" of stage {stage}"));
+                write!(f, "the {what}{stage} costs {value}; a cost is a finite time of at least 0, one for each stage")
+            }
+            Self::TimeOverflow { most } => {
+                write!(f, "its costs add up to more than 1e{most} units of time; use a larger unit")
+            }
             Self::Deadlock { grid } => write!(f, "ranks wait for each other in a circle:\n{grid}"),
         }
     }

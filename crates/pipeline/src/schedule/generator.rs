@@ -110,16 +110,19 @@ impl Generator {
     /// ```
     /// use meshwork_pipeline::{Generator, MicroCounts};
     ///
-    /// assert_eq!(Generator::Gpipe.micros(4), MicroCounts { min: 1, multiple_of: 1 });
-    /// assert_eq!(Generator::OneFOneB.micros(4), MicroCounts { min: 4, multiple_of: 1 });
+    /// assert_eq!(Generator::OneFOneB.micros(4), MicroCounts { min: 1, multiple_of: 1 });
+    /// assert_eq!(Generator::ZbV.micros(4), MicroCounts { min: 4, multiple_of: 1 });
     /// assert_eq!(Generator::Interleaved.micros(4), MicroCounts { min: 4, multiple_of: 4 });
     /// ```
     pub fn micros(self, pp: usize) -> MicroCounts {
         let pp = pp.max(1);
         let (min, multiple_of) = match self {
-            Self::Gpipe | Self::BreadthFirst | Self::PipeDream => (1, 1),
-            Self::OneFOneB | Self::ZbH1 | Self::ZbH2 | Self::ZbV | Self::PipeDream2Bw => (pp, 1),
+            Self::Gpipe | Self::OneFOneB | Self::BreadthFirst | Self::ZbH1 | Self::PipeDream => (1, 1),
+            // A batch of 2BW needs the weights of the one before the last: with fewer they are yet to be made. The point
+            // of ZB-H2 and ZB-V is to have no bubble, from about 2 pp on: with fewer than pp they are no better than ZB-H1.
+            Self::ZbH2 | Self::ZbV | Self::PipeDream2Bw => (pp, 1),
             Self::DualPipeV => (pp.saturating_mul(2), 1),
+            // Micro-batches go through the chunks in groups of pp (PTD-P, section 2.2).
             Self::Interleaved => (pp, pp),
         };
         MicroCounts { min, multiple_of }
@@ -131,11 +134,11 @@ impl Generator {
     /// use meshwork_pipeline::{Generator, Shape};
     ///
     /// let shape = Shape { pp: 4, virtual_stages: 1, micros: 2 };
+    /// assert!(Generator::OneFOneB.takes(shape).is_ok());
     /// assert_eq!(
-    ///     Generator::OneFOneB.takes(shape).unwrap_err().to_string(),
-    ///     "schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any number"
+    ///     Generator::ZbH2.takes(shape).unwrap_err().to_string(),
+    ///     "schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2; gpipe and 1f1b take any number"
     /// );
-    /// assert!(Generator::OneFOneB.takes(Shape { micros: 4, ..shape }).is_ok());
     /// assert_eq!(
     ///     Generator::ZbV.takes(Shape { micros: 8, ..shape }).unwrap_err().to_string(),
     ///     "schedule zb_v does not run with 1 virtual stages (chunks per rank): it has 2; interleaved_1f1b and \
@@ -269,7 +272,7 @@ impl DefaultMicros {
 /// let choice = default_micros(Generator::OneFOneB, 4, 1, 8, |micros| 8 % micros == 0).unwrap();
 /// assert_eq!((choice.micros, choice.under_quarter()), (8, false));
 ///
-/// assert_eq!(default_micros(Generator::OneFOneB, 4, 1, 2, |micros| 2 % micros == 0), None);
+/// assert_eq!(default_micros(Generator::ZbH2, 4, 1, 2, |micros| 2 % micros == 0), None); // it takes 4 or more
 /// ```
 pub fn default_micros(
     generator: Generator,

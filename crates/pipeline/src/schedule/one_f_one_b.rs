@@ -6,9 +6,9 @@ use super::{Action, Schedule};
 
 /// A few forwards to fill the pipeline, then one forward and one backward in turns, then the backwards left.
 ///
-/// The bubble is GPipe's, but rank r holds the activations of only `pp - r` micro-batches, however many there
-/// are. With fewer micro-batches than ranks the turns never come and it would be GPipe under another name:
-/// [`Generator::build`](crate::Generator::build) refuses that; this function only writes the data.
+/// Rank r runs min(pp - r - 1, micros) forwards before the turns, so it takes any number of micro-batches from 1. The
+/// bubble is GPipe's, but rank r holds the activations of only min(pp - r, micros) micro-batches. With fewer
+/// micro-batches than ranks the first ranks have no turns: they run all forwards, then all backwards.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::one_f_one_b(2, 3);

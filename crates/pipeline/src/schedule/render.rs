@@ -33,13 +33,29 @@ pub fn render(schedule: &Schedule) -> Result<String, CheckError> {
 
 /// Draws a timeline in text. A column is as wide in time as the shortest action, so that each has a cell of its own;
 /// longer ones are dashed through to their end. What takes no time is left out.
+///
+/// Where that would take more than 500 columns and four times as many as a rank has actions, a column is wider, and a line
+/// below the grid says how wide. What is shorter then takes a column all the same, and may move what follows to the right.
+///
+/// ```
+/// use meshwork_pipeline::{Costs, gpipe, simulate, text_grid};
+///
+/// let schedule = gpipe(1, 1);
+/// let grid = text_grid(&simulate(&schedule, &Costs::per_rank(&schedule, 1e9, 1.0, 1.0))?);
+/// assert!(grid.starts_with("rank 0 | F0---") && grid.len() < 2000);
+/// assert!(grid.ends_with("(a column is 2000000.004 units of time; what is shorter takes a column all the same)\n"));
+/// # Ok::<(), meshwork_pipeline::CheckError>(())
+/// ```
 pub fn text_grid(timeline: &Timeline) -> String {
     let lasting = |interval: &&Interval| interval.end > interval.start && !interval.action.kind.is_message();
     let lengths = timeline.ranks.iter().flatten().filter(lasting).map(|interval| interval.end - interval.start);
-    let column = lengths.fold(f64::INFINITY, f64::min);
+    let shortest = lengths.fold(f64::INFINITY, f64::min);
+    let actions = timeline.ranks.iter().map(|rank| rank.iter().filter(lasting).count()).max().unwrap_or(0);
+    let most = MOST_COLUMNS.max(4 * actions);
+    let column = shortest.max(timeline.makespan() / most as f64);
     let origin = timeline.start();
     // Times are sums of costs: what should fall on a column's edge may have been rounded to just below it.
-    let at = |time: f64| ((time - origin) / column + 1e-6).floor() as usize;
+    let at = |time: f64| (((time - origin) / column + 1e-6).floor() as usize).min(most);
     let stage_is_rank = timeline.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
     let label = |action: Action| {
         let text = action.to_string();
@@ -60,8 +76,15 @@ pub fn text_grid(timeline: &Timeline) -> String {
         }
         rows.push(cells);
     }
-    grid(&rows)
+    let mut text = grid(&rows);
+    if column > shortest {
+        let _ = writeln!(text, "(a column is {column} units of time; what is shorter takes a column all the same)");
+    }
+    text
 }
+
+/// Grids of more columns than this are drawn on a coarser scale, unless a rank has so many actions.
+const MOST_COLUMNS: usize = 500;
 
 /// Where each rank got stuck: its steps around there, the stuck one marked `>2F0<`, and what that one waits for.
 pub(super) fn stuck_grid(graph: &Graph, reached: &[usize]) -> String {

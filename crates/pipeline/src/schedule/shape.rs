@@ -97,7 +97,7 @@ impl fmt::Display for ShapeError {
             Self::Micros { schedule, pp, micros, takes } => {
                 write!(f, "schedule {schedule} over pp={pp} needs {takes}, got {micros}")?;
                 // Only where that is a way out: nothing runs without any micro-batch.
-                if *micros > 0 { write!(f, "; gpipe takes any number") } else { Ok(()) }
+                if *micros > 0 { write!(f, "; gpipe and 1f1b take any number") } else { Ok(()) }
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, WeightGradient};
 use super::needs::{Form, Graph};
 use super::walk::{Terms, Walk, walk};
-use super::{Action, CheckError, Interval, Schedule, Timeline, lower};
+use super::{Action, CheckError, Fault, Interval, Schedule, Timeline, lower};
 
 /// What the parts of a schedule cost, in any one unit of time. By stage: the time for one micro-batch.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,6 +46,23 @@ impl Costs {
         }
     }
 
+    /// Refuses costs that are no times, or not there for each stage.
+    fn check(&self, stages: usize) -> Result<(), Fault> {
+        let refuse = |what, stage, value: Option<&f64>| match value {
+            Some(&value) if value >= 0.0 && value.is_finite() => Ok(()),
+            value => Err(Fault::Cost { what, stage, value: value.map_or("(not given)".to_owned(), f64::to_string) }),
+        };
+        let actions = [
+            ("forward", &self.forward),
+            ("input gradient", &self.input_gradient),
+            ("weight gradient", &self.weight_gradient),
+        ];
+        for (what, costs) in actions {
+            (0..stages).try_for_each(|stage| refuse(what, Some(stage), costs.get(stage)))?;
+        }
+        refuse("message between two ranks", None, Some(&self.transfer))
+    }
+
     fn busy(&self, action: Action) -> f64 {
         let stage = action.stage;
         match action.kind {
@@ -76,13 +93,26 @@ impl Costs {
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
 ///
-/// # Panics
+/// # Errors
 ///
-/// If `costs` is of fewer stages than the schedule has, or holds what is no number.
+/// A schedule that [`check`](crate::check) refuses; costs that are missing, negative or not finite; and costs that add up
+/// to more than 1e300 units of time.
+///
+/// ```
+/// use meshwork_pipeline::{Costs, gpipe, simulate};
+///
+/// let schedule = gpipe(2, 4);
+/// let error = |forward| simulate(&schedule, &Costs::per_rank(&schedule, forward, 1.0, 1.0)).unwrap_err().to_string();
+/// assert_eq!(error(1e308), "schedule gpipe: its costs add up to more than 1e300 units of time; use a larger unit");
+/// assert_eq!(
+///     error(-1.0),
+///     "schedule gpipe: the forward of stage 0 costs -1; a cost is a finite time of at least 0, one for each stage"
+/// );
+/// ```
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckError> {
-    let numbers = || [&costs.forward, &costs.input_gradient, &costs.weight_gradient].into_iter().flatten();
-    assert!(numbers().chain([&costs.transfer]).all(|cost| *cost >= 0.0 && cost.is_finite()), "{costs:?}");
+    let refuse = |fault| CheckError { schedule: schedule.name.clone(), fault };
     let lowered = lower(schedule)?;
+    costs.check(schedule.stages()).map_err(refuse)?;
     let schedule = lowered.schedule();
     let graph = Graph::new(schedule, Form::Lowered);
     let delay = if costs.overlap { costs.transfer } else { 0.0 };
@@ -94,10 +124,15 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckErr
         let computed = row.iter().zip(starts).filter(|(action, _)| !action.kind.is_message());
         computed.map(|(&action, &start)| Interval { action, start, end: start + costs.busy(action) }).collect()
     });
-    Ok(Timeline {
+    let timeline = Timeline {
         name: schedule.name.clone(),
         placement: schedule.placement.clone(),
         micros_per_step: schedule.micros_per_step(),
         ranks: ranks.collect(),
-    })
+    };
+    let longest = 10_f64.powi(MOST_TIME as i32);
+    if timeline.makespan() <= longest { Ok(timeline) } else { Err(refuse(Fault::TimeOverflow { most: MOST_TIME })) }
 }
+
+/// Times of up to 10 to this power leave room for sums over ranks and for smaller units of time.
+const MOST_TIME: u32 = 300;

@@ -4,10 +4,12 @@ use super::ActionKind::{Forward, InputGradient, WeightGradient};
 use super::placement::{one_per_rank, one_step};
 use super::{Action, Schedule};
 
-/// 1F1B with split backwards, in 1F1B's memory: `pp` micro-batches on every rank.
+/// 1F1B with split backwards, in 1F1B's memory: min(pp, micros) micro-batches on every rank.
 ///
 /// Gradients of inputs go back through the ranks alone, and the later ranks put weight gradients off until the end,
 /// when they would be idle: the bubble is (pp - 1)(F + I - W), a third of 1F1B's where all three take the same time.
+/// It takes any number of micro-batches from 1. With fewer than `pp` there are fewer weight gradients to put off: the
+/// bubble is (pp - 1)(F + I) - (micros - 1) W.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::zb_h1(2, 3);

@@ -92,7 +92,7 @@ impl Gradients {
     /// reads the weights.
     pub fn descend(&self, params: &mut Arc<Params>, rate: f64) -> Result<()> {
         let Some(params) = Arc::get_mut(params) else {
-            return Err(Error::Update("weights are still read: drop the tape and its values first".to_owned()));
+            return Err(Error::Backward("weights are still read: drop the tape and its values first".to_owned()));
         };
         for (&id, gradient) in &self.0 {
             let (flat, range) = params.place(id);

@@ -185,6 +185,11 @@ mod tests {
         Wish { global_batch_size, dp, pp, schedule, virtual_stages: 1, num_microbatches: None, micro_batch_size: None }
     }
 
+    /// The same with a schedule that takes no fewer micro-batches than there are stages.
+    fn of_zb_h2(global_batch_size: usize, dp: usize, pp: usize) -> Wish {
+        Wish { schedule: Generator::ZbH2, ..wish(global_batch_size, dp, pp) }
+    }
+
     fn cut(wish: Wish) -> (usize, usize, bool) {
         let cut = wish.cut().unwrap();
         (cut.num_microbatches, cut.micro_batch_size, cut.notice.is_some())
@@ -212,6 +217,13 @@ mod tests {
             "pipeline.num_microbatches = 4, the largest that training.global_batch_size = 8 allows over dp = 2, \
              leaves the pipeline idle for 43% of the time: a larger batch or fewer stages would help"
         );
+    }
+
+    #[test]
+    fn fewer_micro_batches_than_stages_are_a_default_only_where_there_can_be_no_more() {
+        assert_eq!(cut(wish(4, 2, 4)), (2, 1, true));
+        assert_eq!(cut(Wish { num_microbatches: Some(2), ..wish(16, 1, 4) }), (2, 8, false));
+        assert_eq!(cut(wish(1_000_000_007, 1, 2)), (1, 1_000_000_007, true));
     }
 
     #[test]
@@ -249,23 +261,23 @@ mod tests {
     #[test]
     fn fewer_micro_batches_than_the_schedule_needs() {
         assert_eq!(
-            refusal(Wish { num_microbatches: Some(2), ..wish(16, 1, 4) }),
-            "pipeline.num_microbatches = 2: schedule 1f1b over pp=4 needs at least 4 micro-batches, got 2; gpipe takes any \
-             number; use 4 or more, or a smaller pp"
+            refusal(Wish { num_microbatches: Some(2), ..of_zb_h2(16, 1, 4) }),
+            "pipeline.num_microbatches = 2: schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2; gpipe and 1f1b \
+             take any number; use 4 or more, or a smaller pp"
         );
         assert_eq!(
-            refusal(wish(4, 2, 4)),
-            "training.global_batch_size = 4: gives each of dp = 2 ranks 2 samples, but schedule 1f1b over pp = 4 needs at \
+            refusal(of_zb_h2(4, 2, 4)),
+            "training.global_batch_size = 4: gives each of dp = 2 ranks 2 samples, but schedule zb_h2 over pp = 4 needs at \
              least 4 micro-batches; use training.global_batch_size = 8 or more, or a smaller pp"
         );
         assert_eq!(
-            refusal(Wish { micro_batch_size: Some(8), ..wish(16, 1, 4) }),
-            "training.micro_batch_size = 8: leaves too few micro-batches: schedule 1f1b over pp=4 needs at least 4 \
-             micro-batches, got 2; gpipe takes any number; use a smaller training.micro_batch_size or a larger \
+            refusal(Wish { micro_batch_size: Some(8), ..of_zb_h2(16, 1, 4) }),
+            "training.micro_batch_size = 8: leaves too few micro-batches: schedule zb_h2 over pp=4 needs at least 4 \
+             micro-batches, got 2; gpipe and 1f1b take any number; use a smaller training.micro_batch_size or a larger \
              training.global_batch_size"
         );
         // Both faults of one setting are told together.
-        assert_eq!(refusal(Wish { num_microbatches: Some(3), ..wish(16, 1, 4) }).lines().count(), 2);
+        assert_eq!(refusal(Wish { num_microbatches: Some(3), ..of_zb_h2(16, 1, 4) }).lines().count(), 2);
     }
 
     #[test]
@@ -277,7 +289,7 @@ mod tests {
         };
         assert!(huge.cut().is_err());
         assert_eq!(
-            refusal(wish(1_000_000_007, 1, 2)),
+            refusal(of_zb_h2(1_000_000_007, 1, 2)),
             "training.global_batch_size = 1000000007: no number of micro-batches from 2 to 4096 divides its 1000000007 \
              samples per rank; give pipeline.num_microbatches, or use a rounder batch"
         );

@@ -266,6 +266,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
             config.pipeline.num_microbatches = cut.num_microbatches;
             config.training.micro_batch_size = cut.micro_batch_size;
             config.notices.extend(cut.notice);
+            schedule::check_replicas(config, settings);
         }
         Err(mut faults) => settings.faults.append(&mut faults),
     }

@@ -82,6 +82,16 @@ pub(crate) fn settle(config: &mut Config, settings: &mut Settings) {
     }
 }
 
+/// Holds the replicas of stages against the number of micro-batches, once that is known: each replica needs one.
+pub(super) fn check_replicas(config: &Config, settings: &mut Settings) {
+    let (replicas, micros) = (&config.pipeline.replication, config.pipeline.num_microbatches);
+    if let Some(&most) = replicas.iter().max().filter(|&&most| most > micros) {
+        let problem = format!("leaves ranks without work: {most} ranks of a stage take {MICROS} = {micros} in turn");
+        let valid = format!("use at most {micros} ranks for a stage, or more micro-batches");
+        settings.fault(REPLICATION, format!("{replicas:?}"), problem, valid);
+    }
+}
+
 /// The schedule in a file, or what is wrong with it and what would be valid.
 fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Result<Schedule, (String, String)> {
     let how = || "docs/schedules.md shows the text form; `schedules --load FILE` draws where it is stuck".to_owned();

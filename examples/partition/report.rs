@@ -1,7 +1,6 @@
 //! A partition as a table and as JSON.
 
-use crate::plan::{count, size};
-use meshwork_pipeline::partition::{Layer, Level, Method, Options, Plan, PlannedStage, Profile, States};
+use meshwork::pipeline::partition::{Layer, Level, Method, Options, Plan, PlannedStage, Profile, States};
 use serde_json::{Value, json};
 use std::fmt;
 
@@ -22,7 +21,6 @@ pub struct Report {
 
 impl Report {
     /// One object: states, stages of each level (the outermost first), and times of a mini-batch in seconds.
-    #[must_use]
     pub fn json(&self) -> Value {
         let stage = |&PlannedStage { start, end, replication, compute_s }: &PlannedStage| json!({ "start": start, "end": end, "replication": replication, "compute_s": compute_s });
         let level = |stages: &Vec<PlannedStage>| json!({ "stages": stages.iter().map(stage).collect::<Vec<_>>() });
@@ -112,4 +110,25 @@ impl fmt::Display for Report {
             plan.data_parallel_s,
         )
     }
+}
+
+/// `1 state`, `1,495 states`.
+fn count(number: usize, of: &str) -> String {
+    let digits = number.to_string();
+    let mut grouped = String::new();
+    for (place, digit) in digits.chars().enumerate() {
+        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    format!("{grouped} {of}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Bytes in binary units.
+fn size(bytes: f64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let scale = (0..units.len() - 1).find(|&unit| bytes < 1024f64.powi(unit as i32 + 1)).unwrap_or(units.len() - 1);
+    let value = bytes / 1024f64.powi(scale as i32);
+    if scale == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", units[scale]) }
 }

@@ -1,6 +1,6 @@
 //! A network small enough to differentiate by hand, and its serial run.
 
-mod ranks;
+pub mod ranks;
 
 pub use ranks::{Fault, pipeline, run_alone};
 

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
-use meshwork_pipeline::{Event, Lowered, Phase, Stage, Tag, Transport, run};
+use meshwork_pipeline::{Event, Lowered, Phase, StageRunner, Tag, Transport, run};
 
 /// What goes wrong on purpose.
 #[derive(Clone, Copy, PartialEq)]
@@ -94,7 +94,7 @@ impl Chunk {
     }
 }
 
-impl Stage for Chunk {
+impl StageRunner for Chunk {
     type Message = Vec<f32>;
     type Error = Failed;
 
@@ -170,7 +170,6 @@ type Packet = (Tag, Vec<f32>);
 struct Channels {
     to: Vec<Sender<Packet>>,
     from: Vec<Receiver<Packet>>,
-    finished: usize,
 }
 
 fn channels(ranks: usize) -> Vec<Channels> {
@@ -200,16 +199,22 @@ impl Transport for Channels {
     }
 
     fn finish(&mut self) -> Result<(), Failed> {
-        self.finished += 1;
         Ok(())
     }
 }
 
 /// Runs a schedule with one thread per rank. On failure, what each rank that failed said.
 pub fn pipeline(lowered: &Lowered, fault: Fault) -> Result<Outcome, Vec<String>> {
-    let ranks = channels(lowered.schedule().ranks);
+    pipeline_over(lowered, channels(lowered.schedule().ranks), fault)
+}
+
+/// The same over transports of any kind, one for each rank.
+pub fn pipeline_over<T>(lowered: &Lowered, ranks: Vec<T>, fault: Fault) -> Result<Outcome, Vec<String>>
+where
+    T: Transport<Message = Vec<f32>, Error: fmt::Display> + Send,
+{
     let results: Vec<Result<Vec<Part>, String>> = thread::scope(|scope| {
-        let start = |(rank, channels)| scope.spawn(move || run_rank(lowered, rank, channels, fault));
+        let start = |(rank, transport)| scope.spawn(move || run_rank(lowered, rank, Counted(transport, 0), fault));
         let threads: Vec<_> = ranks.into_iter().enumerate().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
@@ -236,13 +241,37 @@ struct Part {
     weights: Vec<f32>,
 }
 
-fn run_rank(lowered: &Lowered, rank: usize, mut channels: Channels, fault: Fault) -> Result<Vec<Part>, String> {
+/// A transport, and how often it was finished.
+struct Counted<T>(T, usize);
+
+impl<T: Transport> Transport for Counted<T> {
+    type Message = T::Message;
+    type Error = T::Error;
+
+    fn send(&mut self, to_rank: usize, tag: Tag, message: T::Message) -> Result<(), T::Error> {
+        self.0.send(to_rank, tag, message)
+    }
+
+    fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<T::Message, T::Error> {
+        self.0.recv(from_rank, tag)
+    }
+
+    fn finish(&mut self) -> Result<(), T::Error> {
+        self.1 += 1;
+        self.0.finish()
+    }
+}
+
+fn run_rank<T>(lowered: &Lowered, rank: usize, mut transport: Counted<T>, fault: Fault) -> Result<Vec<Part>, String>
+where
+    T: Transport<Message = Vec<f32>, Error: fmt::Display>,
+{
     let schedule = lowered.schedule();
     let live = Live { keeps: !schedule.is_forward_only(), ..Live::default() };
     let chunk = |stage| Chunk::new(stage, lowered, fault, live.clone());
     let mut chunks: Vec<Chunk> = schedule.stages_of(rank).map(chunk).collect();
     let mut events = Vec::new();
-    run(lowered, rank, &mut chunks, &mut channels, &mut |event: Event| events.push(event))
+    run(lowered, rank, &mut chunks, &mut transport, &mut |event: Event| events.push(event))
         .map_err(|error| error.to_string())?;
 
     // The interpreter did what it was told, in order, and kept as much as the checker had said.
@@ -252,7 +281,7 @@ fn run_rank(lowered: &Lowered, rank: usize, mut channels: Channels, fault: Fault
         .flat_map(|&action| [Phase::Started, Phase::Finished].map(|phase| Event { action, phase }));
     assert!(events.into_iter().eq(told));
     assert_eq!(live.peak.get(), lowered.peaks()[rank]);
-    assert_eq!((live.now.get(), channels.finished), (0, 1));
+    assert_eq!((live.now.get(), transport.1), (0, 1));
 
     let part = |chunk: Chunk| Part {
         stage: chunk.stage,

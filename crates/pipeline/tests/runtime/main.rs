@@ -1,6 +1,8 @@
 //! The interpreter against a serial run: a small network, one thread per rank, channels between them. Asynchronous schedules against
 //! a serial simulation of the published update equations, bit for bit.
 
+#[cfg(feature = "channel")]
+mod channel;
 mod network;
 
 use meshwork_pipeline::{
