@@ -99,8 +99,8 @@ pub enum TrainError {
         problem: &'static str,
     },
     /// A plan that cannot be.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
+    #[error("{0}")]
+    Plan(Box<PlanError>),
     /// State that does not fit this trainer.
     #[error("state of {name}: {problem}")]
     State {
@@ -109,6 +109,12 @@ pub enum TrainError {
         /// What does not fit.
         problem: String,
     },
+}
+
+impl From<PlanError> for TrainError {
+    fn from(error: PlanError) -> Self {
+        Self::Plan(Box::new(error))
+    }
 }
 
 impl From<CommError> for TrainError {

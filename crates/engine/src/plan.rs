@@ -226,9 +226,9 @@ pub enum PlanError {
     #[error("the plan is for the mesh {plan}, and this rank is one of {rank}: make the ranks from the plan's mesh")]
     Mesh {
         /// The mesh of the plan.
-        plan: Mesh,
+        plan: String,
         /// That of the rank.
-        rank: Mesh,
+        rank: String,
     },
     /// A batch that cannot be cut evenly.
     #[error(

@@ -29,7 +29,7 @@ use crate::weights::WeightStore;
 use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
 use asynchronous::Asynchronous;
 use driver::Driver;
-use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp};
+use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::Piece;
@@ -449,7 +449,10 @@ impl Trainer {
 fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), PlanError> {
     let same = |axis| plan.mesh.degree(axis) == rank.mesh().degree(axis);
     if !Axis::ALL.into_iter().all(same) {
-        return Err(PlanError::Mesh { plan: plan.mesh.clone(), rank: rank.mesh().clone() });
+        return Err(PlanError::Mesh { plan: plan.mesh.to_string(), rank: rank.mesh().to_string() });
+    }
+    if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
+        return Err(PlanError::ReductionOrder);
     }
     if device.factor(DType::F32) != plan.precision.factor(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });

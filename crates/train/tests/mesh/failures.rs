@@ -147,7 +147,7 @@ fn a_batch_without_tokens_is_refused_on_every_rank_and_the_next_one_is_taken() {
             let batch = data.batch(0, BATCH, trainer.samples());
             let tokens = batch.values::<i32>("tokens")?.to_vec();
             let batch = language::batch(tokens.clone(), vec![MASKED; tokens.len()], SEQ)?;
-            let nothing = trainer.evaluate([batch.clone()].into_iter());
+            let nothing = trainer.evaluate([batch.clone()]);
             assert!(matches!(nothing, Err(TrainError::NoTerms { .. })), "{case}: {nothing:?}");
             let refused = trainer.step(&batch);
             assert!(matches!(refused, Err(TrainError::NoTerms { step: 1 })), "{case}: {refused:?}");

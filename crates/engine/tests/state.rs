@@ -1,0 +1,135 @@
+//! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and goes on as if
+//! nothing had happened.
+
+use meshwork_core::comm::thread;
+use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::random;
+use std::ops::Range;
+use std::sync::Arc;
+
+const SEQ: usize = 16;
+const VOCAB: usize = 61;
+
+fn model() -> Arc<dyn Model> {
+    let config = Gpt2Config {
+        vocab_size: VOCAB,
+        hidden_size: 32,
+        ffn_hidden_size: 64,
+        seq_len: SEQ,
+        dropout: 0.1,
+        ..Gpt2Config::default()
+    };
+    Arc::new(Gpt2::new(config))
+}
+
+/// Random tokens; each step has others.
+fn batch(step: u64, samples: Range<usize>) -> Batch {
+    let key = random::key(5, "tokens");
+    let token = |sample: usize, at: usize| {
+        (random::uniform(key, (step * 16 + sample as u64) * 100 + at as u64) * VOCAB as f32) as i32
+    };
+    let row =
+        |shift: usize| samples.clone().flat_map(|sample| (0..SEQ).map(move |at| token(sample, at + shift))).collect();
+    language::batch(row(0), row(1), SEQ).unwrap()
+}
+
+/// Trains steps `steps` on a mesh, from a state if there is one: the reports of one rank, and the whole state afterwards.
+fn go_on(plan: &Plan, from: Option<&WholeState>, steps: Range<u64>) -> (Vec<StepReport>, WholeState) {
+    let model = model();
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        if let Some(state) = from {
+            trainer.load_state(state)?;
+        }
+        assert_eq!(trainer.steps_done(), steps.start);
+        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        let reports = steps.clone().map(step).collect::<Result<Vec<_>, _>>()?;
+        Ok::<_, TrainError>((reports, trainer.state()?))
+    });
+    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+    (reports.swap_remove(0), WholeState::merge(&states).unwrap())
+}
+
+fn on(mesh: &str, numerics: Numerics) -> Plan {
+    Plan { mesh: mesh.parse().unwrap(), numerics, ..Plan::default() }
+}
+
+const CHAIN: [&str; 5] = ["dp=2,tp=2,pp=2", "tp=4", "dp=1", "pp=4", "dp=4"];
+
+#[test]
+fn a_run_moves_from_mesh_to_mesh_and_its_losses_go_on() {
+    let (alone, _) = go_on(&on("dp=1", Numerics::Fast), None, 0..10);
+    let mut state: Option<WholeState> = None;
+    for (part, mesh) in CHAIN.into_iter().enumerate() {
+        let first = 2 * part as u64;
+        let (reports, next) = go_on(&on(mesh, Numerics::Fast), state.as_ref(), first..first + 2);
+        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+            assert_eq!((report.step, report.lr), (wanted.step, wanted.lr));
+            let off = (report.loss - wanted.loss).abs() / wanted.loss;
+            assert!(off < 1e-5, "{mesh}: step {} has loss {}, uninterrupted {}", report.step, report.loss, wanted.loss);
+        }
+        state = Some(next);
+    }
+}
+
+#[test]
+fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    let (alone, wanted) = go_on(&on("dp=1", canonical), None, 0..10);
+    let mut state: Option<WholeState> = None;
+    for (part, mesh) in CHAIN.into_iter().enumerate() {
+        let first = 2 * part as u64;
+        let (reports, next) = go_on(&on(mesh, canonical), state.as_ref(), first..first + 2);
+        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+            assert_eq!(
+                (report.loss, report.grad_norm),
+                (wanted.loss, wanted.grad_norm),
+                "{mesh}, step {}",
+                report.step
+            );
+        }
+        state = Some(next);
+    }
+    assert!(state.unwrap() == wanted);
+}
+
+/// The same mesh, from a schedule whose steps overlap to one whose weights change while it runs: the bits are kept.
+#[test]
+fn the_same_mesh_goes_on_bit_by_bit_with_any_schedule() {
+    for schedule in ["1f1b", "zb_h2", "zb_v"] {
+        let schedule = ScheduleSpec::named(schedule).unwrap();
+        let plan = Plan { schedule, num_microbatches: Some(8), ..on("dp=2,pp=2", Numerics::Fast) };
+        let (alone, wanted) = go_on(&plan, None, 0..4);
+        let (first, state) = go_on(&plan, None, 0..2);
+        let (second, got) = go_on(&plan, Some(&state), 2..4);
+        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+        assert_eq!([losses(&first), losses(&second)].concat(), losses(&alone));
+        assert!(got == wanted);
+    }
+}
+
+#[test]
+fn state_that_does_not_fit_is_refused_by_name() {
+    let (_, state) = go_on(&on("dp=1", Numerics::Fast), None, 0..1);
+    let weights = |parameter: &str, state: Option<&str>| StateKey {
+        parameter: parameter.to_owned(),
+        state: state.map(str::to_owned),
+    };
+    assert_eq!(state.vector(&weights("wte.weight", Some("exp_avg"))).map(<[f32]>::len), Some(VOCAB * 32));
+    let refused = |model: Gpt2Config| {
+        let plan = on("dp=1", Numerics::Fast);
+        let rank = Arc::new(meshwork_core::Rank::recording(&plan.mesh, 0).unwrap());
+        let mut trainer = Trainer::new(Arc::new(Gpt2::new(model)), &plan, rank, Cpu::device()).unwrap();
+        trainer.load_state(&state).unwrap_err().to_string()
+    };
+    let same =
+        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
+    let deeper = refused(Gpt2Config { num_layers: 5, ..same });
+    assert!(deeper.contains("state of h.4.") && deeper.contains("the state has none of that name"), "{deeper}");
+    let wider = refused(Gpt2Config { vocab_size: 64, ..same });
+    assert_eq!(wider, "state of wte.weight: the state has [61, 32], the model [64, 32]");
+}

@@ -1,0 +1,128 @@
+//! A model of your own, over any mesh: a language model whose blocks run attention and a squared-ReLU network side by side, as PaLM
+//! and Primer have them, written on the public API alone. `cargo run --release --example custom_model`.
+
+use meshwork::core::{Axis, Mesh};
+use meshwork::engine::TrainError;
+use meshwork::models::language::{self, TARGETS, TOKENS};
+use meshwork::nn::{Activation, Field, LayerNorm, Positions};
+use meshwork::prelude::*;
+use meshwork::tensor::{Init, ParamId, Result, Role};
+use meshwork::tensor_parallel::VocabParallelEmbedding;
+use std::ops::Range;
+use std::sync::Arc;
+
+const NORMAL: Init = Init::Normal { std: 0.02 };
+
+#[derive(Debug)]
+#[rustfmt::skip]
+pub(crate) struct Parallel { vocab: usize, layers: usize, hidden: usize, heads: usize, seq_len: usize }
+
+impl Parallel {
+    pub(crate) fn new([vocab, layers, hidden, heads, seq_len]: [usize; 5]) -> Self {
+        Self { vocab, layers, hidden, heads, seq_len }
+    }
+}
+
+/// `x + Attn(LN(x)) + relu(LN(x) · Upᵀ)² · Downᵀ`.
+#[derive(Debug)]
+#[rustfmt::skip]
+struct Block { norm: LayerNorm, qkv: ParamId, out: ParamId, up: ParamId, down: ParamId }
+
+impl Block {
+    fn new(params: &mut Declarations, layer: usize, h: usize, heads: usize) -> Result<Self> {
+        let mut weight = |part: &str, dims: &[usize], cut: usize| {
+            let placement = Placement::replicated().shard(Axis::Tp, cut);
+            params.declare(format!("block.{layer}.{part}"), dims, placement, Role::Weight, NORMAL)
+        };
+        let (qkv, out) = (weight("qkv", &[3, heads, h / heads, h], 1)?, weight("out", &[h, heads, h / heads], 1)?);
+        let (up, down) = (weight("up", &[4 * h, h], 0)?, weight("down", &[h, 4 * h], 1)?);
+        Ok(Self { norm: LayerNorm::new(params, &format!("block.{layer}.norm"), h)?, qkv, out, up, down })
+    }
+
+    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        let w = |id| tape.param(id);
+        let normed = self.norm.forward(tape, x)?; // [b, s, h], Invariant on tp
+        let qkv = normed.copy(Axis::Tp)?.linear(&w(self.qkv)?, 1)?; // [b, s, 3, heads/tp, d], Shard(3)
+        let mixed = qkv.causal_attention(None)?.linear(&w(self.out)?, 2)?.all_reduce(Axis::Tp)?; // Σ_tp
+        let inner = normed.copy(Axis::Tp)?.linear(&w(self.up)?, 1)?.relu()?; // [b, s, 4h/tp], Shard(2)
+        let squared = inner.mul(&inner)?.linear(&w(self.down)?, 1)?.all_reduce(Axis::Tp)?; // Σ_tp
+        x.add(&mixed)?.add(&squared)
+    }
+}
+
+/// Some of the blocks, with the tables in front on the first stage and norm and head behind on the last.
+#[derive(Debug)]
+struct Part {
+    tables: Option<(VocabParallelEmbedding, Positions)>,
+    blocks: Vec<Block>,
+    head: Option<(LayerNorm, VocabParallelEmbedding)>,
+}
+
+impl Model for Parallel {
+    fn num_layers(&self) -> usize {
+        self.layers
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        language::fields(self.seq_len)
+    }
+
+    fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        let &Self { vocab, hidden, heads, seq_len, .. } = self;
+        let (mut tables, mut head) = (None, None);
+        if part.first {
+            let tokens = VocabParallelEmbedding::new(params, "tokens", vocab, hidden, NORMAL)?;
+            tables = Some((tokens, Positions::new(params, "positions", seq_len, hidden, 0.02)?));
+        }
+        let blocks = part.layers.clone().map(|i| Block::new(params, i, hidden, heads)).collect::<Result<_>>()?;
+        if part.last {
+            let norm = LayerNorm::new(params, "norm", hidden)?;
+            head = Some((norm, VocabParallelEmbedding::new(params, "head", vocab, hidden, NORMAL)?));
+        }
+        Ok(Box::new(Part { tables, blocks, head }))
+    }
+
+    fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
+        language::hidden(mesh, Region::Invariant, self.hidden, batch)
+    }
+
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        language::unmasked(batch, samples)
+    }
+}
+
+impl Stage for Part {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let x = match &self.tables {
+            Some((tokens, at)) => {
+                at.forward(tape, &tokens.embed(tape, &batch.var(tape, TOKENS)?, Region::Invariant)?)?
+            }
+            None => input.cloned().ok_or_else(|| language::no_input("parallel"))?,
+        };
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x))?;
+        let Some((norm, head)) = &self.head else { return Ok(x) };
+        head.logits(tape, &norm.forward(tape, &x)?, Region::Invariant)
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+        let (_, head) = self.head.as_ref().ok_or_else(|| language::no_input("parallel"))?;
+        head.loss(logits, &batch.var(tape, TARGETS)?)
+    }
+}
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let model: Arc<dyn Model> = Arc::new(Parallel::new([256, 4, 64, 4, 64]));
+    let data = Data::open(&Config::from_toml("[model]\nseq_len = 64")?)?; // the text behind lorem ipsum, byte by byte
+    let plan = Plan { mesh: "dp=2,tp=2,pp=2".parse()?, ..Plan::default() };
+    thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
+        for step in 0..100 {
+            let report = trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples()))?;
+            if rank.world_rank() == 0 && report.step % 10 == 0 {
+                println!("step {:3}  loss {:.4}", report.step, report.loss);
+            }
+        }
+        Ok::<_, TrainError>(())
+    })?;
+    Ok(())
+}
