@@ -3,7 +3,7 @@
 
 use super::{RankModel, Tie, Trace, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, Types};
-use meshwork_data_parallel::{Bucket, Member, Reducer, plan, rounds};
+use meshwork_data_parallel::{Bucket, Member, Reducer, plan};
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -82,7 +82,7 @@ pub fn reducer(
         for (member, id) in members.iter().enumerate() {
             places[id.index()] = (bucket, member);
         }
-        let mut rounds = rounds(rank, key.axes.iter().copied());
+        let mut rounds: Vec<Group> = key.axes.iter().map(|&axis| rank.group(axis).clone()).collect();
         rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
         // Every member with its copies one after the other; added up, they lie as the weights do.
         let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
