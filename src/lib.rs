@@ -26,11 +26,11 @@ mod guides {
 pub mod prelude {
     pub use meshwork_core::comm::thread;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};
-    pub use meshwork_engine::{Plan, StepReport, Trainer};
-    pub use meshwork_nn::{Batch, Model, Stage, StageSpec};
+    pub use meshwork_engine::{Plan, StepReport, TrainError, Trainer};
+    pub use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
     pub use meshwork_tensor::cpu::Cpu;
     pub use meshwork_tensor::meta::Meta;
-    pub use meshwork_tensor::{Declarations, Device, Params, Placement, Tape, Tensor, Var};
+    pub use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Role, Tape, Tensor, Var};
     pub use meshwork_tensor_parallel::Region;
     pub use meshwork_train::Data;
     pub use meshwork_train::config::{Args, Config};

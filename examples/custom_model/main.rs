@@ -1,27 +1,21 @@
-//! A model of your own, over any mesh: a language model whose blocks run attention and a squared-ReLU network side by side, as PaLM
-//! and Primer have them, written on the public API alone. `cargo run --release --example custom_model`.
+//! A model of your own over any mesh, on the public API alone: attention and a squared-ReLU network side by side, as in PaLM and Primer.
 
-use meshwork::core::{Axis, Mesh};
-use meshwork::engine::TrainError;
 use meshwork::models::language::{self, TARGETS, TOKENS};
-use meshwork::nn::{Activation, Field, LayerNorm, Positions};
+use meshwork::nn::{LayerNorm, Positions};
 use meshwork::prelude::*;
-use meshwork::tensor::{Init, ParamId, Result, Role};
+use meshwork::tensor::Result;
 use meshwork::tensor_parallel::VocabParallelEmbedding;
 use std::ops::Range;
 use std::sync::Arc;
 
 const NORMAL: Init = Init::Normal { std: 0.02 };
+/// Width of an attention head.
+const HEAD: usize = 8;
 
+/// A model of these sizes.
 #[derive(Debug)]
 #[rustfmt::skip]
-pub(crate) struct Parallel { vocab: usize, layers: usize, hidden: usize, heads: usize, seq_len: usize }
-
-impl Parallel {
-    pub(crate) fn new([vocab, layers, hidden, heads, seq_len]: [usize; 5]) -> Self {
-        Self { vocab, layers, hidden, heads, seq_len }
-    }
-}
+pub(crate) struct Parallel { pub(crate) vocab: usize, pub(crate) layers: usize, pub(crate) hidden: usize, pub(crate) seq: usize }
 
 /// `x + Attn(LN(x)) + relu(LN(x) · Upᵀ)² · Downᵀ`.
 #[derive(Debug)]
@@ -29,12 +23,12 @@ impl Parallel {
 struct Block { norm: LayerNorm, qkv: ParamId, out: ParamId, up: ParamId, down: ParamId }
 
 impl Block {
-    fn new(params: &mut Declarations, layer: usize, h: usize, heads: usize) -> Result<Self> {
+    fn new(params: &mut Declarations, layer: usize, h: usize) -> Result<Self> {
         let mut weight = |part: &str, dims: &[usize], cut: usize| {
             let placement = Placement::replicated().shard(Axis::Tp, cut);
             params.declare(format!("block.{layer}.{part}"), dims, placement, Role::Weight, NORMAL)
         };
-        let (qkv, out) = (weight("qkv", &[3, heads, h / heads, h], 1)?, weight("out", &[h, heads, h / heads], 1)?);
+        let (qkv, out) = (weight("qkv", &[3, h / HEAD, HEAD, h], 1)?, weight("out", &[h, h / HEAD, HEAD], 1)?);
         let (up, down) = (weight("up", &[4 * h, h], 0)?, weight("down", &[h, 4 * h], 1)?);
         Ok(Self { norm: LayerNorm::new(params, &format!("block.{layer}.norm"), h)?, qkv, out, up, down })
     }
@@ -50,13 +44,12 @@ impl Block {
     }
 }
 
+type Table = VocabParallelEmbedding;
+
 /// Some of the blocks, with the tables in front on the first stage and norm and head behind on the last.
 #[derive(Debug)]
-struct Part {
-    tables: Option<(VocabParallelEmbedding, Positions)>,
-    blocks: Vec<Block>,
-    head: Option<(LayerNorm, VocabParallelEmbedding)>,
-}
+#[rustfmt::skip]
+struct Part { tables: Option<(Table, Positions)>, blocks: Vec<Block>, head: Option<(LayerNorm, Table)> }
 
 impl Model for Parallel {
     fn num_layers(&self) -> usize {
@@ -64,20 +57,20 @@ impl Model for Parallel {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.seq_len)
+        language::fields(self.seq)
     }
 
     fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
-        let &Self { vocab, hidden, heads, seq_len, .. } = self;
+        let &Self { vocab, hidden, seq, .. } = self;
         let (mut tables, mut head) = (None, None);
         if part.first {
-            let tokens = VocabParallelEmbedding::new(params, "tokens", vocab, hidden, NORMAL)?;
-            tables = Some((tokens, Positions::new(params, "positions", seq_len, hidden, 0.02)?));
+            let tokens = Table::new(params, "tokens", vocab, hidden, NORMAL)?;
+            tables = Some((tokens, Positions::new(params, "positions", seq, hidden, 0.02)?));
         }
-        let blocks = part.layers.clone().map(|i| Block::new(params, i, hidden, heads)).collect::<Result<_>>()?;
+        let blocks = part.layers.clone().map(|i| Block::new(params, i, hidden)).collect::<Result<_>>()?;
         if part.last {
             let norm = LayerNorm::new(params, "norm", hidden)?;
-            head = Some((norm, VocabParallelEmbedding::new(params, "head", vocab, hidden, NORMAL)?));
+            head = Some((norm, Table::new(params, "head", vocab, hidden, NORMAL)?));
         }
         Ok(Box::new(Part { tables, blocks, head }))
     }
@@ -111,16 +104,14 @@ impl Stage for Part {
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let model: Arc<dyn Model> = Arc::new(Parallel::new([256, 4, 64, 4, 64]));
+    let model: Arc<dyn Model> = Arc::new(Parallel { vocab: 256, layers: 4, hidden: 64, seq: 64 });
     let data = Data::open(&Config::from_toml("[model]\nseq_len = 64")?)?; // the text behind lorem ipsum, byte by byte
     let plan = Plan { mesh: "dp=2,tp=2,pp=2".parse()?, ..Plan::default() };
     thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
-        for step in 0..100 {
+        for step in 0..50 {
             let report = trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples()))?;
-            if rank.world_rank() == 0 && report.step % 10 == 0 {
-                println!("step {:3}  loss {:.4}", report.step, report.loss);
-            }
+            (rank.world_rank() == 0).then(|| println!("step {:3}  loss {:.4}", report.step, report.loss));
         }
         Ok::<_, TrainError>(())
     })?;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 type Trained = (Vec<[f64; 2]>, BTreeMap<StateKey, Vec<f32>>);
 
 fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
-    let model: Arc<dyn Model> = Arc::new(Parallel::new([61, 4, 32, 4, 16]));
+    let model: Arc<dyn Model> = Arc::new(Parallel { vocab: 61, layers: 4, hidden: 32, seq: 16 });
     let data = Data::from_tokens((0..4000).map(|at| at * at % 61).collect(), 16);
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
     let ranks = thread::run_mesh(&plan.mesh, |rank| {

@@ -23,7 +23,7 @@ use std::rc::Rc;
 ///     numerics: Numerics::Canonical { blocks: 8 },
 ///     ..Plan::default()
 /// };
-/// assert_eq!((plan.num_microbatches()?, plan.micro_batch_size()?), (4, 2)); // of 16 samples
+/// assert_eq!((plan.num_microbatches()?, plan.micro_batch_size()?), (2, 4)); // of 16 samples on dp=2
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
