@@ -124,10 +124,9 @@ impl Learner {
 
     /// The gradient of a parameter as it was reduced last.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        let (flat, range) = self.params().place(id);
+        let (flat, _) = self.params().place(id);
         let Some(all) = self.gradients.bucket(flat) else { return Ok(Vec::new()) };
-        let host = self.device.download(all).map_err(TrainError::from)?;
-        Ok(host.as_slice::<f32>().map_err(Error::from)?[range].to_vec())
+        Ok(self.params().read_from(id, all)?)
     }
 
     /// This rank's share of the sums that make up the squared norm of the reduced gradients: each element of the model is counted

@@ -26,7 +26,7 @@ use flush::Flush;
 use meshwork_core::{Axis, Rank, Record, ReduceOp};
 use meshwork_pipeline::{Event, Interpreter, Lowered, forward_only_replicated, lower};
 use meshwork_tensor::tape::{Position, SavedPolicy};
-use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params};
+use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use mode::Mode;
 use settle::Unsettled;
 use std::cell::{Ref, RefCell};
@@ -201,12 +201,8 @@ impl Trainer {
     /// The optimizer's state vectors of a parameter, as it lies on this rank.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let learner = self.learner.borrow();
-        let (flat, range) = learner.params().place(id);
-        let state = |all| -> Result<Vec<f32>, TrainError> {
-            let host = self.device.download(all).map_err(TrainError::from)?;
-            Ok(host.as_slice::<f32>().map_err(Error::from)?[range.clone()].to_vec())
-        };
-        learner.states(flat).iter().map(state).collect()
+        let (flat, _) = learner.params().place(id);
+        learner.states(flat).iter().map(|state| Ok(learner.params().read_from(id, state)?)).collect()
     }
 
     /// The most activations that ever lived on this rank at once, in units of one micro-batch through one stage, and the most
@@ -237,15 +233,13 @@ impl Trainer {
         let params =
             self.learner.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
         let Some(id) = params.declarations().find(name) else { return Ok(()) };
-        let (flat, place) = params.place(id);
-        let all = params.flats_mut()[flat].as_mut_slice::<f32>().map_err(Error::from)?;
-        let weights = &mut all[place];
+        let mut weights = params.read(id)?;
         let local = spec.local(self.rank.mesh(), self.rank.coords());
         local.for_each_run(spec.dims, |start, run| {
             let start = start as usize;
             weights[run.clone()].copy_from_slice(&whole[start..start + run.len()]);
         });
-        Ok(())
+        Ok(params.write(id, &weights)?)
     }
 
     /// When each gradient bucket of the last step was started and done.
