@@ -7,6 +7,7 @@
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
 //! | `canonical` | in canonical numerics they have its bits |
 //! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
+//! | `opaque` | a device whose memory the host cannot read trains to the CPU's bits |
 //! | `overlap` | gradients are reduced while backward runs |
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
@@ -24,6 +25,7 @@ mod cases;
 mod determinism;
 mod evaluation;
 mod failures;
+mod opaque;
 mod overlap;
 mod parity;
 mod partition;

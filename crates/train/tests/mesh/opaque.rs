@@ -1,0 +1,61 @@
+//! Training on a device whose memory the host cannot read gives the CPU's bits: reports, weights, gradients and optimizer states, on any
+//! mesh, with schedules whose steps overlap or whose weights change while they run, in bf16 and in canonical numerics.
+
+use crate::cases::{ADAMW, Case, DROPOUT, UNTIED};
+use crate::world::{Piece, assert_same_pieces, assert_same_report, on_mesh, pieces, train};
+use meshwork_core::Rank;
+use meshwork_core::comm::thread::{self, Options};
+use meshwork_testkit::opaque::{self, Opaque};
+use meshwork_train::config::Config;
+use meshwork_train::engine::Blueprint;
+use meshwork_train::{Data, StepReport, TrainError, Trainer};
+use std::sync::Arc;
+
+const STEPS: usize = 2;
+
+type Trained = (Vec<StepReport>, Vec<Piece>);
+
+/// Trains from weights that were loaded from outside in part.
+fn trained(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Trained, TrainError> {
+    trainer.load_parameter("ln_f.bias", &[0.125; crate::cases::HIDDEN])?;
+    let reports = (0..STEPS).map(|_| train(&mut trainer, data, config)).collect::<Result<_, _>>()?;
+    Ok((reports, pieces(&trainer)?))
+}
+
+/// On every rank of the mesh, with memory and communicators that the host's slices have no part in.
+fn on_opaque_mesh(config: &Config, data: &Data) -> Vec<Trained> {
+    let mesh = Blueprint::new(config).unwrap().mesh().clone();
+    let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
+        let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
+        let device = Opaque::device(config.device.open(config.training.dtype));
+        trained(Trainer::new(config, rank, device)?, config, data)
+    });
+    ranks.unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
+    let mesh =
+        Case { dp: 2, tp: 2, pp: 2, sequence_parallel: true, micros: 4, schedule: "1f1b", ..Case::alone(&DROPOUT) };
+    let cases = [
+        (Case::alone(&DROPOUT), ""),
+        (mesh, ""),
+        (mesh, "dtype = 'bf16'\n"),
+        (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n"),
+        // An update that may be taken back, and versions of the weights.
+        (Case { pp: 2, micros: 4, schedule: "zb_h2", ..Case::alone(&DROPOUT) }, ""),
+        (Case { pp: 2, micros: 4, schedule: "pipedream", ..Case::alone(&UNTIED) }, "max_norm = 0.0\n"),
+    ];
+    for (case, more) in cases {
+        let (config, data) = (case.config(&format!("{ADAMW}{more}")), case.model.data());
+        let reference = on_mesh(&config, |trainer| trained(trainer, &config, &data));
+        for (rank, (got, wanted)) in on_opaque_mesh(&config, &data).iter().zip(&reference).enumerate() {
+            let what = format!("{case} {more}: rank {rank}");
+            assert_eq!(got.0.len(), STEPS, "{what}");
+            for (got, wanted) in got.0.iter().zip(&wanted.0) {
+                assert_same_report(&format!("{what}, step {}", wanted.step), got, wanted);
+            }
+            assert_same_pieces(&what, &got.1, &wanted.1);
+        }
+    }
+}
