@@ -148,6 +148,11 @@ impl Options {
             return Err(ConfigError { faults });
         }
         let [a, b] = <[_; 2]>::try_from(sides).unwrap_or_else(|_| unreachable!("a side for each of two meshes"));
-        Comparison::new([a, b], steps, fault.as_deref()).map_err(|fault| ConfigError { faults: vec![fault] })
+        Comparison::new([a, b], steps, fault.as_deref()).map_err(|mut fault| {
+            if fault.key == "--mesh" {
+                fault.value = meshes.join(" ");
+            }
+            ConfigError { faults: vec![fault] }
+        })
     }
 }

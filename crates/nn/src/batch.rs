@@ -31,7 +31,7 @@ impl Field {
 /// assert_eq!(batch.part(1..2)?.values::<i32>("tokens")?, [4, 5, 6]);
 ///
 /// let wrong = Batch::new(2).with("tokens", [3], vec![1, 2, 3, 4]).unwrap_err().to_string();
-/// assert_eq!(wrong, "batch: tokens has 4 values: 2 samples of [3] have 6; shapes [2, 3]");
+/// assert_eq!(wrong, "batch: tokens has 4 values: 2 samples of [3] have 6 (shapes [[2, 3]])");
 /// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
 #[derive(Clone, Debug)]

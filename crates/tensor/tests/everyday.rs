@@ -28,7 +28,7 @@ fn train(rank: Arc<Rank>, steps: u64) -> Result<Vec<f64>, Error> {
 
     let held = BATCH / rank.mesh().degree(Axis::Dp);
     let first = rank.coords().get(Axis::Dp) * held;
-    let types = Types::of(&[(Axis::Dp, Ty::Shard(0)), (Axis::Tp, Ty::Invariant)]);
+    let types = Types::all(rank.mesh(), Ty::Invariant).with(Axis::Dp, Ty::Shard(0));
     let mut losses = Vec::new();
     for step in 0..steps {
         let mut gradients = Gradients::default();
@@ -94,7 +94,7 @@ fn gradients_that_nobody_sums_are_those_of_the_rank_alone() {
         let layout = [all.ids().collect()];
         let params = Arc::new(Params::new(all.clone(), rank.mesh(), rank.coords(), &device, &layout, 0)?);
         let tape = Tape::new(rank.clone(), params.clone(), device.clone(), Mode::Train, Position::default());
-        let types = Types::of(&[(Axis::Dp, Ty::Shard(0)), (Axis::Tp, Ty::Invariant)]);
+        let types = Types::all(rank.mesh(), Ty::Invariant).with(Axis::Dp, Ty::Shard(0));
         let sample = (rank.coords().get(Axis::Dp) + 1) as f32;
         let x = tape.constant(Tensor::from_slice(&device, &[sample], [1, 1])?, types);
         let t = tape.constant(Tensor::from_slice(&device, &[0f32; 2], [1, 2])?, types);

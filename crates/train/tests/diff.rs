@@ -2,7 +2,7 @@
 //! it is.
 
 use meshwork_core::comm::Call;
-use meshwork_core::{Axis, CommError, Communicator, Pending};
+use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
@@ -327,6 +327,10 @@ impl Communicator for Shuffled {
 
     fn heartbeat(&self) {
         self.0.heartbeat();
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        self.0.reduction_order()
     }
 }
 

@@ -77,11 +77,13 @@ impl Trainer {
         observe: &mut impl FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
         let step = self.steps_begun + 1;
-        let pass = self.training_pass(batch, terms)?;
+        let mut pass = self.training_pass(batch, terms)?;
         let warm_up = if self.pending.is_empty() { 0 } else { self.synchronous().warm_up };
         self.walk(&pass, 0..warm_up, observe)?;
         let validated = self.validate(warm_up > 0)?;
         if let Some((_, true)) = validated {
+            // With new memory for its numbers: losses of forwards with the wrong weights do not count.
+            pass = self.training_pass(batch, terms)?;
             self.walk(&pass, 0..warm_up, observe)?;
         }
         let mut reports: Vec<StepReport> = validated.into_iter().map(|(report, _)| report).collect();

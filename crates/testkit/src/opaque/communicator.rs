@@ -2,7 +2,7 @@
 
 use super::memory::{hide, into_host, is_hidden};
 use meshwork_core::comm::{Call, OpKind, PendingOp};
-use meshwork_core::{Buffer, CommError, Communicator, Pending};
+use meshwork_core::{Buffer, CommError, Communicator, Pending, ReductionOrder};
 use std::sync::Arc;
 
 /// `inner`, working on [opaque](super) memory as a device's own communication library works on device memory. Buffers in host
@@ -29,6 +29,10 @@ impl Communicator for Behind {
 
     fn name(&self) -> &str {
         self.0.name()
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        self.0.reduction_order()
     }
 
     fn start(&self, Call { op, input, output }: Call) -> Result<Pending, CommError> {

@@ -5,7 +5,7 @@ use super::memory::{give_back, hide, host, into_host, lend, take};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::family::*;
-use meshwork_tensor::tape::RowLeaves;
+use meshwork_tensor::tape::{RowLeaves, Terms};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
@@ -348,5 +348,46 @@ impl Optim for Opaque {
         let updated = lend(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
         states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
         updated
+    }
+}
+
+/// Without functions of the host: it could not call them.
+impl Elementwise for Opaque {
+    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.elementwise()?.map(f, &host(x)))
+    }
+
+    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.elementwise()?.map_grad(f, &host(dy), &host(x)))
+    }
+
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.elementwise()?.zip(f, &host(x), &host(y)))
+    }
+}
+
+impl Reduction for Opaque {
+    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.sum(&host(x), shape, leaves, scale))
+    }
+
+    fn spread(&self, dy: &Buffer, shape: [usize; 3], scale: f64) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.spread(&host(dy), shape, scale))
+    }
+
+    fn softmax(&self, x: &Buffer, n: usize) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.softmax(&host(x), n))
+    }
+
+    fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.softmax_grad(&host(dy), &host(y), n))
+    }
+
+    fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.squared_error(&host(x), &host(targets), samples, terms, scale))
+    }
+
+    fn squared_error_grad(&self, x: &Buffer, targets: &Buffer, dloss: &Buffer, scale: f64) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.squared_error_grad(&host(x), &host(targets), &host(dloss), scale))
     }
 }

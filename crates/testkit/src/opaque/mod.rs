@@ -84,6 +84,14 @@ impl Device for Opaque {
         Ok(self)
     }
 
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        Ok(self)
+    }
+
+    fn reduction(&self) -> Result<&dyn Reduction> {
+        Ok(self)
+    }
+
     fn norm(&self) -> Result<&dyn Norm> {
         Ok(self)
     }
