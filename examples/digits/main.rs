@@ -1,5 +1,5 @@
 //! Trains a small ResNet or VGG on the 8×8 handwritten digits of the UCI repository, through the pipeline:
-//! `cargo run --release --example digits -- --model resnet --pp 2 --schedule gpipe --micro 4 --recompute`.
+//! `cargo run --release --features digits --example digits -- --model resnet --pp 2 --schedule gpipe --micro 4 --recompute`.
 
 use meshwork::train::classify::{self, Epoch, Images, Options, usage};
 use std::io::{self, Write};
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
         Err(error) => return fail(BAD_INPUT, &error),
     };
     if options.help {
-        return show(&usage("cargo run --release --example digits --"));
+        return show(&usage("cargo run --release --features digits --example digits --"));
     }
     // Every fifth image is held out: 359 of 1797.
     let (train, held_out) = digits().hold_out(5);

@@ -3,6 +3,8 @@
 //! Which samples a step takes depends on the step, the seed and the global batch only, never on the mesh: each
 //! data-parallel rank asks for its rows of the global batch.
 
+#[cfg(feature = "tokenizers")]
+mod libraries;
 pub(crate) mod permutation;
 mod source;
 mod token_file;
