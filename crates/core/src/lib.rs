@@ -1,4 +1,4 @@
-//! meshwork's ground floor: device mesh, SPMD types, buffers, communicators.
+#![doc = include_str!("../README.md")]
 
 mod buffer;
 pub mod comm;

@@ -1,9 +1,4 @@
-//! Models written over the mesh.
-//!
-//! A model is cut into stages of layers. [`Stage`] is one of a language model, of which [`gpt2`] is the first; [`resnet`] and
-//! [`vgg`] classify images and are a [`network::Network`], any ordered list of layers. Model code reads as the paper's
-//! equations, and each collective is visible at its call.
-
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

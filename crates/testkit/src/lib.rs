@@ -1,5 +1,4 @@
-//! For tests: worlds of rank threads, fault injection, repeatable randomness, parity and gradient checks.
-
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 pub mod faults;

@@ -1,4 +1,4 @@
-//! Configuration, data, the training step and the training loop of language models; and [`classify`], that of image classifiers.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 pub mod classify;
