@@ -1,5 +1,5 @@
 //! Trains a small ResNet or VGG on the 8×8 handwritten digits of the UCI repository, through the pipeline:
-//! `cargo run --release --example digits -- --model resnet --pp 2 --schedule gpipe --micro 4 --recompute`.
+//! `cargo run --release --features digits --example digits -- --model resnet --pp 2 --schedule gpipe --micro 4 --recompute`.
 
 mod options;
 
@@ -17,7 +17,9 @@ use std::time::Instant;
 
 fn main() -> ExitCode {
     let options = match Options::parse(std::env::args_os().skip(1)) {
-        Ok(options) if options.help => return show(&usage("cargo run --release --example digits --")),
+        Ok(options) if options.help => {
+            return show(&usage("cargo run --release --features digits --example digits --"));
+        }
         Ok(options) => options,
         Err(error) => return fail(2, &error),
     };

@@ -9,7 +9,11 @@ fn run(line: &str) -> (Option<i32>, String, String) {
     let test = std::env::current_exe().unwrap();
     let profile = test.parent().and_then(Path::parent).unwrap();
     let program = profile.join("examples").join(format!("digits{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --example digits`", program.display());
+    assert!(
+        program.is_file(),
+        "{} is missing: build it with `cargo build --features digits --example digits`",
+        program.display()
+    );
     let ended = Command::new(program).args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))

@@ -1,5 +1,6 @@
 //! What goes in: flags, configuration files, data; and what is told without training.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 
@@ -146,14 +147,16 @@ fn data_of_every_kind_is_learned() {
     let words = format!("--set data.tokenizer={} --set model.vocab_size=4", at("words.json"));
     let gpt2 = "--set data.tokenizer=gpt2 --set model.vocab_size=50257 --set model.seq_len=4";
     // (data, settings, what the sample goes on from)
-    let cases = [
+    let mut cases = vec![
         (at("texts"), String::new(), "arma arma arma a"),
         (at("one.txt"), String::new(), "arma arma arma a"),
-        (at("one.txt"), words, "arma arma arma"),
-        (at("one.txt"), gpt2.to_owned(), "arma arma"),
         (at("plain.bin"), "--set model.vocab_size=50".to_owned(), ""),
         (at("header.bin"), "--set model.vocab_size=50".to_owned(), ""),
     ];
+    if cfg!(feature = "tokenizers") {
+        cases.push((at("one.txt"), words, "arma arma arma"));
+        cases.push((at("one.txt"), gpt2.to_owned(), "arma arma"));
+    }
     let mut hashes = Vec::new();
     for (data, settings, prompt) in cases {
         let path = folder.join("metrics.jsonl");
@@ -167,8 +170,9 @@ fn data_of_every_kind_is_learned() {
         hashes.push(events(&run, "start")[0]["data_hash"].as_str().unwrap().to_owned());
     }
     // A folder is its files one after another; a header adds nothing; another tokenizer makes another stream.
-    assert_eq!((&hashes[0], &hashes[4]), (&hashes[1], &hashes[5]));
-    assert!(hashes[1] != hashes[2] && hashes[2] != hashes[3] && hashes[3] != hashes[1]);
+    assert_eq!((&hashes[0], &hashes[2]), (&hashes[1], &hashes[3]));
+    let different: HashSet<&String> = hashes[1..].iter().collect();
+    assert_eq!(different.len(), hashes.len() - 2);
 }
 
 #[test]
@@ -178,5 +182,5 @@ fn files_that_are_no_text_are_skipped_and_counted() {
     fs::write(folder.join("b.png"), [0x89, 0x50, 0xff, 0xfe]).unwrap();
     let ended = run(&format!("--data {} --steps 1 {SMALL}", folder.display()));
     assert_eq!(ended.code, Some(0), "{}", ended.err);
-    assert!(ended.err.contains("1 of 2 files skipped, as they are not UTF-8"), "{}", ended.err);
+    assert!(ended.err.contains("1 of 2 files skipped (1 no extension of text)"), "{}", ended.err);
 }

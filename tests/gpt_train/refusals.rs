@@ -229,14 +229,37 @@ fn bad_data() {
         "bad_data",
         &[
             ("--data no/such/file", "data.path = \"no/such/file\": does not exist; ", "use a UTF-8 file"),
-            ("--set data.tokenizer=gpt2", "data.tokenizer = \"gpt2\": has 50257 ids", "use model.vocab_size = 50257"),
             ("--set data.tokenizer=gtp2", "data.tokenizer = \"gtp2\": is neither", "bytes, gpt2 or the path"),
-            ("--set data.tokenizer=Cargo.toml", "data.tokenizer = \"Cargo.toml\": is not a tokenizer.json", ""),
             (
                 "--set validation.every=1 --set validation.fraction=0.001",
                 "validation.fraction = 0.001: holds out 49 of 49068 tokens",
                 "use a larger fraction",
             ),
+        ],
+    );
+}
+
+#[test]
+#[cfg(feature = "tokenizers")]
+fn a_tokenizer_that_does_not_fit() {
+    refused_alone(
+        "tokenizer",
+        &[
+            ("--set data.tokenizer=gpt2", "data.tokenizer = \"gpt2\": has 50257 ids", "use model.vocab_size = 50257"),
+            ("--set data.tokenizer=Cargo.toml", "data.tokenizer = \"Cargo.toml\": is not a tokenizer.json", ""),
+        ],
+    );
+}
+
+#[test]
+#[cfg(not(feature = "tokenizers"))]
+fn a_tokenizer_that_this_build_lacks() {
+    let how = "build it with --features tokenizers";
+    refused_alone(
+        "tokenizer",
+        &[
+            ("--set data.tokenizer=gpt2", "data.tokenizer = \"gpt2\": needs the feature tokenizers", how),
+            ("--set data.tokenizer=Cargo.toml", "data.tokenizer = \"Cargo.toml\": needs the feature tokenizers", how),
         ],
     );
 }

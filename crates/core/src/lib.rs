@@ -1,4 +1,4 @@
-//! The lowest layer of meshwork: device mesh, SPMD types, buffers, communicators.
+#![doc = include_str!("../README.md")]
 
 mod buffer;
 pub mod comm;

@@ -1,9 +1,4 @@
-//! Un-sharded layers: parts of a model, and the oracle of every parity test.
-//!
-//! A layer declares its parameters once, into [`Declarations`](meshwork_tensor::Declarations), and holds their ids;
-//! `forward` reads them on a tape. Its parameters are whole on every rank of whatever mesh it runs on, so that it fits
-//! between parallel layers (a layer norm) or runs alone on a mesh with no axes.
-
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

@@ -1,8 +1,4 @@
-//! For tests: worlds of rank threads, fault injection, repeatable randomness, parity and gradient checks, and a device whose memory
-//! the host cannot read.
-//!
-//! That device needs `meshwork-tensor`, so it comes with the feature `device`: the tests of crates below `tensor` do without.
-
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 pub mod faults;

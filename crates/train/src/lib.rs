@@ -1,5 +1,4 @@
-//! Configuration, data, metrics and launch of training runs, and the tools around them. The training itself is
-//! [`meshwork_engine`]'s: everything here is a client of it.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 pub mod config;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use meshwork_train::config::keys::{self, Kind};
-use meshwork_train::config::{Args, Config, DecayName, Dtype, OptimizerName, reference, usage};
+use meshwork_train::config::{Args, Config, DecayName, Dtype, ModelKind, OptimizerName, reference, usage};
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())
@@ -24,7 +24,7 @@ fn file(name: &str, text: &str) -> PathBuf {
 #[test]
 fn the_defaults_are_those_of_the_contract() {
     let c = config("");
-    assert_eq!((c.model.preset.as_str(), c.model.kind.as_str()), ("tiny", "gpt2"));
+    assert_eq!((c.model.preset.as_str(), c.model.kind.name()), ("tiny", "gpt2"));
     let m = &c.model;
     assert_eq!((m.vocab_size, m.num_layers, m.hidden_size, m.num_heads, m.seq_len), (256, 4, 128, 4, 128));
     assert_eq!((m.num_kv_heads, m.ffn_hidden_size, m.tie_embeddings, m.dropout), (4, 512, true, 0.0));
@@ -62,6 +62,79 @@ fn presets_are_those_of_the_contract_and_any_field_can_be_overridden() {
     }
     let m = config("--set model.preset=gpt2 --set model.num_heads=16 --set model.ffn_hidden_size=1000").model;
     assert_eq!((m.num_heads, m.num_kv_heads, m.ffn_hidden_size, m.hidden_size), (16, 16, 1000, 768));
+}
+
+#[test]
+fn llama_presets_are_the_published_ones() {
+    for (preset, shape, llama) in [
+        ("llama-tiny", (256, 4, 128, 4, 128), (2, 512, 10_000.0)),
+        ("llama3-8b", (128_256, 32, 4096, 32, 8192), (8, 14336, 500_000.0)),
+        ("llama3-70b", (128_256, 80, 8192, 64, 8192), (8, 28672, 500_000.0)),
+        ("llama3-405b", (128_256, 126, 16384, 128, 8192), (8, 53248, 500_000.0)),
+    ] {
+        let m = config(&format!("--set model.preset={preset}")).model;
+        assert_eq!((m.vocab_size, m.num_layers, m.hidden_size, m.num_heads, m.seq_len), shape, "{preset}");
+        assert_eq!((m.num_kv_heads, m.ffn_hidden_size, m.rope_theta), llama, "{preset}");
+        assert_eq!((m.kind, m.tie_embeddings, m.norm_eps), (ModelKind::Llama, false, 1e-5), "{preset}");
+        assert_eq!(m.rope_scaling_factor, 1.0, "scaling is off");
+    }
+}
+
+#[test]
+fn a_llama_of_any_size() {
+    // The sizes of a GPT-2, and all else of a Llama.
+    let m = config("--set model.preset=small --set model.kind=llama").model;
+    assert_eq!((m.hidden_size, m.num_heads, m.num_kv_heads, m.ffn_hidden_size), (384, 6, 6, 1024));
+    assert_eq!((m.tie_embeddings, m.rope_theta), (false, 10_000.0));
+    // A width of one's own makes that of the feed-forward layer.
+    let m = config("--set model.preset=llama-tiny --set model.hidden_size=384").model;
+    assert_eq!((m.num_heads, m.num_kv_heads, m.ffn_hidden_size), (4, 2, 1024));
+    let m = config("--set model.preset=llama3-8b --set model.kind=gpt2").model;
+    assert_eq!((m.num_kv_heads, m.ffn_hidden_size, m.tie_embeddings), (32, 4 * 4096, true));
+    let scaled = "--set model.preset=llama3-8b --set model.rope_scaling_factor=8 --set model.seq_len=131072";
+    let m = config(scaled).model;
+    assert_eq!((m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor), (1.0, 4.0));
+    assert_eq!((m.rope_scaling_factor, m.rope_scaling_original_seq_len), (8.0, 8192));
+}
+
+#[test]
+fn a_llama_that_cannot_be_is_refused() {
+    let refused = |line: &str| Config::from_args(&args(line)).unwrap_err().to_string();
+    let tiny = "--set model.preset=llama-tiny --set";
+    for (line, fault) in [
+        (
+            format!("{tiny} model.num_kv_heads=3"),
+            "model.num_heads = 4: is not divisible by model.num_kv_heads = 3; use a multiple of 3, such as 3 or 6",
+        ),
+        (
+            format!("{tiny} model.hidden_size=132"),
+            "model.hidden_size = 132: gives each of model.num_heads = 4 a width of 33: rotary embeddings need an even one; use a \
+             multiple of 8, such as 128 or 136",
+        ),
+        (
+            format!("--mesh tp=2 {tiny} model.num_heads=6 --set model.num_kv_heads=3 --set model.hidden_size=96"),
+            "model.num_kv_heads = 3: can be neither split nor replicated evenly over parallelism.tp = 2; use a multiple or a \
+             divisor of 2",
+        ),
+        (
+            format!("{tiny} model.rope_scaling_factor=8 --set model.rope_scaling_high_freq_factor=1"),
+            "model.rope_scaling_high_freq_factor = 1: is not above model.rope_scaling_low_freq_factor = 1: no frequencies lie \
+             between; use more than 1",
+        ),
+        (
+            "--set model.num_kv_heads=2".to_owned(),
+            "model.num_kv_heads = 2: gpt2 has a key and value head for each head: only llama groups them; use 4, as \
+             model.num_heads, or model.kind = \"llama\"",
+        ),
+        (
+            format!("{tiny} model.rope_scaling_factor=0.5"),
+            "model.rope_scaling_factor = 0.5 (from --set): is out of range; use a number of at least 1",
+        ),
+    ] {
+        assert_eq!(refused(&line), fault, "{line}");
+    }
+    // Key and value heads may be fewer than tp: they are replicated.
+    assert_eq!(config(&format!("--mesh tp=4 {tiny} model.num_kv_heads=1")).model.num_kv_heads, 1);
 }
 
 #[test]
@@ -152,6 +225,17 @@ fn settings_without_effect_are_noticed() {
         config("--set optimizer.momentum=0.9").notices,
         ["optimizer.momentum = 0.9 has no effect: optimizer.name = \"adamw\" does not read it"]
     );
+    assert_eq!(
+        config("--set model.norm_eps=1e-6").notices,
+        ["model.norm_eps = 0.000001 has no effect: model.kind = \"gpt2\" does not read it"]
+    );
+    assert_eq!(
+        config("--set model.kind=llama --set model.dropout=0.1 --set model.rope_scaling_low_freq_factor=2").notices,
+        [
+            "model.dropout = 0.1 has no effect: model.kind = \"llama\" does not read it",
+            "model.rope_scaling_low_freq_factor = 2.0 has no effect: model.rope_scaling_factor is 1"
+        ]
+    );
     assert_eq!(config("--set optimizer.name=sgd --set optimizer.momentum=0.9").notices, [""; 0]);
 }
 
@@ -200,7 +284,7 @@ fn the_reference_and_the_help_name_every_key() {
     }
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | Full learning rate. |",
-        "| `kind` | \"gpt2\" | gpt2 (not yet: llama, resnet, vgg) | Architecture. |",
+        "| `kind` | by preset | gpt2, llama (not yet: resnet, vgg) | Architecture. |",
         "| `keep` | 2 | whole number of at least 1 | Checkpoints to keep. Not yet: takes only its default. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");

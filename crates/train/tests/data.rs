@@ -63,6 +63,17 @@ fn a_file_is_read_as_bytes_or_by_a_tokenizer() {
     let path = folder("file").join("text.txt");
     fs::write(&path, "Hello world").unwrap();
     assert_eq!(tokens(&open(&path, SHORT).unwrap().batch(0, 1, 0..1)), [72, 101]);
+    assert_eq!(
+        open(&path, "--set data.tokenizer=gtp2").unwrap_err(),
+        "data.tokenizer = \"gtp2\": is neither a known tokenizer nor a file; use bytes, gpt2 or the path of a tokenizer.json"
+    );
+}
+
+#[test]
+#[cfg(feature = "tokenizers")]
+fn a_file_is_read_as_the_tokens_of_gpt2() {
+    let path = folder("gpt2").join("text.txt");
+    fs::write(&path, "Hello world").unwrap();
     let gpt2 = "--set data.tokenizer=gpt2 --set model.vocab_size=50257 --set model.seq_len=1";
     let data = open(&path, gpt2).unwrap();
     let batch = data.batch(0, 1, 0..1);
@@ -73,17 +84,22 @@ fn a_file_is_read_as_bytes_or_by_a_tokenizer() {
         "data.tokenizer = \"gpt2\": has 50257 ids, more than model.vocab_size = 256; use model.vocab_size = 50257 or more, \
          or another tokenizer"
     );
-    assert_eq!(
-        open(&path, "--set data.tokenizer=gtp2").unwrap_err(),
-        "data.tokenizer = \"gtp2\": is neither a known tokenizer nor a file; use bytes, gpt2 or the path of a tokenizer.json"
-    );
 }
 
 #[test]
 fn a_folder_is_read_in_the_order_of_its_paths() {
     let path = folder("folder");
     fs::create_dir(path.join("b")).unwrap();
-    for (name, bytes) in [("c.txt", &b"56"[..]), ("b/z.md", b"34"), ("a.txt", b"12"), ("b/image", b"\xff\xfe")] {
+    for (name, bytes) in [
+        ("c.txt", &b"56"[..]),
+        ("b/z.MD", b"34"),
+        ("a.txt", b"12"),
+        ("b/image", b"\xff\xfe"),
+        ("b/latin1.txt", b"caf\xe9"),
+        // UTF-8, and yet not what is to be learned.
+        ("a.svg", b"<svg/>"),
+        ("b/tokenizer.json", b"{}"),
+    ] {
         fs::write(path.join(name), bytes).unwrap();
     }
     let line = format!("--data {} --set model.seq_len=5 --set data.shuffle=false", path.display());
@@ -91,7 +107,10 @@ fn a_folder_is_read_in_the_order_of_its_paths() {
     let batch = data.batch(0, 1, 0..1);
     assert_eq!(data.decode(tokens(&batch)), "12345");
     assert_eq!(data.decode(targets(&batch)), "23456");
-    assert_eq!(config.notices, [format!("data.path = {path:?}: 1 of 4 files skipped, as they are not UTF-8")]);
+    assert_eq!(
+        config.notices,
+        [format!("data.path = {path:?}: 4 of 7 files skipped (3 no extension of text, 1 not UTF-8)")]
+    );
 }
 
 #[test]
@@ -106,7 +125,8 @@ fn a_token_file_is_read() {
 
 #[test]
 fn bad_data_is_refused() {
-    const VALID: &str = "use a UTF-8 file, a folder of them, or a .bin file of little-endian u16 token ids";
+    const VALID: &str = "use a UTF-8 file, a folder of texts, or a .bin file of little-endian u16 token ids";
+    const TEXTS: &str = "use a folder of UTF-8 files that end in .txt, .text, .md, .markdown, .rst, .tex, .org, .jsonl";
     let folder = folder("bad");
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.join(name);
@@ -120,7 +140,7 @@ fn bad_data_is_refused() {
         (folder.join("missing"), format!("does not exist; {VALID}")),
         (write("empty.txt", b""), format!("is empty; {VALID}")),
         (write("empty.bin", b""), format!("is empty; {VALID}")),
-        (folder.join("empty"), format!("holds no text: 0 of 0 files are not UTF-8, the others are empty; {VALID}")),
+        (folder.join("empty"), format!("holds no text: 0 files, all empty; {TEXTS}")),
         (write("latin1", b"caf\xe9!"), format!("is not UTF-8 from byte 3 on; {VALID}")),
         (
             write("odd.bin", &[1, 2, 3]),

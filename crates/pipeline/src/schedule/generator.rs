@@ -61,7 +61,7 @@ impl Generator {
     ];
 
     /// The name that [`by_name`] knows it by.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Gpipe => "gpipe",
             Self::OneFOneB => "1f1b",

@@ -4,23 +4,25 @@
 use meshwork_core::tree;
 use meshwork_pipeline::by_name;
 
-use super::Config;
 use super::batch::multiple;
 use super::fault::Fault;
 use super::partition;
-use super::sections::{DecayName, OptimizerName};
 use super::settings::Settings;
+use super::words::{DecayName, ModelKind};
+use super::{Config, architecture};
 
-/// Appends the faults across keys to those of `settings`, and the notices to those of `config`.
-pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
+/// Appends the faults across keys to those of `settings`.
+pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mut faults = Vec::new();
     let mut fail = |fault| faults.push(fault);
     let (model, mesh) = (&config.model, &config.parallelism);
 
     // (key, value, must be a multiple of this key, its value, whether it must)
     let split = mesh.sequence_parallel && mesh.tp > 1;
+    let is_llama = model.kind == ModelKind::Llama;
     let divisions = [
         ("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads, true),
+        ("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads, is_llama),
         ("model.hidden_size", model.hidden_size, "parallelism.tp", mesh.tp, true),
         ("model.num_heads", model.num_heads, "parallelism.tp", mesh.tp, true),
         ("model.ffn_hidden_size", model.ffn_hidden_size, "parallelism.tp", mesh.tp, true),
@@ -34,15 +36,7 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
         }
     }
 
-    let keys = ["model.num_heads", "model.num_kv_heads"];
-    if settings.sound(&keys) && model.num_kv_heads != model.num_heads {
-        fail(Fault::new(
-            keys[1],
-            model.num_kv_heads,
-            "grouped-query attention has not landed yet",
-            format!("use {}, as {}", model.num_heads, keys[0]),
-        ));
-    }
+    architecture::check(model, mesh.tp, settings, &mut fail);
 
     let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "parallelism.cp"];
     if settings.sound(&axes) && mesh.world_size().is_none() {
@@ -131,30 +125,6 @@ pub(crate) fn check(config: &mut Config, settings: &mut Settings) {
     }
 
     settings.faults.append(&mut faults);
-    if config.leaves().is_none()
-        && settings.sound(&[numerics])
-        && let Some(value) = settings.given::<usize>(leaves)
-    {
-        config.notices.push(format!("{leaves} = {value} has no effect: {numerics} is fast"));
-    }
-
-    // Settings that are right but do nothing.
-    let (idle, rule): (&[&str], _) = match config.optimizer.name {
-        OptimizerName::Adamw => (&["optimizer.momentum"], "adamw"),
-        OptimizerName::Sgd => (&["optimizer.beta1", "optimizer.beta2", "optimizer.eps"], "sgd"),
-    };
-    if !config.metrics.profile && settings.sound(&["metrics.profile"]) {
-        for key in ["metrics.profile_steps", "metrics.trace", "metrics.schedule"] {
-            if let Some(value) = settings.given::<toml::Value>(key) {
-                config.notices.push(format!("{key} = {value} has no effect: metrics.profile is off"));
-            }
-        }
-    }
-    for key in idle {
-        if let Some(value) = settings.given::<f64>(key) {
-            config.notices.push(format!("{key} = {value} has no effect: optimizer.name = \"{rule}\" does not read it"));
-        }
-    }
 }
 
 /// More leaves than this are a mistake.

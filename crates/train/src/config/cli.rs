@@ -3,7 +3,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use super::fault::{Fault, choose_from};
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use super::arguments::parse_all;
+use super::fault::Fault;
 
 /// A command line, read but not yet held against anything.
 ///
@@ -28,68 +31,68 @@ pub struct Args {
     pub assignments: Vec<(String, String, &'static str)>,
     /// Whether `--help` was asked for.
     pub help: bool,
-    /// What was wrong with the command line itself; reported with the faults of the settings.
+    /// What is wrong with the command line itself; reported together with the faults of the settings.
     pub faults: Vec<Fault>,
 }
 
-const FLAGS: [&str; 8] = ["--config", "--mesh", "--data", "--steps", "--device", "--metrics", "--set", "--help"];
+/// Flags that are short for a key: name, flag, key, name of the value.
+const SHORT: [(&str, &str, &str, &str); 2] =
+    [("data", "--data", "data.path", "PATH"), ("steps", "--steps", "training.steps", "N")];
+
+/// The flags, for [`Args::parse`] and `--help`.
+pub(super) fn command() -> Command {
+    let flag = |name: &'static str, value: &'static str, help: &'static str| {
+        Arg::new(name).long(name).value_name(value).help(help).allow_negative_numbers(true)
+    };
+    let short = SHORT.map(|(name, _, key, value)| {
+        let help = format!("Short for --set {key}={value}");
+        flag(name, value, "").help(help).action(ArgAction::Append)
+    });
+    Command::new("gpt_train")
+        .arg(flag("config", "FILE.toml", "Settings in TOML sections, as listed below"))
+        .arg(flag("mesh", "dp=2,tp=4,pp=2", "Degrees of the axes dp, tp, pp; axes not named are 1"))
+        .args(short)
+        .arg(flag("device", "cpu", "Where the ranks compute; cuda has not landed yet"))
+        .arg(flag("metrics", "FILE.jsonl", "File to write one JSON line per event to"))
+        .arg(flag("set", "section.key=value", "Overrides one key; later ones win").action(ArgAction::Append))
+}
 
 impl Args {
     /// Reads the arguments after the program's name. Faults are kept, to be reported with all others.
     pub fn parse<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Self {
-        let mut parsed = Self::default();
-        let mut args = args.into_iter().map(|arg| arg.into().to_string_lossy().into_owned()).peekable();
-        while let Some(arg) = args.next() {
-            let (name, inline) = match arg.split_once('=') {
-                Some((name, value)) if name.starts_with("--") => (name, Some(value.to_string())),
-                _ => (arg.as_str(), None),
-            };
-            let Some(flag) = FLAGS.into_iter().find(|flag| *flag == name) else {
-                let (problem, valid) = if name.starts_with('-') {
-                    ("unknown flag", choose_from(name, &FLAGS))
-                } else {
-                    ("not a flag", format!("use one of {}", FLAGS.join(", ")))
-                };
-                parsed.faults.push(Fault::new(name, "", problem, valid));
-                // Do not take the value of an unknown flag for a fault of its own.
-                if name.starts_with('-') && inline.is_none() {
-                    args.next_if(|next| !next.starts_with('-'));
-                }
-                continue;
-            };
-            if flag == "--help" {
-                parsed.help = true;
-                continue;
-            }
-            match inline.or_else(|| args.next_if(|next| !next.starts_with("--"))) {
-                Some(value) => parsed.take(flag, value),
-                None => {
-                    let valid = format!("use {flag} VALUE or {flag}=VALUE");
-                    parsed.faults.push(Fault::new(flag, "", "no value", valid));
-                }
-            }
-        }
+        let (matches, faults) = parse_all(command(), args);
+        let one = |name: &str| matches.get_one::<String>(name).cloned();
+        let mut parsed = Self {
+            config: one("config").map(PathBuf::from),
+            mesh: one("mesh"),
+            device: one("device"),
+            metrics: one("metrics").map(PathBuf::from),
+            assignments: Vec::new(),
+            help: matches.get_flag("help"),
+            faults,
+        };
+        parsed.assign(&matches);
         parsed
     }
 
-    fn take(&mut self, flag: &'static str, value: String) {
-        let mut assign = |key: &str, value: &str| {
-            self.assignments.push((key.to_string(), value.trim().to_string(), flag));
+    /// Takes in all that sets a key, in the order of the command line.
+    fn assign(&mut self, matches: &ArgMatches) {
+        let given = |name| {
+            let places = matches.indices_of(name).into_iter().flatten();
+            places.zip(matches.get_many::<String>(name).into_iter().flatten())
         };
-        match flag {
-            "--config" => self.config = Some(value.into()),
-            "--mesh" => self.mesh = Some(value),
-            "--device" => self.device = Some(value),
-            "--metrics" => self.metrics = Some(value.into()),
-            "--data" => assign("data.path", &value),
-            "--steps" => assign("training.steps", &value),
-            _ => match value.split_once('=') {
-                Some((key, value)) => assign(key.trim(), value),
-                None => {
-                    let fault = Fault::new(flag, &value, "no value", "use --set section.key=value");
-                    self.faults.push(fault);
-                }
-            },
+        let mut found: Vec<(usize, String, &str, &'static str)> = Vec::new();
+        for (name, flag, key, _) in SHORT {
+            found.extend(given(name).map(|(place, value)| (place, key.to_owned(), value.as_str(), flag)));
         }
+        for (place, text) in given("set") {
+            match text.split_once('=') {
+                Some((key, value)) => found.push((place, key.trim().to_owned(), value, "--set")),
+                None => self.faults.push(Fault::new("--set", text, "no value", "use --set section.key=value")),
+            }
+        }
+        found.sort_by_key(|&(place, ..)| place);
+        let pairs = found.into_iter().map(|(_, key, value, flag)| (key, value.trim().to_owned(), flag));
+        self.assignments.extend(pairs);
     }
 }

@@ -7,6 +7,7 @@ use super::settings::Settings;
 use super::size::MAX_LAYERS;
 use meshwork_engine::{TrainError, dry_run};
 use meshwork_pipeline::Schedule;
+use toml::Value;
 
 const KEY: &str = "pipeline.partition";
 const LAYERS: &str = "model.num_layers";
@@ -74,7 +75,13 @@ fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
 
 /// Whether the layers are to be dealt evenly: neither as listed nor by cost.
 pub(super) fn is_uniform(settings: &Settings) -> bool {
-    settings.given::<Vec<usize>>(KEY).is_none() && !is_by_cost(settings)
+    listed(settings).is_none() && !is_by_cost(settings)
+}
+
+/// The list, where one is given.
+fn listed(settings: &Settings) -> Option<Vec<usize>> {
+    let value: Value = settings.given(KEY)?;
+    value.is_array().then(|| settings.get(KEY))
 }
 
 fn is_by_cost(settings: &Settings) -> bool {
@@ -104,7 +111,7 @@ pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
     let layers = config.model.num_layers;
     let stages = config.pipeline.stages(config.parallelism.pp);
     let whose = if stages == config.parallelism.pp { STAGES } else { "the schedule's" };
-    let list = settings.given::<Vec<usize>>(KEY);
+    let list = listed(settings);
     let mut faults = match &list {
         Some(list) => misdealt(list, (whose, stages), settings.sound(&[LAYERS]).then_some(layers)),
         None if layers < stages && settings.sound(&[LAYERS, KEY]) => {

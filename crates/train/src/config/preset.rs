@@ -1,29 +1,88 @@
-//! The model presets. All are GPT-2.
+//! The model presets.
+
+use super::words::ModelKind;
 
 /// The keys of `[model]` that a preset fixes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Preset {
     pub(crate) name: &'static str,
+    pub(crate) kind: ModelKind,
     pub(crate) vocab_size: usize,
     pub(crate) num_layers: usize,
     pub(crate) hidden_size: usize,
     pub(crate) num_heads: usize,
     pub(crate) seq_len: usize,
+    /// What only a Llama has.
+    pub(crate) llama: Option<Llama>,
 }
 
-/// Keys that a preset fixes, by name.
-pub(crate) const KEYS: [&str; 5] =
-    ["model.vocab_size", "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_len"];
+/// The keys that a preset of a Llama fixes beside.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Llama {
+    pub(crate) num_kv_heads: usize,
+    pub(crate) ffn_hidden_size: usize,
+    pub(crate) rope_theta: f64,
+}
 
+/// Where no preset says otherwise.
+pub(crate) const ROPE_THETA: f64 = 10_000.0;
+
+const GPT2: ModelKind = ModelKind::Gpt2;
+const LLAMA: ModelKind = ModelKind::Llama;
+
+const fn llama(num_kv_heads: usize, ffn_hidden_size: usize, rope_theta: f64) -> Option<Llama> {
+    Some(Llama { num_kv_heads, ffn_hidden_size, rope_theta })
+}
+
+/// All presets. The last three are those of "The Llama 3 Herd of Models" (2024), table 3, with the sequences of pre-training.
 #[rustfmt::skip] // A table: one preset, one line.
-pub(crate) static PRESETS: [Preset; 4] = [
-    Preset { name: "tiny",   vocab_size: 256,   num_layers: 4,  hidden_size: 128, num_heads: 4,  seq_len: 128 },
-    Preset { name: "small",  vocab_size: 256,   num_layers: 6,  hidden_size: 384, num_heads: 6,  seq_len: 256 },
-    Preset { name: "medium", vocab_size: 50257, num_layers: 6,  hidden_size: 512, num_heads: 8,  seq_len: 256 },
-    Preset { name: "gpt2",   vocab_size: 50257, num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 512 },
+pub(crate) const PRESETS: [Preset; 8] = [
+    Preset { name: "tiny",        kind: GPT2,  vocab_size: 256,    num_layers: 4,   hidden_size: 128,   num_heads: 4,   seq_len: 128,  llama: None },
+    Preset { name: "small",       kind: GPT2,  vocab_size: 256,    num_layers: 6,   hidden_size: 384,   num_heads: 6,   seq_len: 256,  llama: None },
+    Preset { name: "medium",      kind: GPT2,  vocab_size: 50257,  num_layers: 6,   hidden_size: 512,   num_heads: 8,   seq_len: 256,  llama: None },
+    Preset { name: "gpt2",        kind: GPT2,  vocab_size: 50257,  num_layers: 12,  hidden_size: 768,   num_heads: 12,  seq_len: 512,  llama: None },
+    Preset { name: "llama-tiny",  kind: LLAMA, vocab_size: 256,    num_layers: 4,   hidden_size: 128,   num_heads: 4,   seq_len: 128,  llama: llama(2, 512, ROPE_THETA) },
+    Preset { name: "llama3-8b",   kind: LLAMA, vocab_size: 128256, num_layers: 32,  hidden_size: 4096,  num_heads: 32,  seq_len: 8192, llama: llama(8, 14336, 500_000.0) },
+    Preset { name: "llama3-70b",  kind: LLAMA, vocab_size: 128256, num_layers: 80,  hidden_size: 8192,  num_heads: 64,  seq_len: 8192, llama: llama(8, 28672, 500_000.0) },
+    Preset { name: "llama3-405b", kind: LLAMA, vocab_size: 128256, num_layers: 126, hidden_size: 16384, num_heads: 128, seq_len: 8192, llama: llama(8, 53248, 500_000.0) },
 ];
 
-/// The preset of that name; `tiny` for a name that the key table has refused.
-pub(crate) fn preset(name: &str) -> &'static Preset {
-    PRESETS.iter().find(|preset| preset.name == name).unwrap_or(&PRESETS[0])
+/// Their names.
+pub(crate) const NAMES: [&str; PRESETS.len()] = {
+    let mut names = [""; PRESETS.len()];
+    let mut at = 0;
+    while at < names.len() {
+        names[at] = PRESETS[at].name;
+        at += 1;
+    }
+    names
+};
+
+/// The preset of that name; the first one for a name that the table of keys has refused.
+pub(crate) fn preset(name: &str) -> Preset {
+    PRESETS.into_iter().find(|preset| preset.name == name).unwrap_or(PRESETS[0])
+}
+
+/// The width inside the feed-forward layer, where neither the user nor a preset gives one: 4 · hidden, or that of "LLaMA: Open and
+/// Efficient Foundation Language Models" (2023) and its code, 8/3 · hidden rounded up to a multiple of 256.
+pub(crate) fn ffn_hidden_size(kind: ModelKind, hidden_size: usize) -> usize {
+    match kind {
+        ModelKind::Gpt2 => hidden_size.saturating_mul(4),
+        // A product that saturates is too large for any machine, and is told so.
+        ModelKind::Llama => (hidden_size.saturating_mul(8) / 3).checked_next_multiple_of(256).unwrap_or(usize::MAX),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_width_of_a_llama_is_the_published_one() {
+        // LLaMA 7B, 13B, 33B and 65B.
+        for (hidden, ffn) in [(4096, 11008), (5120, 13824), (6656, 17920), (8192, 22016), (128, 512)] {
+            assert_eq!(ffn_hidden_size(ModelKind::Llama, hidden), ffn);
+        }
+        assert_eq!(ffn_hidden_size(ModelKind::Gpt2, 768), 3072);
+    }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use super::arguments::help;
+use super::cli::command;
 use super::keys::{Fallback, Key, Kind, SECTIONS};
 use super::settings::show_literal;
 
@@ -24,25 +26,15 @@ pub fn reference() -> String {
 /// The text that `--help` prints.
 #[must_use]
 pub fn usage(program: &str) -> String {
-    let mut out = format!(
-        "Usage: {program} [--config FILE.toml] [--mesh dp=2,tp=4,pp=2] [--data PATH] [--steps N]\n    \
-         [--device cpu] [--metrics FILE.jsonl] [--set section.key=value]... [--help]\n\n\
-         --config   settings in TOML sections, as listed below\n\
-         --mesh     degrees of the axes dp, tp, pp; axes not named are 1\n\
-         --data     short for --set data.path=PATH\n\
-         --steps    short for --set training.steps=N\n\
-         --device   where the ranks compute; cuda has not landed yet\n\
-         --metrics  file to write one JSON line per event to\n\
-         --set      overrides one key; later ones win\n"
-    );
+    let mut keys = String::from("All settings have a key in a section:\n");
     for section in SECTIONS {
-        _ = writeln!(out, "\n[{}]", section.name);
+        _ = writeln!(keys, "\n[{}]", section.name);
         for key in section.keys {
             let (default, doc) = (default(key), meaning(key));
-            _ = writeln!(out, "  {:<24} {doc} Default: {default}; {}.", key.name, values(key));
+            _ = writeln!(keys, "  {:<29} {doc} Default: {default}; {}.", key.name, values(key));
         }
     }
-    out
+    help(command().after_help(keys), program)
 }
 
 fn default(key: &Key) -> String {

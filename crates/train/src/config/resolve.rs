@@ -2,7 +2,6 @@
 
 use meshwork_core::pool;
 use meshwork_pipeline::{Generator, by_name};
-use serde::de::DeserializeOwned;
 use std::ffi::OsString;
 use toml::Value;
 
@@ -11,13 +10,14 @@ use super::batch::Wish;
 use super::check::check;
 use super::cli::Args;
 use super::fault::{Fault, choose_from};
+use super::idle;
 use super::mesh::{AXES, parse_mesh};
 use super::partition;
 use super::preset::{self, preset};
 use super::schedule;
-use super::sections::*;
 use super::settings::Settings;
 use super::size;
+use super::words::{Device, ModelKind};
 
 /// The whole configuration, with every fault noted in the settings that come back. Where there is one, the
 /// configuration must not be run; values at fault hold their defaults.
@@ -33,9 +33,10 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
         merge_mesh(&mut settings, text);
     }
     let device = device(&mut settings, args.device.as_deref());
-    let mut config = typed(&settings, device);
-    distrust_derived(&mut settings);
-    check(&mut config, &mut settings);
+    derive(&mut settings);
+    let mut config = Config::read(&settings, device);
+    check(&config, &mut settings);
+    idle::notice(&mut config, &settings);
     schedule::settle(&mut config, &mut settings);
     partition::deal(&mut config, &mut settings);
     cut_batch(&mut config, &mut settings);
@@ -50,17 +51,6 @@ fn thread_fault(value: Option<OsString>) -> Option<Fault> {
     let value = value?.to_string_lossy().into_owned();
     let sound = value.parse::<usize>().is_ok_and(|threads| threads > 0);
     (!sound).then(|| Fault::new(pool::THREADS_VARIABLE, value, "no number of threads", "a whole number of at least 1"))
-}
-
-/// What is worked out from a value at fault is not to be trusted either.
-fn distrust_derived(settings: &mut Settings) {
-    let by_preset = preset::KEYS.map(|key| ("model.preset", key));
-    let others = [("model.hidden_size", "model.ffn_hidden_size"), ("model.num_heads", "model.num_kv_heads")];
-    for (from, key) in by_preset.into_iter().chain(others) {
-        if !settings.sound(&[from]) && settings.given::<Value>(key).is_none() {
-            settings.distrust(key);
-        }
-    }
 }
 
 /// The mesh string is the whole mesh: axes that it does not name have degree 1.
@@ -100,131 +90,48 @@ fn device(settings: &mut Settings, name: Option<&str>) -> Device {
     match name {
         None | Some("cpu") => {}
         Some("cuda") => settings.fault("--device", "cuda", "has not landed yet", "use cpu"),
-        Some(other) => settings.fault("--device", other, "unknown device", choose_from(other, &["cpu"])),
+        Some(other) => settings.fault("--device", other, "unknown device", choose_from(other, Device::WORDS)),
     }
     Device::Cpu
 }
 
-/// The value of a key that has a fixed default.
-fn fixed<T: DeserializeOwned>(settings: &Settings, key: &str) -> T {
-    // The key table holds its own types to be right; a test reads every key this way.
-    settings.get(key).unwrap_or_else(|| unreachable!("{key} has no default of its type in the key table"))
+/// Works out the defaults that depend on other keys.
+fn derive(settings: &mut Settings) {
+    const PRESET: &[&str] = &["model.preset"];
+    let preset = preset(&settings.get::<String>("model.preset"));
+    settings.derive("model.kind", PRESET, preset.kind.name());
+    settings.derive("model.vocab_size", PRESET, int(preset.vocab_size));
+    settings.derive("model.num_layers", PRESET, int(preset.num_layers));
+    settings.derive("model.hidden_size", PRESET, int(preset.hidden_size));
+    settings.derive("model.num_heads", PRESET, int(preset.num_heads));
+    settings.derive("model.seq_len", PRESET, int(preset.seq_len));
+
+    let kind: ModelKind = settings.get("model.kind");
+    let (hidden_size, num_heads) = (settings.get("model.hidden_size"), settings.get("model.num_heads"));
+    // Of a preset of the other kind only the sizes are taken that both kinds have.
+    let llama = preset.llama.filter(|_| kind == ModelKind::Llama);
+    let kv_heads = llama.map_or(num_heads, |llama| llama.num_kv_heads);
+    let ffn = match llama {
+        Some(llama) if hidden_size == preset.hidden_size => llama.ffn_hidden_size,
+        _ => preset::ffn_hidden_size(kind, hidden_size),
+    };
+    settings.derive("model.num_kv_heads", &["model.preset", "model.kind", "model.num_heads"], int(kv_heads));
+    settings.derive("model.ffn_hidden_size", &["model.preset", "model.kind", "model.hidden_size"], int(ffn));
+    settings.derive("model.tie_embeddings", &["model.kind"], kind == ModelKind::Gpt2);
+    settings.derive("model.rope_theta", PRESET, llama.map_or(preset::ROPE_THETA, |llama| llama.rope_theta));
+
+    let steps: Value = settings.get("training.steps");
+    settings.derive("lr_scheduler.decay_steps", &["training.steps"], steps);
+    let schedule = by_name(&settings.get::<String>("pipeline.schedule"));
+    let virtual_stages = schedule.map_or(1, Generator::default_virtual_stages);
+    settings.derive("pipeline.virtual_stages", &["pipeline.schedule"], int(virtual_stages));
+    // Worked out once all else is known: `cut_batch`.
+    settings.derive("pipeline.num_microbatches", &[], 1);
+    settings.derive("training.micro_batch_size", &[], 1);
 }
 
-fn typed(settings: &Settings, device: Device) -> Config {
-    // One macro so that each line below reads as the key that it is.
-    macro_rules! get {
-        ($key:literal) => {
-            fixed(settings, $key)
-        };
-        ($key:literal, $derived:expr) => {
-            settings.get($key).unwrap_or($derived)
-        };
-    }
-    let name: String = get!("model.preset");
-    let preset = preset(&name);
-    let hidden_size = get!("model.hidden_size", preset.hidden_size);
-    let num_heads = get!("model.num_heads", preset.num_heads);
-    let steps = get!("training.steps");
-    let schedule: String = get!("pipeline.schedule");
-    Config {
-        model: Model {
-            preset: name,
-            kind: get!("model.kind"),
-            vocab_size: get!("model.vocab_size", preset.vocab_size),
-            num_layers: get!("model.num_layers", preset.num_layers),
-            hidden_size,
-            num_heads,
-            num_kv_heads: get!("model.num_kv_heads", num_heads),
-            ffn_hidden_size: get!("model.ffn_hidden_size", hidden_size.saturating_mul(4)),
-            seq_len: get!("model.seq_len", preset.seq_len),
-            tie_embeddings: get!("model.tie_embeddings"),
-            dropout: get!("model.dropout"),
-            init_from: settings.get("model.init_from"),
-        },
-        parallelism: Parallelism {
-            dp: get!("parallelism.dp"),
-            tp: get!("parallelism.tp"),
-            pp: get!("parallelism.pp"),
-            cp: get!("parallelism.cp"),
-            ep: get!("parallelism.ep"),
-            sequence_parallel: get!("parallelism.sequence_parallel"),
-            zero_stage: get!("parallelism.zero_stage"),
-            context_parallel_method: get!("parallelism.context_parallel_method"),
-            expert_tensor_parallel: get!("parallelism.expert_tensor_parallel"),
-        },
-        pipeline: Pipeline {
-            virtual_stages: get!(
-                "pipeline.virtual_stages",
-                by_name(&schedule).map_or(1, Generator::default_virtual_stages)
-            ),
-            schedule,
-            num_microbatches: get!("pipeline.num_microbatches", 1),
-            partition: Vec::new(), // dealt once all else is known
-            scatter_gather: get!("pipeline.scatter_gather"),
-            vertical_sync: get!("pipeline.vertical_sync"),
-            replication: settings.given("pipeline.replication").unwrap_or_default(),
-            schedule_file: settings.get("pipeline.schedule_file"),
-            own_schedule: None, // read once all else is known
-        },
-        training: Training {
-            steps,
-            global_batch_size: get!("training.global_batch_size"),
-            micro_batch_size: get!("training.micro_batch_size", 1),
-            seed: get!("training.seed"),
-            dtype: get!("training.dtype"),
-            max_norm: get!("training.max_norm"),
-            numerics: get!("training.numerics"),
-        },
-        optimizer: Optimizer {
-            name: get!("optimizer.name"),
-            lr: get!("optimizer.lr"),
-            beta1: get!("optimizer.beta1"),
-            beta2: get!("optimizer.beta2"),
-            eps: get!("optimizer.eps"),
-            weight_decay: get!("optimizer.weight_decay"),
-            momentum: get!("optimizer.momentum"),
-        },
-        lr_scheduler: LrScheduler {
-            warmup_steps: get!("lr_scheduler.warmup_steps"),
-            decay: get!("lr_scheduler.decay"),
-            decay_steps: get!("lr_scheduler.decay_steps", steps),
-            min_lr_factor: get!("lr_scheduler.min_lr_factor"),
-        },
-        data: Data {
-            path: settings.get("data.path"),
-            tokenizer: get!("data.tokenizer"),
-            shuffle: get!("data.shuffle"),
-        },
-        validation: Validation {
-            every: get!("validation.every"),
-            steps: get!("validation.steps"),
-            fraction: get!("validation.fraction"),
-        },
-        memory: Memory {
-            recompute: get!("memory.recompute"),
-            offload: get!("memory.offload"),
-            limit_bytes: get!("memory.limit_bytes"),
-        },
-        checkpoint: Checkpoint {
-            dir: settings.get("checkpoint.dir"),
-            every: get!("checkpoint.every"),
-            keep: get!("checkpoint.keep"),
-            resume: get!("checkpoint.resume"),
-            export: settings.get("checkpoint.export"),
-        },
-        metrics: Metrics {
-            profile: get!("metrics.profile"),
-            profile_steps: get!("metrics.profile_steps"),
-            trace: get!("metrics.trace"),
-            schedule: get!("metrics.schedule"),
-            layer_profile: settings.get("metrics.layer_profile"),
-        },
-        comm: Comm { timeout_seconds: get!("comm.timeout_seconds") },
-        numerics: Numerics { leaves: get!("numerics.leaves") },
-        device,
-        notices: Vec::new(),
-    }
+fn int(value: usize) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
 }
 
 /// Works out the cut of the global batch, where all that it reads is sound.

@@ -1,263 +1,262 @@
-//! The resolved configuration, one struct per section: every value is known and has been checked.
+//! Every section and key of the configuration. This is the one place that states them: `Config`, its sections, the
+//! [key table](super::keys), `--help` and `docs/configuration.md` all come from it.
 //!
-//! What the keys mean stands in the [table](super::keys); here are only their types.
-#![allow(missing_docs)] // One text per key is enough, and the table's is the one that users read.
+//! A key is `name: type = default, kind;`, with its meaning above it. [`sections!`](super::keys) says how it is read.
 
-use std::sync::Arc;
-use std::time::Duration;
+use meshwork_pipeline::{Generator, Schedule};
+use serde::Serialize;
 
-use meshwork_core::{Axis, Mesh, MeshError};
-use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
-use meshwork_pipeline::Schedule;
-use meshwork_tensor::cpu::{Cpu, Precision};
-use serde::{Deserialize, Serialize};
+use super::keys::Fallback::{Derived, Unset};
+use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
+use super::keys::Kind::{Choice, Count, Number, Switch, Text, WordOrCounts};
+use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
+use super::settings::Settings;
+use super::words::{DecayName, Device, Dtype, ModelKind, OptimizerName};
+use super::{partition, preset};
 
-/// Section `[model]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Model {
-    pub preset: String,
-    pub kind: String,
-    pub vocab_size: usize,
-    pub num_layers: usize,
-    pub hidden_size: usize,
-    pub num_heads: usize,
-    pub num_kv_heads: usize,
-    pub ffn_hidden_size: usize,
-    pub seq_len: usize,
-    pub tie_embeddings: bool,
-    pub dropout: f64,
-    pub init_from: Option<String>,
-}
+const BY_PRESET: Fallback = Derived("by preset");
+/// The names of all schedules.
+const SCHEDULES: [&str; Generator::ALL.len()] = {
+    let mut names = [""; Generator::ALL.len()];
+    let mut at = 0;
+    while at < names.len() {
+        names[at] = Generator::ALL[at].name();
+        at += 1;
+    }
+    names
+};
 
-/// Section `[parallelism]`, with the mesh string merged in.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Parallelism {
-    pub dp: usize,
-    pub tp: usize,
-    pub pp: usize,
-    pub cp: usize,
-    pub ep: usize,
-    pub sequence_parallel: bool,
-    pub zero_stage: usize,
-    pub context_parallel_method: String,
-    pub expert_tensor_parallel: usize,
-}
-
-impl Parallelism {
-    /// The mesh, with every axis, as the mesh string gives it. (ep borrows its ranks from dp and cp.)
+sections! {
+    /// A configuration that can be run: all values known, in range and consistent.
     ///
-    /// # Errors
-    /// Where a degree is 0 or the number of ranks overflows.
-    pub fn mesh(&self) -> Result<Mesh, MeshError> {
-        Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
+    /// ```
+    /// use meshwork_train::config::{Args, Config};
+    ///
+    /// let config = Config::from_args(&Args::parse(["--mesh", "dp=2,pp=2", "--set", "model.preset=small"]))?;
+    /// assert_eq!(config.parallelism.world_size(), Some(4));
+    /// assert_eq!(config.model.hidden_size, 384);
+    /// assert_eq!((config.pipeline.num_microbatches, config.training.micro_batch_size), (4, 2));
+    ///
+    /// let error = Config::from_toml("[model]\nnum_heads = 3\nheads = 4").unwrap_err();
+    /// assert_eq!(
+    ///     error.to_string(),
+    ///     "model.heads = 4: unknown key; the nearest is model.num_heads\n\
+    ///      model.hidden_size = 128: is not divisible by model.num_heads = 3; use a multiple of 3, such as 126 or 129"
+    /// );
+    /// # Ok::<(), meshwork_train::config::ConfigError>(())
+    /// ```
+    Config;
+
+    /// What is trained.
+    [model] Model {
+        /// Size of the model; any other key of the section overrides it.
+        preset: String = is("tiny"), one_of(&preset::NAMES);
+        /// Architecture.
+        kind: ModelKind = BY_PRESET, Choice { landed: ModelKind::WORDS, planned: &["resnet", "vgg"] };
+        /// Number of token ids.
+        vocab_size: usize = BY_PRESET, Count(1);
+        /// Number of transformer blocks.
+        num_layers: usize = BY_PRESET, Count(1);
+        /// Width of the residual stream.
+        hidden_size: usize = BY_PRESET, Count(1);
+        /// Number of attention heads.
+        num_heads: usize = BY_PRESET, Count(1);
+        /// Number of key and value heads. In llama they may be fewer than the heads, and divide them: grouped-query attention.
+        num_kv_heads: usize = Derived("by preset, else num_heads"), Count(1);
+        /// Width inside the feed-forward layer.
+        ffn_hidden_size: usize =
+            Derived("by preset, else 4 · hidden_size; llama: 8/3 · hidden_size, rounded up to a multiple of 256"), Count(1);
+        /// Tokens per sample, and number of positions.
+        seq_len: usize = BY_PRESET, Count(1);
+        /// Whether the output layer shares the token embedding.
+        tie_embeddings: bool = Derived("true; llama: false"), Switch;
+        /// Probability of dropping an activation, in gpt2.
+        dropout: f64 = float(0.0), Number(BelowOne);
+        /// Added to the variance, in the norms of llama.
+        norm_eps: f64 = float(1e-5), Number(Positive);
+        /// Base of the rotary embedding's frequencies, in llama.
+        rope_theta: f64 = Derived("by preset, else 10000"), Number(Positive);
+        /// Llama 3.1's scaling of rotary frequencies for longer sequences: the low ones are divided by this; 1 = off.
+        rope_scaling_factor: f64 = float(1.0), Number(FromOne);
+        /// Wavelengths above rope_scaling_original_seq_len over this are scaled in full.
+        rope_scaling_low_freq_factor: f64 = float(1.0), Number(Positive);
+        /// Wavelengths below rope_scaling_original_seq_len over this are not scaled; those between are, in part.
+        rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive);
+        /// Sequence length before scaling.
+        rope_scaling_original_seq_len: usize = int(8192), Count(1);
+        /// Weights to start from.
+        init_from: Option<String> = Unset, Text, awaits "starting from given weights";
     }
 
-    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
-    #[must_use]
-    pub fn world_size(&self) -> Option<usize> {
-        self.mesh().ok().map(|mesh| mesh.world_size())
-    }
-}
-
-/// Section `[pipeline]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Pipeline {
-    pub schedule: String,
-    pub virtual_stages: usize,
-    pub num_microbatches: usize,
-    /// Layers of each stage, `uniform` and `cost` worked out.
-    pub partition: Vec<usize>,
-    pub scatter_gather: bool,
-    pub vertical_sync: bool,
-    /// Ranks of each stage; none where each has one.
-    pub replication: Vec<usize>,
-    pub schedule_file: Option<String>,
-    /// What it holds.
-    #[serde(skip)]
-    pub own_schedule: Option<Schedule>,
-}
-
-/// Section `[training]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Training {
-    pub steps: u64,
-    pub global_batch_size: usize,
-    pub micro_batch_size: usize,
-    pub seed: u64,
-    pub dtype: Dtype,
-    pub max_norm: f64,
-    pub numerics: String,
-}
-
-/// `training.dtype`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    F32,
-    Bf16,
-}
-
-impl Dtype {
-    /// As in the configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
+    /// How many ranks each axis of the mesh has; the mesh string is merged in.
+    [parallelism] Parallelism {
+        /// Data parallel degree.
+        dp: usize = int(1), Count(1);
+        /// Tensor parallel degree.
+        tp: usize = int(1), Count(1);
+        /// Pipeline parallel degree.
+        pp: usize = int(1), Count(1);
+        /// Context parallel degree.
+        cp: usize = int(1), Count(1), awaits "context parallelism";
+        /// Expert parallel degree; divides dp·cp.
+        ep: usize = int(1), Count(1), awaits "expert parallelism";
+        /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
+        sequence_parallel: bool = OFF, Switch;
+        /// What ZeRO shards: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        zero_stage: usize = int(0), Count(0), awaits "ZeRO";
+        /// How attention is split over cp.
+        context_parallel_method: String = is("ring"), Text, awaits "context parallelism";
+        /// Tensor parallel degree inside an expert.
+        expert_tensor_parallel: usize = int(1), Count(1), awaits "expert parallelism";
     }
 
-    /// As devices know it.
-    #[must_use]
-    pub const fn precision(self) -> Precision {
-        match self {
-            Self::F32 => Precision::F32,
-            Self::Bf16 => Precision::Bf16,
-        }
+    /// How the layers are cut into stages, and in which order the stages run.
+    [pipeline] Pipeline {
+        /// Order of forward and backward passes.
+        schedule: String = is("1f1b"), one_of(&SCHEDULES);
+        /// A synchronous schedule of your own in the text form of docs/schedules.md, in place of schedule; it has its number of
+        /// micro-batches.
+        schedule_file: Option<String> = Unset, Text;
+        /// Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v,
+        /// else 1.
+        virtual_stages: usize = Derived("by schedule"), Count(1);
+        /// Micro-batches of a step, per data-parallel rank.
+        num_microbatches: usize = Derived("by batch and schedule"), Count(1);
+        /// Layers of each stage. uniform: as even as possible. cost: the largest cost of any rank is least, counting the embedding, the
+        /// head and the loss. A list: as given. With cost and in a list, a stage may have no layer. The embedding is on the first
+        /// stage, head and loss on the last.
+        partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS);
+        /// Ranks of each stage, with schedule 1f1b: replicas take micro-batches in turn; they add up to pp, as 3 + 1 in [3, 1].
+        replication: Vec<usize> = is("none"), WordOrCounts(&["none"]);
+        /// Whether, in pipedream, all stages take the weights of the version that the first stage had when a micro-batch entered.
+        vertical_sync: bool = OFF, Switch;
+        /// Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival.
+        scatter_gather: bool = ON, Switch;
+    } beside {
+        /// The schedule in `schedule_file`.
+        own_schedule: Option<Schedule>,
     }
-}
 
-/// `optimizer.name`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerName {
-    Adamw,
-    Sgd,
-}
-
-/// Section `[optimizer]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Optimizer {
-    pub name: OptimizerName,
-    pub lr: f64,
-    pub beta1: f64,
-    pub beta2: f64,
-    pub eps: f64,
-    pub weight_decay: f64,
-    pub momentum: f64,
-}
-
-impl Optimizer {
-    /// The update rule that the section describes.
-    #[must_use]
-    pub fn rule(&self) -> Rule {
-        let &Self { beta1, beta2, eps, weight_decay, momentum, .. } = self;
-        match self.name {
-            OptimizerName::Adamw => AdamW { beta1, beta2, eps, weight_decay }.into(),
-            OptimizerName::Sgd => Sgd { momentum, weight_decay }.into(),
-        }
+    /// Steps, batch and numerics.
+    [training] Training {
+        /// Number of steps; 0 validates and reports without training.
+        steps: u64 = int(100), Count(0);
+        /// Samples per step, over all ranks: dp · num_microbatches · micro_batch_size.
+        global_batch_size: usize = int(16), Count(1);
+        /// Samples per micro-batch.
+        micro_batch_size: usize = Derived("by batch and micro-batches"), Count(1);
+        /// Seed of initialisation, sample order and dropout.
+        seed: u64 = int(1234), Count(0);
+        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. Activations that only
+        /// products read are stored rounded; everything else that is kept or sent is f32: weights, gradients, optimizer states.
+        dtype: Dtype = is("f32"), one_of(Dtype::WORDS);
+        /// Global gradient norm above which gradients are scaled down; 0 = off.
+        max_norm: f64 = float(1.0), Number(NotNegative);
+        /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number of
+        /// micro-batches gives the same bits, at a price in time and memory.
+        numerics: String = is("fast"), one_of(&["fast", "canonical"]);
     }
-}
 
-/// `lr_scheduler.decay`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DecayName {
-    None,
-    Linear,
-    Cosine,
-}
-
-/// Section `[lr_scheduler]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct LrScheduler {
-    pub warmup_steps: u64,
-    pub decay: DecayName,
-    pub decay_steps: u64,
-    pub min_lr_factor: f64,
-}
-
-impl LrScheduler {
-    /// The schedule that the section describes, for a full learning rate of `base`.
-    #[must_use]
-    pub fn schedule(&self, base: f64) -> LrSchedule {
-        let &Self { warmup_steps, decay_steps, min_lr_factor, .. } = self;
-        let decay = match self.decay {
-            DecayName::None => Decay::None,
-            DecayName::Linear => Decay::Linear,
-            DecayName::Cosine => Decay::Cosine,
-        };
-        LrSchedule { base, warmup_steps, decay, decay_steps, min_lr_factor }
+    /// The update rule.
+    [optimizer] Optimizer {
+        /// Update rule.
+        name: OptimizerName = is("adamw"), one_of(OptimizerName::WORDS);
+        /// Full learning rate.
+        lr: f64 = float(3e-4), Number(NotNegative);
+        /// Decay of AdamW's mean gradient.
+        beta1: f64 = float(0.9), Number(BelowOne);
+        /// Decay of AdamW's mean squared gradient.
+        beta2: f64 = float(0.95), Number(BelowOne);
+        /// Added to AdamW's denominator.
+        eps: f64 = float(1e-8), Number(Positive);
+        /// Weight decay, on weights only; decoupled in adamw, L2 in sgd.
+        weight_decay: f64 = float(0.1), Number(NotNegative);
+        /// Momentum of sgd.
+        momentum: f64 = float(0.0), Number(BelowOne);
     }
-}
 
-/// Section `[data]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Data {
-    pub path: Option<String>,
-    pub tokenizer: String,
-    pub shuffle: bool,
-}
-
-/// Section `[validation]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Validation {
-    pub every: u64,
-    pub steps: u64,
-    pub fraction: f64,
-}
-
-/// Section `[memory]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Memory {
-    pub recompute: String,
-    pub offload: String,
-    pub limit_bytes: u64,
-}
-
-/// Section `[checkpoint]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Checkpoint {
-    pub dir: Option<String>,
-    pub every: u64,
-    pub keep: u64,
-    pub resume: bool,
-    pub export: Option<String>,
-}
-
-/// Section `[metrics]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Metrics {
-    pub profile: bool,
-    pub profile_steps: u64,
-    pub trace: String,
-    pub schedule: String,
-    pub layer_profile: Option<String>,
-}
-
-/// Section `[comm]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Comm {
-    pub timeout_seconds: f64,
-}
-
-impl Comm {
-    /// The timeout as a duration. A century stands for anything longer, so that it can be added to a clock.
-    #[must_use]
-    pub fn timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.timeout_seconds.min(3e9))
+    /// The learning rate over the steps.
+    [lr_scheduler] LrScheduler {
+        /// Steps of linear warm-up.
+        warmup_steps: u64 = int(0), Count(0);
+        /// Shape of the decay after the warm-up.
+        decay: DecayName = is("none"), one_of(DecayName::WORDS);
+        /// Step after which the rate stays at its floor; counts the warm-up.
+        decay_steps: u64 = Derived("training.steps"), Count(1);
+        /// The floor, as a share of optimizer.lr.
+        min_lr_factor: f64 = float(0.0), Number(Unit);
     }
-}
 
-/// Section `[numerics]`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Numerics {
-    pub leaves: usize,
-}
+    /// What is learned.
+    [data] Data {
+        /// A UTF-8 file, a folder of texts, or a .bin file of u16 tokens; unset: the Cicero text of the lipsum crate. From a folder the
+        /// files are taken that end in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl; the others are skipped and counted.
+        path: Option<String> = Unset, Text;
+        /// bytes, gpt2, or the path of a tokenizer.json; the last two need a build with the feature tokenizers.
+        tokenizer: String = is("bytes"), Text;
+        /// Whether each epoch permutes the samples, by seed and epoch.
+        shuffle: bool = ON, Switch;
+    }
 
-/// Where the ranks compute: `--device`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    Cpu,
-}
+    /// How much of the data is held out, and when the model is held against it.
+    [validation] Validation {
+        /// Steps between validations; 0 = never, and nothing is held out.
+        every: u64 = int(0), Count(0);
+        /// Batches per validation; 0 = all that fit.
+        steps: u64 = int(0), Count(0);
+        /// Share of the token stream, at its end, that is held out.
+        fraction: f64 = float(0.05), Number(Inside);
+    }
 
-impl Device {
-    /// A device for one rank, which computes products in `dtype`.
-    #[must_use]
-    pub fn open(self, dtype: Dtype) -> Arc<dyn meshwork_tensor::Device> {
-        match self {
-            Self::Cpu => Arc::new(Cpu::new(dtype.precision())),
-        }
+    /// What memory is saved, and how.
+    [memory] Memory {
+        /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions, for a few passes
+        /// over memory. Recomputed activations are bitwise identical.
+        recompute: String = is("none"), Choice { landed: &["none", "selective"], planned: &["full"] };
+        /// What to keep in host memory.
+        offload: String = is("none"), Text, awaits "offloading";
+        /// Memory per rank; 0 = no limit.
+        limit_bytes: u64 = int(0), Count(0), awaits "a memory limit";
+    }
+
+    /// What is saved of a run.
+    [checkpoint] Checkpoint {
+        /// Folder of the checkpoints.
+        dir: Option<String> = Unset, Text, awaits "checkpointing";
+        /// Steps between checkpoints; 0 = never.
+        every: u64 = int(0), Count(0), awaits "checkpointing";
+        /// Checkpoints to keep.
+        keep: u64 = int(2), Count(1), awaits "checkpointing";
+        /// Whether to go on from the newest checkpoint.
+        resume: bool = OFF, Switch, awaits "checkpointing";
+        /// Folder of the final model in Hugging Face format.
+        export: Option<String> = Unset, Text, awaits "exporting the model";
+    }
+
+    /// What a run measures, and where it writes it.
+    [metrics] Metrics {
+        /// Whether to time every operation, print a table of where a step's time goes, and write its timeline.
+        profile: bool = OFF, Switch;
+        /// Number of steps to profile; the first step of the run is not one of them.
+        profile_steps: u64 = int(3), Count(1);
+        /// File for the timeline of a profile, to be opened in Perfetto.
+        trace: String = is("trace.json"), Text;
+        /// File for a picture of the pipeline of a profile, with more than one stage: predicted and measured timelines.
+        schedule: String = is("schedule.svg"), Text;
+        /// File for the time and memory of each layer, measured on one rank before the run, in PipeDream's format:
+        /// examples/partition reads it.
+        layer_profile: Option<String> = Unset, Text;
+    }
+
+    /// Communication between ranks.
+    [comm] Comm {
+        /// Seconds without progress after which a collective gives up on a rank.
+        timeout_seconds: f64 = float(60.0), Number(Positive);
+    }
+
+    /// Details of canonical numerics.
+    [numerics] Numerics {
+        /// Blocks of canonical sums along a dim that tp may cut: tp must divide them, leaving each rank a power of two.
+        leaves: usize = int(8), Count(1);
     }
 }

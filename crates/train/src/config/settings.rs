@@ -4,17 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::fault::{Fault, choose_from, distance, nearest};
 use super::keys::{self, Fallback, Key, Kind, Literal};
 use super::partition::words;
+use super::setting::Setting;
 
 /// The values that were given and are valid, and the faults of those that are not.
 #[derive(Debug, Default)]
 pub(crate) struct Settings {
     given: BTreeMap<String, Value>,
+    derived: BTreeMap<&'static str, Value>,
     unsound: BTreeSet<String>,
     pub(crate) faults: Vec<Fault>,
 }
@@ -140,24 +141,45 @@ impl Settings {
         keys.iter().all(|key| !self.unsound.contains(*key))
     }
 
-    /// The value of `key`: as given, else its fixed default, else nothing.
-    pub(crate) fn get<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
-        self.given(key).or_else(|| {
-            let (section, name) = key.split_once('.')?;
-            let default = match keys::find(section, name)?.1.default {
-                Fallback::Is(Literal::Int(value)) => Value::Integer(value),
-                Fallback::Is(Literal::Float(value)) => Value::Float(value),
-                Fallback::Is(Literal::Bool(value)) => Value::Boolean(value),
-                Fallback::Is(Literal::Str(value)) => Value::String(value.to_string()),
-                Fallback::Derived(_) | Fallback::Unset => return None,
-            };
-            default.try_into().ok()
-        })
+    /// Sets the value of `key` where none is given, worked out from the keys `from`: where one of those is at fault, it is not to be
+    /// trusted either.
+    pub(crate) fn derive(&mut self, key: &'static str, from: &[&str], value: impl Into<Value>) {
+        if !self.sound(from) && !self.given.contains_key(key) {
+            self.distrust(key);
+        }
+        self.derived.insert(key, value.into());
+    }
+
+    /// The value of `key`: as given, else as derived, else its default.
+    pub(crate) fn get<T: Setting>(&self, key: &str) -> T {
+        let value = self.given.get(key).or_else(|| self.derived.get(key)).cloned().or_else(|| default(key));
+        // The table of keys gives each a default of its own type; a test reads every key this way.
+        T::read(value.as_ref()).unwrap_or_else(|| unreachable!("{key} has neither value nor default of its type"))
     }
 
     /// The value of `key`, if it was given.
-    pub(crate) fn given<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
-        self.given.get(key)?.clone().try_into().ok()
+    pub(crate) fn given<T: Setting>(&self, key: &str) -> Option<T> {
+        T::read(Some(self.given.get(key)?))
+    }
+}
+
+/// The default of `key`, if it has one.
+fn default(key: &str) -> Option<Value> {
+    let (section, name) = key.split_once('.')?;
+    match keys::find(section, name)?.1.default {
+        Fallback::Is(literal) => Some(literal.into()),
+        Fallback::Derived(_) | Fallback::Unset => None,
+    }
+}
+
+impl From<Literal> for Value {
+    fn from(literal: Literal) -> Self {
+        match literal {
+            Literal::Int(value) => Self::Integer(value),
+            Literal::Float(value) => Self::Float(value),
+            Literal::Bool(value) => Self::Boolean(value),
+            Literal::Str(value) => Self::String(value.to_owned()),
+        }
     }
 }
 
@@ -218,7 +240,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         }
     };
     match (key.awaits, key.default) {
-        (Some(feature), Fallback::Is(default)) if !equal(default, &value) => {
+        (Some(feature), Fallback::Is(default)) if Value::from(default) != value => {
             Err((format!("{feature} has not landed yet"), format!("use {}", show_literal(default))))
         }
         (Some(feature), Fallback::Unset) => {
@@ -230,15 +252,6 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
 
 fn is_count(value: &Value) -> bool {
     value.as_integer().is_some_and(|count| count >= 0)
-}
-
-fn equal(default: Literal, value: &Value) -> bool {
-    match default {
-        Literal::Int(default) => value.as_integer() == Some(default),
-        Literal::Float(default) => value.as_float() == Some(default),
-        Literal::Bool(default) => value.as_bool() == Some(default),
-        Literal::Str(default) => value.as_str() == Some(default),
-    }
 }
 
 /// The known key most like `section.name`: the same name in the nearest section, else the fewest edits over both.

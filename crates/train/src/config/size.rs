@@ -3,6 +3,7 @@
 use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
+use super::words::ModelKind;
 
 /// Every rank draws up the parameters of every layer.
 pub(crate) const MAX_LAYERS: usize = 1 << 14;
@@ -36,11 +37,12 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 
     let heads = if model.tie_embeddings { 1 } else { 2 };
+    let of_ffn = if model.kind == ModelKind::Llama { 3 } else { 2 };
     let weights = [
         product(&[heads, vocab, hidden]),
         product(&[seq_len, hidden]),
         product(&[4, layers, hidden, hidden]),
-        product(&[2, layers, hidden, ffn]),
+        product(&[of_ffn, layers, hidden, ffn]),
     ];
     let parameters = weights.into_iter().fold(0, u128::saturating_add);
     let countable = settings.sound(&MODEL) && parameters <= MAX_PARAMETERS;

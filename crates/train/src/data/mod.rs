@@ -4,6 +4,8 @@
 //! data-parallel rank asks for its rows of the global batch.
 
 mod images;
+#[cfg(feature = "tokenizers")]
+mod libraries;
 mod permutation;
 mod source;
 mod token_file;

@@ -63,13 +63,13 @@ impl Content {
 
 /// The content of `path`. On refusal: the problem, and what would be valid.
 fn content(path: &Path) -> Result<Content, (String, String)> {
-    const VALID: &str = "use a UTF-8 file, a folder of them, or a .bin file of little-endian u16 token ids";
+    const VALID: &str = "use a UTF-8 file, a folder of texts, or a .bin file of little-endian u16 token ids";
     let refuse = |problem: String| (problem, VALID.to_string());
     if !path.exists() {
         return Err(refuse("does not exist".to_string()));
     }
     if path.is_dir() {
-        return folder(path).map_err(refuse);
+        return folder(path);
     }
     let bytes = fs::read(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
     if bytes.is_empty() {
@@ -84,26 +84,43 @@ fn content(path: &Path) -> Result<Content, (String, String)> {
         .map_err(|error| refuse(format!("is not UTF-8 from byte {} on", error.utf8_error().valid_up_to())))
 }
 
-/// The UTF-8 files below `path`, one after another in the order of their paths.
-fn folder(path: &Path) -> Result<Content, String> {
-    let (mut text, mut skipped) = (String::new(), 0);
-    let files = files(path).map_err(|error| format!("cannot be listed: {error}"))?;
+/// The extensions of the files that are taken from a folder. Other files may be UTF-8 and yet no text to learn: pictures in SVG,
+/// settings, a `tokenizer.json`.
+const TEXT: [&str; 8] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl"];
+
+/// The texts below `path`, one after another in the order of their paths. Each is taken as it is: of a `.jsonl`, its lines with
+/// their braces.
+fn folder(path: &Path) -> Result<Content, (String, String)> {
+    let valid = format!("use a folder of UTF-8 files that end in .{}", TEXT.join(", ."));
+    let refuse = |problem: String| (problem, valid.clone());
+    let files = files(path).map_err(|error| refuse(format!("cannot be listed: {error}")))?;
+    let (mut text, mut other, mut not_utf8) = (String::new(), 0, 0);
     for file in &files {
-        let bytes = fs::read(file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
+        let extension = file.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+        if !extension.is_some_and(|extension| TEXT.contains(&&*extension)) {
+            other += 1;
+            continue;
+        }
+        let bytes = fs::read(file).map_err(|error| refuse(format!("{} cannot be read: {error}", file.display())))?;
         match String::from_utf8(bytes) {
             Ok(part) => text.push_str(&part),
-            Err(_) => skipped += 1,
+            Err(_) => not_utf8 += 1,
         }
     }
-    let of_all = format!("{skipped} of {} files", files.len());
-    if text.is_empty() {
-        return Err(format!("holds no text: {of_all} are not UTF-8, the others are empty"));
-    }
+    let reasons = [(other, "no extension of text"), (not_utf8, "not UTF-8")];
+    let reasons = reasons.into_iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!("{count} {why}"));
+    let reasons = reasons.collect::<Vec<_>>().join(", ");
+    let skipped = format!("{} of {} files skipped ({reasons})", other + not_utf8, files.len());
     let mut content = Content::text(text);
-    if skipped > 0 {
-        content.notices.push(format!("data.path = {path:?}: {of_all} skipped, as they are not UTF-8"));
+    match (content.text.is_empty(), other + not_utf8) {
+        (true, 0) => Err(refuse(format!("holds no text: {} files, all empty", files.len()))),
+        (true, _) => Err(refuse(format!("holds no text: {skipped}"))),
+        (false, 0) => Ok(content),
+        (false, _) => {
+            content.notices.push(format!("data.path = {path:?}: {skipped}"));
+            Ok(content)
+        }
     }
-    Ok(content)
 }
 
 /// All files below `path`, sorted by path. Linked folders are not entered, so that no circle is walked.

@@ -1,47 +1,52 @@
 //! Text to token ids and back.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use tiktoken_rs::{CoreBPE, r50k_base_singleton};
-
+#[cfg(feature = "tokenizers")]
+use super::libraries::{gpt2, json};
 use crate::config::Fault;
 
 /// How text becomes tokens: `data.tokenizer`.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Tokenizer(Kind);
 
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 enum Kind {
     Bytes,
-    Gpt2(&'static CoreBPE),
-    Json(Box<tokenizers::Tokenizer>),
+    Library(Arc<dyn Library>),
+}
+
+/// A tokenizer of another crate.
+pub(super) trait Library: std::fmt::Debug + Send + Sync {
+    /// See [`Tokenizer::vocab_size`].
+    fn vocab_size(&self) -> usize;
+    /// See [`Tokenizer::encode`].
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
+    /// See [`Tokenizer::decode`].
+    fn decode(&self, ids: &[u32]) -> String;
 }
 
 impl Tokenizer {
     /// One token per byte, ids 0 to 255.
     pub const BYTES: Self = Self(Kind::Bytes);
 
-    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json`. The last two need the feature `tokenizers`.
     ///
     /// # Errors
-    /// When it is a path and no tokenizer can be read from it.
+    /// When it is a path and no tokenizer can be read from it, or when it needs the feature and this build lacks it.
     pub fn open(name: &str) -> Result<Self, Fault> {
-        let fault = |problem: String, valid: &str| Fault::new("data.tokenizer", format!("{name:?}"), problem, valid);
-        match name {
-            "bytes" => Ok(Self::BYTES),
-            "gpt2" => Ok(Self(Kind::Gpt2(r50k_base_singleton()))),
-            path if !Path::new(path).is_file() => Err(fault(
-                "is neither a known tokenizer nor a file".to_string(),
+        let library = match name {
+            "bytes" => return Ok(Self::BYTES),
+            "gpt2" => gpt2(),
+            path if !Path::new(path).is_file() => Err((
+                "is neither a known tokenizer nor a file".to_owned(),
                 "use bytes, gpt2 or the path of a tokenizer.json",
             )),
-            path => match tokenizers::Tokenizer::from_file(path) {
-                Ok(tokenizer) => Ok(Self(Kind::Json(Box::new(tokenizer)))),
-                Err(error) => Err(fault(
-                    format!("is not a tokenizer.json: {error}"),
-                    "use bytes, gpt2 or a file of the Hugging Face tokenizers library",
-                )),
-            },
-        }
+            path => json(path),
+        };
+        let fault = |(problem, valid)| Fault::new("data.tokenizer", format!("{name:?}"), problem, valid);
+        library.map(|library| Self(Kind::Library(library))).map_err(fault)
     }
 
     /// One more than the largest id that it gives.
@@ -49,9 +54,7 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
             Kind::Bytes => 256,
-            Kind::Gpt2(_) => 50257,
-            // Ids may have gaps, so the largest counts, not their number.
-            Kind::Json(json) => json.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1),
+            Kind::Library(library) => library.vocab_size(),
         }
     }
 
@@ -60,11 +63,10 @@ impl Tokenizer {
     /// # Errors
     /// When a `tokenizer.json` cannot encode it, in the words of its library.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        Ok(match &self.0 {
-            Kind::Bytes => text.bytes().map(u32::from).collect(),
-            Kind::Gpt2(bpe) => bpe.encode_ordinary(text),
-            Kind::Json(json) => json.encode_fast(text, false).map_err(|error| error.to_string())?.get_ids().to_vec(),
-        })
+        match &self.0 {
+            Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Kind::Library(library) => library.encode(text),
+        }
     }
 
     /// The text of `ids`, for showing: what is no text, or no id, comes out as the replacement character.
@@ -76,23 +78,23 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Kind::Gpt2(bpe) => {
-                let bytes = ids.iter().flat_map(|&id| bpe.decode_bytes(&[id]).unwrap_or_else(|_| vec![0xff]));
-                String::from_utf8_lossy(&bytes.collect::<Vec<u8>>()).into_owned()
-            }
-            Kind::Json(json) => json.decode(ids, false).unwrap_or_else(|_| char::REPLACEMENT_CHARACTER.to_string()),
+            Kind::Library(library) => library.decode(ids),
         }
     }
 }
 
-impl std::fmt::Debug for Tokenizer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match &self.0 {
-            Kind::Bytes => "bytes",
-            Kind::Gpt2(_) => "gpt2",
-            Kind::Json(_) => "tokenizer.json",
-        })
-    }
+/// A tokenizer of another crate, or a problem and what would be valid.
+pub(super) type Opened = Result<Arc<dyn Library>, (String, &'static str)>;
+
+#[cfg(not(feature = "tokenizers"))]
+fn gpt2() -> Opened {
+    let problem = "needs the feature tokenizers, which this build lacks".to_owned();
+    Err((problem, "build it with --features tokenizers, or use bytes"))
+}
+
+#[cfg(not(feature = "tokenizers"))]
+fn json(_: &str) -> Opened {
+    gpt2()
 }
 
 #[cfg(test)]
@@ -100,42 +102,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_survives_the_round_trip() {
-        for name in ["bytes", "gpt2"] {
-            let tokenizer = Tokenizer::open(name).unwrap();
-            let text = "Quousque tandem, Catilina? Ünïcödé 🦀";
-            let ids = tokenizer.encode(text).unwrap();
-            assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
-            assert_eq!(tokenizer.decode(&ids), text, "{name}");
-        }
-    }
-
-    #[test]
-    fn gpt2_gives_the_published_ids() {
-        // "Hello world" of OpenAI's encoder.
-        assert_eq!(Tokenizer::open("gpt2").unwrap().encode("Hello world").unwrap(), [15496, 995]);
-    }
-
-    #[test]
-    fn what_is_no_text_is_shown_all_the_same() {
+    fn bytes_survive_the_round_trip() {
+        let text = "Quousque tandem, Catilina? Ünïcödé 🦀";
+        let ids = Tokenizer::BYTES.encode(text).unwrap();
+        assert!(ids.iter().all(|&id| (id as usize) < Tokenizer::BYTES.vocab_size()));
+        assert_eq!(Tokenizer::BYTES.decode(&ids), text);
         assert_eq!(Tokenizer::BYTES.decode(&[72, 105, 0xc3, 33, 5000]), "Hi\u{fffd}!\u{fffd}");
-        assert_eq!(Tokenizer::open("gpt2").unwrap().decode(&[15496, 60000]), "Hello\u{fffd}");
     }
 
     #[test]
-    fn a_tokenizer_json_is_read() {
-        let path = std::env::temp_dir().join(format!("meshwork-tokenizer-{}.json", std::process::id()));
-        let json = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
-            "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
-            "model":{"type":"WordLevel","vocab":{"[UNK]":0,"arma":1,"virumque":2,"cano":9},"unk_token":"[UNK]"}}"#;
-        std::fs::write(&path, json).unwrap();
-        let tokenizer = Tokenizer::open(path.to_str().unwrap()).unwrap();
-        assert_eq!(tokenizer.encode("arma virumque cano Troiae").unwrap(), [1, 2, 9, 0]);
-        assert_eq!(tokenizer.vocab_size(), 10);
-        assert_eq!(tokenizer.decode(&[1, 9]), "arma cano");
-        std::fs::write(&path, "{").unwrap();
-        let fault = Tokenizer::open(path.to_str().unwrap()).unwrap_err().to_string();
-        assert!(fault.contains("is not a tokenizer.json: EOF"), "{fault}");
-        std::fs::remove_file(&path).unwrap();
+    #[cfg(not(feature = "tokenizers"))]
+    fn what_needs_the_feature_says_how_to_get_it() {
+        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+        for name in ["gpt2", manifest] {
+            let fault = Tokenizer::open(name).unwrap_err().to_string();
+            let told = "needs the feature tokenizers, which this build lacks; build it with --features tokenizers, or use bytes";
+            assert_eq!(fault, format!("data.tokenizer = {name:?}: {told}"));
+        }
     }
 }

@@ -1,0 +1,61 @@
+//! What must hold across the keys of `[model]`, by the kind of model.
+
+use super::batch::multiple;
+use super::fault::Fault;
+use super::sections::Model;
+use super::settings::Settings;
+use super::words::ModelKind;
+
+/// Tells `fail` what no model of its kind has, or cannot be split over `tp`.
+pub(crate) fn check(model: &Model, tp: usize, settings: &Settings, fail: &mut impl FnMut(Fault)) {
+    match model.kind {
+        ModelKind::Gpt2 => check_gpt2(model, settings, fail),
+        ModelKind::Llama => check_llama(model, tp, settings, fail),
+    }
+}
+
+fn check_gpt2(model: &Model, settings: &Settings, fail: &mut impl FnMut(Fault)) {
+    let keys = ["model.kind", "model.num_heads", "model.num_kv_heads"];
+    if settings.sound(&keys) && model.num_kv_heads != model.num_heads {
+        let problem = "gpt2 has a key and value head for each head: only llama groups them";
+        let valid = format!("use {}, as {}, or model.kind = \"llama\"", model.num_heads, keys[1]);
+        fail(Fault::new(keys[2], model.num_kv_heads, problem, valid));
+    }
+}
+
+fn check_llama(model: &Model, tp: usize, settings: &Settings, fail: &mut impl FnMut(Fault)) {
+    let (hidden, heads, kv_heads) = ("model.hidden_size", "model.num_heads", "model.num_kv_heads");
+    let (low, high) = ("model.rope_scaling_low_freq_factor", "model.rope_scaling_high_freq_factor");
+    if settings.sound(&["model.kind", hidden, heads])
+        && model.hidden_size.is_multiple_of(model.num_heads)
+        && !(model.hidden_size / model.num_heads).is_multiple_of(2)
+    {
+        let width = model.hidden_size / model.num_heads;
+        let problem = format!(
+            "gives each of {heads} = {} a width of {width}: rotary embeddings need an even one",
+            model.num_heads
+        );
+        fail(Fault::new(
+            hidden,
+            model.hidden_size,
+            problem,
+            multiple(model.hidden_size, model.num_heads.saturating_mul(2)),
+        ));
+    }
+    if settings.sound(&["model.kind", heads, kv_heads, "parallelism.tp"])
+        && model.num_heads.is_multiple_of(tp)
+        && !model.num_kv_heads.is_multiple_of(tp)
+        && !tp.is_multiple_of(model.num_kv_heads)
+    {
+        let problem = format!("can be neither split nor replicated evenly over parallelism.tp = {tp}");
+        fail(Fault::new(kv_heads, model.num_kv_heads, problem, format!("use a multiple or a divisor of {tp}")));
+    }
+    if settings.sound(&["model.kind", low, high, "model.rope_scaling_factor"])
+        && model.rope_scaling_factor != 1.0
+        && model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor
+    {
+        let least = model.rope_scaling_low_freq_factor;
+        let problem = format!("is not above {low} = {least}: no frequencies lie between");
+        fail(Fault::new(high, model.rope_scaling_high_freq_factor, problem, format!("use more than {least}")));
+    }
+}

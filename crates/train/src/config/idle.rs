@@ -1,0 +1,50 @@
+//! Settings that are right and have no effect: a notice for each.
+
+use toml::Value;
+
+use super::Config;
+use super::settings::Settings;
+use super::words::{ModelKind, OptimizerName};
+
+/// What only a Llama reads. The last three describe the scaling of rotary frequencies.
+const LLAMA: [&str; 6] = [
+    "model.norm_eps",
+    "model.rope_theta",
+    "model.rope_scaling_factor",
+    "model.rope_scaling_low_freq_factor",
+    "model.rope_scaling_high_freq_factor",
+    "model.rope_scaling_original_seq_len",
+];
+const GPT2: [&str; 1] = ["model.dropout"];
+const ADAMW: [&str; 3] = ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"];
+const SGD: [&str; 1] = ["optimizer.momentum"];
+const PROFILE: [&str; 3] = ["metrics.profile_steps", "metrics.trace", "metrics.schedule"];
+
+/// Appends a notice to those of `config` for each key that is given and that another key makes meaningless.
+pub(crate) fn notice(config: &mut Config, settings: &Settings) {
+    let (kind, rule) = (config.model.kind, config.optimizer.name);
+    let unread = |key: &str, word: &str| format!("{key} = {word:?} does not read it");
+    let by_kind: &[&str] = if kind == ModelKind::Gpt2 { &LLAMA } else { &GPT2 };
+    let by_rule: &[&str] = if rule == OptimizerName::Adamw { &SGD } else { &ADAMW };
+    let unscaled = kind == ModelKind::Llama && config.model.rope_scaling_factor == 1.0;
+    // (the key that decides, whether it makes others meaningless, which ones, why)
+    let rules = [
+        (
+            "training.numerics",
+            config.leaves().is_none(),
+            &["numerics.leaves"][..],
+            "training.numerics is fast".to_owned(),
+        ),
+        ("model.kind", true, by_kind, unread("model.kind", kind.name())),
+        ("model.rope_scaling_factor", unscaled, &LLAMA[3..], "model.rope_scaling_factor is 1".to_owned()),
+        ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
+        ("optimizer.name", true, by_rule, unread("optimizer.name", rule.name())),
+    ];
+    for (by, applies, keys, why) in rules {
+        for key in keys.iter().filter(|_| applies && settings.sound(&[by])) {
+            if let Some(value) = settings.given::<Value>(key) {
+                config.notices.push(format!("{key} = {value} has no effect: {why}"));
+            }
+        }
+    }
+}
