@@ -218,6 +218,11 @@ impl Matmul for Profiled {
         let what = What::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias]);
         self.record(what, |device| device.matmul()?.linear_bias_gelu(mnk, x, w, bias, stored))
     }
+
+    fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        let what = What::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w]);
+        self.record(what, |device| device.matmul()?.linear_swiglu(mnk, x, w, stored))
+    }
 }
 
 impl Pointwise for Profiled {
@@ -269,6 +274,17 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "gelu_grad", &[dy, x], |device| device.pointwise()?.gelu_grad(dy, x))
     }
 
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        self.span(Class::Pointwise, "swiglu", &[x], |device| device.pointwise()?.swiglu(x, stored))
+    }
+
+    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer> {
+        let bytes = bytes(&[dy, &x]);
+        let what =
+            What { class: Class::Pointwise, name: "swiglu_grad", detail: Detail::None, dtype: dtype(&[dy]), bytes };
+        self.record(what, |device| device.pointwise()?.swiglu_grad(dy, x))
+    }
+
     fn relu(&self, x: &Buffer) -> Result<Buffer> {
         self.span(Class::Pointwise, "relu", &[x], |device| device.pointwise()?.relu(x))
     }
@@ -308,6 +324,25 @@ impl Norm for Profiled {
         let reads = &[dy, x, gamma, mean, rstd, x][..5 + usize::from(sum.is_some())];
         self.span(Class::Norm, "layer_norm_grad", reads, |device| {
             device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], leaves, sum)
+        })
+    }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Norm, "rms_norm", &[x, weight], |device| device.norm()?.rms_norm(x, weight, eps, stored))
+    }
+
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        let reads = &[dy, x, weight, rstd, x][..4 + usize::from(sum.is_some())];
+        self.span(Class::Norm, "rms_norm_grad", reads, |device| {
+            device.norm()?.rms_norm_grad(dy, x, weight, rstd, leaves, sum)
         })
     }
 }

@@ -58,6 +58,15 @@ fn cases() -> Vec<Case> {
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
         case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("rms_norm", &[(x, I), (&[6], I)], |_, v| v[0].rms_norm(&v[1], 1e-5)),
+        case("rms_norm_factor", &[(x, I), (&[6], I), (&[2, 6], S(0))], |_, v| {
+            v[0].rms_norm_factor(&v[1], 1e-5)?.copy(Axis::Tp)?.linear(&v[2], 1)
+        }),
+        case("swiglu", &[(&[2, 3, 5, 2], V)], |_, v| v[0].swiglu()),
+        case("swiglu in place", &[(x, R), (&[5, 2, 6], S(0))], |_, v| v[0].linear(&v[1], 1)?.swiglu()),
+        case("linear_swiglu", &[(x, R), (&[5, 2, 6], S(0)), (&[3, 5], S(1))], |_, v| {
+            v[0].linear_swiglu(&v[1], 1)?.linear(&v[2], 1)
+        }),
         case("relu", &[(x, V)], |_, v| v[0].relu()),
         case("conv2d", &[(&[3, 5, 4, 2], I), (&[6, 3, 3, 2], I)], |_, v| v[0].conv2d(&v[1], None, 2, 1)),
         case("conv2d with bias", &[(&[3, 5, 4, 2], R), (&[6, 3, 3, 2], R), (&[6], R)], |_, v| {

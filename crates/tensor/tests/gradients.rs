@@ -74,9 +74,11 @@ fn sums() {
 /// adds it up, as behind a sum, whose two gradients are one. The bits are those of a sum of both shares.
 #[test]
 fn a_norm_adds_its_share_to_what_other_uses_have_left() {
+    type Norm = fn(&Var, &[Var]) -> Result<Var>;
     type Program = fn(&[Var], &Var) -> Result<Var>;
+    let norms: [(Norm, usize); 2] = [(|x, v| x.layer_norm(&v[1], &v[2], 1e-5), 3), (|x, v| x.rms_norm(&v[1], 1e-5), 2)];
     let programs: [Program; 2] = [|v, normed| normed.linear(&v[3], 1)?.add(&v[0]), |v, normed| normed.add(&v[0])];
-    for (i, program) in programs.into_iter().enumerate() {
+    for (i, ((norm, read), program)) in norms.into_iter().flat_map(|norm| programs.map(|p| (norm, p))).enumerate() {
         let run = |apart: bool| {
             let tape = tape_of(&alone());
             let float = |name: &str, shape: &[usize]| {
@@ -86,10 +88,10 @@ fn a_norm_adds_its_share_to_what_other_uses_have_left() {
             let v = [("x", &[70, 6][..]), ("gamma", &[6]), ("beta", &[6]), ("w", &[6, 6])];
             let v = v.map(|(name, shape)| float(name, shape));
             let x = if apart { tape.input(v[0].tensor().clone(), Types::NONE) } else { v[0].clone() };
-            let y = program(&v, &x.layer_norm(&v[1], &v[2], 1e-5).unwrap()).unwrap();
+            let y = program(&v, &norm(&x, &v).unwrap()).unwrap();
             let seed = float("seed", &[70, 6]).into_tensor();
             tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
-            let mut grads: Vec<Tensor> = v[..3].iter().filter_map(|input| tape.take_grad(input)).collect();
+            let mut grads: Vec<Tensor> = v[..read].iter().filter_map(|input| tape.take_grad(input)).collect();
             if apart {
                 grads[0] = grads[0].clone().accumulate(&tape.take_grad(&x).unwrap()).unwrap();
             }
@@ -155,6 +157,22 @@ fn layer_norm() {
     let inputs: [(_, &[usize]); 3] = [("x", &[2, 3, 6]), ("gamma", &[6]), ("beta", &[6])];
     check("layer_norm", &inputs, |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5));
     check("layer_norm with a large eps", &inputs, |_, v| v[0].layer_norm(&v[1], &v[2], 0.5));
+}
+
+#[test]
+fn rms_norm() {
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 6]), ("weight", &[6])];
+    check("rms_norm", &inputs, |_, v| v[0].rms_norm(&v[1], 1e-5));
+    check("rms_norm with a large eps", &inputs, |_, v| v[0].rms_norm(&v[1], 0.5));
+}
+
+#[test]
+fn swiglu() {
+    check("swiglu", &[("x", &[2, 3, 5, 2])], |_, v| v[0].swiglu());
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 5]), ("w", &[4, 2, 5])];
+    check("linear_swiglu", &inputs, |_, v| v[0].linear_swiglu(&v[1], 1));
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 2, 4]), ("w", &[3, 2, 2, 4])];
+    check("linear_swiglu over two dims", &inputs, |_, v| v[0].linear_swiglu(&v[1], 2));
 }
 
 #[test]

@@ -42,6 +42,17 @@ impl Matmul for Cpu {
             Ok((y, activated))
         })
     }
+
+    fn linear_swiglu(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "matmul", w, T => {
+            let mut y = self.alloc(T::DTYPE, m * n)?;
+            let product = y.as_mut_slice::<T>()?;
+            let activated = self.stored::<T>("matmul", stored, m * n / 2, |out| {
+                self.product(Gemm::linear(m, n, k), [x, w], product, Epilogue::Swiglu(out))
+            })?;
+            Ok((y, activated))
+        })
+    }
 }
 
 impl Cpu {

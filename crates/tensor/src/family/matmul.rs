@@ -75,4 +75,7 @@ pub trait Matmul: Debug {
         bias: &Buffer,
         stored: DType,
     ) -> Result<(Buffer, Buffer)>;
+    /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`), with the bits
+    /// of both one after the other.
+    fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>;
 }

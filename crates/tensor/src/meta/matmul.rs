@@ -27,4 +27,9 @@ impl Matmul for Meta {
         let activated = self.alloc(stored, product.count())?;
         Ok((product, activated))
     }
+
+    fn linear_swiglu(&self, [m, n, k]: [usize; 3], _x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        self.meter().add_flops(Work::Matmul, Gemm::linear(m, n, k).flops());
+        Ok((self.alloc(w.dtype(), m * n)?, self.alloc(stored, m * n / 2)?))
+    }
 }

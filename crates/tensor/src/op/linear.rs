@@ -1,7 +1,8 @@
 //! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
-//! `y + b[N..]` and `gelu(y + b)`, with the bits that the operations one after the other would give.
+//! `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits that the operations one after the other would give.
 
 use super::bias::bias_grad;
+use super::swiglu;
 use crate::error::Result;
 use crate::family::Gemm;
 use crate::shape::Shape;
@@ -9,6 +10,7 @@ use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
+use std::cell::Cell;
 
 #[derive(Debug)]
 struct Linear {
@@ -28,6 +30,8 @@ enum Then {
     Nothing,
     Bias(Shape),
     BiasGelu(Shape),
+    /// SwiGLU, of a product whose last dim are pairs. In backward, whether the saved product has been turned into its gradient.
+    Swiglu(Cell<bool>),
 }
 
 impl Linear {
@@ -45,15 +49,15 @@ impl Linear {
 
     /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        match self.then {
+        match &self.then {
             Then::Nothing => Ok((grad, None)),
-            Then::Bias(shape) => {
+            &Then::Bias(shape) => {
                 let db = bias_grad(cx, 2, &grad, shape, self.tokens)?;
                 Ok((grad, db))
             }
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
-            Then::BiasGelu(shape) => {
+            &Then::BiasGelu(shape) => {
                 let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
                 let leaves = if cx.needs(2) { cx.row_leaves(2, self.tokens) } else { RowLeaves::WHOLE };
                 let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
@@ -63,6 +67,16 @@ impl Linear {
                     false => None,
                 };
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
+            }
+            Then::Swiglu(turned) if turned.get() => Ok((cx.saved(2)?, None)),
+            // Over the product, which is twice as large as the gradient that comes in.
+            Then::Swiglu(turned) => {
+                let product = cx.take_saved(2)?;
+                let shape = product.shape();
+                let grad_of = grad.device().pointwise()?.swiglu_grad(grad.buffer(), product.into_buffer())?;
+                let grad = Tensor::from_buffer(grad.device(), grad_of, shape)?;
+                turned.set(cx.replace_saved(2, grad.clone()));
+                Ok((grad, None))
             }
         }
     }
@@ -86,6 +100,12 @@ impl Var {
     pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
     }
+
+    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pairs (gate, up) of a feature lie side by side.
+    /// As a [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
+    pub fn linear_swiglu(&self, weight: &Var, contract: usize) -> Result<Var> {
+        self.tape().apply(Linear::new(self, weight, contract, Then::Swiglu(Cell::new(false))), &[self, weight])
+    }
 }
 
 impl Op for Linear {
@@ -94,12 +114,13 @@ impl Op for Linear {
             Then::Nothing => "linear",
             Then::Bias(_) => "linear_bias",
             Then::BiasGelu(_) => "linear_bias_gelu",
+            Then::Swiglu(_) => "linear_swiglu",
         }
     }
 
     fn operands(&self) -> &'static [&'static str] {
         match self.then {
-            Then::Nothing => &["x", "weight"],
+            Then::Nothing | Then::Swiglu(_) => &["x", "weight"],
             Then::Bias(_) | Then::BiasGelu(_) => &["x", "weight", "bias"],
         }
     }
@@ -115,6 +136,7 @@ impl Op for Linear {
             Then::BiasGelu(_) => {
                 rules::pointwise(self.name(), Operand::value("x · weightᵀ + bias", sum(operands[2])?, ndim))
             }
+            Then::Swiglu(_) => swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim)),
         }
     }
 
@@ -132,10 +154,14 @@ impl Op for Linear {
         if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
+        let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
+        let gated = swiglu::gated(&shape).filter(|_| !out.is_empty());
+        if let Then::Swiglu(_) = self.then {
+            cx.require(gated.is_some(), || "weight is [.., features, 2, ..], pairs of gate and up".to_owned(), inputs)?;
+        }
         cx.save_input(0)?;
         cx.save_input(1)?;
         let (m, n, k) = self.mnk();
-        let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
         let matmul = device.matmul()?;
         let y = match self.then {
             Then::Nothing => {
@@ -157,6 +183,18 @@ impl Op for Linear {
                     Tensor::from_buffer(product.device(), y, product.shape())
                 });
                 y
+            }
+            Then::Swiglu(_) => {
+                let stored = device.factor(w.dtype());
+                let (product, y) = matmul.linear_swiglu([m, n, k], x.buffer(), w.buffer(), stored)?;
+                cx.save(&Tensor::from_buffer(device, product, shape)?)?;
+                let gated = gated.unwrap_or_default();
+                cx.recipe(move |saved| {
+                    let product = saved[2].restore()?;
+                    let y = product.device().pointwise()?.swiglu(product.buffer(), stored)?;
+                    Tensor::from_buffer(product.device(), y, gated)
+                });
+                return Tensor::from_buffer(device, y, gated);
             }
         };
         Tensor::from_buffer(device, y, shape)
@@ -185,7 +223,7 @@ impl Op for Linear {
             device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start)
         })?;
         Ok(match self.then {
-            Then::Nothing => vec![dx, dw],
+            Then::Nothing | Then::Swiglu(_) => vec![dx, dw],
             Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],
         })
     }

@@ -15,6 +15,8 @@ mod norm;
 mod pool;
 mod relu;
 mod residual;
+mod rms_norm;
+mod swiglu;
 
 pub use channel_norm::Moments;
 pub use loss::VocabLoss;

@@ -31,7 +31,9 @@ pub mod matmul;
 pub mod norm;
 pub mod pointwise;
 pub mod relu;
+pub mod rms_norm;
 pub mod round;
+pub mod swiglu;
 pub mod windows;
 
 #[cfg(test)]
