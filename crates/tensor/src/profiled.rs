@@ -424,6 +424,31 @@ impl Attention for Profiled {
             device.attention()?.causal_grad(shape, dout, qkv, out, lse, dropout)
         })
     }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "grouped", &[q, kv], |device| device.attention()?.grouped(shape, q, kv, dropout))
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "grouped_grad", &[dout, q, kv, out, lse], |device| {
+            device.attention()?.grouped_grad(shape, dout, q, kv, out, lse, dropout)
+        })
+    }
 }
 
 impl Embedding for Profiled {

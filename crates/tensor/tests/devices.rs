@@ -7,6 +7,7 @@ use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::op::Rotary;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::rc::Rc;
@@ -86,6 +87,12 @@ fn cases() -> Vec<Case> {
         }),
         case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None)),
         case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| v[0].causal_attention(Some((0.5, "attn")))),
+        case("grouped attention", &[(&[2, 5, 4, 6], S(2)), (&[2, 5, 2, 12], S(3))], |_, v| {
+            v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), None)
+        }),
+        case("grouped attention of replicated keys", &[(&[2, 70, 2, 4], S(2)), (&[2, 70, 2, 4], R)], |_, v| {
+            v[0].grouped_attention(&v[1], None, Some((0.5, "attn")))
+        }),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
         case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),
         case("embedding", &[(&[4, 6], I)], |tape, v| tokens(tape).embedding(&v[0])),

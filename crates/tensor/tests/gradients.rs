@@ -4,7 +4,7 @@ mod common;
 
 use common::{NoParams, alone, dot, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::Moments;
+use meshwork_tensor::op::{Moments, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use meshwork_testkit::gradcheck::assert_gradient;
@@ -190,6 +190,38 @@ fn causal_attention_with_dropout() {
     let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
     let (with, without) = (qkv.causal_attention(p).unwrap(), qkv.causal_attention(None).unwrap());
     assert_ne!(to_f64(with.tensor()), to_f64(without.tensor()), "something was dropped");
+}
+
+#[test]
+fn grouped_attention() {
+    let rotary =
+        Rotary { theta: 30.0, scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }) };
+    for (rotary, dropout) in [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn")))] {
+        let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12])];
+        check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+        let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 2]), ("kv", &[1, 70, 2, 2])];
+        check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+    }
+}
+
+/// Scores depend on how far positions are apart: a whole sequence moved on gives what its tokens gave before.
+#[test]
+fn rotary_positions_are_relative() {
+    let (seq, moved) = (6, 3);
+    let (q, kv) = (values("q", seq * 4), values("kv", seq * 8));
+    let out = |skip: usize| {
+        let tape = tape_of(&alone());
+        let ahead = |x: &[f64], width: usize| [&vec![0.0; skip * width][..], x].concat();
+        let q = input(&tape, &ahead(&q, 4), &[1, skip + seq, 1, 4], Types::NONE);
+        let kv = input(&tape, &ahead(&kv, 8), &[1, skip + seq, 2, 4], Types::NONE);
+        to_f64(q.grouped_attention(&kv, Some(Rotary::new(10.0)), None).unwrap().tensor())[skip * 4..].to_vec()
+    };
+    // Keys of zeros have the score 0, and values of zeros only thin the others out: by a factor that is the same for all features.
+    for (got, want) in out(moved).chunks(4).zip(out(0).chunks(4)) {
+        let factor = got[0] / want[0];
+        assert!(factor > 0.0 && factor < 1.0);
+        got.iter().zip(want).for_each(|(got, want)| assert!((got - factor * want).abs() < 1e-12));
+    }
 }
 
 #[test]

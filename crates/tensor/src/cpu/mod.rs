@@ -31,6 +31,7 @@ pub struct Cpu {
     arena: Arc<Arena>,
     meter: Arc<Meter>,
     precision: Precision,
+    angles: attention::LastAngles,
 }
 
 impl Cpu {

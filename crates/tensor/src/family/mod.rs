@@ -11,9 +11,10 @@ mod matmul;
 mod norm;
 mod optim;
 mod pointwise;
+mod rotary;
 mod windows;
 
-pub use attention::{Attention, AttentionDropout, AttentionShape};
+pub use attention::{Attention, AttentionDropout, AttentionShape, GroupedShape};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use embedding::{Embedding, TableGrad};
 pub use layout::Layout;
@@ -22,4 +23,5 @@ pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{Optim, UpdateRule};
 pub use pointwise::{DropoutMask, Pointwise};
+pub use rotary::{Rotary, RotaryScaling};
 pub use windows::{Window, Windows};

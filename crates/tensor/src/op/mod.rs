@@ -8,6 +8,7 @@ mod conv;
 mod dropout;
 mod embedding;
 mod gelu;
+mod grouped_attention;
 mod images;
 mod linear;
 mod loss;
@@ -18,5 +19,6 @@ mod residual;
 mod rms_norm;
 mod swiglu;
 
+pub use crate::family::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
 pub use loss::VocabLoss;
