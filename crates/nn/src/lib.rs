@@ -16,11 +16,11 @@ mod linear;
 mod mlp;
 mod norm;
 
-pub use attention::SelfAttention;
+pub use attention::{GroupedSelfAttention, SelfAttention};
 pub use averages::Averages;
 pub use channel_norm::{BatchNorm2d, GroupNorm};
 pub use conv::Conv2d;
 pub use embedding::{Embedding, Positions};
 pub use linear::Linear;
-pub use mlp::Mlp;
-pub use norm::LayerNorm;
+pub use mlp::{Mlp, SwiGlu};
+pub use norm::{LayerNorm, RmsNorm};

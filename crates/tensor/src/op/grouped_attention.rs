@@ -8,6 +8,19 @@ use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, SpmdError, Ty, Types, tree};
 
+/// The heads of an attention in groups, over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupedHeads {
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values; they divide those of queries.
+    pub kv_heads: usize,
+    /// Features of each.
+    pub head_dim: usize,
+    /// How queries and keys turn with the position of their token, if they do.
+    pub rotary: Option<Rotary>,
+}
+
 #[derive(Debug)]
 struct GroupedAttention {
     shape: GroupedShape,

@@ -21,4 +21,5 @@ mod swiglu;
 
 pub use crate::family::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
+pub use grouped_attention::GroupedHeads;
 pub use loss::VocabLoss;
