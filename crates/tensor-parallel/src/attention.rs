@@ -110,8 +110,8 @@ impl ParallelGroupedAttention {
         dropout: f32,
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
-        let q = self.q.forward(tape, &x)?; // [b, s, heads/tp, d], Shard(heads)
-        let mut kv = self.kv.forward(tape, &x)?; // [b, s, 2, kv_heads · d/tp], Shard(features)
+        // [b, s, heads/tp, d], Shard(heads), and [b, s, 2, kv_heads · d/tp], Shard(features)
+        let [q, mut kv] = ColumnLinear::forward_pair([&self.q, &self.kv], tape, &x)?;
         if self.gathered {
             kv = kv.all_gather(Axis::Tp, FEATURES)?; // [b, s, 2, kv_heads · d], Replicate
         }

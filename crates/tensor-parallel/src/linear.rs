@@ -46,6 +46,14 @@ impl ColumnLinear {
         }
     }
 
+    /// [`forward`](Self::forward) of two layers that read the same x, whose gradient is computed for
+    /// [both at once](Var::linear_pair).
+    pub fn forward_pair(pair: [&Self; 2], tape: &Tape, x: &Var) -> Result<[Var; 2]> {
+        let [w, v] = [tape.param(pair[0].weight)?, tape.param(pair[1].weight)?];
+        let [b, c] = pair.map(|layer| layer.bias.map(|bias| tape.param(bias)).transpose());
+        x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
+    }
+
     /// `gelu(x · Wᵀ + b)`, in one pass with the bias.
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         match self.bias {

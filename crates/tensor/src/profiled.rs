@@ -202,6 +202,14 @@ impl Matmul for Profiled {
         self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
     }
 
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
+        // As one product with longer sums.
+        let [Gemm { m, n, k, .. }, second] = specs;
+        let mut what = What::product("gemm nn, two", [m, n, k + second.k], c.dtype(), &[a[0], a[1], b[0], b[1]]);
+        what.bytes += (m * n * c.dtype().size()) as u64;
+        self.record(what, |device| device.matmul()?.gemm_sum(specs, a, b, c, start))
+    }
+
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
         let what = What::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias]);
         self.record(what, |device| device.matmul()?.linear_bias(mnk, x, w, bias))

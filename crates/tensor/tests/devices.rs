@@ -55,6 +55,15 @@ fn cases() -> Vec<Case> {
         case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
             v[0].linear_bias_gelu(&v[1], &v[2], 1)
         }),
+        case("linear_pair", &[(x, R), (&[7, 6], R), (&[2, 7, 6], R)], |_, v| {
+            let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
+            y.add(
+                &z.linear(
+                    &v[0].tape().constant(Tensor::zeros(y.tape().device(), DType::F32, [7, 2, 7])?, types(R)),
+                    2,
+                )?,
+            )
+        }),
         case("gelu", &[(x, V)], |_, v| v[0].gelu()),
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),

@@ -125,6 +125,38 @@ fn linear_with_what_follows_it() {
     check("linear_bias_gelu over two dims", &inputs, |_, v| v[0].linear_bias_gelu(&v[1], &v[2], 2));
 }
 
+/// Both products, one of them, and with what else x is used for.
+#[test]
+fn linear_pairs() {
+    let inputs: [(_, &[usize]); 4] = [("x", &[2, 3, 5]), ("w", &[4, 5]), ("v", &[2, 2, 5]), ("b", &[2, 2])];
+    let flat = |y: &Var| y.linear(&y.tape().constant(some(y.tape(), &[3, 2, 2]), Types::NONE), 2);
+    let other = |y: &Var| y.linear(&y.tape().constant(some(y.tape(), &[3, 4]), Types::NONE), 1);
+    check("both", &inputs, |_, v| {
+        let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], Some(&v[3]))], 1)?;
+        other(&y.gelu()?)?.add(&flat(&z.gelu()?)?)
+    });
+    check("the first", &inputs[..2], |tape, v| {
+        let unused = tape.constant(some(tape, &[2, 5]), Types::NONE);
+        let [y, _] = v[0].linear_pair([(&v[1], None), (&unused, None)], 1)?;
+        y.gelu()
+    });
+    check("the second", &[inputs[0], inputs[2], inputs[3]], |tape, v| {
+        let unused = tape.constant(some(tape, &[2, 5]), Types::NONE);
+        let [_, z] = v[0].linear_pair([(&unused, None), (&v[1], Some(&v[2]))], 1)?;
+        z.gelu()
+    });
+    check("x itself", &inputs[..3], |_, v| {
+        let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
+        let x = v[0].linear(&v[0].tape().constant(some(v[0].tape(), &[3, 5]), Types::NONE), 1)?;
+        other(&y)?.add(&flat(&z)?)?.add(&x)
+    });
+}
+
+fn some(tape: &Tape, shape: &[usize]) -> Tensor {
+    let values: Vec<f64> = (0..shape.iter().product()).map(|i| 0.3 - 0.1 * (i % 7) as f64).collect();
+    Tensor::from_slice(tape.device(), &values, shape).unwrap()
+}
+
 /// Forward and every gradient, in f32, of a shape that threads share and of one that none does.
 #[test]
 fn one_pass_has_the_bits_of_the_operations_apart() {

@@ -10,6 +10,18 @@ impl Matmul for Meta {
         Ok(())
     }
 
+    fn gemm_sum(
+        &self,
+        specs: [Gemm; 2],
+        _a: [&Buffer; 2],
+        _b: [&Buffer; 2],
+        _c: &mut Buffer,
+        _start: usize,
+    ) -> Result<()> {
+        specs.iter().for_each(|spec| self.meter().add_flops(Work::Matmul, spec.flops()));
+        Ok(())
+    }
+
     fn linear_bias(&self, [m, n, k]: [usize; 3], _x: &Buffer, w: &Buffer, _bias: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, Gemm::linear(m, n, k).flops());
         self.alloc(w.dtype(), m * n)

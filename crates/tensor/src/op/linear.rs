@@ -10,7 +10,8 @@ use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 
 #[derive(Debug)]
 struct Linear {
@@ -22,7 +23,21 @@ struct Linear {
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
+    joined: Joined,
 }
+
+/// Whether another product reads the same input, right before or after this one on the tape, and the gradient of the input
+/// is computed for both at once.
+#[derive(Debug)]
+enum Joined {
+    Alone,
+    /// With the one behind it, whose part in the gradient waits here.
+    WithNext(Waiting),
+    WithPrevious(Waiting),
+}
+
+/// The gradient of a product and its weight, where the gradient of the input is computed.
+type Waiting = Rc<RefCell<Option<(Tensor, Tensor, Terms)>>>;
 
 /// What is done to the product, with a bias of that shape.
 #[derive(Debug)]
@@ -39,12 +54,48 @@ impl Linear {
         let (weight_shape, input_shape) = (weight.shape(), x.shape());
         let out = weight_shape.len().saturating_sub(contract);
         let terms = [out..weight_shape.len(), 0..out].map(|dims| x.tape().terms(weight, dims));
-        Self { contract, weight_shape, input_shape, terms, tokens: Tokens::of(x, contract), then }
+        Self {
+            contract,
+            weight_shape,
+            input_shape,
+            terms,
+            tokens: Tokens::of(x, contract),
+            then,
+            joined: Joined::Alone,
+        }
     }
 
     fn mnk(&self) -> (usize, usize, usize) {
         let (m, k) = self.input_shape.rows_columns(self.contract);
         (m, self.weight_shape.rows_columns(self.contract).0, k)
+    }
+
+    /// The gradient of the input from that of the product, and, where two products share it, of the other product.
+    fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor, samples: usize) -> Result<Option<Tensor>> {
+        let (m, n, k) = self.mnk();
+        let w = cx.saved(1)?;
+        let mut other = None;
+        match &self.joined {
+            Joined::Alone => {}
+            // The one before it on the tape comes after it in backward, and adds this part, if anything flows there.
+            Joined::WithPrevious(waiting) => {
+                if cx.needs(0) && cx.flows_before() {
+                    waiting.replace(Some((grad.clone(), w, self.terms[1])));
+                    return Ok(None);
+                }
+            }
+            Joined::WithNext(waiting) => other = waiting.take(),
+        }
+        let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
+        cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
+            let matmul = grad.device().matmul()?;
+            let Some((next_grad, next_w, terms)) = &other else {
+                return matmul.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start);
+            };
+            let specs = [spec, Gemm::linear_input_grad(m, next_w.count() / k.max(1), k).over(*terms)];
+            let (a, b) = ([grad.buffer(), next_grad.buffer()], [w.buffer(), next_w.buffer()]);
+            matmul.gemm_sum(specs, a, b, room.buffer, room.start)
+        })
     }
 
     /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
@@ -93,6 +144,23 @@ impl Var {
     /// bias added to a `Partial` product would be counted once per rank: refused.
     pub fn linear_bias(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
+    }
+
+    /// Two products of the same x, each with a bias if it has one: what [`linear`](Self::linear) and
+    /// [`linear_bias`](Self::linear_bias) give. The gradient of x is computed for both at once, as that of one product whose
+    /// features are those of both: in canonical numerics with leaves that have a slice of either.
+    pub fn linear_pair(&self, weights: [(&Var, Option<&Var>); 2], contract: usize) -> Result<[Var; 2]> {
+        let waiting = Waiting::default();
+        let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
+        let apply = |(weight, bias): (&Var, Option<&Var>), joined: Joined| {
+            let then = bias.map_or(Then::Nothing, |bias| Then::Bias(bias.shape()));
+            let op = Linear { joined, ..Linear::new(self, weight, contract, then) };
+            match bias {
+                Some(bias) => self.tape().apply(op, &[self, weight, bias]),
+                None => self.tape().apply(op, &[self, weight]),
+            }
+        };
+        Ok([apply(weights[0], first)?, apply(weights[1], second)?])
     }
 
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
@@ -217,11 +285,7 @@ impl Op for Linear {
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
             })?;
         }
-        let w = cx.saved(1)?;
-        let dx = cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
-            let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
-            device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start)
-        })?;
+        let dx = self.input_grad(cx, &grad, samples)?;
         Ok(match self.then {
             Then::Nothing | Then::Swiglu(_) => vec![dx, dw],
             Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],

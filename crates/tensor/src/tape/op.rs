@@ -124,6 +124,8 @@ pub struct Backward<'a> {
     pub(super) sources: &'a [Source],
     /// Of all values on the tape, as far as they are summed up.
     pub(super) grads: &'a mut [Option<Tensor>],
+    /// Which of them this operation made.
+    pub(super) at: usize,
     pub(super) uses: &'a Uses,
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
@@ -140,6 +142,12 @@ impl Backward<'_> {
             Source::Param(_) => self.params,
             Source::Node(_) => self.values,
         }
+    }
+
+    /// Whether a gradient flows to the value that the operation right before this one made: if both read what was there
+    /// before, all that read that value has had its turn.
+    pub(crate) fn flows_before(&self) -> bool {
+        self.at.checked_sub(1).and_then(|before| self.grads.get(before)).is_some_and(Option::is_some)
     }
 
     /// The i-th tensor that forward saved.

@@ -13,7 +13,7 @@ mod leaves;
 #[cfg(test)]
 mod tests;
 
-pub use leaves::gemm_leaves;
+pub use leaves::{Summand, gemm_leaves, gemm_sum};
 
 use super::Float;
 use super::gemm::{self, Elements, Path, Piece, Right};

@@ -377,3 +377,21 @@ fn overlapping_outputs_are_refused() {
     let c = &mut [0.0_f32; 9];
     gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
 }
+
+/// A sum of two products is the product of longer sums, leaf by leaf: with leaves, and without them as far as blocks of terms
+/// end alike.
+#[test]
+fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
+    for ([m, n, k], leaves) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
+        let [a, b]: [Vec<f32>; 2] = [values("a", m * 2 * k), values("b", 2 * k * n)];
+        let mut want = vec![f32::NAN; m * n];
+        let terms = if leaves == 1 { Terms::WHOLE } else { Terms { blocks: 2, leaves } };
+        let precision = Precision::F32;
+        gemm_leaves(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
+        let terms = Terms { blocks: 1, leaves };
+        let half = |i: usize| Summand { k, a: Full(&a[i * k..], (2 * k, 1)), b: Full(&b[i * k * n..], (n, 1)), terms };
+        let mut got = vec![f32::NAN; m * n];
+        gemm_sum(precision, [m, n], &[half(0), half(1)], &mut got);
+        assert!(got == want, "{m} by {n}, {k}, {leaves} leaves");
+    }
+}
