@@ -48,13 +48,10 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Llama's.
-    pub const EPS: f64 = 1e-5;
-
     /// Declares `{name}.weight` (ones).
-    pub fn new(params: &mut Declarations, name: &str, features: usize) -> Result<Self> {
+    pub fn new(params: &mut Declarations, name: &str, features: usize, eps: f64) -> Result<Self> {
         let (name, whole) = (format!("{name}.weight"), Placement::replicated());
-        Ok(Self { weight: params.declare(name, &[features], whole, Role::Norm, Init::Ones)?, eps: Self::EPS })
+        Ok(Self { weight: params.declare(name, &[features], whole, Role::Norm, Init::Ones)?, eps })
     }
 
     /// `x [.., features] → [.., features]`.

@@ -96,11 +96,11 @@ fn layer_norm_has_mean_beta_and_deviation_gamma() {
 
 #[test]
 fn rms_norm_has_mean_square_weight() {
-    let (layer, tape, _) = build(|params| RmsNorm::new(params, "ln", HIDDEN));
+    let (layer, tape, _) = build(|params| RmsNorm::new(params, "ln", HIDDEN, 1e-5));
     let weight = wide("ln.weight", HIDDEN);
     let row = |x: &[f64]| {
         let square = x.iter().map(|x| x * x).sum::<f64>() / HIDDEN as f64;
-        x.iter().zip(&weight).map(|(x, w)| x / (square + RmsNorm::EPS).sqrt() * w).collect::<Vec<_>>()
+        x.iter().zip(&weight).map(|(x, w)| x / (square + 1e-5).sqrt() * w).collect::<Vec<_>>()
     };
     let want: Vec<f64> = wide("x", BATCH * SEQ * HIDDEN).chunks(HIDDEN).flat_map(row).collect();
     assert_is("rms norm", &layer.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
@@ -222,7 +222,7 @@ fn layers_declare_their_parameters_by_name_role_and_initial_values() {
         let of = GroupedHeads { heads: 4, kv_heads: 2, head_dim: 3, rotary: None };
         GroupedSelfAttention::new(params, "gqa", HIDDEN, of, false, 0.02, 0.01)?;
         SwiGlu::new(params, "gated", HIDDEN, FFN, false, 0.02, 0.01)?;
-        RmsNorm::new(params, "rms", HIDDEN)?;
+        RmsNorm::new(params, "rms", HIDDEN, 1e-5)?;
         Embedding::new(params, "wte", 4, HIDDEN, 0.02)?;
         Positions::new(params, "wpe", SEQ, HIDDEN, 0.03)
     });

@@ -190,7 +190,7 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
         let plain = Program::new(
             real,
             |params, _| {
-                let norm = RmsNorm::new(params, "ln", HIDDEN)?;
+                let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
                 let attention = GroupedSelfAttention::new(params, "attn", HIDDEN, groups(kv_heads), bias, 0.02, 0.02)?;
                 Ok((norm, attention))
             },
@@ -204,7 +204,7 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
             let parallel = Program::new(
                 real,
                 |params, mesh| {
-                    let norm = RmsNorm::new(params, "ln", HIDDEN)?;
+                    let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
                     let (of, init) = (groups(kv_heads), [init(); 2]);
                     Ok((norm, ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, bias, init)?))
                 },
@@ -225,7 +225,7 @@ fn parallel_swiglu_equals_swiglu() {
         let plain = Program::new(
             real,
             |params, _| {
-                let norm = RmsNorm::new(params, "ln", HIDDEN)?;
+                let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
                 Ok((norm, SwiGlu::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.02)?))
             },
             |(norm, mlp), tape, v| {
@@ -238,7 +238,7 @@ fn parallel_swiglu_equals_swiglu() {
             let parallel = Program::new(
                 real,
                 |params, mesh| {
-                    let norm = RmsNorm::new(params, "ln", HIDDEN)?;
+                    let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
                     Ok((norm, ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, FFN, bias, [init(); 2])?))
                 },
                 |(norm, mlp), tape, v| mlp.forward(tape, &norm.factor(tape, &v[0])?, region, Some(&v[0]), dropout),
