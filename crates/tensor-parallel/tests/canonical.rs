@@ -26,10 +26,10 @@ fn assert_bits(what: &str, run: impl Fn(usize, Region) -> Outcome) {
             let got = run(degree, region);
             assert!(same(&got.output, &want.output), "{what}, tp={degree}, {region:?}: output");
             for (got, want) in got.inputs.iter().zip(&want.inputs) {
-                assert!(same(&got, &want), "{what}, tp={degree}, {region:?}: gradient of the input");
+                assert!(same(got, want), "{what}, tp={degree}, {region:?}: gradient of the input");
             }
             for (name, want) in &want.params {
-                assert!(same(&got.params[name], &want), "{what}, tp={degree}, {region:?}: gradient of {name}");
+                assert!(same(&got.params[name], want), "{what}, tp={degree}, {region:?}: gradient of {name}");
             }
         }
     }

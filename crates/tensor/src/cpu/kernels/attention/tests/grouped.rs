@@ -177,7 +177,8 @@ fn bf16_rounds_what_has_been_turned() {
             let [got_dq, got_dkv] = case.backward(tiles, &q, &kv, &dout, None);
             let pairs = [(&case.run(tiles, &q, &kv, None)[0], &out), (&got_dq, &dq), (&got_dkv, &dkv)];
             let errors = pairs.map(|(got, want)| super::distance(got, want));
-            assert!(errors.iter().all(|&error| !(error > 5e-4)), "{case:?}: {errors:?}");
+            // One position has nothing to choose from: no gradient of its query, and none wanted.
+            assert!(errors.iter().all(|&error| error.is_nan() || error <= 5e-4), "{case:?}: {errors:?}");
         }
     }
 }
