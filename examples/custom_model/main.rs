@@ -30,7 +30,7 @@ impl Block {
         };
         let (qkv, out) = (weight("qkv", &[3, h / HEAD, HEAD, h], 1)?, weight("out", &[h, h / HEAD, HEAD], 1)?);
         let (up, down) = (weight("up", &[4 * h, h], 0)?, weight("down", &[h, 4 * h], 1)?);
-        Ok(Self { norm: LayerNorm::new(params, &format!("block.{layer}.norm"), h)?, qkv, out, up, down })
+        Ok(Self { norm: LayerNorm::new(params, &format!("block.{layer}.norm"), h, true)?, qkv, out, up, down })
     }
 
     fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
@@ -69,7 +69,7 @@ impl Model for Parallel {
         }
         let blocks = part.layers.clone().map(|i| Block::new(params, i, hidden)).collect::<Result<_>>()?;
         if part.last {
-            let norm = LayerNorm::new(params, "norm", hidden)?;
+            let norm = LayerNorm::new(params, "norm", hidden, true)?;
             head = Some((norm, Table::new(params, "head", vocab, hidden, NORMAL)?));
         }
         Ok(Box::new(Part { tables, blocks, head }))

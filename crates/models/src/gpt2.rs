@@ -131,7 +131,7 @@ impl Model for Gpt2 {
         let head = match part.last {
             true => {
                 let name = if tie_embeddings { "wte" } else { "lm_head" };
-                let norm = LayerNorm::new(params, "ln_f", hidden_size)?;
+                let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
                 Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
             }
             false => None,
@@ -151,20 +151,19 @@ impl Model for Gpt2 {
 impl Block {
     fn new(params: &mut Declarations, mesh: &Mesh, config: &Gpt2Config, layer: usize) -> Result<Self> {
         let (hidden, heads, ffn) = (config.hidden_size, config.num_heads, config.ffn_hidden_size);
-        let init = Init::Normal { std: STD };
-        let residual = Init::Normal { std: STD / (2.0 * config.num_layers as f32).sqrt() };
+        let init = [STD, STD / (2.0 * config.num_layers as f32).sqrt()].map(|std| Init::Normal { std });
         let name = |part: &str| format!("h.{layer}.{part}");
         Ok(Self {
-            ln_1: LayerNorm::new(params, &name("ln_1"), hidden)?,
-            attn: ParallelAttention::new(params, mesh, &name("attn"), hidden, heads, init, residual)?,
-            ln_2: LayerNorm::new(params, &name("ln_2"), hidden)?,
-            mlp: ParallelMlp::new(params, mesh, &name("mlp"), hidden, ffn, init, residual)?,
+            ln_1: LayerNorm::new(params, &name("ln_1"), hidden, true)?,
+            attn: ParallelAttention::new(params, mesh, &name("attn"), hidden, heads, true, init)?,
+            ln_2: LayerNorm::new(params, &name("ln_2"), hidden, true)?,
+            mlp: ParallelMlp::new(params, mesh, &name("mlp"), hidden, ffn, true, init)?,
         })
     }
 
     fn forward(&self, tape: &Tape, x: &Var, region: Region, dropout: f32) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.factor(tape, x)?, region, x, dropout)?;
-        self.mlp.forward(tape, &self.ln_2.factor(tape, &x)?, region, &x, dropout)
+        let x = self.attn.forward(tape, &self.ln_1.factor(tape, x)?, region, Some(x), dropout)?;
+        self.mlp.forward(tape, &self.ln_2.factor(tape, &x)?, region, Some(&x), dropout)
     }
 }
 

@@ -5,6 +5,7 @@
 pub mod gpt2;
 pub mod language;
 pub mod layers;
+pub mod llama;
 pub mod network;
 pub mod resnet;
 pub mod vgg;

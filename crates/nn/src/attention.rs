@@ -1,44 +1,83 @@
-//! Multi-head causal self-attention on one rank.
+//! Causal self-attention on one rank: of heads with their own keys and values, and of groups that share them.
 
-use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
+use crate::Linear;
+use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::{Declarations, Result, Tape, Var};
 
-/// `y = concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo`, where `[Q, K, V] = x · Wqkvᵀ + bqkv`.
+/// `y = concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo`, where `[Q, K, V] = x · Wqkvᵀ + bqkv`, the biases optional.
 #[derive(Clone, Debug)]
 pub struct SelfAttention {
     name: String,
-    qkv: ParamId,
-    qkv_bias: ParamId,
-    out: ParamId,
-    out_bias: ParamId,
+    qkv: Linear,
+    out: Linear,
 }
 
 impl SelfAttention {
-    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] and `{name}.out` [hidden, heads, head_dim] with biases.
+    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] and `{name}.out` [hidden, heads, head_dim], with biases or without.
     pub fn new(
         params: &mut Declarations,
         name: &str,
         hidden: usize,
         heads: usize,
+        bias: bool,
         std: f32,
         out_std: f32,
     ) -> Result<Self> {
-        let head_dim = hidden / heads;
-        let mut whole = |part: &str, dims: &[usize], role: Role, init: Init| {
-            params.declare(format!("{name}.{part}"), dims, Placement::replicated(), role, init)
-        };
+        let (head_dim, part) = (hidden / heads, |part: &str| format!("{name}.{part}"));
         Ok(Self {
-            qkv: whole("qkv.weight", &[3, heads, head_dim, hidden], Role::Weight, Init::Normal { std })?,
-            qkv_bias: whole("qkv.bias", &[3, heads, head_dim], Role::Bias, Init::Zeros)?,
-            out: whole("out.weight", &[hidden, heads, head_dim], Role::Weight, Init::Normal { std: out_std })?,
-            out_bias: whole("out.bias", &[hidden], Role::Bias, Init::Zeros)?,
+            qkv: Linear::structural(params, &part("qkv"), &[hidden], &[3, heads, head_dim], bias, std)?,
+            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_std)?,
             name: name.to_owned(),
         })
     }
 
     /// `x [b, s, hidden] → [b, s, hidden]`. `dropout` is the probability of dropping an attention weight.
     pub fn forward(&self, tape: &Tape, x: &Var, dropout: f32) -> Result<Var> {
-        let qkv = x.linear_bias(&tape.param(self.qkv)?, &tape.param(self.qkv_bias)?, 1)?; // [b, s, 3, heads, d]
+        let qkv = self.qkv.forward(tape, x)?; // [b, s, 3, heads, d]
         let mixed = qkv.causal_attention(Some((dropout, &self.name)))?; // [b, s, heads, d]
-        mixed.linear_bias(&tape.param(self.out)?, &tape.param(self.out_bias)?, 2)
+        self.out.forward(tape, &mixed)
+    }
+}
+
+/// The same of heads in groups that share keys and values (Ainslie et al., 2023): `Q = x · Wqᵀ + bq`, `[K, V] = x · Wkvᵀ + bkv`, with
+/// fewer heads; queries and keys turned by their positions (Su et al., 2021) where there is a rotary embedding.
+#[derive(Clone, Debug)]
+pub struct GroupedSelfAttention {
+    name: String,
+    rotary: Option<Rotary>,
+    q: Linear,
+    kv: Linear,
+    out: Linear,
+}
+
+impl GroupedSelfAttention {
+    /// Declares `{name}.q` [heads, head_dim, hidden], `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then values) and
+    /// `{name}.out` [hidden, heads, head_dim], with biases or without.
+    pub fn new(
+        params: &mut Declarations,
+        name: &str,
+        hidden: usize,
+        of: GroupedHeads,
+        bias: bool,
+        std: f32,
+        out_std: f32,
+    ) -> Result<Self> {
+        let GroupedHeads { heads, kv_heads, head_dim, rotary } = of;
+        let part = |part: &str| format!("{name}.{part}");
+        Ok(Self {
+            q: Linear::structural(params, &part("q"), &[hidden], &[heads, head_dim], bias, std)?,
+            kv: Linear::structural(params, &part("kv"), &[hidden], &[2, kv_heads * head_dim], bias, std)?,
+            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_std)?,
+            name: name.to_owned(),
+            rotary,
+        })
+    }
+
+    /// `x [b, s, hidden] → [b, s, hidden]`. `dropout` is the probability of dropping an attention weight.
+    pub fn forward(&self, tape: &Tape, x: &Var, dropout: f32) -> Result<Var> {
+        let q = self.q.forward(tape, x)?; // [b, s, heads, d]
+        let kv = self.kv.forward(tape, x)?; // [b, s, 2, kv_heads · d]
+        let mixed = q.grouped_attention(&kv, self.rotary, Some((dropout, &self.name)))?; // [b, s, heads, d]
+        self.out.forward(tape, &mixed)
     }
 }

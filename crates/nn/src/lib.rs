@@ -12,12 +12,12 @@ mod mlp;
 pub mod model;
 mod norm;
 
-pub use attention::SelfAttention;
+pub use attention::{GroupedSelfAttention, SelfAttention};
 pub use batch::{Batch, BatchSource, Field, sample_types};
 pub use channel_norm::{BatchNorm2d, GroupNorm};
 pub use conv::Conv2d;
 pub use embedding::{Embedding, Positions};
 pub use linear::Linear;
-pub use mlp::Mlp;
+pub use mlp::{Mlp, SwiGlu};
 pub use model::{Activation, Metric, Model, Per, Stage, StageSpec};
-pub use norm::LayerNorm;
+pub use norm::{LayerNorm, RmsNorm};

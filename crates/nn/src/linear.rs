@@ -1,16 +1,17 @@
-//! `y = x · Wᵀ + b`.
+//! `y = x · Wᵀ + b`, the bias optional.
 
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `y[.., out] = x[.., in] · W[out, in]ᵀ + b[out]`.
+/// `y[.., out] = x[.., in] · W[out, in]ᵀ + b[out]`, the bias optional.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
     weight: ParamId,
     bias: Option<ParamId>,
+    contract: usize,
 }
 
 impl Linear {
-    /// Declares `{name}.weight`, normal with the given standard deviation, and `{name}.bias`, zero.
+    /// Declares `{name}.weight`, normal with the given standard deviation, and, with a bias, `{name}.bias`, zero.
     pub fn new(
         params: &mut Declarations,
         name: &str,
@@ -19,22 +20,33 @@ impl Linear {
         bias: bool,
         std: f32,
     ) -> Result<Self> {
-        let whole = Placement::replicated;
-        let weight =
-            params.declare(format!("{name}.weight"), &[output, input], whole(), Role::Weight, Init::Normal { std })?;
-        let bias = match bias {
-            true => Some(params.declare(format!("{name}.bias"), &[output], whole(), Role::Bias, Init::Zeros)?),
-            false => None,
-        };
-        Ok(Self { weight, bias })
+        Self::structural(params, name, &[input], &[output], bias, std)
     }
 
-    /// `x [.., in] → [.., out]`.
+    /// The same over structural dims: `{name}.weight` `[output.., input..]`, `{name}.bias` `[output..]`.
+    pub fn structural(
+        params: &mut Declarations,
+        name: &str,
+        input: &[usize],
+        output: &[usize],
+        bias: bool,
+        std: f32,
+    ) -> Result<Self> {
+        let (whole, dims) = (Placement::replicated, [output, input].concat());
+        let weight = params.declare(format!("{name}.weight"), &dims, whole(), Role::Weight, Init::Normal { std })?;
+        let bias = match bias {
+            true => Some(params.declare(format!("{name}.bias"), output, whole(), Role::Bias, Init::Zeros)?),
+            false => None,
+        };
+        Ok(Self { weight, bias, contract: input.len() })
+    }
+
+    /// `x [.., in..] → [.., out..]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let weight = tape.param(self.weight)?;
         match self.bias {
-            Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, 1),
-            None => x.linear(&weight, 1),
+            Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, self.contract),
+            None => x.linear(&weight, self.contract),
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The feed-forward block on one rank.
+//! Feed-forward blocks on one rank: with GELU, and gated.
 
 use crate::Linear;
 use meshwork_tensor::{Declarations, Result, Tape, Var};
 
-/// `y = gelu(x · Wupᵀ + bup) · Wdownᵀ + bdown`.
+/// `y = gelu(x · Wupᵀ + bup) · Wdownᵀ + bdown`, the biases optional.
 #[derive(Clone, Copy, Debug)]
 pub struct Mlp {
     up: Linear,
@@ -11,23 +11,55 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// Declares `{name}.up` [ffn, hidden] and `{name}.down` [hidden, ffn] with biases.
+    /// Declares `{name}.up` [ffn, hidden] and `{name}.down` [hidden, ffn], with biases or without.
     pub fn new(
         params: &mut Declarations,
         name: &str,
         hidden: usize,
         ffn: usize,
+        bias: bool,
         std: f32,
         down_std: f32,
     ) -> Result<Self> {
         Ok(Self {
-            up: Linear::new(params, &format!("{name}.up"), hidden, ffn, true, std)?,
-            down: Linear::new(params, &format!("{name}.down"), ffn, hidden, true, down_std)?,
+            up: Linear::new(params, &format!("{name}.up"), hidden, ffn, bias, std)?,
+            down: Linear::new(params, &format!("{name}.down"), ffn, hidden, bias, down_std)?,
         })
     }
 
     /// `x [.., hidden] → [.., hidden]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         self.down.forward(tape, &self.up.forward(tape, x)?.gelu()?)
+    }
+}
+
+/// `y = (silu(x · Wgateᵀ + bgate) · (x · Wupᵀ + bup)) · Wdownᵀ + bdown` (Shazeer, 2020), the biases optional.
+#[derive(Clone, Copy, Debug)]
+pub struct SwiGlu {
+    gate_up: Linear,
+    down: Linear,
+}
+
+impl SwiGlu {
+    /// Declares `{name}.gate_up` [ffn, 2, hidden], the gate of each inner feature beside what it lets through, and
+    /// `{name}.down` [hidden, ffn], with biases or without.
+    pub fn new(
+        params: &mut Declarations,
+        name: &str,
+        hidden: usize,
+        ffn: usize,
+        bias: bool,
+        std: f32,
+        down_std: f32,
+    ) -> Result<Self> {
+        Ok(Self {
+            gate_up: Linear::structural(params, &format!("{name}.gate_up"), &[hidden], &[ffn, 2], bias, std)?,
+            down: Linear::new(params, &format!("{name}.down"), ffn, hidden, bias, down_std)?,
+        })
+    }
+
+    /// `x [.., hidden] → [.., hidden]`.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        self.down.forward(tape, &self.gate_up.forward(tape, x)?.swiglu()?)
     }
 }

@@ -1,15 +1,15 @@
-//! Layer norm (Ba et al., 2016).
+//! Norms over features: layer norm (Ba et al., 2016) and root mean square norm (Zhang and Sennrich, 2019).
 
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `y = (x - mean) / √(var + eps) · weight + bias` over the last dim.
+/// `y = (x - mean) / √(var + eps) · weight + bias` over the last dim, the bias optional.
 ///
 /// Its parameters are replicated. Where the rest of the input is sharded (sequence parallel, data parallel) their reads
 /// are `Replicate` and their gradients `Partial`, so the reducer sums them: nothing here has to ask for it.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerNorm {
     weight: ParamId,
-    bias: ParamId,
+    bias: Option<ParamId>,
     eps: f64,
 }
 
@@ -17,23 +17,50 @@ impl LayerNorm {
     /// GPT-2's.
     pub const EPS: f64 = 1e-5;
 
-    /// Declares `{name}.weight` (ones) and `{name}.bias` (zeros).
-    pub fn new(params: &mut Declarations, name: &str, features: usize) -> Result<Self> {
-        let whole = Placement::replicated;
-        Ok(Self {
-            weight: params.declare(format!("{name}.weight"), &[features], whole(), Role::Norm, Init::Ones)?,
-            bias: params.declare(format!("{name}.bias"), &[features], whole(), Role::Norm, Init::Zeros)?,
-            eps: Self::EPS,
-        })
+    /// Declares `{name}.weight` (ones) and, with a bias, `{name}.bias` (zeros).
+    pub fn new(params: &mut Declarations, name: &str, features: usize, bias: bool) -> Result<Self> {
+        let mut vector = |part: &str, init| {
+            params.declare(format!("{name}.{part}"), &[features], Placement::replicated(), Role::Norm, init)
+        };
+        let weight = vector("weight", Init::Ones)?;
+        let bias = bias.then(|| vector("bias", Init::Zeros)).transpose()?;
+        Ok(Self { weight, bias, eps: Self::EPS })
     }
 
     /// `x [.., features] → [.., features]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.layer_norm(&tape.param(self.weight)?, &tape.param(self.bias)?, self.eps)
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.layer_norm(&tape.param(self.weight)?, bias.as_ref(), self.eps)
     }
 
     /// The same, for matrix products alone: a [factor](Var::layer_norm_factor).
     pub fn factor(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.layer_norm_factor(&tape.param(self.weight)?, &tape.param(self.bias)?, self.eps)
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.layer_norm_factor(&tape.param(self.weight)?, bias.as_ref(), self.eps)
+    }
+}
+
+/// `y = x / √(mean of x² + eps) · weight` over the last dim. Its parameter is replicated, as those of a [`LayerNorm`] are.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    weight: ParamId,
+    eps: f64,
+}
+
+impl RmsNorm {
+    /// Declares `{name}.weight` (ones).
+    pub fn new(params: &mut Declarations, name: &str, features: usize, eps: f64) -> Result<Self> {
+        let (name, whole) = (format!("{name}.weight"), Placement::replicated());
+        Ok(Self { weight: params.declare(name, &[features], whole, Role::Norm, Init::Ones)?, eps })
+    }
+
+    /// `x [.., features] → [.., features]`.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.rms_norm(&tape.param(self.weight)?, self.eps)
+    }
+
+    /// The same, for matrix products alone: a [factor](Var::rms_norm_factor).
+    pub fn factor(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.rms_norm_factor(&tape.param(self.weight)?, self.eps)
     }
 }

@@ -29,11 +29,11 @@ impl Gpt {
         Ok(Self {
             tokens: Embedding::new(params, "wte", VOCAB, HIDDEN, 0.02)?,
             positions: Positions::new(params, "wpe", SEQ, HIDDEN, 0.02)?,
-            ln_1: LayerNorm::new(params, "ln_1", HIDDEN)?,
-            attention: SelfAttention::new(params, "attn", HIDDEN, 4, 0.02, 0.02)?,
-            ln_2: LayerNorm::new(params, "ln_2", HIDDEN)?,
-            mlp: Mlp::new(params, "mlp", HIDDEN, 4 * HIDDEN, 0.02, 0.02)?,
-            ln_f: LayerNorm::new(params, "ln_f", HIDDEN)?,
+            ln_1: LayerNorm::new(params, "ln_1", HIDDEN, true)?,
+            attention: SelfAttention::new(params, "attn", HIDDEN, 4, true, 0.02, 0.02)?,
+            ln_2: LayerNorm::new(params, "ln_2", HIDDEN, true)?,
+            mlp: Mlp::new(params, "mlp", HIDDEN, 4 * HIDDEN, true, 0.02, 0.02)?,
+            ln_f: LayerNorm::new(params, "ln_f", HIDDEN, true)?,
         })
     }
 
@@ -136,7 +136,7 @@ fn replicated_parameters_of_a_sharded_input_have_partial_gradients() {
     let mesh: Mesh = "tp=2,dp=2".parse().unwrap();
     let rank = Arc::new(Rank::recording(&mesh, 0).unwrap());
     let mut declarations = Declarations::new();
-    let norm = LayerNorm::new(&mut declarations, "ln", HIDDEN).unwrap();
+    let norm = LayerNorm::new(&mut declarations, "ln", HIDDEN, true).unwrap();
     let id = declarations.find("ln.weight").unwrap();
     let (device, layout) = (Meta::device(), [declarations.ids().collect()]);
     let params = Params::new(Arc::new(declarations), &mesh, rank.coords(), &device, &layout, 0).unwrap();

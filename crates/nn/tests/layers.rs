@@ -1,8 +1,9 @@
 //! Each layer against its equation, written out in f64; and what each declares.
 
 use meshwork_core::{Rank, Types};
-use meshwork_nn::{Embedding, LayerNorm, Linear, Mlp, Positions, SelfAttention};
+use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention, SwiGlu};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Shape, Tape, Tensor, Var};
@@ -77,21 +78,51 @@ fn linear_is_a_product_and_a_bias() {
 
 #[test]
 fn layer_norm_has_mean_beta_and_deviation_gamma() {
-    let (layer, tape, _) = build(|params| LayerNorm::new(params, "ln", HIDDEN));
-    let (gamma, beta) = (wide("ln.weight", HIDDEN), wide("ln.bias", HIDDEN));
+    for bias in [true, false] {
+        let (layer, tape, declared) = build(|params| LayerNorm::new(params, "ln", HIDDEN, bias));
+        assert_eq!(declared.find("ln.bias").is_some(), bias);
+        let gamma = wide("ln.weight", HIDDEN);
+        let beta = if bias { wide("ln.bias", HIDDEN) } else { vec![0.0; HIDDEN] };
+        let row = |x: &[f64]| {
+            let mean = x.iter().sum::<f64>() / HIDDEN as f64;
+            let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / HIDDEN as f64;
+            let scale = 1.0 / (variance + LayerNorm::EPS).sqrt();
+            x.iter().zip(gamma.iter().zip(&beta)).map(|(x, (g, b))| (x - mean) * scale * g + b).collect::<Vec<_>>()
+        };
+        let want: Vec<f64> = wide("x", BATCH * SEQ * HIDDEN).chunks(HIDDEN).flat_map(row).collect();
+        assert_is("layer norm", &layer.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+    }
+}
+
+#[test]
+fn rms_norm_has_mean_square_weight() {
+    let (layer, tape, _) = build(|params| RmsNorm::new(params, "ln", HIDDEN, 1e-5));
+    let weight = wide("ln.weight", HIDDEN);
     let row = |x: &[f64]| {
-        let mean = x.iter().sum::<f64>() / HIDDEN as f64;
-        let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / HIDDEN as f64;
-        let scale = 1.0 / (variance + LayerNorm::EPS).sqrt();
-        x.iter().zip(gamma.iter().zip(&beta)).map(|(x, (g, b))| (x - mean) * scale * g + b).collect::<Vec<_>>()
+        let square = x.iter().map(|x| x * x).sum::<f64>() / HIDDEN as f64;
+        x.iter().zip(&weight).map(|(x, w)| x / (square + 1e-5).sqrt() * w).collect::<Vec<_>>()
     };
     let want: Vec<f64> = wide("x", BATCH * SEQ * HIDDEN).chunks(HIDDEN).flat_map(row).collect();
-    assert_is("layer norm", &layer.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+    assert_is("rms norm", &layer.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+}
+
+#[test]
+fn swiglu_lets_through_what_its_gate_says() {
+    for bias in [false, true] {
+        let (layer, tape, declared) = build(|params| SwiGlu::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.01));
+        let vector = |name: &str, count| if bias { wide(name, count) } else { vec![0.0; count] };
+        assert_eq!(declared.specs().len(), if bias { 4 } else { 2 });
+        let w = wide("mlp.gate_up.weight", FFN * 2 * HIDDEN);
+        let pairs = linear(&wide("x", BATCH * SEQ * HIDDEN), &w, &vector("mlp.gate_up.bias", 2 * FFN));
+        let inner: Vec<f64> = pairs.chunks(2).map(|pair| pair[0] / (1.0 + (-pair[0]).exp()) * pair[1]).collect();
+        let want = linear(&inner, &wide("mlp.down.weight", HIDDEN * FFN), &vector("mlp.down.bias", HIDDEN));
+        assert_is("swiglu", &layer.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+    }
 }
 
 #[test]
 fn mlp_is_two_linears_around_a_gelu() {
-    let (layer, tape, _) = build(|params| Mlp::new(params, "mlp", HIDDEN, FFN, 0.02, 0.01));
+    let (layer, tape, _) = build(|params| Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.01));
     let up = linear(&wide("x", BATCH * SEQ * HIDDEN), &wide("mlp.up.weight", FFN * HIDDEN), &wide("mlp.up.bias", FFN));
     let inner: Vec<f64> = up.into_iter().map(gelu).collect();
     let want = linear(&inner, &wide("mlp.down.weight", HIDDEN * FFN), &wide("mlp.down.bias", HIDDEN));
@@ -102,7 +133,7 @@ fn mlp_is_two_linears_around_a_gelu() {
 fn self_attention_mixes_earlier_tokens_by_softmax() {
     const HEADS: usize = 2;
     const D: usize = HIDDEN / HEADS;
-    let (layer, tape, _) = build(|params| SelfAttention::new(params, "attn", HIDDEN, HEADS, 0.02, 0.01));
+    let (layer, tape, _) = build(|params| SelfAttention::new(params, "attn", HIDDEN, HEADS, true, 0.02, 0.01));
     let (w, b) = (wide("attn.qkv.weight", 3 * HIDDEN * HIDDEN), wide("attn.qkv.bias", 3 * HIDDEN));
     let qkv = linear(&wide("x", BATCH * SEQ * HIDDEN), &w, &b); // [b, s, 3, heads, d]
     let at = |sample: usize, token: usize, which: usize, head: usize| {
@@ -122,6 +153,43 @@ fn self_attention_mixes_earlier_tokens_by_softmax() {
         );
     }
     let want = linear(&mixed, &wide("attn.out.weight", HIDDEN * HIDDEN), &wide("attn.out.bias", HIDDEN));
+    assert_is("attention", &layer.forward(&tape, &x(&tape), 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+}
+
+/// Two heads of queries to each of keys and values, turned as the paper's matrices turn them.
+#[test]
+fn grouped_self_attention_turns_and_shares() {
+    const HEADS: usize = 4;
+    const KV_HEADS: usize = 2;
+    const D: usize = 4;
+    let theta = 50.0;
+    let of = GroupedHeads { heads: HEADS, kv_heads: KV_HEADS, head_dim: D, rotary: Some(Rotary::new(theta)) };
+    let (layer, tape, _) = build(|params| GroupedSelfAttention::new(params, "attn", HIDDEN, of, false, 0.02, 0.01));
+    let x_wide = wide("x", BATCH * SEQ * HIDDEN);
+    let q = linear(&x_wide, &wide("attn.q.weight", HEADS * D * HIDDEN), &[0.0; HEADS * D]); // [b, s, heads, d]
+    let kv = linear(&x_wide, &wide("attn.kv.weight", 2 * KV_HEADS * D * HIDDEN), &[0.0; 2 * KV_HEADS * D]); // [b, s, 2, heads, d]
+    let turned = |token: usize, x: &[f64]| -> Vec<f64> {
+        let angle = |e: usize| token as f64 * theta.powf(-2.0 * (e % (D / 2)) as f64 / D as f64);
+        let other = |e: usize| if e < D / 2 { -x[e + D / 2] } else { x[e - D / 2] };
+        (0..D).map(|e| x[e] * angle(e).cos() + other(e) * angle(e).sin()).collect()
+    };
+    let query = |sample: usize, token: usize, head: usize| {
+        turned(token, &q[((sample * SEQ + token) * HEADS + head) * D..][..D])
+    };
+    let at = |sample: usize, token: usize, which: usize, head: usize| {
+        &kv[(((sample * SEQ + token) * 2 + which) * KV_HEADS + head / 2) * D..][..D]
+    };
+    let mut mixed = Vec::new(); // [b, s, heads, d]
+    for (b, s, head) in (0..BATCH).flat_map(|b| (0..SEQ).flat_map(move |s| (0..HEADS).map(move |head| (b, s, head)))) {
+        let score = |key: usize| -> f64 {
+            let k = turned(key, at(b, key, 0, head));
+            let products = query(b, s, head).into_iter().zip(k).map(|(q, k)| q * k);
+            (products.sum::<f64>() / (D as f64).sqrt()).exp()
+        };
+        let total: f64 = (0..=s).map(score).sum();
+        mixed.extend((0..D).map(|e| (0..=s).map(|key| score(key) / total * at(b, key, 1, head)[e]).sum::<f64>()));
+    }
+    let want = linear(&mixed, &wide("attn.out.weight", HIDDEN * HEADS * D), &[0.0; HIDDEN]);
     assert_is("attention", &layer.forward(&tape, &x(&tape), 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
 }
 
@@ -148,14 +216,18 @@ fn tables_are_looked_up_and_give_logits() {
 #[test]
 fn layers_declare_their_parameters_by_name_role_and_initial_values() {
     let (_, _, declared) = build(|params| {
-        SelfAttention::new(params, "attn", HIDDEN, 2, 0.02, 0.01)?;
-        Mlp::new(params, "mlp", HIDDEN, FFN, 0.02, 0.01)?;
-        LayerNorm::new(params, "ln", HIDDEN)?;
+        SelfAttention::new(params, "attn", HIDDEN, 2, true, 0.02, 0.01)?;
+        Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.01)?;
+        LayerNorm::new(params, "ln", HIDDEN, true)?;
+        let of = GroupedHeads { heads: 4, kv_heads: 2, head_dim: 3, rotary: None };
+        GroupedSelfAttention::new(params, "gqa", HIDDEN, of, false, 0.02, 0.01)?;
+        SwiGlu::new(params, "gated", HIDDEN, FFN, false, 0.02, 0.01)?;
+        RmsNorm::new(params, "rms", HIDDEN, 1e-5)?;
         Embedding::new(params, "wte", 4, HIDDEN, 0.02)?;
         Positions::new(params, "wpe", SEQ, HIDDEN, 0.03)
     });
     let normal = |std| Init::Normal { std };
-    let expected: [(&str, &[usize], Role, Init); 12] = [
+    let expected: [(&str, &[usize], Role, Init); 18] = [
         ("attn.qkv.weight", &[3, 2, HIDDEN / 2, HIDDEN], Role::Weight, normal(0.02)),
         ("attn.qkv.bias", &[3, 2, HIDDEN / 2], Role::Bias, Init::Zeros),
         ("attn.out.weight", &[HIDDEN, 2, HIDDEN / 2], Role::Weight, normal(0.01)),
@@ -166,6 +238,12 @@ fn layers_declare_their_parameters_by_name_role_and_initial_values() {
         ("mlp.down.bias", &[HIDDEN], Role::Bias, Init::Zeros),
         ("ln.weight", &[HIDDEN], Role::Norm, Init::Ones),
         ("ln.bias", &[HIDDEN], Role::Norm, Init::Zeros),
+        ("gqa.q.weight", &[4, 3, HIDDEN], Role::Weight, normal(0.02)),
+        ("gqa.kv.weight", &[2, 6, HIDDEN], Role::Weight, normal(0.02)),
+        ("gqa.out.weight", &[HIDDEN, 4, 3], Role::Weight, normal(0.01)),
+        ("gated.gate_up.weight", &[FFN, 2, HIDDEN], Role::Weight, normal(0.02)),
+        ("gated.down.weight", &[HIDDEN, FFN], Role::Weight, normal(0.01)),
+        ("rms.weight", &[HIDDEN], Role::Norm, Init::Ones),
         ("wte.weight", &[4, HIDDEN], Role::Weight, normal(0.02)),
         ("wpe.weight", &[SEQ, HIDDEN], Role::Weight, normal(0.03)),
     ];

@@ -1,11 +1,12 @@
-//! Self-attention with the heads cut over tp.
+//! Self-attention with the heads cut over tp: each with its own keys and values, and in groups that share them.
 
 use crate::{ColumnLinear, Region, RowLinear};
-use meshwork_core::Mesh;
-use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
+use meshwork_core::{Axis, Mesh};
+use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 
 /// `x + dropout(concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo)`, where `[Q, K, V] = x̂ · Wqkvᵀ + bqkv` and each rank of tp has
-/// heads/tp of the heads. x̂ is the normed input.
+/// heads/tp of the heads. x̂ is the normed input. Biases and residual are optional.
 #[derive(Clone, Debug)]
 pub struct ParallelAttention {
     name: String,
@@ -14,29 +15,129 @@ pub struct ParallelAttention {
 }
 
 impl ParallelAttention {
-    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] cut along heads and `{name}.out` [hidden, heads, head_dim] likewise.
+    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] cut along heads and `{name}.out` [hidden, heads, head_dim] likewise, with
+    /// biases or without. `init` is that of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
         name: &str,
         hidden: usize,
         heads: usize,
-        init: Init,
-        out_init: Init,
+        bias: bool,
+        [qkv, out]: [Init; 2],
     ) -> Result<Self> {
         let head_dim = hidden / heads;
+        let (qkv_name, out_name) = (format!("{name}.qkv"), format!("{name}.out"));
         Ok(Self {
             name: name.to_owned(),
-            qkv: ColumnLinear::new(params, mesh, &format!("{name}.qkv"), hidden, &[3, heads, head_dim], 1, init)?,
-            out: RowLinear::new(params, mesh, &format!("{name}.out"), &[heads, head_dim], 0, hidden, out_init)?,
+            qkv: ColumnLinear::new(params, mesh, &qkv_name, hidden, (&[3, heads, head_dim], 1), bias, qkv)?,
+            out: RowLinear::new(params, mesh, &out_name, (&[heads, head_dim], 0), hidden, bias, out)?,
         })
     }
 
     /// `normed`, `residual` `[b, s, hidden]` in the region → the same.
-    pub fn forward(&self, tape: &Tape, normed: &Var, region: Region, residual: &Var, dropout: f32) -> Result<Var> {
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        normed: &Var,
+        region: Region,
+        residual: Option<&Var>,
+        dropout: f32,
+    ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
         let mixed = qkv.causal_attention(Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
+}
+
+/// The same of heads in groups that share keys and values (Ainslie et al., 2023): `Q = x̂ · Wqᵀ + bq`, `[K, V] = x̂ · Wkvᵀ + bkv`,
+/// queries and keys turned by their positions where there is a rotary embedding.
+///
+/// Where tp divides the heads of keys and values, each rank holds whole groups. Where there are fewer of them than ranks,
+/// the features of K and V are cut evenly all the same, weights and products; the activations are gathered over tp, and
+/// each rank reads those heads that its queries need. Their gradient is `Partial`, and summed and cut where it was gathered. So the
+/// parameters are the same on every mesh, nothing is computed twice, and no weight is replicated.
+#[derive(Clone, Debug)]
+pub struct ParallelGroupedAttention {
+    name: String,
+    rotary: Option<Rotary>,
+    q: ColumnLinear,
+    kv: ColumnLinear,
+    /// Whether ranks share heads of keys and values.
+    gathered: bool,
+    out: RowLinear,
+}
+
+/// The dim of the features of `[b, s, 2, kv_heads · d]`.
+const FEATURES: usize = 3;
+
+impl ParallelGroupedAttention {
+    /// Declares `{name}.q` [heads, head_dim, hidden] cut along heads, `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then
+    /// values) cut along their features, and `{name}.out` [hidden, heads, head_dim] cut along heads, with biases or without.
+    /// `init` is that of the projections in, and of the one out.
+    pub fn new(
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        hidden: usize,
+        of: GroupedHeads,
+        bias: bool,
+        [init, out]: [Init; 2],
+    ) -> Result<Self> {
+        let GroupedHeads { heads, kv_heads, head_dim, rotary } = of;
+        let [q_name, kv_name, out_name] = ["q", "kv", "out"].map(|part| format!("{name}.{part}"));
+        let q = ColumnLinear::new(params, mesh, &q_name, hidden, (&[heads, head_dim], 0), bias, init)?;
+        let kv = ColumnLinear::new(params, mesh, &kv_name, hidden, (&[2, kv_heads * head_dim], 1), bias, init)?;
+        require_groups(mesh, name, of)?;
+        Ok(Self {
+            name: name.to_owned(),
+            rotary,
+            q,
+            kv,
+            gathered: !kv_heads.is_multiple_of(mesh.degree(Axis::Tp)),
+            out: RowLinear::new(params, mesh, &out_name, (&[heads, head_dim], 0), hidden, bias, out)?,
+        })
+    }
+
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        normed: &Var,
+        region: Region,
+        residual: Option<&Var>,
+        dropout: f32,
+    ) -> Result<Var> {
+        let x = region.enter(normed)?; // [b, s, hidden], Replicate
+        // [b, s, heads/tp, d], Shard(heads), and [b, s, 2, kv_heads · d/tp], Shard(features)
+        let [q, mut kv] = ColumnLinear::forward_pair([&self.q, &self.kv], tape, &x)?;
+        if self.gathered {
+            kv = kv.all_gather(Axis::Tp, FEATURES)?; // [b, s, 2, kv_heads · d], Replicate
+        }
+        let mixed = q.grouped_attention(&kv, self.rotary, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + residual
+    }
+}
+
+/// Refuses groups of heads that ranks of tp would cut unevenly.
+fn require_groups(mesh: &Mesh, name: &str, of: GroupedHeads) -> Result<()> {
+    let GroupedHeads { heads, kv_heads, .. } = of;
+    let degree = mesh.degree(Axis::Tp);
+    let refuse = |extent, degree, problem| {
+        Err(Error::Placement { what: name.to_owned(), dim: 0, extent, axis: Axis::Tp, degree, problem })
+    };
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return refuse(
+            heads,
+            degree,
+            format!("the {kv_heads} heads of keys and values must divide the {heads} of queries"),
+        );
+    }
+    let (held, group) = (heads / degree, heads / kv_heads);
+    if held.is_multiple_of(group) || group.is_multiple_of(held) {
+        return Ok(());
+    }
+    let problem = format!("each rank must hold whole groups of {group} heads, or an equal part of one");
+    refuse(heads, degree, problem)
 }

@@ -8,8 +8,8 @@ mod mlp;
 mod region;
 mod vocab;
 
-pub use attention::ParallelAttention;
+pub use attention::{ParallelAttention, ParallelGroupedAttention};
 pub use linear::{ColumnLinear, RowLinear};
-pub use mlp::ParallelMlp;
+pub use mlp::{ParallelMlp, ParallelSwiGlu};
 pub use region::Region;
 pub use vocab::VocabParallelEmbedding;

@@ -4,87 +4,127 @@ use crate::Region;
 use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`.
+/// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
+/// optional.
 ///
 /// X is `Replicate` (enter the block first), Y is `Shard`. No communication here; the input's gradient is `Partial` and summed
 /// where the block was entered.
 #[derive(Clone, Copy, Debug)]
 pub struct ColumnLinear {
     weight: ParamId,
-    bias: ParamId,
+    bias: Option<ParamId>,
 }
 
 impl ColumnLinear {
-    /// Declares `{name}.weight` `[out.., input]` and `{name}.bias` `[out..]`, cut along dim `cut` of `out` over tp.
+    /// Declares `{name}.weight` `[out.., input]` and, with a bias, `{name}.bias` `[out..]`, cut along dim `cut` of `out` over tp.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
         name: &str,
         input: usize,
-        out: &[usize],
-        cut: usize,
+        (out, cut): (&[usize], usize),
+        bias: bool,
         init: Init,
     ) -> Result<Self> {
         require_even(mesh, name, out, cut)?;
         let placement = || Placement::replicated().shard(Axis::Tp, cut);
         let dims = [out, &[input]].concat();
         let weight = params.declare(format!("{name}.weight"), &dims, placement(), Role::Weight, init)?;
-        let bias = params.declare(format!("{name}.bias"), out, placement(), Role::Bias, Init::Zeros)?;
+        let bias = match bias {
+            true => Some(params.declare(format!("{name}.bias"), out, placement(), Role::Bias, Init::Zeros)?),
+            false => None,
+        };
         Ok(Self { weight, bias })
     }
 
     /// `x [.., input] → [.., out..]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.linear_bias(&tape.param(self.weight)?, &tape.param(self.bias)?, 1)
+        let weight = tape.param(self.weight)?;
+        match self.bias {
+            Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, 1),
+            None => x.linear(&weight, 1),
+        }
     }
 
-    /// `gelu(x · Wᵀ + b)`, in one pass.
+    /// [`forward`](Self::forward) of two layers that read the same x, whose gradient is computed for
+    /// [both at once](Var::linear_pair).
+    pub fn forward_pair(pair: [&Self; 2], tape: &Tape, x: &Var) -> Result<[Var; 2]> {
+        let [w, v] = [tape.param(pair[0].weight)?, tape.param(pair[1].weight)?];
+        let [b, c] = pair.map(|layer| layer.bias.map(|bias| tape.param(bias)).transpose());
+        x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
+    }
+
+    /// `gelu(x · Wᵀ + b)`, in one pass with the bias.
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.linear_bias_gelu(&tape.param(self.weight)?, &tape.param(self.bias)?, 1)
+        match self.bias {
+            Some(bias) => x.linear_bias_gelu(&tape.param(self.weight)?, &tape.param(bias)?, 1),
+            None => self.forward(tape, x)?.gelu(),
+        }
+    }
+
+    /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: in one pass without the bias.
+    pub fn forward_swiglu(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        match self.bias {
+            Some(_) => self.forward(tape, x)?.swiglu(),
+            None => x.linear_swiglu(&tape.param(self.weight)?, 1),
+        }
     }
 }
 
-/// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp.
+/// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp. The bias is optional, and so is the
+/// residual that is added to it.
 ///
 /// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added once, after
-/// the sum, by adding to it the residual as well: that is how every transformer block ends.
+/// the sum, by adding to it the residual as well: that is how most transformer blocks end.
 #[derive(Clone, Debug)]
 pub struct RowLinear {
     name: String,
     weight: ParamId,
-    bias: ParamId,
+    bias: Option<ParamId>,
     contract: usize,
 }
 
 impl RowLinear {
-    /// Declares `{name}.weight` `[output, input..]`, cut along dim `cut` of `input` over tp, and `{name}.bias` `[output]`,
-    /// whole.
+    /// Declares `{name}.weight` `[output, input..]`, cut along dim `cut` of `input` over tp, and, with a bias, `{name}.bias`
+    /// `[output]`, whole.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
         name: &str,
-        input: &[usize],
-        cut: usize,
+        (input, cut): (&[usize], usize),
         output: usize,
+        bias: bool,
         init: Init,
     ) -> Result<Self> {
         require_even(mesh, name, input, cut)?;
         let dims = [&[output], input].concat();
         let placement = Placement::replicated().shard(Axis::Tp, cut + 1);
         let weight = params.declare(format!("{name}.weight"), &dims, placement, Role::Weight, init)?;
-        let bias =
-            params.declare(format!("{name}.bias"), &[output], Placement::replicated(), Role::Bias, Init::Zeros)?;
+        let whole = Placement::replicated();
+        let bias = match bias {
+            true => Some(params.declare(format!("{name}.bias"), &[output], whole, Role::Bias, Init::Zeros)?),
+            false => None,
+        };
         Ok(Self { name: name.to_owned(), weight, bias, contract: input.len() })
     }
 
     /// `x [.., input..] → residual + dropout(Σ_tp x · Wᵀ + b)`, in the region between blocks.
-    pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: &Var, dropout: f32) -> Result<Var> {
-        let y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
-        let bias = tape.param(self.bias)?;
-        if dropout == 0.0 {
-            return y.bias_residual(&bias, residual); // one pass
+    pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
+        let mut y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        if let (Some(bias), Some(residual), 0.0) = (&bias, residual, dropout) {
+            return y.bias_residual(bias, residual); // one pass
         }
-        y.bias(&bias)?.dropout(dropout, &self.name)?.add(residual)
+        if let Some(bias) = bias {
+            y = y.bias(&bias)?;
+        }
+        if dropout > 0.0 {
+            y = y.dropout(dropout, &self.name)?;
+        }
+        match residual {
+            Some(residual) => y.add(residual),
+            None => Ok(y),
+        }
     }
 }
 

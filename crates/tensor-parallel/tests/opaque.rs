@@ -34,17 +34,17 @@ impl Gpt {
         let mut block = |i: usize| {
             let name = |part| format!("h.{i}.{part}");
             Ok((
-                LayerNorm::new(params, &name("ln_1"), HIDDEN)?,
-                ParallelAttention::new(params, mesh, &name("attn"), HIDDEN, 4, init, init)?,
-                LayerNorm::new(params, &name("ln_2"), HIDDEN)?,
-                ParallelMlp::new(params, mesh, &name("mlp"), HIDDEN, 4 * HIDDEN, init, init)?,
+                LayerNorm::new(params, &name("ln_1"), HIDDEN, true)?,
+                ParallelAttention::new(params, mesh, &name("attn"), HIDDEN, 4, true, [init, init])?,
+                LayerNorm::new(params, &name("ln_2"), HIDDEN, true)?,
+                ParallelMlp::new(params, mesh, &name("mlp"), HIDDEN, 4 * HIDDEN, true, [init, init])?,
             ))
         };
         Ok(Self {
             blocks: (0..2).map(&mut block).collect::<Result<_>>()?,
             tokens: VocabParallelEmbedding::new(params, "wte", VOCAB, HIDDEN, init)?,
             positions: Positions::new(params, "wpe", SEQ, HIDDEN, 0.02)?,
-            norm: LayerNorm::new(params, "ln_f", HIDDEN)?,
+            norm: LayerNorm::new(params, "ln_f", HIDDEN, true)?,
         })
     }
 
@@ -53,8 +53,8 @@ impl Gpt {
         let x = self.tokens.embed(tape, ids, region)?;
         let mut x = self.positions.forward(tape, &x)?.dropout(DROPOUT, "embedding")?;
         for (ln_1, attention, ln_2, mlp) in &self.blocks {
-            x = attention.forward(tape, &ln_1.factor(tape, &x)?, region, &x, DROPOUT)?;
-            x = mlp.forward(tape, &ln_2.factor(tape, &x)?, region, &x, DROPOUT)?;
+            x = attention.forward(tape, &ln_1.factor(tape, &x)?, region, Some(&x), DROPOUT)?;
+            x = mlp.forward(tape, &ln_2.factor(tape, &x)?, region, Some(&x), DROPOUT)?;
         }
         let logits = self.tokens.logits(tape, &self.norm.factor(tape, &x)?, region)?;
         self.tokens.loss(&logits, targets)

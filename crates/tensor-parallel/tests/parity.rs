@@ -5,10 +5,12 @@ mod common;
 
 use common::{Input, Outcome, Program, integer, real};
 use meshwork_core::{Axis, Ty};
-use meshwork_nn::{Embedding, LayerNorm, Linear, Mlp, SelfAttention};
+use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, RmsNorm, SelfAttention, SwiGlu};
+use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Init, Var};
 use meshwork_tensor_parallel::{
-    ColumnLinear, ParallelAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
+    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region, RowLinear,
+    VocabParallelEmbedding,
 };
 use meshwork_testkit::parity::{assert_close, norm_of_all};
 
@@ -61,7 +63,7 @@ fn column_linear_equals_linear_exactly_on_integers() {
     for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
         let parallel = Program::new(
             integer,
-            |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, &[FFN], 0, init()),
+            |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
             |layer, tape, v| layer.forward(tape, &region.enter(&v[0])?),
         );
         assert_eq!(parallel.over_tp(degree, &x(region.ty())), reference, "tp={degree}, {region:?}");
@@ -83,8 +85,8 @@ fn row_linear_equals_linear_and_a_residual_exactly_on_integers() {
     for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
         let parallel = Program::new(
             integer,
-            |params, mesh| RowLinear::new(params, mesh, "down", &[FFN], 0, HIDDEN, init()),
-            |layer, tape, v| layer.forward(tape, &v[0], region, &v[1], 0.0),
+            |params, mesh| RowLinear::new(params, mesh, "down", (&[FFN], 0), HIDDEN, true, init()),
+            |layer, tape, v| layer.forward(tape, &v[0], region, Some(&v[1]), 0.0),
         );
         let outcome = parallel.over_tp(degree, &inputs(Ty::Shard(2), region.ty()));
         assert_eq!(outcome, reference, "tp={degree}, {region:?}");
@@ -102,7 +104,7 @@ fn column_linear_with_gelu_equals_linear_and_gelu() {
     for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
         let parallel = Program::new(
             real,
-            |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, &[FFN], 0, init()),
+            |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
             |layer, tape, v| layer.forward_gelu(tape, &region.enter(&v[0])?),
         );
         let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
@@ -116,7 +118,12 @@ fn parallel_mlp_equals_mlp() {
     for dropout in [0.0, 0.3] {
         let plain = Program::new(
             real,
-            |params, _| Ok((LayerNorm::new(params, "ln", HIDDEN)?, Mlp::new(params, "mlp", HIDDEN, FFN, 0.02, 0.02)?)),
+            |params, _| {
+                Ok((
+                    LayerNorm::new(params, "ln", HIDDEN, true)?,
+                    Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.02)?,
+                ))
+            },
             |(norm, mlp), tape, v| {
                 let y = mlp.forward(tape, &norm.forward(tape, &v[0])?)?;
                 y.dropout(dropout, "mlp.down")?.add(&v[0])
@@ -127,10 +134,10 @@ fn parallel_mlp_equals_mlp() {
             let parallel = Program::new(
                 real,
                 |params, mesh| {
-                    let norm = LayerNorm::new(params, "ln", HIDDEN)?;
-                    Ok((norm, ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, init(), init())?))
+                    let norm = LayerNorm::new(params, "ln", HIDDEN, true)?;
+                    Ok((norm, ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, true, [init(); 2])?))
                 },
-                |(norm, mlp), tape, v| mlp.forward(tape, &norm.forward(tape, &v[0])?, region, &v[0], dropout),
+                |(norm, mlp), tape, v| mlp.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), dropout),
             );
             let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
             assert_same(&format!("tp={degree}, {region:?}, dropout {dropout}"), &outcome, &reference);
@@ -144,8 +151,8 @@ fn parallel_attention_equals_self_attention() {
         let plain = Program::new(
             real,
             |params, _| {
-                let norm = LayerNorm::new(params, "ln", HIDDEN)?;
-                Ok((norm, SelfAttention::new(params, "attn", HIDDEN, HEADS, 0.02, 0.02)?))
+                let norm = LayerNorm::new(params, "ln", HIDDEN, true)?;
+                Ok((norm, SelfAttention::new(params, "attn", HIDDEN, HEADS, true, 0.02, 0.02)?))
             },
             |(norm, attention), tape, v| {
                 let y = attention.forward(tape, &norm.forward(tape, &v[0])?, dropout)?;
@@ -157,15 +164,131 @@ fn parallel_attention_equals_self_attention() {
             let parallel = Program::new(
                 real,
                 |params, mesh| {
-                    let norm = LayerNorm::new(params, "ln", HIDDEN)?;
-                    Ok((norm, ParallelAttention::new(params, mesh, "attn", HIDDEN, HEADS, init(), init())?))
+                    let norm = LayerNorm::new(params, "ln", HIDDEN, true)?;
+                    Ok((norm, ParallelAttention::new(params, mesh, "attn", HIDDEN, HEADS, true, [init(); 2])?))
                 },
                 |(norm, attention), tape, v| {
-                    attention.forward(tape, &norm.forward(tape, &v[0])?, region, &v[0], dropout)
+                    attention.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), dropout)
                 },
             );
             let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
             assert_same(&format!("tp={degree}, {region:?}, dropout {dropout}"), &outcome, &reference);
+        }
+    }
+}
+
+/// Heads of keys and values for each of queries, one for two, and one for all: fewer than ranks.
+const KV_HEADS: [usize; 3] = [4, 2, 1];
+
+fn groups(kv_heads: usize) -> GroupedHeads {
+    GroupedHeads { heads: HEADS, kv_heads, head_dim: HIDDEN / HEADS, rotary: Some(Rotary::new(100.0)) }
+}
+
+#[test]
+fn parallel_grouped_attention_equals_grouped_self_attention() {
+    for (kv_heads, bias, dropout) in KV_HEADS.into_iter().flat_map(|kv| [(kv, false, 0.0), (kv, true, 0.3)]) {
+        let plain = Program::new(
+            real,
+            |params, _| {
+                let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
+                let attention = GroupedSelfAttention::new(params, "attn", HIDDEN, groups(kv_heads), bias, 0.02, 0.02)?;
+                Ok((norm, attention))
+            },
+            |(norm, attention), tape, v| {
+                let y = attention.forward(tape, &norm.forward(tape, &v[0])?, dropout)?;
+                y.dropout(dropout, "attn.out")?.add(&v[0])
+            },
+        );
+        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
+            let parallel = Program::new(
+                real,
+                |params, mesh| {
+                    let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
+                    let (of, init) = (groups(kv_heads), [init(); 2]);
+                    Ok((norm, ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, bias, init)?))
+                },
+                |(norm, attention), tape, v| {
+                    attention.forward(tape, &norm.factor(tape, &v[0])?, region, Some(&v[0]), dropout)
+                },
+            );
+            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let what = format!("{kv_heads} kv heads, tp={degree}, {region:?}, bias {bias}, dropout {dropout}");
+            assert_same(&what, &outcome, &reference);
+        }
+    }
+}
+
+#[test]
+fn parallel_swiglu_equals_swiglu() {
+    for (bias, dropout) in [(false, 0.0), (true, 0.3)] {
+        let plain = Program::new(
+            real,
+            |params, _| {
+                let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
+                Ok((norm, SwiGlu::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.02)?))
+            },
+            |(norm, mlp), tape, v| {
+                let y = mlp.forward(tape, &norm.forward(tape, &v[0])?)?;
+                y.dropout(dropout, "mlp.down")?.add(&v[0])
+            },
+        );
+        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
+            let parallel = Program::new(
+                real,
+                |params, mesh| {
+                    let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
+                    Ok((norm, ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, FFN, bias, [init(); 2])?))
+                },
+                |(norm, mlp), tape, v| mlp.forward(tape, &norm.factor(tape, &v[0])?, region, Some(&v[0]), dropout),
+            );
+            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            assert_same(&format!("tp={degree}, {region:?}, bias {bias}, dropout {dropout}"), &outcome, &reference);
+        }
+    }
+}
+
+/// No bias, no residual, or neither, in every layer that may have them.
+#[test]
+fn biases_and_residuals_are_optional_in_every_layer() {
+    for (bias, residual) in [(false, false), (false, true), (true, false)] {
+        let plain = Program::new(
+            real,
+            |params, _| {
+                Ok((
+                    LayerNorm::new(params, "ln", HIDDEN, bias)?,
+                    SelfAttention::new(params, "attn", HIDDEN, HEADS, bias, 0.02, 0.02)?,
+                    Mlp::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.02)?,
+                ))
+            },
+            |(norm, attention, mlp), tape, v| {
+                let rest = |x: &Var, y: Var| if residual { y.add(x) } else { Ok(y) };
+                let x = rest(&v[0], attention.forward(tape, &norm.forward(tape, &v[0])?, 0.0)?)?;
+                rest(&x, mlp.forward(tape, &norm.forward(tape, &x)?)?)
+            },
+        );
+        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        assert_eq!(reference.params.len(), if bias { 10 } else { 5 });
+        for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
+            let parallel = Program::new(
+                real,
+                |params, mesh| {
+                    Ok((
+                        LayerNorm::new(params, "ln", HIDDEN, bias)?,
+                        ParallelAttention::new(params, mesh, "attn", HIDDEN, HEADS, bias, [init(); 2])?,
+                        ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, bias, [init(); 2])?,
+                    ))
+                },
+                |(norm, attention, mlp), tape, v| {
+                    let rest = |x| if residual { Some(x) } else { None };
+                    let x = attention.forward(tape, &norm.factor(tape, &v[0])?, region, rest(&v[0]), 0.0)?;
+                    mlp.forward(tape, &norm.factor(tape, &x)?, region, rest(&x), 0.0)
+                },
+            );
+            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let what = format!("tp={degree}, {region:?}, bias {bias}, residual {residual}");
+            assert_same(&what, &outcome, &reference);
         }
     }
 }
@@ -193,7 +316,9 @@ fn tokens(vocab: usize) -> [Input; 2] {
 fn tied_model(vocab: usize) -> Outcome {
     let plain = Program::new(
         real,
-        |params, _| Ok((Embedding::new(params, "wte", vocab, HIDDEN, 0.02)?, LayerNorm::new(params, "ln", HIDDEN)?)),
+        |params, _| {
+            Ok((Embedding::new(params, "wte", vocab, HIDDEN, 0.02)?, LayerNorm::new(params, "ln", HIDDEN, true)?))
+        },
         |(table, norm), tape, v| {
             let x = norm.forward(tape, &table.forward(tape, &v[0])?)?;
             table.logits(tape, &x)?.cross_entropy(&v[1])
@@ -207,7 +332,7 @@ fn parallel_tied_model(vocab: usize, degree: usize, region: Region, padding: f32
         real,
         |params, _| {
             let table = VocabParallelEmbedding::new(params, "wte", vocab, HIDDEN, init())?;
-            Ok((table, LayerNorm::new(params, "ln", HIDDEN)?))
+            Ok((table, LayerNorm::new(params, "ln", HIDDEN, true)?))
         },
         |(table, norm), tape, v| {
             let x = norm.forward(tape, &table.embed(tape, &v[0], region)?)?;
@@ -265,8 +390,16 @@ fn a_vocab_parallel_lookup_is_exact() {
 fn features_that_tp_does_not_divide_are_refused_by_name() {
     let mesh = meshwork_core::Mesh::new([(Axis::Tp, 5)]).unwrap();
     let mut params = meshwork_tensor::Declarations::new();
-    let heads = ParallelAttention::new(&mut params, &mesh, "h.0.attn", HIDDEN, HEADS, init(), init()).unwrap_err();
+    let heads = ParallelAttention::new(&mut params, &mesh, "h.0.attn", HIDDEN, HEADS, true, [init(); 2]).unwrap_err();
     assert_eq!(heads.to_string(), "h.0.attn.qkv: dim 1 of extent 4 cannot be cut over tp=5: the degree must divide it");
-    let mlp = ParallelMlp::new(&mut params, &mesh, "h.0.mlp", HIDDEN, FFN, init(), init()).unwrap_err();
+    let mlp = ParallelMlp::new(&mut params, &mesh, "h.0.mlp", HIDDEN, FFN, true, [init(); 2]).unwrap_err();
     assert_eq!(mlp.to_string(), "h.0.mlp.up: dim 0 of extent 24 cannot be cut over tp=5: the degree must divide it");
+    // Three ranks hold two heads each, of groups of three.
+    let mesh = meshwork_core::Mesh::new([(Axis::Tp, 3)]).unwrap();
+    let of = GroupedHeads { heads: 6, kv_heads: 2, head_dim: 3, rotary: None };
+    let groups = ParallelGroupedAttention::new(&mut params, &mesh, "h.1.attn", 18, of, false, [init(); 2]).unwrap_err();
+    assert_eq!(
+        groups.to_string(),
+        "h.1.attn: dim 0 of extent 6 cannot be cut over tp=3: each rank must hold whole groups of 3 heads, or an equal part of one"
+    );
 }

@@ -39,6 +39,9 @@ impl Bench {
         declare("gamma", &[HIDDEN], Placement::replicated());
         declare("cut_gamma", &[HIDDEN], cut(0));
         declare("table", &[VOCAB, HIDDEN], cut(0));
+        declare("gated", &[HIDDEN, 2, HIDDEN], cut(0));
+        declare("gated_row", &[HIDDEN, 2, HIDDEN], cut(2));
+        declare("gated_pairs", &[HIDDEN, 2, HIDDEN], cut(1));
         let rank = Arc::new(Rank::recording(&Mesh::new([(TP, degree), (DP, degree)]).unwrap(), 0).unwrap());
         let (device, layout, declared) = (Meta::device(), [all.ids().collect()], Arc::new(all));
         let params = Params::new(Arc::clone(&declared), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
@@ -192,6 +195,68 @@ fn attention_over_a_sharded_dim() {
     );
     accepted(|b| qkv(b, S(1)).all_gather(TP, 1)?.causal_attention(None));
     accepted(|b| qkv(b, S(3)).causal_attention(None)); // heads are independent of each other
+}
+
+#[test]
+fn grouped_attention_of_heads_that_lie_differently() {
+    let q = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 4, 4], ty);
+    let kv = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 2, 8], ty);
+    refused(
+        |b| q(b, R).grouped_attention(&kv(b, S(3)), None, None),
+        "grouped_attention: on axis tp, q is Replicate and kv is Shard(3): they do not hold the same groups; \
+         cut the heads of both over tp, or all_gather kv along dim 3",
+    );
+    refused(
+        |b| q(b, S(2)).grouped_attention(&kv(b, I), None, None),
+        "grouped_attention: on axis tp, q is Shard(2) and kv is Invariant: the gradient of kv would miss the other ranks' \
+         share; copy(I→R) kv first",
+    );
+    refused(
+        |b| q(b, S(1)).grouped_attention(&kv(b, S(1)), None, None),
+        "grouped_attention: on axis tp, dim 1 of q is sharded, and grouped_attention needs the whole of it on one rank; \
+         all_gather q along dim 1 first",
+    );
+    refused(
+        |b| q(b, S(2)).grouped_attention(&kv(b, P), None, None),
+        "grouped_attention: on axis tp, kv is Partial, and grouped_attention of a sum is not the sum of grouped_attention; \
+         all_reduce or reduce_scatter kv over tp first",
+    );
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)), None, None)); // whole groups on each rank
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None));
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, I).copy(TP)?, None, None));
+    accepted(|b| q(b, R).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None));
+}
+
+#[test]
+fn swiglu_of_a_partial_value_and_of_pairs_that_are_cut() {
+    refused(
+        |b| b.x(S(2)).linear_swiglu(&b.param("gated_row"), 1),
+        "linear_swiglu: on axis tp, x · weightᵀ is Partial, and linear_swiglu of a sum is not the sum of linear_swiglu; \
+         all_reduce or reduce_scatter x · weightᵀ over tp first",
+    );
+    refused(
+        |b| b.x(R).linear(&b.param("gated_pairs"), 1)?.swiglu(),
+        "swiglu: on axis tp, dim 3 of x is sharded, and swiglu needs the whole of it on one rank; \
+         all_gather x along dim 3 first",
+    );
+    accepted(|b| b.x(S(2)).linear(&b.param("gated_row"), 1)?.all_reduce(TP)?.swiglu());
+    accepted(|b| b.x(R).linear_swiglu(&b.param("gated"), 1));
+}
+
+#[test]
+fn rms_norm_over_a_sharded_dim() {
+    let norm = |b: &Bench, x: Var| x.rms_norm(&b.param("gamma"), 1e-5);
+    refused(
+        |b| norm(b, b.x(S(2))),
+        "rms_norm: on axis tp, dim 2 of x is sharded, and rms_norm needs the whole of it on one rank; \
+         all_gather x along dim 2 first",
+    );
+    refused(
+        |b| b.x(S(1)).rms_norm(&b.param("cut_gamma"), 1e-5),
+        "rms_norm: on axis tp, weight is Shard(0): a sharded weight used as if whole; declare weight replicated on tp",
+    );
+    accepted(|b| norm(b, b.x(S(2)).all_gather(TP, 2)?));
+    accepted(|b| norm(b, b.x(S(1)))); // sequence parallel
 }
 
 #[test]

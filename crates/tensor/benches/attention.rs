@@ -1,25 +1,32 @@
 //! Causal attention at the shapes of the presets and at long sequences: GFLOP/s, forward and backward, in both
-//! precisions, counted as the pairs that the mask keeps.
+//! precisions, counted as the pairs that the mask keeps; and of the same heads in groups that share keys and values, turned
+//! by their positions.
 //!
 //! `cargo bench -p meshwork-tensor --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
 //! argument keeps the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
 
 use meshwork_core::pool;
-use meshwork_tensor::cpu::kernels::attention::{Dims, Saved, backward, forward};
+use meshwork_tensor::cpu::kernels::attention::{
+    Angles, Dims, Groups, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
+};
 use meshwork_tensor::cpu::kernels::matmul::Precision;
 use meshwork_tensor::family::AttentionShape;
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
-/// Name, then batch, sequence, heads and features of a head.
-const SHAPES: [(&str, [usize; 4]); 7] = [
-    ("tiny", [16, 128, 4, 32]),
-    ("small", [12, 256, 6, 64]),
-    ("medium", [8, 256, 8, 64]),
-    ("gpt2", [4, 512, 12, 64]),
-    ("long 1024", [2, 1024, 12, 64]),
-    ("long 4096", [1, 4096, 4, 64]),
-    ("long 4096, wide", [1, 4096, 4, 128]),
+/// Name, then batch, sequence, heads and features of a head, and heads to a group if they are grouped.
+const SHAPES: [(&str, [usize; 4], Option<usize>); 11] = [
+    ("tiny", [16, 128, 4, 32], None),
+    ("small", [12, 256, 6, 64], None),
+    ("medium", [8, 256, 8, 64], None),
+    ("gpt2", [4, 512, 12, 64], None),
+    ("long 1024", [2, 1024, 12, 64], None),
+    ("long 4096", [1, 4096, 4, 64], None),
+    ("long 4096, wide", [1, 4096, 4, 128], None),
+    ("tiny, grouped", [16, 128, 4, 32], Some(2)),
+    ("small, grouped", [12, 256, 6, 64], Some(3)),
+    ("gpt2, grouped", [4, 512, 12, 64], Some(3)),
+    ("long 4096, grouped", [1, 4096, 4, 128], Some(2)),
 ];
 
 /// Seconds spent on a shape, at least.
@@ -30,16 +37,21 @@ fn main() {
     let measured = arguments.iter().any(|argument| argument == "--bench");
     let only = arguments.iter().find(|argument| !argument.starts_with('-'));
     println!("{} threads; GFLOP/s, best/median", pool::threads());
-    print!("{:<16} {:<20}", "shape", "batch seq heads dim");
+    print!("{:<18} {:<20}", "shape", "batch seq heads dim");
     println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
-    for (name, shape) in SHAPES {
+    for (name, shape, group) in SHAPES {
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
-        let [batch, seq, heads, head_dim] = if measured { shape } else { [1, shape[1].min(40), 1, shape[3]] };
-        print!("{name:<16} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
+        let [batch, seq, heads, head_dim] =
+            if measured { shape } else { [1, shape[1].min(40), group.unwrap_or(1), shape[3]] };
+        print!("{name:<18} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
         for precision in [Precision::F32, Precision::Bf16] {
-            let [forward, backward] = rates(precision, AttentionShape { batch, seq, heads, head_dim }, measured);
+            let shape = AttentionShape { batch, seq, heads, head_dim };
+            let [forward, backward] = match group {
+                None => rates(precision, shape, measured),
+                Some(group) => grouped_rates(precision, shape, group, measured),
+            };
             print!(" {forward:>13} {backward:>13}");
         }
         println!();
@@ -51,17 +63,42 @@ fn rates(precision: Precision, shape: AttentionShape, measured: bool) -> [String
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims { batch, seq, heads, head_dim };
     let elements = batch * seq * heads * head_dim;
-    let normal = |name: &str, len: usize| {
-        let mut x = vec![0.0_f32; len];
-        fill_normal(key(0, name), 0, &mut x);
-        x
-    };
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
     let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, None));
     let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
     let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, None));
     [there, back]
+}
+
+/// The same of groups of so many heads.
+fn grouped_rates(precision: Precision, shape: AttentionShape, size: usize, measured: bool) -> [String; 2] {
+    let AttentionShape { batch, seq, heads, head_dim } = shape;
+    let dims = Dims { batch, seq, heads, head_dim };
+    let groups = Groups { size, kv_heads: heads / size, first: 0 };
+    let (of_q, of_kv) = (batch * seq * heads * head_dim, 2 * batch * seq * groups.kv_heads * head_dim);
+    let (q, kv, dout) = (normal("q", of_q), normal("kv", of_kv), normal("dout", of_q));
+    let angle =
+        |at: usize| (at / head_dim) as f32 * 1e4_f32.powf(-2.0 * (at % (head_dim / 2)) as f32 / head_dim as f32);
+    let turn = |at: usize| if at % head_dim < head_dim / 2 { angle(at).cos() } else { angle(at).sin() };
+    let angles: Vec<f32> = (0..seq * head_dim).map(turn).collect();
+    let angles = Some(Angles(&angles));
+    let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
+    let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
+    let there = rate(shape.forward_flops(), measured, || {
+        grouped_forward(precision, dims, groups, angles, [&q, &kv], &mut out, &mut lse, None);
+    });
+    let saved = SavedGrouped { q: &q, kv: &kv, out: &out, lse: &lse };
+    let back = rate(shape.backward_flops(), measured, || {
+        grouped_backward(precision, dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], None);
+    });
+    [there, back]
+}
+
+fn normal(name: &str, len: usize) -> Vec<f32> {
+    let mut x = vec![0.0_f32; len];
+    fill_normal(key(0, name), 0, &mut x);
+    x
 }
 
 /// Best and median GFLOP/s of a call.

@@ -27,14 +27,23 @@ use meshwork_tensor::cpu::kernels::round::{Stored, round};
 const PRESETS: [(&str, usize, usize, usize); 4] =
     [("tiny", 2048, 128, 256), ("small", 3072, 384, 256), ("medium", 2048, 512, 50_257), ("gpt2", 2048, 768, 50_304)];
 
-/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and whether a bias and GELU follow it.
-const LAYERS: [(&str, [usize; 2], usize, bool); 5] = [
-    ("qkv", [3, 0], 1, false),
-    ("projection", [1, 0], 1, false),
-    ("up", [4, 0], 1, true),
-    ("down", [1, 0], 4, false),
-    ("head", [0, 1], 1, false),
+/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and what follows it. A gated layer of 2.5 instead of
+/// 8/3 hidden sizes, an even number of them.
+const LAYERS: [(&str, [usize; 2], usize, Then); 6] = [
+    ("qkv", [3, 0], 1, Then::Nothing),
+    ("projection", [1, 0], 1, Then::Nothing),
+    ("up", [4, 0], 1, Then::BiasGelu),
+    ("gated", [5, 0], 1, Then::Swiglu),
+    ("down", [1, 0], 4, Then::Nothing),
+    ("head", [0, 1], 1, Then::Nothing),
 ];
+
+#[derive(Clone, Copy, PartialEq)]
+enum Then {
+    Nothing,
+    BiasGelu,
+    Swiglu,
+}
 
 /// Bytes of all copies of a product's operands together, at least: several times the last cache.
 const COLD: usize = 256 << 20;
@@ -50,7 +59,7 @@ fn main() {
         println!("{:26} {:>18} {:>11} {:>11} {:>11}", "", "m x n x k", "alone", "shared", "cold");
     }
     for (preset, tokens, hidden, vocabulary) in PRESETS {
-        for (layer, outputs, inputs, activated) in LAYERS {
+        for (layer, outputs, inputs, then) in LAYERS {
             let (out, inner) = (outputs[0] * hidden + outputs[1] * vocabulary, inputs * hidden);
             // Y = X Wᵀ, dX = dY W, dW = dYᵀ X, and the last added to what earlier micro-batches left.
             let passes = [
@@ -62,13 +71,12 @@ fn main() {
             for (pass, dims) in passes {
                 for (precision, in_words) in [(Precision::F32, "f32"), (Precision::Bf16, "bf16")] {
                     let name = format!("{preset} {layer} {pass} {in_words}");
-                    if !asked(&name) || json && pass == "dw+" {
+                    if !asked(&name) || json && (pass == "dw+" || layer == "gated") {
                         continue;
                     }
                     let dims = if full { dims } else { dims.map(|dim| dim.min(40)) };
-                    let activated = activated && pass == "y" && !json;
-                    let product =
-                        Product { pass, dims, precision, activated, rounded: rounded(layer, pass, precision) };
+                    let then = if pass == "y" && !json { then } else { Then::Nothing };
+                    let product = Product { pass, dims, precision, then, rounded: rounded(layer, pass, precision) };
                     if json {
                         let [Rate { median, .. }] = product.rates(full, [Column::Shared]);
                         println!(r#"{{"product": "{layer} {pass}", "gflops": {median:.1}}}"#);
@@ -100,8 +108,8 @@ struct Product {
     pass: &'static str,
     dims: [usize; 3],
     precision: Precision,
-    /// Bias and GELU follow.
-    activated: bool,
+    /// What follows.
+    then: Then,
     /// Whether A and B are stored in bf16.
     rounded: [bool; 2],
 }
@@ -123,7 +131,7 @@ enum Column {
 impl Product {
     fn rates<const N: usize>(&self, full: bool, columns: [Column; N]) -> [Rate; N] {
         let [m, n, k] = self.dims;
-        let sizes = [m * k, k * n, m * n, if self.activated { m * n } else { 0 }];
+        let sizes = [m * k, k * n, m * n, if self.then == Then::Nothing { 0 } else { m * n }];
         let [a_rounded, b_rounded] = self.rounded;
         let rounded = [a_rounded, b_rounded, false, self.precision == Precision::Bf16];
         let sets = match (columns.contains(&Column::Cold), full) {
@@ -147,7 +155,11 @@ impl Product {
                     return gemm_in(self.precision, self.dims, a, b, (c, (n, 1)), update);
                 }
                 let out = if rounded[3] { Stored::Rounded(cast_mut(out)) } else { Stored::Full(cast_mut(out)) };
-                let epilogue = if self.activated { Epilogue::BiasGelu(cast(&bias), out) } else { Epilogue::Nothing };
+                let epilogue = match self.then {
+                    Then::Nothing => Epilogue::Nothing,
+                    Then::BiasGelu => Epilogue::BiasGelu(cast(&bias), out),
+                    Then::Swiglu => Epilogue::Swiglu(out),
+                };
                 gemm_shared(self.precision, self.dims, a, b, c, update, epilogue);
             })
         })

@@ -46,6 +46,9 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let (mut graded, far) = (numbers(wide), Buffer::from_vec(vec![40.0_f32; wide]));
     let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
     let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32)?;
+    // Pairs whose gradient is zero, however often it is taken: of half as many features.
+    let (mut pairs, still) = (Some(numbers(wide)), Buffer::zeros(DType::F32, wide / 2));
+    let (_, rms_rstd) = device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32)?;
     let mask = DropoutMask {
         p: 0.1,
         key: random::key(0, "bench"),
@@ -92,6 +95,17 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             12,
             Box::new(|| device.pointwise()?.bias_gelu_grad(&mut graded, &far, &gamma, RowLeaves::WHOLE).map(drop)),
         ),
+        ("swiglu", wide / 2, 12, Box::new(|| device.pointwise()?.swiglu(&x, DType::F32).map(drop))),
+        (
+            "swiglu_grad",
+            wide / 2,
+            20,
+            Box::new(|| {
+                let taken = pairs.take().unwrap_or_else(|| numbers(wide));
+                pairs = Some(device.pointwise()?.swiglu_grad(&still, taken)?);
+                Ok(())
+            }),
+        ),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
         (
             "layer_norm",
@@ -106,6 +120,16 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             Box::new(|| {
                 let (norm, stats) = (device.norm()?, [&mean, &rstd]);
                 norm.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, stats, RowLeaves::WHOLE, None).map(drop)
+            }),
+        ),
+        ("rms_norm", count, 8, Box::new(|| device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32).map(drop))),
+        (
+            "rms_norm_grad",
+            count,
+            12,
+            Box::new(|| {
+                let norm = device.norm()?;
+                norm.rms_norm_grad(&dy_narrow, &x_narrow, &narrow, &rms_rstd, RowLeaves::WHOLE, None).map(drop)
             }),
         ),
         ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),

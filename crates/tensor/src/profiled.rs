@@ -220,6 +220,14 @@ impl Matmul for Profiled {
         self.record(what, |device| device.matmul()?.gemm(spec, a, b, c, start))
     }
 
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
+        // As one product with longer sums.
+        let [Gemm { m, n, k, .. }, second] = specs;
+        let mut what = What::product("gemm nn, two", [m, n, k + second.k], c.dtype(), &[a[0], a[1], b[0], b[1]]);
+        what.bytes += (m * n * c.dtype().size()) as u64;
+        self.record(what, |device| device.matmul()?.gemm_sum(specs, a, b, c, start))
+    }
+
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
         let what = What::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias]);
         self.record(what, |device| device.matmul()?.linear_bias(mnk, x, w, bias))
@@ -235,6 +243,11 @@ impl Matmul for Profiled {
     ) -> Result<(Buffer, Buffer)> {
         let what = What::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias]);
         self.record(what, |device| device.matmul()?.linear_bias_gelu(mnk, x, w, bias, stored))
+    }
+
+    fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        let what = What::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w]);
+        self.record(what, |device| device.matmul()?.linear_swiglu(mnk, x, w, stored))
     }
 }
 
@@ -285,6 +298,17 @@ impl Pointwise for Profiled {
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
         self.span(Class::Pointwise, "gelu_grad", &[dy, x], |device| device.pointwise()?.gelu_grad(dy, x))
+    }
+
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        self.span(Class::Pointwise, "swiglu", &[x], |device| device.pointwise()?.swiglu(x, stored))
+    }
+
+    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer> {
+        let bytes = bytes(&[dy, &x]);
+        let what =
+            What { class: Class::Pointwise, name: "swiglu_grad", detail: Detail::None, dtype: dtype(&[dy]), bytes };
+        self.record(what, |device| device.pointwise()?.swiglu_grad(dy, x))
     }
 
     fn relu(&self, x: &Buffer) -> Result<Buffer> {
@@ -376,6 +400,25 @@ impl Norm for Profiled {
             device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], leaves, sum)
         })
     }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Norm, "rms_norm", &[x, weight], |device| device.norm()?.rms_norm(x, weight, eps, stored))
+    }
+
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        let reads = &[dy, x, weight, rstd, x][..4 + usize::from(sum.is_some())];
+        self.span(Class::Norm, "rms_norm_grad", reads, |device| {
+            device.norm()?.rms_norm_grad(dy, x, weight, rstd, leaves, sum)
+        })
+    }
 }
 
 impl ChannelNorm for Profiled {
@@ -453,6 +496,31 @@ impl Attention for Profiled {
     ) -> Result<Buffer> {
         self.span(Class::Attention, "causal_grad", &[dout, qkv, out, lse], |device| {
             device.attention()?.causal_grad(shape, dout, qkv, out, lse, dropout)
+        })
+    }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "grouped", &[q, kv], |device| device.attention()?.grouped(shape, q, kv, dropout))
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "grouped_grad", &[dout, q, kv, out, lse], |device| {
+            device.attention()?.grouped_grad(shape, dout, q, kv, out, lse, dropout)
         })
     }
 }

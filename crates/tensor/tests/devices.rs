@@ -9,6 +9,7 @@ use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::family::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::op::Rotary;
 use meshwork_tensor::tape::{Mode, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -57,10 +58,28 @@ fn cases() -> Vec<Case> {
         case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
             v[0].linear_bias_gelu(&v[1], &v[2], 1)
         }),
+        case("linear_pair", &[(x, R), (&[7, 6], R), (&[2, 7, 6], R)], |_, v| {
+            let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
+            y.add(
+                &z.linear(
+                    &v[0].tape().constant(Tensor::zeros(y.tape().device(), DType::F32, [7, 2, 7])?, types(R)),
+                    2,
+                )?,
+            )
+        }),
         case("gelu", &[(x, V)], |_, v| v[0].gelu()),
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
         case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("rms_norm", &[(x, I), (&[6], I)], |_, v| v[0].rms_norm(&v[1], 1e-5)),
+        case("rms_norm_factor", &[(x, I), (&[6], I), (&[2, 6], S(0))], |_, v| {
+            v[0].rms_norm_factor(&v[1], 1e-5)?.copy(Axis::Tp)?.linear(&v[2], 1)
+        }),
+        case("swiglu", &[(&[2, 3, 5, 2], V)], |_, v| v[0].swiglu()),
+        case("swiglu in place", &[(x, R), (&[5, 2, 6], S(0))], |_, v| v[0].linear(&v[1], 1)?.swiglu()),
+        case("linear_swiglu", &[(x, R), (&[5, 2, 6], S(0)), (&[3, 5], S(1))], |_, v| {
+            v[0].linear_swiglu(&v[1], 1)?.linear(&v[2], 1)
+        }),
         case("relu", &[(x, V)], |_, v| v[0].relu()),
         case("conv2d", &[(&[3, 5, 4, 2], I), (&[6, 3, 3, 2], I)], |_, v| v[0].conv2d(&v[1], None, 2, 1)),
         case("conv2d with bias", &[(&[3, 5, 4, 2], R), (&[6, 3, 3, 2], R), (&[6], R)], |_, v| {
@@ -80,6 +99,12 @@ fn cases() -> Vec<Case> {
         }),
         case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None)),
         case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| v[0].causal_attention(Some((0.5, "attn")))),
+        case("grouped attention", &[(&[2, 5, 4, 6], S(2)), (&[2, 5, 2, 12], S(3))], |_, v| {
+            v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), None)
+        }),
+        case("grouped attention of replicated keys", &[(&[2, 70, 2, 4], S(2)), (&[2, 70, 2, 4], R)], |_, v| {
+            v[0].grouped_attention(&v[1], None, Some((0.5, "attn")))
+        }),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
         case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),
         case("embedding", &[(&[4, 6], I)], |tape, v| tokens(tape).embedding(&v[0])),

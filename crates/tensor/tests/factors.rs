@@ -33,20 +33,36 @@ fn apart([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Va
     enter(&normed)?.linear(up, 1)?.bias(bias)?.gelu()?.linear(down, 1)
 }
 
+/// A block of pairs, with stored factors.
+fn gated_factors([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
+    let normed = x.rms_norm_factor(gamma, 1e-5)?;
+    enter(&normed)?.linear_swiglu(up, 1)?.linear(down, 1)
+}
+
+fn gated_apart([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
+    enter(&x.rms_norm(gamma, 1e-5)?)?.linear(up, 1)?.swiglu()?.linear(down, 1)
+}
+
 fn f32_input(tape: &Tape, name: &str, shape: &[usize], ty: Ty) -> Var {
     let data: Vec<f32> = values(name, shape.iter().product()).iter().map(|&value| value as f32).collect();
     tape.input(Tensor::from_slice(tape.device(), &data, shape).unwrap(), on_tp(ty))
 }
 
-/// y and the gradients of all six inputs.
-fn run(rank: &Arc<Rank>, policy: Rc<dyn SavedPolicy>, (region, enter): (Ty, Enter), program: Program) -> Vec<Vec<f64>> {
+/// y and the gradients of the inputs that it depends on. `up` has these dims before its last.
+fn run(
+    rank: &Arc<Rank>,
+    policy: Rc<dyn SavedPolicy>,
+    (region, enter): (Ty, Enter),
+    up: &[usize],
+    program: Program,
+) -> Vec<Vec<f64>> {
     let tape = tape_with(rank, Arc::new(Cpu::new(Precision::Bf16)), policy);
     let read = if region == Ty::Invariant { Ty::Invariant } else { Ty::Replicate };
     let inputs = [
         f32_input(&tape, "x", &[2, ROWS, WIDTH], region),
         f32_input(&tape, "gamma", &[WIDTH], read),
         f32_input(&tape, "beta", &[WIDTH], read),
-        f32_input(&tape, "up", &[INNER, WIDTH], Ty::Shard(0)),
+        f32_input(&tape, "up", &[up, &[WIDTH]].concat(), Ty::Shard(0)),
         f32_input(&tape, "bias", &[INNER], Ty::Shard(0)),
         f32_input(&tape, "down", &[WIDTH, INNER], Ty::Shard(1)),
     ];
@@ -55,7 +71,7 @@ fn run(rank: &Arc<Rank>, policy: Rc<dyn SavedPolicy>, (region, enter): (Ty, Ente
     let seed = Tensor::from_slice(tape.device(), &seed, y.shape()).unwrap();
     let results = to_f64(y.tensor());
     tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
-    [results].into_iter().chain(inputs.iter().map(|input| to_f64(&tape.take_grad(input).unwrap()))).collect()
+    [results].into_iter().chain(inputs.iter().filter_map(|input| Some(to_f64(&tape.take_grad(input)?)))).collect()
 }
 
 #[test]
@@ -63,11 +79,14 @@ fn a_stored_factor_changes_no_bit() {
     let regions: [(Ty, Enter); 2] =
         [(Ty::Invariant, |x| x.copy(Axis::Tp)), (Ty::Shard(1), |x| x.all_gather(Axis::Tp, 1))];
     on_mesh("tp=2", |rank| {
-        for region in regions {
-            let want = run(&rank, Rc::new(Keep), region, apart);
+        let programs: [(&[usize], [Program; 2], usize); 2] =
+            [(&[INNER], [factors, apart], 7), (&[INNER, 2], [gated_factors, gated_apart], 5)];
+        for (region, (up, [factors, apart], results)) in regions.into_iter().flat_map(|r| programs.map(|p| (r, p))) {
+            let want = run(&rank, Rc::new(Keep), region, up, apart);
+            assert_eq!(want.len(), results);
             assert!(want.iter().all(|values| values.iter().any(|&value| value != 0.0)));
             for policy in [Rc::new(Keep) as Rc<dyn SavedPolicy>, Rc::new(Selective)] {
-                assert!(run(&rank, policy, region, factors) == want, "{:?}", region.0);
+                assert!(run(&rank, policy, region, up, factors) == want, "{:?}", region.0);
             }
         }
     });

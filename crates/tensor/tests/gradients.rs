@@ -5,9 +5,9 @@ mod common;
 use common::check::{check, check_on};
 use common::{NoParams, alone, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::Moments;
+use meshwork_tensor::op::{Moments, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Weights;
-use meshwork_tensor::{Result, Tensor, Var};
+use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
 
 #[test]
@@ -35,9 +35,11 @@ fn sums() {
 /// adds it up, as behind a sum, whose two gradients are one. The bits are those of a sum of both shares.
 #[test]
 fn a_norm_adds_its_share_to_what_other_uses_have_left() {
+    type Norm = fn(&Var, &[Var]) -> Result<Var>;
     type Program = fn(&[Var], &Var) -> Result<Var>;
+    let norms: [(Norm, usize); 2] = [(|x, v| x.layer_norm(&v[1], &v[2], 1e-5), 3), (|x, v| x.rms_norm(&v[1], 1e-5), 2)];
     let programs: [Program; 2] = [|v, normed| normed.linear(&v[3], 1)?.add(&v[0]), |v, normed| normed.add(&v[0])];
-    for (i, program) in programs.into_iter().enumerate() {
+    for (i, ((norm, read), program)) in norms.into_iter().flat_map(|norm| programs.map(|p| (norm, p))).enumerate() {
         let run = |apart: bool| {
             let tape = tape_of(&alone());
             let float = |name: &str, shape: &[usize]| {
@@ -47,10 +49,10 @@ fn a_norm_adds_its_share_to_what_other_uses_have_left() {
             let v = [("x", &[70, 6][..]), ("gamma", &[6]), ("beta", &[6]), ("w", &[6, 6])];
             let v = v.map(|(name, shape)| float(name, shape));
             let x = if apart { tape.input(v[0].tensor().clone(), Types::NONE) } else { v[0].clone() };
-            let y = program(&v, &x.layer_norm(&v[1], &v[2], 1e-5).unwrap()).unwrap();
+            let y = program(&v, &norm(&x, &v).unwrap()).unwrap();
             let seed = float("seed", &[70, 6]).into_tensor();
             tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
-            let mut grads: Vec<Tensor> = v[..3].iter().filter_map(|input| tape.take_grad(input)).collect();
+            let mut grads: Vec<Tensor> = v[..read].iter().filter_map(|input| tape.take_grad(input)).collect();
             if apart {
                 grads[0] = grads[0].clone().accumulate(&tape.take_grad(&x).unwrap()).unwrap();
             }
@@ -82,6 +84,38 @@ fn linear_with_what_follows_it() {
     let inputs: [(_, &[usize]); 3] = [("x", &[2, 3, 2, 4]), ("w", &[5, 2, 4]), ("b", &[5])];
     check("linear_bias over two dims", &inputs, |_, v| v[0].linear_bias(&v[1], &v[2], 2));
     check("linear_bias_gelu over two dims", &inputs, |_, v| v[0].linear_bias_gelu(&v[1], &v[2], 2));
+}
+
+/// Both products, one of them, and with what else x is used for.
+#[test]
+fn linear_pairs() {
+    let inputs: [(_, &[usize]); 4] = [("x", &[2, 3, 5]), ("w", &[4, 5]), ("v", &[2, 2, 5]), ("b", &[2, 2])];
+    let flat = |y: &Var| y.linear(&y.tape().constant(some(y.tape(), &[3, 2, 2]), Types::NONE), 2);
+    let other = |y: &Var| y.linear(&y.tape().constant(some(y.tape(), &[3, 4]), Types::NONE), 1);
+    check("both", &inputs, |_, v| {
+        let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], Some(&v[3]))], 1)?;
+        other(&y.gelu()?)?.add(&flat(&z.gelu()?)?)
+    });
+    check("the first", &inputs[..2], |tape, v| {
+        let unused = tape.constant(some(tape, &[2, 5]), Types::NONE);
+        let [y, _] = v[0].linear_pair([(&v[1], None), (&unused, None)], 1)?;
+        y.gelu()
+    });
+    check("the second", &[inputs[0], inputs[2], inputs[3]], |tape, v| {
+        let unused = tape.constant(some(tape, &[2, 5]), Types::NONE);
+        let [_, z] = v[0].linear_pair([(&unused, None), (&v[1], Some(&v[2]))], 1)?;
+        z.gelu()
+    });
+    check("x itself", &inputs[..3], |_, v| {
+        let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
+        let x = v[0].linear(&v[0].tape().constant(some(v[0].tape(), &[3, 5]), Types::NONE), 1)?;
+        other(&y)?.add(&flat(&z)?)?.add(&x)
+    });
+}
+
+fn some(tape: &Tape, shape: &[usize]) -> Tensor {
+    let values: Vec<f64> = (0..shape.iter().product()).map(|i| 0.3 - 0.1 * (i % 7) as f64).collect();
+    Tensor::from_slice(tape.device(), &values, shape).unwrap()
 }
 
 /// Forward and every gradient, in f32, of a shape that threads share and of one that none does.
@@ -119,6 +153,22 @@ fn layer_norm() {
 }
 
 #[test]
+fn rms_norm() {
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 6]), ("weight", &[6])];
+    check("rms_norm", &inputs, |_, v| v[0].rms_norm(&v[1], 1e-5));
+    check("rms_norm with a large eps", &inputs, |_, v| v[0].rms_norm(&v[1], 0.5));
+}
+
+#[test]
+fn swiglu() {
+    check("swiglu", &[("x", &[2, 3, 5, 2])], |_, v| v[0].swiglu());
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 5]), ("w", &[4, 2, 5])];
+    check("linear_swiglu", &inputs, |_, v| v[0].linear_swiglu(&v[1], 1));
+    let inputs: [(_, &[usize]); 2] = [("x", &[2, 3, 2, 4]), ("w", &[3, 2, 2, 4])];
+    check("linear_swiglu over two dims", &inputs, |_, v| v[0].linear_swiglu(&v[1], 2));
+}
+
+#[test]
 fn causal_attention() {
     check("attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None));
     // Longer than one block of queries.
@@ -133,6 +183,38 @@ fn causal_attention_with_dropout() {
     let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
     let (with, without) = (qkv.causal_attention(p).unwrap(), qkv.causal_attention(None).unwrap());
     assert_ne!(to_f64(with.tensor()), to_f64(without.tensor()), "something was dropped");
+}
+
+#[test]
+fn grouped_attention() {
+    let rotary =
+        Rotary { theta: 30.0, scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }) };
+    for (rotary, dropout) in [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn")))] {
+        let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12])];
+        check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+        let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 2]), ("kv", &[1, 70, 2, 2])];
+        check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+    }
+}
+
+/// Scores depend on how far positions are apart: a whole sequence moved on gives what its tokens gave before.
+#[test]
+fn rotary_positions_are_relative() {
+    let (seq, moved) = (6, 3);
+    let (q, kv) = (values("q", seq * 4), values("kv", seq * 8));
+    let out = |skip: usize| {
+        let tape = tape_of(&alone());
+        let ahead = |x: &[f64], width: usize| [&vec![0.0; skip * width][..], x].concat();
+        let q = input(&tape, &ahead(&q, 4), &[1, skip + seq, 1, 4], Types::NONE);
+        let kv = input(&tape, &ahead(&kv, 8), &[1, skip + seq, 2, 4], Types::NONE);
+        to_f64(q.grouped_attention(&kv, Some(Rotary::new(10.0)), None).unwrap().tensor())[skip * 4..].to_vec()
+    };
+    // Keys of zeros have the score 0, and values of zeros only thin the others out: by a factor that is the same for all features.
+    for (got, want) in out(moved).chunks(4).zip(out(0).chunks(4)) {
+        let factor = got[0] / want[0];
+        assert!(factor > 0.0 && factor < 1.0);
+        got.iter().zip(want).for_each(|(got, want)| assert!((got - factor * want).abs() < 1e-12));
+    }
 }
 
 #[test]

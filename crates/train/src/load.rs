@@ -1,6 +1,6 @@
 //! From the command line to all that a run needs, with every fault of it in one report.
 
-use crate::config::{Args, Config, ConfigError, Fault, ModelKind, Settings, resolve};
+use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
 use crate::{metrics, plan};
 use std::fs;
@@ -24,9 +24,6 @@ use std::path::{Path, PathBuf};
 /// ```
 pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     let (mut config, mut settings) = resolve(args, Settings::default());
-    if config.model.kind == ModelKind::Llama {
-        settings.fault("model.kind", "\"llama\"", "has not landed yet", "use gpt2"); // until the engine builds it
-    }
     let (metrics, profile) = (&config.metrics, config.metrics.profile);
     let pipeline = profile && config.parallelism.pp > 1;
     let of_profile = |key: &'static str, path: &str, written: bool| {

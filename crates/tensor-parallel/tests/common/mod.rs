@@ -59,6 +59,8 @@ pub struct Program<L, D, F> {
     pub number: Number,
     /// What the stored rows beyond a parameter's own hold.
     pub padding: f32,
+    /// Of canonical numerics.
+    pub leaves: Option<usize>,
     pub layer: std::marker::PhantomData<L>,
 }
 
@@ -87,7 +89,7 @@ where
     F: Fn(&L, &Tape, &[Var]) -> Result<Var> + Sync,
 {
     pub fn new(number: Number, declare: D, forward: F) -> Self {
-        Self { declare, forward, number, padding: 0.0, layer: std::marker::PhantomData }
+        Self { declare, forward, number, padding: 0.0, leaves: None, layer: std::marker::PhantomData }
     }
 
     /// On the only rank of a mesh with no axes.
@@ -117,13 +119,14 @@ where
     }
 
     fn run(&self, rank: &Arc<Rank>, device: Arc<dyn Device>, inputs: &[Input]) -> RankResult {
-        let mut declarations = Declarations::new();
+        let mut declarations = self.leaves.map_or_else(Declarations::new, Declarations::canonical);
         let layer = (self.declare)(&mut declarations, rank.mesh()).unwrap();
         let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect()];
         let mut params =
             Params::new(Arc::clone(&declarations), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
         self.fill(&mut params, rank);
+        // The samples of the tests, two at most, are a whole subtree.
         let position = Position { seed: 1, step: 4, first_sample: 6 };
         let tape = Tape::new(Arc::clone(rank), Arc::new(params), Arc::clone(&device), Mode::Train, position);
 

@@ -1,9 +1,12 @@
-use super::kernels::{attention, dropout};
+use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Attention, AttentionDropout, AttentionShape};
-use meshwork_core::Buffer;
+use crate::family::{Attention, AttentionDropout, AttentionShape, GroupedShape, Rotary};
+use attention::{Angles, Groups, SavedGrouped};
+use kernels::Float;
+use meshwork_core::{Buffer, Element};
+use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: AttentionShape) -> attention::Dims {
     let AttentionShape { batch, seq, heads, head_dim } = shape;
@@ -17,6 +20,35 @@ fn mask(dropout: Option<&AttentionDropout>) -> Option<attention::Dropout> {
         first_head: d.first_head,
         global_heads: d.global_heads,
     })
+}
+
+fn groups(shape: GroupedShape) -> Groups {
+    Groups { size: shape.group, kv_heads: shape.kv_heads, first: shape.first_kv_head }
+}
+
+/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share them.
+#[derive(Debug, Default)]
+pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
+
+impl LastAngles {
+    /// Those of at least so many positions.
+    fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |of: &(Rotary, usize, Buffer)| {
+            (of.0, of.1, of.2.dtype()) == (rotary, head_dim, T::DTYPE) && of.2.count() >= seq * head_dim
+        };
+        if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
+            return angles.clone();
+        }
+        let frequencies: Vec<f64> = (0..head_dim / 2).map(|pair| rotary.frequency(pair, head_dim)).collect();
+        let row = |position: usize| {
+            let angles = frequencies.iter().map(move |frequency| position as f64 * frequency);
+            angles.clone().map(f64::cos).chain(angles.map(f64::sin))
+        };
+        let angles = Buffer::from_vec((0..seq).flat_map(row).map(T::from_f64).collect::<Vec<T>>());
+        *last = Some((rotary, head_dim, angles.clone()));
+        angles
+    }
 }
 
 impl Attention for Cpu {
@@ -58,6 +90,58 @@ impl Attention for Cpu {
             self.output::<T>(qkv.count(), |dqkv| {
                 attention::backward(self.precision, dims(shape), saved, dout, dqkv, mask(dropout));
             })
+        })
+    }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        let of = shape.queries;
+        self.meter().add_flops(Work::Attention, of.forward_flops());
+        for_float!(self, "grouped_attention", q, T => {
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            let operands = [q.as_slice::<T>()?, kv.as_slice::<T>()?];
+            let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
+            let (rows, groups, dropout) = (lse.as_mut_slice::<T>()?, groups(shape), mask(dropout));
+            let out = self.output::<T>(q.count(), |out| {
+                attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, dropout);
+            })?;
+            Ok((out, lse))
+        })
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        let of = shape.queries;
+        self.meter().add_flops(Work::Attention, of.backward_flops());
+        for_float!(self, "grouped_attention", q, T => {
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            let saved = SavedGrouped {
+                q: q.as_slice::<T>()?,
+                kv: kv.as_slice::<T>()?,
+                out: out.as_slice::<T>()?,
+                lse: lse.as_slice::<T>()?,
+            };
+            let (dout, groups, dropout) = (dout.as_slice::<T>()?, groups(shape), mask(dropout));
+            let mut dq = self.alloc(T::DTYPE, q.count())?;
+            let mut dkv = self.alloc(T::DTYPE, kv.count())?;
+            let gradients = [dq.as_mut_slice::<T>()?, dkv.as_mut_slice::<T>()?];
+            attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, dropout);
+            Ok((dq, dkv))
         })
     }
 }

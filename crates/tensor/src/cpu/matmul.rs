@@ -1,5 +1,5 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, Factor, Strides, Update, gemm_leaves, gemm_shared};
+use super::kernels::matmul::{Epilogue, Factor, Strides, Summand, Update, gemm_leaves, gemm_shared, gemm_sum};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
@@ -12,6 +12,20 @@ impl Matmul for Cpu {
         for_float!(self, "matmul", c, T => {
             let c = &mut c.as_mut_slice::<T>()?[start..start + spec.m * spec.n];
             self.product::<T>(spec, [a, b], c, Epilogue::Nothing)
+        })
+    }
+
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
+        for_float!(self, "matmul", c, T => {
+            let [Gemm { m, n, .. }, _] = specs;
+            let mut summands = Vec::with_capacity(2);
+            for (spec, operands) in specs.into_iter().zip(a.into_iter().zip(b)) {
+                let [a, b] = self.factors_of::<T>(spec, operands.into())?;
+                self.meter().add_flops(Work::Matmul, spec.flops());
+                summands.push(Summand { k: spec.k, a, b, terms: spec.terms });
+            }
+            gemm_sum(self.precision, [m, n], &summands, &mut c.as_mut_slice::<T>()?[start..start + m * n]);
+            Ok(())
         })
     }
 
@@ -42,20 +56,29 @@ impl Matmul for Cpu {
             Ok((y, activated))
         })
     }
+
+    fn linear_swiglu(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "matmul", w, T => {
+            let mut y = self.alloc(T::DTYPE, m * n)?;
+            let product = y.as_mut_slice::<T>()?;
+            let activated = self.stored::<T>("matmul", stored, m * n / 2, |out| {
+                self.product(Gemm::linear(m, n, k), [x, w], product, Epilogue::Swiglu(out))
+            })?;
+            Ok((y, activated))
+        })
+    }
 }
 
 impl Cpu {
     fn product<T: Float + Element>(
         &self,
         spec: Gemm,
-        [a, b]: [&Buffer; 2],
+        operands: [&Buffer; 2],
         c: &mut [T],
         epilogue: Epilogue<'_, T>,
     ) -> Result<()> {
-        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms } = spec;
-        let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
-        let a = self.factor_of(a, strides(a_transposed, m, k))?;
-        let b = self.factor_of(b, strides(b_transposed, k, n))?;
+        let Gemm { m, n, k, accumulate, terms, .. } = spec;
+        let [a, b] = self.factors_of(spec, operands)?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
         match terms {
@@ -66,6 +89,13 @@ impl Cpu {
             }
         }
         Ok(())
+    }
+
+    /// Both factors of a product of `T`.
+    fn factors_of<'a, T: Float + Element>(&self, spec: Gemm, [a, b]: [&'a Buffer; 2]) -> Result<[Factor<'a, T>; 2]> {
+        let Gemm { m, n, k, a_transposed, b_transposed, .. } = spec;
+        let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
+        Ok([self.factor_of(a, strides(a_transposed, m, k))?, self.factor_of(b, strides(b_transposed, k, n))?])
     }
 
     /// A factor of a product of `T`, which may have been stored for it.

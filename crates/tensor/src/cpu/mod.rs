@@ -33,6 +33,7 @@ pub struct Cpu {
     arena: Arc<Arena>,
     meter: Arc<Meter>,
     precision: Precision,
+    angles: attention::LastAngles,
 }
 
 impl Cpu {

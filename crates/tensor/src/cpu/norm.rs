@@ -1,5 +1,5 @@
 use super::kernels::matmul::Update;
-use super::kernels::norm;
+use super::kernels::{norm, rms_norm};
 use super::{Cpu, RowSums, for_float, row_piece};
 use crate::device::Device;
 use crate::error::Result;
@@ -64,6 +64,49 @@ impl Norm for Cpu {
             });
             let (dgammas, dbetas) = parts.as_slice::<T>()?.split_at(count);
             Ok((dx, rows.finish(self, dgammas, n)?, rows.finish(self, dbetas, n)?))
+        })
+    }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "rms_norm", x, T => {
+            let (x, weight) = (x.as_slice::<T>()?, weight.as_slice::<T>()?);
+            let n = weight.len();
+            let mut rstd = self.output::<T>(x.len() / n, |_| {})?;
+            let rstds = rstd.as_mut_slice::<T>()?;
+            let (piece, rows) = (row_piece(n), row_piece(n) / n);
+            let y = self.stored::<T>("rms_norm", stored, x.len(), |y| {
+                share(y.chunks(piece).zip(x.chunks(piece)).zip(rstds.chunks_mut(rows)), |((y, x), rstd)| {
+                    rms_norm::forward(x, weight, eps as T, y, rstd);
+                });
+                Ok(())
+            })?;
+            Ok((y, rstd))
+        })
+    }
+
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "rms_norm", x, T => {
+            let (dy, x, weight) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, weight.as_slice::<T>()?);
+            let (rstd, n) = (rstd.as_slice::<T>()?, weight.len());
+            let rows = RowSums::new(rstd.len(), leaves);
+            let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
+            let update = if sum.is_some() { Update::Accumulate } else { Update::Overwrite };
+            let mut dx = sum.map_or_else(|| self.alloc(T::DTYPE, x.len()), Ok)?;
+            let cut = rows.cut_mut(dx.as_mut_slice::<T>()?, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n));
+            let cut = cut.zip(rows.cut(rstd, 1)).zip(parts.as_mut_slice::<T>()?.chunks_mut(n));
+            share(cut, |((((dx, dy), x), rstd), dweight)| {
+                dweight.fill(0.0);
+                rms_norm::backward(rms_norm::Saved { dy, x, rstd }, weight, (dx, update), dweight);
+            });
+            Ok((dx, rows.finish(self, parts.as_slice::<T>()?, n)?))
         })
     }
 }

@@ -1,4 +1,4 @@
-use super::kernels::{dropout, gelu, pointwise, relu};
+use super::kernels::{dropout, gelu, pointwise, relu, swiglu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::family::{DropoutMask, Pointwise};
@@ -115,6 +115,34 @@ impl Pointwise for Cpu {
             self.output::<T>(x.len(), |dx| {
                 let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
                 share(pieces, |((dx, x), dy)| gelu::gelu_backward(x, dy, dx));
+            })
+        })
+    }
+
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        for_float!(self, "swiglu", x, T => {
+            let x = x.as_slice::<T>()?;
+            self.stored::<T>("swiglu", stored, x.len() / 2, |out| {
+                share(out.chunks(PIECE / 2).zip(x.chunks(PIECE)), |(out, x)| swiglu::swiglu(x, out));
+                Ok(())
+            })
+        })
+    }
+
+    fn swiglu_grad(&self, dy: &Buffer, mut x: Buffer) -> Result<Buffer> {
+        for_float!(self, "swiglu", x, T => {
+            let dy = dy.as_slice::<T>()?;
+            if x.is_unique() {
+                let pieces = x.as_mut_slice::<T>()?.chunks_mut(PIECE).zip(dy.chunks(PIECE / 2));
+                share(pieces, |(x, dy)| swiglu::swiglu_backward(dy, x));
+                return Ok(x);
+            }
+            let x = x.as_slice::<T>()?;
+            self.output::<T>(x.len(), |dx| {
+                share(dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE / 2)), |((dx, x), dy)| {
+                    dx.copy_from_slice(x);
+                    swiglu::swiglu_backward(dy, dx);
+                });
             })
         })
     }

@@ -1,5 +1,6 @@
-//! Causal self-attention on a fused qkv tensor.
+//! Causal self-attention on a fused qkv tensor, and of groups of heads that share keys and values.
 
+use super::Rotary;
 use crate::error::Result;
 use crate::random::Key;
 use meshwork_core::Buffer;
@@ -34,6 +35,22 @@ impl AttentionShape {
     pub fn backward_flops(&self) -> u64 {
         10 * self.head_dim as u64 * self.pairs()
     }
+}
+
+/// Queries `[batch, seq, heads, head_dim]` beside keys and values `[batch, seq, 2, kv_heads, head_dim]` that groups of heads
+/// share; `out` is as the queries.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupedShape {
+    /// Extents of the queries.
+    pub queries: AttentionShape,
+    /// Heads of queries here to one of keys and values.
+    pub group: usize,
+    /// Heads of keys and values in memory.
+    pub kv_heads: usize,
+    /// The one among them that the first heads of queries read; each next group reads the next.
+    pub first_kv_head: usize,
+    /// How queries and keys turn with the position of their token in the sequence, if they do.
+    pub rotary: Option<Rotary>,
 }
 
 /// Dropout of attention probabilities, by global position: (sample, head, query, key).
@@ -71,4 +88,27 @@ pub trait Attention: Debug {
         lse: &Buffer,
         dropout: Option<&AttentionDropout>,
     ) -> Result<Buffer>;
+
+    /// (out, lse) of groups.
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)>;
+
+    /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for heads of
+    /// keys and values that nobody here reads.
+    #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)>;
 }

@@ -61,6 +61,9 @@ impl Gemm {
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
+    /// Computes the sum of two products of as many rows, columns and leaves into the elements of `c` from `start` on: each leaf is
+    /// that of the first, then that of the second.
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>;
     /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>;
     /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product, then
@@ -75,4 +78,7 @@ pub trait Matmul: Debug {
         bias: &Buffer,
         stored: DType,
     ) -> Result<(Buffer, Buffer)>;
+    /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`), with the bits
+    /// of both one after the other.
+    fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>;
 }

@@ -13,9 +13,10 @@ mod norm;
 mod optim;
 mod pointwise;
 mod reduction;
+mod rotary;
 mod windows;
 
-pub use attention::{Attention, AttentionDropout, AttentionShape};
+pub use attention::{Attention, AttentionDropout, AttentionShape, GroupedShape};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};
@@ -26,4 +27,5 @@ pub use norm::Norm;
 pub use optim::Optim;
 pub use pointwise::{DropoutMask, Pointwise};
 pub use reduction::Reduction;
+pub use rotary::{Rotary, RotaryScaling};
 pub use windows::{Window, Windows};

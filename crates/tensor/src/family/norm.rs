@@ -1,11 +1,12 @@
-//! Layer norm over the last `n` elements of each row: `y = (x - mean) · rstd · gamma + beta`.
+//! Norms over the last `n` elements of each row: layer norm, `y = (x - mean) · rstd · gamma + beta`, and root mean square norm,
+//! `y = x · rstd · weight`.
 
 use crate::error::Result;
 use crate::tape::RowLeaves;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
-/// Layer norm and its gradients, over `rows = x.count() / n`.
+/// Norms and their gradients, over `rows = x.count() / n`.
 pub trait Norm: Debug {
     /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or that of its
     /// [factors](crate::Device::factor).
@@ -29,4 +30,19 @@ pub trait Norm: Debug {
         leaves: RowLeaves,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)>;
+
+    /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or that of its
+    /// [factors](crate::Device::factor).
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)>;
+
+    /// (dx, dweight `[leaves, n]`), the sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)>;
 }

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Attention, AttentionDropout, AttentionShape};
+use crate::family::{Attention, AttentionDropout, AttentionShape, GroupedShape};
 use meshwork_core::Buffer;
 
 impl Attention for Meta {
@@ -27,5 +27,32 @@ impl Attention for Meta {
     ) -> Result<Buffer> {
         self.meter().add_flops(Work::Attention, shape.backward_flops());
         self.alloc(qkv.dtype(), qkv.count())
+    }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        _kv: &Buffer,
+        _dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        let of = shape.queries;
+        self.meter().add_flops(Work::Attention, of.forward_flops());
+        let lse = self.alloc(q.dtype(), of.batch * of.heads * of.seq)?;
+        Ok((self.alloc(q.dtype(), q.count())?, lse))
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        _dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        _out: &Buffer,
+        _lse: &Buffer,
+        _dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        self.meter().add_flops(Work::Attention, shape.queries.backward_flops());
+        Ok((self.alloc(q.dtype(), q.count())?, self.alloc(kv.dtype(), kv.count())?))
     }
 }

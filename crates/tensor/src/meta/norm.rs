@@ -35,4 +35,24 @@ impl Norm for Meta {
         let vectors = n * leaves.count();
         Ok((dx, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
     }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, _eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        let rstd = self.alloc(x.dtype(), x.count() / weight.count())?;
+        Ok((self.alloc(stored, x.count())?, rstd))
+    }
+
+    fn rms_norm_grad(
+        &self,
+        _dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        _rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        let n = weight.count();
+        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, leaves).parts())?;
+        let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
+        Ok((dx, self.alloc(x.dtype(), n * leaves.count())?))
+    }
 }

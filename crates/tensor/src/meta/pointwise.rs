@@ -56,6 +56,14 @@ impl Pointwise for Meta {
         self.like(x)
     }
 
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        self.alloc(stored, x.count() / 2)
+    }
+
+    fn swiglu_grad(&self, _dy: &Buffer, x: Buffer) -> Result<Buffer> {
+        if x.is_unique() { Ok(x) } else { self.like(&x) }
+    }
+
     fn relu(&self, x: &Buffer) -> Result<Buffer> {
         self.like(x)
     }

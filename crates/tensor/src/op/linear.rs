@@ -1,7 +1,8 @@
 //! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
-//! `y + b[N..]` and `gelu(y + b)`, with the bits that the operations one after the other would give.
+//! `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits that the operations one after the other would give.
 
 use super::bias::bias_grad;
+use super::swiglu;
 use crate::error::Result;
 use crate::family::Gemm;
 use crate::shape::Shape;
@@ -9,6 +10,8 @@ use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 
 #[derive(Debug)]
 struct Linear {
@@ -20,7 +23,21 @@ struct Linear {
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
+    joined: Joined,
 }
+
+/// Whether another product reads the same input, right before or after this one on the tape, and the gradient of the input
+/// is computed for both at once.
+#[derive(Debug)]
+enum Joined {
+    Alone,
+    /// With the one behind it, whose part in the gradient waits here.
+    WithNext(Waiting),
+    WithPrevious(Waiting),
+}
+
+/// The gradient of a product and its weight, where the gradient of the input is computed.
+type Waiting = Rc<RefCell<Option<(Tensor, Tensor, Terms)>>>;
 
 /// What is done to the product, with a bias of that shape.
 #[derive(Debug)]
@@ -28,6 +45,8 @@ enum Then {
     Nothing,
     Bias(Shape),
     BiasGelu(Shape),
+    /// SwiGLU, of a product whose last dim are pairs. In backward, whether the saved product has been turned into its gradient.
+    Swiglu(Cell<bool>),
 }
 
 impl Linear {
@@ -35,7 +54,15 @@ impl Linear {
         let (weight_shape, input_shape) = (weight.shape(), x.shape());
         let out = weight_shape.len().saturating_sub(contract);
         let terms = [out..weight_shape.len(), 0..out].map(|dims| x.tape().terms(weight, dims));
-        Self { contract, weight_shape, input_shape, terms, tokens: Tokens::of(x, contract), then }
+        Self {
+            contract,
+            weight_shape,
+            input_shape,
+            terms,
+            tokens: Tokens::of(x, contract),
+            then,
+            joined: Joined::Alone,
+        }
     }
 
     fn mnk(&self) -> (usize, usize, usize) {
@@ -43,17 +70,45 @@ impl Linear {
         (m, self.weight_shape.rows_columns(self.contract).0, k)
     }
 
+    /// The gradient of the input from that of the product, and, where two products share it, of the other product.
+    fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor, samples: usize) -> Result<Option<Tensor>> {
+        let (m, n, k) = self.mnk();
+        let w = cx.saved(1)?;
+        let mut other = None;
+        match &self.joined {
+            Joined::Alone => {}
+            // The one before it on the tape comes after it in backward, and adds this part, if anything flows there.
+            Joined::WithPrevious(waiting) => {
+                if cx.needs(0) && cx.flows_before() {
+                    waiting.replace(Some((grad.clone(), w, self.terms[1])));
+                    return Ok(None);
+                }
+            }
+            Joined::WithNext(waiting) => other = waiting.take(),
+        }
+        let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
+        cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
+            let matmul = grad.device().matmul()?;
+            let Some((next_grad, next_w, terms)) = &other else {
+                return matmul.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start);
+            };
+            let specs = [spec, Gemm::linear_input_grad(m, next_w.count() / k.max(1), k).over(*terms)];
+            let (a, b) = ([grad.buffer(), next_grad.buffer()], [w.buffer(), next_w.buffer()]);
+            matmul.gemm_sum(specs, a, b, room.buffer, room.start)
+        })
+    }
+
     /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        match self.then {
+        match &self.then {
             Then::Nothing => Ok((grad, None)),
-            Then::Bias(shape) => {
+            &Then::Bias(shape) => {
                 let db = bias_grad(cx, 2, &grad, shape, self.tokens)?;
                 Ok((grad, db))
             }
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
-            Then::BiasGelu(shape) => {
+            &Then::BiasGelu(shape) => {
                 let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
                 let leaves = if cx.needs(2) { cx.row_leaves(2, self.tokens) } else { RowLeaves::WHOLE };
                 let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
@@ -63,6 +118,16 @@ impl Linear {
                     false => None,
                 };
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
+            }
+            Then::Swiglu(turned) if turned.get() => Ok((cx.saved(2)?, None)),
+            // Over the product, which is twice as large as the gradient that comes in.
+            Then::Swiglu(turned) => {
+                let product = cx.take_saved(2)?;
+                let shape = product.shape();
+                let grad_of = grad.device().pointwise()?.swiglu_grad(grad.buffer(), product.into_buffer())?;
+                let grad = Tensor::from_buffer(grad.device(), grad_of, shape)?;
+                turned.set(cx.replace_saved(2, grad.clone()));
+                Ok((grad, None))
             }
         }
     }
@@ -81,10 +146,33 @@ impl Var {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
     }
 
+    /// Two products of the same x, each with a bias if it has one: what [`linear`](Self::linear) and
+    /// [`linear_bias`](Self::linear_bias) give. The gradient of x is computed for both at once, as that of one product whose
+    /// features are those of both: in canonical numerics with leaves that have a slice of either.
+    pub fn linear_pair(&self, weights: [(&Var, Option<&Var>); 2], contract: usize) -> Result<[Var; 2]> {
+        let waiting = Waiting::default();
+        let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
+        let apply = |(weight, bias): (&Var, Option<&Var>), joined: Joined| {
+            let then = bias.map_or(Then::Nothing, |bias| Then::Bias(bias.shape()));
+            let op = Linear { joined, ..Linear::new(self, weight, contract, then) };
+            match bias {
+                Some(bias) => self.tape().apply(op, &[self, weight, bias]),
+                None => self.tape().apply(op, &[self, weight]),
+            }
+        };
+        Ok([apply(weights[0], first)?, apply(weights[1], second)?])
+    }
+
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
     /// [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
     pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
+    }
+
+    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pairs (gate, up) of a feature lie side by side.
+    /// As a [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
+    pub fn linear_swiglu(&self, weight: &Var, contract: usize) -> Result<Var> {
+        self.tape().apply(Linear::new(self, weight, contract, Then::Swiglu(Cell::new(false))), &[self, weight])
     }
 }
 
@@ -94,12 +182,13 @@ impl Op for Linear {
             Then::Nothing => "linear",
             Then::Bias(_) => "linear_bias",
             Then::BiasGelu(_) => "linear_bias_gelu",
+            Then::Swiglu(_) => "linear_swiglu",
         }
     }
 
     fn operands(&self) -> &'static [&'static str] {
         match self.then {
-            Then::Nothing => &["x", "weight"],
+            Then::Nothing | Then::Swiglu(_) => &["x", "weight"],
             Then::Bias(_) | Then::BiasGelu(_) => &["x", "weight", "bias"],
         }
     }
@@ -115,6 +204,7 @@ impl Op for Linear {
             Then::BiasGelu(_) => {
                 rules::pointwise(self.name(), Operand::value("x · weightᵀ + bias", sum(operands[2])?, ndim))
             }
+            Then::Swiglu(_) => swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim)),
         }
     }
 
@@ -132,10 +222,14 @@ impl Op for Linear {
         if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
+        let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
+        let gated = swiglu::gated(&shape).filter(|_| !out.is_empty());
+        if let Then::Swiglu(_) = self.then {
+            cx.require(gated.is_some(), || "weight is [.., features, 2, ..], pairs of gate and up".to_owned(), inputs)?;
+        }
         cx.save_input(0)?;
         cx.save_input(1)?;
         let (m, n, k) = self.mnk();
-        let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
         let matmul = device.matmul()?;
         let y = match self.then {
             Then::Nothing => {
@@ -158,6 +252,18 @@ impl Op for Linear {
                 });
                 y
             }
+            Then::Swiglu(_) => {
+                let stored = device.factor(w.dtype());
+                let (product, y) = matmul.linear_swiglu([m, n, k], x.buffer(), w.buffer(), stored)?;
+                cx.save(&Tensor::from_buffer(device, product, shape)?)?;
+                let gated = gated.unwrap_or_default();
+                cx.recipe(move |saved| {
+                    let product = saved[2].restore()?;
+                    let y = product.device().pointwise()?.swiglu(product.buffer(), stored)?;
+                    Tensor::from_buffer(product.device(), y, gated)
+                });
+                return Tensor::from_buffer(device, y, gated);
+            }
         };
         Tensor::from_buffer(device, y, shape)
     }
@@ -179,13 +285,9 @@ impl Op for Linear {
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
             })?;
         }
-        let w = cx.saved(1)?;
-        let dx = cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
-            let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
-            device.matmul()?.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start)
-        })?;
+        let dx = self.input_grad(cx, &grad, samples)?;
         Ok(match self.then {
-            Then::Nothing => vec![dx, dw],
+            Then::Nothing | Then::Swiglu(_) => vec![dx, dw],
             Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],
         })
     }

@@ -12,21 +12,34 @@ struct LayerNorm {
     tokens: Tokens,
     /// The type of the result.
     stored: DType,
+    /// Whether there is a beta.
+    shifted: bool,
 }
 
 impl Var {
-    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`.
-    pub fn layer_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
-        let tokens = Tokens::of(self, 1);
-        self.tape().apply(LayerNorm { eps, tokens, stored: self.tensor().dtype() }, &[self, gamma, beta])
+    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`, which may be `None`: zero.
+    pub fn layer_norm<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
+        self.layer_norm_as(gamma, beta.into(), eps, self.tensor().dtype())
     }
 
     /// The same as a [factor](crate::Device::factor), for values that nothing but matrix products and collectives read:
     /// anything else refuses its type.
-    pub fn layer_norm_factor(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
-        let (tokens, stored) = (Tokens::of(self, 1), self.tape().device().factor(self.tensor().dtype()));
-        self.tape().apply(LayerNorm { eps, tokens, stored }, &[self, gamma, beta])
+    pub fn layer_norm_factor<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
+        self.layer_norm_as(gamma, beta.into(), eps, self.tape().device().factor(self.tensor().dtype()))
     }
+
+    fn layer_norm_as(&self, gamma: &Var, beta: Option<&Var>, eps: f64, stored: DType) -> Result<Var> {
+        let op = LayerNorm { eps, tokens: Tokens::of(self, 1), stored, shifted: beta.is_some() };
+        match beta {
+            Some(beta) => self.tape().apply(op, &[self, gamma, beta]),
+            None => self.tape().apply(op, &[self, gamma]),
+        }
+    }
+}
+
+/// `beta`, or as many zeros as there are in `gamma`.
+fn shift(gamma: &Tensor, beta: Option<Tensor>) -> Result<Tensor> {
+    beta.map_or_else(|| Tensor::zeros(gamma.device(), gamma.dtype(), gamma.shape()), Ok)
 }
 
 impl Op for LayerNorm {
@@ -35,7 +48,7 @@ impl Op for LayerNorm {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["x", "gamma", "beta"]
+        if self.shifted { &["x", "gamma", "beta"] } else { &["x", "gamma"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -43,7 +56,8 @@ impl Op for LayerNorm {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let (x, gamma, beta) = (inputs[0], inputs[1], inputs[2]);
+        let (x, gamma) = (inputs[0], inputs[1]);
+        let beta = shift(gamma, inputs.get(2).map(|&beta| beta.clone()))?;
         cx.require(
             x.shape().ends_with(&gamma.shape()) && gamma.shape().len() == 1 && beta.shape() == gamma.shape(),
             || "gamma and beta are vectors over the last dim of x".to_owned(),
@@ -58,9 +72,12 @@ impl Op for LayerNorm {
             let rows = statistic.count();
             cx.save(&Tensor::from_buffer(x.device(), statistic, [rows])?)?;
         }
-        cx.save_input(2)?;
+        if self.shifted {
+            cx.save_input(2)?;
+        }
         cx.recipe(move |saved| {
-            let (x, gamma, beta) = (saved[0].restore()?, saved[1].restore()?, saved[4].restore()?);
+            let (x, gamma) = (saved[0].restore()?, saved[1].restore()?);
+            let beta = shift(&gamma, saved.get(4).map(|beta| beta.restore()).transpose()?)?;
             let norm = x.device().norm()?;
             let (y, ..) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
             Tensor::from_buffer(x.device(), y, x.shape())
@@ -84,7 +101,7 @@ impl Op for LayerNorm {
             sum,
         )?;
         let mut all = vec![Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0))];
-        for (i, sums) in [(1, dgamma), (2, dbeta)] {
+        for (i, sums) in [(1, dgamma), (2, dbeta)].into_iter().take(1 + usize::from(self.shifted)) {
             all.push(match cx.needs(i) {
                 true => cx.sum_leaves(i, sums, gamma.shape(), self.tokens, leaves)?,
                 false => None,

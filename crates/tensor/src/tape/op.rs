@@ -125,6 +125,8 @@ pub struct Backward<'a> {
     pub(super) sources: &'a [Source],
     /// Of all values on the tape, as far as they are summed up.
     pub(super) grads: &'a mut [Option<Tensor>],
+    /// Which of them this operation made.
+    pub(super) at: usize,
     pub(super) uses: &'a Uses,
     /// Which kinds of inputs this call is for.
     pub(super) params: bool,
@@ -143,19 +145,34 @@ impl Backward<'_> {
         }
     }
 
+    /// Whether a gradient flows to the value that the operation right before this one made: if both read what was there
+    /// before, all that read that value has had its turn.
+    pub(crate) fn flows_before(&self) -> bool {
+        self.at.checked_sub(1).and_then(|before| self.grads.get(before)).is_some_and(Option::is_some)
+    }
+
     /// The i-th tensor that forward saved.
     pub fn saved(&self, i: usize) -> Result<Tensor> {
         self.saved[i].restore()
     }
 
-    /// The i-th tensor that forward saved, for good: its memory can be written if nobody else holds it. Not for operations
-    /// with parameters, whose backward may run twice.
+    /// The i-th tensor that forward saved, for good: its memory can be written if nobody else holds it. An operation with
+    /// parameters, whose backward may run twice, [puts something in its place](Self::replace_saved).
     pub fn take_saved(&mut self, i: usize) -> Result<Tensor> {
         let Some(saved) = Rc::get_mut(self.saved) else { return self.saved[i].restore() };
         match std::mem::replace(&mut saved[i], Saved::Taken) {
             Saved::Kept(tensor) => Ok(tensor),
             other => other.restore(),
         }
+    }
+
+    /// Puts a tensor in the place of the i-th one that forward saved: one [taken](Self::take_saved) and changed, that the other
+    /// call for deferred gradients of weights will ask for. Whether that was possible; it is not where a recipe still
+    /// needs what was saved.
+    pub fn replace_saved(&mut self, i: usize, tensor: Tensor) -> bool {
+        let Some(saved) = Rc::get_mut(self.saved) else { return false };
+        saved[i] = Saved::Kept(tensor);
+        true
     }
 
     /// What other uses of input `i` have added to its gradient so far, in memory that nobody else holds, for an operation

@@ -55,6 +55,15 @@ impl Matmul for Opaque {
     ) -> Result<(Buffer, Buffer)> {
         hidden(self.inner.matmul()?.linear_bias_gelu(mnk, &host(x), &host(w), &host(bias), stored))
     }
+
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
+        let ([a, more_a], [b, more_b]) = (a.map(host), b.map(host));
+        lend(c, |c| self.inner.matmul()?.gemm_sum(specs, [&a, &more_a], [&b, &more_b], c, start))
+    }
+
+    fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.matmul()?.linear_swiglu(mnk, &host(x), &host(w), stored))
+    }
 }
 
 impl Pointwise for Opaque {
@@ -109,6 +118,14 @@ impl Pointwise for Opaque {
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         hidden(self.inner.pointwise()?.dropout(&host(x), mask))
     }
+
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.swiglu(&host(x), stored))
+    }
+
+    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.swiglu_grad(&host(dy), into_host(x)))
+    }
 }
 
 impl Norm for Opaque {
@@ -135,6 +152,23 @@ impl Norm for Opaque {
         let [mean, rstd] = stats.map(host);
         let (dy, x, gamma) = (host(dy), host(x), host(gamma));
         hidden(self.inner.norm()?.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], leaves, sum.map(into_host)))
+    }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.norm()?.rms_norm(&host(x), &host(weight), eps, stored))
+    }
+
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        leaves: RowLeaves,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        let [dy, x, weight, rstd] = [dy, x, weight, rstd].map(host);
+        hidden(self.inner.norm()?.rms_norm_grad(&dy, &x, &weight, &rstd, leaves, sum.map(into_host)))
     }
 }
 
@@ -214,6 +248,30 @@ impl Attention for Opaque {
     ) -> Result<Buffer> {
         let [dout, qkv, out, lse] = [dout, qkv, out, lse].map(host);
         hidden(self.inner.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, dropout))
+    }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.attention()?.grouped(shape, &host(q), &host(kv), dropout))
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        dropout: Option<&AttentionDropout>,
+    ) -> Result<(Buffer, Buffer)> {
+        let [dout, q, kv, out, lse] = [dout, q, kv, out, lse].map(host);
+        hidden(self.inner.attention()?.grouped_grad(shape, &dout, &q, &kv, &out, &lse, dropout))
     }
 }
 

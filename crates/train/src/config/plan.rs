@@ -1,12 +1,14 @@
 //! From the configuration to what the engine takes: a model and a plan.
 
-use super::Config;
 use super::sections::Pipeline;
+use super::{Config, ModelKind};
 use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
 use meshwork_pipeline::{UnknownSchedule, by_name};
+use meshwork_tensor::op::{Rotary, RotaryScaling};
 use std::sync::Arc;
 
 impl Config {
@@ -20,8 +22,16 @@ impl Config {
 
     /// The model.
     pub fn model(&self) -> Arc<dyn Model> {
+        let (model, cut) = (&self.model, self.parallelism.sequence_parallel);
+        match model.kind {
+            ModelKind::Gpt2 => Arc::new(Gpt2::new(self.gpt2()).sequence_parallel(cut)),
+            ModelKind::Llama => Arc::new(Llama::new(self.llama()).sequence_parallel(cut)),
+        }
+    }
+
+    fn gpt2(&self) -> Gpt2Config {
         let model = &self.model;
-        let gpt2 = Gpt2::new(Gpt2Config {
+        Gpt2Config {
             vocab_size: model.vocab_size,
             num_layers: model.num_layers,
             hidden_size: model.hidden_size,
@@ -30,8 +40,29 @@ impl Config {
             seq_len: model.seq_len,
             tie_embeddings: model.tie_embeddings,
             dropout: model.dropout as f32,
+        }
+    }
+
+    fn llama(&self) -> LlamaConfig {
+        let model = &self.model;
+        let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling {
+            factor: model.rope_scaling_factor,
+            low_frequency_factor: model.rope_scaling_low_freq_factor,
+            high_frequency_factor: model.rope_scaling_high_freq_factor,
+            original_positions: model.rope_scaling_original_seq_len,
         });
-        Arc::new(gpt2.sequence_parallel(self.parallelism.sequence_parallel))
+        LlamaConfig {
+            vocab_size: model.vocab_size,
+            num_layers: model.num_layers,
+            hidden_size: model.hidden_size,
+            num_heads: model.num_heads,
+            num_kv_heads: model.num_kv_heads,
+            ffn_hidden_size: model.ffn_hidden_size,
+            seq_len: model.seq_len,
+            rotary: Rotary { theta: model.rope_theta, scaling },
+            norm_eps: model.norm_eps,
+            tie_embeddings: model.tie_embeddings,
+        }
     }
 
     /// How the model is trained.

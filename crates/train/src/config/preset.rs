@@ -1,6 +1,7 @@
 //! The model presets.
 
 use super::words::ModelKind;
+use meshwork_models::llama;
 
 /// The keys of `[model]` that a preset fixes.
 #[derive(Debug, Clone, Copy)]
@@ -28,23 +29,35 @@ pub(crate) struct Llama {
 pub(crate) const ROPE_THETA: f64 = 10_000.0;
 
 const GPT2: ModelKind = ModelKind::Gpt2;
-const LLAMA: ModelKind = ModelKind::Llama;
 
-const fn llama(num_kv_heads: usize, ffn_hidden_size: usize, rope_theta: f64) -> Option<Llama> {
-    Some(Llama { num_kv_heads, ffn_hidden_size, rope_theta })
+/// One of the models' own presets of a Llama.
+const fn llama(at: usize) -> Preset {
+    let (name, config) = llama::PRESETS[at];
+    let own = Llama {
+        num_kv_heads: config.num_kv_heads,
+        ffn_hidden_size: config.ffn_hidden_size,
+        rope_theta: config.rotary.theta,
+    };
+    Preset {
+        name,
+        kind: ModelKind::Llama,
+        vocab_size: config.vocab_size,
+        num_layers: config.num_layers,
+        hidden_size: config.hidden_size,
+        num_heads: config.num_heads,
+        seq_len: config.seq_len,
+        llama: Some(own),
+    }
 }
 
-/// All presets. The last three are those of "The Llama 3 Herd of Models" (2024), table 3, with the sequences of pre-training.
+/// All presets.
 #[rustfmt::skip] // A table: one preset, one line.
 pub(crate) const PRESETS: [Preset; 8] = [
-    Preset { name: "tiny",        kind: GPT2,  vocab_size: 256,    num_layers: 4,   hidden_size: 128,   num_heads: 4,   seq_len: 128,  llama: None },
-    Preset { name: "small",       kind: GPT2,  vocab_size: 256,    num_layers: 6,   hidden_size: 384,   num_heads: 6,   seq_len: 256,  llama: None },
-    Preset { name: "medium",      kind: GPT2,  vocab_size: 50257,  num_layers: 6,   hidden_size: 512,   num_heads: 8,   seq_len: 256,  llama: None },
-    Preset { name: "gpt2",        kind: GPT2,  vocab_size: 50257,  num_layers: 12,  hidden_size: 768,   num_heads: 12,  seq_len: 512,  llama: None },
-    Preset { name: "llama-tiny",  kind: LLAMA, vocab_size: 256,    num_layers: 4,   hidden_size: 128,   num_heads: 4,   seq_len: 128,  llama: llama(2, 512, ROPE_THETA) },
-    Preset { name: "llama3-8b",   kind: LLAMA, vocab_size: 128256, num_layers: 32,  hidden_size: 4096,  num_heads: 32,  seq_len: 8192, llama: llama(8, 14336, 500_000.0) },
-    Preset { name: "llama3-70b",  kind: LLAMA, vocab_size: 128256, num_layers: 80,  hidden_size: 8192,  num_heads: 64,  seq_len: 8192, llama: llama(8, 28672, 500_000.0) },
-    Preset { name: "llama3-405b", kind: LLAMA, vocab_size: 128256, num_layers: 126, hidden_size: 16384, num_heads: 128, seq_len: 8192, llama: llama(8, 53248, 500_000.0) },
+    Preset { name: "tiny",   kind: GPT2, vocab_size: 256,   num_layers: 4,  hidden_size: 128, num_heads: 4,  seq_len: 128, llama: None },
+    Preset { name: "small",  kind: GPT2, vocab_size: 256,   num_layers: 6,  hidden_size: 384, num_heads: 6,  seq_len: 256, llama: None },
+    Preset { name: "medium", kind: GPT2, vocab_size: 50257, num_layers: 6,  hidden_size: 512, num_heads: 8,  seq_len: 256, llama: None },
+    Preset { name: "gpt2",   kind: GPT2, vocab_size: 50257, num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 512, llama: None },
+    llama(0), llama(1), llama(2), llama(3),
 ];
 
 /// Their names.

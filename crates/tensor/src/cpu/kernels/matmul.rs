@@ -13,12 +13,12 @@ mod leaves;
 #[cfg(test)]
 mod tests;
 
-pub use leaves::gemm_leaves;
+pub use leaves::{Summand, gemm_leaves, gemm_sum};
 
 use super::Float;
 use super::gemm::{self, Elements, Path, Piece, Right};
 use super::round::{self, Stored};
-use super::{gelu, pointwise};
+use super::{gelu, pointwise, swiglu};
 use half::bf16;
 use meshwork_core::{Block, DType, pool};
 use std::borrow::Cow;
@@ -80,6 +80,9 @@ pub enum Epilogue<'a, T> {
     /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` lies as C does: the bits of [`gelu::bias_gelu`] after the
     /// product, which stays in C.
     BiasGelu(&'a [T], Stored<'a, T>),
+    /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are even: the
+    /// bits of [`swiglu::swiglu`] after the product, which stays in C.
+    Swiglu(Stored<'a, T>),
 }
 
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
@@ -257,26 +260,37 @@ impl<'a, T: Float> Factor<'a, T> {
 impl<T: Float> Epilogue<'_, T> {
     /// Panics if it does not fit a C of m rows and n columns with rows `c_row` apart.
     fn check(&self, m: usize, n: usize, c_row: usize) {
-        let (Epilogue::Bias(bias) | Epilogue::BiasGelu(bias, _)) = self else { return };
-        assert_inside("bias", 1, n, (0, 1), bias.len());
+        if let Epilogue::Bias(bias) | Epilogue::BiasGelu(bias, _) = self {
+            assert_inside("bias", 1, n, (0, 1), bias.len());
+        }
         if let Epilogue::BiasGelu(_, out) = self {
             assert_inside("out", m, n, (c_row, 1), out.len());
+        }
+        if let Epilogue::Swiglu(out) = self {
+            assert!(n.is_multiple_of(2) && c_row.is_multiple_of(2), "C: {n} columns, rows {c_row} apart, are no pairs");
+            assert_inside("out", m, n / 2, (c_row / 2, 1), out.len());
         }
     }
 
     /// Those of the consecutive parts of a C that are `len` elements long, from column j on: nothing unless `last`.
     fn parts(&mut self, len: usize, j: usize, last: bool) -> impl Iterator<Item = Epilogue<'_, T>> + Send {
-        let (bias, out) = match self {
-            Epilogue::Bias(bias) if last => (Some(&bias[j..]), None),
-            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out.reborrow())),
-            _ => (None, None),
+        let (bias, out, halves) = match self {
+            Epilogue::Bias(bias) if last => (Some(&bias[j..]), None, 2),
+            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out.reborrow()), 2),
+            Epilogue::Swiglu(out) if last => (None, Some(out.reborrow()), 1),
+            _ => (None, None, 2),
         };
-        let mut outs = out.map(|out| out.chunks(len));
+        let mut outs = out.map(|out| out.chunks(len * halves / 2));
         std::iter::from_fn(move || {
-            Some(match (bias, &mut outs) {
-                (Some(bias), Some(outs)) => Epilogue::BiasGelu(bias, outs.next()?.split_at(j).1),
+            let out = match &mut outs {
+                Some(outs) => Some(outs.next()?.split_at(j * halves / 2).1),
+                None => None,
+            };
+            Some(match (bias, out) {
+                (Some(bias), Some(out)) => Epilogue::BiasGelu(bias, out),
                 (Some(bias), None) => Epilogue::Bias(bias),
-                (None, _) => Epilogue::Nothing,
+                (None, Some(out)) => Epilogue::Swiglu(out),
+                (None, None) => Epilogue::Nothing,
             })
         })
     }
@@ -286,6 +300,7 @@ impl<T: Float> Epilogue<'_, T> {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
             Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), Place::of(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(Place::of(out)),
         }
     }
 }
@@ -394,7 +409,8 @@ unsafe fn portable<T: Float>(
     unsafe { T::portable(dims, (a_slice.as_ptr(), a.strides()), (b_slice.as_ptr(), b.strides()), c, update) }
 }
 
-/// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous.
+/// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous, pairs of them in
+/// SwiGLU.
 #[derive(Clone, Copy)]
 pub(super) enum Finish<T> {
     Nothing,
@@ -402,6 +418,8 @@ pub(super) enum Finish<T> {
     Bias(*const T),
     /// As [`Epilogue::BiasGelu`].
     BiasGelu(*const T, Place<T>),
+    /// As [`Epilogue::Swiglu`].
+    Swiglu(Place<T>),
 }
 
 /// A [`Stored`], unchecked.
@@ -447,6 +465,7 @@ impl<T: Float> Finish<T> {
             Finish::Nothing => Finish::Nothing,
             Finish::Bias(bias) => Finish::Bias(bias.cast()),
             Finish::BiasGelu(bias, out) => Finish::BiasGelu(bias.cast(), out.cast()),
+            Finish::Swiglu(out) => Finish::Swiglu(out.cast()),
         }
     }
 
@@ -460,19 +479,20 @@ impl<T: Float> Finish<T> {
         (i, rows): (usize, usize),
         (j, columns): (usize, usize),
     ) {
-        let (bias, out) = match self {
-            Finish::Nothing => return,
-            Finish::Bias(bias) => (bias, None),
-            Finish::BiasGelu(bias, out) => (bias, Some(out)),
-        };
+        if let Finish::Nothing = self {
+            return;
+        }
         for at in (i..i + rows).map(|i| i * c_row + j) {
-            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart.
+            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart. Of pairs, the rectangle is
+            // made: tiles and blocks are an even number of columns wide, and so is C.
             unsafe {
-                let bias = std::slice::from_raw_parts(bias.add(j), columns);
                 let c = std::slice::from_raw_parts_mut(c.add(at), columns);
-                match out {
-                    None => pointwise::add_assign(c, bias),
-                    Some(out) => gelu::bias_gelu(c, bias, out.part(at, columns)),
+                let bias = |bias: *const T| std::slice::from_raw_parts(bias.add(j), columns);
+                match self {
+                    Finish::Nothing => {}
+                    Finish::Bias(b) => pointwise::add_assign(c, bias(b)),
+                    Finish::BiasGelu(b, out) => gelu::bias_gelu(c, bias(b), out.part(at, columns)),
+                    Finish::Swiglu(out) => swiglu::swiglu(c, out.part(at / 2, columns / 2)),
                 }
             }
         }

@@ -33,7 +33,9 @@ pub mod norm;
 pub mod pointwise;
 pub mod reduction;
 pub mod relu;
+pub mod rms_norm;
 pub mod round;
+pub mod swiglu;
 pub mod windows;
 
 #[cfg(test)]

@@ -1,13 +1,21 @@
+use super::super::Float;
 use super::super::gemm::rounded;
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
 use super::*;
 use crate::random::key;
 use proptest::prelude::*;
 
+mod grouped;
+
 const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
 
 fn dims([batch, seq, heads, head_dim]: [usize; 4]) -> Dims {
     Dims { batch, seq, heads, head_dim }
+}
+
+/// Every (sample, head).
+fn each_head(d: Dims) -> impl Iterator<Item = (usize, usize)> {
+    (0..d.batch).flat_map(move |sample| (0..d.heads).map(move |head| (sample, head)))
 }
 
 fn elements(d: Dims) -> usize {
@@ -69,7 +77,7 @@ fn naive_in(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout
     let qkv: Vec<f64> = qkv.iter().copied().map(round).collect();
     let at = |b: usize, i: usize, p: usize, h: usize| &qkv[part(d, 3, [b, i, p, h])];
     let (mut out, mut lse) = (vec![0.0; elements(d)], vec![0.0; d.batch * d.heads * d.seq]);
-    for (b, h) in d.each_head() {
+    for (b, h) in each_head(d) {
         for i in 0..d.seq {
             let score = |j| dot(at(b, i, 0, h), at(b, j, 1, h)) / (d.head_dim as f64).sqrt();
             let max = (0..=i).map(score).fold(f64::NEG_INFINITY, f64::max);
@@ -91,7 +99,7 @@ fn naive_backward(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dout: &[f64], dro
     let [qkv, g] = [qkv, dout].map(|x| x.iter().copied().map(round).collect::<Vec<f64>>());
     let scale = 1.0 / (d.head_dim as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
-    for (b, h) in d.each_head() {
+    for (b, h) in each_head(d) {
         for i in 0..d.seq {
             let (row, lse) = (part(d, 1, [b, i, 0, h]), lse[(b * d.heads + h) * d.seq + i]);
             let factors = factors(d, dropout, [b, i, h]);
@@ -324,14 +332,20 @@ fn sums_follow_the_stated_order() {
     }
 }
 
-/// From every head to the one after it, in both layouts.
+/// From every group to the one after it, in both layouts.
 #[test]
-fn the_next_head_is_where_it_starts() {
-    let d = dims([2, 5, 3, 4]);
-    let heads: Vec<_> = d.each_head().map(|(b, h)| (h, [d.qkv_starts(b, h)[0], d.out_start(b, h)])).collect();
-    for pair in heads.windows(2) {
-        let [(head, from), (_, to)] = [pair[0], pair[1]];
-        assert_eq!(d.distance_to_next(head), [to[0] - from[0], to[1] - from[1]]);
+fn the_next_group_is_where_it_starts() {
+    let d = dims([2, 5, 6, 4]);
+    let groups = Groups { size: 2, kv_heads: 5, first: 1 };
+    for (groups, layout) in [(Groups::alone(d), Layout::fused(d)), (groups, Layout::apart(d, groups))] {
+        let call = Call { tiles: f64::tiles(Precision::F32), dims: d, groups, layout, angles: None, dropout: None };
+        let all: Vec<_> = groups.each(d).collect();
+        for pair in all.windows(2) {
+            let ([q, k, v], [next_q, next_k, next_v]) = (call.starts(pair[0]), call.starts(pair[1]));
+            let out = call.out_start(pair[1]) - call.out_start(pair[0]);
+            assert_eq!(call.distance_to_next(pair[0]), [next_q - q, next_k - k, out]);
+            assert_eq!(next_v - v, next_k - k);
+        }
     }
 }
 

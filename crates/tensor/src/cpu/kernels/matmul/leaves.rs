@@ -10,7 +10,6 @@ use crate::cpu::kernels::{Float, pointwise};
 use crate::tape::Terms;
 use meshwork_core::{Block, pool};
 use std::cell::RefCell;
-use std::ops::Range;
 
 /// Elements of a block of C. A tree of eight leaves has up to four such sums at a time, which stay in the second cache.
 const WAITING: usize = 1 << 15;
@@ -29,6 +28,26 @@ thread_local! {
     static KEPT: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
+/// One product of a sum of some.
+#[derive(Clone, Copy, Debug)]
+pub struct Summand<'a, T> {
+    /// Length of its sums.
+    pub k: usize,
+    /// `[m, k]`.
+    pub a: Factor<'a, T>,
+    /// `[k, n]`.
+    pub b: Factor<'a, T>,
+    /// How its sums are cut.
+    pub terms: Terms,
+}
+
+/// Some terms of a product: all that a leaf has of them in one run.
+struct Run<'a, T> {
+    a: Factor<'a, T>,
+    b: Factor<'a, T>,
+    len: usize,
+}
+
 /// `C = A · B` for a row-major C, shared with the threads that are free: [`gemm_shared`] but for the order of sums, which is
 /// that of the product's `terms`.
 ///
@@ -41,33 +60,53 @@ pub fn gemm_leaves<T: Float>(
     c: &mut [T],
     terms: Terms,
 ) {
-    if terms == Terms::WHOLE {
-        return gemm_shared(precision, [m, n, k], a, b, c, Update::Overwrite, Epilogue::Nothing);
+    gemm_sum(precision, [m, n], &[Summand { k, a, b, terms }], c);
+}
+
+/// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into as many leaves: leaf l is the sum of theirs, one after
+/// the other, as if they were one product of longer sums whose leaf l has those terms.
+///
+/// Panics as [`gemm_shared`] does, and where the numbers of leaves differ.
+pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summand<'_, T>], c: &mut [T]) {
+    let leaves = all.first().map_or(1, |first| first.terms.leaves);
+    assert!(all.iter().all(|summand| summand.terms.leaves == leaves), "products of as many leaves");
+    if all.iter().all(|summand| summand.terms == Terms::WHOLE) {
+        for (i, &Summand { k, a, b, .. }) in all.iter().enumerate() {
+            let update = if i > 0 { Update::Accumulate } else { Update::Overwrite };
+            gemm_shared(precision, [m, n, k], a, b, c, update, Epilogue::Nothing);
+        }
+        return;
     }
-    a.check("A", [m, k], precision);
-    b.check("B", [k, n], precision);
+    let mut runs: Vec<Vec<Run<'_, T>>> = (0..leaves).map(|_| Vec::new()).collect();
+    for &Summand { k, a, b, terms } in all {
+        a.check("A", [m, k], precision);
+        b.check("B", [k, n], precision);
+        for (leaf, parts) in runs.iter_mut().zip(terms.runs(k)) {
+            leaf.extend(parts.map(|run| Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }));
+        }
+    }
+    let k: usize = all.iter().map(|summand| summand.k).sum();
     assert_inside("C", m, n, (n, 1), c.len());
-    let (c, runs) = (&mut c[..m * n], terms.runs(k).map(Iterator::collect).collect::<Vec<Vec<Range<usize>>>>());
+    let c = &mut c[..m * n];
     // A leaf of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
-    let at_once = terms.blocks == 1 && runs.iter().flatten().all(|run| run.len() <= gemm::K_BLOCK);
+    let at_once = runs.iter().all(|leaf| leaf.len() == 1 && leaf[0].len <= gemm::K_BLOCK);
     if n * k > 4 * PACKED {
         // Too much to pack all of B for every block of C: so long are the leaves that C need not stay in the cache.
-        return add_up(c, runs.len(), at_once, |leaf, c, update| {
-            for (i, run) in runs[leaf].iter().enumerate() {
+        return add_up(c, leaves, at_once, |leaf, c, update| {
+            for (i, &Run { a, b, len }) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let (a, b) = (a.from(0, run.start), b.from(run.start, 0));
-                gemm_shared(precision, [m, n, run.len()], a, b, c, update, Epilogue::Nothing);
+                gemm_shared(precision, [m, n, len], a, b, c, update, Epilogue::Nothing);
             }
         });
     }
     let mut kept = KEPT.take();
     let mut packed: Vec<Packed> = Vec::new();
     if let Some(path) = T::path(precision) {
-        let room = |run: &Range<usize>| Packed { dims: [run.len(), n], memory: kept.pop().unwrap_or_default() };
+        let room = |run: &Run<'_, T>| Packed { dims: [run.len, n], memory: kept.pop().unwrap_or_default() };
         packed.extend(runs.iter().flatten().map(room));
         // All runs at once: each by itself would be little to share.
         let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
-            let b = b.from(run.start, 0);
+            let b = run.b;
             packed.parts(path).map(move |part| (b, part))
         });
         if n * k < PACKED_ALONE {
@@ -76,18 +115,19 @@ pub fn gemm_leaves<T: Float>(
             pool::share(parts, |(b, part)| pack(precision, path, b, part));
         }
     }
+    let of_leaf = runs[0].len();
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
     pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(block, c)| {
-        add_up(c, runs.len(), at_once, |leaf, c, update| {
-            for (i, run) in runs[leaf].iter().enumerate() {
+        add_up(c, leaves, at_once, |leaf, c, update| {
+            for (i, &Run { a, b, len }) in runs[leaf].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let a = a.from(block * rows, run.start);
-                let b = match packed.get(leaf * terms.blocks + i) {
+                let b = match packed.get(leaf * of_leaf + i) {
                     Some(packed) => Source::Packed(packed),
-                    None => Source::Strided(b.from(run.start, 0)),
+                    None => Source::Strided(b),
                 };
-                serial(precision, [c.len() / n, n, run.len()], a, b, (c, (n, 1)), update, Epilogue::Nothing);
+                let dims = [c.len() / n, n, len];
+                serial(precision, dims, a.from(block * rows, 0), b, (c, (n, 1)), update, Epilogue::Nothing);
             }
         });
     });

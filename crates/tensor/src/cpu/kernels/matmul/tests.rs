@@ -151,13 +151,15 @@ fn one_after_the_other<T: Float>(
     (precision, [m, n, k]): (Precision, [usize; 3]),
     (a, b, bias, old): (&[T], &[T], &[T], &[T]),
     update: Update,
-) -> [Vec<T>; 3] {
+) -> [Vec<T>; 4] {
     let mut c = old.to_vec();
     gemm_in(precision, [m, n, k], Full(a, (k, 1)), Full(b, (n, 1)), (&mut c, (n, 1)), update);
     let (mut biased, mut activated) = (c.clone(), c.clone());
     pointwise::bias(&c, bias, &mut biased);
     gelu::bias_gelu(&c, bias, Stored::Full(&mut activated));
-    [c, biased, activated]
+    let mut gated = vec![T::ZERO; c.len() / 2];
+    swiglu::swiglu(&c[..2 * gated.len()], Stored::Full(&mut gated));
+    [c, biased, activated, gated]
 }
 
 /// The nearest `bf16` of each, where the precision rounds.
@@ -180,17 +182,22 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
     let (rounded_a, rounded_right) = (stored(precision, &a), stored(precision, right));
     for update in [Update::Overwrite, Update::Accumulate] {
         let want = one_after_the_other((precision, dims), (&a, &b, &bias, &old), update);
-        for (threads, epilogue) in [1, 2, 3, 7, 64].into_iter().flat_map(|threads| [0, 1, 2].map(|e| (threads, e))) {
+        let kinds = if n % 2 == 0 { 0..4 } else { 0..3 };
+        for (threads, epilogue) in
+            [1, 2, 3, 7, 64].into_iter().flat_map(|threads| kinds.clone().map(move |e| (threads, e)))
+        {
             // Every combination, in one turn or another.
             let rounds = |bit: usize| T::narrows(precision) && (threads + epilogue) >> bit & 1 == 1;
             let left = if rounds(0) { Rounded(&rounded_a, (k, 1)) } else { Full(&a, (k, 1)) };
             let right = if rounds(1) { Rounded(&rounded_right, right_strides) } else { Full(right, right_strides) };
-            let (mut c, mut out, mut rounded_out) = (old.clone(), old.clone(), vec![bf16::ONE; m * n]);
+            let results = if epilogue == 3 { m * n / 2 } else { m * n };
+            let (mut c, mut out, mut rounded_out) = (old.clone(), old[..results].to_vec(), vec![bf16::ONE; results]);
             let to = if rounds(0) { Stored::Rounded(&mut rounded_out) } else { Stored::Full(&mut out) };
             let after = match epilogue {
                 0 => Epilogue::Nothing,
                 1 => Epilogue::Bias(&bias),
-                _ => Epilogue::BiasGelu(&bias, to),
+                2 => Epilogue::BiasGelu(&bias, to),
+                _ => Epilogue::Swiglu(to),
             };
             if threads > 1 && k > 0 {
                 cut(threads, precision, dims, left, right, &mut c, update, after);
@@ -198,9 +205,9 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
                 gemm_shared(precision, dims, left, right, &mut c, update, after);
             }
             let at = format!("{precision:?}, {dims:?}, {update:?}, epilogue {epilogue}, for {threads} threads");
-            assert!(c == want[epilogue % 2], "{at}");
-            let activated = if epilogue == 2 { &want[2] } else { &old };
-            if epilogue == 2 && rounds(0) {
+            assert!(c == want[usize::from(epilogue == 1)], "{at}");
+            let activated = if epilogue >= 2 { &want[epilogue] } else { &old };
+            if epilogue >= 2 && rounds(0) {
                 assert!(rounded_out == stored(precision, activated), "{at}, rounded");
             } else {
                 assert!(out == *activated, "{at}, out");
@@ -369,4 +376,22 @@ fn outputs_with_gaps_both_ways_are_refused() {
 fn overlapping_outputs_are_refused() {
     let c = &mut [0.0_f32; 9];
     gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
+}
+
+/// A sum of two products is the product of longer sums, leaf by leaf: with leaves, and without them as far as blocks of terms
+/// end alike.
+#[test]
+fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
+    for ([m, n, k], leaves) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
+        let [a, b]: [Vec<f32>; 2] = [values("a", m * 2 * k), values("b", 2 * k * n)];
+        let mut want = vec![f32::NAN; m * n];
+        let terms = if leaves == 1 { Terms::WHOLE } else { Terms { blocks: 2, leaves } };
+        let precision = Precision::F32;
+        gemm_leaves(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
+        let terms = Terms { blocks: 1, leaves };
+        let half = |i: usize| Summand { k, a: Full(&a[i * k..], (2 * k, 1)), b: Full(&b[i * k * n..], (n, 1)), terms };
+        let mut got = vec![f32::NAN; m * n];
+        gemm_sum(precision, [m, n], &[half(0), half(1)], &mut got);
+        assert!(got == want, "{m} by {n}, {k}, {leaves} leaves");
+    }
 }

@@ -1,0 +1,246 @@
+//! Llama (Touvron et al., 2023; Grattafiori et al., 2024): root mean square norms in front of each block, rotary positions, groups
+//! of heads that share keys and values, SwiGLU, no biases, an output head tied to the token table or not. Weights start from
+//! N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
+//!
+//! ```text
+//! x = W_tok[ids]                     x ← x + Attn(RMS(x))    x ← x + SwiGLU(RMS(x))   (layers times)
+//! logits = RMS(x) · W_headᵀ
+//! ```
+//!
+//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
+//! parallel, `Shard(1)`.
+//!
+//! # Parameters
+//!
+//! Beside their names in the Hugging Face format, of which each row is a slice; weights are `[out.., in]` in both.
+//!
+//! | here, `layers.{n}.` | dims | there, `model.layers.{n}.` |
+//! |---|---|---|
+//! | `self_attn.q.weight` | [heads, head_dim, hidden] | `self_attn.q_proj.weight` |
+//! | `self_attn.kv.weight` | [2, kv_heads · head_dim, hidden] | `self_attn.k_proj.weight`, then `self_attn.v_proj.weight` |
+//! | `self_attn.out.weight` | [hidden, heads, head_dim] | `self_attn.o_proj.weight` |
+//! | `mlp.gate_up.weight` | [ffn, 2, hidden] | `mlp.gate_proj.weight` and `mlp.up_proj.weight`, row by row |
+//! | `mlp.down.weight` | [hidden, ffn] | `mlp.down_proj.weight` |
+//! | `input_layernorm.weight`, `post_attention_layernorm.weight` | [hidden] | the same |
+//!
+//! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are what they are there.
+
+use crate::language::{self, TARGETS, TOKENS};
+use meshwork_core::{Axis, Mesh};
+use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec};
+use meshwork_tensor::op::{GroupedHeads, Rotary, RotaryScaling};
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
+use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region, VocabParallelEmbedding};
+use std::ops::Range;
+
+/// Standard deviation of initial weights.
+const STD: f32 = 0.02;
+
+/// Sizes of a Llama.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LlamaConfig {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Number of blocks.
+    pub num_layers: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Heads of queries; must divide `hidden_size`.
+    pub num_heads: usize,
+    /// Heads of keys and values; must divide `num_heads`.
+    pub num_kv_heads: usize,
+    /// Inner width of the feed-forward blocks.
+    pub ffn_hidden_size: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// How queries and keys turn with their position.
+    pub rotary: Rotary,
+    /// Added to the mean square in norms.
+    pub norm_eps: f64,
+    /// Whether the output head is the token table.
+    pub tie_embeddings: bool,
+}
+
+/// Presets by name: one to try, and published shapes, to plan with. (The largest was published with Llama 3.1, whose rotary
+/// frequencies are scaled.)
+///
+/// ```
+/// let presets = meshwork_models::llama::PRESETS;
+/// assert!(presets.iter().any(|(name, config)| *name == "llama3-8b" && config.num_kv_heads == 8));
+/// ```
+pub const PRESETS: [(&str, LlamaConfig); 4] = [
+    (
+        "llama-tiny",
+        LlamaConfig {
+            vocab_size: 256,
+            seq_len: 128,
+            rotary: Rotary { theta: 10_000.0, scaling: None },
+            ..llama3(4, 128, [4, 2], 352)
+        },
+    ),
+    ("llama3-8b", llama3(32, 4096, [32, 8], 14_336)),
+    ("llama3-70b", llama3(80, 8192, [64, 8], 28_672)),
+    (
+        "llama3-405b",
+        LlamaConfig {
+            rotary: Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) },
+            ..llama3(126, 16_384, [128, 8], 53_248)
+        },
+    ),
+];
+
+/// What the sizes of Llama 3 have in common.
+const fn llama3(
+    num_layers: usize,
+    hidden_size: usize,
+    [num_heads, num_kv_heads]: [usize; 2],
+    ffn_hidden_size: usize,
+) -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 128_256,
+        num_layers,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        ffn_hidden_size,
+        seq_len: 8192,
+        rotary: Rotary { theta: 500_000.0, scaling: None },
+        norm_eps: 1e-5,
+        tie_embeddings: false,
+    }
+}
+
+/// A Llama.
+#[derive(Clone, Copy, Debug)]
+pub struct Llama {
+    config: LlamaConfig,
+    region: Region,
+}
+
+/// One stage: some of the blocks, with the embedding in front on the first stage and the head behind on the last.
+#[derive(Clone, Debug)]
+struct LlamaStage {
+    region: Region,
+    embedding: Option<VocabParallelEmbedding>,
+    blocks: Vec<Block>,
+    head: Option<(RmsNorm, VocabParallelEmbedding)>,
+}
+
+#[derive(Clone, Debug)]
+struct Block {
+    attn_norm: RmsNorm,
+    attn: ParallelGroupedAttention,
+    mlp_norm: RmsNorm,
+    mlp: ParallelSwiGlu,
+}
+
+impl Llama {
+    /// A model of these sizes.
+    pub fn new(config: LlamaConfig) -> Self {
+        Self { config, region: Region::Invariant }
+    }
+
+    /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
+    pub fn sequence_parallel(self, on: bool) -> Self {
+        Self { region: Region::new(on), ..self }
+    }
+
+    /// Its sizes.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+}
+
+impl Model for Llama {
+    fn num_layers(&self) -> usize {
+        self.config.num_layers
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        language::fields(self.config.seq_len)
+    }
+
+    /// Tied: both ends declare `embed_tokens.weight`, one logical parameter on two stages.
+    fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
+        let normal = Init::Normal { std: STD };
+        let embedding = match part.first {
+            true => Some(VocabParallelEmbedding::new(params, "embed_tokens", vocab_size, hidden_size, normal)?),
+            false => None,
+        };
+        let blocks = part.layers.clone().map(|layer| Block::new(params, mesh, &self.config, layer));
+        let blocks = blocks.collect::<Result<_>>()?;
+        let head = match part.last {
+            true => {
+                let name = if tie_embeddings { "embed_tokens" } else { "lm_head" };
+                let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
+                Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
+            }
+            false => None,
+        };
+        Ok(Box::new(LlamaStage { region: self.region, embedding, blocks, head }))
+    }
+
+    fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
+        language::hidden(mesh, self.region, self.config.hidden_size, batch)
+    }
+
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        language::unmasked(batch, samples)
+    }
+}
+
+impl Block {
+    fn new(params: &mut Declarations, mesh: &Mesh, config: &LlamaConfig, layer: usize) -> Result<Self> {
+        let (hidden, ffn, eps) = (config.hidden_size, config.ffn_hidden_size, config.norm_eps);
+        let heads = GroupedHeads {
+            heads: config.num_heads,
+            kv_heads: config.num_kv_heads,
+            head_dim: hidden / config.num_heads,
+            rotary: Some(config.rotary),
+        };
+        let init = [STD, STD / (2.0 * config.num_layers as f32).sqrt()].map(|std| Init::Normal { std });
+        let name = |part: &str| format!("layers.{layer}.{part}");
+        Ok(Self {
+            attn_norm: RmsNorm::new(params, &name("input_layernorm"), hidden, eps)?,
+            attn: ParallelGroupedAttention::new(params, mesh, &name("self_attn"), hidden, heads, false, init)?,
+            mlp_norm: RmsNorm::new(params, &name("post_attention_layernorm"), hidden, eps)?,
+            mlp: ParallelSwiGlu::new(params, mesh, &name("mlp"), hidden, ffn, false, init)?,
+        })
+    }
+
+    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
+        let x = self.attn.forward(tape, &self.attn_norm.factor(tape, x)?, region, Some(x), 0.0)?;
+        self.mlp.forward(tape, &self.mlp_norm.factor(tape, &x)?, region, Some(&x), 0.0)
+    }
+}
+
+impl Stage for LlamaStage {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let mut x = match (&self.embedding, input) {
+            (Some(tokens), _) => tokens.embed(tape, &batch.var(tape, TOKENS)?, self.region)?,
+            (None, Some(input)) => input.clone(),
+            (None, None) => return Err(language::no_input("llama")),
+        };
+        for block in &self.blocks {
+            x = block.forward(tape, &x, self.region)?;
+        }
+        match &self.head {
+            Some((norm, head)) => head.logits(tape, &norm.factor(tape, &x)?, self.region),
+            None => Ok(x),
+        }
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+        let targets = batch.var(tape, TARGETS)?;
+        match &self.head {
+            Some((_, head)) => head.loss(logits, &targets),
+            None => logits.cross_entropy(&targets),
+        }
+    }
+
+    /// The whole logits `[samples, seq, vocab]`; padding, if any, at the end.
+    fn predict(&self, logits: &Var) -> Result<Var> {
+        logits.all_gather(Axis::Tp, 2)
+    }
+}

@@ -1,0 +1,98 @@
+//! Rotary position embeddings (Su et al., arXiv:2104.09864), as numbers.
+
+/// How fast the features of a head turn with the position of their token: pair i, features i and i + head_dim / 2, by
+/// `theta^(-2i / head_dim)` radians per position. (The layout of published Llama weights in the Hugging Face format.)
+///
+/// ```
+/// use meshwork_tensor::op::Rotary;
+///
+/// let rotary = Rotary::new(10_000.0);
+/// assert_eq!(rotary.frequency(0, 64), 1.0);
+/// assert!((rotary.frequency(16, 64) - 0.01).abs() < 1e-12);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotary {
+    /// The base of the frequencies.
+    pub theta: f64,
+    /// How they are scaled for longer contexts, if they are.
+    pub scaling: Option<RotaryScaling>,
+}
+
+/// Frequencies scaled as published with Llama 3.1: those whose wave is short within the context of the first training
+/// stay, those whose wave is long are divided by `factor`, and those between go over from one to the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RotaryScaling {
+    /// By what low frequencies are divided.
+    pub factor: f64,
+    /// A wave longer than the original context divided by this is long.
+    pub low_frequency_factor: f64,
+    /// A wave shorter than the original context divided by this is short.
+    pub high_frequency_factor: f64,
+    /// Positions of the context that the model was first trained with.
+    pub original_positions: usize,
+}
+
+impl Rotary {
+    /// Frequencies of this base, not scaled.
+    pub fn new(theta: f64) -> Self {
+        Self { theta, scaling: None }
+    }
+
+    /// Radians per position of a pair of features, of `head_dim / 2` pairs.
+    pub fn frequency(&self, pair: usize, head_dim: usize) -> f64 {
+        let frequency = self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
+        self.scaling.map_or(frequency, |scaling| scaling.of(frequency))
+    }
+}
+
+impl RotaryScaling {
+    /// Llama 3.1's.
+    pub const LLAMA_3_1: Self =
+        Self { factor: 8.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192 };
+
+    fn of(&self, frequency: f64) -> f64 {
+        // Waves of this frequency in the original context.
+        let waves = self.original_positions as f64 * frequency / std::f64::consts::TAU;
+        let (low, high) = (self.low_frequency_factor, self.high_frequency_factor);
+        if waves < low {
+            frequency / self.factor
+        } else if waves > high {
+            frequency
+        } else {
+            let share = (waves - low) / (high - low);
+            (1.0 - share) * frequency / self.factor + share * frequency
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Frequencies of Llama 3.1 8B as `transformers` computes them (`rope_type` llama3, theta 500000, heads of 128), to f32.
+    #[test]
+    fn scaled_frequencies_are_the_published_ones() {
+        let rotary = Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
+        let plain = Rotary::new(500_000.0);
+        let [long, short] = [2048.0, 8192.0];
+        for pair in 0..64 {
+            let (scaled, frequency) = (rotary.frequency(pair, 128), plain.frequency(pair, 128));
+            let wave = std::f64::consts::TAU / frequency;
+            // The published code, in its own terms.
+            let smooth = (8192.0 / wave - 1.0) / (4.0 - 1.0);
+            let want = match wave {
+                wave if wave > short => frequency / 8.0,
+                wave if wave < long => frequency,
+                _ => (1.0 - smooth) * frequency / 8.0 + smooth * frequency,
+            };
+            assert!((scaled - want).abs() <= 1e-15 * want, "{pair}: {scaled} against {want}");
+        }
+        assert_eq!(rotary.frequency(0, 128), 1.0);
+        assert_eq!(rotary.frequency(63, 128), plain.frequency(63, 128) / 8.0);
+        let between = (0..64).filter(|&pair| {
+            let ratio = rotary.frequency(pair, 128) / plain.frequency(pair, 128);
+            ratio > 0.1251 && ratio < 0.9999
+        });
+        assert_eq!(between.count(), 6);
+    }
+}

@@ -1,0 +1,66 @@
+//! `y[.., i] = silu(x[.., i, 0]) · x[.., i, 1]`: a gate and what it lets through, side by side.
+
+use crate::error::Result;
+use crate::shape::Shape;
+use crate::tape::{Backward, Forward, Op, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct Swiglu {
+    shape: Shape,
+}
+
+impl Var {
+    /// SwiGLU (Shazeer, 2020): `[.., features, 2] → [.., features]`, of pairs (gate, up). Not linear: refuses `Partial`.
+    pub fn swiglu(&self) -> Result<Var> {
+        self.tape().apply(Swiglu { shape: self.shape() }, &[self])
+    }
+}
+
+/// The types of what is made of pairs.
+pub(super) fn infer(name: &str, pairs: Operand<'_>) -> std::result::Result<Types, SpmdError> {
+    rules::along_dim(name, pairs, pairs.ndim.saturating_sub(1), &[])
+}
+
+/// The shape of pairs without their last dim, if that is what they have.
+pub(super) fn gated(pairs: &[usize]) -> Option<Shape> {
+    pairs.split_last().filter(|(two, _)| **two == 2).map(|(_, shape)| Shape::new(shape))
+}
+
+impl Op for Swiglu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        infer(self.name(), operands[0])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let x = inputs[0];
+        let gated = gated(&x.shape());
+        cx.require(gated.is_some(), || "x is [.., features, 2], pairs of gate and up".to_owned(), inputs)?;
+        let shape = gated.unwrap_or_default();
+        cx.save_input(0)?;
+        let make = move |x: &Tensor| {
+            Tensor::from_buffer(x.device(), x.device().pointwise()?.swiglu(x.buffer(), x.dtype())?, shape)
+        };
+        cx.recipe(move |saved| make(&saved[0].restore()?));
+        make(x)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let x = cx.take_saved(0)?;
+        let dx = grad.device().pointwise()?.swiglu_grad(grad.buffer(), x.into_buffer())?;
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, self.shape)?)])
+    }
+}
