@@ -202,7 +202,7 @@ fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>>
         tape.input(Tensor::from_slice(&device, &values, &shape[..]).unwrap(), types(*ty))
     };
     let inputs: Vec<Var> = case.inputs.iter().enumerate().map(input).collect();
-    let output = (case.run)(&tape, &inputs).unwrap();
+    let output = (case.run)(&tape, &inputs).unwrap_or_else(|error| panic!("{}: {error}", case.name));
     let bits = |tensor: &Tensor| common::to_f64(tensor).into_iter().map(f64::to_bits).collect::<Vec<_>>();
     let mut all = vec![bits(output.tensor())];
     if case.name != "max_reduce" {
@@ -211,7 +211,8 @@ fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>>
             DType::F64 => Tensor::from_slice(&device, &vec![0.5_f64; shape.count()], shape),
             _ => Tensor::from_slice(&device, &host("seed", &shape), shape),
         };
-        tape.backward(&output, seed.unwrap(), Weights::Now, &mut NoParams).unwrap();
+        let done = tape.backward(&output, seed.unwrap(), Weights::Now, &mut NoParams);
+        done.unwrap_or_else(|error| panic!("{}: {error}", case.name));
         all.extend(inputs.iter().map(|input| bits(&tape.take_grad(input).unwrap())));
     }
     all

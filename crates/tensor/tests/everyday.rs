@@ -110,7 +110,7 @@ fn gradients_that_nobody_sums_are_those_of_the_rank_alone() {
         assert_eq!(gradients.iter().map(|(id, _)| id).collect::<Vec<_>>(), [w, shift]);
         let mut read = params.clone();
         let error = gradients.descend(&mut read, 0.1).unwrap_err().to_string();
-        assert_eq!(error, "optimizer: weights are still read: drop the tape and its values first");
+        assert_eq!(error, "backward: weights are still read: drop the tape and its values first");
         Ok::<_, Error>((alone, values(&gradients)))
     });
     for (rank, (alone, summed)) in found.unwrap().into_iter().enumerate() {
