@@ -47,7 +47,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
     let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32)?;
     // Pairs whose gradient is zero, however often it is taken: of half as many features.
-    let (mut pairs, still) = (Some(numbers(wide)), Buffer::zeros(DType::F32, wide / 2));
+    let (mut pairs, still) = (numbers(wide), Buffer::zeros(DType::F32, wide / 2));
     let (_, rms_rstd) = device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32)?;
     let mask = DropoutMask {
         p: 0.1,
@@ -96,16 +96,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             Box::new(|| device.pointwise()?.bias_gelu_grad(&mut graded, &far, &gamma, RowLeaves::WHOLE).map(drop)),
         ),
         ("swiglu", wide / 2, 12, Box::new(|| device.pointwise()?.swiglu(&x, DType::F32).map(drop))),
-        (
-            "swiglu_grad",
-            wide / 2,
-            20,
-            Box::new(|| {
-                let taken = pairs.take().unwrap_or_else(|| numbers(wide));
-                pairs = Some(device.pointwise()?.swiglu_grad(&still, taken)?);
-                Ok(())
-            }),
-        ),
+        ("swiglu_grad", wide / 2, 20, Box::new(|| device.pointwise()?.swiglu_grad(&still, &mut pairs))),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
         (
             "layer_norm",

@@ -304,10 +304,10 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "swiglu", &[x], |device| device.pointwise()?.swiglu(x, stored))
     }
 
-    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer> {
-        let bytes = bytes(&[dy, &x]);
-        let what =
-            What { class: Class::Pointwise, name: "swiglu_grad", detail: Detail::None, dtype: dtype(&[dy]), bytes };
+    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
+        let bytes = bytes(&[dy, x, x]); // x is read and written
+        let (name, detail, dtype) = ("swiglu_grad", Detail::None, dtype(&[dy]));
+        let what = What { class: Class::Pointwise, name, detail, dtype, bytes };
         self.record(what, |device| device.pointwise()?.swiglu_grad(dy, x))
     }
 

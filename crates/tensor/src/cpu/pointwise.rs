@@ -129,21 +129,11 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn swiglu_grad(&self, dy: &Buffer, mut x: Buffer) -> Result<Buffer> {
-        for_float!(self, "swiglu", x, T => {
-            let dy = dy.as_slice::<T>()?;
-            if x.is_unique() {
-                let pieces = x.as_mut_slice::<T>()?.chunks_mut(PIECE).zip(dy.chunks(PIECE / 2));
-                share(pieces, |(x, dy)| swiglu::swiglu_backward(dy, x));
-                return Ok(x);
-            }
-            let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |dx| {
-                share(dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE / 2)), |((dx, x), dy)| {
-                    dx.copy_from_slice(x);
-                    swiglu::swiglu_backward(dy, dx);
-                });
-            })
+    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
+        for_float!(self, "swiglu", dy, T => {
+            let (dy, x) = (dy.as_slice::<T>()?, x.as_mut_slice::<T>()?);
+            share(x.chunks_mut(PIECE).zip(dy.chunks(PIECE / 2)), |(x, dy)| swiglu::swiglu_backward(dy, x));
+            Ok(())
         })
     }
 

@@ -53,8 +53,8 @@ pub trait Pointwise: Debug {
     /// silu(gate) · up of the pairs (gate, up) that x is made of, `[.., 2] → [..]`, of type `stored`: that of x or of its
     /// [factors](crate::Device::factor).
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>;
-    /// The gradient of those pairs, over them where nobody else holds their memory.
-    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer>;
+    /// Turns those pairs into their gradient, in place.
+    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>;
     /// max(x, 0); NaN stays NaN.
     fn relu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy where x is above 0, else 0.

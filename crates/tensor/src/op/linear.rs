@@ -123,9 +123,7 @@ impl Linear {
             // Over the product, which is twice as large as the gradient that comes in.
             Then::Swiglu(turned) => {
                 let product = cx.take_saved(2)?;
-                let shape = product.shape();
-                let grad_of = grad.device().pointwise()?.swiglu_grad(grad.buffer(), product.into_buffer())?;
-                let grad = Tensor::from_buffer(grad.device(), grad_of, shape)?;
+                let grad = swiglu::gradient(&grad, product)?;
                 turned.set(cx.replace_saved(2, grad.clone()));
                 Ok((grad, None))
             }

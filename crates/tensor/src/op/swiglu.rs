@@ -8,14 +8,12 @@ use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
-struct Swiglu {
-    shape: Shape,
-}
+struct Swiglu;
 
 impl Var {
     /// SwiGLU (Shazeer, 2020): `[.., features, 2] → [.., features]`, of pairs (gate, up). Not linear: refuses `Partial`.
     pub fn swiglu(&self) -> Result<Var> {
-        self.tape().apply(Swiglu { shape: self.shape() }, &[self])
+        self.tape().apply(Swiglu, &[self])
     }
 }
 
@@ -27,6 +25,17 @@ pub(super) fn infer(name: &str, pairs: Operand<'_>) -> std::result::Result<Types
 /// The shape of pairs without their last dim, if that is what they have.
 pub(super) fn gated(pairs: &[usize]) -> Option<Shape> {
     pairs.split_last().filter(|(two, _)| **two == 2).map(|(_, shape)| Shape::new(shape))
+}
+
+/// The gradient of pairs from that of what is made of them: over the pairs, where nobody else holds them.
+pub(super) fn gradient(grad: &Tensor, pairs: Tensor) -> Result<Tensor> {
+    let (device, shape) = (grad.device(), pairs.shape());
+    let mut pairs = pairs.into_buffer();
+    if !pairs.is_unique() {
+        pairs = device.layout()?.copy(&pairs)?;
+    }
+    device.pointwise()?.swiglu_grad(grad.buffer(), &mut pairs)?;
+    Tensor::from_buffer(device, pairs, shape)
 }
 
 impl Op for Swiglu {
@@ -59,8 +68,6 @@ impl Op for Swiglu {
         if !cx.needs(0) {
             return Ok(vec![None]);
         }
-        let x = cx.take_saved(0)?;
-        let dx = grad.device().pointwise()?.swiglu_grad(grad.buffer(), x.into_buffer())?;
-        Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, self.shape)?)])
+        Ok(vec![Some(gradient(&grad, cx.take_saved(0)?)?)])
     }
 }

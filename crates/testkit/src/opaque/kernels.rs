@@ -123,8 +123,8 @@ impl Pointwise for Opaque {
         hidden(self.inner.pointwise()?.swiglu(&host(x), stored))
     }
 
-    fn swiglu_grad(&self, dy: &Buffer, x: Buffer) -> Result<Buffer> {
-        hidden(self.inner.pointwise()?.swiglu_grad(&host(dy), into_host(x)))
+    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
+        lend(x, |x| self.inner.pointwise()?.swiglu_grad(&host(dy), x))
     }
 }
 
