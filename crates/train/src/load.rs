@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 ///
 /// let (config, data) = load(&Args::parse(["--mesh", "dp=2", "--steps", "3"]))?;
 /// let batch = data.batch(0, config.training.global_batch_size, 0..8); // the rows of dp rank 0
-/// assert_eq!(batch.inputs.len(), 8 * 128);
+/// assert_eq!(batch.values::<i32>("tokens").unwrap().len(), 8 * 128);
 ///
 /// let error = load(&Args::parse(["--mesh", "dp=0", "--data", "no/such/file"])).unwrap_err();
 /// assert_eq!(error.faults.len(), 2);

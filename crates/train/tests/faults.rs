@@ -168,7 +168,8 @@ fn wrong_toml_types() {
          model.num_heads = \"4\": is a string, not a whole number; use a whole number of at least 1\n\
          model.num_layers = 4.0: is a number with a fraction, not a whole number; use a whole number of at least 1\n\
          model.tie_embeddings = 1: is a whole number, not a boolean; use true or false\n\
-         model.preset = 3: is a whole number, not a string; use tiny or small or medium or gpt2\n\
+         model.preset = 3: is a whole number, not a string; use tiny or small or medium or gpt2 or \
+          llama-tiny or llama3-8b or llama3-70b or llama3-405b\n\
          model.dropout = \"none\": is a string, not a number; use a number of at least 0 and below 1\n\
          data.path = [\"a\", \"b\"]: is an array, not a string; use a string\n\
          optimizer.lr = true: is a boolean, not a number; use a number of at least 0\n\
@@ -217,7 +218,8 @@ fn unknown_words_hear_of_the_nearest() {
     refused(&[
         (
             "--set model.preset=smal",
-            "model.preset = \"smal\" (from --set): unknown; the nearest is small; use one of tiny, small, medium, gpt2",
+            "model.preset = \"smal\" (from --set): unknown; the nearest is small; use one of tiny, small, medium, gpt2, \
+             llama-tiny, llama3-8b, llama3-70b, llama3-405b",
         ),
         (
             "--set pipeline.schedule=1f1",
@@ -226,7 +228,11 @@ fn unknown_words_hear_of_the_nearest() {
         ),
         (
             "--set model.kind=lama",
-            "model.kind = \"lama\" (from --set): unknown; the nearest, llama, has not landed yet; use gpt2",
+            "model.kind = \"lama\" (from --set): unknown; the nearest is llama; use one of gpt2, llama",
+        ),
+        (
+            "--set model.kind=resne",
+            "model.kind = \"resne\" (from --set): unknown; the nearest, resnet, has not landed yet; use gpt2 or llama",
         ),
         (
             "--set training.dtype=f16",
@@ -256,8 +262,7 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "checkpoint.resume=true",
         "checkpoint.export=/tmp",
         "model.init_from=gpt2",
-        "model.kind=llama",
-        "model.num_kv_heads=2",
+        "model.kind=resnet",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {
@@ -267,15 +272,11 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         assert!(refusal.starts_with(assignment.split_once('=').unwrap().0), "{refusal}");
     }
     assert_eq!(
-        refusal("--set model.num_kv_heads=2"),
-        "model.num_kv_heads = 2: grouped-query attention has not landed yet; use 4, as model.num_heads"
-    );
-    assert_eq!(
         Config::from_toml("[moe]\nnum_experts = 8\n[compress]\n").unwrap_err().to_string(),
         "[moe]: mixture of experts has not landed yet; remove the section\n\
          [compress]: compression has not landed yet; remove the section"
     );
-    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none --set model.num_kv_heads=4");
+    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none");
 }
 
 #[test]
