@@ -218,12 +218,16 @@ fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>>
     all
 }
 
-/// No operation, forward or backward, reads or writes device memory from the host.
+/// No operation, forward or backward, reads or writes device memory from the host. `map` runs a function of the host: a device without
+/// host memory refuses it, as another test says.
 #[test]
 fn every_operation_has_the_cpus_bits_where_the_host_reads_no_memory() {
     for (precision, case) in
         [Precision::F32, Precision::Bf16].into_iter().flat_map(|p| cases().into_iter().map(move |case| (p, case)))
     {
+        if case.name == "map" {
+            continue;
+        }
         on_mesh(MESH, |rank| {
             let reference = bits(&case, &rank, Arc::new(Cpu::new(precision)));
             let world = opaque::communicator(Arc::clone(rank.world().communicator()));
