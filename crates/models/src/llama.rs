@@ -16,12 +16,12 @@
 //!
 //! | here, `layers.{n}.` | dims | there, `model.layers.{n}.` |
 //! |---|---|---|
-//! | `self_attn.q.weight` | [heads, head_dim, hidden] | `self_attn.q_proj.weight` |
-//! | `self_attn.kv.weight` | [2, kv_heads · head_dim, hidden] | `self_attn.k_proj.weight`, then `self_attn.v_proj.weight` |
-//! | `self_attn.out.weight` | [hidden, heads, head_dim] | `self_attn.o_proj.weight` |
-//! | `mlp.gate_up.weight` | [ffn, 2, hidden] | `mlp.gate_proj.weight` and `mlp.up_proj.weight`, row by row |
-//! | `mlp.down.weight` | [hidden, ffn] | `mlp.down_proj.weight` |
-//! | `input_layernorm.weight`, `post_attention_layernorm.weight` | [hidden] | the same |
+//! | `self_attn.q.weight` | `[heads, head_dim, hidden]` | `self_attn.q_proj.weight` |
+//! | `self_attn.kv.weight` | `[2, kv_heads · head_dim, hidden]` | `self_attn.k_proj.weight`, then `self_attn.v_proj.weight` |
+//! | `self_attn.out.weight` | `[hidden, heads, head_dim]` | `self_attn.o_proj.weight` |
+//! | `mlp.gate_up.weight` | `[ffn, 2, hidden]` | `mlp.gate_proj.weight` and `mlp.up_proj.weight`, row by row |
+//! | `mlp.down.weight` | `[hidden, ffn]` | `mlp.down_proj.weight` |
+//! | `input_layernorm.weight`, `post_attention_layernorm.weight` | `[hidden]` | the same |
 //!
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are what they are there.
 
