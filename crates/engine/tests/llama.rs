@@ -2,7 +2,7 @@
 //! was checked in float64): over dp, tp with fewer heads of keys and values than ranks among them, pp, and sequence parallelism.
 
 use meshwork_core::comm::thread;
-use meshwork_engine::{Plan, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_engine::{Numerics, Plan, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
@@ -104,8 +104,17 @@ struct Run {
     loss_after: f64,
 }
 
-fn run(fixture: &Fixture, tied: bool, (mesh, cut, micros): (&str, bool, usize), of: (Rule, f64, f64)) -> Run {
-    let (rule, lr, max_norm) = of;
+fn run(fixture: &Fixture, tied: bool, mesh: (&str, bool, usize), of: (Rule, f64, f64)) -> Run {
+    run_in(Numerics::Fast, fixture, tied, mesh, of)
+}
+
+fn run_in(
+    numerics: Numerics,
+    fixture: &Fixture,
+    tied: bool,
+    (mesh, cut, micros): (&str, bool, usize),
+    (rule, lr, max_norm): (Rule, f64, f64),
+) -> Run {
     let model: Arc<dyn Model> = Arc::new(Llama::new(fixture.config(tied)).sequence_parallel(cut));
     let plan = Plan {
         mesh: mesh.parse().unwrap(),
@@ -114,6 +123,7 @@ fn run(fixture: &Fixture, tied: bool, (mesh, cut, micros): (&str, bool, usize), 
         optimizer: rule,
         lr: LrSchedule { base: lr, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
         max_norm,
+        numerics,
         ..Plan::default()
     };
     let (seq, vocab) = (fixture.size("seq"), fixture.size("vocab"));
@@ -197,4 +207,26 @@ fn tied_embeddings_are_those_of_pytorch() {
 #[test]
 fn untied_embeddings_are_those_of_pytorch() {
     check(false);
+}
+
+/// Products of queries beside those of keys and values, gathered heads, groups that ranks share: all in one rank's order.
+#[test]
+fn canonical_numerics_give_the_bits_of_one_rank() {
+    let fixture = Fixture::read();
+    for tied in [true, false] {
+        let run = |mesh| {
+            let rule = AdamW::default().into();
+            let run = run_in(Numerics::Canonical { blocks: 8 }, &fixture, tied, mesh, (rule, 3e-3, 1.0));
+            let reports = run.reports.iter().map(|report| [report.loss.to_bits(), report.grad_norm.to_bits()]);
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+            let weights = run.weights.keys().map(|key| (key.clone(), bits(run.weights.vector(key).unwrap())));
+            (reports.collect::<Vec<_>>(), weights.collect::<BTreeMap<_, _>>())
+        };
+        let want = run(MESHES[0]);
+        for mesh in MESHES {
+            let got = run(mesh);
+            assert_eq!(got.0, want.0, "{mesh:?}, tied = {tied}: losses and norms");
+            assert!(got.1 == want.1, "{mesh:?}, tied = {tied}: weights and states");
+        }
+    }
 }

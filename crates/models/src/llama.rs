@@ -28,7 +28,7 @@
 use crate::language::{self, TARGETS, TOKENS};
 use meshwork_core::{Axis, Mesh};
 use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::{GroupedHeads, Rotary, RotaryScaling};
+use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region, VocabParallelEmbedding};
 use std::ops::Range;
@@ -61,8 +61,8 @@ pub struct LlamaConfig {
     pub tie_embeddings: bool,
 }
 
-/// Presets by name: one to try, and published shapes, to plan with. (The largest was published with Llama 3.1, whose rotary
-/// frequencies are scaled.)
+/// Presets by name: one to try, and published shapes, to plan with. Rotary frequencies are not scaled; Llama 3.1, of which the
+/// largest shape is, scales them by [`LLAMA_3_1`](meshwork_tensor::op::RotaryScaling::LLAMA_3_1).
 ///
 /// ```
 /// let presets = meshwork_models::llama::PRESETS;
@@ -75,18 +75,12 @@ pub const PRESETS: [(&str, LlamaConfig); 4] = [
             vocab_size: 256,
             seq_len: 128,
             rotary: Rotary { theta: 10_000.0, scaling: None },
-            ..llama3(4, 128, [4, 2], 352)
+            ..llama3(4, 128, [4, 2], 512)
         },
     ),
     ("llama3-8b", llama3(32, 4096, [32, 8], 14_336)),
     ("llama3-70b", llama3(80, 8192, [64, 8], 28_672)),
-    (
-        "llama3-405b",
-        LlamaConfig {
-            rotary: Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) },
-            ..llama3(126, 16_384, [128, 8], 53_248)
-        },
-    ),
+    ("llama3-405b", llama3(126, 16_384, [128, 8], 53_248)),
 ];
 
 /// What the sizes of Llama 3 have in common.
