@@ -67,7 +67,7 @@ fn presets_are_those_of_the_contract_and_any_field_can_be_overridden() {
 #[test]
 fn llama_presets_are_the_published_ones() {
     for (preset, shape, llama) in [
-        ("llama-tiny", (256, 4, 128, 4, 128), (2, 352, 10_000.0)),
+        ("llama-tiny", (256, 4, 128, 4, 128), (2, 512, 10_000.0)),
         ("llama3-8b", (128_256, 32, 4096, 32, 8192), (8, 14336, 500_000.0)),
         ("llama3-70b", (128_256, 80, 8192, 64, 8192), (8, 28672, 500_000.0)),
         ("llama3-405b", (128_256, 126, 16384, 128, 8192), (8, 53248, 500_000.0)),
