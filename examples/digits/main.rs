@@ -16,11 +16,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 fn main() -> ExitCode {
-    let options = match Options::parse(std::env::args_os().skip(1)) {
-        Ok(options) if options.help => {
-            return show(&usage("cargo run --release --features digits --example digits --"));
-        }
-        Ok(options) => options,
+    let options = match Options::read(std::env::args_os().skip(1)) {
+        Ok(None) => return show(&usage("cargo run --release --features digits --example digits --")),
+        Ok(Some(options)) => options,
         Err(error) => return fail(2, &error),
     };
     // Every fifth image is held out: 359 of 1797.

@@ -1,5 +1,7 @@
 //! The command line: flags in, a network and a plan out.
 
+use clap::builder::PossibleValuesParser;
+use clap::{CommandFactory, FromArgMatches, Parser};
 use meshwork::core::{Axis, Mesh};
 use meshwork::engine::{Plan, PlanError, Recompute, ScheduleSpec};
 use meshwork::models::network::Network;
@@ -7,158 +9,72 @@ use meshwork::models::resnet::ResNetConfig;
 use meshwork::models::vgg::VggConfig;
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::pipeline::{Generator, by_name};
-use meshwork::train::config::{ConfigError, Fault, choose_from};
+use meshwork::train::config::{self, ConfigError, Fault};
 use std::ffi::OsString;
 
 /// A command line.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Parser)]
+#[command(after_help = "Trains a classifier of images through the pipeline, every rank a thread.\n\n\
+                        Exit code: 1 if the run fails, 2 on bad input, else 0.")]
 pub struct Options {
-    /// `--model`: `resnet` or `vgg`.
+    /// The network
+    #[arg(long, value_name = "NAME", default_value = "resnet", value_parser = ["resnet", "vgg"])]
     pub model: String,
-    /// `--pp`: degree of the pipeline.
+    /// Stages of the pipeline
+    #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = count)]
     pub pp: usize,
-    /// `--dp`: degree of data parallelism.
+    /// Pipelines side by side, each with its share of the images
+    #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = count)]
     pub dp: usize,
-    /// `--schedule`.
+    /// The order of forward and backward passes
+    #[arg(long, value_name = "NAME", default_value = "gpipe", value_parser = schedules())]
     pub schedule: String,
-    /// `--virtual`: chunks per rank, where the schedule leaves a choice.
+    /// Stages of each rank, for interleaved_1f1b and breadth_first [default: 2]
+    #[arg(long = "virtual", value_name = "N", allow_negative_numbers = true, value_parser = count)]
     pub virtual_stages: Option<usize>,
-    /// `--micro`: micro-batches of each dp rank.
+    /// Micro-batches of each pipeline in a step
+    #[arg(long = "micro", value_name = "N", default_value = "4", allow_negative_numbers = true, value_parser = count)]
     pub micros: usize,
-    /// `--batch`: images of a mini-batch.
+    /// Images of a step
+    #[arg(long, value_name = "N", default_value = "64", allow_negative_numbers = true, value_parser = count)]
     pub batch: usize,
-    /// `--recompute`: re-materialisation.
+    /// Keep the inputs of stages alone, and run each forward again before its backward
+    #[arg(long)]
     pub recompute: bool,
-    /// `--epochs`.
+    /// Times that all images are seen
+    #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = count)]
     pub epochs: usize,
-    /// `--seed`.
+    /// Seed of initial weights and of the order of images
+    #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true)]
     pub seed: u64,
-    /// Whether `--help` was asked for.
-    pub help: bool,
-}
-
-const MODELS: [&str; 2] = ["resnet", "vgg"];
-
-const FLAGS: [&str; 11] = [
-    "--model",
-    "--pp",
-    "--dp",
-    "--schedule",
-    "--virtual",
-    "--micro",
-    "--batch",
-    "--recompute",
-    "--epochs",
-    "--seed",
-    "--help",
-];
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            model: MODELS[0].to_owned(),
-            pp: 2,
-            dp: 1,
-            schedule: Generator::Gpipe.name().to_owned(),
-            virtual_stages: None,
-            micros: 4,
-            batch: 64,
-            recompute: false,
-            epochs: 8,
-            seed: 0,
-            help: false,
-        }
-    }
 }
 
 /// The text that `--help` prints.
 pub fn usage(program: &str) -> String {
-    let Options { model, pp, dp, schedule, micros, batch, epochs, seed, .. } = Options::default();
-    let (models, schedules) = (MODELS.join(" or "), schedules().join(", "));
-    format!(
-        "Usage: {program} [--model NAME] [--pp N] [--dp N] [--schedule NAME] [--virtual N] [--micro N]\n    \
-         [--batch N] [--recompute] [--epochs N] [--seed N] [--help]\n\n\
-         Trains a classifier of images through the pipeline, every rank a thread.\n\n\
-         --model      {models}. Default: {model}\n\
-         --pp         stages of the pipeline. Default: {pp}\n\
-         --dp         pipelines side by side, each with its share of the images. Default: {dp}\n\
-         --schedule   one of {schedules}. Default: {schedule}\n\
-         --virtual    stages of each rank, for interleaved_1f1b and breadth_first. Default: 2\n\
-         --micro      micro-batches of each pipeline in a step. Default: {micros}\n\
-         --batch      images of a step. Default: {batch}\n\
-         --recompute  keep the inputs of stages alone, and run each forward again before its backward\n\
-         --epochs     times that all images are seen. Default: {epochs}\n\
-         --seed       of initial weights and of the order of images. Default: {seed}\n\n\
-         Exit code: 1 if the run fails, 2 on bad input, else 0.\n"
-    )
+    config::help(Options::command(), program)
 }
 
 impl Options {
-    /// Reads the arguments after the program's name.
+    /// Reads the arguments after the program's name. `None`: `--help` was asked for.
     ///
     /// # Errors
     /// Every fault of the command line, together: unknown flags and values, and what does not go together.
-    pub fn parse<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Result<Self, ConfigError> {
-        let (mut options, mut faults) = (Self::default(), Vec::new());
-        let mut args = args.into_iter().map(|arg| arg.into().to_string_lossy().into_owned()).peekable();
-        while let Some(arg) = args.next() {
-            let (name, inline) = match arg.split_once('=') {
-                Some((name, value)) if name.starts_with("--") => (name, Some(value.to_owned())),
-                _ => (&*arg, None),
-            };
-            match FLAGS.into_iter().find(|flag| *flag == name) {
-                None => {
-                    faults.push(Fault::new(name, "", "unknown argument", choose_from(name, &FLAGS)));
-                    if name.starts_with('-') && inline.is_none() {
-                        args.next_if(|next| !next.starts_with('-'));
-                    }
-                }
-                Some(flag @ ("--help" | "--recompute")) => match inline {
-                    Some(value) => faults.push(Fault::new(flag, value, "takes no value", format!("use {flag} alone"))),
-                    None if flag == "--help" => options.help = true,
-                    None => options.recompute = true,
-                },
-                Some(flag) => match inline.or_else(|| args.next_if(|next| !next.starts_with("--"))) {
-                    Some(value) => options.take(flag, value, &mut faults),
-                    None => {
-                        faults.push(Fault::new(flag, "", "no value", format!("use {flag} VALUE or {flag}=VALUE")));
-                    }
-                },
-            }
+    pub fn read<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Result<Option<Self>, ConfigError> {
+        let (matches, mut faults) = config::parse_all(Self::command(), args);
+        if faults.is_empty() && matches.get_flag("help") {
+            return Ok(None);
         }
-        if faults.is_empty() && !options.help {
-            options.require_fit(&mut faults);
-        }
-        if faults.is_empty() { Ok(options) } else { Err(ConfigError { faults }) }
-    }
-
-    fn take(&mut self, flag: &'static str, value: String, faults: &mut Vec<Fault>) {
-        let number = match flag {
-            "--model" | "--schedule" => {
-                let (known, to) = match flag {
-                    "--model" => (MODELS.to_vec(), &mut self.model),
-                    _ => (schedules(), &mut self.schedule),
-                };
-                match known.contains(&&*value) {
-                    true => *to = value,
-                    false => faults.push(Fault::new(flag, &value, "unknown", choose_from(&value, &known))),
+        match Self::from_arg_matches(&matches) {
+            Ok(options) => {
+                if faults.is_empty() {
+                    options.require_fit(&mut faults);
                 }
-                return;
+                if faults.is_empty() { Ok(Some(options)) } else { Err(ConfigError { faults }) }
             }
-            "--seed" => match value.parse() {
-                Ok(seed) => return self.seed = seed,
-                Err(_) => return faults.push(Fault::new(flag, value, "no seed", format!("use 0 to {}", u64::MAX))),
-            },
-            "--virtual" => self.virtual_stages.insert(0),
-            "--pp" => &mut self.pp,
-            "--dp" => &mut self.dp,
-            "--micro" => &mut self.micros,
-            "--batch" => &mut self.batch,
-            _ => &mut self.epochs,
-        };
-        match value.parse() {
-            Ok(count) if (1..=MOST).contains(&count) => *number = count,
-            _ => faults.push(Fault::new(flag, value, "no such number", format!("use 1 to {MOST}"))),
+            Err(error) => {
+                faults.push(Fault::new("", "", error, "--help lists the flags"));
+                Err(ConfigError { faults })
+            }
         }
     }
 
@@ -219,9 +135,13 @@ impl Options {
 }
 
 /// Names of the schedules: the synchronous ones, as the networks have running statistics.
-fn schedules() -> Vec<&'static str> {
-    Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name).collect()
+fn schedules() -> PossibleValuesParser {
+    PossibleValuesParser::new(Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name))
 }
 
 /// The largest count that a flag takes: threads and images are real.
 const MOST: usize = 4096;
+
+fn count(value: &str) -> Result<usize, String> {
+    value.parse().ok().filter(|count| (1..=MOST).contains(count)).ok_or_else(|| format!("expected 1 to {MOST}"))
+}

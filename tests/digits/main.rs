@@ -74,10 +74,10 @@ fn bad_flags_end_with_2_and_what_would_be_valid() {
     let lines: Vec<&str> = err.lines().collect();
     assert_eq!(lines.len(), 3, "all faults at once\n{err}");
     assert!(
-        lines[0].starts_with("error: --modle: unknown argument; the nearest is --model; use one of --model, "),
+        lines[0].starts_with("error: --modle: unknown flag; the nearest is --model; use one of --model, "),
         "{err}"
     );
-    assert_eq!(lines[1], "--pp 0: no such number; use 1 to 4096");
+    assert_eq!(lines[1], "--pp 0: expected 1 to 4096; --help says what --pp takes");
     assert!(lines[2].starts_with("--schedule gpip: unknown; the nearest is gpipe; use one of gpipe, 1f1b, "), "{err}");
     let help = succeed("--help");
     for flag in [

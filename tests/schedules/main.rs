@@ -1,5 +1,6 @@
 //! The program `schedules` as a user runs it: flags in; standard output, files and exit codes out.
 
+use meshwork::tensor::random;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -220,47 +221,39 @@ fn costs_that_are_far_apart_are_drawn_on_a_coarser_scale() {
     assert!(out.len() < 10_000 && out.contains("rank 0 | F0---") && out.contains("\n(a column is 6000000.01"), "{out}");
 }
 
-/// Values of any kind: each run ends, with a short text or with exit code 2 and the reason.
-mod fuzz {
-    use super::run;
-    use proptest::prelude::*;
-
-    fn number() -> impl Strategy<Value = String> {
-        prop_oneof![
-            3 => (0..9_usize).prop_map(|n| n.to_string()),
-            1 => any::<u64>().prop_map(|n| n.to_string()),
-            1 => any::<f64>().prop_map(|n| n.to_string()),
-            1 => prop::sample::select(vec!["", "-1", "1e308", "1e9", "5e-324", "NaN", "inf", "x", "1,1", "--json"])
-                .prop_map(String::from),
-        ]
-    }
-
-    fn option() -> impl Strategy<Value = String> {
-        let count = prop::sample::select(vec!["--pp", "--micro", "--virtual", "--steps", "--transfer"]);
-        let schedules = vec!["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "pipedream_2bw", "?"];
-        prop_oneof![
-            4 => (count, number()).prop_map(|(flag, value)| format!("{flag}={value}")),
-            2 => prop::array::uniform3(number()).prop_map(|costs| format!("--costs={}", costs.join(","))),
-            2 => prop::sample::select(schedules).prop_map(|name| format!("--schedule={name}")),
-            1 => prop::sample::select(vec!["--json", "--no-overlap", "--colour", "-"]).prop_map(String::from),
-        ]
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
-        #[test]
-        fn any_values_are_answered(options in prop::collection::vec(option(), 0..5)) {
-            let line = options.join(" ");
-            // What is large and right takes long to draw up: that is for the tests of the crate.
-            prop_assume!(!options.iter().any(|option| option.split('=').nth(1).is_some_and(|value| {
-                value.parse::<u64>().is_ok_and(|count| (9..=1 << 21).contains(&count))
-            })));
-            let (code, out, err) = run(&line);
-            match code {
-                Some(0) => prop_assert!(err.is_empty() && out.len() < 1 << 20, "{line}\n{err}"),
-                Some(2) => prop_assert!(err.starts_with("error: ") && out.is_empty(), "{line}\n{err}"),
-                _ => prop_assert!(false, "{line}: {code:?}\n{err}"),
-            }
+/// Values of any kind: each run ends, with a short text or with exit code 2 and the reason. What is large and right takes long to draw
+/// up, and is for the tests of the crate.
+#[test]
+fn any_values_are_answered() {
+    let key = random::key(1, "command lines");
+    let mut drawn = 0;
+    let mut pick = |from: &[&str]| {
+        drawn += 1;
+        from[(random::uniform(key, drawn) * from.len() as f32) as usize].to_owned()
+    };
+    let numbers = ["0", "1", "2", "3", "5", "8", "18446744073709551615", "-0.5", "0.25", "1e308", "1e9", "5e-324"];
+    let odd = ["", "-1", "NaN", "inf", "x", "1,1", "--json"];
+    let schedules = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "pipedream_2bw", "?"];
+    for _ in 0..64 {
+        let mut options = Vec::new();
+        while options.len() < 5 && pick(&["", "", "", "", "end"]).is_empty() {
+            let mut number = |_| if pick(&["", "", "", "odd"]).is_empty() { pick(&numbers) } else { pick(&odd) };
+            let values: Vec<String> = (0..3).map(&mut number).collect();
+            options.push(match &*pick(&["count", "count", "costs", "schedule", "switch"]) {
+                "count" => {
+                    format!("{}={}", pick(&["--pp", "--micro", "--virtual", "--steps", "--transfer"]), values[0])
+                }
+                "costs" => format!("--costs={}", values.join(",")),
+                "schedule" => format!("--schedule={}", pick(&schedules)),
+                _ => pick(&["--json", "--no-overlap", "--colour", "-"]),
+            });
+        }
+        let line = options.join(" ");
+        let (code, out, err) = run(&line);
+        match code {
+            Some(0) => assert!(err.is_empty() && out.len() < 1 << 20, "{line}\n{err}"),
+            Some(2) => assert!(err.starts_with("error: ") && out.is_empty(), "{line}\n{err}"),
+            _ => panic!("{line}: {code:?}\n{err}"),
         }
     }
 }

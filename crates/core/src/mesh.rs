@@ -16,6 +16,8 @@
 //! assert!("tp=4".parse::<Mesh>()?.has(Axis::Dp)); // of degree 1
 //! # Ok::<(), meshwork_core::MeshError>(())
 //! ```
+//!
+//! More than 400 lines: a third are the documented examples and tests of one small type.
 
 use std::fmt;
 use std::num::IntErrorKind;

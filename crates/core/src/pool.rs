@@ -61,9 +61,9 @@ where
 }
 
 /// Calls `wait`, during which this thread does not compute: its core works for others. For a rank that waits for something other
-/// than its peers; those waits lend already.
-pub fn lend<R>(wait: impl FnOnce() -> R) -> R {
-    if HOLDS_CORE.get() { Pool::of_process().lend(wait) } else { wait() }
+/// than its peers; those waits yield already.
+pub fn yield_core<R>(wait: impl FnOnce() -> R) -> R {
+    if HOLDS_CORE.get() { Pool::of_process().yield_core(wait) } else { wait() }
 }
 
 thread_local! {
@@ -201,8 +201,8 @@ impl Pool {
         self.run(&Job { drain: &drain, helpers: AtomicUsize::new(0), panic: Mutex::new(None) });
     }
 
-    /// [`lend`].
-    fn lend<R>(&self, wait: impl FnOnce() -> R) -> R {
+    /// [`yield_core`].
+    fn yield_core<R>(&self, wait: impl FnOnce() -> R) -> R {
         struct Back<'a>(&'a Pool);
         impl Drop for Back<'_> {
             fn drop(&mut self) {
@@ -249,7 +249,7 @@ impl Pool {
         // No worker joins any more. What follows must not unwind before the helpers are out.
         let out = || job.helpers.load(Ordering::Acquire) == 0;
         if !spin_until(out) {
-            self.lend(|| {
+            self.yield_core(|| {
                 let mut state = self.lock();
                 state.owners += 1;
                 while !out() {

@@ -1,5 +1,6 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
+use crate::pass::{MicroBatch, Pass, Purpose, Seeds};
 use crate::statistics::Noted;
 use crate::watch::Watched;
 use crate::weights::WeightStore;
@@ -22,82 +23,6 @@ pub struct Message {
     pub types: Types,
 }
 
-/// What a pass over the batch is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
-    /// Loss and gradients.
-    Train,
-    /// The loss alone.
-    Evaluate,
-    /// The output of the last stage.
-    Predict,
-}
-
-/// The gradients that the backward of a micro-batch starts from.
-#[derive(Clone, Copy, Debug)]
-pub struct Seeds {
-    /// Of the loss of each sample: 1 / N for N terms in all that an update adds up.
-    pub loss: f64,
-    /// Of an auxiliary loss of coefficient 1: 1 / samples of the update.
-    pub auxiliary: f64,
-}
-
-/// What every stage of a rank needs in one pass over the batch.
-#[derive(Debug)]
-pub struct Pass {
-    /// Where this runs.
-    pub rank: Arc<Rank>,
-    /// Who computes.
-    pub device: Arc<dyn Device>,
-    /// What the pass is for.
-    pub purpose: Purpose,
-    /// Position of this rank's first sample, with seed and step.
-    pub position: Position,
-    /// This rank's samples.
-    pub batch: Batch,
-    /// Samples of a micro-batch.
-    pub micro_batch: usize,
-    /// What travels behind each stage but the last.
-    pub activations: Rc<[Activation]>,
-    /// Per micro-batch.
-    pub seeds: Vec<Seeds>,
-    /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
-    pub first_micro: usize,
-    /// How far that count is ahead of the schedule's.
-    pub ahead: usize,
-    /// What is computed again in backward.
-    pub recompute: Recompute,
-    /// Metrics that the model declares.
-    pub metrics: Rc<[Metric]>,
-    /// What this rank counts of the pass, in f64 on the device: `[losses of samples | metrics of samples | ..]`, each row as long as
-    /// the global batch.
-    pub numbers: RefCell<Buffer>,
-    /// Samples of the global batch.
-    pub global_batch_size: usize,
-    /// Who looks on while this trains.
-    pub watch: Option<Arc<dyn Watch>>,
-}
-
-impl Pass {
-    /// One of its micro-batches.
-    fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
-        let first = micro * self.micro_batch;
-        let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
-        let samples = self.batch.part(first..first + self.micro_batch)?;
-        Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
-    }
-
-    /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.
-    fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
-        if !value.types().counted_at(self.rank.coords()) {
-            return Ok(());
-        }
-        let at = row * self.global_batch_size + first_sample as usize;
-        let numbers = &mut self.numbers.borrow_mut();
-        Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
-    }
-}
-
 /// A stage with its passes in flight.
 #[derive(Debug)]
 pub struct Chunk {
@@ -111,16 +36,6 @@ pub struct Chunk {
     noted: Noted,
     /// Output of the last prediction.
     prediction: Option<Tensor>,
-}
-
-/// A micro-batch of one pass. In an asynchronous run its backward may fall into another pass.
-#[derive(Clone, Debug)]
-struct MicroBatch {
-    micro: usize,
-    position: Position,
-    samples: Batch,
-    /// None in a pass that does not train.
-    seeds: Option<Seeds>,
 }
 
 /// A micro-batch that waits for its backward.

@@ -3,7 +3,7 @@
 use crate::TrainError;
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
-use meshwork_tensor::tape::{GradSink, Place, Share};
+use meshwork_tensor::tape::{GradSink, GradSlot, GradShard};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -163,11 +163,11 @@ impl Waiting {
 
 impl Gradients {
     /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
-    fn place_in_order(&mut self, share: &Share) -> Result<Place<'_>> {
+    fn place_in_order(&mut self, share: &GradShard) -> Result<GradSlot<'_>> {
         let (bucket, member) = self.places[share.id.index()];
         let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
         let Some(ordered) = &mut self.ordered else {
-            return Ok(Place { buffer, start: all.start, first: true });
+            return Ok(GradSlot { buffer, start: all.start, first: true });
         };
         let copies = ordered.copies[share.id.index()];
         let before = ordered.first.get(&(ordered.stage, share.id)).copied().unwrap_or(0);
@@ -195,12 +195,12 @@ impl Gradients {
         let samples = share.samples.end - share.samples.start;
         if waiting.sums.is_empty() {
             waiting.sums.push((samples, None));
-            return Ok(Place { buffer, start, first: true });
+            return Ok(GradSlot { buffer, start, first: true });
         }
         let room = self.device.alloc(buffer.dtype(), n * share.copies.len())?;
         waiting.sums.push((samples, None));
         let Some((_, sum)) = waiting.sums.last_mut() else { unreachable!("just pushed") };
-        Ok(Place { buffer: sum.insert(room), start: 0, first: true })
+        Ok(GradSlot { buffer: sum.insert(room), start: 0, first: true })
     }
 
     /// Adds up what waits of a gradient, and zeroes the copies that nobody here fills.
@@ -223,23 +223,23 @@ impl Gradients {
 }
 
 impl GradSink for Gradients {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let device = Arc::clone(&self.device);
-        let Some(Place { buffer, start, first }) = self.place(share)? else { return Ok(()) };
+        let Some(GradSlot { buffer, start, first }) = self.place(share)? else { return Ok(()) };
         if first {
             device.optim()?.zero(buffer, start..start + grad.buffer().count())?;
         }
         device.pointwise()?.add_assign(buffer, start, grad.buffer())
     }
 
-    fn place(&mut self, share: &Share) -> Result<Option<Place<'_>>> {
+    fn place(&mut self, share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         let first = std::mem::replace(&mut self.empty[share.id.index()], false);
         if self.ordered.is_some() {
             return self.place_in_order(share).map(Some);
         }
         let (bucket, member) = self.places[share.id.index()];
         let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-        Ok(Some(Place { buffer, start: range.start, first }))
+        Ok(Some(GradSlot { buffer, start: range.start, first }))
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {

@@ -24,7 +24,7 @@ pub struct Key {
     pub axes: Vec<Axis>,
     /// The pp ranks that hold it, if it is tied across stages.
     pub holders: Option<Vec<usize>>,
-    /// Copies in which gradients are kept until they are reduced: see [`Share`](meshwork_tensor::tape::Share).
+    /// Copies in which gradients are kept until they are reduced: see [`GradShard`](meshwork_tensor::tape::GradShard).
     pub copies: usize,
 }
 

@@ -43,6 +43,7 @@ mod error;
 mod gradients;
 mod layout;
 mod model_plan;
+mod pass;
 mod plan;
 mod state;
 mod statistics;

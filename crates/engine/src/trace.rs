@@ -5,7 +5,7 @@ use crate::{LocalModel, ModelPlan, TrainError};
 use meshwork_core::{Rank, Types};
 use meshwork_nn::Batch;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ struct Order {
 }
 
 impl GradSink for Order {
-    fn accumulate(&mut self, share: &Share, _grad: Tensor) -> Result<(), Error> {
+    fn accumulate(&mut self, share: &GradShard, _grad: Tensor) -> Result<(), Error> {
         self.copies.insert(share.id, share.of);
         Ok(())
     }

@@ -162,8 +162,8 @@ impl Block {
     }
 
     fn forward(&self, tape: &Tape, x: &Var, region: Region, dropout: f32) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.factor(tape, x)?, region, Some(x), dropout)?;
-        self.mlp.forward(tape, &self.ln_2.factor(tape, &x)?, region, Some(&x), dropout)
+        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), dropout)?;
+        self.mlp.forward(tape, &self.ln_2.operand(tape, &x)?, region, Some(&x), dropout)
     }
 }
 
@@ -181,7 +181,7 @@ impl Stage for Gpt2Stage {
             x = block.forward(tape, &x, self.region, self.dropout)?;
         }
         match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.factor(tape, &x)?, self.region),
+            Some((norm, head)) => head.logits(tape, &norm.operand(tape, &x)?, self.region),
             None => Ok(x),
         }
     }

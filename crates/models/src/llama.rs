@@ -204,8 +204,8 @@ impl Block {
     }
 
     fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.attn_norm.factor(tape, x)?, region, Some(x), 0.0)?;
-        self.mlp.forward(tape, &self.mlp_norm.factor(tape, &x)?, region, Some(&x), 0.0)
+        let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), 0.0)?;
+        self.mlp.forward(tape, &self.mlp_norm.operand(tape, &x)?, region, Some(&x), 0.0)
     }
 }
 
@@ -220,7 +220,7 @@ impl Stage for LlamaStage {
             x = block.forward(tape, &x, self.region)?;
         }
         match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.factor(tape, &x)?, self.region),
+            Some((norm, head)) => head.logits(tape, &norm.operand(tape, &x)?, self.region),
             None => Ok(x),
         }
     }

@@ -33,10 +33,10 @@ impl LayerNorm {
         x.layer_norm(&tape.param(self.weight)?, bias.as_ref(), self.eps)
     }
 
-    /// The same, for matrix products alone: a [factor](Var::layer_norm_factor).
-    pub fn factor(&self, tape: &Tape, x: &Var) -> Result<Var> {
+    /// The same, for matrix products alone: a [operand](Var::layer_norm_operand).
+    pub fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
-        x.layer_norm_factor(&tape.param(self.weight)?, bias.as_ref(), self.eps)
+        x.layer_norm_operand(&tape.param(self.weight)?, bias.as_ref(), self.eps)
     }
 }
 
@@ -59,8 +59,8 @@ impl RmsNorm {
         x.rms_norm(&tape.param(self.weight)?, self.eps)
     }
 
-    /// The same, for matrix products alone: a [factor](Var::rms_norm_factor).
-    pub fn factor(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.rms_norm_factor(&tape.param(self.weight)?, self.eps)
+    /// The same, for matrix products alone: a [operand](Var::rms_norm_operand).
+    pub fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.rms_norm_operand(&tape.param(self.weight)?, self.eps)
     }
 }

@@ -5,7 +5,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ struct Flat<'a> {
 }
 
 impl GradSink for Flat<'_> {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         (self.at_share)();
         let start = self.params.place(share.id).1.start;
         let device = Arc::clone(self.sum.device());

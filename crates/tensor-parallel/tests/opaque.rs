@@ -6,7 +6,7 @@ use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::tape::{GradSink, Mode, Place, Position, Selective, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, GradSlot, Position, Selective, GradShard, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -53,10 +53,10 @@ impl Gpt {
         let x = self.tokens.embed(tape, ids, region)?;
         let mut x = self.positions.forward(tape, &x)?.dropout(DROPOUT, "embedding")?;
         for (ln_1, attention, ln_2, mlp) in &self.blocks {
-            x = attention.forward(tape, &ln_1.factor(tape, &x)?, region, Some(&x), DROPOUT)?;
-            x = mlp.forward(tape, &ln_2.factor(tape, &x)?, region, Some(&x), DROPOUT)?;
+            x = attention.forward(tape, &ln_1.operand(tape, &x)?, region, Some(&x), DROPOUT)?;
+            x = mlp.forward(tape, &ln_2.operand(tape, &x)?, region, Some(&x), DROPOUT)?;
         }
-        let logits = self.tokens.logits(tape, &self.norm.factor(tape, &x)?, region)?;
+        let logits = self.tokens.logits(tape, &self.norm.operand(tape, &x)?, region)?;
         self.tokens.loss(&logits, targets)
     }
 }
@@ -70,7 +70,7 @@ struct Bucket<'a> {
 }
 
 impl GradSink for Bucket<'_> {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let start = self.params.place(share.id).1.start;
         match std::mem::take(&mut self.empty[share.id.index()]) {
             true => self.device.layout()?.copy_into(grad.buffer(), 0..grad.count(), self.all, start),
@@ -78,9 +78,9 @@ impl GradSink for Bucket<'_> {
         }
     }
 
-    fn place(&mut self, share: &Share) -> Result<Option<Place<'_>>> {
+    fn place(&mut self, share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         let first = std::mem::take(&mut self.empty[share.id.index()]);
-        Ok(Some(Place { buffer: self.all, start: self.params.place(share.id).1.start, first }))
+        Ok(Some(GradSlot { buffer: self.all, start: self.params.place(share.id).1.start, first }))
     }
 
     fn ready(&mut self, _id: ParamId) -> Result<()> {

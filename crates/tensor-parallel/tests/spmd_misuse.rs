@@ -1,12 +1,14 @@
 //! Wrongly distributed programs, each beside its corrected form. Every wrong one must be refused before it computes
 //! anything, with a message that says what is wrong and what would be right, on two ranks per axis and on one: what a
 //! laptop accepts must be right on a cluster.
+//!
+//! More than 400 lines: one short case for each misuse.
 
 use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;
@@ -385,7 +387,7 @@ fn a_loss_of_this_ranks_samples_reported_as_final() {
 fn backward_from_a_loss_that_every_rank_holds_a_copy_of() {
     struct Nowhere;
     impl GradSink for Nowhere {
-        fn accumulate(&mut self, _: &Share, _: Tensor) -> Result<()> {
+        fn accumulate(&mut self, _: &GradShard, _: Tensor) -> Result<()> {
             Ok(())
         }
         fn ready(&mut self, _: ParamId) -> Result<()> {

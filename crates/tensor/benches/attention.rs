@@ -10,7 +10,7 @@ use meshwork_tensor::cpu::kernels::attention::{
     Angles, Dims, Groups, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
 };
 use meshwork_tensor::cpu::kernels::matmul::Precision;
-use meshwork_tensor::family::AttentionShape;
+use meshwork_tensor::kernel::AttentionShape;
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 

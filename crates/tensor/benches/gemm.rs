@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use meshwork_core::{Block, pool};
-use meshwork_tensor::cpu::kernels::matmul::{Epilogue, Factor, Precision, Strides, Update, gemm_in, gemm_shared};
+use meshwork_tensor::cpu::kernels::matmul::{Epilogue, MatmulOperand, Precision, Strides, Update, gemm_in, gemm_shared};
 use meshwork_tensor::cpu::kernels::round::{Stored, round};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
@@ -196,8 +196,8 @@ fn numbers(len: usize, rounded: bool) -> Block {
     stored
 }
 
-fn factor(block: &Block, strides: Strides, rounded: bool) -> Factor<'_, f32> {
-    if rounded { Factor::Rounded(cast(block), strides) } else { Factor::Full(cast(block), strides) }
+fn factor(block: &Block, strides: Strides, rounded: bool) -> MatmulOperand<'_, f32> {
+    if rounded { MatmulOperand::Rounded(cast(block), strides) } else { MatmulOperand::Full(cast(block), strides) }
 }
 
 fn cast<T: Pod>(block: &Block) -> &[T] {

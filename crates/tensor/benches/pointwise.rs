@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::family::{DropoutMask, TableGrad, VocabShard};
+use meshwork_tensor::kernel::{DropoutMask, TableGrad, VocabShard};
 use meshwork_tensor::tape::RowLeaves;
 use meshwork_tensor::{Error, random};
 

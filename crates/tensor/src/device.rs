@@ -1,11 +1,11 @@
 //! Where tensors live and who computes on them.
 //!
-//! A device hands out small families of operations ([`crate::family`]); a missing one is an error that names it. Devices
+//! A device hands out small traits of kernels ([`crate::kernel`]); a missing one is an error that names it. Devices
 //! here: [`cpu`](crate::cpu) computes; [`meta`](crate::meta) has shapes only, so that a step run on it tells FLOPs, bytes
-//! and collectives without data. A family implements its operations in one file per device, siblings of each other.
+//! and collectives without data. Each kernel trait is implemented in one file per device, siblings of each other.
 
 use crate::error::{Error, Result};
-use crate::family::*;
+use crate::kernel::*;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -45,9 +45,9 @@ pub trait Device: Send + Sync + Debug {
     /// What this device has done and holds.
     fn meter(&self) -> &Meter;
 
-    /// The type in which a factor is stored: a value of type `dtype` that matrix products alone read. Another than `dtype`
+    /// The type in which a matmul operand is stored: a value of type `dtype` that matrix products alone read. Another than `dtype`
     /// where products round it anyway, so that their results are the same. Its gradient is of type `dtype`.
-    fn factor(&self, dtype: DType) -> DType {
+    fn operand_dtype(&self, dtype: DType) -> DType {
         dtype
     }
 
@@ -111,9 +111,9 @@ pub trait Device: Send + Sync + Debug {
         Err(self.missing("optim"))
     }
 
-    /// The error for a family that this device lacks. The tape puts the name of its operation in.
-    fn missing(&self, family: &'static str) -> Error {
-        Error::MissingFamily { op: family, device: self.name().to_owned(), family }
+    /// The error for a kernel trait that this device lacks. The tape puts the name of its operation in.
+    fn missing(&self, kernels: &'static str) -> Error {
+        Error::MissingKernel { op: kernels, device: self.name().to_owned(), kernels }
     }
 }
 

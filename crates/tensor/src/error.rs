@@ -38,15 +38,15 @@ pub enum Error {
         /// What would be valid.
         valid: &'static str,
     },
-    /// The device has no kernels of this family.
-    #[error("{op}: device {device} has no {family} operations")]
-    MissingFamily {
+    /// The device has no kernels of this kind.
+    #[error("{op}: device {device} has no {kernels} operations")]
+    MissingKernel {
         /// The operation that asked for it.
         op: &'static str,
         /// The device.
         device: String,
-        /// The family, as `matmul`.
-        family: &'static str,
+        /// The kernel trait, as `matmul`.
+        kernels: &'static str,
     },
     /// A function of the host, asked of a device that runs none.
     #[error(
@@ -151,7 +151,7 @@ impl Error {
     /// The same with the operation in whose course it happened, where a device could not know it.
     pub(crate) fn during(self, op: &'static str) -> Self {
         match self {
-            Self::MissingFamily { device, family, .. } => Self::MissingFamily { op, device, family },
+            Self::MissingKernel { device, kernels, .. } => Self::MissingKernel { op, device, kernels },
             other => other,
         }
     }

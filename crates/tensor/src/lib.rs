@@ -13,7 +13,7 @@ pub mod collective;
 pub mod cpu;
 pub mod device;
 mod error;
-pub mod family;
+pub mod kernel;
 pub mod meta;
 pub mod op;
 pub mod param;

@@ -1,14 +1,14 @@
-//! A device that records what another one does: one [`Span`] per call of a family.
+//! A device that records what another one does: one [`Span`] per call of a kernel.
 //!
 //! FLOPs are what the wrapped device's meter counts during the call. Bytes are the least that must move: each input read
-//! and each output written once. Whoever adds a method to a family passes it on here too, provided methods included:
+//! and each output written once. A method that is added to a kernel trait is passed on here too, provided ones included:
 //! their default would run in the place of the device's own.
 //!
-//! More than 400 lines: every operation of every family, one after the other, and nothing else.
+//! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
 use crate::device::{Device, Meter};
 use crate::error::Result;
-use crate::family::*;
+use crate::kernel::*;
 use crate::tape::{RowLeaves, Terms};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
@@ -63,7 +63,7 @@ struct What {
 }
 
 impl What {
-    /// A product in the type of its result, whatever its factors are stored in.
+    /// A product in the type of its result, whatever its operands are stored in.
     fn product(name: &'static str, mnk: [usize; 3], dtype: DType, reads: &[&Buffer]) -> What {
         What { class: Class::Product, name, detail: Detail::Product(mnk), dtype: Some(dtype), bytes: bytes(reads) }
     }
@@ -118,8 +118,8 @@ impl Device for Profiled {
         self.inner.name()
     }
 
-    fn factor(&self, dtype: DType) -> DType {
-        self.inner.factor(dtype)
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.inner.operand_dtype(dtype)
     }
 
     // Too many and too short to be told apart from the code around.

@@ -5,7 +5,7 @@ mod common;
 use common::{on_mesh, values};
 use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ struct Shares(BTreeMap<(ParamId, usize), Vec<OfSamples>>);
 type OfSamples = (u64, Vec<f32>);
 
 impl GradSink for Shares {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let values = grad.to_vec::<f32>()?;
         let each = values.len() / share.copies.len();
         for (copy, values) in share.copies.clone().zip(values.chunks(each)) {

@@ -7,7 +7,7 @@ mod common;
 use common::{POSITION, alone, ids, integers, to_f64, values};
 use meshwork_core::{Buffer, Types};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, GradShard, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -81,14 +81,14 @@ impl Model {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Event {
-    Share(String),
+    GradShard(String),
     Ready(String),
 }
 
 impl Event {
     fn name(&self) -> &str {
         match self {
-            Event::Share(name) | Event::Ready(name) => name,
+            Event::GradShard(name) | Event::Ready(name) => name,
         }
     }
 }
@@ -116,12 +116,12 @@ impl<'a> Recorder<'a> {
 }
 
 impl GradSink for Recorder<'_> {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let name = self.model.name(share.id);
         assert!(!self.ready_names().contains(&name.as_str()), "{name} got a share after it was ready");
         let sum = self.grads.entry(name.clone()).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(to_f64(&grad)).for_each(|(sum, share)| *sum += share);
-        self.events.push(Event::Share(name));
+        self.events.push(Event::GradShard(name));
         (self.at_share)();
         Ok(())
     }
@@ -278,7 +278,7 @@ fn a_gradient_is_ready_once_after_its_last_share() {
     let mut sink = Recorder::new(&model);
     tape.backward(&loss, model.seed(), Weights::Now, &mut sink).unwrap();
     assert_eq!(sink.ready_names(), READY);
-    let shares = |name: &str| sink.events.iter().filter(|event| **event == Event::Share(name.to_owned())).count();
+    let shares = |name: &str| sink.events.iter().filter(|event| **event == Event::GradShard(name.to_owned())).count();
     assert_eq!(READY.map(shares), [0, 1, 1, 1, 1, 1, 1, 2], "the table is used twice, the branch to nowhere never");
 }
 

@@ -6,7 +6,7 @@ mod common;
 use common::{NoParams, POSITION, alone, input, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::{Axis, Ty, Types, tree};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::parity::assert_close;
 use std::collections::BTreeMap;
@@ -170,7 +170,7 @@ impl Network {
         y.linear(&param("head")?, 3)
     }
 
-    /// Gradients of the samples in `range`, by [`Share`].
+    /// Gradients of the samples in `range`, by [`GradShard`].
     fn gradients(&self, range: Range<usize>, weights: Weights) -> Result<Shares> {
         let position = Position { first_sample: range.start as u64, ..POSITION };
         let device = self.params.value(self.ids["head"])?.device().clone();
@@ -196,7 +196,7 @@ impl Network {
 struct Shares(BTreeMap<(ParamId, u64), Vec<f32>>);
 
 impl GradSink for Shares {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         assert!(self.0.insert((share.id, share.samples.start), grad.to_vec()?).is_none(), "one share each");
         Ok(())
     }

@@ -7,7 +7,7 @@ use common::values;
 use meshwork_core::{Buffer, tree};
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::family::{Gemm, TableGrad, VocabShard};
+use meshwork_tensor::kernel::{Gemm, TableGrad, VocabShard};
 use meshwork_tensor::tape::{RowLeaves, Terms};
 use meshwork_testkit::Rng;
 

@@ -5,7 +5,7 @@ mod common;
 use common::{NoParams, POSITION, alone, tape_of, to_f64, values};
 use meshwork_core::Types;
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, SavedPolicy, Selective, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, SavedPolicy, Selective, GradShard, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -40,7 +40,7 @@ fn one_pass_has_the_bits_of_the_operations_apart() {
 struct Sums(BTreeMap<usize, Vec<f64>>);
 
 impl GradSink for Sums {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let sum = self.0.entry(share.id.index()).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(to_f64(&grad)).for_each(|(sum, share)| *sum += share);
         Ok(())

@@ -44,7 +44,7 @@ fn the_defaults_are_those_of_the_contract() {
     assert_eq!((c.data.path, c.data.tokenizer.as_str(), c.data.shuffle), (None, "bytes", true));
     assert_eq!((c.validation.every, c.validation.fraction), (0, 0.05));
     assert_eq!((c.checkpoint.keep, c.checkpoint.resume, c.metrics.profile), (2, false, false));
-    assert_eq!((c.comm.timeout_seconds, c.numerics.leaves), (60.0, 8));
+    assert_eq!((c.comm.timeout_seconds, c.numerics.reduction_blocks), (60.0, 8));
     assert!(c.notices.is_empty());
 }
 

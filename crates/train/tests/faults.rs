@@ -392,28 +392,28 @@ fn degrees_must_fit_the_tree_of_canonical_numerics() {
         (
             &format!("{canonical} {six} --mesh tp=3"),
             &format!(
-                "parallelism.tp = 3: does not fit canonical numerics with numerics.leaves = 8: {share}; use 1, 2, 4, 8, or \
-                 another numerics.leaves"
+                "parallelism.tp = 3: does not fit canonical numerics with numerics.reduction_blocks = 8: {share}; use 1, 2, 4, 8, or \
+                 another numerics.reduction_blocks"
             ),
         ),
         (
-            &format!("{canonical} {six} --mesh dp=2,tp=2 --set numerics.leaves=6 --set training.global_batch_size=24"),
+            &format!("{canonical} {six} --mesh dp=2,tp=2 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"),
             &format!(
-                "parallelism.tp = 2: does not fit canonical numerics with numerics.leaves = 6: {share}; use 1, 3, 6, or another \
-                 numerics.leaves\n\
+                "parallelism.tp = 2: does not fit canonical numerics with numerics.reduction_blocks = 6: {share}; use 1, 3, 6, or another \
+                 numerics.reduction_blocks\n\
                  parallelism.dp = 2: does not fit canonical numerics with training.global_batch_size = 24: {share}; use 1, 3, 6, \
                  12, 24, or another training.global_batch_size"
             ),
         ),
     ]);
     refused(&[(
-        &format!("{canonical} --set numerics.leaves=1099511627776"),
-        "numerics.leaves = 1099511627776: more leaves than any tp has use for: each costs time and memory; use 4096 or fewer",
+        &format!("{canonical} --set numerics.reduction_blocks=1099511627776"),
+        "numerics.reduction_blocks = 1099511627776: more blocks than any tp has use for: each costs time and memory; use 4096 or fewer",
     )]);
-    config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.leaves=6 --set training.global_batch_size=24"));
+    config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"));
     assert_eq!(
-        config("--set numerics.leaves=6").notices,
-        ["numerics.leaves = 6 has no effect: training.numerics is fast"]
+        config("--set numerics.leaves=6").notices, // its former name
+        ["numerics.reduction_blocks = 6 has no effect: training.numerics is fast"]
     );
 }
 

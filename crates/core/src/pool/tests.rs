@@ -46,7 +46,7 @@ fn a_waiting_rank_lends_its_core() {
     thread::scope(|scope| {
         scope.spawn(|| {
             let _core = Core::enter(pool);
-            pool.lend(|| {
+            pool.yield_core(|| {
                 lent.wait();
                 helped.wait();
             });

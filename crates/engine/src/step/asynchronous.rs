@@ -13,7 +13,7 @@
 
 use super::pending::PendingStep;
 use super::{Driver, StepReport, Trainer};
-use crate::chunk::{Pass, Purpose};
+use crate::pass::{Pass, Purpose};
 use crate::statistics::StatisticSums;
 use crate::{Plan, TrainError};
 use meshwork_core::Axis;

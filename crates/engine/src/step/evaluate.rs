@@ -2,7 +2,8 @@
 
 use super::Trainer;
 use crate::TrainError;
-use crate::chunk::{Chunk, Pass, Purpose, Running};
+use crate::chunk::{Chunk, Running};
+use crate::pass::{Pass, Purpose};
 use crate::transport::PipeTransport;
 use meshwork_core::Axis;
 use meshwork_nn::Batch;

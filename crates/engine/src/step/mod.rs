@@ -9,19 +9,22 @@
 //!
 //! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
 //! runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never drain.
+//!
+//! More than 400 lines: all that a trainer holds is set up in one constructor, beside the documented public calls.
 
 mod asynchronous;
 mod driver;
 mod evaluate;
 mod pending;
+mod state;
 mod synchronous;
 
 pub use evaluate::Evaluation;
 
-use crate::chunk::{Chunk, LiveActivations, Message, Pass, Purpose, Running, Seeds};
+use crate::chunk::{Chunk, LiveActivations, Message, Running};
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{buckets, join_tied, norm_shards, reducer};
-use crate::state::{StateKey, StatePiece, StateSource, TrainState};
+use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, StatisticSums};
 use crate::trace::trace;
 use crate::transport::PipeTransport;
@@ -32,7 +35,6 @@ use driver::Driver;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
-use meshwork_tensor::param::Piece;
 use meshwork_tensor::tape::Position;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use pending::PendingStep;
@@ -248,72 +250,6 @@ impl Trainer {
         self.watch = Some(watch);
     }
 
-    /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
-    /// the slice that it holds: nothing, where the parameter lies on other stages. Optimizer states stay as they are.
-    ///
-    /// Not collective; but ranks that hold the same elements must be given the same.
-    pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
-        let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
-        let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
-            return Err(refuse("the model has none of that name".to_owned()));
-        };
-        if whole.len() != spec.global_elements() {
-            let (given, wanted) = (whole.len(), spec.global_elements());
-            return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
-        }
-        self.require_complete()?;
-        let params =
-            self.weights.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
-        let Some(id) = params.declarations().find(name) else { return Ok(()) };
-        let local = spec.local(self.rank.mesh(), self.rank.coords());
-        let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
-        Ok(params.write(id, &piece.values)?)
-    }
-
-    /// All that this rank holds of the state of the run, by global name and slice: weights, buffers, optimizer states and counters.
-    /// From it any other mesh goes on: see [`load_state`](Self::load_state).
-    ///
-    /// # Errors
-    /// While steps are under way: [`flush`](Self::flush) completes them.
-    pub fn state(&self) -> Result<TrainState, TrainError> {
-        self.require_complete()?;
-        let (weights, mut pieces) = (self.weights.borrow(), Vec::new());
-        let declarations = weights.params().declarations().clone();
-        for id in declarations.ids() {
-            let spec = declarations.spec(id);
-            let slice = spec.local(self.rank.mesh(), self.rank.coords());
-            let mut push = |state: Option<&str>, values| {
-                let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-                let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
-                pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
-            };
-            push(None, weights.params().read(id)?);
-            for (name, values) in weights.rule().state_names().iter().zip(weights.states(id)?) {
-                push(Some(*name), values);
-            }
-        }
-        Ok(TrainState { step: self.steps_begun, updates: weights.updates(), pieces })
-    }
-
-    /// Goes on from the state of another run of the same model and update rule, on whatever mesh, schedule and number of
-    /// micro-batches that was: this rank reads its slices. Every rank must be given the same state.
-    ///
-    /// # Errors
-    /// While steps are under way; state that is missing or does not fit, in which case this trainer is of no use any more.
-    pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
-        self.require_complete()?;
-        let weights = self.weights.get_mut();
-        let declarations = weights.params().declarations().clone();
-        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
-        weights.load(source.updates(), |id, state| {
-            let spec = declarations.spec(id);
-            let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-            source.read(&key, spec.dims, &spec.local(mesh, coords))
-        })?;
-        self.steps_begun = source.step();
-        Ok(())
-    }
-
     /// When each gradient bucket of the last step was started and done.
     pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
         self.weights.borrow().gradients.events().to_vec()
@@ -454,7 +390,7 @@ fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), Plan
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
-    if device.factor(DType::F32) != plan.precision.factor(DType::F32) {
+    if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }
     Ok(())

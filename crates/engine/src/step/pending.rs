@@ -4,7 +4,7 @@
 //! which is summed over the world and downloaded once: so no number of micro-batches or layers adds a download.
 
 use super::{StepReport, Trainer};
-use crate::chunk::Purpose;
+use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{TIES, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};

@@ -1,5 +1,7 @@
 //! What can be wrong with a schedule: one variant per kind of fault. Long because each has facts of its own, and a sentence that
 //! says them.
+//!
+//! More than 400 lines: one message for each way in which a schedule can be wrong.
 
 use std::error::Error;
 use std::fmt;

@@ -5,7 +5,7 @@ use meshwork_core::comm::record;
 use meshwork_core::{Axis, Communicator, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
-use meshwork_tensor::tape::{GradSink, Mode, Position, Share, Weights};
+use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
@@ -286,7 +286,7 @@ fn join_runs<'a>(name: &str, ranks: impl Iterator<Item = &'a (Ty, Runs)>) -> Vec
 struct Sums(BTreeMap<ParamId, Vec<f32>>);
 
 impl GradSink for Sums {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let sum = self.0.entry(share.id).or_insert_with(|| vec![0.0; grad.count()]);
         sum.iter_mut().zip(grad.to_vec::<f32>()?).for_each(|(sum, share)| *sum += share);
         Ok(())

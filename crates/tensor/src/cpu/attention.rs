@@ -2,7 +2,7 @@ use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Attention, AttentionDropout, AttentionShape, GroupedShape, Rotary};
+use crate::kernel::{Attention, AttentionDropout, AttentionShape, GroupedShape, Rotary};
 use attention::{Angles, Groups, SavedGrouped};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};

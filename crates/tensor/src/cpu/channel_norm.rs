@@ -3,7 +3,7 @@ use super::kernels::channel_norm::{self as kernels, Channels, Means};
 use super::kernels::pointwise;
 use super::{Cpu, PART, PIECE, RowSums, for_float};
 use crate::error::Result;
-use crate::family::{ChannelNorm, Groups, MeanVariance, Statistics};
+use crate::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, Element};
 

@@ -1,7 +1,7 @@
 use super::kernels::{Float, elementwise};
 use super::{Cpu, PIECE, for_float, row_piece};
 use crate::error::Result;
-use crate::family::{Elementwise, HostFn, Map, Zip};
+use crate::kernel::{Elementwise, HostFn, Map, Zip};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 

@@ -1,7 +1,7 @@
 use super::kernels::{embedding, pointwise};
 use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
-use crate::family::{Embedding, TableGrad};
+use crate::kernel::{Embedding, TableGrad};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use std::ops::Range;

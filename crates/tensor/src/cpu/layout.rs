@@ -1,7 +1,7 @@
 use super::Cpu;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Layout, check_copy};
+use crate::kernel::{Layout, check_copy};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use std::ops::Range;

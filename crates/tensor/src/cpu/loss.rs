@@ -1,7 +1,7 @@
 use super::kernels::{Float, loss};
 use super::{Cpu, for_float, row_piece};
 use crate::error::{Error, Result};
-use crate::family::{Loss, VocabShard};
+use crate::kernel::{Loss, VocabShard};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 

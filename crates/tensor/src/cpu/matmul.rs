@@ -1,9 +1,9 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, Factor, Strides, Summand, Update, gemm_leaves, gemm_shared, gemm_sum};
+use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_leaves, gemm_shared, gemm_sum};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Gemm, Matmul};
+use crate::kernel::{Gemm, Matmul};
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType, Element};
 
@@ -20,7 +20,7 @@ impl Matmul for Cpu {
             let [Gemm { m, n, .. }, _] = specs;
             let mut summands = Vec::with_capacity(2);
             for (spec, operands) in specs.into_iter().zip(a.into_iter().zip(b)) {
-                let [a, b] = self.factors_of::<T>(spec, operands.into())?;
+                let [a, b] = self.operands_of::<T>(spec, operands.into())?;
                 self.meter().add_flops(Work::Matmul, spec.flops());
                 summands.push(Summand { k: spec.k, a, b, terms: spec.terms });
             }
@@ -78,7 +78,7 @@ impl Cpu {
         epilogue: Epilogue<'_, T>,
     ) -> Result<()> {
         let Gemm { m, n, k, accumulate, terms, .. } = spec;
-        let [a, b] = self.factors_of(spec, operands)?;
+        let [a, b] = self.operands_of(spec, operands)?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
         match terms {
@@ -91,19 +91,19 @@ impl Cpu {
         Ok(())
     }
 
-    /// Both factors of a product of `T`.
-    fn factors_of<'a, T: Float + Element>(&self, spec: Gemm, [a, b]: [&'a Buffer; 2]) -> Result<[Factor<'a, T>; 2]> {
+    /// Both operands of a product of `T`.
+    fn operands_of<'a, T: Float + Element>(&self, spec: Gemm, [a, b]: [&'a Buffer; 2]) -> Result<[MatmulOperand<'a, T>; 2]> {
         let Gemm { m, n, k, a_transposed, b_transposed, .. } = spec;
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
-        Ok([self.factor_of(a, strides(a_transposed, m, k))?, self.factor_of(b, strides(b_transposed, k, n))?])
+        Ok([self.operand_of(a, strides(a_transposed, m, k))?, self.operand_of(b, strides(b_transposed, k, n))?])
     }
 
-    /// A factor of a product of `T`, which may have been stored for it.
-    fn factor_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<Factor<'a, T>> {
+    /// An operand of a product of `T`, which may have been stored for it.
+    fn operand_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
-            DType::Bf16 if self.factor(T::DTYPE) == DType::Bf16 => Ok(Factor::Rounded(x.as_slice()?, strides)),
+            DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => Ok(MatmulOperand::Rounded(x.as_slice()?, strides)),
             DType::Bf16 => Err(self.unsupported("matmul", DType::Bf16)),
-            _ => Ok(Factor::Full(x.as_slice()?, strides)),
+            _ => Ok(MatmulOperand::Full(x.as_slice()?, strides)),
         }
     }
 }

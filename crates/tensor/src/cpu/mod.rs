@@ -17,7 +17,7 @@ mod windows;
 
 use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
-use crate::family;
+use crate::kernel;
 use crate::tape::RowLeaves;
 use arena::Arena;
 use kernels::Float;
@@ -77,7 +77,7 @@ impl Device for Cpu {
 
     fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
         self.meter.add_upload(host.bytes());
-        family::Layout::copy_into(self, host, 0..host.count(), dst, at)
+        kernel::Layout::copy_into(self, host, 0..host.count(), dst, at)
     }
 
     /// The memory itself, shared: it is the host's.
@@ -90,55 +90,55 @@ impl Device for Cpu {
         &self.meter
     }
 
-    fn factor(&self, dtype: DType) -> DType {
-        self.precision.factor(dtype)
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.precision.operand_dtype(dtype)
     }
 
-    fn matmul(&self) -> Result<&dyn family::Matmul> {
+    fn matmul(&self) -> Result<&dyn kernel::Matmul> {
         Ok(self)
     }
 
-    fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+    fn pointwise(&self) -> Result<&dyn kernel::Pointwise> {
         Ok(self)
     }
 
-    fn elementwise(&self) -> Result<&dyn family::Elementwise> {
+    fn elementwise(&self) -> Result<&dyn kernel::Elementwise> {
         Ok(self)
     }
 
-    fn reduction(&self) -> Result<&dyn family::Reduction> {
+    fn reduction(&self) -> Result<&dyn kernel::Reduction> {
         Ok(self)
     }
 
-    fn norm(&self) -> Result<&dyn family::Norm> {
+    fn norm(&self) -> Result<&dyn kernel::Norm> {
         Ok(self)
     }
 
-    fn channel_norm(&self) -> Result<&dyn family::ChannelNorm> {
+    fn channel_norm(&self) -> Result<&dyn kernel::ChannelNorm> {
         Ok(self)
     }
 
-    fn window(&self) -> Result<&dyn family::Window> {
+    fn window(&self) -> Result<&dyn kernel::Window> {
         Ok(self)
     }
 
-    fn attention(&self) -> Result<&dyn family::Attention> {
+    fn attention(&self) -> Result<&dyn kernel::Attention> {
         Ok(self)
     }
 
-    fn embedding(&self) -> Result<&dyn family::Embedding> {
+    fn embedding(&self) -> Result<&dyn kernel::Embedding> {
         Ok(self)
     }
 
-    fn loss(&self) -> Result<&dyn family::Loss> {
+    fn loss(&self) -> Result<&dyn kernel::Loss> {
         Ok(self)
     }
 
-    fn layout(&self) -> Result<&dyn family::Layout> {
+    fn layout(&self) -> Result<&dyn kernel::Layout> {
         Ok(self)
     }
 
-    fn optim(&self) -> Result<&dyn family::Optim> {
+    fn optim(&self) -> Result<&dyn kernel::Optim> {
         Ok(self)
     }
 }
@@ -209,7 +209,7 @@ impl Cpu {
         Ok(out)
     }
 
-    /// An output of `count` results in `T` written by `fill`, in that type or in that of its factors.
+    /// An output of `count` results in `T` written by `fill`, in that type or in that of its operands.
     fn stored<T: Element>(
         &self,
         op: &'static str,
@@ -217,7 +217,7 @@ impl Cpu {
         count: usize,
         fill: impl FnOnce(Stored<'_, T>) -> Result<()>,
     ) -> Result<Buffer> {
-        if dtype != T::DTYPE && dtype != self.factor(T::DTYPE) {
+        if dtype != T::DTYPE && dtype != self.operand_dtype(T::DTYPE) {
             return Err(self.unsupported(op, dtype));
         }
         let mut out = self.alloc(dtype, count)?;

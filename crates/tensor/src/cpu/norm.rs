@@ -3,7 +3,7 @@ use super::kernels::{norm, rms_norm};
 use super::{Cpu, RowSums, for_float, row_piece};
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::Norm;
+use crate::kernel::Norm;
 use crate::tape::RowLeaves;
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};

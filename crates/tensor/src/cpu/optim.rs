@@ -1,6 +1,6 @@
 use super::{Cpu, PIECE};
 use crate::error::Result;
-use crate::family::Optim;
+use crate::kernel::Optim;
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use meshwork_core::simd::wide;

@@ -1,7 +1,7 @@
 use super::kernels::{dropout, gelu, pointwise, relu, swiglu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
-use crate::family::{DropoutMask, Pointwise};
+use crate::kernel::{DropoutMask, Pointwise};
 use crate::tape::RowLeaves;
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};

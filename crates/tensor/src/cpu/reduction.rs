@@ -1,7 +1,7 @@
 use super::kernels::{Float, reduction};
 use super::{Cpu, PIECE, for_float, row_piece};
 use crate::error::Result;
-use crate::family::Reduction;
+use crate::kernel::Reduction;
 use crate::tape::Terms;
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;

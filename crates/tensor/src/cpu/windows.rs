@@ -1,7 +1,7 @@
 use super::kernels::{Float, windows as kernels};
 use super::{Cpu, PIECE, for_float};
 use crate::error::Result;
-use crate::family::{Window, Windows};
+use crate::kernel::{Window, Windows};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, Element};
 

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Attention, AttentionDropout, AttentionShape, GroupedShape};
+use crate::kernel::{Attention, AttentionDropout, AttentionShape, GroupedShape};
 use meshwork_core::Buffer;
 
 impl Attention for Meta {

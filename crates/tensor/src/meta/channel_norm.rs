@@ -2,7 +2,7 @@ use super::Meta;
 use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{ChannelNorm, Groups, MeanVariance, Statistics};
+use crate::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
 use meshwork_core::Buffer;
 
 impl Groups {

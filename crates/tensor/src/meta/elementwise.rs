@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Elementwise, HostFn, Map, Zip};
+use crate::kernel::{Elementwise, HostFn, Map, Zip};
 use meshwork_core::Buffer;
 
 impl Elementwise for Meta {

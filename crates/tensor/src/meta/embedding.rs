@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Embedding, TableGrad};
+use crate::kernel::{Embedding, TableGrad};
 use meshwork_core::Buffer;
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Layout, check_copy};
+use crate::kernel::{Layout, check_copy};
 use meshwork_core::Buffer;
 use std::ops::Range;
 

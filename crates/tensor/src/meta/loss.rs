@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Loss, VocabShard};
+use crate::kernel::{Loss, VocabShard};
 use meshwork_core::{Buffer, DType};
 
 impl Loss for Meta {

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::family::{Gemm, Matmul};
+use crate::kernel::{Gemm, Matmul};
 use meshwork_core::{Buffer, DType};
 
 impl Matmul for Meta {

@@ -20,7 +20,7 @@ mod windows;
 use crate::cpu::Precision;
 use crate::device::{Device, Meter};
 use crate::error::Result;
-use crate::family;
+use crate::kernel;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ impl Device for Meta {
 
     fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
         self.meter.add_upload(host.bytes());
-        family::check_copy(host, &(0..host.count()), dst, at)
+        kernel::check_copy(host, &(0..host.count()), dst, at)
     }
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
@@ -109,55 +109,55 @@ impl Device for Meta {
         &self.meter
     }
 
-    fn factor(&self, dtype: DType) -> DType {
-        self.precision.factor(dtype)
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.precision.operand_dtype(dtype)
     }
 
-    fn matmul(&self) -> Result<&dyn family::Matmul> {
+    fn matmul(&self) -> Result<&dyn kernel::Matmul> {
         Ok(self)
     }
 
-    fn pointwise(&self) -> Result<&dyn family::Pointwise> {
+    fn pointwise(&self) -> Result<&dyn kernel::Pointwise> {
         Ok(self)
     }
 
-    fn elementwise(&self) -> Result<&dyn family::Elementwise> {
+    fn elementwise(&self) -> Result<&dyn kernel::Elementwise> {
         Ok(self)
     }
 
-    fn reduction(&self) -> Result<&dyn family::Reduction> {
+    fn reduction(&self) -> Result<&dyn kernel::Reduction> {
         Ok(self)
     }
 
-    fn norm(&self) -> Result<&dyn family::Norm> {
+    fn norm(&self) -> Result<&dyn kernel::Norm> {
         Ok(self)
     }
 
-    fn channel_norm(&self) -> Result<&dyn family::ChannelNorm> {
+    fn channel_norm(&self) -> Result<&dyn kernel::ChannelNorm> {
         Ok(self)
     }
 
-    fn window(&self) -> Result<&dyn family::Window> {
+    fn window(&self) -> Result<&dyn kernel::Window> {
         Ok(self)
     }
 
-    fn attention(&self) -> Result<&dyn family::Attention> {
+    fn attention(&self) -> Result<&dyn kernel::Attention> {
         Ok(self)
     }
 
-    fn embedding(&self) -> Result<&dyn family::Embedding> {
+    fn embedding(&self) -> Result<&dyn kernel::Embedding> {
         Ok(self)
     }
 
-    fn loss(&self) -> Result<&dyn family::Loss> {
+    fn loss(&self) -> Result<&dyn kernel::Loss> {
         Ok(self)
     }
 
-    fn layout(&self) -> Result<&dyn family::Layout> {
+    fn layout(&self) -> Result<&dyn kernel::Layout> {
         Ok(self)
     }
 
-    fn optim(&self) -> Result<&dyn family::Optim> {
+    fn optim(&self) -> Result<&dyn kernel::Optim> {
         Ok(self)
     }
 }

@@ -2,7 +2,7 @@ use super::Meta;
 use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::Norm;
+use crate::kernel::Norm;
 use crate::tape::RowLeaves;
 use meshwork_core::{Buffer, DType};
 

@@ -1,6 +1,6 @@
 use super::Meta;
 use crate::error::Result;
-use crate::family::Optim;
+use crate::kernel::Optim;
 use meshwork_core::Buffer;
 use meshwork_optim::{Rule, Update};
 use std::ops::Range;

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::Reduction;
+use crate::kernel::Reduction;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
 

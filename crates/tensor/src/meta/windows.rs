@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::{Window, Windows};
+use crate::kernel::{Window, Windows};
 use meshwork_core::Buffer;
 
 impl Window for Meta {

@@ -1,7 +1,7 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
 use crate::error::Result;
-use crate::family::{AttentionDropout, AttentionShape};
+use crate::kernel::{AttentionDropout, AttentionShape};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;

@@ -11,7 +11,7 @@
 
 use super::images::whole_images;
 use crate::error::{Error, Result};
-use crate::family::{Groups, MeanVariance, Statistics};
+use crate::kernel::{Groups, MeanVariance, Statistics};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
 use crate::tensor::Tensor;

@@ -10,7 +10,7 @@ use super::bias::bias_grad;
 use super::images::whole_images;
 use super::pool::{require_images, require_windows};
 use crate::error::Result;
-use crate::family::{Gemm, Windows};
+use crate::kernel::{Gemm, Windows};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Terms, Tokens, Var};
 use crate::tensor::Tensor;

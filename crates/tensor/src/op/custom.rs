@@ -3,7 +3,7 @@
 
 use super::whole::require_whole;
 use crate::error::{Error, Result};
-use crate::family::HostFn;
+use crate::kernel::HostFn;
 use crate::tape::{Backward, Forward, Op, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};

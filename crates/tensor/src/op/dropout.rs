@@ -3,7 +3,7 @@
 
 use super::whole::require_whole;
 use crate::error::Result;
-use crate::family::DropoutMask;
+use crate::kernel::DropoutMask;
 use crate::shape::MAX_DIMS;
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;

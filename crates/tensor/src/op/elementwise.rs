@@ -3,7 +3,7 @@
 use super::bias::bias_grad;
 use super::whole::{require_whole, require_whole_values};
 use crate::error::Result;
-use crate::family::{Map, Zip};
+use crate::kernel::{Map, Zip};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;

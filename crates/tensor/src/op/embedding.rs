@@ -1,7 +1,7 @@
 //! Rows of a table by id, and positions added to a sequence.
 
 use crate::error::Result;
-use crate::family::TableGrad;
+use crate::kernel::TableGrad;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;

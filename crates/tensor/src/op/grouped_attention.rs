@@ -2,7 +2,7 @@
 //! `[b, s, heads, d]` beside keys and values `[b, s, 2, kv_heads · d]`.
 
 use crate::error::{Error, Result};
-use crate::family::{AttentionDropout, AttentionShape, GroupedShape, Rotary};
+use crate::kernel::{AttentionDropout, AttentionShape, GroupedShape, Rotary};
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};

@@ -4,7 +4,7 @@
 use super::bias::bias_grad;
 use super::swiglu;
 use crate::error::Result;
-use crate::family::Gemm;
+use crate::kernel::Gemm;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
 use crate::tensor::Tensor;
@@ -162,13 +162,13 @@ impl Var {
     }
 
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
-    /// [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
+    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
     pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
     }
 
     /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pairs (gate, up) of a feature lie side by side.
-    /// As a [factor](crate::Device::factor): nothing but matrix products and collectives can read it.
+    /// As a [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
     pub fn linear_swiglu(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Swiglu(Cell::new(false))), &[self, weight])
     }
@@ -239,7 +239,7 @@ impl Op for Linear {
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
             Then::BiasGelu(_) => {
                 let b = inputs[2];
-                let stored = device.factor(w.dtype());
+                let stored = device.operand_dtype(w.dtype());
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
                 cx.save_input(2)?;
@@ -251,7 +251,7 @@ impl Op for Linear {
                 y
             }
             Then::Swiglu(_) => {
-                let stored = device.factor(w.dtype());
+                let stored = device.operand_dtype(w.dtype());
                 let (product, y) = matmul.linear_swiglu([m, n, k], x.buffer(), w.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
                 let gated = gated.unwrap_or_default();

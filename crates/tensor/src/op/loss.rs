@@ -7,7 +7,7 @@
 
 use crate::device::Device;
 use crate::error::Result;
-use crate::family::VocabShard;
+use crate::kernel::VocabShard;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Tape, Var};
 use crate::tensor::Tensor;

@@ -2,7 +2,7 @@
 
 use super::whole::require_whole;
 use crate::error::Result;
-use crate::family::Map;
+use crate::kernel::Map;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};

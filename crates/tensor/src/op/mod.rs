@@ -28,7 +28,7 @@ mod sum;
 mod swiglu;
 mod whole;
 
-pub use crate::family::{Rotary, RotaryScaling};
+pub use crate::kernel::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
 pub use grouped_attention::GroupedHeads;
 pub use loss::VocabLoss;

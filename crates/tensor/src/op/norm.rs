@@ -22,10 +22,10 @@ impl Var {
         self.layer_norm_as(gamma, beta.into(), eps, self.tensor().dtype())
     }
 
-    /// The same as a [factor](crate::Device::factor), for values that nothing but matrix products and collectives read:
+    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that nothing but matrix products and collectives read:
     /// anything else refuses its type.
-    pub fn layer_norm_factor<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
-        self.layer_norm_as(gamma, beta.into(), eps, self.tape().device().factor(self.tensor().dtype()))
+    pub fn layer_norm_operand<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
+        self.layer_norm_as(gamma, beta.into(), eps, self.tape().device().operand_dtype(self.tensor().dtype()))
     }
 
     fn layer_norm_as(&self, gamma: &Var, beta: Option<&Var>, eps: f64, stored: DType) -> Result<Var> {

@@ -2,7 +2,7 @@
 
 use super::images::whole_images;
 use crate::error::Result;
-use crate::family::Windows;
+use crate::kernel::Windows;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;

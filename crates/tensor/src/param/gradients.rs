@@ -2,8 +2,8 @@
 
 use super::{Declarations, ParamId, Params};
 use crate::error::{Error, Result};
-use crate::family::Map;
-use crate::tape::{GradSink, Share, Tape};
+use crate::kernel::Map;
+use crate::tape::{GradSink, GradShard, Tape};
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, ReduceOp, Types};
 use std::collections::BTreeMap;
@@ -105,7 +105,7 @@ impl Gradients {
 }
 
 impl GradSink for Gradients {
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let sum = match self.0.remove(&share.id) {
             None => grad,
             Some(sum) => sum.accumulate(&grad)?,

@@ -1,7 +1,7 @@
 //! Walking a tape in reverse.
 
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
-use super::leaves::Share;
+use super::leaves::GradShard;
 use super::op::{Backward, Op};
 use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
@@ -244,10 +244,10 @@ impl Tape {
     }
 
     /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
-    fn whole(&self, id: ParamId, op: &str) -> Result<Share> {
+    fn whole(&self, id: ParamId, op: &str) -> Result<GradShard> {
         let name = || &self.inner.params.declarations().spec(id).name;
         match self.leaves() {
-            None => Ok(Share { id, samples: 0..0, copies: 0..1, of: 1 }),
+            None => Ok(GradShard { id, samples: 0..0, copies: 0..1, of: 1 }),
             Some(_) => Err(Error::Backward(format!(
                 "{op} gave a gradient of {} summed over all samples, and in canonical numerics their order must not depend \
                  on the mesh: give it by write_grad or sum_leaves",

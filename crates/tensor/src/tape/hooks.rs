@@ -1,7 +1,7 @@
 //! The hooks of the tape.
 
 use super::Position;
-use super::leaves::Share;
+use super::leaves::GradShard;
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
@@ -99,7 +99,7 @@ impl SavedPolicy for Selective {
 
 /// Where a share of the gradient of a parameter goes.
 #[derive(Debug)]
-pub struct Place<'a> {
+pub struct GradSlot<'a> {
     /// Memory for it.
     pub buffer: &'a mut Buffer,
     /// Its first element there.
@@ -111,11 +111,11 @@ pub struct Place<'a> {
 /// Where parameter gradients go.
 pub trait GradSink {
     /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
-    fn accumulate(&mut self, share: &Share, grad: Tensor) -> Result<()>;
+    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()>;
 
     /// Where an operation may write or add its share itself, which then needs no memory of its own and no pass over
     /// both; it must. `None` where there is no such place.
-    fn place(&mut self, _share: &Share) -> Result<Option<Place<'_>>> {
+    fn place(&mut self, _share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         Ok(None)
     }
 

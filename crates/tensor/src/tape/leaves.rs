@@ -11,9 +11,9 @@
 //!
 //! Sums over tokens go on over micro-batches and dp in the same tree over the samples of the batch. That over slices of
 //! the sequence comes above it, and that over several uses of a parameter above both: such gradients are kept in several
-//! [copies](Share::copies) until every rank's samples are in. In fast numerics each of these sums has one leaf.
+//! [copies](GradShard::copies) until every rank's samples are in. In fast numerics each of these sums has one leaf.
 
-use super::{Backward, Place, Source, Tape, Var};
+use super::{Backward, GradSlot, Source, Tape, Var};
 use crate::error::Result;
 use crate::param::ParamId;
 use crate::shape::Shape;
@@ -73,9 +73,9 @@ impl RowLeaves {
     }
 }
 
-/// A share of a parameter's gradient.
+/// A shard of a parameter's gradient: the part that some samples have in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct GradShard {
     /// The parameter.
     pub id: ParamId,
     /// Numbers of the samples that it sums, within the batch. In canonical numerics a whole subtree of them.
@@ -106,7 +106,7 @@ impl Tokens {
 
 /// Where an operation writes a share of a gradient.
 #[derive(Debug)]
-pub struct Room<'a> {
+pub struct BlockSlot<'a> {
     /// Memory that holds it.
     pub buffer: &'a mut Buffer,
     /// Its first element there.
@@ -170,7 +170,7 @@ impl Backward<'_> {
         for samples in self.parts(tokens.samples) {
             let at = samples.start * slices * n;
             device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
-            let share = Share {
+            let share = GradShard {
                 id,
                 samples: self.numbers(&samples),
                 copies: used + first..used + first + slices,
@@ -191,7 +191,7 @@ impl Backward<'_> {
         dtype: DType,
         shape: Shape,
         samples: usize,
-        mut write: impl FnMut(Room<'_>) -> Result<()>,
+        mut write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         if !self.needs(i) {
             return Ok(None);
@@ -200,19 +200,19 @@ impl Backward<'_> {
         let canonical = self.tape.leaves().is_some();
         let Source::Param(id) = self.sources[i] else {
             let mut buffer = device.alloc(dtype, shape.count())?;
-            write(Room { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, leaves: 1 })?;
+            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, leaves: 1 })?;
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
         for samples in self.parts(samples) {
             let leaves = if canonical { samples.len() } else { 1 };
             let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
-            let share = Share { id, samples: self.numbers(&samples), copies: used..used + 1, of };
-            if let Some(Place { buffer, start, first }) = self.sink.place(&share)? {
-                write(Room { buffer, start, accumulate: !first, samples, leaves })?;
+            let share = GradShard { id, samples: self.numbers(&samples), copies: used..used + 1, of };
+            if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
+                write(BlockSlot { buffer, start, accumulate: !first, samples, leaves })?;
                 continue;
             }
             let mut buffer = device.alloc(dtype, shape.count())?;
-            write(Room { buffer: &mut buffer, start: 0, accumulate: false, samples, leaves })?;
+            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, leaves })?;
             self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
         }
         Ok(None)

@@ -14,8 +14,8 @@ pub mod leaves;
 mod notes;
 mod op;
 
-pub use hooks::{GradSink, Keep, Observer, Place, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
-pub use leaves::{Room, RowLeaves, Share, Terms, Tokens};
+pub use hooks::{GradSink, Keep, Observer, GradSlot, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
+pub use leaves::{BlockSlot, GradShard, RowLeaves, Terms, Tokens};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 

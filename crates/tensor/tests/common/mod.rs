@@ -8,7 +8,7 @@ pub mod naive;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Position, SavedPolicy, Share, Tape};
+use meshwork_tensor::tape::{GradSink, Keep, Mode, Position, SavedPolicy, GradShard, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -92,7 +92,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
 pub struct NoParams;
 
 impl GradSink for NoParams {
-    fn accumulate(&mut self, share: &Share, _grad: Tensor) -> Result<()> {
+    fn accumulate(&mut self, share: &GradShard, _grad: Tensor) -> Result<()> {
         unreachable!("parameter {} on a tape that has none", share.id.index())
     }
 

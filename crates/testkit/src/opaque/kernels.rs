@@ -1,10 +1,12 @@
-//! Each kernel of the device behind, on the host memory behind opaque buffers. Whoever adds a method to a family adds it here.
+//! Each kernel of the device behind, on the host memory behind opaque buffers. A method that is added to a kernel trait is added here too.
+//!
+//! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
 use super::Opaque;
 use super::memory::{give_back, hide, host, into_host, lend, take};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
-use meshwork_tensor::family::*;
+use meshwork_tensor::kernel::*;
 use meshwork_tensor::tape::{RowLeaves, Terms};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;

@@ -25,7 +25,7 @@ pub use communicator::communicator;
 
 use memory::{copy, hide, lend};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::family::*;
+use meshwork_tensor::kernel::*;
 use meshwork_tensor::{Device, Meter, Result};
 use std::sync::Arc;
 
@@ -72,8 +72,8 @@ impl Device for Opaque {
         self.inner.meter()
     }
 
-    fn factor(&self, dtype: DType) -> DType {
-        self.inner.factor(dtype)
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.inner.operand_dtype(dtype)
     }
 
     fn matmul(&self) -> Result<&dyn Matmul> {

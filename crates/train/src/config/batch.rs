@@ -1,12 +1,12 @@
-//! How a global batch is cut: `global_batch_size = dp · num_microbatches · micro_batch_size`.
+//! How a global batch is split: `global_batch_size = dp · num_microbatches · micro_batch_size`.
 
 use meshwork_pipeline::{Generator, MicroCounts, Shape, ShapeError, default_micros};
 
 use super::fault::Fault;
 
-/// The cut that is asked for. What is not given is worked out.
+/// The split that is asked for. What is not given is worked out.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Wish {
+pub(crate) struct BatchRequest {
     pub(crate) global_batch_size: usize,
     pub(crate) dp: usize,
     pub(crate) pp: usize,
@@ -16,9 +16,9 @@ pub(crate) struct Wish {
     pub(crate) micro_batch_size: Option<usize>,
 }
 
-/// A cut that adds up and that the schedule takes.
+/// A split that adds up and that the schedule takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Cut {
+pub(crate) struct BatchSplit {
     pub(crate) num_microbatches: usize,
     pub(crate) micro_batch_size: usize,
     pub(crate) notice: Option<String>,
@@ -32,12 +32,12 @@ const SIZE: &str = "training.micro_batch_size";
 /// The default looks no further than this, so that an absurd batch is answered at once.
 const MAX_DEFAULT: usize = 4096;
 
-impl Wish {
+impl BatchRequest {
     fn shape(self, micros: usize) -> Shape {
         Shape { pp: self.pp, virtual_stages: self.virtual_stages, micros }
     }
 
-    pub(crate) fn cut(self) -> Result<Cut, Vec<Fault>> {
+    pub(crate) fn split(self) -> Result<BatchSplit, Vec<Fault>> {
         let mut faults = Vec::new();
         let some = self.schedule.micros(self.pp).min;
         if let Err(error @ ShapeError::VirtualStages { only, .. }) = self.schedule.takes(self.shape(some)) {
@@ -50,7 +50,7 @@ impl Wish {
             (None, Some(size)) => self.divided_by(SIZE, size).map(|micros| (micros, size, None)),
             (None, None) => self.neither(),
         };
-        let micros = chosen.as_ref().ok().map(|cut| cut.0).or(self.num_microbatches);
+        let micros = chosen.as_ref().ok().map(|split| split.0).or(self.num_microbatches);
         if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.shape(micros))) {
             let fault = match (self.num_microbatches, self.micro_batch_size) {
                 (None, Some(size)) => Fault::new(
@@ -71,7 +71,7 @@ impl Wish {
         match chosen {
             Err(fault) => faults.insert(0, fault),
             Ok((num_microbatches, micro_batch_size, notice)) if faults.is_empty() => {
-                return Ok(Cut { num_microbatches, micro_batch_size, notice });
+                return Ok(BatchSplit { num_microbatches, micro_batch_size, notice });
             }
             Ok(_) => {}
         }
@@ -180,38 +180,38 @@ pub(crate) fn multiple(value: usize, of: usize) -> String {
 mod tests {
     use super::*;
 
-    fn wish(global_batch_size: usize, dp: usize, pp: usize) -> Wish {
+    fn request(global_batch_size: usize, dp: usize, pp: usize) -> BatchRequest {
         let schedule = Generator::OneFOneB;
-        Wish { global_batch_size, dp, pp, schedule, virtual_stages: 1, num_microbatches: None, micro_batch_size: None }
+        BatchRequest { global_batch_size, dp, pp, schedule, virtual_stages: 1, num_microbatches: None, micro_batch_size: None }
     }
 
     /// The same with a schedule that takes no fewer micro-batches than there are stages.
-    fn of_zb_h2(global_batch_size: usize, dp: usize, pp: usize) -> Wish {
-        Wish { schedule: Generator::ZbH2, ..wish(global_batch_size, dp, pp) }
+    fn of_zb_h2(global_batch_size: usize, dp: usize, pp: usize) -> BatchRequest {
+        BatchRequest { schedule: Generator::ZbH2, ..request(global_batch_size, dp, pp) }
     }
 
-    fn cut(wish: Wish) -> (usize, usize, bool) {
-        let cut = wish.cut().unwrap();
-        (cut.num_microbatches, cut.micro_batch_size, cut.notice.is_some())
+    fn split(request: BatchRequest) -> (usize, usize, bool) {
+        let split = request.split().unwrap();
+        (split.num_microbatches, split.micro_batch_size, split.notice.is_some())
     }
 
-    fn refusal(wish: Wish) -> String {
-        let faults = wish.cut().unwrap_err();
+    fn refusal(request: BatchRequest) -> String {
+        let faults = request.split().unwrap_err();
         faults.iter().map(Fault::to_string).collect::<Vec<_>>().join("\n")
     }
 
     #[test]
     fn the_default_is_the_smallest_number_with_a_bubble_under_a_quarter() {
-        assert_eq!(cut(wish(16, 1, 1)), (1, 16, false));
-        assert_eq!(cut(wish(16, 2, 2)), (4, 2, false)); // 1/5; 2 would idle for 1/3
-        assert_eq!(cut(wish(16, 1, 4)), (16, 1, false)); // 3/19; 8 would idle for 3/11
-        assert_eq!(cut(wish(48, 1, 4)), (12, 4, false)); // 3/15
+        assert_eq!(split(request(16, 1, 1)), (1, 16, false));
+        assert_eq!(split(request(16, 2, 2)), (4, 2, false)); // 1/5; 2 would idle for 1/3
+        assert_eq!(split(request(16, 1, 4)), (16, 1, false)); // 3/19; 8 would idle for 3/11
+        assert_eq!(split(request(48, 1, 4)), (12, 4, false)); // 3/15
     }
 
     #[test]
     fn else_the_default_is_the_largest_with_a_notice() {
-        assert_eq!(cut(wish(8, 2, 4)), (4, 1, true));
-        let notice = wish(8, 2, 4).cut().unwrap().notice.unwrap();
+        assert_eq!(split(request(8, 2, 4)), (4, 1, true));
+        let notice = request(8, 2, 4).split().unwrap().notice.unwrap();
         assert_eq!(
             notice,
             "pipeline.num_microbatches = 4, the largest that training.global_batch_size = 8 allows over dp = 2, \
@@ -221,39 +221,39 @@ mod tests {
 
     #[test]
     fn fewer_micro_batches_than_stages_are_a_default_only_where_there_can_be_no_more() {
-        assert_eq!(cut(wish(4, 2, 4)), (2, 1, true));
-        assert_eq!(cut(Wish { num_microbatches: Some(2), ..wish(16, 1, 4) }), (2, 8, false));
-        assert_eq!(cut(wish(1_000_000_007, 1, 2)), (1, 1_000_000_007, true));
+        assert_eq!(split(request(4, 2, 4)), (2, 1, true));
+        assert_eq!(split(BatchRequest { num_microbatches: Some(2), ..request(16, 1, 4) }), (2, 8, false));
+        assert_eq!(split(request(1_000_000_007, 1, 2)), (1, 1_000_000_007, true));
     }
 
     #[test]
     fn one_factor_gives_the_other() {
-        assert_eq!(cut(Wish { num_microbatches: Some(8), ..wish(32, 2, 2) }), (8, 2, false));
-        assert_eq!(cut(Wish { micro_batch_size: Some(4), ..wish(32, 2, 2) }), (4, 4, false));
-        let both = Wish { num_microbatches: Some(4), micro_batch_size: Some(4), ..wish(32, 2, 2) };
-        assert_eq!(cut(both), (4, 4, false));
+        assert_eq!(split(BatchRequest { num_microbatches: Some(8), ..request(32, 2, 2) }), (8, 2, false));
+        assert_eq!(split(BatchRequest { micro_batch_size: Some(4), ..request(32, 2, 2) }), (4, 4, false));
+        let both = BatchRequest { num_microbatches: Some(4), micro_batch_size: Some(4), ..request(32, 2, 2) };
+        assert_eq!(split(both), (4, 4, false));
     }
 
     #[test]
     fn products_that_do_not_add_up_are_spelled_out() {
-        let both = Wish { num_microbatches: Some(4), micro_batch_size: Some(3), ..wish(16, 2, 2) };
+        let both = BatchRequest { num_microbatches: Some(4), micro_batch_size: Some(3), ..request(16, 2, 2) };
         assert_eq!(
             refusal(both),
             "training.global_batch_size = 16: is not dp · num_microbatches · micro_batch_size = 2 · 4 · 3 = 24; use \
              training.global_batch_size = 24, or leave out pipeline.num_microbatches or training.micro_batch_size"
         );
         assert_eq!(
-            refusal(Wish { num_microbatches: Some(3), ..wish(16, 2, 2) }),
+            refusal(BatchRequest { num_microbatches: Some(3), ..request(16, 2, 2) }),
             "training.global_batch_size = 16: is not divisible by dp · num_microbatches = 2 · 3 = 6; use a multiple of 6, \
              such as 12 or 18"
         );
         assert_eq!(
-            refusal(Wish { micro_batch_size: Some(16), ..wish(16, 2, 2) }),
+            refusal(BatchRequest { micro_batch_size: Some(16), ..request(16, 2, 2) }),
             "training.global_batch_size = 16: is not divisible by dp · micro_batch_size = 2 · 16 = 32; use a multiple of \
              32, such as 32"
         );
         assert_eq!(
-            refusal(wish(16, 3, 1)),
+            refusal(request(16, 3, 1)),
             "training.global_batch_size = 16: is not divisible by dp = 3; use a multiple of 3, such as 15 or 18"
         );
     }
@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn fewer_micro_batches_than_the_schedule_needs() {
         assert_eq!(
-            refusal(Wish { num_microbatches: Some(2), ..of_zb_h2(16, 1, 4) }),
+            refusal(BatchRequest { num_microbatches: Some(2), ..of_zb_h2(16, 1, 4) }),
             "pipeline.num_microbatches = 2: schedule zb_h2 over pp=4 needs at least 4 micro-batches, got 2; gpipe and 1f1b \
              take any number; use 4 or more, or a smaller pp"
         );
@@ -271,23 +271,23 @@ mod tests {
              least 4 micro-batches; use training.global_batch_size = 8 or more, or a smaller pp"
         );
         assert_eq!(
-            refusal(Wish { micro_batch_size: Some(8), ..of_zb_h2(16, 1, 4) }),
+            refusal(BatchRequest { micro_batch_size: Some(8), ..of_zb_h2(16, 1, 4) }),
             "training.micro_batch_size = 8: leaves too few micro-batches: schedule zb_h2 over pp=4 needs at least 4 \
              micro-batches, got 2; gpipe and 1f1b take any number; use a smaller training.micro_batch_size or a larger \
              training.global_batch_size"
         );
         // Both faults of one setting are told together.
-        assert_eq!(refusal(Wish { num_microbatches: Some(3), ..of_zb_h2(16, 1, 4) }).lines().count(), 2);
+        assert_eq!(refusal(BatchRequest { num_microbatches: Some(3), ..of_zb_h2(16, 1, 4) }).lines().count(), 2);
     }
 
     #[test]
     fn absurd_sizes_are_answered_at_once() {
-        let huge = Wish {
+        let huge = BatchRequest {
             num_microbatches: Some(usize::MAX / 2),
             micro_batch_size: Some(usize::MAX / 2),
-            ..wish(usize::MAX / 2, 2, 1)
+            ..request(usize::MAX / 2, 2, 1)
         };
-        assert!(huge.cut().is_err());
+        assert!(huge.split().is_err());
         assert_eq!(
             refusal(of_zb_h2(1_000_000_007, 1, 2)),
             "training.global_batch_size = 1000000007: no number of micro-batches from 2 to 4096 divides its 1000000007 \

@@ -90,15 +90,15 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         }
     }
 
-    let (numerics, leaves) = ("training.numerics", "numerics.leaves");
-    if let (true, Some(count)) = (settings.sound(&[numerics, leaves]), config.leaves()) {
-        if count > MAX_LEAVES {
-            let problem = "more leaves than any tp has use for: each costs time and memory";
-            fail(Fault::new(leaves, count, problem, format!("use {MAX_LEAVES} or fewer")));
+    let (numerics, key_of_blocks) = ("training.numerics", "numerics.reduction_blocks");
+    if let (true, Some(count)) = (settings.sound(&[numerics, key_of_blocks]), config.reduction_blocks()) {
+        if count > MAX_BLOCKS {
+            let problem = "more blocks than any tp has use for: each costs time and memory";
+            fail(Fault::new(key_of_blocks, count, problem, format!("use {MAX_BLOCKS} or fewer")));
         }
         let batch = "training.global_batch_size";
         let trees = [
-            ("parallelism.tp", mesh.tp, leaves, count),
+            ("parallelism.tp", mesh.tp, key_of_blocks, count),
             ("parallelism.dp", mesh.dp, batch, config.training.global_batch_size),
         ];
         for (key, degree, by, leaves) in trees {
@@ -127,8 +127,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     settings.faults.append(&mut faults);
 }
 
-/// More leaves than this are a mistake.
-const MAX_LEAVES: usize = 4096;
+/// More reduction blocks than this are a mistake.
+const MAX_BLOCKS: usize = 4096;
 
 /// The degrees that fit so many leaves.
 fn choose_degree(leaves: usize, by: &str) -> String {

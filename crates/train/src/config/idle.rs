@@ -31,8 +31,8 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
     let rules = [
         (
             "training.numerics",
-            config.leaves().is_none(),
-            &["numerics.leaves"][..],
+            config.reduction_blocks().is_none(),
+            &["numerics.reduction_blocks"][..],
             "training.numerics is fast".to_owned(),
         ),
         ("model.kind", true, by_kind, unread("model.kind", kind.name())),

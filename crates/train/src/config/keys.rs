@@ -155,9 +155,14 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {
     SECTIONS.iter().flat_map(|section| section.keys.iter().map(|key| (section.name, key)))
 }
 
-/// The key called `section.name`, if there is one.
+/// Former names of keys, which configurations may still use: section, former name, name.
+const FORMER: [(&str, &str, &str); 1] = [("numerics", "leaves", "reduction_blocks")];
+
+/// The key called `section.name`, now or formerly, if there is one.
 #[must_use]
 pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
+    let former = FORMER.iter().find(|(of, former, _)| (*of, *former) == (section, name));
+    let name = former.map_or(name, |&(_, _, name)| name);
     all().find(|(of, key)| *of == section && key.name == name)
 }
 

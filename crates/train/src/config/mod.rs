@@ -52,8 +52,8 @@ impl Config {
 
     /// The leaves of canonical numerics; nothing in fast ones.
     #[must_use]
-    pub fn leaves(&self) -> Option<usize> {
-        (self.training.numerics == "canonical").then_some(self.numerics.leaves)
+    pub fn reduction_blocks(&self) -> Option<usize> {
+        (self.training.numerics == "canonical").then_some(self.numerics.reduction_blocks)
     }
 
     /// The configuration of a TOML document.

@@ -88,7 +88,7 @@ impl Config {
     }
 
     fn numerics(&self) -> Numerics {
-        match self.leaves() {
+        match self.reduction_blocks() {
             Some(blocks) => Numerics::Canonical { blocks },
             None => Numerics::Fast,
         }

@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use toml::Value;
 
 use super::Config;
-use super::batch::Wish;
+use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
 use super::fault::{Fault, choose_from};
@@ -39,7 +39,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     idle::notice(&mut config, &settings);
     schedule::settle(&mut config, &mut settings);
     partition::deal(&mut config, &mut settings);
-    cut_batch(&mut config, &mut settings);
+    split_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
     settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
     partition::weigh(&mut config, &mut settings);
@@ -135,7 +135,7 @@ fn int(value: usize) -> i64 {
 }
 
 /// Works out the cut of the global batch, where all that it reads is sound.
-fn cut_batch(config: &mut Config, settings: &mut Settings) {
+fn split_batch(config: &mut Config, settings: &mut Settings) {
     let keys = [
         "training.global_batch_size",
         "parallelism.dp",
@@ -159,7 +159,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
             return settings.fault(keys[3], &error.name, error.to_string(), valid);
         }
     };
-    let wish = Wish {
+    let request = BatchRequest {
         global_batch_size: config.training.global_batch_size,
         dp: config.parallelism.dp,
         pp: config.parallelism.pp,
@@ -168,7 +168,7 @@ fn cut_batch(config: &mut Config, settings: &mut Settings) {
         num_microbatches: own.or(settings.given(keys[5])),
         micro_batch_size: settings.given(keys[6]),
     };
-    match wish.cut() {
+    match request.split() {
         Ok(cut) => {
             config.pipeline.num_microbatches = cut.num_microbatches;
             config.training.micro_batch_size = cut.micro_batch_size;

@@ -257,6 +257,6 @@ sections! {
     /// Details of canonical numerics.
     [numerics] Numerics {
         /// Blocks of canonical sums along a dim that tp may cut: tp must divide them, leaving each rank a power of two.
-        leaves: usize = int(8), Count(1);
+        reduction_blocks: usize = int(8), Count(1);
     }
 }

@@ -109,6 +109,7 @@ impl Settings {
             }
             return self.fault(&path, shown, "unknown key", format!("the nearest is {}", similar(section, name)));
         };
+        let path = format!("{section}.{}", key.name);
         match checked(key, value) {
             Ok(value) => {
                 // A later value that is sound heals an earlier one that is not.

@@ -152,7 +152,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
     });
     trainer.watch(recorder.clone());
     // The other run computes while this one waits.
-    while pool::lend(|| wait.recv()).is_ok() {
+    while pool::yield_core(|| wait.recv()).is_ok() {
         let mut batch = data.batch(trainer.steps_done(), plan.global_batch_size, trainer.samples())?;
         if let Some(before_step) = before_step {
             before_step(&mut trainer, &mut batch)?;

@@ -1,7 +1,7 @@
 //! What the machine can do: the ceilings that a profile is held against.
 
 use meshwork_core::{Buffer, DType, pool};
-use meshwork_tensor::family::Gemm;
+use meshwork_tensor::kernel::Gemm;
 use meshwork_tensor::{Device, Error};
 use std::time::{Duration, Instant};
 

@@ -100,7 +100,7 @@ impl World {
                     state = self.lock();
                 }
                 Step::Park => {
-                    let parked = pool::lend(|| self.ranks[rank].wake.wait_timeout(state, tick));
+                    let parked = pool::yield_core(|| self.ranks[rank].wake.wait_timeout(state, tick));
                     let timed_out;
                     (state, timed_out) = parked.unwrap_or_else(PoisonError::into_inner);
                     if timed_out.timed_out() {

@@ -5,7 +5,7 @@
 
 use super::Float;
 use super::pointwise::for_rows;
-use crate::family::{Map, Zip};
+use crate::kernel::{Map, Zip};
 use meshwork_core::simd::wide;
 
 /// `out = f(x)`. Overwrites.

@@ -49,7 +49,7 @@ pub enum Precision {
 
 impl Precision {
     /// The type in which a value of type `dtype` is stored that products alone read: the one they round it to.
-    pub fn factor(self, dtype: DType) -> DType {
+    pub fn operand_dtype(self, dtype: DType) -> DType {
         match (self, dtype) {
             (Precision::Bf16, DType::F32) => DType::Bf16,
             _ => dtype,
@@ -60,13 +60,13 @@ impl Precision {
 /// Distance in elements from one row to the next, and from one column to the next.
 pub type Strides = (usize, usize);
 
-/// A factor of a product: a matrix of these (row, column) strides.
+/// An operand of a product: a matrix of these (row, column) strides.
 #[derive(Clone, Copy, Debug)]
-pub enum Factor<'a, T> {
+pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
     Full(&'a [T], Strides),
     /// Stored in `bf16`, as [`round`](round::round) makes it of `f32`: for products of `f32` in [`Precision::Bf16`] alone,
-    /// the bits of which are the same with the factor in full.
+    /// the bits of which are the same with the operand in full.
     Rounded(&'a [bf16], Strides),
 }
 
@@ -90,7 +90,7 @@ pub enum Epilogue<'a, T> {
 /// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round, or if
 /// the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With `k = 0` the
 /// product is zero.
-pub fn gemm<T: Float>(dims: [usize; 3], a: Factor<'_, T>, b: Factor<'_, T>, c: (&mut [T], Strides), update: Update) {
+pub fn gemm<T: Float>(dims: [usize; 3], a: MatmulOperand<'_, T>, b: MatmulOperand<'_, T>, c: (&mut [T], Strides), update: Update) {
     gemm_in(Precision::F32, dims, a, b, c, update);
 }
 
@@ -98,8 +98,8 @@ pub fn gemm<T: Float>(dims: [usize; 3], a: Factor<'_, T>, b: Factor<'_, T>, c: (
 pub fn gemm_in<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: Factor<'_, T>,
-    b: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
     c: (&mut [T], Strides),
     update: Update,
 ) {
@@ -132,8 +132,8 @@ const ROWS: usize = 28;
 pub fn gemm_shared<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: Factor<'_, T>,
-    b: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
     c: &mut [T],
     update: Update,
     epilogue: Epilogue<'_, T>,
@@ -152,8 +152,8 @@ fn cut<T: Float>(
     threads: usize,
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: Factor<'_, T>,
-    b: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
     c: &mut [T],
     update: Update,
     mut epilogue: Epilogue<'_, T>,
@@ -206,10 +206,10 @@ fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
 }
 
-impl<'a, T: Float> Factor<'a, T> {
+impl<'a, T: Float> MatmulOperand<'a, T> {
     fn strides(self) -> Strides {
         match self {
-            Factor::Full(_, strides) | Factor::Rounded(_, strides) => strides,
+            MatmulOperand::Full(_, strides) | MatmulOperand::Rounded(_, strides) => strides,
         }
     }
 
@@ -218,16 +218,16 @@ impl<'a, T: Float> Factor<'a, T> {
         let (row_stride, column_stride) = self.strides();
         let at = row * row_stride + column * column_stride;
         match self {
-            Factor::Full(x, strides) => Factor::Full(x.get(at..).unwrap_or_default(), strides),
-            Factor::Rounded(x, strides) => Factor::Rounded(x.get(at..).unwrap_or_default(), strides),
+            MatmulOperand::Full(x, strides) => MatmulOperand::Full(x.get(at..).unwrap_or_default(), strides),
+            MatmulOperand::Rounded(x, strides) => MatmulOperand::Rounded(x.get(at..).unwrap_or_default(), strides),
         }
     }
 
     /// Panics unless this holds a matrix of so many rows and columns for a product in this precision.
     fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
         let len = match self {
-            Factor::Full(x, _) => x.len(),
-            Factor::Rounded(x, _) => {
+            MatmulOperand::Full(x, _) => x.len(),
+            MatmulOperand::Rounded(x, _) => {
                 let product = std::any::type_name::<T>();
                 assert!(
                     T::narrows(precision),
@@ -242,17 +242,17 @@ impl<'a, T: Float> Factor<'a, T> {
     /// Of an `f32`, where its elements begin.
     fn elements(self) -> (Elements, Strides) {
         match self {
-            Factor::Full(x, strides) => (Elements::Full(x.as_ptr().cast()), strides),
-            Factor::Rounded(x, strides) => (Elements::Rounded(x.as_ptr()), strides),
+            MatmulOperand::Full(x, strides) => (Elements::Full(x.as_ptr().cast()), strides),
+            MatmulOperand::Rounded(x, strides) => (Elements::Rounded(x.as_ptr()), strides),
         }
     }
 
     /// The elements as the product takes them.
     fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
         match self {
-            Factor::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
-            Factor::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
-            Factor::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
+            MatmulOperand::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
+            MatmulOperand::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
+            MatmulOperand::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
         }
     }
 }
@@ -299,8 +299,8 @@ impl<T: Float> Epilogue<'_, T> {
         match self {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
-            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), Place::of(out)),
-            Epilogue::Swiglu(out) => Finish::Swiglu(Place::of(out)),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), GradSlot::of(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(GradSlot::of(out)),
         }
     }
 }
@@ -332,8 +332,8 @@ impl Packed {
     }
 }
 
-/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been [checked](Factor::check).
-fn pack<T: Float>(precision: Precision, path: Path, b: Factor<'_, T>, (piece, to): (Piece, &mut [f32])) {
+/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been [checked](MatmulOperand::check).
+fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (Piece, &mut [f32])) {
     b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
     // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
@@ -344,7 +344,7 @@ fn pack<T: Float>(precision: Precision, path: Path, b: Factor<'_, T>, (piece, to
 /// A right operand.
 #[derive(Clone, Copy)]
 enum Source<'a, T> {
-    Strided(Factor<'a, T>),
+    Strided(MatmulOperand<'a, T>),
     /// Where there is a path.
     Packed(&'a Packed),
 }
@@ -353,7 +353,7 @@ enum Source<'a, T> {
 fn serial<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
     b: Source<'_, T>,
     c: (&mut [T], Strides),
     update: Update,
@@ -399,8 +399,8 @@ fn serial<T: Float>(
 unsafe fn portable<T: Float>(
     precision: Precision,
     dims: [usize; 3],
-    a: Factor<'_, T>,
-    b: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
     c: (*mut T, Strides),
     update: Update,
 ) {
@@ -417,30 +417,30 @@ pub(super) enum Finish<T> {
     /// As [`Epilogue::Bias`].
     Bias(*const T),
     /// As [`Epilogue::BiasGelu`].
-    BiasGelu(*const T, Place<T>),
+    BiasGelu(*const T, GradSlot<T>),
     /// As [`Epilogue::Swiglu`].
-    Swiglu(Place<T>),
+    Swiglu(GradSlot<T>),
 }
 
 /// A [`Stored`], unchecked.
 #[derive(Clone, Copy)]
-pub(super) enum Place<T> {
+pub(super) enum GradSlot<T> {
     Full(*mut T),
     Rounded(*mut bf16),
 }
 
-impl<T> Place<T> {
-    fn of(stored: &mut Stored<'_, T>) -> Place<T> {
+impl<T> GradSlot<T> {
+    fn of(stored: &mut Stored<'_, T>) -> GradSlot<T> {
         match stored {
-            Stored::Full(to) => Place::Full(to.as_mut_ptr()),
-            Stored::Rounded(to) => Place::Rounded(to.as_mut_ptr()),
+            Stored::Full(to) => GradSlot::Full(to.as_mut_ptr()),
+            Stored::Rounded(to) => GradSlot::Rounded(to.as_mut_ptr()),
         }
     }
 
-    fn cast<U>(self) -> Place<U> {
+    fn cast<U>(self) -> GradSlot<U> {
         match self {
-            Place::Full(to) => Place::Full(to.cast()),
-            Place::Rounded(to) => Place::Rounded(to),
+            GradSlot::Full(to) => GradSlot::Full(to.cast()),
+            GradSlot::Rounded(to) => GradSlot::Rounded(to),
         }
     }
 
@@ -452,8 +452,8 @@ impl<T> Place<T> {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Place::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
-                Place::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
+                GradSlot::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
+                GradSlot::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Results stored in `bf16`: what products in [`Precision::Bf16`](super::matmul::Precision) alone read.
 //!
-//! Such products round their factors anyway, and rounding twice changes nothing: a factor rounded when it is stored gives
+//! Such products round their operands anyway, and rounding twice changes nothing: an operand rounded when it is stored gives
 //! the same bits as one that is rounded when it is read, for half the memory.
 
 use super::Float;
@@ -15,7 +15,7 @@ const PIECE: usize = 256;
 struct Piece<T>([T; PIECE]);
 
 /// The nearest `bf16` of each, ties to even, as products in [`Precision::Bf16`](super::matmul::Precision) round their
-/// factors: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites `to`.
+/// operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites `to`.
 ///
 /// Panics if the lengths differ.
 ///

@@ -5,7 +5,7 @@
 //! row: the order depends on the windows' extents alone.
 
 use super::Float;
-use crate::family::Windows;
+use crate::kernel::Windows;
 use meshwork_core::simd::wide;
 use std::ops::Range;
 

@@ -3,7 +3,7 @@
 //! A leaf is a product of its terms alone. Blocks of rows of C wait for each other's leaves in the cache: the first sum
 //! of a block lies in C itself, the others in memory that each thread keeps.
 
-use super::{BLOCKS, Epilogue, Factor, PACKED, Packed, Precision, ROWS, Source, Update};
+use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
 use super::{assert_inside, gemm_shared, pack, serial};
 use crate::cpu::kernels::gemm;
 use crate::cpu::kernels::{Float, pointwise};
@@ -34,17 +34,17 @@ pub struct Summand<'a, T> {
     /// Length of its sums.
     pub k: usize,
     /// `[m, k]`.
-    pub a: Factor<'a, T>,
+    pub a: MatmulOperand<'a, T>,
     /// `[k, n]`.
-    pub b: Factor<'a, T>,
+    pub b: MatmulOperand<'a, T>,
     /// How its sums are cut.
     pub terms: Terms,
 }
 
 /// Some terms of a product: all that a leaf has of them in one run.
 struct Run<'a, T> {
-    a: Factor<'a, T>,
-    b: Factor<'a, T>,
+    a: MatmulOperand<'a, T>,
+    b: MatmulOperand<'a, T>,
     len: usize,
 }
 
@@ -55,8 +55,8 @@ struct Run<'a, T> {
 pub fn gemm_leaves<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
-    a: Factor<'_, T>,
-    b: Factor<'_, T>,
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
     c: &mut [T],
     terms: Terms,
 ) {

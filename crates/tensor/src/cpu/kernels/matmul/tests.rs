@@ -2,7 +2,7 @@
 //! bits are the same.
 
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
-use super::Factor::{Full, Rounded};
+use super::MatmulOperand::{Full, Rounded};
 use super::*;
 use crate::tape::Terms;
 use proptest::prelude::*;
@@ -99,7 +99,7 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
 /// transposed B against the whole, and that against three loops.
 #[test]
 fn portable_products_have_the_bits_of_the_whole() {
-    let product = |precision, [m, n, k]: [usize; 3], a: Factor<'_, f32>, b: Factor<'_, f32>, update| {
+    let product = |precision, [m, n, k]: [usize; 3], a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>, update| {
         let mut c = vec![1.0; m * n];
         a.check("A", [m, k], precision);
         b.check("B", [k, n], precision);
@@ -172,7 +172,7 @@ fn stored<T: Float>(precision: Precision, x: &[T]) -> Vec<bf16> {
     to
 }
 
-/// Shared or not, with epilogues, and with factors and results stored in bf16 where they may be: the bits of the plain
+/// Shared or not, with epilogues, and with operands and results stored in bf16 where they may be: the bits of the plain
 /// product.
 fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
     let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
@@ -241,7 +241,7 @@ fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
 }
 
-/// Of all kinds of layouts and leaves, in parts of factors that are larger.
+/// Of all kinds of layouts and leaves, in parts of operands that are larger.
 #[test]
 fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
     for (i, [m, n, k]) in
@@ -276,7 +276,7 @@ fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
     a[7] = 1e-40;
     let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
     let (a, b) = ([Full(&a, (k, 1)), Rounded(&rounded_a, (k, 1))], [Full(&b, (1, k)), Rounded(&rounded_b, (1, k))]);
-    let product = |a: Factor<'_, f32>, b: Factor<'_, f32>| {
+    let product = |a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>| {
         let mut c = vec![f32::NAN; m * n];
         // SAFETY: all matrices are dense.
         unsafe { portable(Precision::Bf16, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };

@@ -9,7 +9,7 @@ use std::fmt::Debug;
 /// Norms and their gradients, over `rows = x.count() / n`.
 pub trait Norm: Debug {
     /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or that of its
-    /// [factors](crate::Device::factor).
+    /// [operands](crate::Device::operand_dtype).
     fn layer_norm(
         &self,
         x: &Buffer,
@@ -32,7 +32,7 @@ pub trait Norm: Debug {
     ) -> Result<(Buffer, Buffer, Buffer)>;
 
     /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or that of its
-    /// [factors](crate::Device::factor).
+    /// [operands](crate::Device::operand_dtype).
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)>;
 
     /// (dx, dweight `[leaves, n]`), the sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).

@@ -1,7 +1,7 @@
 //! Rows of a table.
 
 use crate::error::Result;
-use crate::tape::Room;
+use crate::tape::BlockSlot;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -23,8 +23,8 @@ pub struct TableGrad<'a> {
 
 impl<'a> TableGrad<'a> {
     /// The gradient of a table of so many rows, in that room.
-    pub fn new(room: Room<'a>, rows: usize) -> Self {
-        let Room { buffer, start, accumulate, leaves, .. } = room;
+    pub fn new(room: BlockSlot<'a>, rows: usize) -> Self {
+        let BlockSlot { buffer, start, accumulate, leaves, .. } = room;
         Self { buffer, start, rows, accumulate, leaves }
     }
 }

@@ -23,7 +23,7 @@ type Enter = fn(&Var) -> Result<Var>;
 
 /// A block of a transformer with stored factors.
 fn factors([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Var> {
-    let normed = x.layer_norm_factor(gamma, beta, 1e-5)?;
+    let normed = x.layer_norm_operand(gamma, beta, 1e-5)?;
     enter(&normed)?.linear_bias_gelu(up, bias, 1)?.linear(down, 1)
 }
 
@@ -35,7 +35,7 @@ fn apart([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Va
 
 /// A block of pairs, with stored factors.
 fn gated_factors([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
-    let normed = x.rms_norm_factor(gamma, 1e-5)?;
+    let normed = x.rms_norm_operand(gamma, 1e-5)?;
     enter(&normed)?.linear_swiglu(up, 1)?.linear(down, 1)
 }
 
@@ -75,7 +75,7 @@ fn run(
 }
 
 #[test]
-fn a_stored_factor_changes_no_bit() {
+fn a_stored_operand_changes_no_bit() {
     let regions: [(Ty, Enter); 2] =
         [(Ty::Invariant, |x| x.copy(Axis::Tp)), (Ty::Shard(1), |x| x.all_gather(Axis::Tp, 1))];
     on_mesh("tp=2", |rank| {
@@ -93,7 +93,7 @@ fn a_stored_factor_changes_no_bit() {
 }
 
 #[test]
-fn a_factor_has_the_type_that_products_round_to() {
+fn an_operand_has_the_type_that_products_round_to() {
     for (precision, dtype, wanted) in [
         (Precision::F32, DType::F32, DType::F32),
         (Precision::Bf16, DType::F32, DType::Bf16),
@@ -103,7 +103,7 @@ fn a_factor_has_the_type_that_products_round_to() {
         let input =
             |shape: &[usize]| tape.input(Tensor::zeros(tape.device(), dtype, shape).unwrap(), on_tp(Ty::Invariant));
         let (x, vector) = (input(&[1, 3, 5]), input(&[5]));
-        let normed = x.layer_norm_factor(&vector, &vector, 1e-5).unwrap();
+        let normed = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
         let inner = normed.linear_bias_gelu(&input(&[5, 5]), &vector, 1).unwrap();
         assert_eq!([normed.tensor().dtype(), inner.tensor().dtype()], [wanted; 2]);
         let y = inner.linear(&input(&[5, 5]), 1).unwrap();
@@ -115,7 +115,7 @@ fn a_factor_has_the_type_that_products_round_to() {
 fn what_is_no_product_refuses_a_stored_factor() {
     let tape = tape_with(&alone(), Arc::new(Cpu::new(Precision::Bf16)), Rc::new(Keep));
     let (x, vector) = (f32_input(&tape, "x", &[2, 5], Ty::Invariant), f32_input(&tape, "v", &[5], Ty::Invariant));
-    let factor = x.layer_norm_factor(&vector, &vector, 1e-5).unwrap();
+    let factor = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
     let error = factor.gelu().unwrap_err().to_string();
     assert_eq!(error, "gelu: dtype bf16 on device cpu is not supported: use f32 or f64");
     // Nor does a device that rounds nothing take what another one stored.

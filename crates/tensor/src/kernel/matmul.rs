@@ -57,7 +57,7 @@ impl Gemm {
 }
 
 /// Matrix products whose result bits depend on k and how it is cut alone: never on m, n, layout or thread count. Either
-/// factor may be stored in the type that the device has for [factors](crate::Device::factor): the same bits.
+/// operand may be stored in the type that the device has for [operands](crate::Device::operand_dtype): the same bits.
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
@@ -69,7 +69,7 @@ pub trait Matmul: Debug {
     /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product, then
     /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is what
     /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad) takes; `stored` is its type or that of its
-    /// [factors](crate::Device::factor).
+    /// [operands](crate::Device::operand_dtype).
     fn linear_bias_gelu(
         &self,
         mnk: [usize; 3],

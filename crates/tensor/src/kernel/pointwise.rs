@@ -41,7 +41,7 @@ pub trait Pointwise: Debug {
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
     /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
-    /// that of its [factors](crate::Device::factor).
+    /// that of its [operands](crate::Device::operand_dtype).
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
     /// dx = dy · gelu'(x + bias), in place, and gives that of the bias as [`bias_grad`](Self::bias_grad) does.
@@ -51,7 +51,7 @@ pub trait Pointwise: Debug {
     /// dy · gelu'(x).
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
     /// silu(gate) · up of the pairs (gate, up) that x is made of, `[.., 2] → [..]`, of type `stored`: that of x or of its
-    /// [factors](crate::Device::factor).
+    /// [operands](crate::Device::operand_dtype).
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>;
     /// Turns those pairs into their gradient, in place.
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>;

@@ -1,0 +1,74 @@
+//! The state of a trainer, given out and taken back by global name and slice.
+
+use super::Trainer;
+use crate::state::{StateKey, StatePiece, StateSource, TrainState};
+use crate::TrainError;
+use meshwork_tensor::param::Piece;
+
+impl Trainer {
+    /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
+    /// the slice that it holds: nothing, where the parameter lies on other stages. Optimizer states stay as they are.
+    ///
+    /// Not collective; but ranks that hold the same elements must be given the same.
+    pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
+        let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
+        let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
+            return Err(refuse("the model has none of that name".to_owned()));
+        };
+        if whole.len() != spec.global_elements() {
+            let (given, wanted) = (whole.len(), spec.global_elements());
+            return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
+        }
+        self.require_complete()?;
+        let params =
+            self.weights.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
+        let Some(id) = params.declarations().find(name) else { return Ok(()) };
+        let local = spec.local(self.rank.mesh(), self.rank.coords());
+        let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
+        Ok(params.write(id, &piece.values)?)
+    }
+
+    /// All that this rank holds of the state of the run, by global name and slice: weights, buffers, optimizer states and counters.
+    /// From it any other mesh goes on: see [`load_state`](Self::load_state).
+    ///
+    /// # Errors
+    /// While steps are under way: [`flush`](Self::flush) completes them.
+    pub fn state(&self) -> Result<TrainState, TrainError> {
+        self.require_complete()?;
+        let (weights, mut pieces) = (self.weights.borrow(), Vec::new());
+        let declarations = weights.params().declarations().clone();
+        for id in declarations.ids() {
+            let spec = declarations.spec(id);
+            let slice = spec.local(self.rank.mesh(), self.rank.coords());
+            let mut push = |state: Option<&str>, values| {
+                let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+                let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
+                pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
+            };
+            push(None, weights.params().read(id)?);
+            for (name, values) in weights.rule().state_names().iter().zip(weights.states(id)?) {
+                push(Some(*name), values);
+            }
+        }
+        Ok(TrainState { step: self.steps_begun, updates: weights.updates(), pieces })
+    }
+
+    /// Goes on from the state of another run of the same model and update rule, on whatever mesh, schedule and number of
+    /// micro-batches that was: this rank reads its slices. Every rank must be given the same state.
+    ///
+    /// # Errors
+    /// While steps are under way; state that is missing or does not fit, in which case this trainer is of no use any more.
+    pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
+        self.require_complete()?;
+        let weights = self.weights.get_mut();
+        let declarations = weights.params().declarations().clone();
+        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
+        weights.load(source.updates(), |id, state| {
+            let spec = declarations.spec(id);
+            let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+            source.read(&key, spec.dims, &spec.local(mesh, coords))
+        })?;
+        self.steps_begun = source.step();
+        Ok(())
+    }
+}

@@ -1,0 +1,339 @@
+//! What a model may ask of the engine beside its loss: auxiliary losses, reported metrics, parameter groups and frozen parameters.
+//! They hold on every mesh and schedule, and a model that contradicts itself is refused.
+
+use meshwork_core::comm::thread;
+use meshwork_core::{Axis, DType, Mesh, Rank};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_nn::model::{Metric, Per};
+use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
+use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var, random};
+use meshwork_testkit::opaque::{self, Opaque};
+use meshwork_testkit::parity::assert_close;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+const HIDDEN: usize = 16;
+const BATCH: usize = 8;
+/// Factor of the auxiliary loss.
+const PENALTY: f64 = 0.25;
+/// Factor on the learning rate of one weight.
+const SLOW: f64 = 0.5;
+const RATE: f64 = 0.5;
+
+/// A deliberate mistake.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mistake {
+    None,
+    /// A parameter that no stage reads.
+    Unread,
+    /// A metric that the model does not declare.
+    UndeclaredMetric,
+    /// An auxiliary loss that is `Replicate` on tp.
+    ReplicateLoss,
+    /// A metric that is not one number for each sample.
+    ShapeOfMetric,
+    /// A stage that makes another activation than the model says.
+    Activation,
+}
+
+/// A residual tower for regression: a frozen stem, blocks whose outputs are kept small by an auxiliary loss, and a head.
+#[derive(Debug)]
+struct Tower {
+    layers: usize,
+    mistake: Mistake,
+}
+
+#[derive(Debug)]
+struct Part {
+    stem: Option<ParamId>,
+    blocks: Vec<[ParamId; 2]>,
+    head: Option<ParamId>,
+    mistake: Mistake,
+}
+
+impl Model for Tower {
+    fn num_layers(&self) -> usize {
+        self.layers
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        ["x", "y"].map(|name| Field::new(name, DType::F32, [4])).to_vec()
+    }
+
+    fn stage(&self, params: &mut Declarations, _: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        let init = Init::Normal { std: 0.5 };
+        let whole = Placement::replicated;
+        let frozen = |params: &mut Declarations, name: &str, dims: &[usize]| {
+            params.declare_in(name, dims, whole(), Role::Weight, init, ParamGroup::FROZEN)
+        };
+        let stem = part.first.then(|| frozen(params, "stem", &[HIDDEN, 4])).transpose()?;
+        let mut block = |layer: usize| {
+            let slow = ParamGroup { learning_rate: SLOW, ..ParamGroup::of(Role::Weight) };
+            let (up, down) = (whole().shard(Axis::Tp, 0), whole().shard(Axis::Tp, 1));
+            let name = |part: &str| format!("block.{layer}.{part}");
+            Ok([
+                params.declare(name("up"), &[2 * HIDDEN, HIDDEN], up, Role::Weight, init)?,
+                params.declare_in(name("down"), &[HIDDEN, 2 * HIDDEN], down, Role::Weight, init, slow)?,
+            ])
+        };
+        let blocks = part.layers.clone().map(&mut block).collect::<Result<_>>()?;
+        if self.mistake == Mistake::Unread {
+            params.declare("forgotten", &[3], whole(), Role::Weight, init)?;
+        }
+        let head = part.last.then(|| params.declare("head", &[4, HIDDEN], whole(), Role::Weight, init)).transpose()?;
+        Ok(Box::new(Part { stem, blocks, head, mistake: self.mistake }))
+    }
+
+    fn activation(&self, mesh: &Mesh, _: usize, batch: &Batch) -> Result<Activation> {
+        let hidden = if self.mistake == Mistake::Activation { 2 * HIDDEN } else { HIDDEN };
+        Ok(Activation { dtype: DType::F32, shape: Shape::new(&[batch.samples(), hidden]), types: sample_types(mesh) })
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        ["penalty", "size"].map(|name| Metric { name, per: Per::Sample }).to_vec()
+    }
+}
+
+/// The mean square of each sample.
+fn size(tape: &Tape, x: &Var) -> Result<Var> {
+    let zeros = Tensor::zeros(tape.device(), DType::F32, x.shape())?;
+    x.mean_squared_error(&tape.constant(zeros, x.types()))
+}
+
+impl Stage for Part {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let mut x = match (self.stem, input) {
+            (Some(stem), _) => batch.var(tape, "x")?.linear(&tape.param(stem)?, 1)?,
+            (None, Some(input)) => input.clone(),
+            (None, None) => unreachable!("a stage behind the first has an input"),
+        };
+        for &[up, down] in &self.blocks {
+            let inner = x.copy(Axis::Tp)?.linear(&tape.param(up)?, 1)?.relu()?;
+            x = x.add(&inner.linear(&tape.param(down)?, 1)?.all_reduce(Axis::Tp)?)?;
+            let penalty = size(tape, &x)?;
+            match self.mistake {
+                Mistake::ReplicateLoss => tape.add_loss("penalty", PENALTY, &size(tape, &x.copy(Axis::Tp)?)?)?,
+                Mistake::UndeclaredMetric => tape.report("sizes", &penalty)?,
+                Mistake::ShapeOfMetric => tape.report("size", &x)?,
+                _ => tape.add_loss("penalty", PENALTY, &penalty)?,
+            }
+        }
+        let Some(head) = self.head else { return Ok(x) };
+        x.linear(&tape.param(head)?, 1)
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
+        tape.report("size", &size(tape, output)?)?;
+        output.mean_squared_error(&batch.var(tape, "y")?)
+    }
+}
+
+fn batch(step: usize, samples: Range<usize>) -> Batch {
+    let field = |name: &str| {
+        let mut values = vec![0.0; samples.len() * 4];
+        random::fill_uniform(random::key(7, name), ((step * BATCH + samples.start) * 4) as u64, &mut values);
+        values
+    };
+    let batch = Batch::new(samples.len()).with("x", [4], field("x")).unwrap();
+    batch.with("y", [4], field("y")).unwrap()
+}
+
+fn plan(mesh: &str) -> Plan {
+    Plan {
+        mesh: mesh.parse().unwrap(),
+        global_batch_size: BATCH,
+        num_microbatches: None,
+        optimizer: Sgd::default().into(),
+        lr: LrSchedule { base: RATE, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
+        max_norm: 0.0,
+        ..Plan::default()
+    }
+}
+
+fn tower(layers: usize) -> Arc<dyn Model> {
+    Arc::new(Tower { layers, mistake: Mistake::None })
+}
+
+/// Reports of some steps, and the state behind them.
+fn train(model: &Arc<dyn Model>, plan: &Plan, opaque: bool) -> (Vec<StepReport>, BTreeMap<StateKey, Vec<f32>>) {
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let (rank, device) = match opaque {
+            false => (rank, Cpu::device()),
+            true => {
+                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
+                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Arc::new(Cpu::new(Precision::F32))) as _)
+            }
+        };
+        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+        let reports = (0..3).map(|step| trainer.step(&batch(step, trainer.samples()))).collect::<std::result::Result<_, _>>();
+        Ok::<_, TrainError>((reports?, trainer.state()?))
+    });
+    let (mut reports, states): (Vec<Vec<_>>, Vec<_>) =
+        ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+    let whole = WholeState::merge(&states).unwrap();
+    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+}
+
+fn alone(model: &Arc<dyn Model>) -> Trainer {
+    let plan = plan("dp=1");
+    Trainer::new(model.clone(), &plan, Arc::new(Rank::recording(&plan.mesh, 0).unwrap()), Cpu::device()).unwrap()
+}
+
+/// The gradient is that of the loss plus the auxiliary loss: along the gradient of each weight, both together change as it says.
+#[test]
+fn gradients_are_those_of_the_loss_and_the_auxiliary_losses() {
+    let model = tower(2);
+    let mut trained = alone(&model);
+    let mut other = alone(&model);
+    let before = WholeState::merge(&[trained.state().unwrap()]).unwrap();
+    trained.step(&batch(0, 0..BATCH)).unwrap();
+    let names: Vec<_> = trained.params().declarations().ids().collect();
+    let mut checked = 0;
+    for id in names {
+        let (name, gradient) = (trained.params().declarations().spec(id).name.clone(), trained.gradient(id).unwrap());
+        if name == "stem" {
+            assert!(gradient.is_empty(), "a frozen weight has no gradient");
+            continue;
+        }
+        let key = before.keys().find(|key| key.parameter == name).unwrap();
+        let weights = before.vector(key).unwrap();
+        let square: f64 = gradient.iter().map(|&g| f64::from(g).powi(2)).sum();
+        let step = 1e-2 / square.sqrt();
+        let mut objective = |by: f64| {
+            let moved: Vec<f32> = weights.iter().zip(&gradient).map(|(&w, &g)| w + (by * f64::from(g)) as f32).collect();
+            other.load_parameter(&name, &moved).unwrap();
+            let found = other.evaluate([batch(0, 0..BATCH)]).unwrap();
+            found.loss + PENALTY * found.metrics.iter().find(|(metric, _)| *metric == "penalty").unwrap().1
+        };
+        let slope = (objective(step) - objective(-step)) / (2.0 * step);
+        objective(0.0);
+        assert!((slope / square - 1.0).abs() < 1e-2, "{name}: {slope} against {square}");
+        checked += 1;
+    }
+    assert_eq!(checked, 5);
+}
+
+/// SGD moves each weight by its group's rate; a frozen one stays.
+#[test]
+fn each_group_has_its_learning_rate_and_a_frozen_weight_stays() {
+    let mut trainer = alone(&tower(2));
+    let values = |trainer: &Trainer| {
+        let params = trainer.params();
+        params.declarations().ids().map(|id| params.read(id).unwrap()).collect::<Vec<_>>()
+    };
+    let before = values(&trainer);
+    trainer.step(&batch(0, 0..BATCH)).unwrap();
+    let after = values(&trainer);
+    let ids: Vec<_> = trainer.params().declarations().ids().collect();
+    for (at, id) in ids.into_iter().enumerate() {
+        let spec = trainer.params().declarations().spec(id).clone();
+        let gradient = trainer.gradient(id).unwrap();
+        if spec.group.frozen {
+            assert_eq!(before[at], after[at], "{}", spec.name);
+            continue;
+        }
+        let rate = if spec.name.ends_with("down") { RATE * SLOW } else { RATE };
+        let wanted: Vec<f32> = before[at].iter().zip(&gradient).map(|(w, g)| w - rate as f32 * g).collect();
+        assert_close(&spec.name, &after[at], &wanted, 0.0);
+        assert_ne!(before[at], after[at], "{}", spec.name);
+    }
+}
+
+/// The gradient norm, which clipping scales by, leaves frozen weights out: it is that of the gradients that exist.
+#[test]
+fn frozen_weights_have_no_part_in_the_norm() {
+    let mut trainer = alone(&tower(2));
+    let report = trainer.step(&batch(0, 0..BATCH)).unwrap();
+    let ids: Vec<_> = trainer.params().declarations().ids().collect();
+    let squares = ids.iter().flat_map(|&id| trainer.gradient(id).unwrap()).map(|g| f64::from(g).powi(2)).sum::<f64>();
+    assert!((report.grad_norm / squares.sqrt() - 1.0).abs() < 1e-6, "{} against {}", report.grad_norm, squares.sqrt());
+}
+
+/// Every axis, every kind of schedule, re-materialisation and the opaque device: in canonical numerics the bits of one rank, in
+/// the loss, the auxiliary loss, the metric, the norm and the weights.
+#[test]
+fn every_mesh_gives_the_bits_of_one_rank() {
+    let model = tower(4);
+    let canonical = |mesh: &str| Plan { numerics: Numerics::Canonical { blocks: 8 }, ..plan(mesh) };
+    let (reports, state) = train(&model, &canonical("dp=1"), false);
+    let numbers = |reports: &[StepReport]| -> Vec<_> {
+        reports.iter().map(|report| (report.loss, report.grad_norm, report.metrics.clone())).collect()
+    };
+    assert!(reports.iter().all(|report| report.metrics.len() == 2 && report.metrics.iter().all(|(_, mean)| *mean > 0.0)));
+    let (named, stage) = (|name: &str| ScheduleSpec::named(name).unwrap(), Recompute::Stage);
+    for (mesh, schedule, recompute, opaque) in [
+        ("dp=2", "1f1b", Recompute::None, false),
+        ("tp=2", "gpipe", stage, false),
+        ("pp=2", "1f1b", stage, true),
+        ("pp=4", "gpipe", Recompute::Selective, false),
+        ("pp=2", "zb_v", Recompute::None, false),
+        ("dp=2,pp=2", "interleaved_1f1b", Recompute::None, false),
+        ("dp=2,tp=2,pp=2", "zb_h1", Recompute::None, true),
+        ("tp=2,pp=2", "zb_h2", Recompute::None, false),
+    ] {
+        let plan = Plan { schedule: named(schedule), recompute, ..canonical(mesh) };
+        let (found, weights) = train(&model, &plan, opaque);
+        assert_eq!(numbers(&found), numbers(&reports), "{mesh} {schedule}");
+        assert_eq!(weights, state, "{mesh} {schedule}");
+    }
+}
+
+/// Fast numerics: one mesh against another, by rounding alone.
+#[test]
+fn fast_numerics_differ_by_rounding() {
+    let model = tower(4);
+    let (reports, state) = train(&model, &plan("dp=1"), false);
+    for mesh in ["dp=4", "tp=4", "dp=2,tp=2,pp=2"] {
+        let (found, weights) = train(&model, &plan(mesh), false);
+        for (found, wanted) in found.iter().zip(&reports) {
+            let of = |report: &StepReport| [&[report.loss, report.grad_norm][..], &report.metrics.iter().map(|m| m.1).collect::<Vec<_>>()].concat();
+            assert_close(mesh, &of(found), &of(wanted), 0.0);
+        }
+        for (key, wanted) in &state {
+            assert_close(&key.to_string(), &weights[key], wanted, 0.0);
+        }
+    }
+}
+
+#[test]
+fn a_model_that_contradicts_itself_is_refused() {
+    let refused = |mistake, mesh: &str| {
+        let (model, plan): (Arc<dyn Model>, _) = (Arc::new(Tower { layers: 2, mistake }), plan(mesh));
+        let error = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+            trainer.step(&batch(0, trainer.samples()))
+        });
+        error.map(drop).unwrap_err().to_string()
+    };
+    for (mistake, mesh, says) in [
+        (Mistake::Unread, "dp=1", "parameter forgotten is declared and nothing reads it in training: freeze it, or leave it out"),
+        (
+            Mistake::UndeclaredMetric,
+            "dp=2",
+            "stage 0 reports \"sizes\", which the model does not declare; it declares [\"penalty\", \"size\"]",
+        ),
+        (Mistake::ReplicateLoss, "tp=2", "the auxiliary loss is Replicate: each rank would add a gradient of its own"),
+        (Mistake::ShapeOfMetric, "dp=1", "size is f32 of 2 dims: an auxiliary loss or metric is one f64 for each sample"),
+        (Mistake::Activation, "pp=2", "the activation is "),
+    ] {
+        let error = refused(mistake, mesh);
+        assert!(error.contains(says), "{mistake:?}: {error}");
+    }
+}
+
+#[test]
+fn a_plan_that_does_not_fit_the_rank_or_the_device_is_refused() {
+    let refused = |plan: &Plan, rank: Rank| {
+        Trainer::new(tower(2), plan, Arc::new(rank), Cpu::device()).err().unwrap().to_string()
+    };
+    let two: Mesh = "dp=2".parse().unwrap();
+    let error = refused(&plan("tp=2"), Rank::recording(&two, 0).unwrap());
+    assert!(error.contains("the plan is for the mesh ") && error.contains("make the ranks from the plan's mesh"), "{error}");
+    let bf16 = Plan { precision: Precision::Bf16, ..plan("dp=1") };
+    let error = refused(&bf16, Rank::alone().unwrap());
+    assert!(error.contains("the plan computes products in Bf16"), "{error}");
+}
