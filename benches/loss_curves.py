@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the loss of runs of one model on several meshes, and how far each is from the first. Prints the table of README.md.
+"""Draws the loss of runs of one model on several meshes, and how far each is from the first. Prints the table of docs/guarantees.md.
 
     benches/meshes.sh                                            # writes target/meshes/*.jsonl
     benches/loss_curves.py target/meshes/*.jsonl > docs/img/loss_curves.svg
