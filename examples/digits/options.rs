@@ -72,7 +72,7 @@ impl Options {
                 if faults.is_empty() { Ok(Some(options)) } else { Err(ConfigError { faults }) }
             }
             Err(error) => {
-                faults.push(Fault::new("", "", error, "--help lists the flags"));
+                faults.push(Fault::new("", "", error.to_string(), "--help lists the flags"));
                 Err(ConfigError { faults })
             }
         }
@@ -136,7 +136,9 @@ impl Options {
 
 /// Names of the schedules: the synchronous ones, as the networks have running statistics.
 fn schedules() -> PossibleValuesParser {
-    PossibleValuesParser::new(Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name))
+    PossibleValuesParser::new(
+        Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name),
+    )
 }
 
 /// The largest count that a flag takes: threads and images are real.

@@ -68,7 +68,8 @@ impl Options {
 
     /// What the trainer is told of one side.
     fn side(&self, mesh: &str, own: &str) -> Args {
-        let one = |flag: &str, name| given(&self.matches, name).map(|value| format!("--{flag}={value}")).collect::<Vec<_>>();
+        let one =
+            |flag: &str, name| given(&self.matches, name).map(|value| format!("--{flag}={value}")).collect::<Vec<_>>();
         let numerics = given(&self.matches, "numerics").map(|value| format!("--set=training.numerics={value}"));
         let mut args = vec![format!("--mesh={mesh}")];
         for flag in ["config", "data", "device", "set"] {

@@ -99,10 +99,7 @@ fn bad_input_is_told_at_once() {
         ),
         // A fault of both sides is told once.
         ("--mesh dp=1 --mesh dp=2 --set model.num_head=3", &["model.num_head = 3 (from --set): unknown key; "]),
-        (
-            "--mesh dp=1 --mesh dp=2 --steps 0 --set-b",
-            &["--steps 0: expected 1 or more; ", "--set-b: no value; "],
-        ),
+        ("--mesh dp=1 --mesh dp=2 --steps 0 --set-b", &["--steps 0: expected 1 or more; ", "--set-b: no value; "]),
         (
             "--mesh dp=1 --mesh dp=2 --break layernorm",
             &[

@@ -1,14 +1,14 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
-use crate::pass::{MicroBatch, Pass, Purpose, Seeds};
+use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::statistics::Noted;
 use crate::watch::Watched;
 use crate::weights::WeightStore;
-use crate::{At, PlanError, Recompute, TrainError, Watch};
-use meshwork_core::{Buffer, Rank, SpmdError, Ty, Types};
-use meshwork_nn::{Activation, Batch, Metric, Stage};
-use meshwork_tensor::tape::{Mode, Notes, PerSample, Position, Weights};
-use meshwork_tensor::{Device, Params, Tape, Tensor, Var};
+use crate::{At, PlanError, Recompute, TrainError};
+use meshwork_core::{SpmdError, Ty, Types};
+use meshwork_nn::{Activation, Stage};
+use meshwork_tensor::tape::{Mode, Notes, PerSample, Weights};
+use meshwork_tensor::{Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;

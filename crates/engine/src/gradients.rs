@@ -3,7 +3,7 @@
 use crate::TrainError;
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
-use meshwork_tensor::tape::{GradSink, GradSlot, GradShard};
+use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! What a run is, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
 
-use meshwork_core::{Axis, Mesh};
+use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
 use meshwork_pipeline::{
@@ -279,6 +279,18 @@ pub enum PlanError {
          Fast, or the thread communicator"
     )]
     ReductionOrder,
+    /// Samples of a dp rank that are no subtree of the sum over the batch.
+    #[error(
+        "canonical numerics sum {batch} samples in a balanced tree, of which the samples of each of dp={dp} ranks must be a whole \
+         subtree: use dp of {}, or another global batch",
+        tree::degrees(*.batch).iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Subtree {
+        /// Samples of a step.
+        batch: usize,
+        /// Data-parallel ranks.
+        dp: usize,
+    },
     /// Running statistics under a schedule that updates weights within a step.
     #[error(
         "schedule {schedule} updates weights within a step, so running statistics (batch norm) have no mini-batch to be taken \

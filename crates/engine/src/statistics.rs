@@ -13,16 +13,20 @@ use std::collections::BTreeMap;
 
 /// Notes of one stage, or of all stages of a rank.
 #[derive(Clone, Debug, Default)]
-pub struct Noted(BTreeMap<(StatisticId, u64), StatisticNote>);
+pub struct Noted(BTreeMap<(StatisticId, u64, usize), StatisticNote>);
 
 /// Per statistic: the sums of its terms over the step's samples, on every rank that holds its buffers.
 pub type StatisticSums = Vec<(StatisticId, Vec<f64>)>;
 
 impl Noted {
-    /// Adds the notes of one micro-batch. Added again, they take their own place.
+    /// Adds the notes of one micro-batch. Added again, they take their own place. A layer that is applied several times leaves as many
+    /// notes, and each counts.
     pub fn add(&mut self, first_sample: u64, notes: &[StatisticNote]) {
+        let mut uses: BTreeMap<StatisticId, usize> = BTreeMap::new();
         for note in notes {
-            self.0.insert((note.id, first_sample), note.clone());
+            let uses = uses.entry(note.id).or_default();
+            self.0.insert((note.id, first_sample, *uses), note.clone());
+            *uses += 1;
         }
     }
 
@@ -46,7 +50,7 @@ impl Noted {
         }
         let mut sums: BTreeMap<StatisticId, Vec<f64>> = BTreeMap::new();
         let values = self.download(device)?;
-        for (((id, _), note), values) in self.0.iter().zip(values) {
+        for (((id, ..), note), values) in self.0.iter().zip(values) {
             let terms = declarations.statistics()[id.index()].rule.terms(note.weight, &values);
             match sums.get_mut(id) {
                 None => drop(sums.insert(*id, terms)),

@@ -5,7 +5,7 @@ use crate::{LocalModel, ModelPlan, TrainError};
 use meshwork_core::{Rank, Types};
 use meshwork_nn::Batch;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use std::sync::Arc;
 

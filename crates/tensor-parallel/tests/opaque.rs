@@ -6,7 +6,7 @@ use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::tape::{GradSink, Mode, GradSlot, Position, Selective, GradShard, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Position, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
 use meshwork_testkit::opaque::{self, Opaque};

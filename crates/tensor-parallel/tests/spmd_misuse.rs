@@ -8,7 +8,7 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;

@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use meshwork_core::{Block, pool};
-use meshwork_tensor::cpu::kernels::matmul::{Epilogue, MatmulOperand, Precision, Strides, Update, gemm_in, gemm_shared};
+use meshwork_tensor::cpu::kernels::matmul::{
+    Epilogue, MatmulOperand, Precision, Strides, Update, gemm_in, gemm_shared,
+};
 use meshwork_tensor::cpu::kernels::round::{Stored, round};
 
 /// Preset, tokens of a step, hidden size, vocabulary.

@@ -5,7 +5,7 @@ mod common;
 use common::{on_mesh, values};
 use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Mode, Position, GradShard, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -7,7 +7,9 @@ mod common;
 use common::{POSITION, alone, ids, integers, to_f64, values};
 use meshwork_core::{Buffer, Types};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, GradShard, Weights};
+use meshwork_tensor::tape::{
+    GradShard, GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Weights,
+};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

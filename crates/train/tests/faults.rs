@@ -397,7 +397,9 @@ fn degrees_must_fit_the_tree_of_canonical_numerics() {
             ),
         ),
         (
-            &format!("{canonical} {six} --mesh dp=2,tp=2 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"),
+            &format!(
+                "{canonical} {six} --mesh dp=2,tp=2 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"
+            ),
             &format!(
                 "parallelism.tp = 2: does not fit canonical numerics with numerics.reduction_blocks = 6: {share}; use 1, 3, 6, or another \
                  numerics.reduction_blocks\n\
@@ -410,7 +412,9 @@ fn degrees_must_fit_the_tree_of_canonical_numerics() {
         &format!("{canonical} --set numerics.reduction_blocks=1099511627776"),
         "numerics.reduction_blocks = 1099511627776: more blocks than any tp has use for: each costs time and memory; use 4096 or fewer",
     )]);
-    config(&format!("{canonical} {six} --mesh dp=3,tp=3 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"));
+    config(&format!(
+        "{canonical} {six} --mesh dp=3,tp=3 --set numerics.reduction_blocks=6 --set training.global_batch_size=24"
+    ));
     assert_eq!(
         config("--set numerics.leaves=6").notices, // its former name
         ["numerics.reduction_blocks = 6 has no effect: training.numerics is fast"]

@@ -32,7 +32,7 @@ use crate::weights::WeightStore;
 use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
 use asynchronous::Asynchronous;
 use driver::Driver;
-use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder};
+use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::tape::Position;
@@ -390,6 +390,10 @@ fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), Plan
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
+    let (batch, dp) = (plan.global_batch_size, plan.mesh.degree(Axis::Dp));
+    if plan.blocks().is_some() && !tree::fits(batch, dp) {
+        return Err(PlanError::Subtree { batch, dp });
+    }
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }
@@ -409,8 +413,7 @@ fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> R
     if plan.max_norm > 0.0 {
         return refuse("clipping", "use max_norm 0: no rank knows the norm of a whole gradient");
     }
-    if let Some(tied) = model.tied_weights(schedule)?.first() {
-        _ = tied;
+    if !model.tied_weights(schedule)?.is_empty() {
         return refuse("a tied weight", "untie it: its stages update it at different times");
     }
     for pp_rank in 0..schedule.ranks {

@@ -1,8 +1,8 @@
 //! The state of a trainer, given out and taken back by global name and slice.
 
 use super::Trainer;
-use crate::state::{StateKey, StatePiece, StateSource, TrainState};
 use crate::TrainError;
+use crate::state::{StateKey, StatePiece, StateSource, TrainState};
 use meshwork_tensor::param::Piece;
 
 impl Trainer {

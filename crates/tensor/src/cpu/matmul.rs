@@ -92,7 +92,11 @@ impl Cpu {
     }
 
     /// Both operands of a product of `T`.
-    fn operands_of<'a, T: Float + Element>(&self, spec: Gemm, [a, b]: [&'a Buffer; 2]) -> Result<[MatmulOperand<'a, T>; 2]> {
+    fn operands_of<'a, T: Float + Element>(
+        &self,
+        spec: Gemm,
+        [a, b]: [&'a Buffer; 2],
+    ) -> Result<[MatmulOperand<'a, T>; 2]> {
         let Gemm { m, n, k, a_transposed, b_transposed, .. } = spec;
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
         Ok([self.operand_of(a, strides(a_transposed, m, k))?, self.operand_of(b, strides(b_transposed, k, n))?])
@@ -101,7 +105,9 @@ impl Cpu {
     /// An operand of a product of `T`, which may have been stored for it.
     fn operand_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
-            DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => Ok(MatmulOperand::Rounded(x.as_slice()?, strides)),
+            DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => {
+                Ok(MatmulOperand::Rounded(x.as_slice()?, strides))
+            }
             DType::Bf16 => Err(self.unsupported("matmul", DType::Bf16)),
             _ => Ok(MatmulOperand::Full(x.as_slice()?, strides)),
         }

@@ -3,7 +3,7 @@
 use super::{Declarations, ParamId, Params};
 use crate::error::{Error, Result};
 use crate::kernel::Map;
-use crate::tape::{GradSink, GradShard, Tape};
+use crate::tape::{GradShard, GradSink, Tape};
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, ReduceOp, Types};
 use std::collections::BTreeMap;

@@ -14,7 +14,7 @@ pub mod leaves;
 mod notes;
 mod op;
 
-pub use hooks::{GradSink, Keep, Observer, GradSlot, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
+pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use leaves::{BlockSlot, GradShard, RowLeaves, Terms, Tokens};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};

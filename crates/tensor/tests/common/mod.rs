@@ -8,7 +8,7 @@ pub mod naive;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_tensor::tape::{GradSink, Keep, Mode, Position, SavedPolicy, GradShard, Tape};
+use meshwork_tensor::tape::{GradShard, GradSink, Keep, Mode, Position, SavedPolicy, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};
 use std::rc::Rc;
 use std::sync::Arc;

@@ -182,7 +182,15 @@ mod tests {
 
     fn request(global_batch_size: usize, dp: usize, pp: usize) -> BatchRequest {
         let schedule = Generator::OneFOneB;
-        BatchRequest { global_batch_size, dp, pp, schedule, virtual_stages: 1, num_microbatches: None, micro_batch_size: None }
+        BatchRequest {
+            global_batch_size,
+            dp,
+            pp,
+            schedule,
+            virtual_stages: 1,
+            num_microbatches: None,
+            micro_batch_size: None,
+        }
     }
 
     /// The same with a schedule that takes no fewer micro-batches than there are stages.

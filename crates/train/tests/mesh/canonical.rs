@@ -1,6 +1,6 @@
 //! Canonical numerics: every mesh, schedule and number of micro-batches gives the bits of one rank.
 
-use crate::cases::{ADAMW, CASES, Case, DROPOUT, PLAIN, UNEVEN, UNTIED};
+use crate::cases::{ADAMW, CASES, Case, DROPOUT, LLAMA, PLAIN, UNEVEN, UNTIED};
 use crate::split_work;
 use crate::world::{assemble, on_mesh, one_step, pieces, train};
 use meshwork_pipeline::Generator;
@@ -71,7 +71,7 @@ const CANONICAL: &str = "numerics = 'canonical'\n";
 #[test]
 fn every_mesh_has_the_bits_of_one_rank() {
     let more = format!("{ADAMW}{CANONICAL}");
-    for model in [&PLAIN, &UNEVEN, &UNTIED, &DROPOUT] {
+    for model in [&PLAIN, &UNEVEN, &UNTIED, &DROPOUT, &LLAMA] {
         let alone = run(&Case::alone(model), &more);
         for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)) {
             assert_same(case, &run(case, &more), &alone);

@@ -23,7 +23,7 @@ pub const CLIPPED_SGD: &str = "[optimizer]\nname = 'sgd'\nlr = 1.0\nmomentum = 0
 /// AdamW as it comes, clipping to norm 1 included.
 pub const ADAMW: &str = "[optimizer]\nname = 'adamw'\nlr = 3e-3\n[training]\nglobal_batch_size = 16\n";
 
-/// A small GPT-2 and its data.
+/// A small language model and its data.
 #[derive(Debug)]
 pub struct Model {
     /// Says what is special about it.
@@ -38,16 +38,21 @@ pub struct Model {
     pub dropout: f64,
     /// Whether samples differ in their number of unmasked tokens.
     pub masked: bool,
+    /// More keys of the section `[model]`.
+    pub more: &'static str,
 }
 
 #[rustfmt::skip] // A table: one model, one line. 61 ids and 5 layers are divided by no degree but 1 and 5.
 mod models {
     use super::Model;
-    pub static PLAIN: Model = Model { name: "plain", vocab: 64, layers: 4, tied: true, dropout: 0.0, masked: false };
-    pub static UNEVEN: Model = Model { name: "uneven", vocab: 61, layers: 5, tied: true, dropout: 0.0, masked: true };
-    pub static UNTIED: Model = Model { name: "untied", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true };
-    pub static DROPOUT: Model = Model { name: "dropout", vocab: 61, layers: 5, tied: true, dropout: 0.2, masked: true };
-    pub static LARGE_HEAD: Model = Model { name: "large head", vocab: 509, layers: 6, tied: true, dropout: 0.0, masked: true };
+    pub static PLAIN: Model = Model { name: "plain", vocab: 64, layers: 4, tied: true, dropout: 0.0, masked: false, more: "" };
+    pub static UNEVEN: Model = Model { name: "uneven", vocab: 61, layers: 5, tied: true, dropout: 0.0, masked: true, more: "" };
+    pub static UNTIED: Model = Model { name: "untied", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true, more: "" };
+    pub static DROPOUT: Model = Model { name: "dropout", vocab: 61, layers: 5, tied: true, dropout: 0.2, masked: true, more: "" };
+    // Fewer heads of keys and values than tp=4 has ranks.
+    pub static LLAMA: Model = Model { name: "llama", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true,
+                                      more: "kind = 'llama'\nnum_kv_heads = 2\nffn_hidden_size = 64\n" };
+    pub static LARGE_HEAD: Model = Model { name: "large head", vocab: 509, layers: 6, tied: true, dropout: 0.0, masked: true, more: "" };
 }
 pub use models::*;
 
@@ -135,10 +140,10 @@ impl Case {
         let &Self { model, dp, tp, pp, sequence_parallel, schedule, chunks, micros, partition } = self;
         let chunks = chunks.map_or(String::new(), |chunks| format!("virtual_stages = {chunks}\n"));
         let partition = if partition.is_empty() { "'uniform'".to_owned() } else { format!("{partition:?}") };
-        let &Model { vocab, layers, tied, dropout, .. } = model;
+        let &Model { vocab, layers, tied, dropout, more: keys, .. } = model;
         format!(
             "[model]\nvocab_size = {vocab}\nnum_layers = {layers}\nhidden_size = {HIDDEN}\nnum_heads = {HEADS}\n\
-             seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n\
+             seq_len = {SEQ}\ntie_embeddings = {tied}\ndropout = {dropout}\n{keys}\
              [parallelism]\ndp = {dp}\ntp = {tp}\npp = {pp}\nsequence_parallel = {sequence_parallel}\n\
              [pipeline]\nschedule = '{schedule}'\nnum_microbatches = {micros}\n{chunks}\
              partition = {partition}\n{more}"
@@ -232,6 +237,19 @@ pub static CASES: &[Case] = &[
     case(&UNTIED,  (2, 2, 2), NO, "1f1b",  4).dealt(&[0, 4]),
     case(&DROPOUT, (1, 2, 4), SP, "1f1b",  4).dealt(&[2, 0, 3, 0]),
     case(&DROPOUT, (2, 1, 2), NO, "gpipe", 2).dealt(&[1, 4]),
+
+    case(&LLAMA,   (2, 1, 1), NO, "gpipe", 4),
+    case(&LLAMA,   (1, 2, 1), SP, "gpipe", 2),
+    case(&LLAMA,   (1, 4, 1), NO, "1f1b",  2),
+    case(&LLAMA,   (1, 4, 2), SP, "1f1b",  4),
+    case(&LLAMA,   (2, 2, 2), NO, "1f1b",  4),
+    case(&LLAMA,   (2, 2, 2), NO, "1f1b",  4).dealt(&[4, 0]),
+    case(&LLAMA,   (1, 2, 2), NO, "interleaved_1f1b", 4),
+    case(&LLAMA,   (2, 4, 2), NO, "breadth_first", 4),
+    case(&LLAMA,   (2, 2, 2), SP, "zb_h1", 4),
+    case(&LLAMA,   (1, 2, 4), NO, "zb_h2", 8),
+    case(&LLAMA,   (1, 4, 2), NO, "zb_v",  4),
+    case(&LLAMA,   (2, 2, 2), SP, "dualpipe_v", 8),
 
     // Several stages per pp rank, in a loop.
     case(&PLAIN,   (1, 1, 2), NO, "interleaved_1f1b", 4),

@@ -1,7 +1,7 @@
 //! One step on every mesh of the table against the run of one rank. Plain gradient descent with rate 1, so that the step is the
 //! gradient; different data on every row; where masked, token counts that differ between ranks and micro-batches.
 
-use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, Model, PLAIN, SGD, UNEVEN, UNTIED};
+use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, LLAMA, Model, PLAIN, SGD, UNEVEN, UNTIED};
 use crate::split_work;
 use crate::world::{Stepped, one_step};
 use meshwork_testkit::parity::{assert_close, norm, norm_of_all};
@@ -16,7 +16,10 @@ fn check(model: &'static Model) {
         let got = one_step(case, SGD);
         assert_parity(&case.to_string(), &got, &reference);
         split_work::assert_as_predicted(case, SGD, &got);
-        split_work::assert_closed_forms(case, &got, &reference);
+        // The closed forms are those of GPT-2.
+        if model.more.is_empty() {
+            split_work::assert_closed_forms(case, &got, &reference);
+        }
     }
 }
 
@@ -63,6 +66,11 @@ fn uneven_layers_vocabulary_and_masks() {
 #[test]
 fn untied_embeddings() {
     check(&UNTIED);
+}
+
+#[test]
+fn llama() {
+    check(&LLAMA);
 }
 
 #[test]

@@ -90,7 +90,13 @@ pub enum Epilogue<'a, T> {
 /// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round, or if
 /// the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With `k = 0` the
 /// product is zero.
-pub fn gemm<T: Float>(dims: [usize; 3], a: MatmulOperand<'_, T>, b: MatmulOperand<'_, T>, c: (&mut [T], Strides), update: Update) {
+pub fn gemm<T: Float>(
+    dims: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: (&mut [T], Strides),
+    update: Update,
+) {
     gemm_in(Precision::F32, dims, a, b, c, update);
 }
 
