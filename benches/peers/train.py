@@ -1,4 +1,5 @@
-"""One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast."""
+"""One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
+`--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2."""
 
 import contextlib
 import time
@@ -6,9 +7,10 @@ import time
 import torch
 
 import gpt
+import llama
 
-args, work = gpt.arguments(compile=False, bf16=False)
-model = gpt.Gpt(work)
+args, work = gpt.arguments(compile=False, bf16=False, kv_heads=0, ffn=0)
+model = llama.Llama(work, args.kv_heads, args.ffn) if args.kv_heads else gpt.Gpt(work)
 optimizer = gpt.adamw(model)
 batches = gpt.Batches(work)
 

@@ -6,7 +6,7 @@ use crate::world::{Piece, assert_same_pieces, assert_same_report, on_mesh, piece
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_testkit::opaque::{self, Opaque};
-use meshwork_train::config::Config;
+use meshwork_train::config::{Config, ModelKind};
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
 use std::sync::Arc;
 
@@ -16,7 +16,8 @@ type Trained = (Vec<StepReport>, Vec<Piece>);
 
 /// Trains from weights that were loaded from outside in part.
 fn trained(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Trained, TrainError> {
-    trainer.load_parameter("ln_f.bias", &[0.125; crate::cases::HIDDEN])?;
+    let norm = if config.model.kind == ModelKind::Llama { "norm.weight" } else { "ln_f.bias" };
+    trainer.load_parameter(norm, &[0.125; crate::cases::HIDDEN])?;
     let reports = (0..STEPS).map(|_| train(&mut trainer, data, config)).collect::<Result<_, _>>()?;
     Ok((reports, pieces(&trainer)?))
 }

@@ -37,9 +37,10 @@ pub fn weights(case: &str, held: &[Vec<Piece>]) -> Whole {
     assemble(case, held, |piece| &piece.weights)
 }
 
-/// Cases of schedules that let steps overlap.
+/// Cases of schedules that let steps overlap, of GPT-2: these tests spoil weights of it, and know when its steps are clipped.
 fn overlapping() -> impl Iterator<Item = &'static Case> {
-    CASES.iter().filter(|case| ["zb_h2", "zb_v", "dualpipe_v"].contains(&case.schedule))
+    let gpt2 = CASES.iter().filter(|case| case.model.more.is_empty());
+    gpt2.filter(|case| ["zb_h2", "zb_v", "dualpipe_v"].contains(&case.schedule))
 }
 
 /// AdamW clips the first step of these models, and not every later one: the update of step 1 is taken back when step 2 has begun. In
