@@ -51,7 +51,7 @@ fn no_steps_report_the_mesh_without_training() {
 #[test]
 fn a_report_tells_what_is_communicated() {
     let cases =
-        [("dp=1", &[][..]), ("dp=2", &["dp"]), ("tp=2", &["tp"]), ("dp=2,tp=2,pp=2", &["dp", "pp", "ties", "tp"])];
+        [("dp=1", &[][..]), ("dp=2", &["dp"]), ("tp=2", &["tp"]), ("dp=2,tp=2,pp=2", &["dp", "pp", "tied", "tp"])];
     for (mesh, expected) in cases {
         let report = succeed(&format!("--mesh {mesh} --steps 0"));
         let line = report.lines().find_map(|line| line.trim().strip_prefix("communication ")).unwrap();

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Name of the groups that sum the gradients of tied weights across stages (Megatron's embedding group).
-pub const TIES: &str = "ties";
+pub const TIED: &str = "tied";
 
 /// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
 /// enough that most are done before backward ends.
@@ -39,7 +39,7 @@ pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>
             true => pp_ranks.iter().map(|&stage| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage))).collect(),
             false => vec![rank.world_rank()],
         };
-        groups.insert(pp_ranks.clone(), rank.subgroup(TIES, &members)?);
+        groups.insert(pp_ranks.clone(), rank.subgroup(TIED, &members)?);
     }
     Ok(groups)
 }

@@ -19,7 +19,7 @@ mod watch;
 mod weights;
 
 pub use error::TrainError;
-pub use layout::TIES;
+pub use layout::TIED;
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use state::{StateKey, StatePiece, StateSource, TrainState, WholeState};

@@ -49,12 +49,14 @@ struct Collective {
 }
 
 impl Var {
-    /// I→R before work that differs per rank (a column-parallel layer). The gradient is summed over `axis`.
+    /// I→R before work that differs per rank (a column-parallel layer): Megatron-LM's operator f
+    /// (`copy_to_tensor_model_parallel_region`). The identity in forward; the gradient is summed over `axis`.
     pub fn copy(&self, axis: Axis) -> Result<Var> {
         self.convert("copy", axis, Ty::Invariant, Ty::Replicate, Move::Identity, Move::AllReduce)
     }
 
-    /// P→I: takes the sum. The same gradient goes to every rank's share.
+    /// P→I: the sum over the ranks of `axis`, behind a row-parallel layer: Megatron-LM's operator g
+    /// (`reduce_from_tensor_model_parallel_region`). The gradient passes unchanged.
     pub fn all_reduce(&self, axis: Axis) -> Result<Var> {
         self.convert("all_reduce", axis, Ty::Partial, Ty::Invariant, Move::AllReduce, Move::Identity)
     }

@@ -102,7 +102,7 @@ fn run(
 ) -> Result<Outcome, RunError> {
     let steps = config.training.steps;
     let started = Instant::now();
-    // Dropped last: that waits for whoever reads the progress, and the other ranks must not wait along.
+    // Dropped last: that waits for the reader of the progress, and the other ranks must not wait with it.
     let mut reporter = match rank.world_rank() {
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,

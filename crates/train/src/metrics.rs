@@ -155,7 +155,7 @@ pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
         };
     }
     match File::create_new(path) {
-        // Whoever is as quick to remove it has done the same.
+        // Another process may have removed it first: the result is the same.
         Ok(_) => Ok(_ = fs::remove_file(path)),
         // Another run has made it just now.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),

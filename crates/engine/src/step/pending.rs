@@ -6,7 +6,7 @@
 use super::{StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
-use crate::{TIES, TrainError};
+use crate::{TIED, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
 use meshwork_nn::Per;
 use meshwork_tensor::Error;
@@ -168,5 +168,5 @@ impl Trainer {
 
 /// Groups whose bytes are reported.
 fn names() -> impl Iterator<Item = &'static str> + Clone {
-    Axis::ALL.map(Axis::name).into_iter().chain([TIES, WORLD])
+    Axis::ALL.map(Axis::name).into_iter().chain([TIED, WORLD])
 }

@@ -149,7 +149,7 @@ pub enum Phase {
 ///         Ok(())
 ///     }
 ///     fn update(&mut self, _micro: usize) -> Result<(), Infallible> {
-///         unreachable!("gpipe leaves the update to whoever runs it")
+///         unreachable!("gpipe leaves the update to its caller")
 ///     }
 /// }
 ///

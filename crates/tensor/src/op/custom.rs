@@ -1,5 +1,5 @@
 //! Operations from outside in one call: a function of one number with its derivative, or a whole operation with its gradient.
-//! Whoever needs more, as a gradient that skips inputs or saves something else, implements [`Op`].
+//! An operation that needs more, as a gradient that skips inputs or saves something else, implements [`Op`].
 
 use super::whole::require_whole;
 use crate::error::{Error, Result};

@@ -132,7 +132,8 @@ impl Linear {
 }
 
 impl Var {
-    /// `x · wᵀ` over the last `contract` dims of both: a fused qkv is `x[b, s, h].linear(w[3, heads, d, h], 1)`, and the
+    /// `x · wᵀ`, summed over the last `contract` dims of both; `contract = 1` is `torch.nn.functional.linear`. A fused qkv is
+    /// `x[b, s, h].linear(w[3, heads, d, h], 1)`, and the
     /// projection back is `y[b, s, heads, d].linear(w[h, heads, d], 2)`. Summing over a dim that both shard gives `Partial`.
     pub fn linear(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Nothing), &[self, weight])

@@ -1,6 +1,6 @@
 //! Softmax cross entropy, summed over the tokens of each sample: `L_s = Σ_i (ln Σ_v exp(x_siv) - x_si,target)`. Never a mean:
 //! the number of unmasked tokens of the whole step divides once, in the seed of backward. The sum over samples is left to
-//! whoever knows all of them.
+//! the caller, who knows all of them.
 //!
 //! The vocab-parallel form (Megatron-LM, section 3) is the one collective operation here, and says so in its name: an
 //! all-reduce of the row maxima, then one of the sums and the target logit together.

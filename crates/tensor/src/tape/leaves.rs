@@ -1,7 +1,7 @@
 //! Leaves: where the sums of an operation are cut so that they do not depend on the mesh.
 //!
 //! In canonical numerics ([`Declarations::canonical`](crate::Declarations::canonical)) every sum that a mesh axis or a
-//! micro-batch might cut has fixed leaves, and [the tree](meshwork_core::tree) above them, whoever computes which:
+//! micro-batch might cut has fixed leaves, and [the tree](meshwork_core::tree) above them, on whichever rank they are computed:
 //!
 //! | sum | leaves |
 //! |---|---|

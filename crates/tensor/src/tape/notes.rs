@@ -1,6 +1,6 @@
 //! What layers leave on a tape beside their outputs: auxiliary losses, metrics, and the notes of statistics.
 //!
-//! A layer deep inside a stage needs no further argument for them. Whoever runs the tape takes the notes after the forward
+//! A layer deep inside a stage needs no further argument for them. The caller of the tape takes the notes after the forward
 //! pass, runs backward from the auxiliary losses together with the output, and adds the numbers up over the step.
 
 use super::{Mode, Source, Tape, Var};

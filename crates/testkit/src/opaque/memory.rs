@@ -4,7 +4,7 @@ use meshwork_core::{Buffer, BufferError, DType, HostMemory, Memory};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What looks like the memory of another device. The host memory behind it is handed to whoever computes on it in the device's
+/// What looks like the memory of another device. The host memory behind it is handed to what computes on it in the device's
 /// name, and is away while somebody writes to it.
 #[derive(Debug)]
 struct Opaque {

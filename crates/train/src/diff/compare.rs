@@ -343,7 +343,7 @@ mod tests {
     fn what_has_no_like_is_skipped_with_the_reason() {
         let sum = |mesh| program(mesh, &[(Axis::Dp, Ty::Partial)], &[1], None);
         let (one, two) = (sum("dp=1"), sum("dp=2"));
-        // The same micro-batches, whoever computes them.
+        // The same micro-batches, on whichever rank.
         let report = compared([(&one, 4), (&two, 2)]);
         assert_eq!((report.tensors(), report.skipped.len(), report.first), (1, 0, None));
         let report = compared([(&one, 4), (&two, 1)]);

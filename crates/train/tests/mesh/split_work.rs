@@ -117,13 +117,13 @@ fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let held = tables * table + whole + layers * (12 * h * h + 7 * h) / tp;
     let gradients = (4 * held + 8) as f64;
 
-    // ties: the tied table, where its two ends are on different ranks. world: the loss of each sample and the squared norm (f64).
+    // tied: the tied table, where its two ends are on different ranks. world: the loss of each sample and the squared norm (f64).
     let ends = if model.tied && first != last { 2 } else { 1 };
     [
         ("tp", moved(tp) * (blocks + loss + norms + gathered)),
         ("dp", moved(dp) * gradients),
         ("pp", sent),
-        ("ties", moved(ends) * (4 * table) as f64),
+        ("tied", moved(ends) * (4 * table) as f64),
         ("world", moved(dp * tp * pp) * 8.0 * (BATCH as f64 + 1.0)),
     ]
 }

@@ -71,7 +71,7 @@ pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
 pub fn tree_sum<T: Float>(x: &mut [T], n: usize, add: impl Fn(&mut [T], &[T])) {
     assert_rows(x.len(), n);
     let n = n.max(1);
-    // All pairs of neighbours, then all pairs of pairs: whoever has no neighbour waits for the next round.
+    // All pairs of neighbours, then all pairs of pairs: a value without a neighbour waits for the next round.
     let mut step = n;
     while step < x.len() {
         for pair in x.chunks_mut(2 * step).filter(|pair| pair.len() > step) {
