@@ -1,5 +1,7 @@
 //! Two runs held against each other: equal ones are identical, unequal meshes are paired value by value, and a fault is found where
 //! it is.
+//!
+//! More than 400 lines: each test is one pair of runs and what their comparison says.
 
 use meshwork_core::comm::Call;
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
