@@ -83,3 +83,39 @@ impl Noted {
         Ok(self.0.values().map(take).collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_tensor::Tensor;
+    use meshwork_tensor::cpu::Cpu;
+    use meshwork_tensor::param::StatisticRule;
+
+    #[derive(Debug)]
+    struct Sum;
+
+    impl StatisticRule for Sum {
+        fn terms(&self, weight: f64, values: &[f32]) -> Vec<f64> {
+            vec![weight, f64::from(values[0])]
+        }
+
+        fn update(&self, _sums: &[f64], _buffers: &mut [Vec<f32>]) {}
+    }
+
+    /// The first note of a layer that was applied twice used to be lost.
+    #[test]
+    fn a_layer_that_is_applied_twice_counts_twice_and_a_forward_that_runs_again_once() {
+        let (mut declared, device) = (Declarations::new(), Cpu::device());
+        let id = declared.declare_statistic(Vec::new(), Sum);
+        let note = |value: f32| {
+            let values = vec![Tensor::from_slice(&device, &[value], [1]).unwrap()];
+            StatisticNote { id, weight: 1.0, values }
+        };
+        let mut noted = Noted::default();
+        for first_sample in [0, 4, 0] {
+            noted.add(first_sample, &[note(1.0), note(2.0)]);
+        }
+        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &[], &BTreeMap::new()).unwrap();
+        assert_eq!(sums, [(id, vec![4.0, 6.0])]);
+    }
+}
