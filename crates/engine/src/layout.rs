@@ -5,6 +5,7 @@ use crate::trace::Trace;
 use crate::{LocalModel, PlanError, TiedWeight, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, Types};
 use meshwork_data_parallel::{Bucket, BucketPlan, Member, Reducer, plan, rounds};
+use meshwork_tensor::param::reduction_axes;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -71,9 +72,7 @@ pub fn buckets(
         .map(|&id| {
             let spec = model.declarations.spec(id);
             let types = found.reads.get(&id).copied().unwrap_or(Types::NONE);
-            // The gradient of a Replicate read is Partial. dp first: what is left is smaller once that is sharded.
-            let mut axes: Vec<Axis> = types.dual().partial_axes().collect();
-            axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
+            let axes = reduction_axes(types);
             let holders = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
             let copies = found.copies[id.index()];
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();

@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The axes over which the gradient of a parameter must be summed, in that order, from the types with which it was read (see
-/// [`Tape::reads`]): those on which it was `Replicate`, where its gradient is `Partial`. Data parallelism comes first.
+/// [`Tape::reads`]): those on which it was `Replicate`, where its gradient is `Partial`. Data parallelism comes first: what is left to sum is smaller once
+/// its sum is sharded.
 pub fn reduction_axes(read: Types) -> Vec<Axis> {
     let mut axes: Vec<Axis> = read.dual().partial_axes().collect();
     axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
