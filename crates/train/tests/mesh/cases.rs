@@ -251,6 +251,11 @@ pub static CASES: &[Case] = &[
     case(&LLAMA,   (1, 4, 2), NO, "zb_v",  4),
     case(&LLAMA,   (2, 2, 2), SP, "dualpipe_v", 8),
 
+    // Fewer micro-batches than stages.
+    case(&UNEVEN,  (1, 1, 4), NO, "1f1b",  2),
+    case(&UNTIED,  (2, 2, 4), SP, "1f1b",  1),
+    case(&DROPOUT, (2, 1, 4), NO, "zb_h1", 2),
+
     // Several stages per pp rank, in a loop.
     case(&PLAIN,   (1, 1, 2), NO, "interleaved_1f1b", 4),
     case(&UNEVEN,  (2, 2, 2), SP, "interleaved_1f1b", 4).dealt(&[2, 1, 1, 1]),
