@@ -17,7 +17,7 @@ pub enum Error {
     #[error(transparent)]
     Buffer(#[from] BufferError),
     /// Operands whose shapes do not fit each other.
-    #[error("{op}: {problem} (shapes {shapes:?})")]
+    #[error("{op}: {problem}{}", in_brackets(shapes))]
     Shape {
         /// The operation.
         op: &'static str,
@@ -165,3 +165,8 @@ impl From<CommError> for Error {
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The shapes of an error's operands, where it has any.
+fn in_brackets(shapes: &[Vec<usize>]) -> String {
+    if shapes.is_empty() { String::new() } else { format!(" (shapes {shapes:?})") }
+}

@@ -11,6 +11,7 @@ mod source;
 mod token_file;
 mod tokenizer;
 
+use std::fmt;
 use std::ops::Range;
 
 pub use images::Images;
@@ -37,7 +38,7 @@ pub const MASKED: i32 = -1;
 /// assert_eq!(batch.values::<i32>("targets")?, [7, 8, 9, 10, 11, 12]);
 /// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Data {
     tokens: Vec<i32>,
     masked: Vec<bool>,
@@ -46,6 +47,15 @@ pub struct Data {
     shuffle: Option<u64>,
     tokenizer: Tokenizer,
     notices: Vec<String>,
+}
+
+/// Says how many tokens there are, and not which.
+impl fmt::Debug for Data {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Data");
+        shown.field("tokens", &self.tokens.len()).field("training", &self.training).field("seq_len", &self.seq_len);
+        shown.finish_non_exhaustive()
+    }
 }
 
 impl Data {
