@@ -104,7 +104,7 @@ impl Buffer {
     /// Host memory holding `count` zeros, 64-byte aligned.
     ///
     /// # Panics
-    /// As a `Vec` does, if so many elements have more bytes than a `usize` can count.
+    /// If the size in bytes overflows `usize`, as for a `Vec`.
     pub fn zeros(dtype: DType, count: usize) -> Buffer {
         // Checked also where arithmetic wraps: a buffer that is smaller than it says would be unsound.
         let bytes = count.checked_mul(dtype.size());

@@ -5,6 +5,7 @@ use meshwork_core::comm::thread;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
+use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
@@ -26,6 +27,12 @@ fn model() -> Arc<dyn Model> {
     Arc::new(Gpt2::new(config))
 }
 
+/// A Llama with fewer heads of keys and values than `tp=4` has ranks.
+fn llama() -> Arc<dyn Model> {
+    let sizes = LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..PRESETS[0].1 };
+    Arc::new(Llama::new(sizes))
+}
+
 /// Random tokens; each step has others.
 fn batch(step: u64, samples: Range<usize>) -> Batch {
     let key = random::key(5, "tokens");
@@ -39,7 +46,15 @@ fn batch(step: u64, samples: Range<usize>) -> Batch {
 
 /// Trains steps `steps` on a mesh, from a state if there is one: the reports of one rank, and the whole state afterwards.
 fn go_on(plan: &Plan, from: Option<&WholeState>, steps: Range<u64>) -> (Vec<StepReport>, WholeState) {
-    let model = model();
+    go_on_with(&model(), plan, from, steps)
+}
+
+fn go_on_with(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    from: Option<&WholeState>,
+    steps: Range<u64>,
+) -> (Vec<StepReport>, WholeState) {
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         if let Some(state) = from {
@@ -79,22 +94,20 @@ fn a_run_moves_from_mesh_to_mesh_and_its_losses_go_on() {
 #[test]
 fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
     let canonical = Numerics::Canonical { blocks: 8 };
-    let (alone, wanted) = go_on(&on("dp=1", canonical), None, 0..10);
-    let mut state: Option<WholeState> = None;
-    for (part, mesh) in CHAIN.into_iter().enumerate() {
-        let first = 2 * part as u64;
-        let (reports, next) = go_on(&on(mesh, canonical), state.as_ref(), first..first + 2);
-        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
-            assert_eq!(
-                (report.loss, report.grad_norm),
-                (wanted.loss, wanted.grad_norm),
-                "{mesh}, step {}",
-                report.step
-            );
+    for model in [model(), llama()] {
+        let (alone, wanted) = go_on_with(&model, &on("dp=1", canonical), None, 0..10);
+        let mut state: Option<WholeState> = None;
+        for (part, mesh) in CHAIN.into_iter().enumerate() {
+            let first = 2 * part as u64;
+            let (reports, next) = go_on_with(&model, &on(mesh, canonical), state.as_ref(), first..first + 2);
+            for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+                let numbers = |report: &StepReport| (report.loss, report.grad_norm);
+                assert_eq!(numbers(report), numbers(wanted), "{model:?} on {mesh}, step {}", report.step);
+            }
+            state = Some(next);
         }
-        state = Some(next);
+        assert!(state.unwrap() == wanted, "{model:?}");
     }
-    assert!(state.unwrap() == wanted);
 }
 
 /// The same mesh, from a schedule whose steps overlap to one whose weights change while it runs: the bits are kept.

@@ -134,7 +134,7 @@ pub fn add(op: &str, x: Operand<'_>, y: Operand<'_>) -> Result<Types, SpmdError>
 }
 
 /// The product `x · wᵀ` over the last `contract` dims of both: `[lead.., K..] · [N.., K..]ᵀ = [lead.., N..]`.
-/// Contracting a dim that both shard gives `Partial`. That there are so many dims is for the operation to check.
+/// Contracting a dim that both shard gives `Partial`. The caller checks that both have at least `contract` dims.
 pub fn contract(op: &str, x: Operand<'_>, w: Operand<'_>, contract: usize) -> Result<Types, SpmdError> {
     let (lead, out) = (x.ndim.saturating_sub(contract), w.ndim.saturating_sub(contract));
     let (xn, wn) = (x.name, w.name);

@@ -23,8 +23,8 @@ const CLAIM_BYTES: usize = 256 << 10;
 /// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
 const PIECES: usize = 32;
 
-/// An operation that writes at least so many bytes bypasses the caches: they would be evicted before they are read, and
-/// stores that bypass the caches need not read what they overwrite.
+/// Size in bytes from which a collective writes its result with non-temporal stores. A larger result would be evicted from the caches
+/// before it is read, and these stores need not read what they overwrite.
 const STREAM_BYTES: usize = 24 << 20;
 
 /// Bytes copied to one target before the next gets them: what was read stays in the first-level cache.
