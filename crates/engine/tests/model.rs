@@ -363,3 +363,13 @@ fn a_plan_that_does_not_fit_the_rank_or_the_device_is_refused() {
     let error = refused(&bf16, Rank::alone().unwrap());
     assert!(error.contains("the plan computes products in Bf16"), "{error}");
 }
+
+/// A row that is asked for beyond its end used to go on in the next one.
+#[test]
+fn a_prediction_ends_where_its_row_does() {
+    let mut trainer = alone(&tower(2));
+    let batch = batch(0, 0..BATCH);
+    assert_eq!(trainer.predict(&batch, BATCH - 1, 4).unwrap().len(), 4);
+    let error = trainer.predict(&batch, 0, 5).unwrap_err().to_string();
+    assert_eq!(error, "predict: 5 numbers of a row that has 4 (shapes [[8, 4]])");
+}

@@ -46,7 +46,7 @@ impl Trainer {
     /// output is what [`Stage::predict`](meshwork_nn::Stage::predict) gives, taken as rows of its last dim. Every rank gets the same.
     ///
     /// # Errors
-    /// While steps are under way; a row that there is not.
+    /// While steps are under way; a row that there is not, or more columns than it has.
     pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
@@ -55,7 +55,12 @@ impl Trainer {
         self.forward_only(&pass)?;
         let mut values = vec![0f32; columns];
         if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
-            let first = row * output.shape().last().copied().unwrap_or(1);
+            let width = output.shape().last().copied().unwrap_or(1);
+            if columns > width {
+                let problem = format!("{columns} numbers of a row that has {width}");
+                return Err(Error::Shape { op: "predict", problem, shapes: vec![output.shape().to_vec()] }.into());
+            }
+            let first = row * width;
             let part = output.buffer().slice(first..first + columns).map_err(Error::from)?;
             values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
         }
