@@ -2,7 +2,7 @@
 //!
 //! A rank is a thread that computes. When it has work that can be cut it [`share`]s it: it begins at once, and while a
 //! core is free a worker takes pieces too. A core is free when fewer threads compute than there are cores; ranks that
-//! wait for each other do not compute (`lend`), so in a pipeline's bubble the waiting rank's core works for the
+//! wait for each other do not compute (`yield_core`), so in a pipeline's bubble the waiting rank's core works for the
 //! rank that it waits for. With as many busy ranks as cores no worker helps, and sharing costs a lock and a push.
 //!
 //! - **Results do not depend on it.** Pieces are cut by the caller; which thread does which one changes nothing that

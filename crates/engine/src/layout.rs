@@ -24,7 +24,7 @@ pub struct Key {
     /// The Partial axes, in the order of the rounds.
     pub axes: Vec<Axis>,
     /// The pp ranks that hold it, if it is tied across stages.
-    pub holders: Option<Vec<usize>>,
+    pub tied_ranks: Option<Vec<usize>>,
     /// Copies in which gradients are kept until they are reduced: see [`GradShard`](meshwork_tensor::tape::GradShard).
     pub copies: usize,
 }
@@ -73,12 +73,12 @@ pub fn buckets(
             let spec = model.declarations.spec(id);
             let types = found.reads.get(&id).copied().unwrap_or(Types::NONE);
             let axes = reduction_axes(types);
-            let holders = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
+            let tied_ranks = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
             let copies = found.copies[id.index()];
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
-            Member { id: id.index(), elements, key: Key { axes, holders, copies } }
+            Member { id: id.index(), elements, key: Key { axes, tied_ranks, copies } }
         })
-        .partition(|member| member.key.holders.is_some());
+        .partition(|member| member.key.tied_ranks.is_some());
     let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&shared, 0));
     let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
     let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
@@ -93,7 +93,7 @@ pub fn reducer(
     layout: &[Vec<ParamId>],
     keys: &[Key],
     rank: &Rank,
-    tie_groups: &BTreeMap<Vec<usize>, Group>,
+    embedding_groups: &BTreeMap<Vec<usize>, Group>,
     device: &Arc<dyn Device>,
 ) -> Result<(Reducer, Vec<(usize, usize)>), TrainError> {
     let mut places = vec![(0, 0); params.declarations().specs().len()];
@@ -103,7 +103,7 @@ pub fn reducer(
             places[id.index()] = (bucket, member);
         }
         let mut rounds = rounds(rank, key.axes.iter().copied());
-        rounds.extend(key.holders.as_ref().and_then(|holders| tie_groups.get(holders).cloned()));
+        rounds.extend(key.tied_ranks.as_ref().and_then(|tied_ranks| embedding_groups.get(tied_ranks).cloned()));
         // Every member with its copies one after the other; added up, they lie as the weights do.
         let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
         filled.push(Bucket {
@@ -123,17 +123,17 @@ pub struct NormShard {
     /// The first of its ranges there,
     pub range: Range<usize>,
     /// how many there are,
-    pub blocks: usize,
+    pub segments: usize,
     /// and how far one is from the next.
     pub pitch: usize,
-    /// The sum to which it goes. In canonical numerics each is that of one leaf, which one rank gives whole.
+    /// The sum to which it goes. In canonical numerics each is that of one block, which one rank gives whole.
     pub slot: usize,
 }
 
 /// The parts of a rank's parameters that it counts in the norm, and the number of sums in the whole model. Ranks that hold the same
 /// elements share them out, so that each element is counted once.
 ///
-/// In canonical numerics the leaves are slices of each parameter, along the dim that its placement cuts if there is one, and
+/// In canonical numerics the blocks are slices of each parameter, along the dim that its placement cuts if there is one, and
 /// the order of parameters is that of the whole `model`.
 pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], rank: &Rank) -> (Vec<NormShard>, usize) {
     let declarations = params.declarations();
@@ -145,29 +145,29 @@ pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], ra
             continue;
         }
         let (index, replicas) = replica(spec, tied, rank);
-        let Some(leaves) = declarations.leaves() else {
+        let Some(blocks) = declarations.reduction_blocks() else {
             let share = |index: usize| range.start + range.len() * index / replicas;
-            shards.push(NormShard { flat, range: share(index)..share(index + 1), blocks: 1, pitch: 0, slot: 0 });
+            shards.push(NormShard { flat, range: share(index)..share(index + 1), segments: 1, pitch: 0, slot: 0 });
             continue;
         };
         let (mesh, coords) = (rank.mesh(), rank.coords());
         let stored = spec.local(mesh, coords).stored;
         let (held, first, before) = match spec.placement.shards().first() {
             Some(&(axis, dim)) => {
-                let held = leaves / mesh.degree(axis);
+                let held = blocks / mesh.degree(axis);
                 (held, coords.get(axis) * held, stored[..dim].iter().product::<usize>())
             }
-            None => (leaves, 0, 1),
+            None => (blocks, 0, 1),
         };
         let pitch = range.len() / before.max(1);
         let number = model.iter().position(|other| other.name == spec.name).unwrap_or(0);
-        for leaf in (0..held).filter(|leaf| (first + leaf) % replicas == index) {
-            let within = |leaf: usize| range.start + pitch * leaf / held;
-            let slot = number * leaves + first + leaf;
-            shards.push(NormShard { flat, range: within(leaf)..within(leaf + 1), blocks: before, pitch, slot });
+        for block in (0..held).filter(|block| (first + block) % replicas == index) {
+            let within = |block: usize| range.start + pitch * block / held;
+            let slot = number * blocks + first + block;
+            shards.push(NormShard { flat, range: within(block)..within(block + 1), segments: before, pitch, slot });
         }
     }
-    (shards, declarations.leaves().map_or(1, |leaves| leaves * model.len()))
+    (shards, declarations.reduction_blocks().map_or(1, |blocks| blocks * model.len()))
 }
 
 /// The number of this rank among those that hold the same elements of a parameter, and how many they are.

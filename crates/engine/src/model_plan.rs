@@ -104,14 +104,14 @@ impl ModelPlan {
 
 /// The parameters that several pp ranks declare, given what each declares.
 fn tied_weights_of(models: &[Declarations]) -> std::result::Result<Vec<TiedWeight>, Error> {
-    let mut holders: BTreeMap<&str, Vec<(usize, ParamId)>> = BTreeMap::new();
+    let mut declared_on: BTreeMap<&str, Vec<(usize, ParamId)>> = BTreeMap::new();
     for (pp_rank, declarations) in models.iter().enumerate() {
         for id in declarations.ids() {
-            holders.entry(&declarations.spec(id).name).or_default().push((pp_rank, id));
+            declared_on.entry(&declarations.spec(id).name).or_default().push((pp_rank, id));
         }
     }
-    holders.retain(|_, held| held.len() > 1);
-    holders
+    declared_on.retain(|_, held| held.len() > 1);
+    declared_on
         .into_iter()
         .map(|(name, held)| {
             let spec = |&(pp_rank, id): &(usize, ParamId)| models[pp_rank].spec(id);

@@ -382,7 +382,7 @@ impl Plan {
         Ok(StageSpec::cut(&counts))
     }
 
-    /// The reduction blocks of canonical numerics; nothing in fast ones.
+    /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
     pub fn blocks(&self) -> Option<usize> {
         match self.numerics {
             Numerics::Fast => None,

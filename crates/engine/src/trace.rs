@@ -84,7 +84,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
         tape.backward_from(roots, Weights::Now, &mut order)?;
         for (id, copies) in std::mem::take(&mut order.copies) {
             let of_stage = &mut found.copies[id.index()];
-            match (declarations.leaves(), *of_stage) {
+            match (declarations.reduction_blocks(), *of_stage) {
                 (_, 0) => *of_stage = copies,
                 // In fast numerics stages add to each other's.
                 (None, _) => {}

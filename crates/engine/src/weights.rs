@@ -152,9 +152,9 @@ impl WeightStore {
     /// device, from element `at` on: each element of the model is counted by one rank.
     pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
-        for NormShard { flat, range, blocks, pitch, slot } in &self.norm_shards {
+        for NormShard { flat, range, segments, pitch, slot } in &self.norm_shards {
             if let Some(all) = self.gradients.bucket(*flat) {
-                optim.sum_of_squares(all, range.clone(), *blocks, *pitch, sums, at + *slot)?;
+                optim.sum_of_squares(all, range.clone(), *segments, *pitch, sums, at + *slot)?;
             }
         }
         Ok(())

@@ -1,5 +1,5 @@
 //! The vocabulary cut over tp: token table, logits and loss. Where tp does not divide the vocabulary, the table is padded
-//! at its end (in canonical numerics, where the leaves do not divide it); padding is never looked up, never enters the loss, and its gradient is zero.
+//! at its end (in canonical numerics, where the blocks do not divide it); padding is never looked up, never enters the loss, and its gradient is zero.
 
 use crate::Region;
 use meshwork_core::Axis;
@@ -16,7 +16,8 @@ pub struct VocabParallelEmbedding {
 impl VocabParallelEmbedding {
     /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary. The same name again ties both.
     pub fn new(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
-        let placement = Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.leaves().unwrap_or(1));
+        let placement =
+            Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1));
         let weight = params.declare(format!("{name}.weight"), &[vocab, hidden], placement, Role::Weight, init)?;
         Ok(Self { weight, vocab })
     }

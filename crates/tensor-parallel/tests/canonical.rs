@@ -14,7 +14,7 @@ use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region}
 use std::sync::Arc;
 
 const HIDDEN: usize = 24;
-const LEAVES: usize = 8;
+const BLOCKS: usize = 8;
 
 fn assert_bits(what: &str, run: impl Fn(usize, Region) -> Outcome) {
     let same = |got: &[f32], want: &[f32]| {
@@ -54,7 +54,7 @@ fn grouped_attention_has_the_bits_of_one_rank() {
                 |params, mesh| ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, false, init()),
                 |attention, tape, v| attention.forward(tape, &v[0], region, Some(&v[0]), 0.0),
             );
-            program.leaves = Some(LEAVES);
+            program.blocks = Some(BLOCKS);
             program.over_tp(degree, &inputs(region))
         });
     }
@@ -68,7 +68,7 @@ fn swiglu_has_the_bits_of_one_rank() {
             |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, 40, false, init()),
             |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
-        program.leaves = Some(LEAVES);
+        program.blocks = Some(BLOCKS);
         program.over_tp(degree, &inputs(region))
     });
 }
@@ -89,7 +89,7 @@ fn parts_of_a_group_that_are_no_subtrees_are_refused() {
     };
     forward(Declarations::new()).unwrap();
     assert_eq!(
-        forward(Declarations::canonical(LEAVES)).unwrap_err().to_string(),
+        forward(Declarations::canonical(BLOCKS)).unwrap_err().to_string(),
         "grouped_attention: dim 2 of extent 6 cannot be cut over tp=2: in canonical numerics the ranks that share a group of 6 \
          heads, here 2, must be a power of two, and hold a power of two of them each"
     );

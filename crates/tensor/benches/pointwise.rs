@@ -11,7 +11,7 @@ use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::{DropoutMask, TableGrad, VocabShard};
-use meshwork_tensor::tape::RowLeaves;
+use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Error, random};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
@@ -85,7 +85,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             12,
             Box::new(|| device.pointwise()?.bias_residual(&x_narrow, &narrow, &dy_narrow).map(drop)),
         ),
-        ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden, RowLeaves::WHOLE).map(drop))),
+        ("bias_grad", wide, 4, Box::new(|| device.pointwise()?.bias_grad(&dy, 4 * hidden, RowBlocks::WHOLE).map(drop))),
         ("gelu", wide, 8, Box::new(|| device.pointwise()?.gelu(&x).map(drop))),
         ("gelu_grad", wide, 12, Box::new(|| device.pointwise()?.gelu_grad(&dy, &x).map(drop))),
         ("bias_gelu", wide, 8, Box::new(|| device.pointwise()?.bias_gelu(&x, &gamma, DType::F32).map(drop))),
@@ -93,7 +93,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             "bias_gelu_grad",
             wide,
             12,
-            Box::new(|| device.pointwise()?.bias_gelu_grad(&mut graded, &far, &gamma, RowLeaves::WHOLE).map(drop)),
+            Box::new(|| device.pointwise()?.bias_gelu_grad(&mut graded, &far, &gamma, RowBlocks::WHOLE).map(drop)),
         ),
         ("swiglu", wide / 2, 12, Box::new(|| device.pointwise()?.swiglu(&x, DType::F32).map(drop))),
         ("swiglu_grad", wide / 2, 20, Box::new(|| device.pointwise()?.swiglu_grad(&still, &mut pairs))),
@@ -110,7 +110,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             12,
             Box::new(|| {
                 let (norm, stats) = (device.norm()?, [&mean, &rstd]);
-                norm.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, stats, RowLeaves::WHOLE, None).map(drop)
+                norm.layer_norm_grad(&dy_narrow, &x_narrow, &narrow, stats, RowBlocks::WHOLE, None).map(drop)
             }),
         ),
         ("rms_norm", count, 8, Box::new(|| device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32).map(drop))),
@@ -120,7 +120,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             12,
             Box::new(|| {
                 let norm = device.norm()?;
-                norm.rms_norm_grad(&dy_narrow, &x_narrow, &narrow, &rms_rstd, RowLeaves::WHOLE, None).map(drop)
+                norm.rms_norm_grad(&dy_narrow, &x_narrow, &narrow, &rms_rstd, RowBlocks::WHOLE, None).map(drop)
             }),
         ),
         ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),
@@ -132,7 +132,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             vocab * hidden,
             4,
             Box::new(|| {
-                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false, leaves: 1 };
+                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false, blocks: 1 };
                 device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, hidden, dtable)
             }),
         ),

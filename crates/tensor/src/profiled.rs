@@ -9,7 +9,7 @@
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
-use crate::tape::{RowLeaves, Terms};
+use crate::tape::{RowBlocks, Terms};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -271,8 +271,8 @@ impl Pointwise for Profiled {
         self.record(what, |device| device.pointwise()?.tree_sum(x, start, count, n, to))
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
-        self.span(Class::Pointwise, "bias_grad", &[dy], |device| device.pointwise()?.bias_grad(dy, n, leaves))
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
+        self.span(Class::Pointwise, "bias_grad", &[dy], |device| device.pointwise()?.bias_grad(dy, n, blocks))
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
@@ -285,10 +285,10 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "bias_gelu", &[x, bias], |device| device.pointwise()?.bias_gelu(x, bias, stored))
     }
 
-    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
         let touched = &[x, x, x, bias]; // x, and as much of dy read and written
         self.span(Class::Pointwise, "bias_gelu_grad", touched, |device| {
-            device.pointwise()?.bias_gelu_grad(dy, x, bias, leaves)
+            device.pointwise()?.bias_gelu_grad(dy, x, bias, blocks)
         })
     }
 
@@ -343,8 +343,8 @@ impl Elementwise for Profiled {
 }
 
 impl Reduction for Profiled {
-    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer> {
-        self.span(Class::Pointwise, "sum", &[x], |device| device.reduction()?.sum(x, shape, leaves, scale))
+    fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
+        self.span(Class::Pointwise, "sum", &[x], |device| device.reduction()?.sum(x, shape, blocks, scale))
     }
 
     fn spread(&self, dy: &Buffer, shape: [usize; 3], scale: f64) -> Result<Buffer> {
@@ -391,13 +391,13 @@ impl Norm for Profiled {
         x: &Buffer,
         gamma: &Buffer,
         [mean, rstd]: [&Buffer; 2],
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         // A sum has the size of x and is read like it.
         let reads = &[dy, x, gamma, mean, rstd, x][..5 + usize::from(sum.is_some())];
         self.span(Class::Norm, "layer_norm_grad", reads, |device| {
-            device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], leaves, sum)
+            device.norm()?.layer_norm_grad(dy, x, gamma, [mean, rstd], blocks, sum)
         })
     }
 
@@ -411,12 +411,12 @@ impl Norm for Profiled {
         x: &Buffer,
         weight: &Buffer,
         rstd: &Buffer,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let reads = &[dy, x, weight, rstd, x][..4 + usize::from(sum.is_some())];
         self.span(Class::Norm, "rms_norm_grad", reads, |device| {
-            device.norm()?.rms_norm_grad(dy, x, weight, rstd, leaves, sum)
+            device.norm()?.rms_norm_grad(dy, x, weight, rstd, blocks, sum)
         })
     }
 }
@@ -654,15 +654,15 @@ impl Optim for Profiled {
         &self,
         x: &Buffer,
         range: Range<usize>,
-        blocks: usize,
+        segments: usize,
         pitch: usize,
         sums: &mut Buffer,
         at: usize,
     ) -> Result<()> {
-        let bytes = (range.len() * blocks * x.dtype().size()) as u64;
+        let bytes = (range.len() * segments * x.dtype().size()) as u64;
         let (detail, dtype) = (Detail::None, dtype(&[x]));
         let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.sum_of_squares(x, range, blocks, pitch, sums, at))
+        self.record(what, |device| device.optim()?.sum_of_squares(x, range, segments, pitch, sums, at))
     }
 
     fn update(

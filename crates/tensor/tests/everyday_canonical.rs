@@ -214,7 +214,7 @@ fn what_has_no_canonical_numerics_is_refused() {
                 y.mean_squared_error(x)
             },
             "backward: scaled gave a gradient of gain summed over all samples, and in canonical numerics their order must not depend \
-             on the mesh: give it by write_grad or sum_leaves",
+             on the mesh: give it by write_grad or sum_blocks",
         ),
     ];
     for (program, message) in programs {
@@ -225,14 +225,14 @@ fn what_has_no_canonical_numerics_is_refused() {
     }
 }
 
-/// Ranks that would not hold whole subtrees of the leaves.
+/// Ranks that would not hold whole subtrees of the blocks.
 #[test]
 fn a_degree_that_does_not_fit_is_refused() {
     let program: Program = |x, _, t| x.split(TP, 2)?.mean_squared_error(&t.split(TP, 2)?)?.all_reduce(TP);
     for error in on_mesh("dp=1,tp=3", |rank| run(&rank, program).map(|_| ()).unwrap_err().to_string()) {
         assert_eq!(
             error,
-            "mean_squared_error: dim 2 of extent 2 cannot be cut over tp=3: 4 canonical leaves fit degrees [1, 2, 4]"
+            "mean_squared_error: dim 2 of extent 2 cannot be cut over tp=3: 4 reduction blocks fit degrees [1, 2, 4]"
         );
     }
 }

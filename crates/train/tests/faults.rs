@@ -291,7 +291,7 @@ fn schedules_say_which_sizes_they_take() {
     assert_eq!(
         with("interleaved_1f1b --set pipeline.virtual_stages=2 --set model.num_layers=12"),
         "pipeline.virtual_stages = 2: gives pp · virtual_stages = 8 stages, which do not divide model.num_layers = 12; use \
-         layers that are a multiple of 8, such as 8 or 16, or deal them by cost or with a list in pipeline.partition"
+         layers that are a multiple of 8, such as 8 or 16, or partition them by cost or with a list in pipeline.partition"
     );
     assert_eq!(
         with("interleaved_1f1b --set pipeline.num_microbatches=2"),
@@ -461,7 +461,7 @@ fn the_partition_must_fit_model_and_mesh() {
     refused(&[
         (
             "--mesh pp=2 --set pipeline.partition=[3,2]",
-            &format!("pipeline.partition = [3, 2]: deals 5 layers, not model.num_layers = 4; {VALID}"),
+            &format!("pipeline.partition = [3, 2]: has 5 layers, not model.num_layers = 4; {VALID}"),
         ),
         (
             "--mesh pp=2 --set pipeline.partition=[2,1,1]",
@@ -470,7 +470,7 @@ fn the_partition_must_fit_model_and_mesh() {
         (
             "--mesh pp=2 --set pipeline.partition=[]",
             &format!(
-                "pipeline.partition = []: deals 0 layers, not model.num_layers = 4; {VALID}\n\
+                "pipeline.partition = []: has 0 layers, not model.num_layers = 4; {VALID}\n\
                  pipeline.partition = []: is for 0 stages, not parallelism.pp = 2; {VALID}"
             ),
         ),
@@ -494,7 +494,7 @@ fn the_partition_must_fit_model_and_mesh() {
     ]);
     let huge = i64::MAX;
     let sum = refusal(&format!("--mesh pp=3 --set pipeline.partition=[{huge},{huge},{huge}]"));
-    assert!(sum.contains(&format!(": deals {} layers, not", usize::MAX)), "{sum}");
+    assert!(sum.contains(&format!(": has {} layers, not", usize::MAX)), "{sum}");
     assert_eq!(sum.lines().count(), 1, "{sum}");
     // The batch is held against the mesh all the same.
     let both = refusal("--mesh dp=3,pp=2 --set pipeline.partition=[9,9]");

@@ -7,7 +7,7 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, layers, schedule_timelines, settle, write_trace};
+use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, layers, schedule_timelines, slices, write_trace};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -94,7 +94,7 @@ fn spans_nest_and_slices_add_up_to_the_steps() {
             steps.map(|span| (span.start, span.end)).collect()
         };
         let spans: Vec<&[Span]> = profile.tracks.iter().map(|track| &track.spans[..]).collect();
-        for (rank, slices) in settle(&spans).iter().enumerate() {
+        for (rank, slices) in slices(&spans).iter().enumerate() {
             assert_nested(&format!("{mesh}: rank {rank}"), spans[rank]);
             // Without gap or overlap from the start of each step to its end.
             let mut own = slices.iter().filter(|slice| slice.kind != Kind::Hidden);

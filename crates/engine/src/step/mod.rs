@@ -140,7 +140,7 @@ impl Trainer {
         let declarations = Arc::new(declarations);
         let params = Params::new(declarations.clone(), rank.mesh(), rank.coords(), &device, &layout, plan.seed)?;
         let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tied_groups, &device)?;
-        let ordered = declarations.leaves().map(|_| OrderedSums::new(found.copies, found.first_copy));
+        let ordered = declarations.reduction_blocks().map(|_| OrderedSums::new(found.copies, found.first_copy));
         let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / driver.updates();
         let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
         let gradients = Gradients::new(reducer, places, readers, ordered, device.clone());

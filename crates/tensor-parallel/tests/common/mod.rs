@@ -60,7 +60,7 @@ pub struct Program<L, D, F> {
     /// What the stored rows beyond a parameter's own hold.
     pub padding: f32,
     /// Of canonical numerics.
-    pub leaves: Option<usize>,
+    pub blocks: Option<usize>,
     pub layer: std::marker::PhantomData<L>,
 }
 
@@ -89,7 +89,7 @@ where
     F: Fn(&L, &Tape, &[Var]) -> Result<Var> + Sync,
 {
     pub fn new(number: Number, declare: D, forward: F) -> Self {
-        Self { declare, forward, number, padding: 0.0, leaves: None, layer: std::marker::PhantomData }
+        Self { declare, forward, number, padding: 0.0, blocks: None, layer: std::marker::PhantomData }
     }
 
     /// On the only rank of a mesh with no axes.
@@ -119,7 +119,7 @@ where
     }
 
     fn run(&self, rank: &Arc<Rank>, device: Arc<dyn Device>, inputs: &[Input]) -> RankResult {
-        let mut declarations = self.leaves.map_or_else(Declarations::new, Declarations::canonical);
+        let mut declarations = self.blocks.map_or_else(Declarations::new, Declarations::canonical);
         let layer = (self.declare)(&mut declarations, rank.mesh()).unwrap();
         let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect()];

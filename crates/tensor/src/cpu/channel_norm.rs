@@ -32,9 +32,9 @@ impl Groups {
 }
 
 impl RowSums {
-    /// The vector `[leaves, n]` that each part's rows belong to.
+    /// The vector `[blocks, n]` that each part's rows belong to.
     fn vectors<'a, T>(&'a self, all: &'a [T], n: usize) -> impl Iterator<Item = &'a [T]> {
-        let parts = self.leaves.iter().zip(all.chunks(n.max(1)));
+        let parts = self.blocks.iter().zip(all.chunks(n.max(1)));
         parts.flat_map(|(&parts, vector)| std::iter::repeat_n(vector, parts))
     }
 }
@@ -56,7 +56,7 @@ impl ChannelNorm for Cpu {
     fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)> {
         for_float!(self, "channel_norm", x, T => {
             let (x, n) = (x.as_slice::<T>()?, groups.channels);
-            let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
+            let rows = RowSums::new(groups.blocks * groups.rows, groups.row_blocks());
             let members = T::from_f64(groups.members() as f64);
             let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
             share_parts(parts.as_mut_slice::<T>()?.chunks_mut(n).zip(rows.cut(x, n)), n, |(part, x)| {
@@ -94,7 +94,7 @@ impl ChannelNorm for Cpu {
             let (x, n) = (x.as_slice::<T>()?, groups.channels);
             let (gamma, beta) = (gamma.as_slice::<T>()?, beta.as_slice::<T>()?);
             let (mean, rstd) = stats::<T>(groups, by)?;
-            let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
+            let rows = RowSums::new(groups.blocks * groups.rows, groups.row_blocks());
             self.output::<T>(x.len(), |y| {
                 let vectors = rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
                 let pieces = rows.cut_mut(y, n).zip(rows.cut(x, n)).zip(vectors);
@@ -118,7 +118,7 @@ impl ChannelNorm for Cpu {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
             let n = groups.channels;
             let (mean, rstd) = stats::<T>(groups, by)?;
-            let rows = RowSums::new(groups.blocks * groups.rows, groups.leaves());
+            let rows = RowSums::new(groups.blocks * groups.rows, groups.row_blocks());
             let stats = || rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
 
             let count = n * rows.parts();

@@ -37,7 +37,7 @@ impl Embedding for Cpu {
     ) -> Result<()> {
         for_float!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
-            let TableGrad { buffer, start, rows: table_rows, accumulate, leaves } = dtable;
+            let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
             let (held, padding) = dtable.split_at_mut(rows.len() * width);
             if !accumulate {
@@ -50,9 +50,9 @@ impl Embedding for Cpu {
                     dtable.fill(0.0);
                 }
                 let first = rows.start + i * part;
-                match leaves {
+                match blocks {
                     1 => embedding::lookup_backward(ids, dout, first, width, dtable),
-                    _ => embedding::lookup_backward_tree(ids, dout, first, width, leaves, dtable),
+                    _ => embedding::lookup_backward_tree(ids, dout, first, width, blocks, dtable),
                 }
             });
             Ok(())
@@ -85,7 +85,7 @@ impl Embedding for Cpu {
     ) -> Result<()> {
         for_float!(self, "positions", dout, T => {
             let dout = dout.as_slice::<T>()?;
-            let TableGrad { buffer, start, rows, accumulate, leaves } = dtable;
+            let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + rows * width];
             let (before, rest) = dtable.split_at_mut(first * width);
             let (used, after) = rest.split_at_mut(seq * width);
@@ -102,11 +102,11 @@ impl Embedding for Cpu {
                 }
                 let of_sample = |sample: usize| &dout[sample * seq * width + i * piece..][..dtable.len()];
                 let mut sums: Vec<T> = Vec::new();
-                let of_leaf = samples.div_ceil(leaves);
-                for leaf in 0..leaves {
+                let of_block = samples.div_ceil(blocks);
+                for block in 0..blocks {
                     let at = sums.len();
                     sums.resize(at + dtable.len(), 0.0);
-                    for sample in leaf * of_leaf..((leaf + 1) * of_leaf).min(samples) {
+                    for sample in block * of_block..((block + 1) * of_block).min(samples) {
                         pointwise::add_assign(&mut sums[at..], of_sample(sample));
                     }
                 }

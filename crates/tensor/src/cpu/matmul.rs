@@ -1,5 +1,5 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_leaves, gemm_shared, gemm_sum};
+use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
@@ -84,8 +84,8 @@ impl Cpu {
         match terms {
             Terms::WHOLE => gemm_shared(self.precision, [m, n, k], a, b, c, update, epilogue),
             _ => {
-                debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one leaf go on");
-                gemm_leaves(self.precision, [m, n, k], a, b, c, terms);
+                debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one block go on");
+                gemm_blocks(self.precision, [m, n, k], a, b, c, terms);
             }
         }
         Ok(())

@@ -18,7 +18,7 @@ mod windows;
 use crate::device::{Device, Meter};
 use crate::error::{Error, Result};
 use crate::kernel;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use arena::Arena;
 use kernels::Float;
 pub use kernels::matmul::Precision;
@@ -155,21 +155,21 @@ fn row_piece(n: usize) -> usize {
 /// Rows of a part of a sum over rows.
 const PART: usize = 64;
 
-/// How rows are summed, for the gradients of biases and gains: each leaf in parts of up to 64 rows, one row after another,
-/// from zero, and then the parts one after another. The order depends on the number of rows of a leaf alone, and
+/// How rows are summed, for the gradients of biases and gains: each block in parts of up to 64 rows, one row after another,
+/// from zero, and then the parts one after another. The order depends on the number of rows of a block alone, and
 /// different threads can sum the parts.
 pub(crate) struct RowSums {
     /// Rows of each part.
     parts: Vec<usize>,
-    /// Parts of each leaf.
-    leaves: Vec<usize>,
+    /// Parts of each block.
+    blocks: Vec<usize>,
 }
 
 impl RowSums {
-    pub(crate) fn new(rows: usize, leaves: RowLeaves) -> Self {
-        let mut sums = Self { parts: Vec::new(), leaves: Vec::new() };
-        for rows in leaves.rows(rows) {
-            sums.leaves.push(rows.div_ceil(PART));
+    pub(crate) fn new(rows: usize, blocks: RowBlocks) -> Self {
+        let mut sums = Self { parts: Vec::new(), blocks: Vec::new() };
+        for rows in blocks.rows(rows) {
+            sums.blocks.push(rows.div_ceil(PART));
             sums.parts.extend((0..rows).step_by(PART).map(|at| PART.min(rows - at)));
         }
         sums
@@ -190,11 +190,11 @@ impl RowSums {
         self.parts.iter().map(move |part| rows.split_off_mut(..part * n).unwrap_or_default())
     }
 
-    /// The sums of all leaves from those of their parts, of `n` elements each.
+    /// The sums of all blocks from those of their parts, of `n` elements each.
     fn finish<T: Element + Float>(&self, cpu: &Cpu, mut parts: &[T], n: usize) -> Result<Buffer> {
-        cpu.output::<T>(n * self.leaves.len(), |sums| {
+        cpu.output::<T>(n * self.blocks.len(), |sums| {
             sums.fill(T::ZERO);
-            for (count, sum) in self.leaves.iter().zip(sums.chunks_mut(n.max(1))) {
+            for (count, sum) in self.blocks.iter().zip(sums.chunks_mut(n.max(1))) {
                 kernels::pointwise::bias_backward(parts.split_off(..count * n).unwrap_or_default(), sum);
             }
         })

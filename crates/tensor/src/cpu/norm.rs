@@ -4,7 +4,7 @@ use super::{Cpu, RowSums, for_float, row_piece};
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Norm;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};
 
@@ -41,14 +41,14 @@ impl Norm for Cpu {
         x: &Buffer,
         gamma: &Buffer,
         [mean, rstd]: [&Buffer; 2],
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "layer_norm", x, T => {
             let (dy, x, gamma) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, gamma.as_slice::<T>()?);
             let (mean, rstd) = (mean.as_slice::<T>()?, rstd.as_slice::<T>()?);
             let n = gamma.len();
-            let rows = RowSums::new(mean.len(), leaves);
+            let rows = RowSums::new(mean.len(), blocks);
             let count = n * rows.parts();
             let mut parts = self.output::<T>(2 * count, |_| {})?;
             let (dgammas, dbetas) = parts.as_mut_slice::<T>()?.split_at_mut(count);
@@ -90,13 +90,13 @@ impl Norm for Cpu {
         x: &Buffer,
         weight: &Buffer,
         rstd: &Buffer,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         for_float!(self, "rms_norm", x, T => {
             let (dy, x, weight) = (dy.as_slice::<T>()?, x.as_slice::<T>()?, weight.as_slice::<T>()?);
             let (rstd, n) = (rstd.as_slice::<T>()?, weight.len());
-            let rows = RowSums::new(rstd.len(), leaves);
+            let rows = RowSums::new(rstd.len(), blocks);
             let mut parts = self.output::<T>(n * rows.parts(), |_| {})?;
             let update = if sum.is_some() { Update::Accumulate } else { Update::Overwrite };
             let mut dx = sum.map_or_else(|| self.alloc(T::DTYPE, x.len()), Ok)?;

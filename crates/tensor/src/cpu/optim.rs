@@ -25,25 +25,25 @@ impl Optim for Cpu {
         &self,
         x: &Buffer,
         range: Range<usize>,
-        blocks: usize,
+        segments: usize,
         pitch: usize,
         sums: &mut Buffer,
         at: usize,
     ) -> Result<()> {
         let x = x.as_slice::<f32>()?;
-        let block = |i: usize| &x[range.start + i * pitch..range.end + i * pitch];
+        let segment = |i: usize| &x[range.start + i * pitch..range.end + i * pitch];
         let mut parts;
         if range.len() >= PIECE {
-            let pieces = || (0..blocks).flat_map(|i| block(i).chunks(PIECE));
+            let pieces = || (0..segments).flat_map(|i| segment(i).chunks(PIECE));
             parts = vec![0.0; pieces().count()];
             share(pieces().zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
         } else {
             // Small ones are shared by many.
             let many = PIECE / range.len().max(1);
-            parts = vec![0.0; blocks];
+            parts = vec![0.0; segments];
             share(parts.chunks_mut(many).enumerate(), |(first, parts)| {
                 for (i, sum) in parts.iter_mut().enumerate() {
-                    *sum = sum_of_squares(block(first * many + i));
+                    *sum = sum_of_squares(segment(first * many + i));
                 }
             });
         }

@@ -2,7 +2,7 @@ use super::kernels::{dropout, gelu, pointwise, relu, swiglu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::error::Result;
 use crate::kernel::{DropoutMask, Pointwise};
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
 
@@ -48,10 +48,10 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
         for_float!(self, "bias", dy, T => {
             let dy = dy.as_slice::<T>()?;
-            let rows = RowSums::new(dy.len() / n, leaves);
+            let rows = RowSums::new(dy.len() / n, blocks);
             let parts = self.output::<T>(n * rows.parts(), |parts| {
                 share(parts.chunks_mut(n).zip(rows.cut(dy, n)), |(part, dy)| {
                     part.fill(0.0);
@@ -84,11 +84,11 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
         for_float!(self, "gelu", x, T => {
             let (dy, x, bias) = (dy.as_mut_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
             let n = bias.len();
-            let rows = RowSums::new(x.len() / n, leaves);
+            let rows = RowSums::new(x.len() / n, blocks);
             let parts = self.output::<T>(n * rows.parts(), |parts| {
                 let cut = rows.cut_mut(dy, n).zip(rows.cut(x, n));
                 share(cut.zip(parts.chunks_mut(n)), |((dy, x), part)| {

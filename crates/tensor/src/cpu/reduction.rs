@@ -7,17 +7,17 @@ use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 
 impl Reduction for Cpu {
-    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer> {
+    fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
         let [outer, extent, inner] = shape;
         for_float!(self, "sum", x, T => {
             let x = x.as_slice::<T>()?;
-            self.output::<T>(leaves * outer * inner, |out| {
+            self.output::<T>(blocks * outer * inner, |out| {
                 if x.is_empty() {
                     return out.fill(0.0);
                 }
                 let blocks = row_piece(extent * inner) / (extent * inner).max(1);
-                for (leaf, out) in out.chunks_mut((outer * inner).max(1)).enumerate() {
-                    let range = extent * leaf / leaves..extent * (leaf + 1) / leaves;
+                for (block, out) in out.chunks_mut((outer * inner).max(1)).enumerate() {
+                    let range = extent * block / blocks..extent * (block + 1) / blocks;
                     let pieces = out.chunks_mut((blocks * inner).max(1)).zip(x.chunks((blocks * extent * inner).max(1)));
                     share(pieces, |(out, x)| reduction::sum(x, extent, inner, range.clone(), scale, out));
                 }
@@ -62,7 +62,7 @@ impl Reduction for Cpu {
         for_float!(self, "squared_error", x, T => {
             let (x, targets) = (x.as_slice::<T>()?, targets.as_slice::<T>()?);
             let elements = x.len() / samples.max(1);
-            self.output::<f64>(terms.leaves * samples, |out| {
+            self.output::<f64>(terms.blocks * samples, |out| {
                 let (piece, at_once) = (row_piece(elements), row_piece(elements) / elements.max(1));
                 out.fill(0.0);
                 for (runs, out) in terms.runs(elements).zip(out.chunks_mut(samples.max(1))) {

@@ -4,7 +4,7 @@
 //! Batch norm has one block, all samples, and groups of one channel; group norm has a block per sample.
 
 use crate::error::Result;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -27,9 +27,9 @@ impl Groups {
         self.rows * (self.channels / self.groups.max(1))
     }
 
-    /// The rows of all blocks, a leaf for each block.
-    pub(crate) fn leaves(&self) -> RowLeaves {
-        RowLeaves { samples: self.blocks, slices: 1 }
+    /// The rows of all blocks: each is summed by itself.
+    pub(crate) fn row_blocks(&self) -> RowBlocks {
+        RowBlocks { samples: self.blocks, slices: 1 }
     }
 }
 

@@ -17,15 +17,15 @@ pub struct TableGrad<'a> {
     pub rows: usize,
     /// Add to what is there instead of overwriting it.
     pub accumulate: bool,
-    /// Leaves in which the samples are summed, in the [tree](meshwork_core::tree): each of them, or all together.
-    pub leaves: usize,
+    /// Blocks in which the samples are summed, in the [tree](meshwork_core::tree): each of them, or all together.
+    pub blocks: usize,
 }
 
 impl<'a> TableGrad<'a> {
     /// The gradient of a table of so many rows, in that room.
     pub fn new(room: BlockSlot<'a>, rows: usize) -> Self {
-        let BlockSlot { buffer, start, accumulate, leaves, .. } = room;
-        Self { buffer, start, rows, accumulate, leaves }
+        let BlockSlot { buffer, start, accumulate, blocks, .. } = room;
+        Self { buffer, start, rows, accumulate, blocks }
     }
 }
 
@@ -35,7 +35,7 @@ pub trait Embedding: Debug {
     /// ranks. An id outside the vocabulary is an error.
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>;
 
-    /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each leaf in the order of i.
+    /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each block in the order of i.
     fn lookup_grad(
         &self,
         ids: &Buffer,
@@ -48,7 +48,7 @@ pub trait Embedding: Debug {
     /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>;
 
-    /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each leaf has its samples one after the other.
+    /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one after the other.
     fn positions_grad(
         &self,
         dout: &Buffer,

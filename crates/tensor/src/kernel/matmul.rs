@@ -18,7 +18,7 @@ pub struct Gemm {
     pub a_transposed: bool,
     /// B is stored as [n, k] instead of [k, n].
     pub b_transposed: bool,
-    /// Add to C instead of overwriting it. Only sums of one leaf are.
+    /// Add to C instead of overwriting it. Only sums of one block are.
     pub accumulate: bool,
     /// How the sums are cut.
     pub terms: Terms,
@@ -61,7 +61,7 @@ impl Gemm {
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
-    /// Computes the sum of two products of as many rows, columns and leaves into the elements of `c` from `start` on: each leaf is
+    /// Computes the sum of two products of as many rows, columns and blocks into the elements of `c` from `start` on: each block is
     /// that of the first, then that of the second.
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>;
     /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).

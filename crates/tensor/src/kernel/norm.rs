@@ -2,7 +2,7 @@
 //! `y = x · rstd · weight`.
 
 use crate::error::Result;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
@@ -19,7 +19,7 @@ pub trait Norm: Debug {
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 
-    /// (dx, dgamma and dbeta, each `[leaves, n]`); for each leaf its rows are summed by 64 of them in order, and then those in
+    /// (dx, dgamma and dbeta, each `[blocks, n]`); for each block its rows are summed by 64 of them in order, and then those in
     /// order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
     fn layer_norm_grad(
         &self,
@@ -27,7 +27,7 @@ pub trait Norm: Debug {
         x: &Buffer,
         gamma: &Buffer,
         stats: [&Buffer; 2],
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)>;
 
@@ -35,14 +35,14 @@ pub trait Norm: Debug {
     /// [operands](crate::Device::operand_dtype).
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)>;
 
-    /// (dx, dweight `[leaves, n]`), the sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).
+    /// (dx, dweight `[blocks, n]`), the sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).
     fn rms_norm_grad(
         &self,
         dy: &Buffer,
         x: &Buffer,
         weight: &Buffer,
         rstd: &Buffer,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)>;
 }

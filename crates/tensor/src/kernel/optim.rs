@@ -11,14 +11,14 @@ pub trait Optim: Debug {
     /// A range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Adds Σ x² to element `at` of the f64 vector `sums`, over `blocks` ranges one after another, each `pitch` behind the one
+    /// Adds Σ x² to element `at` of the f64 vector `sums`, over `segments` ranges one after another, each `pitch` behind the one
     /// before. The sum is accumulated in f64 in an order that depends on the number and length of the ranges alone, then added.
     /// It stays on the device: nothing waits for it.
     fn sum_of_squares(
         &self,
         x: &Buffer,
         range: Range<usize>,
-        blocks: usize,
+        segments: usize,
         pitch: usize,
         sums: &mut Buffer,
         at: usize,

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
@@ -35,9 +35,9 @@ pub trait Pointwise: Debug {
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>;
     /// x + bias.
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// Gradient of a bias of `n` elements: for each leaf the sum of its rows of dy, by 64 of them in order, and then over
+    /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and then over
     /// those in order.
-    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer>;
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer>;
     /// x + bias + residual.
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
     /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
@@ -45,7 +45,7 @@ pub trait Pointwise: Debug {
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
     /// dx = dy · gelu'(x + bias), in place, and gives that of the bias as [`bias_grad`](Self::bias_grad) does.
-    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer>;
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).

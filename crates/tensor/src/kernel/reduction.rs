@@ -7,17 +7,17 @@ use std::fmt::Debug;
 
 /// Sums along dims. A sum runs over its terms in order, in f64, and is rounded once.
 pub trait Reduction: Debug {
-    /// `scale` times the sums over the middle dim of x, one for each of `leaves` slices of it:
-    /// `[outer, extent, inner] → [leaves, outer, inner]`. Boundaries between slices are rounded down.
-    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer>;
+    /// `scale` times the sums over the middle dim of x, one for each of `blocks` slices of it:
+    /// `[outer, extent, inner] → [blocks, outer, inner]`. Boundaries between slices are rounded down.
+    fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer>;
     /// `scale` times dy, repeated over the middle dim: `[outer, inner] → [outer, extent, inner]`.
     fn spread(&self, dy: &Buffer, shape: [usize; 3], scale: f64) -> Result<Buffer>;
     /// `e^x` over its sum, along rows of `n`.
     fn softmax(&self, x: &Buffer, n: usize) -> Result<Buffer>;
     /// y · (dy - Σ dy · y), along rows of `n`, where y is the softmax.
     fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer>;
-    /// `scale` times the sum of (x - target)² over the elements of each sample, one sum for each leaf of them:
-    /// `[leaves, samples]` in f64.
+    /// `scale` times the sum of (x - target)² over the elements of each sample, one sum for each block of them:
+    /// `[blocks, samples]` in f64.
     fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer>;
     /// Its gradient with respect to x, 2 · scale · (x - target) · dloss, where `dloss` has an f64 per sample.
     fn squared_error_grad(&self, x: &Buffer, targets: &Buffer, dloss: &Buffer, scale: f64) -> Result<Buffer>;

@@ -7,7 +7,7 @@ use meshwork_core::Buffer;
 
 impl Groups {
     fn parts(&self) -> usize {
-        RowSums::new(self.blocks * self.rows, self.leaves()).parts()
+        RowSums::new(self.blocks * self.rows, self.row_blocks()).parts()
     }
 }
 

@@ -3,7 +3,7 @@ use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Norm;
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 
 impl Norm for Meta {
@@ -26,13 +26,13 @@ impl Norm for Meta {
         x: &Buffer,
         gamma: &Buffer,
         _stats: [&Buffer; 2],
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let n = gamma.count();
-        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(x.count() / n, leaves).parts())?;
+        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(x.count() / n, blocks).parts())?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        let vectors = n * leaves.count();
+        let vectors = n * blocks.count();
         Ok((dx, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
     }
 
@@ -47,12 +47,12 @@ impl Norm for Meta {
         x: &Buffer,
         weight: &Buffer,
         _rstd: &Buffer,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let n = weight.count();
-        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, leaves).parts())?;
+        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, blocks).parts())?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        Ok((dx, self.alloc(x.dtype(), n * leaves.count())?))
+        Ok((dx, self.alloc(x.dtype(), n * blocks.count())?))
     }
 }

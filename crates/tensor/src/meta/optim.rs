@@ -14,7 +14,7 @@ impl Optim for Meta {
         &self,
         _x: &Buffer,
         _range: Range<usize>,
-        _blocks: usize,
+        _segments: usize,
         _pitch: usize,
         _sums: &mut Buffer,
         _at: usize,

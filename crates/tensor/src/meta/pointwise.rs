@@ -3,7 +3,7 @@ use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{DropoutMask, Pointwise};
-use crate::tape::RowLeaves;
+use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 
 impl Meta {
@@ -29,9 +29,9 @@ impl Pointwise for Meta {
         Ok(())
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
-        let _parts = self.alloc(dy.dtype(), n * RowSums::new(dy.count() / n, leaves).parts())?;
-        self.alloc(dy.dtype(), n * leaves.count())
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
+        let _parts = self.alloc(dy.dtype(), n * RowSums::new(dy.count() / n, blocks).parts())?;
+        self.alloc(dy.dtype(), n * blocks.count())
     }
 
     fn bias_residual(&self, x: &Buffer, _bias: &Buffer, _residual: &Buffer) -> Result<Buffer> {
@@ -42,10 +42,10 @@ impl Pointwise for Meta {
         self.alloc(stored, x.count())
     }
 
-    fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
+    fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
         let n = bias.count();
-        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, leaves).parts())?;
-        self.alloc(x.dtype(), n * leaves.count())
+        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, blocks).parts())?;
+        self.alloc(x.dtype(), n * blocks.count())
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

@@ -6,8 +6,8 @@ use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
 
 impl Reduction for Meta {
-    fn sum(&self, x: &Buffer, [outer, _, inner]: [usize; 3], leaves: usize, _scale: f64) -> Result<Buffer> {
-        self.alloc(x.dtype(), leaves * outer * inner)
+    fn sum(&self, x: &Buffer, [outer, _, inner]: [usize; 3], blocks: usize, _scale: f64) -> Result<Buffer> {
+        self.alloc(x.dtype(), blocks * outer * inner)
     }
 
     fn spread(&self, dy: &Buffer, shape: [usize; 3], _scale: f64) -> Result<Buffer> {
@@ -30,7 +30,7 @@ impl Reduction for Meta {
         terms: Terms,
         _scale: f64,
     ) -> Result<Buffer> {
-        self.alloc(DType::F64, terms.leaves * samples)
+        self.alloc(DType::F64, terms.blocks * samples)
     }
 
     fn squared_error_grad(&self, x: &Buffer, _targets: &Buffer, _dloss: &Buffer, _scale: f64) -> Result<Buffer> {

@@ -63,7 +63,7 @@ pub(super) fn bias_grad(
     if !cx.needs(i) {
         return Ok(None);
     }
-    let leaves = cx.row_leaves(i, tokens);
-    let sums = grad.device().pointwise()?.bias_grad(grad.buffer(), shape.count(), leaves)?;
-    cx.sum_leaves(i, sums, shape, tokens, leaves)
+    let blocks = cx.row_blocks(i, tokens);
+    let sums = grad.device().pointwise()?.bias_grad(grad.buffer(), shape.count(), blocks)?;
+    cx.sum_blocks(i, sums, shape, tokens, blocks)
 }

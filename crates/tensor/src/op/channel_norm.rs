@@ -13,7 +13,7 @@ use super::images::whole_images;
 use crate::error::{Error, Result};
 use crate::kernel::{Groups, MeanVariance, Statistics};
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
 use meshwork_core::{Buffer, SpmdError, Types};
@@ -42,7 +42,7 @@ struct ChannelNorm {
 impl Var {
     /// Batch norm of `[n, h, w, c]` over the samples and pixels of this tape, on this rank; and the statistics that it used.
     pub fn batch_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<(Var, Moments)> {
-        if self.tape().leaves().is_some() {
+        if self.tape().reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
                 op: "batch_norm",
                 problem: "its statistics are those of one micro-batch on one rank, so they depend on the mesh",
@@ -169,7 +169,7 @@ impl Op for ChannelNorm {
         let mut all = vec![Some(Tensor::from_buffer(device, dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in [(1, dgamma), (2, dbeta)] {
             all.push(match cx.needs(i) {
-                true => self.sum_blocks(cx, i, sums)?,
+                true => self.affine_grad(cx, i, sums)?,
                 false => None,
             });
         }
@@ -184,17 +184,17 @@ impl ChannelNorm {
     }
 
     /// The gradient of gamma or beta from that of each block.
-    fn sum_blocks(&self, cx: &mut Backward<'_>, i: usize, sums: Buffer) -> Result<Option<Tensor>> {
+    fn affine_grad(&self, cx: &mut Backward<'_>, i: usize, sums: Buffer) -> Result<Option<Tensor>> {
         let device = cx.tape().device().clone();
         let Some(tokens) = self.tokens else {
             return Ok(Some(Tensor::from_buffer(&device, sums, self.affine_shape)?));
         };
-        // In canonical numerics each sample is a leaf.
-        let leaves = RowLeaves { slices: 1, ..cx.row_leaves(i, tokens) };
-        let sums = match leaves {
-            RowLeaves::WHOLE => device.pointwise()?.bias_grad(&sums, self.groups.channels, leaves)?,
+        // In canonical numerics each sample is a block.
+        let blocks = RowBlocks { slices: 1, ..cx.row_blocks(i, tokens) };
+        let sums = match blocks {
+            RowBlocks::WHOLE => device.pointwise()?.bias_grad(&sums, self.groups.channels, blocks)?,
             _ => sums,
         };
-        cx.sum_leaves(i, sums, self.affine_shape, tokens, leaves)
+        cx.sum_blocks(i, sums, self.affine_shape, tokens, blocks)
     }
 }

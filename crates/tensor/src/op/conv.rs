@@ -118,7 +118,7 @@ impl Op for Conv2d {
             let (patches, rows) = (self.patches(&cx.saved(0)?)?, m / windows.samples);
             dw = cx.write_grad(1, grad.dtype(), self.weight_shape, windows.samples, |room| {
                 let (from, to) = (room.samples.start * rows, room.samples.end * rows);
-                let terms = Terms { leaves: room.leaves, ..Terms::WHOLE };
+                let terms = Terms { blocks: room.blocks, ..Terms::WHOLE };
                 let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
                 let (dy, patches) = (grad.buffer().slice(from * n..to * n)?, patches.slice(from * k..to * k)?);
                 device.matmul()?.gemm(spec, &dy, &patches, room.buffer, room.start)

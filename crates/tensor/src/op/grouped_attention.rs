@@ -71,7 +71,8 @@ impl Var {
     fn require_trees(&self, kv: &Var, shape: GroupedShape, (heads, kv_width): (u64, u64)) -> Result<()> {
         let shared = |axis: Axis| self.ty(axis) == Ty::Shard(2) && kv.ty(axis) == Ty::Replicate;
         let mesh = self.tape().rank().mesh();
-        let Some(axis) = Axis::ALL.into_iter().find(|&axis| self.tape().leaves().is_some() && shared(axis)) else {
+        let Some(axis) = Axis::ALL.into_iter().find(|&axis| self.tape().reduction_blocks().is_some() && shared(axis))
+        else {
             return Ok(());
         };
         let (held, degree) = (shape.queries.heads, mesh.degree(axis));

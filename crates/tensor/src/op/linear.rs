@@ -6,7 +6,7 @@ use super::swiglu;
 use crate::error::Result;
 use crate::kernel::Gemm;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, RowLeaves, Terms, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, RowBlocks, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -110,11 +110,11 @@ impl Linear {
             // much memory as the product.
             &Then::BiasGelu(shape) => {
                 let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
-                let leaves = if cx.needs(2) { cx.row_leaves(2, self.tokens) } else { RowLeaves::WHOLE };
+                let blocks = if cx.needs(2) { cx.row_blocks(2, self.tokens) } else { RowBlocks::WHOLE };
                 let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
-                let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer(), leaves)?;
+                let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer(), blocks)?;
                 let db = match cx.needs(2) {
-                    true => cx.sum_leaves(2, db, shape, self.tokens, leaves)?,
+                    true => cx.sum_blocks(2, db, shape, self.tokens, blocks)?,
                     false => None,
                 };
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
@@ -147,7 +147,7 @@ impl Var {
 
     /// Two products of the same x, each with a bias if it has one: what [`linear`](Self::linear) and
     /// [`linear_bias`](Self::linear_bias) give. The gradient of x is computed for both at once, as that of one product whose
-    /// features are those of both: in canonical numerics with leaves that have a slice of either.
+    /// features are those of both: in canonical numerics with blocks that have a slice of either.
     pub fn linear_pair(&self, weights: [(&Var, Option<&Var>); 2], contract: usize) -> Result<[Var; 2]> {
         let waiting = Waiting::default();
         let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
@@ -278,7 +278,7 @@ impl Op for Linear {
             let (x, rows) = (cx.saved(0)?, m / samples.max(1));
             dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
                 let (from, to) = (room.samples.start * rows, room.samples.end * rows);
-                let terms = Terms { leaves: room.leaves, ..Terms::WHOLE };
+                let terms = Terms { blocks: room.blocks, ..Terms::WHOLE };
                 let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
                 let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)

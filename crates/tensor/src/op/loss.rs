@@ -51,16 +51,16 @@ impl VocabLoss {
     }
 }
 
-/// The sums of the leaves, each taken against its own maximum, added up in the tree after all have been taken against
+/// The sums of the blocks, each taken against its own maximum, added up in the tree after all have been taken against
 /// `max`.
-fn tree_of_sums(device: &Arc<dyn Device>, leaves: Vec<(Buffer, Buffer)>, max: &Buffer) -> Result<Buffer> {
+fn tree_of_sums(device: &Arc<dyn Device>, blocks: Vec<(Buffer, Buffer)>, max: &Buffer) -> Result<Buffer> {
     let join = |left: Result<Buffer>, right: Result<Buffer>| {
         let mut left = left?;
         device.pointwise()?.add_assign(&mut left, 0, &right?)?;
         Ok(left)
     };
     let mut tree = Counter::default();
-    for (local, mut sums) in leaves {
+    for (local, mut sums) in blocks {
         device.loss()?.rescale(&mut sums, &local, max)?;
         tree.push(1, Ok(sums), join);
     }
@@ -129,19 +129,19 @@ impl Op for VocabLoss {
             inputs,
         )?;
         let loss = logits.device().loss()?;
-        // The sums have a leaf for each part of the vocabulary, taken against the maximum of that part, and then all against
+        // The sums have a block for each part of the vocabulary, taken against the maximum of that part, and then all against
         // the maximum of the row.
-        let parts = self.shard.parts(cx.tape().leaves().map_or(1, |leaves| leaves / self.degree(cx.tape())));
+        let parts = self.shard.parts(cx.tape().reduction_blocks().map_or(1, |blocks| blocks / self.degree(cx.tape())));
         let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
-        let leaves = parts.map(stats).collect::<Result<Vec<_>>>()?;
-        let mut max = logits.device().layout()?.copy(&leaves[0].0)?;
-        for (local, _) in &leaves[1..] {
+        let blocks = parts.map(stats).collect::<Result<Vec<_>>>()?;
+        let mut max = logits.device().layout()?.copy(&blocks[0].0)?;
+        for (local, _) in &blocks[1..] {
             loss.larger(&mut max, local)?;
         }
         if let Some(axis) = self.cut_over {
             max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
         }
-        let mut sums = tree_of_sums(logits.device(), leaves, &max)?;
+        let mut sums = tree_of_sums(logits.device(), blocks, &max)?;
         if let Some(axis) = self.cut_over {
             sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
         }

@@ -1,7 +1,7 @@
 //! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
 
 use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{DType, SpmdError, Types};
@@ -89,7 +89,7 @@ impl Op for LayerNorm {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
         // Both are parameters or neither.
-        let leaves = if cx.needs(1) { cx.row_leaves(1, self.tokens) } else { RowLeaves::WHOLE };
+        let blocks = if cx.needs(1) { cx.row_blocks(1, self.tokens) } else { RowBlocks::WHOLE };
         let norm = grad.device().norm()?;
         let sum = cx.take_sum(0).map(Tensor::into_buffer);
         let (dx, dgamma, dbeta) = norm.layer_norm_grad(
@@ -97,13 +97,13 @@ impl Op for LayerNorm {
             x.buffer(),
             gamma.buffer(),
             [mean.buffer(), rstd.buffer()],
-            leaves,
+            blocks,
             sum,
         )?;
         let mut all = vec![Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in [(1, dgamma), (2, dbeta)].into_iter().take(1 + usize::from(self.shifted)) {
             all.push(match cx.needs(i) {
-                true => cx.sum_leaves(i, sums, gamma.shape(), self.tokens, leaves)?,
+                true => cx.sum_blocks(i, sums, gamma.shape(), self.tokens, blocks)?,
                 false => None,
             });
         }

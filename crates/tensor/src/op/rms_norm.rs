@@ -1,7 +1,7 @@
 //! Root mean square norm over the last dim: `y = x / √(mean of x² + eps) · weight`.
 
 use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, RowLeaves, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{DType, SpmdError, Types};
@@ -65,14 +65,14 @@ impl Op for RmsNorm {
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, weight, rstd) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?);
-        let leaves = if cx.needs(1) { cx.row_leaves(1, self.tokens) } else { RowLeaves::WHOLE };
+        let blocks = if cx.needs(1) { cx.row_blocks(1, self.tokens) } else { RowBlocks::WHOLE };
         let norm = grad.device().norm()?;
         let sum = cx.take_sum(0).map(Tensor::into_buffer);
         let (dx, dweight) =
-            norm.rms_norm_grad(grad.buffer(), x.buffer(), weight.buffer(), rstd.buffer(), leaves, sum)?;
+            norm.rms_norm_grad(grad.buffer(), x.buffer(), weight.buffer(), rstd.buffer(), blocks, sum)?;
         let dx = Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0));
         let dweight = match cx.needs(1) {
-            true => cx.sum_leaves(1, dweight, weight.shape(), self.tokens, leaves)?,
+            true => cx.sum_blocks(1, dweight, weight.shape(), self.tokens, blocks)?,
             false => None,
         };
         Ok(vec![dx, dweight])

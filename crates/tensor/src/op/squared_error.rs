@@ -27,16 +27,18 @@ impl Var {
         self.tape().apply(SquaredError { terms: self.sample_terms()?, scale }, &[self, targets])
     }
 
-    /// How the sum over the elements of a sample goes. In canonical numerics it has leaves along the dim that is cut, or else
+    /// How the sum over the elements of a sample goes. In canonical numerics it has blocks along the dim that is cut, or else
     /// along dim 1, the sequence, which another mesh may cut.
     fn sample_terms(&self) -> Result<Terms> {
-        let (Some(leaves), ndim) = (self.tape().leaves(), self.shape().len()) else { return Ok(Terms::WHOLE) };
+        let (Some(blocks), ndim) = (self.tape().reduction_blocks(), self.shape().len()) else {
+            return Ok(Terms::WHOLE);
+        };
         if ndim < 2 {
             return Ok(Terms::WHOLE);
         }
         let dim = self.types().iter().find_map(|(_, ty)| ty.dim().filter(|&dim| dim > 0)).unwrap_or(1);
-        let blocks = self.shape()[1..dim].iter().product();
-        Ok(Terms { blocks, leaves: self.leaves_of("mean_squared_error", dim, leaves)? })
+        let segments = self.shape()[1..dim].iter().product();
+        Ok(Terms { segments, blocks: self.blocks_of("mean_squared_error", dim, blocks)? })
     }
 }
 
@@ -59,12 +61,12 @@ impl Op for SquaredError {
         cx.require(fits, || "targets have the shape of x, [samples, ..]".to_owned(), inputs)?;
         let (device, samples) = (x.device(), x.shape()[0]);
         let loss = device.reduction()?.squared_error(x.buffer(), targets.buffer(), samples, self.terms, self.scale)?;
-        let loss = match self.terms.leaves {
+        let loss = match self.terms.blocks {
             1 => loss,
-            leaves => {
-                let mut leaf_sums = loss;
-                device.pointwise()?.tree_sum(&mut leaf_sums, 0, leaves, samples, 0)?;
-                leaf_sums.slice(0..samples)?
+            blocks => {
+                let mut block_sums = loss;
+                device.pointwise()?.tree_sum(&mut block_sums, 0, blocks, samples, 0)?;
+                block_sums.slice(0..samples)?
             }
         };
         cx.save_input(0)?;

@@ -1,7 +1,7 @@
 //! Sums and means over one dim, or over all but the samples.
 //!
-//! In canonical numerics a sum over a dim has the leaves of one that a mesh cuts, whether this mesh cuts it or not; a mean
-//! scales each leaf. Samples are cut by micro-batches too, so no sum over them is canonical.
+//! In canonical numerics a sum over a dim has the blocks of one that a mesh cuts, whether this mesh cuts it or not; a mean
+//! scales each block. Samples are cut by micro-batches too, so no sum over them is canonical.
 
 use super::whole::require_whole_values;
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ struct Sum {
     /// Of x on this rank.
     shape: Shape,
     /// Slices of the dim on this rank whose sums are added up in the tree.
-    leaves: usize,
+    blocks: usize,
     scale: f64,
 }
 
@@ -65,31 +65,31 @@ impl Var {
 
     fn summed(&self, name: &'static str, dim: usize, scale: f64) -> Result<Var> {
         require_whole_values(name, &[self])?;
-        let leaves = match self.tape().leaves() {
+        let blocks = match self.tape().reduction_blocks() {
             None => 1,
             Some(_) if dim == 0 => {
                 let problem = "the order of a sum over samples depends on how the batch is cut";
                 let valid = "a sum per sample: the seed of backward divides by the number of samples";
                 return Err(Error::NotCanonical { op: name, problem, valid });
             }
-            Some(leaves) => self.leaves_of(name, dim, leaves)?,
+            Some(blocks) => self.blocks_of(name, dim, blocks)?,
         };
-        self.tape().apply(Sum { name, dim, shape: self.shape(), leaves, scale }, &[self])
+        self.tape().apply(Sum { name, dim, shape: self.shape(), blocks, scale }, &[self])
     }
 
-    /// Of so many leaves along `dim`, those on this rank.
-    pub(super) fn leaves_of(&self, op: &'static str, dim: usize, leaves: usize) -> Result<usize> {
+    /// Of so many blocks along `dim`, those on this rank.
+    pub(super) fn blocks_of(&self, op: &'static str, dim: usize, blocks: usize) -> Result<usize> {
         let unfit =
-            |&(axis, ty): &(_, Ty)| ty == Ty::Shard(dim) && !tree::fits(leaves, self.tape().rank().mesh().degree(axis));
+            |&(axis, ty): &(_, Ty)| ty == Ty::Shard(dim) && !tree::fits(blocks, self.tape().rank().mesh().degree(axis));
         match self.types().iter().find(unfit) {
-            None => Ok(leaves / self.degree_of(dim)),
+            None => Ok(blocks / self.degree_of(dim)),
             Some((axis, _)) => Err(Error::Placement {
                 what: op.to_owned(),
                 dim,
                 extent: self.shape()[dim],
                 axis,
                 degree: self.tape().rank().mesh().degree(axis),
-                problem: format!("{leaves} canonical leaves fit degrees {:?}", tree::degrees(leaves)),
+                problem: format!("{blocks} reduction blocks fit degrees {:?}", tree::degrees(blocks)),
             }),
         }
     }
@@ -114,10 +114,10 @@ impl Op for Sum {
         cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)?;
         let (outer, extent, inner) = x.shape().around(dim);
         let device = x.device();
-        let mut sums = device.reduction()?.sum(x.buffer(), [outer, extent, inner], self.leaves, self.scale)?;
+        let mut sums = device.reduction()?.sum(x.buffer(), [outer, extent, inner], self.blocks, self.scale)?;
         let count = outer * inner;
-        if self.leaves > 1 {
-            device.pointwise()?.tree_sum(&mut sums, 0, self.leaves, count, 0)?;
+        if self.blocks > 1 {
+            device.pointwise()?.tree_sum(&mut sums, 0, self.blocks, count, 0)?;
             sums = sums.slice(0..count)?;
         }
         let left: Vec<usize> = (0..ndim).filter(|&other| other != dim).map(|other| x.shape()[other]).collect();

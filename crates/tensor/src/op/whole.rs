@@ -28,7 +28,7 @@ fn refuse(
     inputs: &[&Var],
     why: impl Fn(&Var, Ty) -> Option<(&'static str, &'static str)>,
 ) -> Result<()> {
-    let canonical = inputs.iter().filter(|input| input.tape().leaves().is_some());
+    let canonical = inputs.iter().filter(|input| input.tape().reduction_blocks().is_some());
     let found = canonical.flat_map(|input| input.types().iter().filter_map(|(_, ty)| why(input, ty))).next();
     found.map_or(Ok(()), |(problem, valid)| Err(Error::NotCanonical { op, problem, valid }))
 }

@@ -71,7 +71,7 @@ impl Gradients {
     /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is any of theirs.
     /// Canonical numerics need the order of samples, which this sink does not keep: refused.
     pub fn all_reduce(&mut self, tape: &Tape) -> Result<()> {
-        if tape.leaves().is_some() {
+        if tape.reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
                 op: "Gradients::all_reduce",
                 problem: "gradients of samples are added up in the order in which they come",

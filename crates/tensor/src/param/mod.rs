@@ -70,7 +70,7 @@ impl Placement {
         self
     }
 
-    /// Stores a cut dim as if its extent were the next multiple of this: leaves of one size, whatever the degree.
+    /// Stores a cut dim as if its extent were the next multiple of this: blocks of one size, whatever the degree.
     pub fn in_multiples_of(mut self, multiple: usize) -> Self {
         self.multiple = Some(multiple);
         self
@@ -159,7 +159,7 @@ impl ParamId {
 /// The parameters that a part of a model declares, in order. Plain data: any rank can draw up those of every stage.
 #[derive(Clone, Debug, Default)]
 pub struct Declarations {
-    leaves: Option<usize>,
+    blocks: Option<usize>,
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
     statistics: Vec<Statistic>,
@@ -171,15 +171,15 @@ impl Declarations {
         Self::default()
     }
 
-    /// Nothing declared yet; what is declared will be computed with in canonical numerics, with so many leaves (at least 1)
-    /// along each dim that a mesh may cut: see [`tape::leaves`](crate::tape::leaves).
-    pub fn canonical(leaves: usize) -> Self {
-        Self { leaves: Some(leaves.max(1)), ..Self::default() }
+    /// An empty registry for canonical numerics, with `blocks` reduction blocks (at least 1) along each dim that a mesh may cut:
+    /// see [`tape::reduction_blocks`](crate::tape::reduction_blocks).
+    pub fn canonical(blocks: usize) -> Self {
+        Self { blocks: Some(blocks.max(1)), ..Self::default() }
     }
 
-    /// The leaves of canonical numerics; nothing in fast ones.
-    pub fn leaves(&self) -> Option<usize> {
-        self.leaves
+    /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
+    pub fn reduction_blocks(&self) -> Option<usize> {
+        self.blocks
     }
 
     /// Declares a parameter. The same name again is the same parameter (weight tying) and must agree in everything.

@@ -33,7 +33,7 @@ impl Params {
         layout: &[Vec<ParamId>],
         seed: u64,
     ) -> Result<Self> {
-        declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.leaves(), mesh))?;
+        declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
         let mut places = vec![None; declarations.specs().len()];
         let mut flats = Vec::with_capacity(layout.len());
         for (flat, members) in layout.iter().enumerate() {
@@ -157,10 +157,10 @@ impl Params {
     }
 }
 
-/// Refuses a cut over ranks that would not each hold whole subtrees of the leaves of canonical numerics.
-fn require_fit(spec: &ParamSpec, leaves: Option<usize>, mesh: &Mesh) -> Result<()> {
-    let Some(leaves) = leaves else { return Ok(()) };
-    let unfit = |&&(axis, _): &&(Axis, usize)| !tree::fits(leaves, mesh.degree(axis));
+/// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics.
+fn require_fit(spec: &ParamSpec, blocks: Option<usize>, mesh: &Mesh) -> Result<()> {
+    let Some(blocks) = blocks else { return Ok(()) };
+    let unfit = |&&(axis, _): &&(Axis, usize)| !tree::fits(blocks, mesh.degree(axis));
     let Some(&(axis, dim)) = spec.placement.shards().iter().find(unfit) else { return Ok(()) };
     Err(Error::Placement {
         what: spec.name.clone(),
@@ -168,7 +168,7 @@ fn require_fit(spec: &ParamSpec, leaves: Option<usize>, mesh: &Mesh) -> Result<(
         extent: spec.dims[dim],
         axis,
         degree: mesh.degree(axis),
-        problem: format!("{leaves} canonical leaves fit degrees {:?}", tree::degrees(leaves)),
+        problem: format!("{blocks} reduction blocks fit degrees {:?}", tree::degrees(blocks)),
     })
 }
 
@@ -214,7 +214,7 @@ mod tests {
         build(2).unwrap();
         assert_eq!(
             build(3).unwrap_err().to_string(),
-            "w: dim 1 of extent 6 cannot be cut over tp=3: 8 canonical leaves fit degrees [1, 2, 4, 8]"
+            "w: dim 1 of extent 6 cannot be cut over tp=3: 8 reduction blocks fit degrees [1, 2, 4, 8]"
         );
     }
 

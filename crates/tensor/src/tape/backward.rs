@@ -1,8 +1,8 @@
 //! Walking a tape in reverse.
 
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
-use super::leaves::GradShard;
 use super::op::{Backward, Op};
+use super::reduction_blocks::GradShard;
 use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
@@ -108,14 +108,14 @@ impl Tape {
                 });
             }
         }
-        let canonical = self.leaves().is_some();
+        let canonical = self.reduction_blocks().is_some();
         let mut given = vec![false; nodes.len()];
         for at in (0..nodes.len()).rev() {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
                 // Nothing flows here: its parameters will get no share from it.
                 nodes[at].saved = Rc::default();
-                uses.settle(&nodes[at], sink)?;
+                uses.mark_done(&nodes[at], sink)?;
                 continue;
             };
             let deferred = weights == Weights::Deferred && nodes[at].has_param();
@@ -179,7 +179,7 @@ impl Tape {
             }
             if !deferred {
                 nodes[at].saved = Rc::default();
-                uses.settle(&nodes[at], sink)?;
+                uses.mark_done(&nodes[at], sink)?;
             }
         }
         Ok(())
@@ -238,7 +238,7 @@ impl Tape {
                 }
             }
             nodes[at].saved = Rc::default();
-            uses.settle(&nodes[at], sink)?;
+            uses.mark_done(&nodes[at], sink)?;
         }
         Ok(())
     }
@@ -246,11 +246,11 @@ impl Tape {
     /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
     fn whole(&self, id: ParamId, op: &str) -> Result<GradShard> {
         let name = || &self.inner.params.declarations().spec(id).name;
-        match self.leaves() {
+        match self.reduction_blocks() {
             None => Ok(GradShard { id, samples: 0..0, copies: 0..1, of: 1 }),
             Some(_) => Err(Error::Backward(format!(
                 "{op} gave a gradient of {} summed over all samples, and in canonical numerics their order must not depend \
-                 on the mesh: give it by write_grad or sum_leaves",
+                 on the mesh: give it by write_grad or sum_blocks",
                 name()
             ))),
         }
@@ -291,7 +291,7 @@ impl Uses {
         self.0.get(&id).map_or(0, |(done, _)| *done)
     }
 
-    fn settle(&mut self, node: &Node, sink: &mut dyn GradSink) -> Result<()> {
+    fn mark_done(&mut self, node: &Node, sink: &mut dyn GradSink) -> Result<()> {
         for source in &node.sources {
             if let Source::Param(id) = source
                 && let Some((done, all)) = self.0.get_mut(id)

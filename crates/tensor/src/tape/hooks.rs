@@ -1,7 +1,7 @@
 //! The hooks of the tape.
 
 use super::Position;
-use super::leaves::GradShard;
+use super::reduction_blocks::GradShard;
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;

@@ -10,14 +10,14 @@
 
 mod backward;
 mod hooks;
-pub mod leaves;
 mod notes;
 mod op;
+pub mod reduction_blocks;
 
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
-pub use leaves::{BlockSlot, GradShard, RowLeaves, Terms, Tokens};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
+pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
 
 use crate::device::Device;
 use crate::error::{Error, Result};

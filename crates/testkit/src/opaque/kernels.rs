@@ -3,11 +3,11 @@
 //! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
 use super::Opaque;
-use super::memory::{give_back, hide, host, into_host, lend, take};
+use super::memory::{give_back, hide, host, into_host, take, with_host};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::kernel::*;
-use meshwork_tensor::tape::{RowLeaves, Terms};
+use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ fn hidden<T: Hide>(result: Result<T>) -> Result<T> {
 
 impl Matmul for Opaque {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
-        lend(c, |c| self.inner.matmul()?.gemm(spec, &host(a), &host(b), c, start))
+        with_host(c, |c| self.inner.matmul()?.gemm(spec, &host(a), &host(b), c, start))
     }
 
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
@@ -60,7 +60,7 @@ impl Matmul for Opaque {
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
         let ([a, more_a], [b, more_b]) = (a.map(host), b.map(host));
-        lend(c, |c| self.inner.matmul()?.gemm_sum(specs, [&a, &more_a], [&b, &more_b], c, start))
+        with_host(c, |c| self.inner.matmul()?.gemm_sum(specs, [&a, &more_a], [&b, &more_b], c, start))
     }
 
     fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
@@ -74,19 +74,19 @@ impl Pointwise for Opaque {
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
-        lend(a, |a| self.inner.pointwise()?.add_assign(a, at, &host(b)))
+        with_host(a, |a| self.inner.pointwise()?.add_assign(a, at, &host(b)))
     }
 
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
-        lend(x, |x| self.inner.pointwise()?.tree_sum(x, start, count, n, to))
+        with_host(x, |x| self.inner.pointwise()?.tree_sum(x, start, count, n, to))
     }
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         hidden(self.inner.pointwise()?.bias(&host(x), &host(bias)))
     }
 
-    fn bias_grad(&self, dy: &Buffer, n: usize, leaves: RowLeaves) -> Result<Buffer> {
-        hidden(self.inner.pointwise()?.bias_grad(&host(dy), n, leaves))
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.bias_grad(&host(dy), n, blocks))
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
@@ -97,8 +97,8 @@ impl Pointwise for Opaque {
         hidden(self.inner.pointwise()?.bias_gelu(&host(x), &host(bias), stored))
     }
 
-    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, leaves: RowLeaves) -> Result<Buffer> {
-        hidden(lend(dy, |dy| self.inner.pointwise()?.bias_gelu_grad(dy, &host(x), &host(bias), leaves)))
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
+        hidden(with_host(dy, |dy| self.inner.pointwise()?.bias_gelu_grad(dy, &host(x), &host(bias), blocks)))
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
@@ -126,7 +126,7 @@ impl Pointwise for Opaque {
     }
 
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
-        lend(x, |x| self.inner.pointwise()?.swiglu_grad(&host(dy), x))
+        with_host(x, |x| self.inner.pointwise()?.swiglu_grad(&host(dy), x))
     }
 }
 
@@ -148,12 +148,12 @@ impl Norm for Opaque {
         x: &Buffer,
         gamma: &Buffer,
         stats: [&Buffer; 2],
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let [mean, rstd] = stats.map(host);
         let (dy, x, gamma) = (host(dy), host(x), host(gamma));
-        hidden(self.inner.norm()?.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], leaves, sum.map(into_host)))
+        hidden(self.inner.norm()?.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], blocks, sum.map(into_host)))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
@@ -166,11 +166,11 @@ impl Norm for Opaque {
         x: &Buffer,
         weight: &Buffer,
         rstd: &Buffer,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let [dy, x, weight, rstd] = [dy, x, weight, rstd].map(host);
-        hidden(self.inner.norm()?.rms_norm_grad(&dy, &x, &weight, &rstd, leaves, sum.map(into_host)))
+        hidden(self.inner.norm()?.rms_norm_grad(&dy, &x, &weight, &rstd, blocks, sum.map(into_host)))
     }
 }
 
@@ -279,8 +279,8 @@ impl Attention for Opaque {
 
 /// The gradient of a table in the host memory behind it.
 fn lend_table<T>(dtable: TableGrad<'_>, work: impl FnOnce(TableGrad<'_>) -> T) -> T {
-    let TableGrad { buffer, start, rows, accumulate, leaves } = dtable;
-    lend(buffer, |buffer| work(TableGrad { buffer, start, rows, accumulate, leaves }))
+    let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
+    with_host(buffer, |buffer| work(TableGrad { buffer, start, rows, accumulate, blocks }))
 }
 
 impl Embedding for Opaque {
@@ -323,11 +323,11 @@ impl Loss for Opaque {
     }
 
     fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
-        lend(max, |max| self.inner.loss()?.larger(max, &host(other)))
+        with_host(max, |max| self.inner.loss()?.larger(max, &host(other)))
     }
 
     fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
-        lend(sums, |sums| self.inner.loss()?.rescale(sums, &host(local), &host(global)))
+        with_host(sums, |sums| self.inner.loss()?.rescale(sums, &host(local), &host(global)))
     }
 
     fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
@@ -342,7 +342,7 @@ impl Loss for Opaque {
         scale: &Buffer,
         shard: VocabShard,
     ) -> Result<()> {
-        lend(logits, |logits| self.inner.loss()?.grad(logits, &host(targets), &host(lse), &host(scale), shard))
+        with_host(logits, |logits| self.inner.loss()?.grad(logits, &host(targets), &host(lse), &host(scale), shard))
     }
 
     fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
@@ -368,25 +368,25 @@ impl Layout for Opaque {
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
-        lend(dst, |dst| self.inner.layout()?.copy_into(&host(src), range, dst, at))
+        with_host(dst, |dst| self.inner.layout()?.copy_into(&host(src), range, dst, at))
     }
 }
 
 impl Optim for Opaque {
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
-        lend(x, |x| self.inner.optim()?.zero(x, range))
+        with_host(x, |x| self.inner.optim()?.zero(x, range))
     }
 
     fn sum_of_squares(
         &self,
         x: &Buffer,
         range: Range<usize>,
-        blocks: usize,
+        segments: usize,
         pitch: usize,
         sums: &mut Buffer,
         at: usize,
     ) -> Result<()> {
-        lend(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, blocks, pitch, sums, at))
+        with_host(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, segments, pitch, sums, at))
     }
 
     fn update(
@@ -405,7 +405,8 @@ impl Optim for Opaque {
         };
         let optim = self.inner.optim()?;
         let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
-        let updated = lend(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
+        let updated =
+            with_host(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
         states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
         updated
     }
@@ -427,8 +428,8 @@ impl Elementwise for Opaque {
 }
 
 impl Reduction for Opaque {
-    fn sum(&self, x: &Buffer, shape: [usize; 3], leaves: usize, scale: f64) -> Result<Buffer> {
-        hidden(self.inner.reduction()?.sum(&host(x), shape, leaves, scale))
+    fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
+        hidden(self.inner.reduction()?.sum(&host(x), shape, blocks, scale))
     }
 
     fn spread(&self, dy: &Buffer, shape: [usize; 3], scale: f64) -> Result<Buffer> {

@@ -98,7 +98,7 @@ pub(super) fn host(buffer: &Buffer) -> Buffer {
 
 /// Runs `work` on the host memory behind `buffer`, which it may write if nobody else refers to the buffer.
 #[track_caller]
-pub(super) fn lend<T>(buffer: &mut Buffer, work: impl FnOnce(&mut Buffer) -> T) -> T {
+pub(super) fn with_host<T>(buffer: &mut Buffer, work: impl FnOnce(&mut Buffer) -> T) -> T {
     let mut behind = take(buffer);
     let result = work(&mut behind);
     give_back(buffer, behind);

@@ -23,7 +23,7 @@ mod memory;
 
 pub use communicator::communicator;
 
-use memory::{copy, hide, lend};
+use memory::{copy, hide, with_host};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::*;
 use meshwork_tensor::{Device, Meter, Result};
@@ -60,7 +60,7 @@ impl Device for Opaque {
     }
 
     fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
-        lend(dst, |dst| self.inner.upload_into(host, dst, at))
+        with_host(dst, |dst| self.inner.upload_into(host, dst, at))
     }
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {

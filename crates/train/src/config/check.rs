@@ -64,7 +64,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             key,
             chunks,
             problem,
-            format!("{more}, or deal them by cost or with a list in pipeline.partition"),
+            format!("{more}, or partition them by cost or with a list in pipeline.partition"),
         ));
     }
 
@@ -101,12 +101,12 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             ("parallelism.tp", mesh.tp, key_of_blocks, count),
             ("parallelism.dp", mesh.dp, batch, config.training.global_batch_size),
         ];
-        for (key, degree, by, leaves) in trees {
-            if settings.sound(&[key, by]) && !tree::fits(leaves, degree) {
+        for (key, degree, by, blocks) in trees {
+            if settings.sound(&[key, by]) && !tree::fits(blocks, degree) {
                 let problem = format!(
-                    "does not fit canonical numerics with {by} = {leaves}: each rank must have an equal share that is a power of two"
+                    "does not fit canonical numerics with {by} = {blocks}: each rank must have an equal share that is a power of two"
                 );
-                fail(Fault::new(key, degree, problem, choose_degree(leaves, by)));
+                fail(Fault::new(key, degree, problem, choose_degree(blocks, by)));
             }
         }
     }
@@ -130,8 +130,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
 /// More reduction blocks than this are a mistake.
 const MAX_BLOCKS: usize = 4096;
 
-/// The degrees that fit so many leaves.
-fn choose_degree(leaves: usize, by: &str) -> String {
-    let degrees: Vec<String> = tree::degrees(leaves).iter().map(usize::to_string).collect();
+/// The degrees that fit this number of blocks.
+fn choose_degree(blocks: usize, by: &str) -> String {
+    let degrees: Vec<String> = tree::degrees(blocks).iter().map(usize::to_string).collect();
     format!("use {}, or another {by}", degrees.join(", "))
 }

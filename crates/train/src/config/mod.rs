@@ -50,7 +50,7 @@ impl Config {
         finish(resolve(args, Settings::default()))
     }
 
-    /// The leaves of canonical numerics; nothing in fast ones.
+    /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
     #[must_use]
     pub fn reduction_blocks(&self) -> Option<usize> {
         (self.training.numerics == "canonical").then_some(self.numerics.reduction_blocks)

@@ -1,4 +1,4 @@
-//! How layers are dealt to stages: `pipeline.partition`. All other code works with the list; `uniform` and `cost` are short for
+//! How layers are assigned to stages: `pipeline.partition`. All other code works with the list; `uniform` and `cost` are short for
 //! one.
 
 use super::Config;
@@ -53,7 +53,7 @@ fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
     // In units in which every share is whole.
     let all: u128 = schedule.replicas.iter().map(|&replicas| replicas as u128).product();
     let share = |stage: usize, cost: u64| u128::from(cost) * all / schedule.replicas[stage] as u128;
-    let (mut dealt, mut of_stage, mut of_rank) = (vec![0; stages], vec![0u128; stages], vec![0u128; schedule.ranks]);
+    let (mut assigned, mut of_stage, mut of_rank) = (vec![0; stages], vec![0u128; stages], vec![0u128; schedule.ranks]);
     let add = |stage: usize, cost: u64, of_stage: &mut [u128], of_rank: &mut [u128]| {
         of_stage[stage] += share(stage, cost);
         schedule.ranks_of(stage).for_each(|rank| of_rank[rank] += share(stage, cost));
@@ -64,16 +64,16 @@ fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
     for _ in 0..layers {
         let then = |&stage: &usize| {
             let rank = of_rank[schedule.placement[stage]] + share(stage, costs.layer);
-            (rank, of_stage[stage], dealt[stage])
+            (rank, of_stage[stage], assigned[stage])
         };
         let least = (0..stages).min_by_key(then).unwrap_or(0); // the first of equals
-        dealt[least] += 1;
+        assigned[least] += 1;
         add(least, costs.layer, &mut of_stage, &mut of_rank);
     }
-    dealt
+    assigned
 }
 
-/// Whether the layers are to be dealt evenly: neither as listed nor by cost.
+/// Whether the layers are divided evenly: neither as listed nor by cost.
 pub(super) fn is_uniform(settings: &Settings) -> bool {
     listed(settings).is_none() && !is_by_cost(settings)
 }
@@ -89,22 +89,22 @@ fn is_by_cost(settings: &Settings) -> bool {
 }
 
 /// Replaces the uniform list by that of `cost`, where that is asked for and nothing else is wrong.
-pub(crate) fn weigh(config: &mut Config, settings: &mut Settings) {
+pub(crate) fn resolve_by_cost(config: &mut Config, settings: &mut Settings) {
     if !is_by_cost(settings) || !settings.faults.is_empty() {
         return;
     }
-    let dealt = || -> Result<Vec<usize>, TrainError> {
+    let assigned = || -> Result<Vec<usize>, TrainError> {
         Ok(by_cost(config.model.num_layers, costs(config)?, &config.pipeline.build(config.parallelism.pp)?))
     };
-    match dealt() {
+    match assigned() {
         Ok(list) => config.pipeline.partition = list,
         Err(error) => settings.fault(KEY, "\"cost\"", format!("no such step: {error}"), "use \"uniform\""),
     }
 }
 
 /// Notes what is wrong with the partition, and gives the configuration its list: the uniform one where the given one is at
-/// fault or yet to be weighed, and none where there cannot be one, since a number of stages that is at fault may be absurd.
-pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
+/// fault or waits for costs, and none where there cannot be one, since a number of stages that is at fault may be absurd.
+pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     if !settings.sound(&[STAGES]) {
         return;
     }
@@ -113,7 +113,7 @@ pub(crate) fn deal(config: &mut Config, settings: &mut Settings) {
     let whose = if stages == config.parallelism.pp { STAGES } else { "the schedule's" };
     let list = listed(settings);
     let mut faults = match &list {
-        Some(list) => misdealt(list, (whose, stages), settings.sound(&[LAYERS]).then_some(layers)),
+        Some(list) => list_faults(list, (whose, stages), settings.sound(&[LAYERS]).then_some(layers)),
         None if layers < stages && settings.sound(&[LAYERS, KEY]) => {
             let (problem, valid) = match config.parallelism.pp == stages {
                 true => (
@@ -142,13 +142,14 @@ pub(super) fn words(words: &[&str]) -> String {
     words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
 }
 
-/// What is wrong with a list for so many stages, and for so many layers if that is known.
-fn misdealt(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize>) -> Vec<Fault> {
+/// What is wrong with a list for this number of stages, and of layers if that is known.
+fn list_faults(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize>) -> Vec<Fault> {
     let of_layers = layers.map_or(String::new(), |layers| format!(" that add up to {layers}"));
     let valid = format!("use {}, or a list of {stages}{of_layers}", words(WORDS));
-    let dealt = list.iter().fold(0usize, |sum, &layers| sum.saturating_add(layers));
-    let sum =
-        layers.filter(|&layers| layers != dealt).map(|layers| format!("deals {dealt} layers, not {LAYERS} = {layers}"));
+    let assigned = list.iter().fold(0usize, |sum, &layers| sum.saturating_add(layers));
+    let sum = layers
+        .filter(|&layers| layers != assigned)
+        .map(|layers| format!("has {assigned} layers, not {LAYERS} = {layers}"));
     let length = (list.len() != stages).then(|| format!("is for {} stages, not {whose} = {stages}", list.len()));
     [sum, length].into_iter().flatten().map(|problem| Fault::new(KEY, format!("{list:?}"), problem, &valid)).collect()
 }
@@ -179,19 +180,19 @@ mod tests {
     }
 
     /// The most that a rank computes, times what makes the shares of replicas whole.
-    fn most(dealt: &[usize], costs: Costs, schedule: &Schedule) -> u64 {
-        let last = dealt.len() - 1;
+    fn most(assigned: &[usize], costs: Costs, schedule: &Schedule) -> u64 {
+        let last = assigned.len() - 1;
         let all = schedule.replicas.iter().product::<usize>() as u64;
         let cost = |stage: usize| {
             let ends = [(0, costs.embedding), (last, costs.head)];
             let ends: u64 = ends.iter().filter(|(end, _)| *end == stage).map(|(_, cost)| cost).sum();
-            (dealt[stage] as u64 * costs.layer + ends) * all / schedule.replicas[stage] as u64
+            (assigned[stage] as u64 * costs.layer + ends) * all / schedule.replicas[stage] as u64
         };
         let rank = |rank| schedule.stages_of(rank).map(cost).sum();
         (0..schedule.ranks).map(rank).max().unwrap()
     }
 
-    /// Every way to deal layers to stages.
+    /// Every partition of the layers into stages.
     fn all_ways(layers: usize, stages: usize) -> Vec<Vec<usize>> {
         if stages == 1 {
             return vec![vec![layers]];
@@ -215,11 +216,12 @@ mod tests {
                     [(0, 1, 0), (0, 2, 1), (0, 2, 3), (0, 2, 9), (3, 2, 7), (40, 3, 41), (5, 1, 0), (1, 0, 1)]
                 {
                     let costs = Costs { embedding, layer, head };
-                    let dealt = by_cost(layers, costs, placement);
-                    assert_eq!(dealt.iter().sum::<usize>(), layers);
+                    let assigned = by_cost(layers, costs, placement);
+                    assert_eq!(assigned.iter().sum::<usize>(), layers);
                     let least = all_ways(layers, stages).iter().map(|way| most(way, costs, placement)).min();
-                    let what = format!("{dealt:?} on {:?} x {:?} for {costs:?}", schedule.placement, schedule.replicas);
-                    assert_eq!(Some(most(&dealt, costs, placement)), least, "{what}");
+                    let what =
+                        format!("{assigned:?} on {:?} x {:?} for {costs:?}", schedule.placement, schedule.replicas);
+                    assert_eq!(Some(most(&assigned, costs, placement)), least, "{what}");
                     assert!(least <= Some(most(&uniform(layers, stages), costs, placement)), "{what}");
                 }
             }
@@ -228,16 +230,16 @@ mod tests {
 
     #[test]
     fn by_cost_reads_as_one_would_deal_by_hand() {
-        let deal = |layers, embedding, layer, head, placement: &[usize]| {
+        let partition = |layers, embedding, layer, head, placement: &[usize]| {
             by_cost(layers, Costs { embedding, layer, head }, &forward_only(placement, 1))
         };
         // Free ends: as uniform has it.
-        assert_eq!(deal(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));
+        assert_eq!(partition(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));
         // A head worth two layers.
-        assert_eq!(deal(6, 0, 1, 2, &[0, 1, 2, 3]), [2, 2, 2, 0]);
-        assert_eq!(deal(10, 0, 1, 2, &[0, 1, 2, 3]), [3, 3, 3, 1]);
+        assert_eq!(partition(6, 0, 1, 2, &[0, 1, 2, 3]), [2, 2, 2, 0]);
+        assert_eq!(partition(10, 0, 1, 2, &[0, 1, 2, 3]), [3, 3, 3, 1]);
         // Both ends on rank 0 of a V; on ranks 0 and 1 of a loop.
-        assert_eq!(deal(8, 1, 1, 1, &[0, 1, 1, 0]), [2, 3, 2, 1]);
-        assert_eq!(deal(8, 1, 1, 1, &[0, 1, 0, 1]), [2, 2, 2, 2]);
+        assert_eq!(partition(8, 1, 1, 1, &[0, 1, 1, 0]), [2, 3, 2, 1]);
+        assert_eq!(partition(8, 1, 1, 1, &[0, 1, 0, 1]), [2, 2, 2, 2]);
     }
 }

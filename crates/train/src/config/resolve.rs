@@ -37,12 +37,12 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let mut config = Config::read(&settings, device);
     check(&config, &mut settings);
     idle::notice(&mut config, &settings);
-    schedule::settle(&mut config, &mut settings);
-    partition::deal(&mut config, &mut settings);
+    schedule::resolve(&mut config, &mut settings);
+    partition::resolve(&mut config, &mut settings);
     split_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
     settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
-    partition::weigh(&mut config, &mut settings);
+    partition::resolve_by_cost(&mut config, &mut settings);
     (config, settings)
 }
 

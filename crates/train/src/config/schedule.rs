@@ -36,7 +36,7 @@ impl Pipeline {
 }
 
 /// Reads a schedule of the user's own, and holds it and the replicas of stages against what else is asked for.
-pub(crate) fn settle(config: &mut Config, settings: &mut Settings) {
+pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     let canonical = config.reduction_blocks().is_some();
     if config.pipeline.vertical_sync && settings.sound(&[VERTICAL, NAME]) && config.pipeline.schedule != "pipedream" {
         let problem = format!("does not go with {NAME} = {:?}", config.pipeline.schedule);

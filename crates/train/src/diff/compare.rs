@@ -190,7 +190,7 @@ impl<'a> Pair<'a> {
                 }
                 Unit::Micro(first, samples) => (first, samples),
             };
-            let ranks = [(0, a), (1, b)].map(|(side, piece)| self.holders(side, (op, value), &index, piece));
+            let ranks = [(0, a), (1, b)].map(|(side, piece)| self.ranks_holding(side, (op, value), &index, piece));
             let micros = [Some(a.micro), Some(b.micro)];
             found = Some(Found { index, values, ulps, micros, samples: Some(samples), ranks });
         }
@@ -200,7 +200,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The ranks of a side that hold an element of an operation's value, or a share of it.
-    fn holders(&self, side: usize, (op, value): (usize, usize), index: &[usize], piece: &Piece) -> Vec<usize> {
+    fn ranks_holding(&self, side: usize, (op, value): (usize, usize), index: &[usize], piece: &Piece) -> Vec<usize> {
         let Program { mesh, ops, .. } = self.programs[side];
         let value = &ops[op].values[value];
         let holds = |&rank: &usize| {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Probe (one per rank) ── spans ──▶ Track ─┐
-//!   around device, communicator, step      ├─▶ Profile ── settle ──▶ slices ──▶ table, trace, schedule
+//!   around device, communicator, step      ├─▶ Profile ── slices ──▶ slices ──▶ table, trace, schedule
 //! Ceilings (measured before the run) ──────┘
 //! ```
 //! Spans are plain data ([`meshwork_core::profile`]), collected without a word between the ranks and only looked at when the
@@ -14,7 +14,7 @@ mod ceilings;
 mod layers;
 mod probe;
 mod schedule;
-mod settle;
+mod slices;
 mod table;
 mod trace;
 
@@ -22,7 +22,7 @@ pub use ceilings::Ceilings;
 pub use layers::{layers, write_layers};
 pub use probe::Probe;
 pub use schedule::schedule_timelines;
-pub use settle::{Kind, Slice, machine_time, settle};
+pub use slices::{Kind, Slice, machine_time, slices};
 pub use table::{Row, Rows};
 pub use trace::{TraceError, write_trace};
 

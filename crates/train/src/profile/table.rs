@@ -1,6 +1,6 @@
 //! The profile as a table: a row per operation, under a row per class, that add up to the step.
 
-use super::settle::{Kind, Slice, machine_time, settle};
+use super::slices::{Kind, Slice, machine_time, slices};
 use super::{Ceilings, Profile, Track};
 use meshwork_core::profile::Class;
 use std::collections::{BTreeMap, BTreeSet};
@@ -76,7 +76,7 @@ impl Rows {
     pub fn new(profile: &Profile) -> Self {
         let Profile { tracks, ceilings } = profile;
         let spans: Vec<_> = tracks.iter().map(|track| &track.spans[..]).collect();
-        let slices = settle(&spans);
+        let slices = slices(&spans);
         let mut rows: BTreeMap<(&str, String), Row> = BTreeMap::new();
         for ((rank, slices), machine) in slices.iter().enumerate().zip(machine_time(&slices)) {
             for (slice, machine) in slices.iter().zip(machine) {

@@ -5,7 +5,7 @@
 //! arguments.
 
 use super::Profile;
-use super::settle::{Kind, settle};
+use super::slices::{Kind, slices};
 use super::table::label;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -76,7 +76,7 @@ fn events(profile: &Profile) -> Vec<Event> {
     let micros = |from: u64, to: u64| Some((to - from) as f64 / 1e3);
     let spans: Vec<_> = profile.tracks.iter().map(|track| &track.spans[..]).collect();
     let mut flights = 0;
-    for (rank, (spans, slices)) in spans.iter().zip(settle(&spans)).enumerate() {
+    for (rank, (spans, slices)) in spans.iter().zip(slices(&spans)).enumerate() {
         for span in spans.iter().filter(|span| span.class.is_frame()) {
             let event = Event::new('X', rank, span.label(), span.start);
             events.push(Event { cat: "frame", dur: micros(span.start, span.end), ..event });

@@ -155,8 +155,8 @@ fn a_sweep_over_all_meshes() {
             format!("dp={dp},tp={tp},pp={pp} {schedule_name} x{micros}, sequence_parallel = {sequence_parallel}");
         // As many layers as ranks: with two stages on each, every other one is empty.
         let (layers, stages) = (pp.max(2), pp * schedule.default_virtual_stages());
-        let deal = |stage: usize| (stage + 1) * layers / stages - stage * layers / stages;
-        let partition: Vec<usize> = (0..stages).map(deal).collect();
+        let of_stage = |stage: usize| (stage + 1) * layers / stages - stage * layers / stages;
+        let partition: Vec<usize> = (0..stages).map(of_stage).collect();
         let more = format!(
             "[pipeline]\nschedule = '{schedule_name}'\nnum_microbatches = {micros}\npartition = {partition:?}\n"
         );

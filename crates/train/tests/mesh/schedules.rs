@@ -178,7 +178,7 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
                 let reference = step_of("one rank", &alone, &data);
                 let got = step_of(&name, &config, &data);
                 assert_parity(&name, &got, &reference);
-                for (rank, counted) in got.counted.iter().enumerate() {
+                for (rank, counted) in got.usage.iter().enumerate() {
                     let predicted = predict(&config, rank).unwrap();
                     let predicted = (predicted.parameters, predicted.flops, predicted.peak_bytes);
                     assert_eq!(
@@ -187,8 +187,8 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
                         "{name}: rank {rank}"
                     );
                 }
-                let flops: u64 = got.counted.iter().map(|counted| counted.flops).sum();
-                assert!(flops < 2 * reference.counted[0].flops, "{name}: replicas share the work");
+                let flops: u64 = got.usage.iter().map(|counted| counted.flops).sum();
+                assert!(flops < 2 * reference.usage[0].flops, "{name}: replicas share the work");
             }
             // Some steps, and the loss on other data.
             alone.training.max_norm = config.training.max_norm;

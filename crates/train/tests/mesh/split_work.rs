@@ -2,7 +2,7 @@
 //! what closed formulas say.
 
 use crate::cases::{BATCH, Case, HIDDEN, PLAIN, SEQ, SGD};
-use crate::world::{Counted, Stepped};
+use crate::world::{RankUsage, Stepped};
 use meshwork_core::{Axis, Coords, Record};
 use meshwork_engine::ModelPlan;
 use meshwork_train::config::Config;
@@ -13,20 +13,20 @@ use std::collections::BTreeMap;
 #[track_caller]
 pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
     let config = case.config(more);
-    for (rank, (report, counted)) in got.reports.iter().zip(&got.counted).enumerate() {
+    for (rank, (report, usage)) in got.reports.iter().zip(&got.usage).enumerate() {
         let predicted =
             predict(&config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
         // Where steps overlap, one alone has its peak before the next begins.
-        let peak_bytes = if overlaps(case) { counted.peak_bytes } else { predicted.peak_bytes };
-        let wanted = Counted { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
-        assert_eq!(*counted, wanted, "{case}: rank {rank} against its prediction");
+        let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes };
+        let wanted = RankUsage { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
+        assert_eq!(*usage, wanted, "{case}: rank {rank} against its prediction");
         assert!(peak_bytes <= predicted.peak_bytes, "{case}: rank {rank}");
         let both = report.records.iter().zip(&predicted.records).enumerate();
         for (call, (got, wanted)) in both {
             assert_eq!(got, wanted, "{case}: call {call} of rank {rank} against its prediction");
         }
         assert_eq!(report.records.len(), predicted.records.len(), "{case}: number of calls of rank {rank}");
-        let peaks: Vec<u64> = got.counted.iter().map(|counted| counted.peak_bytes).collect();
+        let peaks: Vec<u64> = got.usage.iter().map(|usage| usage.peak_bytes).collect();
         assert_eq!(report.peak_bytes, peaks, "{case}: peaks of all ranks as reported on rank {rank}");
     }
 }
@@ -62,10 +62,10 @@ pub fn assert_closed_forms(case: &Case, got: &Stepped, reference: &Stepped) {
     assert_eq!(elements, declared, "{case}: elements that the model declares");
 
     // No product is done twice; only the head multiplies with its padding, forward and twice backward.
-    let flops: u64 = got.counted.iter().map(|counted| counted.flops).sum();
+    let flops: u64 = got.usage.iter().map(|usage| usage.flops).sum();
     let padded = case.model.vocab.next_multiple_of(case.tp) - case.model.vocab;
     let padding = (3 * 2 * BATCH * SEQ * HIDDEN * padded) as u64;
-    assert_eq!(flops - padding, reference.counted[0].flops, "{case}: FLOPs of all ranks but those on padding");
+    assert_eq!(flops - padding, reference.usage[0].flops, "{case}: FLOPs of all ranks but those on padding");
 }
 
 /// Elements of the model.

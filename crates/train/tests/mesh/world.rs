@@ -110,8 +110,8 @@ pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &[f
 pub struct Stepped {
     /// Per rank, what the step reported.
     pub reports: Vec<StepReport>,
-    /// Per rank, what its meter counted.
-    pub counted: Vec<Counted>,
+    /// Per rank, what its meter usage.
+    pub usage: Vec<RankUsage>,
     /// Every gradient, whole.
     pub gradients: BTreeMap<String, Vec<f32>>,
     /// Every parameter after the step, whole.
@@ -120,7 +120,7 @@ pub struct Stepped {
 
 /// What one rank held and computed by the end of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counted {
+pub struct RankUsage {
     /// Elements of its parameters.
     pub parameters: usize,
     /// Floating point operations.
@@ -139,22 +139,22 @@ pub fn step_of(name: &str, config: &Config, data: &Data) -> Stepped {
     let ranks = on_mesh(config, |mut trainer| {
         let report = train(&mut trainer, data, config)?;
         let meter = trainer.device().meter();
-        let counted = Counted {
+        let usage = RankUsage {
             parameters: trainer.local_elements(),
             flops: meter.total_flops(),
             peak_bytes: meter.peak_bytes(),
         };
-        Ok((report, counted, pieces(&trainer)?))
+        Ok((report, usage, pieces(&trainer)?))
     });
-    let (mut reports, mut counted, mut held) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut reports, mut usage, mut held) = (Vec::new(), Vec::new(), Vec::new());
     for rank in ranks {
         reports.push(rank.0);
-        counted.push(rank.1);
+        usage.push(rank.1);
         held.push(rank.2);
     }
     let gradients = assemble(name, &held, |piece| &piece.gradient);
     let weights = assemble(name, &held, |piece| &piece.weights);
-    Stepped { reports, counted, gradients, weights }
+    Stepped { reports, usage, gradients, weights }
 }
 
 /// Holds two reports of one rank's step against each other, bit by bit but for the sign of zeros.

@@ -214,7 +214,7 @@ where
     T: Transport<Message = Vec<f32>, Error: fmt::Display> + Send,
 {
     let results: Vec<Result<Vec<Part>, String>> = thread::scope(|scope| {
-        let start = |(rank, transport)| scope.spawn(move || run_rank(lowered, rank, Counted(transport, 0), fault));
+        let start = |(rank, transport)| scope.spawn(move || run_rank(lowered, rank, FinishCount(transport, 0), fault));
         let threads: Vec<_> = ranks.into_iter().enumerate().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
@@ -242,9 +242,9 @@ struct Part {
 }
 
 /// A transport, and how often it was finished.
-struct Counted<T>(T, usize);
+struct FinishCount<T>(T, usize);
 
-impl<T: Transport> Transport for Counted<T> {
+impl<T: Transport> Transport for FinishCount<T> {
     type Message = T::Message;
     type Error = T::Error;
 
@@ -262,7 +262,7 @@ impl<T: Transport> Transport for Counted<T> {
     }
 }
 
-fn run_rank<T>(lowered: &Lowered, rank: usize, mut transport: Counted<T>, fault: Fault) -> Result<Vec<Part>, String>
+fn run_rank<T>(lowered: &Lowered, rank: usize, mut transport: FinishCount<T>, fault: Fault) -> Result<Vec<Part>, String>
 where
     T: Transport<Message = Vec<f32>, Error: fmt::Display>,
 {

@@ -31,32 +31,32 @@ pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: u
     }
 }
 
-/// [`lookup_backward`] with the ids cut into `leaves` of one length: each is summed in the order of `i`, from zero, and the
-/// leaves are added up in the [tree](meshwork_core::tree). A leaf without a word adds nothing to the word's row: the same
+/// [`lookup_backward`] with the ids cut into `blocks` of one length: each is summed in the order of `i`, from zero, and the
+/// blocks are added up in the [tree](meshwork_core::tree). A block without a word adds nothing to the word's row: the same
 /// bits as if it added zeros, since no such sum is a negative zero.
 pub fn lookup_backward_tree<T: Float>(
     ids: &[i32],
     dout: &[T],
     first_row: usize,
     h: usize,
-    leaves: usize,
+    blocks: usize,
     dtable: &mut [T],
 ) {
     let rows = row_count(dtable, h);
     assert_eq!(dout.len(), ids.len() * h, "elements of dout against {} ids of {h}", ids.len());
-    assert!(ids.len().is_multiple_of(leaves), "{} ids are no {leaves} leaves of one length", ids.len());
-    let leaf_len = ids.len() / leaves;
+    assert!(ids.len().is_multiple_of(blocks), "{} ids are no {blocks} blocks of one length", ids.len());
+    let block_len = ids.len() / blocks;
     let held = |(i, &id): (usize, &i32)| Some((local_row(id, first_row, rows)?, i));
     let mut hits: Vec<(usize, usize)> = ids.iter().enumerate().filter_map(held).collect();
     hits.sort_unstable();
-    // Of one word: the leaves that have it, and their sums.
+    // Of one word: the blocks that have it, and their sums.
     let (mut having, mut sums): (Vec<usize>, Vec<T>) = (Vec::new(), Vec::new());
     for hits in hits.chunk_by(|a, b| a.0 == b.0) {
         having.clear();
         sums.clear();
         for &(_, i) in hits {
-            if having.last() != Some(&(i / leaf_len)) {
-                having.push(i / leaf_len);
+            if having.last() != Some(&(i / block_len)) {
+                having.push(i / block_len);
                 sums.resize(having.len() * h, T::ZERO);
             }
             let at = sums.len() - h;
@@ -176,25 +176,26 @@ mod tests {
 
     #[test]
     fn leaves_add_up_in_the_tree() {
-        let (leaves, leaf_len, words, h) = (7, 9, 5, 3);
+        let (blocks, block_len, words, h) = (7, 9, 5, 3);
         for run in 0..20 {
-            let ids: Vec<i32> = (0..leaves * leaf_len).map(|i| ((i * (run + 3) + i * i / 4) % 11) as i32 - 2).collect();
+            let ids: Vec<i32> =
+                (0..blocks * block_len).map(|i| ((i * (run + 3) + i * i / 4) % 11) as i32 - 2).collect();
             let dout: Vec<f32> = values(&format!("dout {run}"), ids.len() * h);
-            // Dense leaves, added up by the definition of the tree.
-            let dense: Vec<Vec<f32>> = (0..leaves)
-                .map(|leaf| {
+            // Dense blocks, added up by the definition of the tree.
+            let dense: Vec<Vec<f32>> = (0..blocks)
+                .map(|block| {
                     let mut dtable = vec![0.0; words * h];
-                    let of = leaf * leaf_len..(leaf + 1) * leaf_len;
+                    let of = block * block_len..(block + 1) * block_len;
                     lookup_backward(&ids[of.clone()], &dout[of.start * h..of.end * h], 1, h, &mut dtable);
                     dtable
                 })
                 .collect();
             let mut dtable = vec![0.0; words * h];
-            lookup_backward_tree(&ids, &dout, 1, h, leaves, &mut dtable);
+            lookup_backward_tree(&ids, &dout, 1, h, blocks, &mut dtable);
             let (mut tree_differs, mut order) = (false, vec![0.0; words * h]);
             lookup_backward(&ids, &dout, 1, h, &mut order);
             for j in 0..words * h {
-                let column: Vec<f32> = dense.iter().map(|leaf| leaf[j]).collect();
+                let column: Vec<f32> = dense.iter().map(|block| block[j]).collect();
                 let want = meshwork_core::tree::sum(&column, |a, b| a + b).unwrap();
                 assert_eq!(dtable[j].to_bits(), want.to_bits(), "run {run}, element {j}");
                 tree_differs |= dtable[j] != order[j];

@@ -9,11 +9,11 @@
 //! More than 400 lines: what the entry points assert is what the unsafe calls under them need, and that is read in one
 //! go.
 
-mod leaves;
+mod reduction_blocks;
 #[cfg(test)]
 mod tests;
 
-pub use leaves::{Summand, gemm_leaves, gemm_sum};
+pub use reduction_blocks::{Summand, gemm_blocks, gemm_sum};
 
 use super::Float;
 use super::gemm::{self, Elements, Path, Piece, Right};
@@ -551,7 +551,7 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     fn narrows(precision: Precision) -> bool;
 
     /// This thread's room for sums.
-    fn sums() -> &'static LocalKey<leaves::Sums<Self>>;
+    fn sums() -> &'static LocalKey<reduction_blocks::Sums<Self>>;
 
     /// An operand's element as the product takes it.
     fn in_precision(self, precision: Precision) -> Self;
@@ -574,8 +574,8 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
 }
 
 impl Product for f32 {
-    fn sums() -> &'static LocalKey<leaves::Sums<f32>> {
-        thread_local!(static SUMS: leaves::Sums<f32> = const { RefCell::new(Vec::new()) });
+    fn sums() -> &'static LocalKey<reduction_blocks::Sums<f32>> {
+        thread_local!(static SUMS: reduction_blocks::Sums<f32> = const { RefCell::new(Vec::new()) });
         &SUMS
     }
 
@@ -608,8 +608,8 @@ impl Product for f32 {
 }
 
 impl Product for f64 {
-    fn sums() -> &'static LocalKey<leaves::Sums<f64>> {
-        thread_local!(static SUMS: leaves::Sums<f64> = const { RefCell::new(Vec::new()) });
+    fn sums() -> &'static LocalKey<reduction_blocks::Sums<f64>> {
+        thread_local!(static SUMS: reduction_blocks::Sums<f64> = const { RefCell::new(Vec::new()) });
         &SUMS
     }
 

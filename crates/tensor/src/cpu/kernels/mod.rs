@@ -8,8 +8,8 @@
 //! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes
 //! parts alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
 //! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls
-//! give the bits of one call on the concatenated rows. (The device calls them for leaves of 64 rows, each by itself, and
-//! then adds up the leaves in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`): every
+//! give the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself, and
+//! then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`): every
 //! function and closure on the way from `wide` to the arithmetic is `#[inline(always)]`, without which the compiler may
 //! leave it outside, at the width of any x86-64.
 

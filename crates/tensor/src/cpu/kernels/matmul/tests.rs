@@ -241,13 +241,13 @@ fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
 }
 
-/// Of all kinds of layouts and leaves, in parts of operands that are larger.
+/// Of all kinds of layouts and blocks, in parts of operands that are larger.
 #[test]
 fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
     for (i, [m, n, k]) in
         [[37, 33, 258], [128, 384, 642], [30, 3, 129], [3, 2100, 4101], [64, 64, 66]].into_iter().enumerate()
     {
-        for terms in [Terms::WHOLE, Terms { blocks: 1, leaves: 3 }, Terms { blocks: 3, leaves: 4 }] {
+        for terms in [Terms::WHOLE, Terms { segments: 1, blocks: 3 }, Terms { segments: 3, blocks: 4 }] {
             let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
             let (a_strides, b_strides) = ([(1, m), (k, 1)][i % 2], [(n, 1), (1, k)][i / 2 % 2]);
             let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
@@ -257,7 +257,7 @@ fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
             );
             let product = |a, b| {
                 let mut c = vec![f32::NAN; m * n];
-                gemm_leaves(Precision::Bf16, [m, n, k], a, b, &mut c, terms);
+                gemm_blocks(Precision::Bf16, [m, n, k], a, b, &mut c, terms);
                 c
             };
             let want = product(a[0], b[0]);
@@ -378,20 +378,20 @@ fn overlapping_outputs_are_refused() {
     gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
 }
 
-/// A sum of two products is the product of longer sums, leaf by leaf: with leaves, and without them as far as blocks of terms
-/// end alike.
+/// A sum of two products is the product of longer sums, block by block, and without blocks where panels of terms end
+/// alike.
 #[test]
 fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
-    for ([m, n, k], leaves) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
+    for ([m, n, k], blocks) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
         let [a, b]: [Vec<f32>; 2] = [values("a", m * 2 * k), values("b", 2 * k * n)];
         let mut want = vec![f32::NAN; m * n];
-        let terms = if leaves == 1 { Terms::WHOLE } else { Terms { blocks: 2, leaves } };
+        let terms = if blocks == 1 { Terms::WHOLE } else { Terms { segments: 2, blocks } };
         let precision = Precision::F32;
-        gemm_leaves(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
-        let terms = Terms { blocks: 1, leaves };
+        gemm_blocks(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
+        let terms = Terms { segments: 1, blocks };
         let half = |i: usize| Summand { k, a: Full(&a[i * k..], (2 * k, 1)), b: Full(&b[i * k * n..], (n, 1)), terms };
         let mut got = vec![f32::NAN; m * n];
         gemm_sum(precision, [m, n], &[half(0), half(1)], &mut got);
-        assert!(got == want, "{m} by {n}, {k}, {leaves} leaves");
+        assert!(got == want, "{m} by {n}, {k}, {blocks} blocks");
     }
 }

@@ -1,9 +1,9 @@
-//! Leaves: where the sums of an operation are cut so that they do not depend on the mesh.
+//! Reduction blocks: where the sums of an operation are cut so that their bits do not depend on the mesh.
 //!
 //! In canonical numerics ([`Declarations::canonical`](crate::Declarations::canonical)) every sum that a mesh axis or a
-//! micro-batch might cut has fixed leaves, and [the tree](meshwork_core::tree) above them, on whichever rank they are computed:
+//! micro-batch might cut has fixed blocks, which [the tree](meshwork_core::tree) adds up, on whichever rank they are computed:
 //!
-//! | sum | leaves |
+//! | sum | blocks |
 //! |---|---|
 //! | over a dim that a parameter's placement cuts | equal slices of that dim, as many as declared, over the whole of the dims before it |
 //! | over tokens, for the gradient of a weight or table | samples |
@@ -11,7 +11,7 @@
 //!
 //! Sums over tokens go on over micro-batches and dp in the same tree over the samples of the batch. That over slices of
 //! the sequence comes above it, and that over several uses of a parameter above both: such gradients are kept in several
-//! [copies](GradShard::copies) until every rank's samples are in. In fast numerics each of these sums has one leaf.
+//! [copies](GradShard::copies) until every rank's samples are in. In fast numerics each of these sums has one block.
 
 use super::{Backward, GradSlot, Source, Tape, Var};
 use crate::error::Result;
@@ -21,54 +21,55 @@ use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, DType, Ty, tree};
 use std::ops::Range;
 
-/// How the terms of a contraction are cut: they lie in `blocks` one after the other, and leaf i is the i-th of `leaves`
-/// slices of every block. Boundaries between slices are rounded down. Within a leaf, terms follow in order.
+/// How the terms of a contraction are cut: they lie in `segments` one after the other, and block i is the i-th of `blocks`
+/// slices of every segment. Boundaries between slices are rounded down. Within a block, terms follow in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// Blocks of terms, as long as each other.
+    /// Segments of terms, all of one length.
+    pub segments: usize,
+    /// Blocks, whose sums are added up in the tree.
     pub blocks: usize,
-    /// Leaves, whose sums are added up in the tree.
-    pub leaves: usize,
 }
 
 impl Terms {
-    /// One leaf.
-    pub const WHOLE: Self = Self { blocks: 1, leaves: 1 };
+    /// One block.
+    pub const WHOLE: Self = Self { segments: 1, blocks: 1 };
 
-    /// Per leaf, the runs of its terms among k.
+    /// Per block, the runs of its terms among k.
     pub fn runs(self, k: usize) -> impl Iterator<Item = impl Iterator<Item = Range<usize>>> {
-        let Self { blocks, leaves } = self;
-        let block = k / blocks;
-        let run = move |leaf: usize| (block * leaf / leaves)..(block * (leaf + 1) / leaves);
-        (0..leaves).map(move |leaf| (0..blocks).map(move |b| b * block + run(leaf).start..b * block + run(leaf).end))
+        let Self { segments, blocks } = self;
+        let segment = k / segments;
+        let run = move |block: usize| (segment * block / blocks)..(segment * (block + 1) / blocks);
+        (0..blocks)
+            .map(move |block| (0..segments).map(move |s| s * segment + run(block).start..s * segment + run(block).end))
     }
 }
 
-/// How the rows of a sum are cut: they are the tokens of `samples`, as many each, and leaf (i, s) is the s-th of `slices`
+/// How the rows of a sum are cut: they are the tokens of `samples`, as many each, and block (i, s) is the s-th of `slices`
 /// of sample i. Boundaries between slices are rounded down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowLeaves {
+pub struct RowBlocks {
     /// Samples.
     pub samples: usize,
     /// Slices of each.
     pub slices: usize,
 }
 
-impl RowLeaves {
-    /// One leaf.
+impl RowBlocks {
+    /// One block.
     pub const WHOLE: Self = Self { samples: 1, slices: 1 };
 
-    /// Leaves in all.
+    /// Blocks in all.
     pub fn count(self) -> usize {
         self.samples * self.slices
     }
 
-    /// The rows of each leaf in order, of so many.
+    /// The rows of each block in order, of so many.
     pub fn rows(self, rows: usize) -> impl Iterator<Item = usize> {
         let Self { samples, slices } = self;
         let tokens = rows / samples.max(1);
         (0..samples * slices)
-            .map(move |leaf| leaf % slices)
+            .map(move |block| block % slices)
             .map(move |s| tokens * (s + 1) / slices - tokens * s / slices)
     }
 }
@@ -115,23 +116,23 @@ pub struct BlockSlot<'a> {
     pub accumulate: bool,
     /// The samples to sum, numbered from the first one on the tape.
     pub samples: Range<usize>,
-    /// Leaves to sum them in: each of them, or all together.
-    pub leaves: usize,
+    /// Blocks to sum them in: each of them, or all together.
+    pub blocks: usize,
 }
 
 impl Tape {
-    /// The leaves of canonical numerics; nothing in fast ones.
-    pub fn leaves(&self) -> Option<usize> {
-        self.inner.params.declarations().leaves()
+    /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
+    pub fn reduction_blocks(&self) -> Option<usize> {
+        self.inner.params.declarations().reduction_blocks()
     }
 
     /// How a sum over those dims of a value goes.
     pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
         let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
-        match (self.leaves(), cut) {
-            (Some(leaves), Some((axis, dim))) => Terms {
-                blocks: x.shape()[dims.start..dim].iter().product(),
-                leaves: leaves / self.rank().mesh().degree(axis),
+        match (self.reduction_blocks(), cut) {
+            (Some(blocks), Some((axis, dim))) => Terms {
+                segments: x.shape()[dims.start..dim].iter().product(),
+                blocks: blocks / self.rank().mesh().degree(axis),
             },
             _ => Terms::WHOLE,
         }
@@ -139,30 +140,30 @@ impl Tape {
 }
 
 impl Backward<'_> {
-    /// The leaves in which to sum the rows of `tokens` for the gradient of input `i`, to be given to
-    /// [`sum_leaves`](Self::sum_leaves).
-    pub fn row_leaves(&self, i: usize, tokens: Tokens) -> RowLeaves {
-        match (self.tape.leaves(), self.sources[i]) {
-            (Some(leaves), Source::Param(_)) => {
+    /// The blocks in which to sum the rows of `tokens` for the gradient of input `i`, to be given to
+    /// [`sum_blocks`](Self::sum_blocks).
+    pub fn row_blocks(&self, i: usize, tokens: Tokens) -> RowBlocks {
+        match (self.tape.reduction_blocks(), self.sources[i]) {
+            (Some(blocks), Source::Param(_)) => {
                 let degree = tokens.cut_over.map_or(1, |axis| self.tape.rank().mesh().degree(axis));
-                RowLeaves { samples: tokens.samples, slices: leaves / degree }
+                RowBlocks { samples: tokens.samples, slices: blocks / degree }
             }
-            _ => RowLeaves::WHOLE,
+            _ => RowBlocks::WHOLE,
         }
     }
 
-    /// The gradient of input `i`, of that shape, from the sums of its leaves, one after the other. `None` where it has
+    /// The gradient of input `i`, of that shape, from the sums of its blocks, one after the other. `None` where it has
     /// been given on.
-    pub fn sum_leaves(
+    pub fn sum_blocks(
         &mut self,
         i: usize,
         mut sums: Buffer,
         shape: Shape,
         tokens: Tokens,
-        leaves: RowLeaves,
+        blocks: RowBlocks,
     ) -> Result<Option<Tensor>> {
-        let (device, slices, n) = (self.tape.device(), leaves.slices, shape.count());
-        let (Some(all), Source::Param(id)) = (self.tape.leaves(), self.sources[i]) else {
+        let (device, slices, n) = (self.tape.device(), blocks.slices, shape.count());
+        let (Some(all), Source::Param(id)) = (self.tape.reduction_blocks(), self.sources[i]) else {
             return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
         };
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
@@ -197,22 +198,22 @@ impl Backward<'_> {
             return Ok(None);
         }
         let device = self.tape.device();
-        let canonical = self.tape.leaves().is_some();
+        let canonical = self.tape.reduction_blocks().is_some();
         let Source::Param(id) = self.sources[i] else {
             let mut buffer = device.alloc(dtype, shape.count())?;
-            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, leaves: 1 })?;
+            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, blocks: 1 })?;
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
         for samples in self.parts(samples) {
-            let leaves = if canonical { samples.len() } else { 1 };
+            let blocks = if canonical { samples.len() } else { 1 };
             let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
             let share = GradShard { id, samples: self.numbers(&samples), copies: used..used + 1, of };
             if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
-                write(BlockSlot { buffer, start, accumulate: !first, samples, leaves })?;
+                write(BlockSlot { buffer, start, accumulate: !first, samples, blocks })?;
                 continue;
             }
             let mut buffer = device.alloc(dtype, shape.count())?;
-            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, leaves })?;
+            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, blocks })?;
             self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
         }
         Ok(None)
@@ -220,7 +221,7 @@ impl Backward<'_> {
 
     /// The shares in which so many samples are summed: all of them, or the subtrees that they are made of.
     fn parts(&self, samples: usize) -> Vec<Range<usize>> {
-        match self.tape.leaves() {
+        match self.tape.reduction_blocks() {
             None => std::iter::once(0..samples).collect(),
             Some(_) => {
                 let first = self.tape.first_sample() as usize;
@@ -243,22 +244,22 @@ mod tests {
 
     #[test]
     fn leaves_cover_their_terms_once_and_in_order() {
-        let runs = |blocks, leaves, k| -> Vec<Vec<[usize; 2]>> {
-            let leaf = |runs: &mut dyn Iterator<Item = Range<usize>>| runs.map(|run| [run.start, run.end]).collect();
-            Terms { blocks, leaves }.runs(k).map(|mut runs| leaf(&mut runs)).collect()
+        let runs = |segments, blocks, k| -> Vec<Vec<[usize; 2]>> {
+            let block = |runs: &mut dyn Iterator<Item = Range<usize>>| runs.map(|run| [run.start, run.end]).collect();
+            Terms { segments, blocks }.runs(k).map(|mut runs| block(&mut runs)).collect()
         };
         assert_eq!(runs(1, 1, 7), [[[0, 7]]]);
         assert_eq!(runs(1, 4, 10), [[[0, 2]], [[2, 5]], [[5, 7]], [[7, 10]]]);
         assert_eq!(runs(3, 2, 12), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
-        // The leaves of two ranks that hold half each are those of one that holds all.
+        // The blocks of two ranks that hold half each are those of one that holds all.
         let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.map(|at| at + 21)).collect();
         assert_eq!(half, runs(1, 8, 42).into_iter().flatten().skip(4).collect::<Vec<_>>());
     }
 
     #[test]
     fn leaves_of_rows_are_slices_of_samples() {
-        assert!(RowLeaves { samples: 2, slices: 4 }.rows(20).eq([2, 3, 2, 3, 2, 3, 2, 3]));
-        assert!(RowLeaves { samples: 2, slices: 4 }.rows(4).eq([0, 1, 0, 1, 0, 1, 0, 1]));
-        assert!(RowLeaves::WHOLE.rows(5).eq([5]));
+        assert!(RowBlocks { samples: 2, slices: 4 }.rows(20).eq([2, 3, 2, 3, 2, 3, 2, 3]));
+        assert!(RowBlocks { samples: 2, slices: 4 }.rows(4).eq([0, 1, 0, 1, 0, 1, 0, 1]));
+        assert!(RowBlocks::WHOLE.rows(5).eq([5]));
     }
 }

@@ -1,7 +1,7 @@
-//! Products whose sums are cut into leaves and added up in the [tree].
+//! Products whose sums are cut into blocks and added up in the [tree].
 //!
-//! A leaf is a product of its terms alone. Blocks of rows of C wait for each other's leaves in the cache: the first sum
-//! of a block lies in C itself, the others in memory that each thread keeps.
+//! A block is a product of its terms alone. Strips of rows of C wait for each other's blocks in the cache: the first sum
+//! of a strip lies in C itself, the others in memory that each thread keeps.
 
 use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
 use super::{assert_inside, gemm_shared, pack, serial};
@@ -11,13 +11,13 @@ use crate::tape::Terms;
 use meshwork_core::{Block, pool};
 use std::cell::RefCell;
 
-/// Elements of a block of C. A tree of eight leaves has up to four such sums at a time, which stay in the second cache.
+/// Elements of a strip of C. A tree of eight blocks has up to four such sums at a time, which stay in the second cache.
 const WAITING: usize = 1 << 15;
 
 /// Elements of B that are packed before another thread would have woken up.
 const PACKED_ALONE: usize = 1 << 16;
 
-/// Rows of a tile: a block has a multiple of them.
+/// Rows of a tile: a strip has a multiple of them.
 const TILE: usize = 14;
 
 /// Sums that a thread has room for: as many as any tree on it had waiting, as long as the longest.
@@ -41,7 +41,7 @@ pub struct Summand<'a, T> {
     pub terms: Terms,
 }
 
-/// Some terms of a product: all that a leaf has of them in one run.
+/// Some terms of a product: all that a block has of them in one run.
 struct Run<'a, T> {
     a: MatmulOperand<'a, T>,
     b: MatmulOperand<'a, T>,
@@ -52,7 +52,7 @@ struct Run<'a, T> {
 /// that of the product's `terms`.
 ///
 /// Panics as [`gemm_shared`] does.
-pub fn gemm_leaves<T: Float>(
+pub fn gemm_blocks<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
     a: MatmulOperand<'_, T>,
@@ -63,13 +63,13 @@ pub fn gemm_leaves<T: Float>(
     gemm_sum(precision, [m, n], &[Summand { k, a, b, terms }], c);
 }
 
-/// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into as many leaves: leaf l is the sum of theirs, one after
-/// the other, as if they were one product of longer sums whose leaf l has those terms.
+/// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into the same number of blocks: block l is the sum of
+/// their blocks l, one after the other, as if they were one product of longer sums whose block l has those terms.
 ///
-/// Panics as [`gemm_shared`] does, and where the numbers of leaves differ.
+/// Panics as [`gemm_shared`] does, and where the numbers of blocks differ.
 pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summand<'_, T>], c: &mut [T]) {
-    let leaves = all.first().map_or(1, |first| first.terms.leaves);
-    assert!(all.iter().all(|summand| summand.terms.leaves == leaves), "products of as many leaves");
+    let blocks = all.first().map_or(1, |first| first.terms.blocks);
+    assert!(all.iter().all(|summand| summand.terms.blocks == blocks), "products of equal numbers of blocks");
     if all.iter().all(|summand| summand.terms == Terms::WHOLE) {
         for (i, &Summand { k, a, b, .. }) in all.iter().enumerate() {
             let update = if i > 0 { Update::Accumulate } else { Update::Overwrite };
@@ -77,23 +77,23 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
         }
         return;
     }
-    let mut runs: Vec<Vec<Run<'_, T>>> = (0..leaves).map(|_| Vec::new()).collect();
+    let mut runs: Vec<Vec<Run<'_, T>>> = (0..blocks).map(|_| Vec::new()).collect();
     for &Summand { k, a, b, terms } in all {
         a.check("A", [m, k], precision);
         b.check("B", [k, n], precision);
-        for (leaf, parts) in runs.iter_mut().zip(terms.runs(k)) {
-            leaf.extend(parts.map(|run| Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }));
+        for (block, parts) in runs.iter_mut().zip(terms.runs(k)) {
+            block.extend(parts.map(|run| Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }));
         }
     }
     let k: usize = all.iter().map(|summand| summand.k).sum();
     assert_inside("C", m, n, (n, 1), c.len());
     let c = &mut c[..m * n];
-    // A leaf of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
-    let at_once = runs.iter().all(|leaf| leaf.len() == 1 && leaf[0].len <= gemm::K_BLOCK);
+    // A block of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
+    let at_once = runs.iter().all(|block| block.len() == 1 && block[0].len <= gemm::K_BLOCK);
     if n * k > 4 * PACKED {
-        // Too much to pack all of B for every block of C: so long are the leaves that C need not stay in the cache.
-        return add_up(c, leaves, at_once, |leaf, c, update| {
-            for (i, &Run { a, b, len }) in runs[leaf].iter().enumerate() {
+        // Too much to pack all of B for every strip of C: so long are the blocks that C need not stay in the cache.
+        return add_up(c, blocks, at_once, |block, c, update| {
+            for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
                 gemm_shared(precision, [m, n, len], a, b, c, update, Epilogue::Nothing);
             }
@@ -115,57 +115,57 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
             pool::share(parts, |(b, part)| pack(precision, path, b, part));
         }
     }
-    let of_leaf = runs[0].len();
+    let of_block = runs[0].len();
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
-    pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(block, c)| {
-        add_up(c, leaves, at_once, |leaf, c, update| {
-            for (i, &Run { a, b, len }) in runs[leaf].iter().enumerate() {
+    pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(strip, c)| {
+        add_up(c, blocks, at_once, |block, c, update| {
+            for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let b = match packed.get(leaf * of_leaf + i) {
+                let b = match packed.get(block * of_block + i) {
                     Some(packed) => Source::Packed(packed),
                     None => Source::Strided(b),
                 };
                 let dims = [c.len() / n, n, len];
-                serial(precision, dims, a.from(block * rows, 0), b, (c, (n, 1)), update, Epilogue::Nothing);
+                serial(precision, dims, a.from(strip * rows, 0), b, (c, (n, 1)), update, Epilogue::Nothing);
             }
         });
     });
-    // All of it, whatever this product needed: the next one may have more leaves.
+    // All of it, whatever this product needed: the next one may have more blocks.
     kept.extend(packed.into_iter().map(|packed| packed.memory));
     KEPT.set(kept);
 }
 
-/// Leaves in `c` the sum of the leaves that `product(leaf, to, update)` computes.
-fn add_up<T: Float>(c: &mut [T], leaves: usize, at_once: bool, product: impl Fn(usize, &mut [T], Update)) {
+/// Writes to `c` the sum of the blocks that `product(block, to, update)` computes.
+fn add_up<T: Float>(c: &mut [T], blocks: usize, at_once: bool, product: impl Fn(usize, &mut [T], Update)) {
     // Not borrowed while other work may run on this thread.
     let mut free = T::sums().take();
-    // Sums waiting for their right neighbours, and of how many leaves; the first of them is C.
+    // Sums waiting for their right neighbours, and of how many blocks; the first of them is C.
     let mut waiting: Vec<(usize, Option<Vec<T>>)> = Vec::new();
     fn join<T: Float>(waiting: &mut Vec<(usize, Option<Vec<T>>)>, c: &mut [T], free: &mut Vec<Vec<T>>) {
-        let Some((leaves, Some(right))) = waiting.pop() else { return };
-        if let Some((left_leaves, left)) = waiting.last_mut() {
-            *left_leaves += leaves;
+        let Some((blocks, Some(right))) = waiting.pop() else { return };
+        if let Some((left_blocks, left)) = waiting.last_mut() {
+            *left_blocks += blocks;
             let len = c.len();
             pointwise::add_assign(left.as_mut().map_or(c, |left| &mut left[..len]), &right[..len]);
         }
         free.push(right);
     }
-    for leaf in 0..leaves {
-        let right = leaf % 2 == 1;
+    for block in 0..blocks {
+        let right = block % 2 == 1;
         if let (true, true, Some((of, left))) = (right, at_once, waiting.last_mut()) {
             *of = 2;
             let len = c.len();
-            product(leaf, left.as_mut().map_or(&mut *c, |left| &mut left[..len]), Update::Accumulate);
+            product(block, left.as_mut().map_or(&mut *c, |left| &mut left[..len]), Update::Accumulate);
         } else if waiting.is_empty() {
-            product(leaf, c, Update::Overwrite);
+            product(block, c, Update::Overwrite);
             waiting.push((1, None));
         } else {
             let mut sum = free.pop().unwrap_or_default();
             if sum.len() < c.len() {
                 sum.resize(c.len(), T::ZERO);
             }
-            product(leaf, &mut sum[..c.len()], Update::Overwrite);
+            product(block, &mut sum[..c.len()], Update::Overwrite);
             waiting.push((1, Some(sum)));
         }
         while let [.., (left, _), (right, _)] = waiting[..]

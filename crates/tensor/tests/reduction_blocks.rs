@@ -1,4 +1,4 @@
-//! Sums cut into leaves: each device operation that takes leaves, against its own result for one leaf at a time, added up
+//! Sums cut into blocks: each device operation that takes blocks, against its own result for one block at a time, added up
 //! by the definition of the tree.
 
 mod common;
@@ -8,7 +8,7 @@ use meshwork_core::{Buffer, tree};
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::kernel::{Gemm, TableGrad, VocabShard};
-use meshwork_tensor::tape::{RowLeaves, Terms};
+use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_testkit::Rng;
 
 fn numbers(name: &str, count: usize) -> Vec<f32> {
@@ -24,12 +24,12 @@ fn floats(buffer: &Buffer) -> Vec<f32> {
 }
 
 /// Vectors of one length added up in the tree, element by element.
-fn tree_of(leaves: &[Vec<f32>]) -> Vec<f32> {
+fn tree_of(blocks: &[Vec<f32>]) -> Vec<f32> {
     let element = |j: usize| {
-        let column: Vec<f32> = leaves.iter().map(|leaf| leaf[j]).collect();
+        let column: Vec<f32> = blocks.iter().map(|block| block[j]).collect();
         tree::sum(&column, |a, b| a + b).unwrap()
     };
-    (0..leaves[0].len()).map(element).collect()
+    (0..blocks[0].len()).map(element).collect()
 }
 
 #[track_caller]
@@ -48,10 +48,10 @@ fn gathered(x: &[f32], k_first: bool, other: usize, k: usize, terms: &[usize]) -
     }
 }
 
-/// A product whose leaves are products of their terms alone, added up by the definition.
-fn one_leaf_at_a_time(device: &Cpu, spec: Gemm, a: &[f32], b: &[f32]) -> Vec<f32> {
+/// A product whose blocks are products of their terms alone, added up by the definition.
+fn one_block_at_a_time(device: &Cpu, spec: Gemm, a: &[f32], b: &[f32]) -> Vec<f32> {
     let Gemm { m, n, k, terms, .. } = spec;
-    let leaf = |runs: &mut dyn Iterator<Item = std::ops::Range<usize>>| {
+    let block = |runs: &mut dyn Iterator<Item = std::ops::Range<usize>>| {
         let mut sum = buffer(&vec![0.0; m * n]);
         for (i, run) in runs.enumerate() {
             let of: Vec<usize> = run.collect();
@@ -61,7 +61,7 @@ fn one_leaf_at_a_time(device: &Cpu, spec: Gemm, a: &[f32], b: &[f32]) -> Vec<f32
         }
         floats(&sum)
     };
-    tree_of(&terms.runs(k).map(|mut runs| leaf(&mut runs)).collect::<Vec<_>>())
+    tree_of(&terms.runs(k).map(|mut runs| block(&mut runs)).collect::<Vec<_>>())
 }
 
 #[test]
@@ -71,10 +71,10 @@ fn products_of_leaves_add_up_in_the_tree() {
     for case in 0..120 {
         let precision = if case % 3 == 2 { Precision::Bf16 } else { Precision::F32 };
         let device = Cpu::new(precision);
-        let terms = Terms { blocks: [1, 1, 3][rng.below(3)], leaves: [1, 2, 3, 4, 7, 8, 16][rng.below(7)] };
+        let terms = Terms { segments: [1, 1, 3][rng.below(3)], blocks: [1, 2, 3, 4, 7, 8, 16][rng.below(7)] };
         let (m, n) = (1 + rng.below(60), 1 + rng.below(90));
-        // Leaves of nothing, of a few terms, of a block of the product and of several.
-        let k = terms.blocks * [rng.below(20), rng.below(300), 256 * terms.leaves, rng.below(3000)][rng.below(4)];
+        // Empty blocks, blocks of a few terms, of one panel of the product and of several.
+        let k = terms.blocks * [rng.below(20), rng.below(300), 256 * terms.blocks, rng.below(3000)][rng.below(4)];
         let spec = Gemm {
             a_transposed: rng.below(2) == 0,
             b_transposed: rng.below(2) == 0,
@@ -86,7 +86,7 @@ fn products_of_leaves_add_up_in_the_tree() {
             device.matmul().unwrap().gemm(spec, &buffer(a), &buffer(b), &mut c, 0).unwrap();
             floats(&c)
         };
-        let wanted = one_leaf_at_a_time(&device, spec, &a, &b);
+        let wanted = one_block_at_a_time(&device, spec, &a, &b);
         let what = format!("case {case}: {spec:?} in {precision:?}");
         assert_bits(&what, &product(spec, &a, &b), &wanted);
         orders += usize::from(product(Gemm { terms: Terms::WHOLE, ..spec }, &a, &b) != wanted);
@@ -111,12 +111,12 @@ fn large_products_of_leaves_add_up_in_the_tree() {
     let device = Cpu::default();
     let (m, n, k) = (300, 130, 2400);
     let (a, b) = (numbers("large a", m * k), numbers("large b", k * n));
-    for (blocks, leaves) in [(1, 8), (3, 8), (1, 5)] {
-        let terms = Terms { blocks, leaves };
+    for (segments, blocks) in [(1, 8), (3, 8), (1, 5)] {
+        let terms = Terms { segments, blocks };
         for spec in [Gemm::linear(m, n, k), Gemm::linear_input_grad(m, k, n), Gemm::linear_weight_grad(k, m, n)] {
             let mut c = buffer(&vec![9.0; m * n]);
             device.matmul().unwrap().gemm(spec.over(terms), &buffer(&a), &buffer(&b), &mut c, 0).unwrap();
-            let wanted = one_leaf_at_a_time(&device, spec.over(terms), &a, &b);
+            let wanted = one_block_at_a_time(&device, spec.over(terms), &a, &b);
             assert_bits(&format!("{spec:?} over {terms:?}"), &floats(&c), &wanted);
         }
     }
@@ -128,8 +128,8 @@ fn products_of_f64_add_up_in_the_tree() {
     let device = Cpu::default();
     let (m, n, k) = (13, 9, 60);
     let (a, b) = (values("wide a", m * k), values("wide b", n * k));
-    for (blocks, leaves) in [(1, 4), (3, 5)] {
-        let terms = Terms { blocks, leaves };
+    for (segments, blocks) in [(1, 4), (3, 5)] {
+        let terms = Terms { segments, blocks };
         let product = |spec: Gemm, a: &[f64], b: &[f64], c: &mut Buffer| {
             device.matmul().unwrap().gemm(spec, &Buffer::from_slice(a), &Buffer::from_slice(b), c, 0).unwrap();
         };
@@ -165,48 +165,48 @@ fn a_tree_of_vectors_is_left_where_it_is_wanted() {
         let x = numbers("vectors", start + count * n);
         let mut sums = buffer(&x);
         device.pointwise().unwrap().tree_sum(&mut sums, start, count, n, to).unwrap();
-        let leaves: Vec<Vec<f32>> = x[start..].chunks(n).map(<[f32]>::to_vec).collect();
-        assert_bits(&format!("{count} of {n}"), &floats(&sums)[to..to + n], &tree_of(&leaves));
+        let blocks: Vec<Vec<f32>> = x[start..].chunks(n).map(<[f32]>::to_vec).collect();
+        assert_bits(&format!("{count} of {n}"), &floats(&sums)[to..to + n], &tree_of(&blocks));
         assert_bits("what lies before", &floats(&sums)[..to], &x[..to]);
     }
 }
 
-/// Sums over rows, leaf by leaf: each has the bits that its rows alone have.
+/// Sums over rows, block by block: each has the bits that its rows alone have.
 #[test]
 fn sums_over_rows_are_cut_at_samples_and_slices() {
     let device = Cpu::default();
     let n = 5;
     for (samples, tokens, slices) in [(1, 1, 1), (2, 8, 4), (3, 10, 8), (2, 3, 8), (2, 400, 2)] {
-        let leaves = RowLeaves { samples, slices };
+        let blocks = RowBlocks { samples, slices };
         let rows = samples * tokens;
         let [dy, x] = ["dy", "x"].map(|name| numbers(name, rows * n));
         let [gamma, bias] = ["gamma", "bias"].map(|name| buffer(&numbers(name, n)));
         let [mean, rstd] = ["mean", "rstd"].map(|name| numbers(name, rows));
-        let bias_grad = |rows: &[f32], leaves| device.pointwise().unwrap().bias_grad(&buffer(rows), n, leaves).unwrap();
-        let gelu = |dy: &[f32], x: &[f32], leaves| {
+        let bias_grad = |rows: &[f32], blocks| device.pointwise().unwrap().bias_grad(&buffer(rows), n, blocks).unwrap();
+        let gelu = |dy: &[f32], x: &[f32], blocks| {
             let mut dx = buffer(dy);
-            let db = device.pointwise().unwrap().bias_gelu_grad(&mut dx, &buffer(x), &bias, leaves).unwrap();
+            let db = device.pointwise().unwrap().bias_gelu_grad(&mut dx, &buffer(x), &bias, blocks).unwrap();
             [floats(&dx), floats(&db)]
         };
-        let norm = |dy: &[f32], x: &[f32], mean: &[f32], rstd: &[f32], leaves| {
+        let norm = |dy: &[f32], x: &[f32], mean: &[f32], rstd: &[f32], blocks| {
             let (dy, x, mean, rstd) = (buffer(dy), buffer(x), buffer(mean), buffer(rstd));
             let norm = device.norm().unwrap();
-            let grads = norm.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], leaves, None);
+            let grads = norm.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], blocks, None);
             let (dx, dgamma, dbeta) = grads.unwrap();
             [floats(&dx), floats(&dgamma), floats(&dbeta)]
         };
         let (mut at, mut wanted) = (0, vec![Vec::new(); 6]);
-        for count in leaves.rows(rows) {
+        for count in blocks.rows(rows) {
             let (of, row) = (at * n..(at + count) * n, at..at + count);
-            wanted[0].extend(floats(&bias_grad(&dy[of.clone()], RowLeaves::WHOLE)));
-            let parts = gelu(&dy[of.clone()], &x[of.clone()], RowLeaves::WHOLE);
-            let normed = norm(&dy[of.clone()], &x[of], &mean[row.clone()], &rstd[row], RowLeaves::WHOLE);
+            wanted[0].extend(floats(&bias_grad(&dy[of.clone()], RowBlocks::WHOLE)));
+            let parts = gelu(&dy[of.clone()], &x[of.clone()], RowBlocks::WHOLE);
+            let normed = norm(&dy[of.clone()], &x[of], &mean[row.clone()], &rstd[row], RowBlocks::WHOLE);
             wanted[1..].iter_mut().zip(parts.into_iter().chain(normed)).for_each(|(all, part)| all.extend(part));
             at += count;
         }
-        let [dx, db] = gelu(&dy, &x, leaves);
-        let [dx_norm, dgamma, dbeta] = norm(&dy, &x, &mean, &rstd, leaves);
-        let got = [floats(&bias_grad(&dy, leaves)), dx, db, dx_norm, dgamma, dbeta];
+        let [dx, db] = gelu(&dy, &x, blocks);
+        let [dx_norm, dgamma, dbeta] = norm(&dy, &x, &mean, &rstd, blocks);
+        let got = [floats(&bias_grad(&dy, blocks)), dx, db, dx_norm, dgamma, dbeta];
         for (which, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
             assert_bits(&format!("{samples} samples of {tokens} in {slices}: result {which}"), got, wanted);
         }
@@ -222,9 +222,9 @@ fn gradients_of_tables_are_summed_by_samples() {
         let mut rng = Rng::new(samples as u64);
         let ids: Vec<i32> = (0..samples * tokens).map(|_| rng.below(rows + 4) as i32 - 2).collect();
         let sample = |i: usize| (i * tokens..(i + 1) * tokens, i * tokens * width..(i + 1) * tokens * width);
-        let lookup = |ids: &[i32], dout: &[f32], leaves| {
+        let lookup = |ids: &[i32], dout: &[f32], blocks| {
             let mut table = buffer(&vec![7.0; rows * width]);
-            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, leaves };
+            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, blocks };
             let held = first..first + rows - 1; // and one row of padding
             device
                 .embedding()
@@ -233,9 +233,9 @@ fn gradients_of_tables_are_summed_by_samples() {
                 .unwrap();
             floats(&table)
         };
-        let positions = |dout: &[f32], leaves| {
+        let positions = |dout: &[f32], blocks| {
             let mut table = buffer(&vec![7.0; rows * width]);
-            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, leaves };
+            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, blocks };
             device.embedding().unwrap().positions_grad(&buffer(dout), first, tokens, width, dtable).unwrap();
             floats(&table)
         };

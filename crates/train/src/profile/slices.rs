@@ -55,9 +55,9 @@ struct Course {
 
 /// Per rank, its time in slices: those not hidden follow each other without gap or overlap from the start of each step to
 /// its end. `ranks` holds the spans of each rank in the order of their ends.
-pub fn settle<'a>(ranks: &[&'a [Span]]) -> Vec<Vec<Slice<'a>>> {
+pub fn slices<'a>(ranks: &[&'a [Span]]) -> Vec<Vec<Slice<'a>>> {
     let courses = courses(ranks);
-    ranks.iter().map(|spans| slices(spans, &courses)).collect()
+    ranks.iter().map(|spans| rank_slices(spans, &courses)).collect()
 }
 
 fn courses<'a>(ranks: &[&'a [Span]]) -> HashMap<&'a Meeting, Course> {
@@ -80,33 +80,33 @@ fn courses<'a>(ranks: &[&'a [Span]]) -> HashMap<&'a Meeting, Course> {
     courses
 }
 
-fn slices<'a>(spans: &'a [Span], courses: &HashMap<&Meeting, Course>) -> Vec<Slice<'a>> {
+fn rank_slices<'a>(spans: &'a [Span], courses: &HashMap<&Meeting, Course>) -> Vec<Slice<'a>> {
     let mut slices = Vec::with_capacity(2 * spans.len());
     let mut push = |kind, span, start, end| {
         if start < end {
             slices.push(Slice { kind, span, start, end });
         }
     };
-    // Leaves come before the step that they lie in.
-    let mut leaves: Vec<&Span> = Vec::new();
+    // Inner spans come before the step that they lie in.
+    let mut inner: Vec<&Span> = Vec::new();
     for span in spans {
         let course = span.meeting().and_then(|meeting| courses.get(meeting));
         match (span.class, course) {
             (Class::Step, _) => {
                 let mut at = span.start;
-                for leaf in leaves.drain(..) {
-                    push(Kind::Rest, span, at, leaf.start);
-                    match leaf.meeting().and_then(|meeting| courses.get(meeting)) {
-                        Some(course) if leaf.class == Class::Wait => {
-                            let begun = course.complete.clamp(leaf.start, leaf.end);
-                            let over = course.over.clamp(begun, leaf.end);
-                            push(Kind::Waiting, leaf, leaf.start, begun);
-                            push(Kind::Work, leaf, begun, over);
-                            push(Kind::Waiting, leaf, over, leaf.end);
+                for part in inner.drain(..) {
+                    push(Kind::Rest, span, at, part.start);
+                    match part.meeting().and_then(|meeting| courses.get(meeting)) {
+                        Some(course) if part.class == Class::Wait => {
+                            let begun = course.complete.clamp(part.start, part.end);
+                            let over = course.over.clamp(begun, part.end);
+                            push(Kind::Waiting, part, part.start, begun);
+                            push(Kind::Work, part, begun, over);
+                            push(Kind::Waiting, part, over, part.end);
                         }
-                        _ => push(Kind::Work, leaf, leaf.start, leaf.end),
+                        _ => push(Kind::Work, part, part.start, part.end),
                     }
-                    at = leaf.end;
+                    at = part.end;
                 }
                 push(Kind::Rest, span, at, span.end);
             }
@@ -114,7 +114,7 @@ fn slices<'a>(spans: &'a [Span], courses: &HashMap<&Meeting, Course>) -> Vec<Sli
             (Class::Flight, Some(course)) => {
                 push(Kind::Hidden, span, span.start.max(course.complete), span.end.min(course.over));
             }
-            _ => leaves.push(span),
+            _ => inner.push(span),
         }
     }
     slices
@@ -206,7 +206,7 @@ mod tests {
             part(Class::Wait, 40, 41),
             span(Class::Step, 0, 60),
         ];
-        let slices = settle(&[&early, &late]);
+        let slices = slices(&[&early, &late]);
         let wanted = [
             (Kind::Rest, Class::Step, 0, 10),
             (Kind::Work, Class::Post, 10, 12),
@@ -249,7 +249,7 @@ mod tests {
             part(Class::Wait, 22, 26),
             span(Class::Step, 0, 31),
         ];
-        let slices = settle(&[&early, &late]);
+        let slices = slices(&[&early, &late]);
         let hidden = |slices: &[Slice<'_>]| -> Vec<_> {
             slices.iter().filter(|slice| slice.kind == Kind::Hidden).map(|slice| (slice.start, slice.end)).collect()
         };
@@ -265,9 +265,9 @@ mod tests {
             [part(Class::Post, 0, 0), part(Class::Flight, 0, 0), part(Class::Wait, 0, 8), span(Class::Step, 0, 8)],
             [part(Class::Post, 8, 8), part(Class::Flight, 8, 8), part(Class::Wait, 8, 8), span(Class::Step, 4, 8)],
         ];
-        let slices = settle(&[&ranks[0], &ranks[1][3..]]);
-        assert_eq!(shown(&slices[1]), [(Kind::Rest, Class::Step, 4, 8)]);
-        let alone = settle(&[&ranks[0], &ranks[1][..3]]); // rank 1 is between steps
+        let cut = slices(&[&ranks[0], &ranks[1][3..]]);
+        assert_eq!(shown(&cut[1]), [(Kind::Rest, Class::Step, 4, 8)]);
+        let alone = slices(&[&ranks[0], &ranks[1][..3]]); // rank 1 is between steps
         assert_eq!(machine_time(&alone), [vec![8.0], vec![]]);
     }
 }
