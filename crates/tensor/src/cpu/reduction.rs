@@ -15,10 +15,10 @@ impl Reduction for Cpu {
                 if x.is_empty() {
                     return out.fill(0.0);
                 }
-                let blocks = row_piece(extent * inner) / (extent * inner).max(1);
+                let rows = row_piece(extent * inner) / (extent * inner).max(1);
                 for (block, out) in out.chunks_mut((outer * inner).max(1)).enumerate() {
                     let range = extent * block / blocks..extent * (block + 1) / blocks;
-                    let pieces = out.chunks_mut((blocks * inner).max(1)).zip(x.chunks((blocks * extent * inner).max(1)));
+                    let pieces = out.chunks_mut((rows * inner).max(1)).zip(x.chunks((rows * extent * inner).max(1)));
                     share(pieces, |(out, x)| reduction::sum(x, extent, inner, range.clone(), scale, out));
                 }
             })
