@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, Update, WeightGradient};
+use super::grid::stuck_grid;
 use super::needs::{Form, Graph, Table};
-use super::render::stuck_grid;
 use super::walk::{Terms, Walk, in_flight, walk};
 use super::weights::Versions;
 use super::{Action, CheckError, Fault, Report, Schedule, Weights};

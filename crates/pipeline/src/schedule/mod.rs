@@ -12,6 +12,7 @@ mod fault;
 mod forward_only;
 mod generator;
 mod gpipe;
+mod grid;
 mod interleaved;
 mod lower;
 mod needs;

@@ -3,13 +3,13 @@
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
 use super::op::{Backward, Op};
 use super::reduction_blocks::GradShard;
+use super::uses::Uses;
 use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{SpmdError, Ty, Types};
-use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// One remembered operation, or an input.
@@ -91,7 +91,7 @@ impl Tape {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
-        let mut uses = Uses::of(nodes.iter());
+        let mut uses = Uses::of(nodes.iter().flat_map(|node| &node.sources));
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
         for (output, seed) in roots {
             if seed.shape() != output.shape() {
@@ -115,7 +115,7 @@ impl Tape {
             let Some(grad) = grads[at].take() else {
                 // Nothing flows here: its parameters will get no share from it.
                 nodes[at].saved = Rc::default();
-                uses.mark_done(&nodes[at], sink)?;
+                uses.mark_done(&nodes[at].sources, sink)?;
                 continue;
             };
             let deferred = weights == Weights::Deferred && nodes[at].has_param();
@@ -179,7 +179,7 @@ impl Tape {
             }
             if !deferred {
                 nodes[at].saved = Rc::default();
-                uses.mark_done(&nodes[at], sink)?;
+                uses.mark_done(&nodes[at].sources, sink)?;
             }
         }
         Ok(())
@@ -214,7 +214,7 @@ impl Tape {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();
         let deferred = inner.deferred.take();
-        let mut uses = Uses::of(deferred.iter().map(|(at, _)| &nodes[*at]));
+        let mut uses = Uses::of(deferred.iter().flat_map(|(at, _)| &nodes[*at].sources));
         for (at, grad) in deferred {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
@@ -238,7 +238,7 @@ impl Tape {
                 }
             }
             nodes[at].saved = Rc::default();
-            uses.mark_done(&nodes[at], sink)?;
+            uses.mark_done(&nodes[at].sources, sink)?;
         }
         Ok(())
     }
@@ -262,46 +262,5 @@ impl Tape {
             Source::Node(at) => self.inner.grads.borrow_mut().remove(&at),
             _ => None,
         }
-    }
-}
-
-/// The uses of each parameter on a tape, and how many of them have added their share: it is ready after the last, not at
-/// the first gradient (a tied weight is used twice).
-#[derive(Debug)]
-pub(super) struct Uses(BTreeMap<ParamId, (usize, usize)>);
-
-impl Uses {
-    fn of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Self {
-        let mut uses = BTreeMap::new();
-        for source in nodes.flat_map(|node| &node.sources) {
-            if let Source::Param(id) = source {
-                uses.entry(*id).or_insert((0, 0)).1 += 1;
-            }
-        }
-        Self(uses)
-    }
-
-    /// The uses of a parameter.
-    pub(super) fn count(&self, id: ParamId) -> usize {
-        self.0.get(&id).map_or(1, |(_, all)| *all)
-    }
-
-    /// The number of the use whose turn it is, in the order of backward.
-    pub(super) fn index(&self, id: ParamId) -> usize {
-        self.0.get(&id).map_or(0, |(done, _)| *done)
-    }
-
-    fn mark_done(&mut self, node: &Node, sink: &mut dyn GradSink) -> Result<()> {
-        for source in &node.sources {
-            if let Source::Param(id) = source
-                && let Some((done, all)) = self.0.get_mut(id)
-            {
-                *done += 1;
-                if done == all {
-                    sink.ready(*id)?;
-                }
-            }
-        }
-        Ok(())
     }
 }

@@ -13,6 +13,7 @@ mod hooks;
 mod notes;
 mod op;
 pub mod reduction_blocks;
+mod uses;
 
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};

@@ -1,7 +1,7 @@
 //! What an operation is.
 
-use super::backward::Uses;
 use super::hooks::{GradSink, Make, Recipe, Saved};
+use super::uses::Uses;
 use super::{Source, Tape, Var};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;

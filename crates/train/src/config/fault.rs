@@ -65,6 +65,11 @@ pub fn choose_from(word: &str, known: &[&str]) -> String {
     }
 }
 
+/// `"uniform", "cost"`
+pub(super) fn quoted(words: &[&str]) -> String {
+    words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
+}
+
 /// Edit distance (Levenshtein), except that a word inside the other is one edit away, so that `heads` is near
 /// `num_heads`.
 pub(crate) fn distance(a: &str, b: &str) -> usize {

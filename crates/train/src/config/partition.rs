@@ -2,7 +2,7 @@
 //! one.
 
 use super::Config;
-use super::fault::Fault;
+use super::fault::{Fault, quoted};
 use super::settings::Settings;
 use super::size::MAX_LAYERS;
 use meshwork_engine::{TrainError, dry_run};
@@ -137,15 +137,10 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     settings.faults.append(&mut faults);
 }
 
-/// `"uniform", "cost"`
-pub(super) fn words(words: &[&str]) -> String {
-    words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
-}
-
 /// What is wrong with a list for this number of stages, and of layers if that is known.
 fn list_faults(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize>) -> Vec<Fault> {
     let of_layers = layers.map_or(String::new(), |layers| format!(" that add up to {layers}"));
-    let valid = format!("use {}, or a list of {stages}{of_layers}", words(WORDS));
+    let valid = format!("use {}, or a list of {stages}{of_layers}", quoted(WORDS));
     let assigned = list.iter().fold(0usize, |sum, &layers| sum.saturating_add(layers));
     let sum = layers
         .filter(|&layers| layers != assigned)

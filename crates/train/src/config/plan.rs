@@ -1,15 +1,17 @@
-//! From the configuration to what the engine takes: a model and a plan.
+//! From the configuration to what the engine takes: a model, a plan and the parts of a plan.
 
-use super::sections::Pipeline;
-use super::{Config, ModelKind};
-use meshwork_core::{Mesh, MeshError};
+use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
+use super::{Config, DecayName, ModelKind, OptimizerName};
+use meshwork_core::{Axis, Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
+use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use std::sync::Arc;
+use std::time::Duration;
 
 impl Config {
     /// The mesh.
@@ -110,5 +112,55 @@ impl Pipeline {
             },
             (None, replicas) => ScheduleSpec::Replicated(replicas.to_vec()),
         })
+    }
+}
+
+impl Parallelism {
+    /// The mesh, with every axis, as the mesh string gives it. (ep borrows its ranks from dp and cp.)
+    ///
+    /// # Errors
+    /// Where a degree is 0 or the number of ranks overflows.
+    pub fn mesh(&self) -> Result<Mesh, MeshError> {
+        Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
+    }
+
+    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
+    #[must_use]
+    pub fn world_size(&self) -> Option<usize> {
+        self.mesh().ok().map(|mesh| mesh.world_size())
+    }
+}
+
+impl Optimizer {
+    /// The update rule that the section describes.
+    #[must_use]
+    pub fn rule(&self) -> Rule {
+        let &Self { beta1, beta2, eps, weight_decay, momentum, .. } = self;
+        match self.name {
+            OptimizerName::Adamw => AdamW { beta1, beta2, eps, weight_decay }.into(),
+            OptimizerName::Sgd => Sgd { momentum, weight_decay }.into(),
+        }
+    }
+}
+
+impl LrScheduler {
+    /// The schedule that the section describes, for a full learning rate of `base`.
+    #[must_use]
+    pub fn schedule(&self, base: f64) -> LrSchedule {
+        let &Self { warmup_steps, decay_steps, min_lr_factor, .. } = self;
+        let decay = match self.decay {
+            DecayName::None => Decay::None,
+            DecayName::Linear => Decay::Linear,
+            DecayName::Cosine => Decay::Cosine,
+        };
+        LrSchedule { base, warmup_steps, decay, decay_steps, min_lr_factor }
+    }
+}
+
+impl Comm {
+    /// The timeout as a duration. A century stands for anything longer, so that it can be added to a clock.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.timeout_seconds.min(3e9))
     }
 }

@@ -6,9 +6,8 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::fault::{Fault, choose_from, distance, nearest};
+use super::fault::{Fault, choose_from, distance, nearest, quoted};
 use super::keys::{self, Fallback, Key, Kind, Literal};
-use super::partition::words;
 use super::setting::Setting;
 
 /// The values that were given and are valid, and the faults of those that are not.
@@ -237,7 +236,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
                 Value::Array(_) => "holds what is no whole number of at least 0".to_string(),
                 _ => wrong("a list"),
             };
-            return Err((problem, format!("use {}, or a list of whole numbers, such as [3, 1]", words(known))));
+            return Err((problem, format!("use {}, or a list of whole numbers, such as [3, 1]", quoted(known))));
         }
     };
     match (key.awaits, key.default) {

@@ -1,15 +1,11 @@
-//! The words that keys and flags take, and what sections and words stand for in the other crates.
+//! The words that keys and flags take, and what they stand for in the other crates.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use meshwork_core::{Axis, Mesh, MeshError};
-use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::Serialize;
 use toml::Value;
 
-use super::sections::{Comm, LrScheduler, Optimizer, Parallelism};
 use super::setting::{Setting, words};
 
 words! {
@@ -31,19 +27,19 @@ words! {
 
     /// `optimizer.name`.
     OptimizerName {
-        /// [`AdamW`].
+        /// [`AdamW`](meshwork_optim::AdamW).
         Adamw = "adamw",
-        /// [`Sgd`].
+        /// [`Sgd`](meshwork_optim::Sgd).
         Sgd = "sgd",
     }
 
     /// `lr_scheduler.decay`.
     DecayName {
-        /// [`Decay::None`].
+        /// [`Decay::None`](meshwork_optim::Decay::None).
         None = "none",
-        /// [`Decay::Linear`].
+        /// [`Decay::Linear`](meshwork_optim::Decay::Linear).
         Linear = "linear",
-        /// [`Decay::Cosine`].
+        /// [`Decay::Cosine`](meshwork_optim::Decay::Cosine).
         Cosine = "cosine",
     }
 
@@ -72,55 +68,5 @@ impl Device {
         match self {
             Self::Cpu => Arc::new(Cpu::new(dtype.precision())),
         }
-    }
-}
-
-impl Parallelism {
-    /// The mesh, with every axis, as the mesh string gives it. (ep borrows its ranks from dp and cp.)
-    ///
-    /// # Errors
-    /// Where a degree is 0 or the number of ranks overflows.
-    pub fn mesh(&self) -> Result<Mesh, MeshError> {
-        Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
-    }
-
-    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
-    #[must_use]
-    pub fn world_size(&self) -> Option<usize> {
-        self.mesh().ok().map(|mesh| mesh.world_size())
-    }
-}
-
-impl Optimizer {
-    /// The update rule that the section describes.
-    #[must_use]
-    pub fn rule(&self) -> Rule {
-        let &Self { beta1, beta2, eps, weight_decay, momentum, .. } = self;
-        match self.name {
-            OptimizerName::Adamw => AdamW { beta1, beta2, eps, weight_decay }.into(),
-            OptimizerName::Sgd => Sgd { momentum, weight_decay }.into(),
-        }
-    }
-}
-
-impl LrScheduler {
-    /// The schedule that the section describes, for a full learning rate of `base`.
-    #[must_use]
-    pub fn schedule(&self, base: f64) -> LrSchedule {
-        let &Self { warmup_steps, decay_steps, min_lr_factor, .. } = self;
-        let decay = match self.decay {
-            DecayName::None => Decay::None,
-            DecayName::Linear => Decay::Linear,
-            DecayName::Cosine => Decay::Cosine,
-        };
-        LrSchedule { base, warmup_steps, decay, decay_steps, min_lr_factor }
-    }
-}
-
-impl Comm {
-    /// The timeout as a duration. A century stands for anything longer, so that it can be added to a clock.
-    #[must_use]
-    pub fn timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.timeout_seconds.min(3e9))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
-use super::tokenizer::{Library, Opened};
+use super::library::{Library, Opened};
 
 /// The tokenizer of GPT-2.
 pub(super) fn gpt2() -> Opened {

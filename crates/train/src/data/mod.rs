@@ -6,6 +6,7 @@
 mod images;
 #[cfg(feature = "tokenizers")]
 mod libraries;
+mod library;
 mod permutation;
 mod source;
 mod token_file;

@@ -5,6 +5,9 @@ use std::sync::Arc;
 
 #[cfg(feature = "tokenizers")]
 use super::libraries::{gpt2, json};
+use super::library::Library;
+#[cfg(not(feature = "tokenizers"))]
+use super::library::Opened;
 use crate::config::Fault;
 
 /// How text becomes tokens: `data.tokenizer`.
@@ -15,16 +18,6 @@ pub struct Tokenizer(Kind);
 enum Kind {
     Bytes,
     Library(Arc<dyn Library>),
-}
-
-/// A tokenizer of another crate.
-pub(super) trait Library: std::fmt::Debug + Send + Sync {
-    /// See [`Tokenizer::vocab_size`].
-    fn vocab_size(&self) -> usize;
-    /// See [`Tokenizer::encode`].
-    fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
-    /// See [`Tokenizer::decode`].
-    fn decode(&self, ids: &[u32]) -> String;
 }
 
 impl Tokenizer {
@@ -82,9 +75,6 @@ impl Tokenizer {
         }
     }
 }
-
-/// A tokenizer of another crate, or a problem and what would be valid.
-pub(super) type Opened = Result<Arc<dyn Library>, (String, &'static str)>;
 
 #[cfg(not(feature = "tokenizers"))]
 fn gpt2() -> Opened {

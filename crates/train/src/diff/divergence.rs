@@ -1,7 +1,6 @@
 //! A value that differs: what it is, where, and by how much.
 
-use super::report::count;
-use crate::plan::grouped;
+use crate::plan::{count as counted, grouped};
 use std::fmt;
 
 /// What was compared.
@@ -180,4 +179,9 @@ impl fmt::Display for Broken {
 fn exact(value: f64) -> String {
     let narrow = value as f32;
     if f64::from(narrow) == value { format!("{narrow:e}") } else { format!("{value:e}") }
+}
+
+/// `1 step`, `1,200 steps`.
+pub(super) fn count(number: u64, noun: &str) -> String {
+    counted(number as usize, noun)
 }

@@ -1,8 +1,8 @@
 //! What a comparison found, in words and as a table.
 
-use super::divergence::{Between, Broken, Divergence, Place, Vector};
+use super::divergence::{Between, Broken, Divergence, Place, Vector, count};
 use super::ulps::Spread;
-use crate::plan::{count as counted, grouped};
+use crate::plan::grouped;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -216,9 +216,4 @@ fn short(ulps: u64) -> String {
         0..100_000 => ulps.to_string(),
         _ => format!("{:.1e}", ulps as f64),
     }
-}
-
-/// `1 step`, `1,200 steps`.
-pub(super) fn count(number: u64, noun: &str) -> String {
-    counted(number as usize, noun)
 }

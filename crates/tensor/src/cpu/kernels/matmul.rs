@@ -13,52 +13,18 @@ mod reduction_blocks;
 #[cfg(test)]
 mod tests;
 
+pub use super::precision::{Precision, Strides, Update};
 pub use reduction_blocks::{Summand, gemm_blocks, gemm_sum};
 
 use super::Float;
-use super::gemm::{self, Elements, Path, Piece, Right};
+use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
 use super::round::{self, Stored};
 use super::{gelu, pointwise, swiglu};
 use half::bf16;
-use meshwork_core::{Block, DType, pool};
+use meshwork_core::{Block, pool};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::thread::LocalKey;
-
-/// Whether an output is replaced or added to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Update {
-    /// The old contents do not matter and are not read.
-    Overwrite,
-    /// The result is added to the old contents.
-    Accumulate,
-}
-
-/// In what products of `f32` are computed; those of `f64` always are in `f64`. Sums are taken and stored in `f32` either
-/// way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Precision {
-    /// Operands as they are.
-    #[default]
-    F32,
-    /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU multiplies
-    /// pairs of them (`avx512bf16`). Elsewhere the rounded operands are multiplied in `f32`, with the same bits on x86-64
-    /// unless a partial sum is subnormal, which `avx512bf16` takes for zero.
-    Bf16,
-}
-
-impl Precision {
-    /// The type in which a value of type `dtype` is stored that products alone read: the one they round it to.
-    pub fn operand_dtype(self, dtype: DType) -> DType {
-        match (self, dtype) {
-            (Precision::Bf16, DType::F32) => DType::Bf16,
-            _ => dtype,
-        }
-    }
-}
-
-/// Distance in elements from one row to the next, and from one column to the next.
-pub type Strides = (usize, usize);
 
 /// An operand of a product: a matrix of these (row, column) strides.
 #[derive(Clone, Copy, Debug)]
@@ -305,8 +271,8 @@ impl<T: Float> Epilogue<'_, T> {
         match self {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
-            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), GradSlot::of(out)),
-            Epilogue::Swiglu(out) => Finish::Swiglu(GradSlot::of(out)),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::of(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::of(out)),
         }
     }
 }
@@ -418,35 +384,35 @@ unsafe fn portable<T: Float>(
 /// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous, pairs of them in
 /// SwiGLU.
 #[derive(Clone, Copy)]
-pub(super) enum Finish<T> {
+enum Finish<T> {
     Nothing,
     /// As [`Epilogue::Bias`].
     Bias(*const T),
     /// As [`Epilogue::BiasGelu`].
-    BiasGelu(*const T, GradSlot<T>),
+    BiasGelu(*const T, OutSlot<T>),
     /// As [`Epilogue::Swiglu`].
-    Swiglu(GradSlot<T>),
+    Swiglu(OutSlot<T>),
 }
 
 /// A [`Stored`], unchecked.
 #[derive(Clone, Copy)]
-pub(super) enum GradSlot<T> {
+enum OutSlot<T> {
     Full(*mut T),
     Rounded(*mut bf16),
 }
 
-impl<T> GradSlot<T> {
-    fn of(stored: &mut Stored<'_, T>) -> GradSlot<T> {
+impl<T> OutSlot<T> {
+    fn of(stored: &mut Stored<'_, T>) -> OutSlot<T> {
         match stored {
-            Stored::Full(to) => GradSlot::Full(to.as_mut_ptr()),
-            Stored::Rounded(to) => GradSlot::Rounded(to.as_mut_ptr()),
+            Stored::Full(to) => OutSlot::Full(to.as_mut_ptr()),
+            Stored::Rounded(to) => OutSlot::Rounded(to.as_mut_ptr()),
         }
     }
 
-    fn cast<U>(self) -> GradSlot<U> {
+    fn cast<U>(self) -> OutSlot<U> {
         match self {
-            GradSlot::Full(to) => GradSlot::Full(to.cast()),
-            GradSlot::Rounded(to) => GradSlot::Rounded(to),
+            OutSlot::Full(to) => OutSlot::Full(to.cast()),
+            OutSlot::Rounded(to) => OutSlot::Rounded(to),
         }
     }
 
@@ -458,8 +424,8 @@ impl<T> GradSlot<T> {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                GradSlot::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
-                GradSlot::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
             }
         }
     }
@@ -474,17 +440,10 @@ impl<T: Float> Finish<T> {
             Finish::Swiglu(out) => Finish::Swiglu(out.cast()),
         }
     }
+}
 
-    /// Finishes the rectangle of these (first, number of) rows and columns of a C with rows `c_row` apart.
-    ///
-    /// # Safety
-    /// It lies inside C and inside what this names, and nobody else uses it.
-    pub(super) unsafe fn rows(
-        self,
-        (c, c_row): (*mut T, usize),
-        (i, rows): (usize, usize),
-        (j, columns): (usize, usize),
-    ) {
+impl<T: Float> gemm::Finish<T> for Finish<T> {
+    unsafe fn rows(self, (c, c_row): (*mut T, usize), (i, rows): (usize, usize), (j, columns): (usize, usize)) {
         if let Finish::Nothing = self {
             return;
         }
@@ -542,6 +501,9 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     );
 }
 
+/// Sums that a thread has room for: as many as any tree on it had waiting, as long as the longest.
+type Sums<T> = RefCell<Vec<Vec<T>>>;
+
 /// What products differ in by element type.
 pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// Our own implementation for this CPU: of `f32` alone.
@@ -551,7 +513,7 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     fn narrows(precision: Precision) -> bool;
 
     /// This thread's room for sums.
-    fn sums() -> &'static LocalKey<reduction_blocks::Sums<Self>>;
+    fn sums() -> &'static LocalKey<Sums<Self>>;
 
     /// An operand's element as the product takes it.
     fn in_precision(self, precision: Precision) -> Self;
@@ -574,8 +536,8 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
 }
 
 impl Product for f32 {
-    fn sums() -> &'static LocalKey<reduction_blocks::Sums<f32>> {
-        thread_local!(static SUMS: reduction_blocks::Sums<f32> = const { RefCell::new(Vec::new()) });
+    fn sums() -> &'static LocalKey<Sums<f32>> {
+        thread_local!(static SUMS: Sums<f32> = const { RefCell::new(Vec::new()) });
         &SUMS
     }
 
@@ -608,8 +570,8 @@ impl Product for f32 {
 }
 
 impl Product for f64 {
-    fn sums() -> &'static LocalKey<reduction_blocks::Sums<f64>> {
-        thread_local!(static SUMS: reduction_blocks::Sums<f64> = const { RefCell::new(Vec::new()) });
+    fn sums() -> &'static LocalKey<Sums<f64>> {
+        thread_local!(static SUMS: Sums<f64> = const { RefCell::new(Vec::new()) });
         &SUMS
     }
 

@@ -31,6 +31,7 @@ pub mod loss;
 pub mod matmul;
 pub mod norm;
 pub mod pointwise;
+mod precision;
 pub mod reduction;
 pub mod relu;
 pub mod rms_norm;

@@ -60,7 +60,7 @@ pub(super) mod avx512;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests;
 
-use super::matmul::{Finish, Precision, Strides, Update};
+use super::precision::{Precision, Strides, Update};
 use half::bf16;
 use meshwork_core::simd::wide;
 use std::cell::RefCell;
@@ -251,14 +251,14 @@ pub(super) enum Right {
 /// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share memory,
 /// nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
 /// packed B is as [`Right`] says.
-pub(super) unsafe fn product(
+pub(super) unsafe fn product<F: Finish<f32>>(
     path: Path,
     [m, n, k]: [usize; 3],
     a: (Elements, Strides),
     b: Right,
     (c, (c_row, c_column)): (*mut f32, Strides),
     update: Update,
-    finish: Finish<f32>,
+    finish: F,
 ) {
     let a = Matrix::new(a);
     // Of a C stored by columns, compute the transpose: the products are the same, commuted.
@@ -349,6 +349,15 @@ fn round_plainly(from: &[f32], to: &mut [bf16]) {
             }
         },
     );
+}
+
+/// What is done to the elements of C as soon as they are complete, while they are in the cache.
+pub(super) trait Finish<T>: Copy {
+    /// Finishes the rectangle of these (first, number of) rows and columns of a C, given with the distance of its rows.
+    ///
+    /// # Safety
+    /// It lies inside C and inside what this names, and nobody else uses it.
+    unsafe fn rows(self, c: (*mut T, usize), rows: (usize, usize), columns: (usize, usize));
 }
 
 /// What a CPU does its own way.
@@ -507,7 +516,7 @@ enum Operand {
 }
 
 /// A product with the rows of C contiguous.
-struct Product {
+struct Product<F> {
     m: usize,
     n: usize,
     k: usize,
@@ -516,7 +525,7 @@ struct Product {
     c: *mut f32,
     c_row: usize,
     update: Update,
-    finish: Finish<f32>,
+    finish: F,
 }
 
 /// A cache line, for the alignment of the packed operands.
@@ -567,7 +576,7 @@ impl Matrix {
     }
 }
 
-impl Product {
+impl<F: Finish<f32>> Product<F> {
     /// Computes it all.
     ///
     /// # Safety

@@ -16,6 +16,14 @@ fn paths(precision: Precision) -> Vec<Path> {
     paths
 }
 
+/// Leaves C as the product makes it.
+#[derive(Clone, Copy)]
+struct Plain;
+
+impl Finish<f32> for Plain {
+    unsafe fn rows(self, _c: (*mut f32, usize), _rows: (usize, usize), _columns: (usize, usize)) {}
+}
+
 /// A small generator of choices.
 struct Choices(u64);
 
@@ -197,7 +205,7 @@ impl Case {
         // apart, and those of C along rows or columns; beside a packed B along rows.
         unsafe {
             let a = (a.elements(), a_strides);
-            product(path, dims, a, b, (c.as_mut_ptr(), c_strides), update, Finish::Nothing);
+            product(path, dims, a, b, (c.as_mut_ptr(), c_strides), update, Plain);
         }
         let element = |at: usize| c[at / columns.1 * c_strides.0 + at % columns.1 * c_strides.1];
         let got: Vec<f32> = (0..rows.1 * columns.1).map(element).collect();
@@ -349,7 +357,7 @@ fn rounded_operands_have_the_bits_of_full_ones() {
                 let mut c = vec![f32::NAN; m * n];
                 let (a, b) = ((a.elements(), a_strides), Right::Strided(b.elements(), b_strides));
                 // SAFETY: the path runs here and is one in bf16; all matrices are dense.
-                unsafe { product(path, dims, a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite, Finish::Nothing) };
+                unsafe { product(path, dims, a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite, Plain) };
                 bits(&c)
             };
             let want = product(&a[0], &b[0]);
@@ -391,14 +399,14 @@ fn empty_products_and_sums() {
                 // SAFETY: no element of any operand exists.
                 unsafe {
                     let (a, b) = ((nothing, (1, 1)), Right::Strided(nothing, (1, 1)));
-                    product(path, dims, a, b, (c.as_mut_ptr(), (4, 1)), update, Finish::Nothing);
+                    product(path, dims, a, b, (c.as_mut_ptr(), (4, 1)), update, Plain);
                 }
                 assert_eq!(c, [7.0; 7]);
             }
             // SAFETY: A and B have no elements, and C is two rows of three, four apart.
             unsafe {
                 let (a, b) = ((nothing, (0, 1)), Right::Strided(nothing, (3, 1)));
-                product(path, [2, 3, 0], a, b, (c.as_mut_ptr(), (4, 1)), update, Finish::Nothing);
+                product(path, [2, 3, 0], a, b, (c.as_mut_ptr(), (4, 1)), update, Plain);
             }
             assert_eq!(c, [want, want, want, 7.0, want, want, want]);
         }
@@ -487,7 +495,7 @@ fn only_pairs_of_bf16_take_a_subnormal_sum_for_zero() {
         unsafe {
             let tiny = Elements::Full(&raw const tiny);
             let (a, b) = ((tiny, (1, 1)), Right::Strided(tiny, (1, 1)));
-            product(path, [1, 1, 1], a, b, (c.as_mut_ptr(), (1, 1)), Update::Overwrite, Finish::Nothing);
+            product(path, [1, 1, 1], a, b, (c.as_mut_ptr(), (1, 1)), Update::Overwrite, Plain);
         }
         assert_eq!(c[0], if path == Path::Avx512Bf16 { 0.0 } else { tiny * tiny }, "{path:?}");
     }

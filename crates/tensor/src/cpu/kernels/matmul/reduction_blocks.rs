@@ -20,9 +20,6 @@ const PACKED_ALONE: usize = 1 << 16;
 /// Rows of a tile: a strip has a multiple of them.
 const TILE: usize = 14;
 
-/// Sums that a thread has room for: as many as any tree on it had waiting, as long as the longest.
-pub(super) type Sums<T> = RefCell<Vec<Vec<T>>>;
-
 thread_local! {
     /// Memory of the packed operands of products that this thread began.
     static KEPT: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };

@@ -1,0 +1,38 @@
+//! What every matrix product is asked for: its precision, and whether it adds to its output.
+
+use meshwork_core::DType;
+
+/// Whether an output is replaced or added to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Update {
+    /// The old contents do not matter and are not read.
+    Overwrite,
+    /// The result is added to the old contents.
+    Accumulate,
+}
+
+/// In what products of `f32` are computed; those of `f64` always are in `f64`. Sums are taken and stored in `f32` either
+/// way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    /// Operands as they are.
+    #[default]
+    F32,
+    /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU multiplies
+    /// pairs of them (`avx512bf16`). Elsewhere the rounded operands are multiplied in `f32`, with the same bits on x86-64
+    /// unless a partial sum is subnormal, which `avx512bf16` takes for zero.
+    Bf16,
+}
+
+impl Precision {
+    /// The type in which a value of type `dtype` is stored that products alone read: the one they round it to.
+    pub fn operand_dtype(self, dtype: DType) -> DType {
+        match (self, dtype) {
+            (Precision::Bf16, DType::F32) => DType::Bf16,
+            _ => dtype,
+        }
+    }
+}
+
+/// Distance in elements from one row to the next, and from one column to the next.
+pub type Strides = (usize, usize);

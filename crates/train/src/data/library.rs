@@ -1,0 +1,16 @@
+//! What a tokenizer of another crate gives.
+
+use std::sync::Arc;
+
+/// A tokenizer of another crate.
+pub(super) trait Library: std::fmt::Debug + Send + Sync {
+    /// See [`Tokenizer::vocab_size`](super::Tokenizer::vocab_size).
+    fn vocab_size(&self) -> usize;
+    /// See [`Tokenizer::encode`](super::Tokenizer::encode).
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
+    /// See [`Tokenizer::decode`](super::Tokenizer::decode).
+    fn decode(&self, ids: &[u32]) -> String;
+}
+
+/// A tokenizer of another crate, or a problem and what would be valid.
+pub(super) type Opened = Result<Arc<dyn Library>, (String, &'static str)>;
