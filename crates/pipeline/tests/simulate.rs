@@ -94,6 +94,14 @@ fn costs_of_any_size() -> impl Strategy<Value = f64> {
     ]
 }
 
+#[test]
+fn costs_whose_inverse_overflows_are_drawn_within_bounds() {
+    let schedule = gpipe(3, 6);
+    let timeline = simulate(&schedule, &Costs::per_rank(&schedule, 5e-324, 5e-324, 5e-324)).unwrap();
+    let picture = svg(&[&timeline]);
+    assert!(!picture.contains("inf") && !picture.contains("NaN"), "{picture}");
+}
+
 proptest! {
     #[test]
     fn any_costs_are_drawn_within_bounds_or_refused(

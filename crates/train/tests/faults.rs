@@ -566,6 +566,7 @@ fn a_fault_does_not_breed_others() {
     assert_eq!(refusal("--mesh tp=64 --set model.num_heads=x --set model.hidden_size=128").lines().count(), 1);
     assert_eq!(refusal("--mesh dp=3,pp=x").lines().count(), 1);
     // The default vocabulary of 256 would be too small for this tokenizer.
+    #[cfg(feature = "tokenizers")]
     assert_eq!(refusal("--set model.vocab_size=x --set data.tokenizer=gpt2").lines().count(), 1);
     // With an unknown preset nothing is known of the model, but a missing file is still missing.
     assert_eq!(refusal("--mesh tp=3 --set model.preset=huge --data no/such/file").lines().count(), 2);

@@ -50,8 +50,11 @@ pub fn svg(timelines: &[&Timeline]) -> String {
     let intervals = || timelines.iter().flat_map(|timeline| timeline.ranks.iter().flatten());
     let lengths = intervals().map(|interval| interval.end - interval.start).filter(|&length| length > 0.0);
     let shortest = lengths.fold(f64::INFINITY, f64::min);
-    // Pixels per unit of time.
-    let scale = if longest > 0.0 { (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest) } else { 1.0 };
+    // Pixels per unit of time, finite where times are subnormal too.
+    let scale = match longest > 0.0 {
+        true => (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest).min(f64::MAX),
+        false => 1.0,
+    };
     let legend = Legend::of(timelines);
     let widest = timelines.iter().map(|timeline| timeline.name.chars().count() + facts(timeline).chars().count()).max();
     let titles = 2.0 * MARGIN + LETTER * widest.unwrap_or(0) as f64;
