@@ -27,18 +27,18 @@ impl fmt::Display for StateKey {
 /// One rank's part of one vector.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatePiece {
-    /// Which.
+    /// The name of the vector.
     pub key: StateKey,
-    /// The part.
+    /// This rank's part of it.
     pub piece: Piece,
 }
 
-/// All that one rank holds of the state of a run.
+/// One rank's part of the state of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainState {
     /// Steps that are complete.
     pub step: u64,
-    /// Updates of the weights so far: as many as steps, but for asynchronous schedules.
+    /// Updates of the weights so far: the number of steps, except with asynchronous schedules.
     pub updates: u64,
     /// Weights, buffers and optimizer states.
     pub pieces: Vec<StatePiece>,
