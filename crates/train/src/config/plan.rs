@@ -1,4 +1,4 @@
-//! From the configuration to what the engine takes: a model and a plan.
+//! From the configuration to the engine's input: a model and a plan.
 
 use super::sections::Pipeline;
 use super::{Config, ModelKind};
@@ -99,7 +99,7 @@ impl Pipeline {
     /// The schedule that the section asks for.
     ///
     /// # Errors
-    /// A name that no schedule has.
+    /// An unknown name.
     pub fn spec(&self) -> Result<ScheduleSpec, UnknownSchedule> {
         Ok(match (&self.own_schedule, &self.replication[..]) {
             (Some(own), _) => ScheduleSpec::Own(own.clone()),

@@ -1,4 +1,4 @@
-//! The words that keys and flags take, and what sections and words stand for in the other crates.
+//! The words that keys and flags take, and the types of other crates that sections and words stand for.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,7 +55,7 @@ words! {
 }
 
 impl Dtype {
-    /// As devices know it.
+    /// The corresponding precision of a device.
     #[must_use]
     pub const fn precision(self) -> Precision {
         match self {
@@ -84,7 +84,7 @@ impl Parallelism {
         Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
     }
 
-    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
+    /// Number of ranks of the [mesh](Self::mesh), or `None` if it overflows.
     #[must_use]
     pub fn world_size(&self) -> Option<usize> {
         self.mesh().ok().map(|mesh| mesh.world_size())
@@ -118,7 +118,7 @@ impl LrScheduler {
 }
 
 impl Comm {
-    /// The timeout as a duration. A century stands for anything longer, so that it can be added to a clock.
+    /// The timeout as a duration. A longer one is cut to a century, so that it can be added to a clock.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         Duration::from_secs_f64(self.timeout_seconds.min(3e9))
