@@ -53,8 +53,8 @@ pub struct ParallelSwiGlu {
 }
 
 impl ParallelSwiGlu {
-    /// Declares `{name}.gate_up` [ffn, 2, hidden], the gate of each inner feature beside what it lets through, cut along ffn, and
-    /// `{name}.down` [hidden, ffn] likewise, with biases or without. `init` is that of each.
+    /// Declares `{name}.gate_up` [ffn, 2, hidden], with the gate and up weights of each inner feature next to each
+    /// other, cut along ffn, and `{name}.down` [hidden, ffn] likewise, with biases or without. `init` is that of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,

@@ -10,8 +10,7 @@
 //! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
 //! runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never drain.
 //!
-//! This file has more than 400 lines, because one constructor sets up all fields of a trainer, beside the documented
-//! public calls.
+//! More than 400 lines: one constructor sets up all fields of a trainer, beside the documented public calls.
 
 mod asynchronous;
 mod driver;
