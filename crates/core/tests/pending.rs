@@ -77,7 +77,7 @@ fn dropping_a_pending_operation_only_detaches() {
     });
 }
 
-/// Counts the blocks that come back.
+/// Counts the returned blocks.
 #[derive(Debug, Default)]
 struct Arena(Mutex<Vec<Block>>);
 

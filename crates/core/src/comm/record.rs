@@ -63,7 +63,7 @@ impl Communicator for RecordComm {
         communicator(name, rank, world_ranks)
     }
 
-    /// That of the threads: a run is planned as it will be trained.
+    /// The same as that of threads, so that a run is planned as it will be trained.
     fn reduction_order(&self) -> ReductionOrder {
         ReductionOrder::BalancedTree
     }
