@@ -1,5 +1,5 @@
-//! Whole training steps on meshes of up to 16 ranks, held against the run of one rank, against what meta and record predict,
-//! against closed formulas and against PyTorch.
+//! Whole training steps on meshes of up to 16 ranks, compared with the run of one rank, with the predictions of meta
+//! and record, with closed formulas and with PyTorch.
 //!
 //! | module | what it shows |
 //! |---|---|
