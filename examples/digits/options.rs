@@ -55,7 +55,7 @@ pub fn usage(program: &str) -> String {
 }
 
 impl Options {
-    /// Reads the arguments after the program's name. `None`: `--help` was asked for.
+    /// Reads the arguments after the program's name. `None` if `--help` was given.
     ///
     /// # Errors
     /// All faults of the command line: unknown flags and values, and values that do not fit together.

@@ -9,7 +9,7 @@ use std::ffi::OsString;
 /// A command line, parsed but not yet checked.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Whether `--help` was asked for.
+    /// Whether `--help` was given.
     pub help: bool,
     matches: ArgMatches,
     faults: Vec<Fault>,

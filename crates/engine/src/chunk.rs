@@ -86,7 +86,7 @@ impl Chunk {
         std::mem::take(&mut self.noted)
     }
 
-    /// The output of a prediction; nothing where this is not the last stage.
+    /// The output of a prediction; `None` if this is not the last stage.
     pub fn take_prediction(&mut self) -> Option<Tensor> {
         self.prediction.take()
     }

@@ -1,4 +1,4 @@
-//! What can go wrong while training.
+//! Errors of training.
 
 use crate::PlanError;
 use meshwork_core::{CommError, MeshError, SpmdError};

@@ -1,4 +1,4 @@
-//! What a run is, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
+//! The plan of a run, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
 
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};

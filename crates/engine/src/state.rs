@@ -44,7 +44,7 @@ pub struct TrainState {
     pub pieces: Vec<StatePiece>,
 }
 
-/// Where state comes from: a run on another mesh, a checkpoint.
+/// A source of state: a run on another mesh, a checkpoint.
 pub trait StateSource {
     /// Steps that are complete.
     fn step(&self) -> u64;
@@ -59,7 +59,7 @@ pub trait StateSource {
     fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError>;
 }
 
-/// The whole state of a run in host memory, put together from all of its ranks.
+/// The whole state of a run in host memory, assembled from all of its ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WholeState {
     step: u64,
@@ -68,7 +68,7 @@ pub struct WholeState {
 }
 
 impl WholeState {
-    /// Puts the parts of all ranks together.
+    /// Assembles the parts of all ranks.
     ///
     /// # Errors
     /// Elements that no rank holds, ranks that hold different values of one element, or ranks at different steps.

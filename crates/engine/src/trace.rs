@@ -10,7 +10,7 @@ use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What the pass found.
+/// The results of the pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
     /// Types with which each parameter is read: on axes where that is `Replicate` its gradient is `Partial`.

@@ -5,7 +5,7 @@ use meshwork_tensor::tape::{Observer, Seen};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// Where in the pipeline a tape is.
+/// The place of a tape in the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct At {
     /// The stage.

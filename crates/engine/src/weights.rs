@@ -20,7 +20,7 @@ type States = Vec<Vec<Buffer>>;
 /// backward; or this store, while later forwards may read it or an update may still be rolled back. If nothing else
 /// holds the newest version, it is updated in place; otherwise a copy of it is updated.
 pub struct WeightStore {
-    /// Where backward passes add their shares.
+    /// The gradients, to which backward passes add their shares.
     pub gradients: Gradients,
     /// The newest last.
     versions: VecDeque<Arc<Params>>,
@@ -131,7 +131,7 @@ impl WeightStore {
         }
     }
 
-    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; none for a frozen one.
+    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let params = self.params();
         let states = self.states.get(params.place(id).0).into_iter().flatten();

@@ -83,7 +83,7 @@ pub const PRESETS: [(&str, LlamaConfig); 4] = [
     ("llama3-405b", llama3(126, 16_384, [128, 8], 53_248)),
 ];
 
-/// What the sizes of Llama 3 have in common.
+/// The values that all sizes of Llama 3 share.
 const fn llama3(
     num_layers: usize,
     hidden_size: usize,

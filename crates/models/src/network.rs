@@ -1,8 +1,8 @@
 //! Networks that are an ordered list of layers, to be cut anywhere into pipeline stages.
 //!
-//! A [`Network`] is data: layers that know the extents they take and give, and nothing of parameters. A stage declares the
-//! parameters of its own layers ([`Network::declare`]) and runs them one after another. What travels between two stages is the
-//! output of the layer before the cut, whatever shape that has ([`Network::boundary`]).
+//! A [`Network`] is data: layers that know their input and output extents, but have no parameters. A stage declares the
+//! parameters of its own layers ([`Network::declare`]) and runs them one after another. Stages send the output of the
+//! layer before the cut, whatever its shape ([`Network::boundary`]).
 
 use meshwork_core::{DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};

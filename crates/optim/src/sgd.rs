@@ -11,7 +11,7 @@ use meshwork_core::simd::wide;
 
 use crate::optimizer::{OptimError, Optimizer, Update};
 
-/// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none where the momentum is 0.
+/// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none if the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sgd {
     /// Share of the previous direction that is kept, in [0, 1); 0 = no momentum.

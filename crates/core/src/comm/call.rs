@@ -149,7 +149,7 @@ impl Op {
 /// be shared.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What to do.
+    /// The operation to run.
     pub op: Op,
     /// The buffer that is read.
     pub input: Option<Buffer>,
@@ -297,7 +297,7 @@ pub struct OpInfo {
     pub elements: usize,
     /// The other rank, if there is one.
     pub peer: Option<Peer>,
-    /// What a message means.
+    /// The fingerprint of a message.
     pub signature: Option<u64>,
 }
 

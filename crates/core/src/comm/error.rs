@@ -49,7 +49,7 @@ pub enum CommError {
         group: String,
         /// The calling rank.
         world_rank: usize,
-        /// Members asked for, as ranks of the group to split.
+        /// The requested members, as ranks of the group to split.
         members: Vec<usize>,
         /// What is wrong.
         #[source]
@@ -71,7 +71,7 @@ pub enum CommError {
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
     Stopped {
-        /// Where this rank was.
+        /// The place of this rank.
         site: Site,
         /// The first fault.
         fault: Arc<Fault>,
@@ -136,7 +136,7 @@ pub enum CallError {
     /// One count per rank is needed.
     #[error("{what} has {len} entries, it must have {size}, one for each rank")]
     CountList {
-        /// Which list.
+        /// The list.
         what: &'static str,
         /// Entries that it has.
         len: usize,

@@ -11,7 +11,7 @@ use super::{OpInfo, Peer};
 pub struct Site {
     /// Name of the group.
     pub group: Arc<str>,
-    /// Tells apart groups of one name.
+    /// Distinguishes groups with the same name.
     pub group_id: u64,
     /// World rank of the member at this place.
     pub world_rank: usize,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::{Call, CommError, Communicator, OpKind, Pending, ReductionOrder, check_members};
 use crate::buffer::Buffer;
 
-/// Rank `rank` of a group of which only this rank exists. `rank` must be a place in `world_ranks`.
+/// Rank `rank` of a group whose other ranks do not exist. `rank` must be an index of `world_ranks`.
 pub fn communicator(name: &str, rank: usize, world_ranks: Vec<usize>) -> Result<Arc<dyn Communicator>, CommError> {
     if rank >= world_ranks.len() {
         let size = world_ranks.len();

@@ -59,7 +59,7 @@ impl Asynchronous {
         &self.schedules[self.schedules.len() - 1]
     }
 
-    /// Which step of its schedule the step begun last is.
+    /// The index, in its schedule, of the step begun last.
     fn part(&self) -> usize {
         self.begun.clamp(1, self.schedules.len()) - 1
     }
@@ -164,7 +164,7 @@ impl Trainer {
         self.finish_completing(last + 1)
     }
 
-    /// Starts the sums of the steps up to and with `last`, of which every update has been made on this rank.
+    /// Starts the sums of the steps up to and with `last`, all of whose updates have been made on this rank.
     fn start_completing(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {

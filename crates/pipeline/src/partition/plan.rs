@@ -38,7 +38,7 @@ pub enum Method {
     Paper,
 }
 
-/// How to plan.
+/// The options of the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Options {
     /// The cost of a stage.

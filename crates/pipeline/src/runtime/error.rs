@@ -1,4 +1,4 @@
-//! What can go wrong while a schedule runs.
+//! Errors of running a schedule.
 
 use std::error::Error;
 use std::fmt;

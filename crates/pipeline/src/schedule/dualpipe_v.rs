@@ -91,7 +91,7 @@ impl Row {
             actions.extend(self.late.pop_front());
             actions.push(self.input_gradient(0));
         }
-        // 8. .. of which the last are left for the end.
+        // 8. .. the last of which come at the end.
         actions.extend(self.late.drain(..));
         actions
     }

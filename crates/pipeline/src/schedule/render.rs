@@ -84,7 +84,7 @@ pub fn text_grid(timeline: &Timeline) -> String {
     text
 }
 
-/// Grids of more columns than this are drawn on a coarser scale, unless a rank has so many actions.
+/// Grids of more columns than this are drawn on a coarser scale, unless a rank has more actions than that.
 const MOST_COLUMNS: usize = 500;
 
 /// The place where each rank is stuck: its steps around there, with the stuck one marked `>2F0<`, and what that one

@@ -15,9 +15,9 @@ pub(super) enum Walk {
 pub(super) struct Terms<'a> {
     /// How long an action keeps its rank busy.
     pub(super) busy: &'a dyn Fn(Action) -> f64,
-    /// How much later than the end of a send its message arrives.
+    /// The time from the end of a send to the arrival of its message.
     pub(super) delay: f64,
-    /// How many messages from one rank to another may wait for their receives; a send beyond that waits itself. `None`:
+    /// Number of messages from one rank to another that may wait for their receives; a further send waits. `None`:
     /// no limit.
     pub(super) in_flight: Option<usize>,
 }

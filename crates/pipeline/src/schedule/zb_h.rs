@@ -26,8 +26,8 @@ pub fn zb_h1(pp: usize, micros: usize) -> Schedule {
 
 /// ZB-H1 that fills the pipeline deeper, for up to 2 pp - 1 micro-batches on every rank.
 ///
-/// The bubble is (pp - 1)(F + I - 2W) from 2 pp - 1 micro-batches on: none where all three take the same time. Ranks
-/// then start and end a step at different times, so it gains only without a barrier between steps.
+/// The bubble is (pp - 1)(F + I - 2W) from 2 pp - 1 micro-batches on: there is none if all three take the same time.
+/// Ranks then start and end a step at different times, so it gains only without a barrier between steps.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::zb_h2(2, 3);

@@ -6,7 +6,7 @@ use crate::random::Key;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
-/// Extents of `qkv [batch, seq, 3, heads, head_dim]`, of which `out` is `[batch, seq, heads, head_dim]`.
+/// Extents of `qkv [batch, seq, 3, heads, head_dim]`; `out` is `[batch, seq, heads, head_dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Sequences.

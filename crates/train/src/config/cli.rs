@@ -30,7 +30,7 @@ pub struct Args {
     pub metrics: Option<PathBuf>,
     /// `--set key=value`, `--data` and `--steps` as (key, value, flag), in their order: later ones win.
     pub assignments: Vec<(String, String, &'static str)>,
-    /// Whether `--help` was asked for.
+    /// Whether `--help` was given.
     pub help: bool,
     /// What is wrong with the command line itself; reported together with the faults of the settings.
     pub faults: Vec<Fault>,

@@ -169,7 +169,7 @@ pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
 /// A key is `name: type = default, kind;` under its meaning, with `, awaits "a feature"` before the semicolon if that
-/// feature is not implemented yet. `beside { .. }` adds fields to a section that are no keys; they start with the
+/// feature is not implemented yet. `beside { .. }` adds fields to a section that are not keys; they start with the
 /// default of their type.
 macro_rules! sections {
     (

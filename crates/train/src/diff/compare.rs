@@ -11,7 +11,7 @@ use meshwork_core::{Axis, Ty, Types};
 use meshwork_tensor::param;
 use std::collections::BTreeMap;
 
-/// How far two values are apart.
+/// The difference of two values.
 #[derive(Debug, Default)]
 struct Delta {
     elements: u64,

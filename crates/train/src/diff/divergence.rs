@@ -26,7 +26,7 @@ pub enum Place {
     Parameter {
         /// Its name.
         name: String,
-        /// Which vector.
+        /// The vector.
         vector: Vector,
     },
 }

@@ -22,7 +22,7 @@ const SIDE: usize = 768;
 const COPY_BYTES: usize = 64 << 20;
 /// Bytes that a thread copies at a time.
 const COPY_PIECE: usize = 1 << 20;
-/// Number of tries of each measurement, of which the best counts, and the time after which no further one starts.
+/// Number of tries of each measurement (the best counts), and the time after which no further one starts.
 const TRIES: usize = 8;
 const ENOUGH: Duration = Duration::from_millis(100);
 

@@ -12,10 +12,10 @@
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
 //! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
-//! | `partition` | layers dealt by cost are trained as on one rank |
+//! | `partition` | layers assigned by cost train as on one rank |
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
-//! | `schedules` | steps that overlap, versions of the weights, and what is kept, are what the schedule says |
-//! | `steady_state` | after two steps nothing is asked of the system any more |
+//! | `schedules` | overlapping steps, versions of the weights, and kept activations are as the schedule says |
+//! | `steady_state` | after two steps nothing is allocated from the system |
 //! | `streams` | PipeDream and PipeDream-2BW follow their update equations |
 
 mod adamw;

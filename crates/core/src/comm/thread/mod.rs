@@ -162,7 +162,7 @@ where
 /// Runs one rank and tells the world how it ended.
 fn run_rank<T, E: Display>(world: &World, rank: usize, body: impl FnOnce() -> Result<T, E>) -> Result<T, RankEnd<E>> {
     let _core = pool::Core::of_rank();
-    // Unwind safe: nothing of the body is used after a panic, and the world keeps no half-done bookkeeping.
+    // Unwind safe: the body is not used after a panic, and the bookkeeping of the world is always complete.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(value)) => {
             world.end(rank, Activity::Returned);

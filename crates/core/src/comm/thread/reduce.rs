@@ -141,7 +141,7 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// Where [`tree`] keeps sums. Made once for many blocks.
+/// Memory of [`tree`] for sums, made once for many blocks.
 pub(super) struct Scratch<A> {
     /// Blocks that are not accumulators already.
     leaves: [[A; BLOCK]; 8],

@@ -1,8 +1,8 @@
 //! Token and position embeddings.
 //!
-//! A token table may be a shard: it holds rows `first_row ..` of the vocabulary, as many as its length gives. Ids
-//! outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the shards is the
-//! whole lookup; the caller checks that an id is in the vocabulary at all.
+//! A token table may be a shard: it holds the rows of the vocabulary from `first_row` on; its length gives their
+//! number. Ids outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the
+//! shards is the whole lookup; the caller checks that an id is in the vocabulary at all.
 
 use super::Float;
 use super::pointwise::{add_assign, bias, bias_backward};
