@@ -39,8 +39,8 @@ impl Asynchronous {
     /// The schedule of a plan.
     pub(super) fn new(plan: &Plan, pp_rank: usize) -> Result<Self, TrainError> {
         let (pp, micros) = (plan.mesh.degree(Axis::Pp), plan.num_microbatches()?);
-        // The first rank is up to pp micro-batches ahead of its backwards. After this number of steps the pipeline is
-        // full.
+        // The first rank is up to pp micro-batches ahead of its backwards, so the pipeline fills up during this number
+        // of steps.
         let filling = pp.div_ceil(micros);
         let build = |steps| Ok(lower(&plan.schedule.build_steps(pp, micros, steps)?)?);
         let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;

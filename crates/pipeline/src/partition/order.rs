@@ -61,7 +61,7 @@ impl Order {
     pub(super) fn chains(&self, from: Option<usize>) -> (u128, u128) {
         let count = |words: &[u64]| words.iter().map(|word| u128::from(word.count_ones())).sum::<u128>();
         match from {
-            // All cuts come after cut 0.
+            // All cuts come after the first.
             Some(from) => (count(&self.after[from]), self.after.iter().skip(from + 1).map(|after| count(after)).sum()),
             None => (
                 self.after.iter().map(|after| count(after)).sum(),

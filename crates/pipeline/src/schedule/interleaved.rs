@@ -36,8 +36,8 @@ pub fn interleaved_1f1b(pp: usize, virtual_stages: usize, micros: usize) -> Sche
             let (chunk, micro) = nth(n);
             Action::new(Backward, (virtual_stages - 1 - chunk) * pp + rank, micro)
         };
-        // The warm-up has all forwards of all chunks but the last; in the last one, the number that the way to the last
-        // rank and back takes.
+        // The warm-up has the forwards of one group of micro-batches through all chunks but the last, and as many more
+        // as the way to the last rank and back takes.
         let ahead = ((virtual_stages - 1) * pp + 2 * (pp - 1 - rank)).min(chunks_times_micros);
         let fill = (0..ahead).map(forward);
         let turns = (ahead..chunks_times_micros).flat_map(|n| [forward(n), backward(n - ahead)]);

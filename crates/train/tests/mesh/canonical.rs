@@ -90,7 +90,7 @@ fn micro_batches_need_not_be_subtrees() {
         let case = Case { micros, ..Case::alone(&UNEVEN) };
         assert_same(case, &run(&case, more), &alone);
     }
-    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks of four of twelve blocks each,
+    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks with four of twelve blocks each,
     // ...
     for (dp, tp, pp, sequence_parallel, micros) in
         [(3, 1, 1, false, 2), (3, 2, 1, true, 4), (6, 1, 2, false, 2), (3, 4, 1, true, 1)]
