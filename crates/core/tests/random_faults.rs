@@ -1,4 +1,4 @@
-//! A thousand random programs with one rank that departs from them: every world ends, and every rank is told why.
+//! A thousand random programs with one rank that departs from them: every world ends, and every rank gets the reason.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
@@ -20,7 +20,7 @@ fn run_program(
     run(program.ranks, Options { timeout }, |world| program.run(&world, injection, &noticed))
 }
 
-/// Ranks that the fault puts the blame on.
+/// The ranks that the fault blames.
 fn blamed(fault: &Fault) -> Vec<usize> {
     match &fault.kind {
         FaultKind::Disagreement { first, second } => vec![first.0, second.0],
@@ -41,7 +41,7 @@ fn check(error: &WorldError<ProgramError>, injection: Injection) {
         Departure::Panic => assert!(matches!(fault.kind, FaultKind::Panicked { .. })),
         Departure::Return | Departure::Fail => assert!(matches!(fault.kind, FaultKind::Gone { .. })),
         Departure::Stall => assert!(matches!(fault.kind, FaultKind::Timeout { .. })),
-        // The rank may also end up waiting for those who wait for it.
+        // The rank may also wait for ranks that wait for it.
         _ => assert!(matches!(fault.kind, FaultKind::Disagreement { .. } | FaultKind::Deadlock { .. })),
     }
     for (rank, end) in error.ends.iter().enumerate().filter(|(rank, _)| *rank != injection.rank) {

@@ -64,10 +64,10 @@ fn batch(pixels: Vec<f32>, labels: Vec<i32>) -> Batch {
     Batch::new(labels.len()).with(IMAGES, [8, 8, 1], pixels).unwrap().with(LABELS, [], labels).unwrap()
 }
 
-/// Everything that training leaves, by name.
+/// The results of training, by name.
 #[derive(Debug, PartialEq)]
 struct Trained {
-    /// Of the last step.
+    /// Gradients of the last step.
     gradients: BTreeMap<String, Vec<f32>>,
     /// Weights, running averages and optimizer states.
     state: BTreeMap<StateKey, Vec<f32>>,
@@ -221,7 +221,7 @@ fn only_batch_norm_depends_on_the_micro_batch() {
     assert!(distance > 1e-3, "{distance}");
 }
 
-/// What images gain on the one engine: clipping by the norm of the whole gradient.
+/// Images use the same clipping as other models: by the norm of the whole gradient.
 #[test]
 fn clipping_scales_the_whole_gradient() {
     let network = resnet(Norm::Group(2));
@@ -284,7 +284,8 @@ fn what_cannot_be_trained_is_refused() {
     }
 }
 
-/// A class that the network does not have is found where the loss is, and a loss that is not a number before any weight moves.
+/// A class that the network does not have is found in the loss, and a loss that is not a number before any weight
+/// changes.
 #[test]
 fn bad_images_are_errors() {
     let (network, plan) = (resnet(Norm::Batch), plan());

@@ -1,5 +1,5 @@
-//! What a model may ask of the engine beside its loss: auxiliary losses, reported metrics, parameter groups and frozen parameters.
-//! They hold on every mesh and schedule, and a model that contradicts itself is refused.
+//! What a model may ask of the engine besides its loss: auxiliary losses, reported metrics, parameter groups and frozen
+//! parameters. They hold on every mesh and schedule, and a model that contradicts itself is refused.
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh, Rank};
@@ -36,7 +36,7 @@ enum Mistake {
     ReplicateLoss,
     /// A metric that is not one number for each sample.
     ShapeOfMetric,
-    /// A stage that makes another activation than the model says.
+    /// A stage whose output is not the activation that the model declares.
     Activation,
 }
 
@@ -184,7 +184,8 @@ fn alone(model: &Arc<dyn Model>) -> Trainer {
     Trainer::new(model.clone(), &plan, Arc::new(Rank::recording(&plan.mesh, 0).unwrap()), Cpu::device()).unwrap()
 }
 
-/// The gradient is that of the loss plus the auxiliary loss: along the gradient of each weight, both together change as it says.
+/// The gradient is that of the loss plus the auxiliary loss: moving along the gradient of each weight changes their sum
+/// accordingly.
 #[test]
 fn gradients_are_those_of_the_loss_and_the_auxiliary_losses() {
     let model = tower(2);
@@ -364,7 +365,7 @@ fn a_plan_that_does_not_fit_the_rank_or_the_device_is_refused() {
     assert!(error.contains("the plan computes products in Bf16"), "{error}");
 }
 
-/// A row that is asked for beyond its end used to go on in the next one.
+/// A request beyond the end of a row used to return numbers of the next row.
 #[test]
 fn a_prediction_ends_where_its_row_does() {
     let mut trainer = alone(&tower(2));

@@ -1,5 +1,5 @@
-//! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and goes on as if
-//! nothing had happened.
+//! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and
+//! continues with the same numbers.
 
 use meshwork_core::comm::thread;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
@@ -27,13 +27,13 @@ fn model() -> Arc<dyn Model> {
     Arc::new(Gpt2::new(config))
 }
 
-/// A Llama with fewer heads of keys and values than `tp=4` has ranks.
+/// A Llama with fewer heads of keys and values than there are ranks in `tp=4`.
 fn llama() -> Arc<dyn Model> {
     let sizes = LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..PRESETS[0].1 };
     Arc::new(Llama::new(sizes))
 }
 
-/// Random tokens; each step has others.
+/// Random tokens, different in each step.
 fn batch(step: u64, samples: Range<usize>) -> Batch {
     let key = random::key(5, "tokens");
     let token = |sample: usize, at: usize| {

@@ -95,7 +95,7 @@ impl Gpt2 {
         Self { config, region: Region::Invariant }
     }
 
-    /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
+    /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
     pub fn sequence_parallel(self, on: bool) -> Self {
         Self { region: Region::new(on), ..self }
     }
@@ -115,7 +115,7 @@ impl Model for Gpt2 {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: both ends declare `wte.weight`, one logical parameter on two stages.
+    /// If tied, both ends declare `wte.weight`: one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
         let normal = Init::Normal { std: STD };

@@ -1,4 +1,4 @@
-//! What language models have in common: a sample is a sequence of token ids, with the id that follows each as its target.
+//! Common parts of language models. A sample is a sequence of token ids; the target of each is the id that follows it.
 
 use meshwork_core::{Axis, DType, Mesh, Ty, Types};
 use meshwork_nn::{Activation, Batch, Field};
@@ -12,7 +12,7 @@ pub const TOKENS: &str = "tokens";
 /// The field of targets, `[seq]` for each sample; negative ones are masked.
 pub const TARGETS: &str = "targets";
 
-/// The fields of sequences of so many tokens.
+/// The fields of sequences of `seq_len` tokens.
 pub fn fields(seq_len: usize) -> Vec<Field> {
     [TOKENS, TARGETS].map(|name| Field::new(name, DType::I32, [seq_len])).to_vec()
 }
@@ -20,7 +20,7 @@ pub fn fields(seq_len: usize) -> Vec<Field> {
 /// A batch of sequences of `seq_len` token ids, one after another, with the target of each.
 ///
 /// # Errors
-/// Another number of tokens than of targets, or not whole sequences.
+/// Different numbers of tokens and targets, or incomplete sequences.
 pub fn batch(tokens: Vec<i32>, targets: Vec<i32>, seq_len: usize) -> Result<Batch> {
     Batch::new(tokens.len() / seq_len.max(1)).with(TOKENS, [seq_len], tokens)?.with(TARGETS, [seq_len], targets)
 }
@@ -31,7 +31,7 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
     Ok(part.values::<i32>(TARGETS)?.iter().filter(|&&target| target >= 0).count() as u64)
 }
 
-/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp as the region has it.
+/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp that of the region.
 pub fn hidden_types(mesh: &Mesh, region: Region) -> Types {
     let ty = |axis| match axis {
         Axis::Tp => region.ty(),
@@ -48,7 +48,7 @@ pub fn hidden(mesh: &Mesh, region: Region, hidden_size: usize, batch: &Batch) ->
     Ok(Activation { dtype: DType::F32, shape, types: hidden_types(mesh, region) })
 }
 
-/// The error of a later stage that is run without the hidden state of the one before.
+/// The error of a later stage that runs without the hidden state of the previous one.
 pub fn no_input(model: &'static str) -> Error {
     Error::Shape {
         op: model,

@@ -12,7 +12,7 @@
 //!
 //! # Parameters
 //!
-//! Beside their names in the Hugging Face format, of which each row is a slice; weights are `[out.., in]` in both.
+//! The parameters here and in the Hugging Face format. Weights are `[out.., in]` in both.
 //!
 //! | here, `layers.{n}.` | dims | there, `model.layers.{n}.` |
 //! |---|---|---|
@@ -23,7 +23,7 @@
 //! | `mlp.down.weight` | `[hidden, ffn]` | `mlp.down_proj.weight` |
 //! | `input_layernorm.weight`, `post_attention_layernorm.weight` | `[hidden]` | the same |
 //!
-//! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are what they are there.
+//! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::language::{self, TARGETS, TOKENS};
 use meshwork_core::{Axis, Mesh};
@@ -53,7 +53,7 @@ pub struct LlamaConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// How queries and keys turn with their position.
+    /// The rotary embedding of queries and keys.
     pub rotary: Rotary,
     /// Added to the mean square in norms.
     pub norm_eps: f64,
@@ -61,8 +61,8 @@ pub struct LlamaConfig {
     pub tie_embeddings: bool,
 }
 
-/// Presets by name: one to try, and published shapes, to plan with. Rotary frequencies are not scaled; Llama 3.1, of which the
-/// largest shape is, scales them by [`LLAMA_3_1`](meshwork_tensor::op::RotaryScaling::LLAMA_3_1).
+/// Presets by name: a tiny one for trials, and published shapes for planning. Rotary frequencies are not scaled here;
+/// Llama 3.1, which has the largest shape, scales them by [`LLAMA_3_1`](meshwork_tensor::op::RotaryScaling::LLAMA_3_1).
 ///
 /// ```
 /// let presets = meshwork_models::llama::PRESETS;
@@ -83,7 +83,7 @@ pub const PRESETS: [(&str, LlamaConfig); 4] = [
     ("llama3-405b", llama3(126, 16_384, [128, 8], 53_248)),
 ];
 
-/// What the sizes of Llama 3 have in common.
+/// The values that all sizes of Llama 3 share.
 const fn llama3(
     num_layers: usize,
     hidden_size: usize,

@@ -42,7 +42,7 @@ impl BatchNorm2d {
         Ok(Self { affine, running, statistic })
     }
 
-    /// `x [n, h, w, channels]`, the same. Training notes the statistics of the samples on the tape.
+    /// `x [n, h, w, channels]` → the same shape. In training, the statistics of the samples are noted on the tape.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let [gamma, beta] = [tape.param(self.affine[0])?, tape.param(self.affine[1])?];
         match tape.mode() {
@@ -77,7 +77,7 @@ impl StatisticRule for Moving {
         std::iter::once(members).chain(means.clone().map(|mean| members * mean)).chain(squares).collect()
     }
 
-    /// The variance of the mini-batch is the unbiased one, as an estimate of that of all data.
+    /// Uses the unbiased variance of the mini-batch, as an estimate of the variance of all data.
     fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]) {
         let (Some((&n, sums)), [means, variances]) = (sums.split_first(), buffers) else { return };
         let (sums, squares) = sums.split_at(sums.len() / 2);
@@ -90,8 +90,8 @@ impl StatisticRule for Moving {
     }
 }
 
-/// The same equation, with mean and variance over each sample's pixels and a group of channels: in training as in
-/// evaluation, and whatever the micro-batch.
+/// The same equation, with mean and variance over each sample's pixels and a group of channels. It is the same in
+/// training and evaluation and does not depend on the micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupNorm {
     affine: [ParamId; 2],
@@ -107,7 +107,7 @@ impl GroupNorm {
         Ok(Self { affine: affine(params, name, channels)?, groups })
     }
 
-    /// `x [n, h, w, channels]`, the same.
+    /// `x [n, h, w, channels]` → the same shape.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let [weight, bias] = self.affine;
         x.group_norm(self.groups, &tape.param(weight)?, &tape.param(bias)?, Self::EPS)
@@ -118,7 +118,7 @@ impl GroupNorm {
 mod tests {
     use super::*;
 
-    /// Micro-batches of different sizes come together as the mini-batch.
+    /// Micro-batches of different sizes give the statistics of the mini-batch.
     #[test]
     fn micro_batches_come_together_as_the_mini_batch() {
         let x = [1.0f32, 4.0, -2.0, 8.0, 0.5, 3.0, 7.0];

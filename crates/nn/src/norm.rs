@@ -5,7 +5,7 @@ use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape
 /// `y = (x - mean) / √(var + eps) · weight + bias` over the last dim, the bias optional.
 ///
 /// Its parameters are replicated. Where the rest of the input is sharded (sequence parallel, data parallel) their reads
-/// are `Replicate` and their gradients `Partial`, so the reducer sums them: nothing here has to ask for it.
+/// are `Replicate` and their gradients `Partial`, so the reducer sums them without code here.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerNorm {
     weight: ParamId,
@@ -14,7 +14,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// GPT-2's.
+    /// The epsilon of GPT-2.
     pub const EPS: f64 = 1e-5;
 
     /// Declares `{name}.weight` (ones) and, with a bias, `{name}.bias` (zeros).
@@ -33,7 +33,7 @@ impl LayerNorm {
         x.layer_norm(&tape.param(self.weight)?, bias.as_ref(), self.eps)
     }
 
-    /// The same, for matrix products alone: a [operand](Var::layer_norm_operand).
+    /// The same, for matrix products only: an [operand](Var::layer_norm_operand).
     pub fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         x.layer_norm_operand(&tape.param(self.weight)?, bias.as_ref(), self.eps)
@@ -59,7 +59,7 @@ impl RmsNorm {
         x.rms_norm(&tape.param(self.weight)?, self.eps)
     }
 
-    /// The same, for matrix products alone: a [operand](Var::rms_norm_operand).
+    /// The same, for matrix products only: an [operand](Var::rms_norm_operand).
     pub fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
         x.rms_norm_operand(&tape.param(self.weight)?, self.eps)
     }

@@ -13,7 +13,7 @@ fn values(name: &str, count: usize) -> Vec<f32> {
     (0..count as u64).map(|i| normal(key(2, name), i)).collect()
 }
 
-/// A tape over these parameters as they are at first.
+/// A tape over these parameters with their initial values.
 fn tape(declarations: &Declarations, mode: Mode, first_sample: u64) -> Tape {
     let (rank, device) = (Arc::new(Rank::alone().unwrap()), Cpu::device());
     let (shared, layout) = (Arc::new(declarations.clone()), [declarations.ids().collect()]);

@@ -7,8 +7,8 @@ use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Rol
 /// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
 /// optional.
 ///
-/// X is `Replicate` (enter the block first), Y is `Shard`. No communication here; the input's gradient is `Partial` and summed
-/// where the block was entered.
+/// X is `Replicate` (enter the block first), Y is `Shard`. This layer does not communicate. The input's gradient is
+/// `Partial`; it is summed in the backward of entering the block.
 #[derive(Clone, Copy, Debug)]
 pub struct ColumnLinear {
     weight: ParamId,
@@ -74,8 +74,8 @@ impl ColumnLinear {
 /// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp. The bias is optional, and so is the
 /// residual that is added to it.
 ///
-/// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added once, after
-/// the sum, by adding to it the residual as well: that is how most transformer blocks end.
+/// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added
+/// once, after the sum, together with the residual, as at the end of most transformer blocks.
 #[derive(Clone, Debug)]
 pub struct RowLinear {
     name: String,

@@ -5,8 +5,8 @@ use crate::Region;
 use meshwork_core::Axis;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// A table `W [vocab, hidden]` of which each rank of tp holds ⌈vocab/tp⌉ rows. Used as token embedding, as output head, or, tied,
-/// as both.
+/// A table `W [vocab, hidden]`; each rank of tp holds ⌈vocab/tp⌉ rows. It is used as token embedding, as output head
+/// or, if tied, as both.
 #[derive(Clone, Copy, Debug)]
 pub struct VocabParallelEmbedding {
     weight: ParamId,
@@ -14,7 +14,7 @@ pub struct VocabParallelEmbedding {
 }
 
 impl VocabParallelEmbedding {
-    /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary. The same name again ties both.
+    /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary. Declaring the same name again ties both.
     pub fn new(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
         let placement =
             Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1));
@@ -22,7 +22,8 @@ impl VocabParallelEmbedding {
         Ok(Self { weight, vocab })
     }
 
-    /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows it holds, and the sum is taken.
+    /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results
+    /// are summed.
     pub fn embed(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
         region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
     }

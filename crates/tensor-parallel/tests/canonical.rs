@@ -1,4 +1,4 @@
-//! Canonical numerics of layers whose sums tp cuts in new places: the bits of one rank on 2 and 4, with and without sequence
+//! Canonical numerics of layers whose sums tp cuts: the bits of one rank on 2 and 4 ranks, with and without sequence
 //! parallelism.
 
 #[allow(dead_code, reason = "the other test uses all of it")]
@@ -43,7 +43,7 @@ fn inputs(region: Region) -> [Input; 1] {
     [Input::new("x", &[2, 12, HIDDEN], region.ty(), real)]
 }
 
-/// Eight heads in groups of 1, 2, 4 and 8: up to four ranks share the keys and values of one.
+/// Eight heads in groups of 1, 2, 4 and 8: up to four ranks share the keys and values of one group.
 #[test]
 fn grouped_attention_has_the_bits_of_one_rank() {
     for kv_heads in [8, 4, 2, 1] {

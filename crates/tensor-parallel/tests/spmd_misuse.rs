@@ -20,7 +20,7 @@ const SEQ: usize = 4;
 const HIDDEN: usize = 8;
 const VOCAB: usize = 12;
 
-/// What a program is written with: a tape on a mesh of tp and dp, shapes only, and some parameters.
+/// The environment of a program: a tape on a mesh of tp and dp, shapes only, and some parameters.
 struct Bench {
     tape: Tape,
     declared: Arc<Declarations>,

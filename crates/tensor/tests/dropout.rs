@@ -1,4 +1,4 @@
-//! Dropout goes by global position: no mesh and no cut into micro-batches changes what is dropped.
+//! Dropout is by global position: the dropped elements do not depend on the mesh or the micro-batches.
 
 mod common;
 
@@ -38,7 +38,7 @@ fn a_rank_drops_of_its_slice_what_one_rank_drops_of_the_whole() {
             let mut local = SHAPE;
             local[dim] /= rank.mesh().degree(Axis::Tp);
             let slice = mask(&ones(&tape, &local, on_tp(Ty::Shard(dim))));
-            // The reference: the whole mask, cut by split.
+            // The reference is the whole mask, cut by split.
             let dropped = ones(&tape, &SHAPE, on_tp(Ty::Invariant)).dropout(0.5, "mlp").unwrap();
             assert_eq!(to_f64(dropped.tensor()), whole(), "the same on every rank where the value is the same");
             assert_eq!(slice, to_f64(dropped.split(Axis::Tp, dim).unwrap().tensor()), "{mesh}, dim {dim}");

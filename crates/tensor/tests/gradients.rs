@@ -31,8 +31,9 @@ fn sums() {
     });
 }
 
-/// A norm adds its share in its own pass where nobody else holds what the other use has left, as behind a product; else the tape
-/// adds it up, as behind a sum, whose two gradients are one. The bits are those of a sum of both shares.
+/// A norm adds its share in its own pass if nothing else holds the gradient of the other use, as after a product.
+/// Otherwise the tape adds it, as after a sum, whose two gradients are one tensor. The bits are those of a sum of both
+/// shares.
 #[test]
 fn a_norm_adds_its_share_to_what_other_uses_have_left() {
     type Norm = fn(&Var, &[Var]) -> Result<Var>;
@@ -86,7 +87,7 @@ fn linear_with_what_follows_it() {
     check("linear_bias_gelu over two dims", &inputs, |_, v| v[0].linear_bias_gelu(&v[1], &v[2], 2));
 }
 
-/// Both products, one of them, and with what else x is used for.
+/// Both products, one of them, and with other uses of x.
 #[test]
 fn linear_pairs() {
     let inputs: [(_, &[usize]); 4] = [("x", &[2, 3, 5]), ("w", &[4, 5]), ("v", &[2, 2, 5]), ("b", &[2, 2])];
@@ -118,7 +119,7 @@ fn some(tape: &Tape, shape: &[usize]) -> Tensor {
     Tensor::from_slice(tape.device(), &values, shape).unwrap()
 }
 
-/// Forward and every gradient, in f32, of a shape that threads share and of one that none does.
+/// Forward and every gradient, in f32, of a shape that is shared by threads and of one that is not.
 #[test]
 fn one_pass_has_the_bits_of_the_operations_apart() {
     type Program = fn(&[Var]) -> Result<Var>;
@@ -197,7 +198,7 @@ fn grouped_attention() {
     }
 }
 
-/// Scores depend on how far positions are apart: a whole sequence moved on gives what its tokens gave before.
+/// Scores depend on the distance of positions: shifting a whole sequence does not change its results.
 #[test]
 fn rotary_positions_are_relative() {
     let (seq, moved) = (6, 3);

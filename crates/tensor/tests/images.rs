@@ -1,5 +1,5 @@
-//! Operations on images against their equations, written out in f64; and what is promised of their bits, of their weight gradients,
-//! and of their types.
+//! Operations on images against their equations, written out in f64; and the guarantees about their bits, weight
+//! gradients and types.
 
 mod common;
 
@@ -104,8 +104,8 @@ fn norms_over_channels_are_their_equations() {
     }
 }
 
-/// Of every sample alone: the bits of a convolution, a pool and a group norm, forward and input gradient, are those that it has
-/// in a batch. Large enough for threads to share.
+/// Every sample alone has the same bits as in a batch: in a convolution, a pool and a group norm, forward and input
+/// gradient. The batch is large enough for several threads.
 #[test]
 fn bits_do_not_depend_on_the_other_samples() {
     let (samples, image) = (24, [12, 12, 16]);
@@ -274,7 +274,7 @@ fn images_are_cut_along_samples_alone_and_weights_not_at_all() {
     assert_eq!(y.types(), on_tp(Ty::Shard(0)));
 }
 
-/// Batch norm knows the samples of its own rank alone; group norm gives what it gives on one rank.
+/// Batch norm uses only the samples of its own rank; group norm has the results of one rank.
 #[test]
 fn batch_norm_over_dp_takes_each_rank_by_itself() {
     let shape = [2, 3, 3, 4];

@@ -1,4 +1,4 @@
-//! Values that products alone read are stored as products take them: half the memory in bf16, and no bit changes.
+//! Values that only products read are stored as matmul operands: half the memory in bf16, and no bit changes.
 
 mod common;
 
@@ -21,7 +21,7 @@ type Program = fn([&Var; 6], enter: Enter) -> Result<Var>;
 /// From the region between blocks into one.
 type Enter = fn(&Var) -> Result<Var>;
 
-/// A block of a transformer with stored factors.
+/// A block of a transformer with stored operands.
 fn factors([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Var> {
     let normed = x.layer_norm_operand(gamma, beta, 1e-5)?;
     enter(&normed)?.linear_bias_gelu(up, bias, 1)?.linear(down, 1)
@@ -33,7 +33,7 @@ fn apart([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Va
     enter(&normed)?.linear(up, 1)?.bias(bias)?.gelu()?.linear(down, 1)
 }
 
-/// A block of pairs, with stored factors.
+/// A block with pairs, with stored operands.
 fn gated_factors([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
     let normed = x.rms_norm_operand(gamma, 1e-5)?;
     enter(&normed)?.linear_swiglu(up, 1)?.linear(down, 1)
@@ -118,7 +118,7 @@ fn what_is_no_product_refuses_a_stored_factor() {
     let factor = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
     let error = factor.gelu().unwrap_err().to_string();
     assert_eq!(error, "gelu: dtype bf16 on device cpu is not supported: use f32 or f64");
-    // Nor does a device that rounds nothing take what another one stored.
+    // A device that does not round refuses operands that another one stored.
     let exact = tape_with(&alone(), Cpu::device(), Rc::new(Keep));
     let stored = exact.input(Tensor::zeros(exact.device(), DType::Bf16, [2, 5]).unwrap(), on_tp(Ty::Invariant));
     let error = stored.linear(&f32_input(&exact, "w", &[3, 5], Ty::Invariant), 1).unwrap_err().to_string();

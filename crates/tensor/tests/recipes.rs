@@ -1,4 +1,4 @@
-//! Values that the policy [`Selective`] makes again in backward: no bit changes, and meanwhile their memory is free.
+//! Values that the policy [`Selective`] recomputes in backward: no bit changes, and their memory is free until then.
 
 mod common;
 
@@ -81,7 +81,7 @@ fn pairs(x: &Var) -> Var {
     f32_input(x.tape(), "pairs", &[WIDTH, 2, WIDTH], Ty::Invariant)
 }
 
-/// Makes something and multiplies it with a weight `[n, WIDTH]`: (bytes alive before backward, result and gradients).
+/// Makes a value and multiplies it with a weight `[n, WIDTH]`: (bytes alive before backward, result and gradients).
 fn product(rank: &Arc<Rank>, policy: Rc<dyn SavedPolicy>, made: Made) -> (u64, Vec<Vec<f64>>) {
     let tape = tape_with(rank, Cpu::device(), policy);
     let vector = |name| f32_input(&tape, name, &[WIDTH], Ty::Invariant);

@@ -52,7 +52,7 @@ impl Op for Bias {
     }
 }
 
-/// The gradient of a bias, which is input `i`, where it is wanted: the sum of the rows of `grad`.
+/// The gradient of a bias, which is input `i`, if it is needed: the sum of the rows of `grad`.
 pub(super) fn bias_grad(
     cx: &mut Backward<'_>,
     i: usize,

@@ -1,13 +1,13 @@
 //! Batch norm and group norm of images `[samples, height, width, channels]`:
 //! `y = (x - mean) / √(variance + eps) · gamma + beta`, with gamma and beta per channel.
 //!
-//! *Group norm* takes mean and variance over each sample's pixels and a group of channels: no sample sees another, so no
-//! mesh and no cut into micro-batches changes a number.
+//! *Group norm* takes mean and variance over each sample's pixels and a group of channels: samples are independent, so
+//! the numbers do not depend on the mesh or the micro-batches.
 //!
-//! *Batch norm* takes them per channel over the samples and pixels of this tape: of one micro-batch, on one rank (GPipe,
-//! section 2: "the sufficient statistics of inputs during training are computed over each micro-batch"). Unlike everything else
-//! here it therefore depends on the number of micro-batches and on dp, and canonical numerics refuse it. It gives its
-//! [`Moments`] along, for the moving averages that stand in for them in evaluation.
+//! *Batch norm* takes them per channel over the samples and pixels of this tape, that is, of one micro-batch on one
+//! rank (GPipe, section 2: "the sufficient statistics of inputs during training are computed over each micro-batch").
+//! Unlike everything else here it therefore depends on the number of micro-batches and on dp, and canonical numerics
+//! refuse it. It also returns its [`Moments`], for the moving averages that replace them in evaluation.
 
 use super::images::whole_images;
 use crate::error::{Error, Result};
@@ -34,13 +34,14 @@ struct ChannelNorm {
     moments: [Buffer; 2],
     statistics: Statistics,
     eps: f64,
-    /// Of the samples, where each has a block.
+    /// The tokens of the samples, if each sample has a block.
     tokens: Option<Tokens>,
     affine_shape: Shape,
 }
 
 impl Var {
-    /// Batch norm of `[n, h, w, c]` over the samples and pixels of this tape, on this rank; and the statistics that it used.
+    /// Batch norm of `[n, h, w, c]` over the samples and pixels of this tape, on this rank. Also returns the statistics
+    /// that it used.
     pub fn batch_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<(Var, Moments)> {
         if self.tape().reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
@@ -78,8 +79,8 @@ impl Var {
         self.tape().apply(op, &[self, gamma, beta])
     }
 
-    /// Group norm of `[n, h, w, c]` in so many groups of channels, which must divide c. One group is layer norm over a sample, c of
-    /// them are instance norm.
+    /// Group norm of `[n, h, w, c]` in `groups` groups of channels, which must divide c. One group is layer norm over a
+    /// sample, c groups are instance norm.
     pub fn group_norm(&self, groups: usize, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
         let all = batches("group_norm", self.shape())?;
         if groups == 0 || !all.channels.is_multiple_of(groups) {

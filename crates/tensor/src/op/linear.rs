@@ -1,5 +1,5 @@
-//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
-//! `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits that the operations one after the other would give.
+//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one
+//! pass `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits of the separate operations.
 
 use super::bias::bias_grad;
 use super::swiglu;
@@ -15,11 +15,11 @@ use std::rc::Rc;
 
 #[derive(Debug)]
 struct Linear {
-    /// How many trailing dims are summed over.
+    /// Number of trailing dims that are summed over.
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
-    /// How the sums of the product go, and those of the input's gradient.
+    /// How the sums of the product, and those of the input's gradient, are cut.
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
@@ -31,21 +31,22 @@ struct Linear {
 #[derive(Debug)]
 enum Joined {
     Alone,
-    /// With the one behind it, whose part in the gradient waits here.
+    /// With the product after it, whose part of the gradient waits here.
     WithNext(Waiting),
     WithPrevious(Waiting),
 }
 
-/// The gradient of a product and its weight, where the gradient of the input is computed.
+/// The gradient of a product and its weight, until the gradient of the input is computed.
 type Waiting = Rc<RefCell<Option<(Tensor, Tensor, Terms)>>>;
 
-/// What is done to the product, with a bias of that shape.
+/// The operation on the product, with the shape of the bias.
 #[derive(Debug)]
 enum Then {
     Nothing,
     Bias(Shape),
     BiasGelu(Shape),
-    /// SwiGLU, of a product whose last dim are pairs. In backward, whether the saved product has been turned into its gradient.
+    /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its
+    /// gradient.
     Swiglu(Cell<bool>),
 }
 
@@ -70,14 +71,16 @@ impl Linear {
         (m, self.weight_shape.rows_columns(self.contract).0, k)
     }
 
-    /// The gradient of the input from that of the product, and, where two products share it, of the other product.
+    /// The gradient of the input from that of the product and, if two products share the input, from that of the other
+    /// product.
     fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor, samples: usize) -> Result<Option<Tensor>> {
         let (m, n, k) = self.mnk();
         let w = cx.saved(1)?;
         let mut other = None;
         match &self.joined {
             Joined::Alone => {}
-            // The one before it on the tape comes after it in backward, and adds this part, if anything flows there.
+            // The product before it on the tape comes after it in backward, and adds this part if a gradient flows to
+            // it.
             Joined::WithPrevious(waiting) => {
                 if cx.needs(0) && cx.flows_before() {
                     waiting.replace(Some((grad.clone(), w, self.terms[1])));
@@ -98,7 +101,7 @@ impl Linear {
         })
     }
 
-    /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
+    /// From the gradient of the result: (that of the product, that of the bias if it is needed).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         match &self.then {
             Then::Nothing => Ok((grad, None)),
@@ -120,7 +123,7 @@ impl Linear {
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
             }
             Then::Swiglu(turned) if turned.get() => Ok((cx.saved(2)?, None)),
-            // Over the product, which is twice as large as the gradient that comes in.
+            // Overwrites the product, which is twice as large as the incoming gradient.
             Then::Swiglu(turned) => {
                 let product = cx.take_saved(2)?;
                 let grad = swiglu::gradient(&grad, product)?;
@@ -145,9 +148,9 @@ impl Var {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
     }
 
-    /// Two products of the same x, each with a bias if it has one: what [`linear`](Self::linear) and
-    /// [`linear_bias`](Self::linear_bias) give. The gradient of x is computed for both at once, as that of one product whose
-    /// features are those of both: in canonical numerics with blocks that have a slice of either.
+    /// Two products of the same x, each with an optional bias: the results of [`linear`](Self::linear) and
+    /// [`linear_bias`](Self::linear_bias). The gradient of x is computed for both at once, as if they were one product
+    /// with the features of both. In canonical numerics each block has a slice of either.
     pub fn linear_pair(&self, weights: [(&Var, Option<&Var>); 2], contract: usize) -> Result<[Var; 2]> {
         let waiting = Waiting::default();
         let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
@@ -168,8 +171,9 @@ impl Var {
         self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
     }
 
-    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pairs (gate, up) of a feature lie side by side.
-    /// As a [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
+    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pair (gate, up) of a feature is
+    /// contiguous. The result is a [matmul operand](crate::Device::operand_dtype): nothing but matrix products and
+    /// collectives can read it.
     pub fn linear_swiglu(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Swiglu(Cell::new(false))), &[self, weight])
     }
@@ -272,7 +276,7 @@ impl Op for Linear {
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
         let samples = self.input_shape.first().copied().unwrap_or(1);
-        // First, so that an x made again is gone when the memory of dx is asked for.
+        // The weight gradient comes first, so that a recomputed x is freed before the memory of dx is allocated.
         let mut dw = None;
         if cx.needs(1) {
             let (x, rows) = (cx.saved(0)?, m / samples.max(1));

@@ -17,13 +17,14 @@ struct LayerNorm {
 }
 
 impl Var {
-    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`, which may be `None`: zero.
+    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`. `beta` may be
+    /// `None`, which means zero.
     pub fn layer_norm<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
         self.layer_norm_as(gamma, beta.into(), eps, self.tensor().dtype())
     }
 
-    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that nothing but matrix products and collectives read:
-    /// anything else refuses its type.
+    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that only matrix products and
+    /// collectives read; other operations refuse its type.
     pub fn layer_norm_operand<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
         self.layer_norm_as(gamma, beta.into(), eps, self.tape().device().operand_dtype(self.tensor().dtype()))
     }
@@ -37,7 +38,7 @@ impl Var {
     }
 }
 
-/// `beta`, or as many zeros as there are in `gamma`.
+/// `beta`, or zeros in the shape of `gamma`.
 fn shift(gamma: &Tensor, beta: Option<Tensor>) -> Result<Tensor> {
     beta.map_or_else(|| Tensor::zeros(gamma.device(), gamma.dtype(), gamma.shape()), Ok)
 }

@@ -1,4 +1,4 @@
-//! Walking a tape in reverse.
+//! The backward pass of a tape.
 
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
 use super::op::{Backward, Op};
@@ -12,17 +12,17 @@ use crate::tensor::Tensor;
 use meshwork_core::{SpmdError, Ty, Types};
 use std::rc::Rc;
 
-/// One remembered operation, or an input.
+/// One recorded operation, or an input.
 #[derive(Debug)]
 pub(super) struct Node {
     /// `None` for an input.
     op: Option<Box<dyn Op>>,
-    /// Operations applied before it.
+    /// Number of operations applied before it.
     number: usize,
     sources: Vec<Source>,
     /// Shared with the recipe of the result.
     saved: Rc<[Saved]>,
-    /// Of the value that it made.
+    /// Shape of the value that it made.
     shape: Shape,
     types: Types,
 }
@@ -52,8 +52,8 @@ impl Tape {
     /// Runs backward from the losses of samples (f64), whose gradients are `scale` on every rank: 1 / N for the mean over N
     /// tokens.
     ///
-    /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`. `Replicate`
-    /// losses are refused: each rank would add its own copy of the same gradient.
+    /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`.
+    /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
     pub fn backward_from_loss(&self, loss: &Var, scale: f64, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
         self.backward(loss, self.loss_seed(loss, scale)?, weights, sink)
     }
@@ -74,8 +74,9 @@ impl Tape {
         Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())
     }
 
-    /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are let go as they are used. Gradients of
-    /// parameters go to `sink`; those of inputs wait in [`take_grad`](Self::take_grad).
+    /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are
+    /// freed as they are used. Gradients of parameters go to `sink`; [`take_grad`](Self::take_grad) returns those of
+    /// inputs.
     pub fn backward(&self, output: &Var, seed: Tensor, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
         if !output.source().takes_gradient() {
             return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
@@ -83,8 +84,8 @@ impl Tape {
         self.backward_from(vec![(output, seed)], weights, sink)
     }
 
-    /// Runs backward from several values at once: an output and auxiliary losses. Roots that depend on nothing that needs a
-    /// gradient are passed over; with none left, there is nothing to do.
+    /// Runs backward from several values at once: an output and auxiliary losses. Roots that do not depend on anything
+    /// that needs a gradient are skipped; without roots this does nothing.
     pub fn backward_from(&self, roots: Vec<(&Var, Tensor)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
         let inner = &*self.inner;
         if inner.ran_backward.replace(true) {
@@ -113,7 +114,7 @@ impl Tape {
         for at in (0..nodes.len()).rev() {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
-                // Nothing flows here: its parameters will get no share from it.
+                // No gradient flows here, so its parameters get no share from it.
                 nodes[at].saved = Rc::default();
                 uses.mark_done(&nodes[at].sources, sink)?;
                 continue;
@@ -159,8 +160,8 @@ impl Tape {
                                 valid: "a copy or all_gather for each of them",
                             });
                         }
-                        // Asked for a sum that somebody else holds (deferred gradients of weights do): the operation gave its
-                        // share alone, and an observer is to see the same values all the same.
+                        // The operation asked for a sum that something else holds (as deferred gradients of weights
+                        // do), so it returned only its share. An observer should still see the same values.
                         let input_grad = match grads[from].take_if(|_| summed.contains(&slot)) {
                             Some(sum) => sum.accumulate(&input_grad)?,
                             None => input_grad,
@@ -185,7 +186,8 @@ impl Tape {
         Ok(())
     }
 
-    /// Shows an observer the gradient that node `at` gave of its input `slot`, which node `from` made, and gives what goes on.
+    /// Shows an observer the gradient that node `at` returned for its input `slot`, which node `from` made. Returns the
+    /// gradient to use.
     fn show_gradient(
         &self,
         observer: &dyn Observer,
@@ -209,7 +211,7 @@ impl Tape {
         replaced(&seen, observer.see(&seen)?)
     }
 
-    /// Computes the parameter gradients that a [`Weights::Deferred`] backward left, in the same order.
+    /// Computes the parameter gradients that a [`Weights::Deferred`] backward deferred, in the same order.
     pub fn weight_gradients(&self, sink: &mut dyn GradSink) -> Result<()> {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();
@@ -243,7 +245,7 @@ impl Tape {
         Ok(())
     }
 
-    /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
+    /// The share of all samples on this tape. An operation that returns a gradient does not tell its samples apart.
     fn whole(&self, id: ParamId, op: &str) -> Result<GradShard> {
         let name = || &self.inner.params.declarations().spec(id).name;
         match self.reduction_blocks() {
