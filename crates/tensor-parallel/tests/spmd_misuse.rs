@@ -144,16 +144,16 @@ fn a_bias_in_one_pass_with_a_product_that_is_not_its_own() {
     );
     accepted(|b| b.x(S(2)).linear(&b.param("row"), 1)?.all_reduce(TP)?.bias(&b.param("bias")));
     refused(
-        |b| b.x(R).linear_bias_gelu(&b.param("column"), &b.param("bias"), 1),
+        |b| b.x(R).linear_gelu(&b.param("column"), &b.param("bias"), 1),
         "linear_bias_gelu: on axis tp, x · weightᵀ is Shard(2) and bias is Replicate: they do not hold the same elements; \
          bring both to the same type first",
     );
     refused(
-        |b| b.x(I).linear_bias_gelu(&b.param("column"), &b.param("cut_gamma"), 1),
+        |b| b.x(I).linear_gelu(&b.param("column"), &b.param("cut_gamma"), 1),
         "linear_bias_gelu: on axis tp, x is Invariant and weight is Shard(0): each rank's gradient of x would hold only \
          its own shard's share; copy(I→R) x before this column-parallel product",
     );
-    accepted(|b| b.x(I).copy(TP)?.linear_bias_gelu(&b.param("column"), &b.param("cut_gamma"), 1));
+    accepted(|b| b.x(I).copy(TP)?.linear_gelu(&b.param("column"), &b.param("cut_gamma"), 1));
 }
 
 #[test]
