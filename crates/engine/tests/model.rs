@@ -162,7 +162,7 @@ fn every_mesh_gives_the_bits_of_one_rank() {
         for (found, wanted) in penalties(&found).iter().zip(penalties(&reports)) {
             assert!((found / wanted - 1.0).abs() < 1e-15, "{mesh} {schedule}: {found} against {wanted}");
         }
-        assert_eq!(weights, state, "{mesh} {schedule}");
+        assert!(weights == state, "{mesh} {schedule}: weights, states and buffers");
     }
 }
 
