@@ -39,8 +39,8 @@ impl ConvNorm {
         let conv = Conv2d::new(params, &format!("{name}.conv"), channels, features, kernel, stride, false)?;
         let name = format!("{name}.norm");
         let norm = match norm {
-            Norm::Batch => NormLayer::Batch(BatchNorm2d::new(params, &name, features)?),
-            Norm::Group(groups) => NormLayer::Group(GroupNorm::new(params, &name, features, groups)?),
+            Norm::Batch => NormLayer::Batch(BatchNorm2d::new(params, &name, features, true)?),
+            Norm::Group(groups) => NormLayer::Group(GroupNorm::new(params, &name, features, groups, true)?),
         };
         Ok(Self { conv, norm })
     }

@@ -25,8 +25,8 @@
 //!
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
-use crate::language::{self, TARGETS, TOKENS};
-use meshwork_core::{Axis, Mesh};
+use crate::language::{self, HiddenModule, LanguageStage};
+use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
@@ -111,15 +111,6 @@ pub struct Llama {
     region: Region,
 }
 
-/// One stage: some of the blocks, with the embedding in front on the first stage and the head behind on the last.
-#[derive(Clone, Debug)]
-struct LlamaStage {
-    region: Region,
-    embedding: Option<VocabParallelEmbedding>,
-    blocks: Vec<Block>,
-    head: Option<(RmsNorm, VocabParallelEmbedding)>,
-}
-
 #[derive(Clone, Debug)]
 struct Block {
     attn_norm: RmsNorm,
@@ -157,22 +148,21 @@ impl Model for Llama {
     /// Tied: both ends declare `embed_tokens.weight`, one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
-        let normal = Init::Normal { std: STD };
-        let embedding = match part.first {
-            true => Some(VocabParallelEmbedding::new(params, "embed_tokens", vocab_size, hidden_size, normal)?),
-            false => None,
+        let table = |params: &mut Declarations, name| {
+            VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, Init::Normal { std: STD })
         };
-        let blocks = part.layers.clone().map(|layer| Block::new(params, mesh, &self.config, layer));
-        let blocks = blocks.collect::<Result<_>>()?;
-        let head = match part.last {
-            true => {
-                let name = if tie_embeddings { "embed_tokens" } else { "lm_head" };
+        let stage = LanguageStage::declare(
+            params,
+            part,
+            self.region,
+            |params| table(params, "embed_tokens"),
+            |params, layer| Block::new(params, mesh, &self.config, layer),
+            |params| {
                 let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
-                Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
-            }
-            false => None,
-        };
-        Ok(Box::new(LlamaStage { region: self.region, embedding, blocks, head }))
+                Ok((norm, table(params, if tie_embeddings { "embed_tokens" } else { "lm_head" })?))
+            },
+        )?;
+        Ok(Box::new(stage))
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
@@ -202,39 +192,11 @@ impl Block {
             mlp: ParallelSwiGlu::new(params, mesh, &name("mlp"), hidden, ffn, false, init)?,
         })
     }
+}
 
+impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), 0.0)?;
         self.mlp.forward(tape, &self.mlp_norm.operand(tape, &x)?, region, Some(&x), 0.0)
-    }
-}
-
-impl Stage for LlamaStage {
-    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let mut x = match (&self.embedding, input) {
-            (Some(tokens), _) => tokens.embed(tape, &batch.var(tape, TOKENS)?, self.region)?,
-            (None, Some(input)) => input.clone(),
-            (None, None) => return Err(language::no_input("llama")),
-        };
-        for block in &self.blocks {
-            x = block.forward(tape, &x, self.region)?;
-        }
-        match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.operand(tape, &x)?, self.region),
-            None => Ok(x),
-        }
-    }
-
-    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
-        let targets = batch.var(tape, TARGETS)?;
-        match &self.head {
-            Some((_, head)) => head.loss(logits, &targets),
-            None => logits.cross_entropy(&targets),
-        }
-    }
-
-    /// The whole logits `[samples, seq, vocab]`; padding, if any, at the end.
-    fn predict(&self, logits: &Var) -> Result<Var> {
-        logits.all_gather(Axis::Tp, 2)
     }
 }

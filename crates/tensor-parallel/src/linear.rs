@@ -54,12 +54,10 @@ impl ColumnLinear {
         x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
     }
 
-    /// `gelu(x · Wᵀ + b)`, in one pass with the bias.
+    /// `gelu(x · Wᵀ + b)`, in one pass.
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        match self.bias {
-            Some(bias) => x.linear_bias_gelu(&tape.param(self.weight)?, &tape.param(bias)?, 1),
-            None => self.forward(tape, x)?.gelu(),
-        }
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.linear_gelu(&tape.param(self.weight)?, bias.as_ref(), 1)
     }
 
     /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: in one pass without the bias.

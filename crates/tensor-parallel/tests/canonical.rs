@@ -10,7 +10,7 @@ use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Tape, Tensor};
-use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region};
+use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region};
 use std::sync::Arc;
 
 const HIDDEN: usize = 24;
@@ -58,6 +58,19 @@ fn grouped_attention_has_the_bits_of_one_rank() {
             program.over_tp(degree, &inputs(region))
         });
     }
+}
+
+#[test]
+fn mlp_without_biases_has_the_bits_of_one_rank() {
+    assert_bits("mlp", |degree, region| {
+        let mut program = Program::new(
+            real,
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, 40, false, init()),
+            |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+        );
+        program.blocks = Some(BLOCKS);
+        program.over_tp(degree, &inputs(region))
+    });
 }
 
 #[test]

@@ -59,8 +59,9 @@ fn cases() -> Vec<Case> {
             v[0].linear_bias(&v[1], &v[2], 1)
         }),
         case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
-            v[0].linear_bias_gelu(&v[1], &v[2], 1)
+            v[0].linear_gelu(&v[1], &v[2], 1)
         }),
+        case("linear_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].linear_gelu(&v[1], None, 1)),
         case("linear_pair", &[(x, R), (&[7, 6], R), (&[2, 7, 6], R)], |_, v| {
             let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
             y.add(
@@ -74,6 +75,7 @@ fn cases() -> Vec<Case> {
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
         case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("layer_norm without beta", &[(x, I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], None, 1e-5)),
         case("rms_norm", &[(x, I), (&[6], I)], |_, v| v[0].rms_norm(&v[1], 1e-5)),
         case("rms_norm_operand", &[(x, I), (&[6], I), (&[2, 6], S(0))], |_, v| {
             v[0].rms_norm_operand(&v[1], 1e-5)?.copy(Axis::Tp)?.linear(&v[2], 1)
@@ -96,6 +98,14 @@ fn cases() -> Vec<Case> {
             Ok(v[0].batch_norm(&v[1], &v[2], 1e-5)?.0)
         }),
         case("group_norm", &[(&[3, 9, 8, 4], I), (&[4], I), (&[4], I)], |_, v| v[0].group_norm(2, &v[1], &v[2], 1e-5)),
+        case("batch_norm without beta", &[(&[3, 9, 8, 4], S(0)), (&[4], R)], |_, v| {
+            Ok(v[0].batch_norm(&v[1], None, 1e-5)?.0)
+        }),
+        case("group_norm without beta", &[(&[3, 9, 8, 4], I), (&[4], I)], |_, v| v[0].group_norm(2, &v[1], None, 1e-5)),
+        // Recipes that make the missing vectors again.
+        case("products of what has no bias", &[(&[3, 5, 4, 2], I), (&[2], I), (&[6, 2], I), (&[3, 6], I)], |_, v| {
+            v[0].group_norm(1, &v[1], None, 1e-5)?.relu()?.linear_gelu(&v[2], None, 1)?.linear(&v[3], 1)
+        }),
         // A recipe upon a recipe.
         case("conv2d of a rectified norm", &[(&[3, 5, 4, 2], I), (&[2], I), (&[2], I), (&[6, 3, 3, 2], I)], |_, v| {
             v[0].group_norm(1, &v[1], &v[2], 1e-5)?.relu()?.conv2d(&v[3], None, 1, 1)

@@ -70,7 +70,7 @@ impl Model {
         let words = ids(tape, &[1, 5, 1, 0], &[1, 4], Types::NONE);
         let x = words.embedding(&param("table")?)?.add(input)?.dropout(0.25, "embedding")?;
         let normed = x.layer_norm(&param("gamma")?, &param("beta")?, 1e-5)?;
-        let inner = normed.linear_bias_gelu(&param("up")?, &param("up_bias")?, 1)?.gelu()?;
+        let inner = normed.linear_gelu(&param("up")?, &param("up_bias")?, 1)?.gelu()?;
         let x = inner.linear(&param("down")?, 1)?.bias_residual(&param("down_bias")?, &x)?;
         x.linear(&param("nowhere")?, 1)?;
         let targets = ids(tape, &[5, 1, -1, 2], &[1, 4], Types::NONE);

@@ -1,7 +1,7 @@
-//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one
-//! pass `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits of the separate operations.
+//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
+//! `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
 
-use super::bias::bias_grad;
+use super::bias::{bias_grad, or_zeros};
 use super::swiglu;
 use crate::error::Result;
 use crate::kernel::Gemm;
@@ -39,12 +39,12 @@ enum Joined {
 /// The gradient of a product and its weight, until the gradient of the input is computed.
 type Waiting = Rc<RefCell<Option<(Tensor, Tensor, Terms)>>>;
 
-/// The operation on the product, with the shape of the bias.
+/// The operation on the product, with the shape of the bias if there is one.
 #[derive(Debug)]
 enum Then {
     Nothing,
     Bias(Shape),
-    BiasGelu(Shape),
+    Gelu(Option<Shape>),
     /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its
     /// gradient.
     Swiglu(Cell<bool>),
@@ -64,6 +64,11 @@ impl Linear {
             then,
             joined: Joined::Alone,
         }
+    }
+
+    /// The dims of the weight that are not summed over.
+    fn out(&self) -> Shape {
+        Shape::new(&self.weight_shape[..self.weight_shape.len() - self.contract])
     }
 
     fn mnk(&self) -> (usize, usize, usize) {
@@ -111,14 +116,16 @@ impl Linear {
             }
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
-            &Then::BiasGelu(shape) => {
-                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
-                let blocks = if cx.needs(2) { cx.row_blocks(2, self.tokens) } else { RowBlocks::WHOLE };
+            &Then::Gelu(bias) => {
+                let (product, device) = (cx.saved(2)?, grad.device().clone());
+                let b = or_zeros(bias.map(|_| cx.saved(3)).transpose()?, &product, self.out())?;
+                let wanted = bias.filter(|_| cx.needs(2));
+                let blocks = wanted.map_or(RowBlocks::WHOLE, |_| cx.row_blocks(2, self.tokens));
                 let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
                 let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer(), blocks)?;
-                let db = match cx.needs(2) {
-                    true => cx.sum_blocks(2, db, shape, self.tokens, blocks)?,
-                    false => None,
+                let db = match wanted {
+                    Some(shape) => cx.sum_blocks(2, db, shape, self.tokens, blocks)?,
+                    None => None,
                 };
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
             }
@@ -166,9 +173,15 @@ impl Var {
     }
 
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
-    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
-    pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
-        self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
+    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it. Without a bias,
+    /// as with one of zeros.
+    pub fn linear_gelu<'a>(&self, weight: &Var, bias: impl Into<Option<&'a Var>>, contract: usize) -> Result<Var> {
+        let bias = bias.into();
+        let op = Linear::new(self, weight, contract, Then::Gelu(bias.map(Var::shape)));
+        match bias {
+            Some(bias) => self.tape().apply(op, &[self, weight, bias]),
+            None => self.tape().apply(op, &[self, weight]),
+        }
     }
 
     /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pair (gate, up) of a feature is
@@ -184,15 +197,16 @@ impl Op for Linear {
         match self.then {
             Then::Nothing => "linear",
             Then::Bias(_) => "linear_bias",
-            Then::BiasGelu(_) => "linear_bias_gelu",
+            Then::Gelu(Some(_)) => "linear_bias_gelu",
+            Then::Gelu(None) => "linear_gelu",
             Then::Swiglu(_) => "linear_swiglu",
         }
     }
 
     fn operands(&self) -> &'static [&'static str] {
         match self.then {
-            Then::Nothing | Then::Swiglu(_) => &["x", "weight"],
-            Then::Bias(_) | Then::BiasGelu(_) => &["x", "weight", "bias"],
+            Then::Nothing | Then::Gelu(None) | Then::Swiglu(_) => &["x", "weight"],
+            Then::Bias(_) | Then::Gelu(Some(_)) => &["x", "weight", "bias"],
         }
     }
 
@@ -204,7 +218,8 @@ impl Op for Linear {
         match self.then {
             Then::Nothing => Ok(product),
             Then::Bias(_) => sum(operands[2]),
-            Then::BiasGelu(_) => {
+            Then::Gelu(None) => rules::pointwise(self.name(), Operand::value("x · weightᵀ", product, ndim)),
+            Then::Gelu(Some(_)) => {
                 rules::pointwise(self.name(), Operand::value("x · weightᵀ + bias", sum(operands[2])?, ndim))
             }
             Then::Swiglu(_) => swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim)),
@@ -222,7 +237,7 @@ impl Op for Linear {
             inputs,
         )?;
         let (lead, out) = (&xs[..xs.len() - self.contract], &ws[..ws.len() - self.contract]);
-        if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
+        if let Then::Bias(bias) | Then::Gelu(Some(bias)) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
         let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
@@ -242,14 +257,18 @@ impl Op for Linear {
                 y
             }
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
-            Then::BiasGelu(_) => {
-                let b = inputs[2];
+            Then::Gelu(bias) => {
+                let out = self.out();
+                let b = or_zeros(bias.map(|_| inputs[2].clone()), w, out)?;
                 let stored = device.operand_dtype(w.dtype());
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
-                cx.save_input(2)?;
+                if bias.is_some() {
+                    cx.save_input(2)?;
+                }
                 cx.recipe(move |saved| {
-                    let (product, b) = (saved[2].restore()?, saved[3].restore()?);
+                    let product = saved[2].restore()?;
+                    let b = or_zeros(saved.get(3).map(|b| b.restore()).transpose()?, &product, out)?;
                     let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer(), stored)?;
                     Tensor::from_buffer(product.device(), y, product.shape())
                 });
@@ -290,8 +309,8 @@ impl Op for Linear {
         }
         let dx = self.input_grad(cx, &grad, samples)?;
         Ok(match self.then {
-            Then::Nothing | Then::Swiglu(_) => vec![dx, dw],
-            Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],
+            Then::Nothing | Then::Gelu(None) | Then::Swiglu(_) => vec![dx, dw],
+            Then::Bias(_) | Then::Gelu(Some(_)) => vec![dx, dw, db],
         })
     }
 }

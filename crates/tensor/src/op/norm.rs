@@ -1,5 +1,6 @@
 //! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
 
+use super::bias::or_zeros;
 use crate::error::Result;
 use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
 use crate::tensor::Tensor;
@@ -38,11 +39,6 @@ impl Var {
     }
 }
 
-/// `beta`, or zeros in the shape of `gamma`.
-fn shift(gamma: &Tensor, beta: Option<Tensor>) -> Result<Tensor> {
-    beta.map_or_else(|| Tensor::zeros(gamma.device(), gamma.dtype(), gamma.shape()), Ok)
-}
-
 impl Op for LayerNorm {
     fn name(&self) -> &'static str {
         "layer_norm"
@@ -58,7 +54,7 @@ impl Op for LayerNorm {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, gamma) = (inputs[0], inputs[1]);
-        let beta = shift(gamma, inputs.get(2).map(|&beta| beta.clone()))?;
+        let beta = or_zeros(inputs.get(2).map(|&beta| beta.clone()), gamma, gamma.shape())?;
         cx.require(
             x.shape().ends_with(&gamma.shape()) && gamma.shape().len() == 1 && beta.shape() == gamma.shape(),
             || "gamma and beta are vectors over the last dim of x".to_owned(),
@@ -78,7 +74,7 @@ impl Op for LayerNorm {
         }
         cx.recipe(move |saved| {
             let (x, gamma) = (saved[0].restore()?, saved[1].restore()?);
-            let beta = shift(&gamma, saved.get(4).map(|beta| beta.restore()).transpose()?)?;
+            let beta = or_zeros(saved.get(4).map(|beta| beta.restore()).transpose()?, &gamma, gamma.shape())?;
             let norm = x.device().norm()?;
             let (y, ..) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
             Tensor::from_buffer(x.device(), y, x.shape())
