@@ -1,7 +1,6 @@
 //! One rank's end of a profile.
 
-use super::Track;
-use crate::config::Config;
+use super::{Ceilings, Profile, Track};
 use meshwork_core::profile::{self, Class, Detail, Recorder, Span};
 use meshwork_core::{Axis, Communicator, Rank};
 use meshwork_pipeline::{ActionKind, Event, Phase};
@@ -21,7 +20,68 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// Decorates what its rank works with, and frames its steps. Without a profile it hands everything on as it is.
+/// What the ranks of a profile share: which steps it has, one clock, and what the machine can do.
+///
+/// ```
+/// use meshwork_core::comm::thread;
+/// use meshwork_core::{Mesh, Rank};
+/// use meshwork_engine::{Plan, TrainError, Trainer};
+/// use meshwork_models::resnet::ResNetConfig;
+/// use meshwork_nn::{BatchSource, Model};
+/// use meshwork_tensor::cpu::Cpu;
+/// use meshwork_train::{data::Images, profile::{Profiler, Rows}};
+/// use std::sync::Arc;
+///
+/// let model: Arc<dyn Model> = Arc::new(ResNetConfig::digits().network());
+/// let images = Images::new([8, 8, 1], vec![0.5; 16 * 64], (0..16).map(|image| image % 10).collect());
+/// let plan = Plan { mesh: "dp=2".parse()?, ..Plan::default() };
+///
+/// let profiler = Profiler::new(3, 2, &*Cpu::device()); // 2 steps of 3
+/// let tracks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
+///     let probe = profiler.probe();
+///     let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
+///     let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), probe.device(Cpu::device()))?;
+///     for step in 0..3 {
+///         let batch = images.batch(step, plan.global_batch_size, trainer.samples())?;
+///         probe.step(step + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
+///     }
+///     Ok::<_, TrainError>(probe.track(&rank))
+/// })?;
+/// let rows = Rows::new(&profiler.profile(tracks.into_iter().flatten()));
+/// assert!(rows.to_string().starts_with("A step takes "));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Profiler {
+    /// Numbers of the steps to record.
+    steps: Range<u64>,
+    origin: Instant,
+    ceilings: Ceilings,
+}
+
+impl Profiler {
+    /// A profile of `count` steps of a run that has `steps`: those after the first, which is slower than all others, or the first if there
+    /// is no other. It measures the machine by a device like that of the ranks, which takes less than half a second and needs a machine
+    /// that does nothing else.
+    pub fn new(steps: u64, count: u64, device: &dyn Device) -> Self {
+        let first = steps.min(2);
+        let ceilings = Ceilings::measure(device);
+        Self { steps: first..first.saturating_add(count), origin: Instant::now(), ceilings }
+    }
+
+    /// The probe of one rank.
+    pub fn probe(&self) -> Probe {
+        Probe { recorder: Some(Recorder::new(self.origin)), steps: self.steps.clone(), action: Cell::new(0) }
+    }
+
+    /// The profile, of the tracks of all ranks by world rank.
+    pub fn profile(self, tracks: impl IntoIterator<Item = Track>) -> Profile {
+        Profile { tracks: tracks.into_iter().collect(), ceilings: self.ceilings }
+    }
+}
+
+/// Decorates what its rank works with, and frames its steps. Without a profile it is [`off`](Self::off), and hands everything on
+/// as it is.
 #[derive(Debug)]
 pub struct Probe {
     recorder: Option<Recorder>,
@@ -32,12 +92,9 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// A probe of a run's first steps but for the very first, which is slower than all others (unless it is the only one):
-    /// `metrics.profile_steps` of them. Probes of one profile have the same origin, none without a profile.
-    pub fn new(config: &Config, origin: Option<Instant>) -> Self {
-        let first = config.training.steps.min(2);
-        let steps = first..first.saturating_add(config.metrics.profile_steps);
-        Self { recorder: origin.map(Recorder::new), steps, action: Cell::new(0) }
+    /// A probe that records nothing.
+    pub fn off() -> Self {
+        Self { recorder: None, steps: 0..0, action: Cell::new(0) }
     }
 
     /// The communicator that the rank is to use.

@@ -2,11 +2,9 @@
 
 use super::probe::NAMES;
 use super::{Profile, Track};
-use crate::config::Config;
-
 use meshwork_core::profile::{Class, Detail};
 use meshwork_core::{Axis, Coords, Mesh};
-use meshwork_engine::TrainError;
+use meshwork_engine::{Plan, TrainError};
 use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline, simulate};
 
 /// The last step that every rank saw, on the ranks with dp and tp rank 0: predicted and measured, in milliseconds. Nothing where
@@ -14,8 +12,7 @@ use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline,
 ///
 /// The prediction takes what each stage's actions took on average. Where a rank waits for a core as well as for its neighbours, as
 /// on a machine with fewer cores than ranks, that waiting is in the times of the actions.
-pub fn schedule_timelines(profile: &Profile, config: &Config) -> Result<Option<[Timeline; 2]>, TrainError> {
-    let plan = config.plan()?;
+pub fn schedule_timelines(profile: &Profile, plan: &Plan) -> Result<Option<[Timeline; 2]>, TrainError> {
     let (mesh, schedule) = (&plan.mesh, plan.build_schedule()?);
     let Some(step) = profile.tracks.iter().map(|track| track.steps().max()).min().flatten() else { return Ok(None) };
     let ranks = (0..schedule.ranks).map(|pp_rank| of_step(&profile.tracks[place(mesh, pp_rank)], step)).collect();
