@@ -232,7 +232,7 @@ fn unknown_words_hear_of_the_nearest() {
         ),
         (
             "--set model.kind=resnet",
-            "model.kind = \"resnet\" (from --set): unknown; use one of gpt2, llama",
+            "model.kind = \"resnet\" (from --set): unknown; the nearest is gpt2; use one of gpt2, llama",
         ),
         // A near miss of a planned word deserves to hear of it.
         (

@@ -7,7 +7,9 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::profile::{Ceilings, Kind, Profile, Profiler, Rows, layers, schedule_timelines, slices, write_trace};
+use meshwork_train::profile::{
+    Ceilings, Kind, Profile, Profiler, Rows, layers, schedule_timelines, slices, write_trace,
+};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;

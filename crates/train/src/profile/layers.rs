@@ -172,7 +172,8 @@ mod tests {
         ] {
             assert_eq!(named(&part, parameters), name);
         }
-        let [first, last] = [(true, false), (false, true)].map(|(first, last)| StageSpec { first, last, ..part.clone() });
+        let [first, last] =
+            [(true, false), (false, true)].map(|(first, last)| StageSpec { first, last, ..part.clone() });
         assert_eq!(named(&first, &["wte.weight", "wpe.weight"]), "input: wte, wpe");
         assert_eq!(named(&first, &[]), "input: Input");
         assert_eq!(named(&last, &[]), "output: no parameters");
