@@ -141,8 +141,11 @@ impl Metrics {
     }
 }
 
-/// Whether what `key` asks for could be written to `path`, which is left as it is.
-pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
+/// Checks that what `key`, a setting or a flag, asks for can be written to `path`, which is left as it is.
+///
+/// # Errors
+/// A folder, a file that must not be written, and one in a folder that does not exist.
+pub fn check(key: &str, path: &Path) -> Result<(), Fault> {
     let fault = |problem: String| Err(Fault::new(key, path.display(), problem, "use a file that can be written"));
     if path.is_dir() {
         return fault("is a folder".to_string());

@@ -125,6 +125,7 @@ fn names(part: &StageSpec, parameters: &[ParamSpec]) -> (String, String) {
     let name = match owners.iter().copied().reduce(common) {
         // The planner does not place what is called so: data is wherever it is needed.
         None if part.first => "Input".to_owned(),
+        None if part.last => "loss".to_owned(),
         None => "no parameters".to_owned(),
         Some("") => owners.join(", "),
         Some(name) => name.to_owned(),
@@ -176,6 +177,6 @@ mod tests {
             [(true, false), (false, true)].map(|(first, last)| StageSpec { first, last, ..part.clone() });
         assert_eq!(named(&first, &["wte.weight", "wpe.weight"]), "input: wte, wpe");
         assert_eq!(named(&first, &[]), "input: Input");
-        assert_eq!(named(&last, &[]), "output: no parameters");
+        assert_eq!(named(&last, &[]), "output: loss");
     }
 }
