@@ -20,37 +20,9 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// What the ranks of a profile share: which steps it has, one clock, and what the machine can do.
-///
-/// ```
-/// use meshwork_core::comm::thread;
-/// use meshwork_core::{Mesh, Rank};
-/// use meshwork_engine::{Plan, TrainError, Trainer};
-/// use meshwork_models::resnet::ResNetConfig;
-/// use meshwork_nn::{BatchSource, Model};
-/// use meshwork_tensor::cpu::Cpu;
-/// use meshwork_train::{data::Images, profile::{Profiler, Rows}};
-/// use std::sync::Arc;
-///
-/// let model: Arc<dyn Model> = Arc::new(ResNetConfig::digits().network());
-/// let images = Images::new([8, 8, 1], vec![0.5; 16 * 64], (0..16).map(|image| image % 10).collect());
-/// let plan = Plan { mesh: "dp=2".parse()?, ..Plan::default() };
-///
-/// let profiler = Profiler::new(3, 2, &*Cpu::device()); // 2 steps of 3
-/// let tracks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
-///     let probe = profiler.probe();
-///     let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
-///     let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), probe.device(Cpu::device()))?;
-///     for step in 0..3 {
-///         let batch = images.batch(step, plan.global_batch_size, trainer.samples())?;
-///         probe.step(step + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
-///     }
-///     Ok::<_, TrainError>(probe.track(&rank))
-/// })?;
-/// let rows = Rows::new(&profiler.profile(tracks.into_iter().flatten()));
-/// assert!(rows.to_string().starts_with("A step takes "));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
+/// What the ranks of a profile share: which steps it has, one clock, and what the machine can do. Each rank puts a
+/// [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are the
+/// [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
 #[derive(Clone, Debug)]
 pub struct Profiler {
     /// Numbers of the steps to record.
