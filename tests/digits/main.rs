@@ -115,14 +115,8 @@ fn a_profile_prints_a_table_and_leaves_two_pictures() {
     assert!(out.contains("mean of steps 2 to 4 on 4 ranks"), "{out}");
     assert!(out.contains("is in trace.json; ") && out.contains("The pipeline is in schedule.svg: idle for "), "{out}");
     let trace: serde_json::Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
-    assert!(
-        trace["traceEvents"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .any(|event| event["name"] == "rank 3 (dp=1,tp=0,pp=1)"
-                || event["args"]["name"] == "rank 3 (dp=1,tp=0,pp=1)")
-    );
+    let named = |event: &serde_json::Value| event["args"]["name"] == "rank 3 (dp=1,tp=0,pp=1)";
+    assert!(trace["traceEvents"].as_array().unwrap().iter().any(named));
     assert!(fs::read_to_string(folder.join("schedule.svg")).unwrap().starts_with("<svg"));
     let plain = succeed("--epochs 1 --dp 2 --pp 2 --micro 2");
     let epoch = |out: &str| numbers(out.lines().nth(1).unwrap()).to_owned();
