@@ -20,6 +20,8 @@ mod guides {
     mod mesh_diff {}
     #[doc = include_str!("../docs/partition.md")]
     mod partition {}
+    #[doc = include_str!("../docs/profile.md")]
+    mod profile {}
 }
 
 /// The items that most programs need.

@@ -2,7 +2,7 @@
 
 use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory, FromArgMatches, Parser};
-use meshwork::core::{Axis, Mesh};
+use meshwork::core::{Axis, Mesh, MeshError};
 use meshwork::engine::{Plan, PlanError, Recompute, ScheduleSpec};
 use meshwork::models::network::Network;
 use meshwork::models::resnet::ResNetConfig;
@@ -10,7 +10,14 @@ use meshwork::models::vgg::VggConfig;
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::pipeline::{Generator, by_name};
 use meshwork::train::config::{self, ConfigError, Fault};
+use meshwork::train::metrics;
 use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// The files of `--profile`: the timeline of every rank, and a picture of the pipeline.
+pub const TRACE: &str = "trace.json";
+pub const SCHEDULE: &str = "schedule.svg";
 
 /// A command line.
 #[derive(Clone, Debug, Parser)]
@@ -47,6 +54,20 @@ pub struct Options {
     /// Seed of initial weights and of the order of images
     #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true)]
     pub seed: u64,
+    /// Norm of the whole gradient above which it is scaled down; 0 = off
+    #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true, value_parser = norm)]
+    pub max_norm: f64,
+    /// Print where the time of three steps went; write their timeline to trace.json and, with several ranks in the pipeline, its picture to
+    /// schedule.svg
+    #[arg(long)]
+    pub profile: bool,
+    /// Time each layer before training, and write the result for the planner: cargo run --example partition -- --profile FILE
+    #[arg(long, value_name = "FILE")]
+    pub layer_profile: Option<PathBuf>,
+    /// Do not train: take two steps on the mesh of --dp and --pp and on this one (dp=2,pp=2) with the same micro-batches, and print how far
+    /// their values are apart, as docs/mesh_diff.md explains
+    #[arg(long, value_name = "MESH", value_parser = mesh)]
+    pub compare: Option<Mesh>,
 }
 
 /// The text that `--help` prints.
@@ -68,6 +89,7 @@ impl Options {
             Ok(options) => {
                 if faults.is_empty() {
                     options.require_fit(&mut faults);
+                    options.require_files(&mut faults);
                 }
                 if faults.is_empty() { Ok(Some(options)) } else { Err(ConfigError { faults }) }
             }
@@ -80,25 +102,47 @@ impl Options {
 
     /// Refuses values that do not fit together, as the run would.
     fn require_fit(&self, faults: &mut Vec<Fault>) {
-        let wrong = self.plan(self.batch).map_err(|error| error.to_string()).and_then(|plan| {
-            let fits = plan.stages(&self.network()).and_then(|_| plan.build_schedule());
-            match fits {
-                Ok(_) => Ok(None),
-                Err(PlanError::Stages { layers, stages }) => Ok(Some((layers, stages))),
-                Err(error) => Err(error.to_string()),
-            }
-        });
-        match wrong {
-            Ok(None) => {}
-            Ok(Some((layers, stages))) => {
+        let plan = match self.plan(self.batch) {
+            Ok(plan) => plan,
+            Err(error) => return faults.push(Fault::new("", "", error.to_string(), "--help lists the flags")),
+        };
+        match self.fits(&plan) {
+            Ok(()) => {}
+            Err(PlanError::Stages { layers, stages }) => {
                 let problem = format!("{} has {layers} layers, too few for {stages} stages", self.model);
                 faults.push(Fault::new("--pp", self.pp, problem, format!("use {} at most", layers * self.pp / stages)));
             }
             Err(error) => {
                 let valid = format!("use other numbers, or another --schedule than {}", self.schedule);
-                faults.push(Fault::new("--micro", self.micros, error, valid));
+                faults.push(Fault::new("--micro", self.micros, error.to_string(), valid));
             }
         }
+        let Some(other) = self.other(&plan) else { return };
+        for (flag, given) in [("--profile", self.profile), ("--layer-profile", self.layer_profile.is_some())] {
+            if given {
+                faults.push(Fault::new(flag, "", "--compare does not train", format!("use {flag} or --compare")));
+            }
+        }
+        let (dp, micros) = (other.mesh.degree(Axis::Dp), self.dp * self.micros);
+        if !micros.is_multiple_of(dp) {
+            let problem = format!("a step has {micros} micro-batches, which dp={dp} cannot share evenly");
+            faults.push(Fault::new("--compare", &other.mesh, problem, format!("use a dp that divides {micros}")));
+        } else if let Err(error) = self.fits(&other) {
+            faults.push(Fault::new("--compare", &other.mesh, error.to_string(), "use another mesh"));
+        }
+    }
+
+    fn fits(&self, plan: &Plan) -> Result<(), PlanError> {
+        plan.stages(&self.network())?;
+        plan.build_schedule().map(drop)
+    }
+
+    /// Refuses files that cannot be written, before any time is spent on what they are for.
+    fn require_files(&self, faults: &mut Vec<Fault>) {
+        let pictures = [(self.profile, TRACE), (self.profile && self.pp > 1, SCHEDULE)];
+        let pictures = pictures.iter().filter(|(written, _)| *written).map(|(_, path)| ("--profile", Path::new(path)));
+        let layers = self.layer_profile.iter().map(|path| ("--layer-profile", path.as_path()));
+        faults.extend(pictures.chain(layers).filter_map(|(flag, path)| metrics::check(flag, path).err()));
     }
 
     /// The network.
@@ -128,10 +172,29 @@ impl Options {
                 decay_steps: steps_of_epoch * self.epochs as u64,
                 min_lr_factor: 0.01,
             },
-            max_norm: 0.0,
+            max_norm: self.max_norm,
             seed: self.seed,
             ..Plan::default()
         })
+    }
+
+    /// The plan to compare with, if any: the same over another mesh, and with the same micro-batches, because batch norm depends on them.
+    pub fn other(&self, plan: &Plan) -> Option<Plan> {
+        let mesh = self.compare.clone()?;
+        let micros = self.dp * self.micros / mesh.degree(Axis::Dp);
+        Some(Plan { mesh, num_microbatches: Some(micros), ..plan.clone() })
+    }
+}
+
+/// How the network is trained, as the first line of the output has it.
+impl fmt::Display for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { schedule, pp, dp, micros, max_norm, .. } = self;
+        write!(f, "{schedule}, pp={pp} dp={dp}, {micros} micro-batches")?;
+        if self.recompute {
+            f.write_str(", activations recomputed")?;
+        }
+        if *max_norm > 0.0 { write!(f, ", gradients clipped to norm {max_norm}") } else { Ok(()) }
     }
 }
 
@@ -147,4 +210,18 @@ const MOST: usize = 4096;
 
 fn count(value: &str) -> Result<usize, String> {
     value.parse().ok().filter(|count| (1..=MOST).contains(count)).ok_or_else(|| format!("expected 1 to {MOST}"))
+}
+
+fn norm(value: &str) -> Result<f64, &'static str> {
+    let number = value.parse().ok().filter(|norm: &f64| norm.is_finite() && *norm >= 0.0);
+    number.ok_or("expected a number of at least 0")
+}
+
+fn mesh(value: &str) -> Result<Mesh, String> {
+    let mesh: Mesh = value.parse().map_err(|error: MeshError| error.to_string())?;
+    match mesh.degree(Axis::Cp) {
+        1 if mesh.world_size() <= MOST => Ok(mesh),
+        1 => Err(format!("expected {MOST} ranks at most")),
+        _ => Err("expected degrees of dp, tp and pp".to_owned()),
+    }
 }

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Parser)]
 #[command(after_help = "Exit code: 2 on bad input, else 0.")]
 pub struct Options {
-    /// Time and memory of each layer, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE
+    /// What each layer takes, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE, digits with --layer-profile FILE
     #[arg(long, value_name = "FILE")]
     profile: PathBuf,
     /// Machines of each level of the topology, innermost first

@@ -9,15 +9,22 @@ use custom_model::Parallel;
 use meshwork::engine::{Numerics, StateKey, StepReport, TrainError, WholeState};
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::prelude::*;
+use meshwork::train::diff::{Place, Side, compare};
+use meshwork::train::profile::layers;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Losses and gradient norms of some steps, and the weights after them.
 type Trained = (Vec<[f64; 2]>, BTreeMap<StateKey, Vec<f32>>);
 
-fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
-    let model: Arc<dyn Model> = Arc::new(Parallel { vocab: 61, layers: 4, hidden: 32, seq: 16 });
+/// A small one, and data for it.
+fn parallel() -> (Arc<dyn Model>, Data) {
     let data = Data::from_tokens((0..4000).map(|at| at * at % 61).collect(), 16);
+    (Arc::new(Parallel { vocab: 61, layers: 4, hidden: 32, seq: 16 }), data)
+}
+
+fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
+    let (model, data) = parallel();
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
@@ -59,4 +66,42 @@ fn canonical_numerics_give_the_bits_of_one_rank() {
     for mesh in ["dp=2,tp=2,pp=2", "tp=4,pp=2", "dp=4", "pp=4"] {
         assert!(trained(mesh, &plan, 3) == wanted, "{mesh}");
     }
+}
+
+/// The tools know no more of a model than the engine does.
+#[test]
+fn its_meshes_are_compared_and_a_fault_is_found() {
+    let (model, data) = parallel();
+    let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, ..Plan::default() };
+    let side =
+        |mesh: &str, plan: &Plan| Side::of(model.clone(), Plan { mesh: mesh.parse().unwrap(), ..plan.clone() }, &data);
+    for mesh in ["dp=2,tp=2,pp=2", "dp=4", "tp=4"] {
+        let fast = compare([&side("dp=1", &Plan::default()), &side(mesh, &Plan::default())], 2).unwrap();
+        assert!(fast.unexplained.is_none() && fast.replicas.is_none() && fast.tensors() > 100, "{mesh}: {fast}");
+        let same = compare([&side("dp=1", &canonical), &side(mesh, &canonical)], 2).unwrap();
+        assert!(same.canonical && same.identical() && same.skipped.is_empty(), "{mesh}: {same}");
+    }
+    // tp rank 1 squares its share of the third block's network once too often.
+    let wrong = side("tp=2,pp=2", &canonical).with_hook(|site, seen| {
+        let here = site.coords.get(Axis::Tp) == 1 && (seen.op, seen.operand) == ("linear", None);
+        if !here || seen.params != ["block.2.down"] {
+            return Ok(None);
+        }
+        let squared: Vec<f32> = seen.tensor.to_vec::<f32>()?.into_iter().map(|x| x * x).collect();
+        Tensor::from_slice(seen.tensor.device(), &squared, seen.tensor.shape()).map(Some)
+    });
+    let report = compare([&side("dp=1", &canonical), &wrong], 1).unwrap();
+    let Some(Place::Op { name, layer, operand, .. }) = report.first.as_ref().map(|first| &first.place) else {
+        panic!("{report}")
+    };
+    assert_eq!((&**name, &**layer, *operand), ("linear", "block.2", None), "{report}");
+}
+
+#[test]
+fn its_layers_are_profiled() {
+    let (model, data) = parallel();
+    let profile = layers(&model, &Plan::default(), &data, Cpu::device()).unwrap();
+    let names: Vec<&str> = profile.layers().iter().map(|layer| &*layer.name).collect();
+    assert_eq!(names, ["tokens, positions", "block.0", "block.1", "block.2", "block.3", "norm, head"]);
+    assert!(profile.layers().iter().all(|layer| layer.forward_ms > 0.0 && layer.backward_ms > 0.0), "{profile}");
 }

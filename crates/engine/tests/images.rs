@@ -20,6 +20,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const STEPS: usize = 3;
+/// A norm that every step is clipped to.
+const CLIPPED: f64 = 0.125;
 
 fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
     Mesh::new([(Axis::Dp, dp), (Axis::Tp, tp), (Axis::Pp, pp)]).unwrap()
@@ -64,16 +66,26 @@ struct Trained {
     scores: Vec<(f64, f64)>,
 }
 
-/// What some steps leave on all stages of the first dp rank; and the most bytes that lived on any rank.
-fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, u64) {
+/// What the steps took.
+#[derive(Default)]
+struct Taken {
+    /// Norm of the whole gradient of each step, before it is clipped.
+    norms: Vec<f64>,
+    /// The most bytes that lived on any rank.
+    peak: u64,
+}
+
+/// What some steps leave on all stages of the first dp rank, and what they took.
+fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, Taken) {
     let model: Arc<dyn Model> = network.clone();
-    let ranks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
+    let mut ranks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
         let rank = Arc::new(Rank::new(&plan.mesh, Arc::clone(world.communicator()))?);
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
-        let (mut scores, mut peak) = (Vec::new(), 0);
+        let (mut scores, mut norms, mut peak) = (Vec::new(), Vec::new(), 0);
         for step in 0..STEPS {
             let report = trainer.step(&images(step, trainer.samples()))?;
             scores.push((report.loss, report.metrics[0].1));
+            norms.push(report.grad_norm);
             peak = report.peak_bytes.into_iter().max().unwrap();
         }
         let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
@@ -82,7 +94,7 @@ fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, u64) {
         let declarations = params.declarations();
         let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
         let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
-        Ok::<_, TrainError>((gradients, trainer.state()?, scores, peak))
+        Ok::<_, TrainError>((gradients, trainer.state()?, scores, Taken { norms, peak }))
     })
     .unwrap_or_else(|error| panic!("{error}"));
     let states: Vec<_> = ranks.iter().map(|rank| rank.1.clone()).collect();
@@ -93,7 +105,8 @@ fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, u64) {
         state: whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect(),
         scores: ranks[0].2.clone(),
     };
-    (trained, ranks[0].3)
+    let [(.., taken), ..] = &mut ranks[..] else { panic!("a mesh without ranks") };
+    (trained, std::mem::take(taken))
 }
 
 /// Batch norm too: the micro-batches are the same, whichever rank runs them, and so are the running averages.
@@ -147,8 +160,8 @@ fn rematerialisation_changes_memory_alone() {
                 let (mesh, schedule) = (mesh(1, 1, pp), generator.into());
                 train(&network, &Plan { recompute, schedule, mesh, num_microbatches: Some(8), ..plan() })
             };
-            let (kept, most) = of(Recompute::Selective, Generator::Gpipe);
-            let (again, least) = of(Recompute::Stage, Generator::Gpipe);
+            let (kept, Taken { peak: most, .. }) = of(Recompute::Selective, Generator::Gpipe);
+            let (again, Taken { peak: least, .. }) = of(Recompute::Stage, Generator::Gpipe);
             assert!(kept.state.keys().any(|key| key.parameter.ends_with("running_mean")));
             assert_eq!(again, kept, "pp={pp}");
             assert!(3 * least < 2 * most, "pp={pp}: {least} bytes against {most}");
@@ -161,21 +174,28 @@ fn rematerialisation_changes_memory_alone() {
 }
 
 /// Two dp ranks with two micro-batches each are one rank with those four: the same statistics, and sums in another order. tp has nothing
-/// to cut here, and changes nothing.
+/// to cut here, and changes nothing. All of it holds for steps that are clipped too.
 #[test]
 fn dp_ranks_share_the_micro_batches_of_one() {
-    for norm in [Norm::Batch, Norm::Group(2)] {
-        let network = resnet(norm);
-        let (whole, _) = train(&network, &plan());
+    for (norm, max_norm) in
+        [(Norm::Batch, 0.0), (Norm::Group(2), 0.0), (Norm::Batch, CLIPPED), (Norm::Group(2), CLIPPED)]
+    {
+        let (network, plan) = (resnet(norm), Plan { max_norm, ..plan() });
+        let (whole, Taken { norms, .. }) = train(&network, &plan);
+        assert!(norms.iter().all(|&norm| norm > 2.0 * CLIPPED), "{norms:?}");
         for (tp, pp) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
-            let (got, _) = train(&network, &Plan { mesh: mesh(2, tp, pp), num_microbatches: Some(2), ..plan() });
+            let halved = Plan { mesh: mesh(2, tp, pp), num_microbatches: Some(2), ..plan.clone() };
+            let (got, taken) = train(&network, &halved);
+            assert_close("norm", &taken.norms, &norms, 0.0);
             assert_near(&got.gradients, &whole.gradients);
-            let named = |trained: &Trained| -> BTreeMap<String, Vec<f32>> {
-                trained.state.iter().map(|(key, values)| (key.to_string(), values.clone())).collect()
-            };
             assert_near(&named(&got), &named(&whole));
-            let (of_one, _) = train(&network, &Plan { mesh: mesh(1, tp, pp), ..plan() });
-            assert_eq!(of_one, whole, "tp={tp}, pp={pp}");
+            let (of_one, _) = train(&network, &Plan { mesh: mesh(1, tp, pp), ..plan.clone() });
+            if max_norm == 0.0 {
+                assert_eq!(of_one, whole, "tp={tp}, pp={pp}");
+            } else {
+                // Stages add up the norm in another order.
+                assert_near(&named(&of_one), &named(&whole));
+            }
         }
     }
 }
@@ -183,14 +203,17 @@ fn dp_ranks_share_the_micro_batches_of_one() {
 /// In canonical numerics a network of group norms has one rank's bits on every mesh; batch norm has none to give.
 #[test]
 fn canonical_numerics_give_the_bits_of_one_rank() {
-    let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, max_norm: 1.0, ..plan() };
+    let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, max_norm: CLIPPED, ..plan() };
     for network in [resnet(Norm::Group(2)), vgg(Norm::Group(2))] {
-        let (whole, _) = train(&network, &canonical);
+        let (whole, Taken { norms, .. }) = train(&network, &canonical);
+        assert!(norms.iter().all(|&norm| norm > 2.0 * CLIPPED), "{norms:?}");
         for (dp, tp, pp, micros) in [(2, 1, 2, 4), (4, 2, 1, 2), (2, 2, 2, 8), (1, 1, 4, 16)] {
             let mesh = mesh(dp, tp, pp);
-            let (got, _) = train(&network, &Plan { mesh, num_microbatches: Some(micros), ..canonical.clone() });
+            let (got, taken) = train(&network, &Plan { mesh, num_microbatches: Some(micros), ..canonical.clone() });
             // A gradient of one rank's samples is no whole gradient before it is reduced, so weights and states are compared.
-            assert_eq!((got.state, got.scores), (whole.state.clone(), whole.scores.clone()), "dp={dp},tp={tp},pp={pp}");
+            let mesh = format!("dp={dp},tp={tp},pp={pp}");
+            assert_eq!((got.state, got.scores), (whole.state.clone(), whole.scores.clone()), "{mesh}");
+            assert_eq!(taken.norms, norms, "{mesh}");
         }
     }
     let rank = Arc::new(Rank::recording(&canonical.mesh, 0).unwrap());
@@ -226,9 +249,14 @@ fn clipping_scales_the_whole_gradient() {
         before.iter().zip(&after).map(|(b, a)| f64::from(b - a).powi(2)).sum::<f64>().sqrt()
     };
     let whole = moved(&sgd);
-    assert!(whole > 0.2, "{whole}");
-    let clipped = moved(&Plan { max_norm: 0.125, ..sgd });
-    assert!((clipped - 0.125).abs() < 1e-4, "{clipped}");
+    assert!(whole > 2.0 * CLIPPED, "{whole}");
+    let clipped = moved(&Plan { max_norm: CLIPPED, ..sgd });
+    assert!((clipped - CLIPPED).abs() < 1e-4, "{clipped}");
+}
+
+/// Weights and states by the names of both.
+fn named(trained: &Trained) -> BTreeMap<String, Vec<f32>> {
+    trained.state.iter().map(|(key, values)| (key.to_string(), values.clone())).collect()
 }
 
 #[track_caller]

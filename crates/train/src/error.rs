@@ -4,6 +4,7 @@ use crate::metrics::MetricsError;
 use crate::profile::TraceError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
+use meshwork_pipeline::partition::ProfileError;
 
 /// The error of a run on one rank.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +13,9 @@ pub enum RunError {
     /// Training.
     #[error(transparent)]
     Train(#[from] TrainError),
+    /// A layer profile that its format cannot hold.
+    #[error("the layers cannot be written as a profile: {0}")]
+    Layers(#[from] ProfileError),
     /// A picture of a profile could not be written.
     #[error(transparent)]
     Trace(#[from] TraceError),

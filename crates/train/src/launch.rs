@@ -5,7 +5,7 @@ use crate::data::Data;
 use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
-use crate::profile::{Ceilings, Probe, Profile, Track, layers, write_layers};
+use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::Progress;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
@@ -41,22 +41,22 @@ pub fn train(
 ) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
-    // Measured before any rank runs that could disturb it.
-    let layers = match &config.metrics.layer_profile {
-        Some(path) => Some((Path::new(path), layers(config, data)?)),
-        None => None,
-    };
-    let ceilings = config.metrics.profile.then(|| Ceilings::measure(&*config.device.open(config.training.dtype)));
-    let origin = ceilings.is_some().then(Instant::now);
+    let device = || config.device.open(config.training.dtype);
+    // Both measure while no rank is there to disturb them.
+    if let Some(path) = &config.metrics.layer_profile {
+        thread::run(1, options, |_| {
+            let layers = layers(&config.model(), &config.plan()?, data, device())?;
+            Ok::<_, RunError>(write_layers(&layers, Path::new(path))?)
+        })?;
+    }
+    let (steps, profiled) = (config.training.steps, config.metrics.profile_steps);
+    let profiler = config.metrics.profile.then(|| Profiler::new(steps, profiled, &*device()));
     let ends = thread::run(world_size, options, |world| {
-        if let (Some((path, layers)), 0) = (&layers, world.rank()) {
-            write_layers(layers, path)?;
-        }
-        let probe = Probe::new(config, origin);
+        let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
         run_probed(config, data, metrics, stop, world.communicator().clone(), &probe)
     })?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
-    let profile = ceilings.map(|ceilings| Profile { tracks: tracks.into_iter().flatten().collect(), ceilings });
+    let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
     // Every rank ends with the same outcome.
     let outcome = outcomes.into_iter().next().unwrap_or_default();
     Ok(Outcome { profile, ..outcome })
@@ -75,7 +75,7 @@ pub fn run_rank(
     stop: &AtomicBool,
     world: Arc<dyn Communicator>,
 ) -> Result<Outcome, RunError> {
-    Ok(run_probed(config, data, metrics, stop, world, &Probe::new(config, None))?.0)
+    Ok(run_probed(config, data, metrics, stop, world, &Probe::off())?.0)
 }
 
 /// The same with a probe. Also returns what the probe recorded.

@@ -141,8 +141,11 @@ impl Metrics {
     }
 }
 
-/// Checks that the output of `key` could be written to `path`, without changing the file.
-pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
+/// Checks that the output of `key`, a setting or a flag, can be written to `path`, without changing the file.
+///
+/// # Errors
+/// A folder, a file without permission to write, a file in a folder that does not exist.
+pub fn check(key: &str, path: &Path) -> Result<(), Fault> {
     let fault = |problem: String| Err(Fault::new(key, path.display(), problem, "use a file that can be written"));
     if path.is_dir() {
         return fault("is a folder".to_string());

@@ -231,8 +231,13 @@ fn unknown_words_hear_of_the_nearest() {
             "model.kind = \"lama\" (from --set): unknown; the nearest is llama; use one of gpt2, llama",
         ),
         (
-            "--set model.kind=resne",
-            "model.kind = \"resne\" (from --set): unknown; the nearest, resnet, has not landed yet; use gpt2 or llama",
+            "--set model.kind=resnet",
+            "model.kind = \"resnet\" (from --set): unknown; the nearest is gpt2; use one of gpt2, llama",
+        ),
+        // A near miss of a planned word deserves to hear of it.
+        (
+            "--set memory.recompute=ful",
+            "memory.recompute = \"ful\" (from --set): unknown; the nearest, full, has not landed yet; use none or selective",
         ),
         (
             "--set training.dtype=f16",
@@ -262,7 +267,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "checkpoint.resume=true",
         "checkpoint.export=/tmp",
         "model.init_from=gpt2",
-        "model.kind=resnet",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {

@@ -7,7 +7,9 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::profile::{Ceilings, Kind, Probe, Profile, Rows, layers, schedule_timelines, slices, write_trace};
+use meshwork_train::profile::{
+    Ceilings, Kind, Profile, Profiler, Rows, layers, schedule_timelines, slices, write_trace,
+};
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -15,7 +17,6 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 
 const MESHES: [&str; 3] = ["dp=1", "dp=2,tp=2,pp=2", "tp=2,pp=2"];
 
@@ -67,7 +68,7 @@ fn the_pipeline_of_a_step_as_predicted_and_as_it_ran() {
         let set: Vec<&str> = set.iter().map(String::as_str).chain(["metrics.profile=true"]).collect();
         let (config, _) = loaded("dp=1,pp=2", &set);
         let profile = run("dp=1,pp=2", &set).profile.unwrap();
-        let [predicted, measured] = schedule_timelines(&profile, &config).unwrap().unwrap();
+        let [predicted, measured] = schedule_timelines(&profile, &config.plan().unwrap()).unwrap().unwrap();
         let kinds = |timeline: &Timeline, rank: usize| {
             let mut kinds: Vec<ActionKind> = timeline.ranks[rank].iter().map(|interval| interval.action.kind).collect();
             kinds.sort_unstable();
@@ -143,11 +144,11 @@ fn tally<'a>(calls: impl Iterator<Item = (&'a str, &'a str)>) -> BTreeMap<(Strin
 
 #[test]
 fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
-    let (config, data) = loaded("dp=2,tp=2,pp=2", &["metrics.profile=true", "training.steps=2"]);
+    let (config, data) = loaded("dp=2,tp=2,pp=2", &["training.steps=2"]);
     let mesh = config.mesh().unwrap();
-    let origin = Some(Instant::now());
+    let profiler = Profiler::new(2, 1, &*Cpu::device());
     let ranks = thread::run(8, Options::default(), |world| {
-        let probe = Probe::new(&config, origin);
+        let probe = profiler.probe();
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world.communicator().clone()))?);
         let device = probe.device(Cpu::device());
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank.clone(), device.clone())?;
@@ -192,10 +193,9 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
 
 #[test]
 fn members_of_a_communication_know_it_by_the_same_name() {
-    let origin = Some(Instant::now());
-    let (config, _) = loaded("dp=1", &["metrics.profile=true"]);
+    let profiler = Profiler::new(2, 1, &*Cpu::device());
     let tracks = thread::run(3, Options::default(), |world| {
-        let probe = Probe::new(&config, origin);
+        let probe = profiler.probe();
         let world = meshwork_core::Group::from(probe.communicator(world.communicator().clone()));
         world.barrier()?; // not recorded, but numbered
         let (me, mut x) = (world.rank(), [1.0f32]);
@@ -290,7 +290,9 @@ fn layers_are_profiled_in_the_planners_format() {
     fs::remove_file(&file).unwrap();
 
     let ids: Vec<&str> = profile.layers().iter().map(|layer| layer.id.as_str()).collect();
-    assert_eq!(ids, ["embedding", "h.0", "h.1", "h.2", "h.3", "head"]);
+    assert_eq!(ids, ["input", "layer.0", "layer.1", "layer.2", "layer.3", "output"]);
+    let names: Vec<&str> = profile.layers().iter().map(|layer| layer.name.as_str()).collect();
+    assert_eq!(names, ["wte, wpe", "h.0", "h.1", "h.2", "h.3", "ln_f, wte"]);
     assert_eq!(profile.edges(), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]);
     let (vocab, hidden, seq, ffn) = (256.0, 32.0, 32.0, 128.0);
     let block = 4.0 * hidden * hidden + 4.0 * hidden + 2.0 * hidden * ffn + ffn + hidden + 4.0 * hidden;
@@ -327,7 +329,8 @@ fn layers_of_any_pipeline_are_profiled() {
         ("pp=2", [&pipedream[..], &["pipeline.vertical_sync=true"]].concat()),
     ] {
         let (config, data) = loaded(mesh, &more);
-        let profile = layers(&config, &data).unwrap_or_else(|error| panic!("{more:?}: {error}"));
+        let profile = layers(&config.model(), &config.plan().unwrap(), &data, Cpu::device());
+        let profile = profile.unwrap_or_else(|error| panic!("{more:?}: {error}"));
         assert_eq!(profile.layers().len(), config.model.num_layers + 2, "{more:?}");
     }
 }

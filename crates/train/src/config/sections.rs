@@ -52,7 +52,7 @@ sections! {
         /// Size of the model; any other key of the section overrides it.
         preset: String = is("tiny"), one_of(&preset::NAMES);
         /// Architecture.
-        kind: ModelKind = BY_PRESET, Choice { landed: ModelKind::WORDS, planned: &["resnet", "vgg"] };
+        kind: ModelKind = BY_PRESET, one_of(ModelKind::WORDS);
         /// Number of token ids.
         vocab_size: usize = BY_PRESET, Count(1);
         /// Number of transformer blocks.

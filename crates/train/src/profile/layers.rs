@@ -1,19 +1,17 @@
 //! The measured time and memory of each layer: the input profile of PipeDream's planner (`metrics.layer_profile`).
 //!
-//! A few steps of one micro-batch on one rank, with the embedding, each transformer block, and the head with the loss
-//! as a stage of its own, one after the other. The start and end of each action of the pipeline's interpreter then give
-//! the time of one layer.
+//! It runs a few steps of one micro-batch on one rank. Each layer is a stage of its own, and so are the parts that the model
+//! binds to its beginning and its end. The start and end of each action of the pipeline's interpreter then give the time of
+//! one layer.
 
-use crate::config::Config;
-use crate::data::Data;
 use crate::error::RunError;
 use crate::metrics::MetricsError;
 use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, Options, WorldError};
-use meshwork_engine::{ModelPlan, TrainError, Trainer, dry_run};
-use meshwork_nn::Batch;
+use meshwork_engine::{Plan, TrainError, Trainer, dry_run};
+use meshwork_nn::{Batch, BatchSource, Model, StageSpec};
 use meshwork_pipeline::partition::{Layer, Profile};
-use meshwork_pipeline::{ActionKind, Phase, forward_only};
+use meshwork_pipeline::{ActionKind, Phase};
+use meshwork_tensor::{Declarations, Device, ParamSpec};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -22,47 +20,62 @@ use std::time::Instant;
 /// Steps that are timed, after one untimed step that fills the caches.
 const STEPS: usize = 5;
 
-/// Bytes of a number that is kept or sent.
-const FLOAT: usize = 4;
-
-/// Measures the layers of a model on one rank, with micro-batches of the size that the configuration has. Times are
-/// medians of a few steps. A micro-batch is what PipeDream calls a mini-batch. A table that both ends of the model
-/// share is counted at both.
+/// Measures the layers of a model on this thread, with micro-batches of the plan's size from `data`, on a device of the
+/// plan's precision. Times are medians of a few steps. A micro-batch is what PipeDream calls a mini-batch.
+/// A parameter that two layers share is counted at both.
+///
+/// The layers are `layer.0`, `layer.1`, ..., named after their parameters. `input` comes before them, with what the model binds to its
+/// beginning; `output` after them, with what it binds to its end, and the loss.
+///
+/// ```
+/// use meshwork_engine::Plan;
+/// use meshwork_models::vgg::VggConfig;
+/// use meshwork_nn::Model;
+/// use meshwork_tensor::cpu::Cpu;
+/// use meshwork_train::{data::Images, profile::layers};
+/// use std::sync::Arc;
+///
+/// let model: Arc<dyn Model> = Arc::new(VggConfig::digits().network());
+/// let images = Images::new([8, 8, 1], vec![0.5; 16 * 64], (0..16).map(|image| image % 10).collect());
+/// let profile = layers(&model, &Plan::default(), &images, Cpu::device())?;
+/// assert_eq!((&*profile.layers()[1].id, &*profile.layers()[1].name), ("layer.0", "group.0.conv.0"));
+/// println!("{profile}"); // in the planner's format
+/// # Ok::<(), meshwork_train::RunError>(())
+/// ```
 ///
 /// # Errors
-/// A step that fails.
-pub fn layers(config: &Config, data: &Data) -> Result<Profile, WorldError<RunError>> {
-    let options = Options { timeout: config.comm.timeout() };
-    let mut measured = thread::run(1, options, |world| {
-        let (model, micro_batch) = (config.model(), config.training.micro_batch_size);
-        let plan = dry_run::one_layer_a_stage(&*model, &config.plan()?, micro_batch)?;
-        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
-        let trainer = Trainer::new(model.clone(), &plan, rank, config.device.open(config.training.dtype))?;
-        let times = times(data, trainer, plan.partition.len())?;
-        let stages = ModelPlan::new(model.clone(), &plan)?;
-        let activations = stages.activations(&Batch::blank(&model.fields(), micro_batch))?;
-        let described = |(stage, [forward_ms, backward_ms]): (usize, [f64; 2])| -> Result<Layer, RunError> {
-            let on_rank = |number: usize| usize::from(number != stage);
-            let placement: Vec<usize> = (0..plan.partition.len()).map(on_rank).collect();
-            let alone = stages.local_model(&forward_only(&placement, 1), 0)?;
-            let parameters: usize = alone.declarations.specs().iter().map(|spec| spec.global_elements()).sum();
-            let (id, name) = names(config, stage);
-            let loss = micro_batch * size_of::<f64>();
-            let behind = activations.get(stage).map_or(loss, |cut| cut.shape.count() * cut.dtype.size());
-            Ok(Layer {
-                id,
-                name,
-                forward_ms,
-                backward_ms,
-                activation_bytes: behind as f64,
-                parameter_bytes: (parameters * FLOAT) as f64,
-                stage: None,
-            })
-        };
-        times.into_iter().enumerate().map(described).collect::<Result<Vec<_>, _>>()
-    })?;
-    let layers = measured.pop().unwrap_or_default();
-    Ok(Profile::chain(layers).expect("ids differ, and times and sizes are numbers"))
+/// A step that fails, and a name that the planner's format cannot hold.
+pub fn layers(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    data: &dyn BatchSource,
+    device: Arc<dyn Device>,
+) -> Result<Profile, RunError> {
+    let micro_batch = plan.micro_batch_size().map_err(TrainError::from)?;
+    let plan = dry_run::one_layer_a_stage(&**model, plan, micro_batch)?;
+    let rank = Arc::new(Rank::recording(&plan.mesh, 0)?);
+    let trainer = Trainer::new(model.clone(), &plan, rank, device)?;
+    let stages = trainer.plan().clone();
+    let activations = stages.activations(&Batch::blank(&model.fields(), micro_batch))?;
+    let mut layers = Vec::new();
+    for (stage, [forward_ms, backward_ms]) in times(data, trainer, plan.partition.len())?.into_iter().enumerate() {
+        let mut declared = Declarations::new();
+        model.stage(&mut declared, stages.mesh(), &stages.stages()[stage])?;
+        // Frozen ones have no gradients to exchange.
+        let trained = declared.specs().iter().filter(|spec| !spec.group.frozen);
+        let (id, name) = names(&stages.stages()[stage], declared.specs());
+        let loss = micro_batch * size_of::<f64>();
+        layers.push(Layer {
+            id,
+            name,
+            forward_ms,
+            backward_ms,
+            activation_bytes: activations.get(stage).map_or(loss, |cut| cut.shape.count() * cut.dtype.size()) as f64,
+            parameter_bytes: (trained.map(ParamSpec::global_elements).sum::<usize>() * size_of::<f32>()) as f64,
+            stage: None,
+        });
+    }
+    Ok(Profile::chain(layers)?)
 }
 
 /// Writes a profile of layers to a file, in the place of any old one.
@@ -74,10 +87,10 @@ pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), MetricsError> 
 }
 
 /// Milliseconds of forward and backward of each stage.
-fn times(data: &Data, mut trainer: Trainer, stages: usize) -> Result<Vec<[f64; 2]>, TrainError> {
+fn times(data: &dyn BatchSource, mut trainer: Trainer, stages: usize) -> Result<Vec<[f64; 2]>, TrainError> {
     let mut all = vec![[const { Vec::new() }; 2]; stages];
     for step in 0..=STEPS {
-        let batch = data.batch(step as u64, trainer.samples().len(), trainer.samples());
+        let batch = data.batch(step as u64, trainer.samples().len(), trainer.samples())?;
         let mut began = Instant::now();
         trainer.observed_step(&batch, |event| {
             let way = match event.action.kind {
@@ -102,15 +115,69 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 /// Id and name of a stage's layer.
-fn names(config: &Config, stage: usize) -> (String, String) {
-    let model = &config.model;
-    let (vocab, hidden, seq) = (model.vocab_size, model.hidden_size, model.seq_len);
-    if stage == 0 {
-        return ("embedding".to_owned(), format!("Embedding(vocab_size={vocab}, seq_len={seq}, hidden_size={hidden})"));
+fn names(part: &StageSpec, parameters: &[ParamSpec]) -> (String, String) {
+    let id = match part {
+        StageSpec { first: true, .. } => "input".to_owned(),
+        StageSpec { last: true, .. } => "output".to_owned(),
+        StageSpec { layers, .. } => format!("layer.{}", layers.start),
+    };
+    let mut owners: Vec<&str> = parameters.iter().map(|spec| owner(&spec.name)).collect();
+    owners.dedup();
+    let name = match owners.iter().copied().reduce(common) {
+        // The planner does not place what is called so: data is wherever it is needed.
+        None if part.first => "Input".to_owned(),
+        None if part.last => "loss".to_owned(),
+        None => "no parameters".to_owned(),
+        Some("") => owners.join(", "),
+        Some(name) => name.to_owned(),
+    };
+    let is_taken_for_data = !owners.is_empty() && name.starts_with("Input");
+    (id, if is_taken_for_data { format!("layer {name}") } else { name })
+}
+
+/// `h.0.ln_1` of `h.0.ln_1.weight`.
+fn owner(parameter: &str) -> &str {
+    parameter.rsplit_once('.').map_or(parameter, |(owner, _)| owner)
+}
+
+/// `h.0` of `h.0.ln_1` and `h.0.attn.qkv`.
+fn common<'a>(a: &'a str, b: &str) -> &'a str {
+    let ends = a.match_indices('.').map(|(dot, _)| dot).chain([a.len()]);
+    let in_both = |end: &usize| b.strip_prefix(&a[..*end]).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    ends.take_while(in_both).last().map_or("", |end| &a[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_tensor::{Init, Placement, Role};
+
+    #[test]
+    fn a_layer_is_named_after_what_its_parameters_share() {
+        let part = StageSpec { layers: 3..4, first: false, last: false };
+        let named = |part: &StageSpec, parameters: &[&str]| {
+            let mut declared = Declarations::new();
+            for name in parameters {
+                declared.declare(*name, &[1], Placement::replicated(), Role::Weight, Init::Zeros).unwrap();
+            }
+            let (id, name) = names(part, declared.specs());
+            format!("{id}: {name}")
+        };
+        for (parameters, name) in [
+            (&["h.0.ln_1.weight", "h.0.ln_1.bias", "h.0.attn.qkv.weight"][..], "layer.3: h.0"),
+            (&["h.1.up.weight", "h.10.up.weight"], "layer.3: h"),
+            (&["block.weight", "blocks.weight"], "layer.3: block, blocks"),
+            (&["head.weight", "head.bias"], "layer.3: head"),
+            (&["w"], "layer.3: w"),
+            (&["Input.weight"], "layer.3: layer Input"),
+            (&[], "layer.3: no parameters"),
+        ] {
+            assert_eq!(named(&part, parameters), name);
+        }
+        let [first, last] =
+            [(true, false), (false, true)].map(|(first, last)| StageSpec { first, last, ..part.clone() });
+        assert_eq!(named(&first, &["wte.weight", "wpe.weight"]), "input: wte, wpe");
+        assert_eq!(named(&first, &[]), "input: Input");
+        assert_eq!(named(&last, &[]), "output: loss");
     }
-    if stage > model.num_layers {
-        return ("head".to_owned(), format!("HeadAndLoss(hidden_size={hidden}, vocab_size={vocab})"));
-    }
-    let (heads, ffn) = (model.num_heads, model.ffn_hidden_size);
-    (format!("h.{}", stage - 1), format!("Block(hidden_size={hidden}, num_heads={heads}, ffn_hidden_size={ffn})"))
 }

@@ -1,10 +1,12 @@
 //! Where a step's time goes: `metrics.profile = true`.
 //!
 //! ```text
-//! Probe (one per rank) ── spans ──▶ Track ─┐
-//!   around device, communicator, step      ├─▶ Profile ── slices ──▶ slices ──▶ table, trace, schedule
-//! Ceilings (measured before the run) ──────┘
+//! Profiler (one for all ranks) ── Probe (one per rank) ── spans ──▶ Track ─┐
+//!   │                             around device, communicator, step        ├─▶ Profile ── slices ──▶ table, trace, schedule
+//!   └── Ceilings (measured before the run) ────────────────────────────────┘
 //! ```
+//! It profiles any model, any plan and any data; a run of a [configuration](crate::train()) uses it for `metrics.profile`.
+//!
 //! Spans are plain data ([`meshwork_core::profile`]), recorded without communication between the ranks and only
 //! evaluated when the run is over. A run without a profile is unchanged: nothing is decorated.
 //!
@@ -20,38 +22,39 @@ mod trace;
 
 pub use ceilings::Ceilings;
 pub use layers::{layers, write_layers};
-pub use probe::Probe;
+pub use probe::{Probe, Profiler};
 pub use schedule::schedule_timelines;
 pub use slices::{Kind, Slice, machine_time, slices};
 pub use table::{Row, Rows};
 pub use trace::{TraceError, write_trace};
 
-use meshwork_core::profile::{Class, Detail, Span};
-use meshwork_pipeline::svg;
-
-use crate::config::Config;
 use crate::error::RunError;
+use meshwork_core::Axis;
+use meshwork_core::profile::{Class, Detail, Span};
+use meshwork_engine::Plan;
+use meshwork_pipeline::svg;
 use std::path::Path;
 
-/// Writes the pictures of a profile to the files that the configuration names. Returns a text that says what they show
-/// and where a step's time went.
+/// Says where the time of a step of `plan` went. Writes the timeline of every rank to `trace`, and a picture of the
+/// pipeline, if it has several ranks, to `schedule`.
 ///
 /// # Errors
 /// When a file cannot be written.
-pub fn report(profile: &Profile, config: &Config) -> Result<String, RunError> {
-    let (trace, schedule) = (&config.metrics.trace, &config.metrics.schedule);
-    write_trace(profile, Path::new(trace))?;
+pub fn report(profile: &Profile, plan: &Plan, trace: &Path, schedule: &Path) -> Result<String, RunError> {
+    write_trace(profile, trace)?;
     let mut text = format!(
-        "{}\nThe timeline of every rank is in {trace}; https://ui.perfetto.dev opens it.\n",
-        Rows::new(profile)
+        "{}\nThe timeline of every rank is in {}; https://ui.perfetto.dev opens it.\n",
+        Rows::new(profile),
+        trace.display()
     );
-    if config.parallelism.pp > 1
-        && let Some([predicted, measured]) = schedule_timelines(profile, config)?
+    if plan.mesh.degree(Axis::Pp) > 1
+        && let Some([predicted, measured]) = schedule_timelines(profile, plan)?
     {
-        trace::write(Path::new(schedule), svg(&[&predicted, &measured]).as_bytes())?;
+        trace::write(schedule, svg(&[&predicted, &measured]).as_bytes())?;
         text += &format!(
-            "The pipeline is in {schedule}: idle for {:.0}% of a step as predicted from the times of its actions, {:.0}% as it \
+            "The pipeline is in {}: idle for {:.0}% of a step as predicted from the times of its actions, {:.0}% as it \
              ran.\n",
+            schedule.display(),
             100.0 * predicted.bubble_of_total(),
             100.0 * measured.bubble_of_total()
         );

@@ -1,7 +1,6 @@
 //! The recorder of one rank.
 
-use super::Track;
-use crate::config::Config;
+use super::{Ceilings, Profile, Track};
 use meshwork_core::profile::{self, Class, Detail, Recorder, Span};
 use meshwork_core::{Axis, Communicator, Rank};
 use meshwork_pipeline::{ActionKind, Event, Phase};
@@ -21,8 +20,40 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// Decorates the communicator and device of its rank, and records its steps. Without a profile it passes both on
-/// undecorated.
+/// What the ranks of a profile share: the steps to record, one clock, and the speed that the machine can reach. Each rank puts a
+/// [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are the
+/// [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
+#[derive(Clone, Debug)]
+pub struct Profiler {
+    /// Numbers of the steps to record.
+    steps: Range<u64>,
+    origin: Instant,
+    ceilings: Ceilings,
+}
+
+impl Profiler {
+    /// A profile of `count` steps of a run that has `steps`: those after the first, which is slower than all others, or the first if there
+    /// is no other. It measures the machine by a device like that of the ranks, which takes less than half a second and needs a machine
+    /// that does nothing else.
+    pub fn new(steps: u64, count: u64, device: &dyn Device) -> Self {
+        let first = steps.min(2);
+        let ceilings = Ceilings::measure(device);
+        Self { steps: first..first.saturating_add(count), origin: Instant::now(), ceilings }
+    }
+
+    /// The probe of one rank.
+    pub fn probe(&self) -> Probe {
+        Probe { recorder: Some(Recorder::new(self.origin)), steps: self.steps.clone(), action: Cell::new(0) }
+    }
+
+    /// The profile, of the tracks of all ranks by world rank.
+    pub fn profile(self, tracks: impl IntoIterator<Item = Track>) -> Profile {
+        Profile { tracks: tracks.into_iter().collect(), ceilings: self.ceilings }
+    }
+}
+
+/// Decorates the communicator and device of its rank, and records its steps. Without a profile it is
+/// [`off`](Self::off), and passes both on undecorated.
 #[derive(Debug)]
 pub struct Probe {
     recorder: Option<Recorder>,
@@ -33,12 +64,9 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// A probe of `metrics.profile_steps` steps of a run, after the first step, which is slower than all others (unless
-    /// it is the only one). Probes of one profile have the same `origin`; it is `None` without a profile.
-    pub fn new(config: &Config, origin: Option<Instant>) -> Self {
-        let first = config.training.steps.min(2);
-        let steps = first..first.saturating_add(config.metrics.profile_steps);
-        Self { recorder: origin.map(Recorder::new), steps, action: Cell::new(0) }
+    /// A probe that records nothing.
+    pub fn off() -> Self {
+        Self { recorder: None, steps: 0..0, action: Cell::new(0) }
     }
 
     /// The communicator that the rank must use.

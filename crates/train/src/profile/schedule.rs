@@ -2,11 +2,9 @@
 
 use super::probe::NAMES;
 use super::{Profile, Track};
-use crate::config::Config;
-
 use meshwork_core::profile::{Class, Detail};
 use meshwork_core::{Axis, Coords, Mesh};
-use meshwork_engine::TrainError;
+use meshwork_engine::{Plan, TrainError};
 use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline, simulate};
 
 /// The last step that every rank recorded, on the ranks with dp and tp rank 0: predicted and measured, in milliseconds.
@@ -14,8 +12,7 @@ use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline,
 ///
 /// The prediction uses the average time of each stage's actions. On a machine with fewer cores than ranks, these times
 /// include waiting for a core.
-pub fn schedule_timelines(profile: &Profile, config: &Config) -> Result<Option<[Timeline; 2]>, TrainError> {
-    let plan = config.plan()?;
+pub fn schedule_timelines(profile: &Profile, plan: &Plan) -> Result<Option<[Timeline; 2]>, TrainError> {
     let (mesh, schedule) = (&plan.mesh, plan.build_schedule()?);
     let Some(step) = profile.tracks.iter().map(|track| track.steps().max()).min().flatten() else { return Ok(None) };
     let ranks = (0..schedule.ranks).map(|pp_rank| of_step(&profile.tracks[place(mesh, pp_rank)], step)).collect();
