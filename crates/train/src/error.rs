@@ -1,10 +1,10 @@
 //! Errors that end a run.
 
-use crate::metrics::MetricsError;
-use crate::profile::TraceError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
 use meshwork_pipeline::partition::ProfileError;
+use std::io;
+use std::path::{Path, PathBuf};
 
 /// The error of a run on one rank.
 #[derive(Debug, thiserror::Error)]
@@ -16,12 +16,28 @@ pub enum RunError {
     /// A layer profile that its format cannot hold.
     #[error("the layers cannot be written as a profile: {0}")]
     Layers(#[from] ProfileError),
-    /// A picture of a profile could not be written.
+    /// A file could not be written.
     #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// The metrics could not be written.
-    #[error(transparent)]
-    Metrics(#[from] MetricsError),
+    Output(#[from] OutputError),
+}
+
+/// A file that could not be written: metrics, a profile or a picture of one.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {what} to {}: {source}", path.display())]
+pub struct OutputError {
+    /// What should have been written.
+    pub what: &'static str,
+    /// The file.
+    pub path: PathBuf,
+    /// The error of the system.
+    pub source: io::Error,
+}
+
+impl OutputError {
+    /// Makes the error of a failed write of `what` to `path`.
+    pub(crate) fn of<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
+        move |source| Self { what, path: path.to_path_buf(), source }
+    }
 }
 
 impl From<CommError> for RunError {

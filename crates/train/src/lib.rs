@@ -14,7 +14,7 @@ pub mod profile;
 pub mod progress;
 
 pub use data::Data;
-pub use error::RunError;
+pub use error::{OutputError, RunError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, run_rank, train};
 pub use load::load;

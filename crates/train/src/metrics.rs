@@ -13,9 +13,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Serialize, Serializer};
-use thiserror::Error;
 
 use crate::config::{AXES, Config, Fault};
+use crate::error::OutputError;
+
+/// In errors.
+const WHAT: &str = "metrics";
 
 /// The content of a line.
 #[derive(Debug, Serialize)]
@@ -103,41 +106,27 @@ pub struct Metrics {
     file: File,
 }
 
-/// Metrics that could not be written.
-#[derive(Debug, Error)]
-#[error("cannot write metrics to {}: {source}", path.display())]
-pub struct MetricsError {
-    /// The file.
-    pub path: PathBuf,
-    /// The error of the system.
-    pub source: io::Error,
-}
-
 impl Metrics {
     /// A new file at `path`, in the place of any old one.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn create(path: &Path) -> Result<Self, MetricsError> {
-        let path = path.to_path_buf();
-        match File::create(&path) {
-            Ok(file) => Ok(Self { path, file }),
-            Err(source) => Err(MetricsError { path, source }),
-        }
+    pub fn create(path: &Path) -> Result<Self, OutputError> {
+        let file = File::create(path).map_err(OutputError::of(WHAT, path))?;
+        Ok(Self { path: path.to_path_buf(), file })
     }
 
     /// Writes one line.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn write(&mut self, event: &Event<'_>) -> Result<(), MetricsError> {
+    pub fn write(&mut self, event: &Event<'_>) -> Result<(), OutputError> {
         let line = serde_json::to_vec(event).map_err(io::Error::from).map(|mut line| {
             line.push(b'\n');
             line
         });
         // The file is not buffered, so one write is one line on its way to the system.
-        line.and_then(|line| self.file.write_all(&line))
-            .map_err(|source| MetricsError { path: self.path.clone(), source })
+        line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::of(WHAT, &self.path))
     }
 }
 

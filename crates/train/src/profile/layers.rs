@@ -4,8 +4,7 @@
 //! binds to its beginning and its end. The start and end of each action of the pipeline's interpreter then give the time of
 //! one layer.
 
-use crate::error::RunError;
-use crate::metrics::MetricsError;
+use crate::error::{OutputError, RunError};
 use meshwork_core::Rank;
 use meshwork_engine::{Plan, TrainError, Trainer, dry_run};
 use meshwork_nn::{Batch, BatchSource, Model, StageSpec};
@@ -82,8 +81,8 @@ pub fn layers(
 ///
 /// # Errors
 /// When it cannot be written.
-pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), MetricsError> {
-    fs::write(path, profile.to_string()).map_err(|source| MetricsError { path: path.to_path_buf(), source })
+pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), OutputError> {
+    fs::write(path, profile.to_string()).map_err(OutputError::of("a layer profile", path))
 }
 
 /// Milliseconds of forward and backward of each stage.

@@ -26,7 +26,7 @@ pub use probe::{Probe, Profiler};
 pub use schedule::schedule_timelines;
 pub use slices::{Kind, Slice, machine_time, slices};
 pub use table::{Row, Rows};
-pub use trace::{TraceError, write_trace};
+pub use trace::write_trace;
 
 use crate::error::RunError;
 use meshwork_core::Axis;

@@ -7,39 +7,29 @@
 use super::Profile;
 use super::slices::{Kind, slices};
 use super::table::label;
+use crate::error::OutputError;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
-use thiserror::Error;
-
-/// A timeline that could not be written.
-#[derive(Debug, Error)]
-#[error("cannot write a timeline to {}: {source}", path.display())]
-pub struct TraceError {
-    /// The file.
-    pub path: PathBuf,
-    /// The error of the system.
-    pub source: io::Error,
-}
+use std::io::{BufWriter, Write};
+use std::path::Path;
 
 /// Writes the timeline of a profile to a file, in the place of any old one.
 ///
 /// # Errors
 /// When it cannot be written.
-pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), TraceError> {
+pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), OutputError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);
         serde_json::to_writer(&mut file, &json!({ "displayTimeUnit": "ms", "traceEvents": events(profile) }))?;
         file.flush()
     };
-    write().map_err(|source| TraceError { path: path.to_path_buf(), source })
+    write().map_err(OutputError::of("a timeline", path))
 }
 
 /// Writes a picture of a timeline.
-pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), TraceError> {
-    std::fs::write(path, picture).map_err(|source| TraceError { path: path.to_path_buf(), source })
+pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), OutputError> {
+    std::fs::write(path, picture).map_err(OutputError::of("a picture of the pipeline", path))
 }
 
 /// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of one that may overlap others.
