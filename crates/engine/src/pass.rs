@@ -23,8 +23,8 @@ pub enum Purpose {
 /// The gradients that the backward of a micro-batch starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct Seeds {
-    /// Of the loss of each sample: 1 / N for N terms in all that an update adds up.
-    pub loss: f64,
+    /// Terms of the loss in all that an update adds up.
+    pub terms: u64,
     /// Of an auxiliary loss of coefficient 1: 1 / samples of the update.
     pub auxiliary: f64,
 }

@@ -115,7 +115,7 @@ impl Model for Gpt2 {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: both ends declare `wte.weight`, one logical parameter on two stages.
+    /// Tied: the first stage declares and the last one ties `wte.weight`, one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
         let normal = Init::Normal { std: STD };
@@ -130,9 +130,12 @@ impl Model for Gpt2 {
         let blocks = blocks.collect::<Result<_>>()?;
         let head = match part.last {
             true => {
-                let name = if tie_embeddings { "wte" } else { "lm_head" };
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, normal)?,
+                    false => VocabParallelEmbedding::new(params, "lm_head", vocab_size, hidden_size, normal)?,
+                };
                 let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
-                Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
+                Some((norm, head))
             }
             false => None,
         };

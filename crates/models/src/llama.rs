@@ -154,7 +154,7 @@ impl Model for Llama {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: both ends declare `embed_tokens.weight`, one logical parameter on two stages.
+    /// Tied: the first stage declares and the last one ties `embed_tokens.weight`, one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
         let normal = Init::Normal { std: STD };
@@ -166,9 +166,12 @@ impl Model for Llama {
         let blocks = blocks.collect::<Result<_>>()?;
         let head = match part.last {
             true => {
-                let name = if tie_embeddings { "embed_tokens" } else { "lm_head" };
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, normal)?,
+                    false => VocabParallelEmbedding::new(params, "lm_head", vocab_size, hidden_size, normal)?,
+                };
                 let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
-                Some((norm, VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, normal)?))
+                Some((norm, head))
             }
             false => None,
         };

@@ -8,7 +8,7 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;
@@ -396,7 +396,7 @@ fn backward_from_a_loss_that_every_rank_holds_a_copy_of() {
     }
     let backward = |b: &Bench, logits: Var| {
         let loss = logits.cross_entropy(&b.tokens())?;
-        b.tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut Nowhere)
+        b.tape.backward_from_loss(&loss, Normaliser::Scale(1.0), Weights::Now, &mut Nowhere)
     };
     refused(
         |b| backward(b, b.x(S(2)).all_gather(TP, 2)?),

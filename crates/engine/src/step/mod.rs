@@ -343,7 +343,7 @@ impl Trainer {
     fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
         let per_update = self.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
-        let seeds = |micro| Seeds { loss: 1.0 / terms[micro / per_update] as f64, auxiliary };
+        let seeds = |micro| Seeds { terms: terms[micro / per_update], auxiliary };
         Ok(Pass { seeds: (0..self.micros).map(seeds).collect(), ..self.pass(Purpose::Train, batch)? })
     }
 
