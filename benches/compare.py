@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times our programs and PyTorch's on the same work, in turn, and prints the ratios reached beside the targets.
+"""Times our programs and those of PyTorch and JAX on the same work, in turn, and prints the ratios reached beside the targets.
 
     benches/compare.py                        # every row of rows.toml: about two hours on two cores
     benches/compare.py --only small tiny      # rows whose group or name has one of these in it
@@ -8,8 +8,8 @@
     benches/compare.py --self-test            # ours alone, tiny, once, into a temporary folder: for .ci/run
 
 Results go to benches/results/DATE-HARDWARE.json and .md after every row, so that Ctrl-C loses none; rows of an earlier call
-of the same day stay, or are replaced. PyTorch is that of MESHWORK_PEER_PYTHON, or is installed into target/peer-venv; without
-it (`--no-peer`, or no network) our figures stand alone. Needs cargo and Python 3.11, and Linux for the binding to cores.
+of the same day stay, or are replaced. PyTorch and JAX are those of MESHWORK_PEER_PYTHON, or are installed into target/peer-venv;
+without them (`--no-peer`, or no network) our figures stand alone. Needs cargo and Python 3.11, and Linux for the binding to cores.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from harness import machine, programs, results
 ROWS = Path(__file__).with_name("rows.toml")
 # For the time to expect: what an untuned step reaches, and what starting takes.
 FLOPS = 1e11
-STARTUP_S = {"gpt_train": 1, "collectives": 40, "gemm": 6, "train.py": 5, "mesh.py": 20, "collectives.py": 60, "products.py": 12}
+STARTUP_S = {"gpt_train": 1, "collectives": 40, "gemm": 6, "train.py": 5, "mesh.py": 20, "jax_gpt.py": 15, "collectives.py": 60, "products.py": 12}
 COMPILE_S = 40
 
 
@@ -103,7 +103,7 @@ def compare(rows, makers, alternations, path, cores):
     found = found | {
         "date": datetime.date.today().isoformat(),
         "hardware": facts,
-        "peer": makers.python and f"PyTorch {programs.torch_of(makers.python)}",
+        "peer": makers.python and programs.peers_of(makers.python),
         "command": shlex.join(["benches/compare.py", *sys.argv[1:]]),
     }
     left = {row["name"]: alternations * expected_seconds(row, makers.python) for row in rows}

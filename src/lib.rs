@@ -22,7 +22,7 @@ mod guides {
     mod partition {}
 }
 
-/// What most programs need.
+/// The items that most programs need.
 pub mod prelude {
     pub use meshwork_core::comm::thread;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};

@@ -23,7 +23,7 @@ from pathlib import Path
 from .machine import ROOT, read
 
 PEERS = ROOT / "benches" / "peers"
-REQUIREMENTS = ["torch==2.15.0", "numpy"]
+REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8"]
 TOKENS = 1 << 18
 TIMEOUT_S = 1800
 
@@ -33,7 +33,8 @@ OURS = {
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
     "gemm": ["bench", "--no-run", "-p", "meshwork-tensor", "--bench", "gemm"],
 }
-NAMES = {*OURS, "train.py", "mesh.py", "collectives.py", "products.py"}
+ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py"}  # the peers that have all threads in one
+NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
@@ -86,7 +87,7 @@ class Programs:
         command = Command([], {}, size.get("batch", 0) * size.get("seq_len", 0), size.get("warmup", 0))
         steps = size.get("steps", 0) + command.warmup
         if is_peer(text):
-            ranks = 1 if name in ("train.py", "products.py") else self.threads  # of a mesh, each has one thread
+            ranks = 1 if name in ONE_PROCESS else self.threads  # of a mesh, each has one thread
             threads = str(self.threads // ranks)
             command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {})}
             command.argv = [self.python, PEERS / name, *args]
@@ -207,29 +208,29 @@ def bytes_as_text(count):
 
 
 def peer_python(folder=ROOT / "target" / "peer-venv"):
-    """A Python that has PyTorch: that of MESHWORK_PEER_PYTHON, or one in a virtual environment made here.
+    """A Python that has PyTorch and JAX: that of MESHWORK_PEER_PYTHON, or one in a virtual environment made here.
 
     # Raises
     Failed, when there is none and none can be made.
     """
     asked = os.environ.get("MESHWORK_PEER_PYTHON")
     python = Path(asked) if asked else folder / "bin" / "python"
-    if torch_of(python):
+    if peers_of(python):
         return python
     if asked:
-        raise Failed(f"{asked} cannot import torch")
+        raise Failed(f"{asked} lacks one of {' '.join(REQUIREMENTS)}")
     print(f"installing {' '.join(REQUIREMENTS)} into {folder}", file=sys.stderr)
     venv.create(folder, with_pip=True)
     done = subprocess.run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS], check=False)
-    if done.returncode or not torch_of(python):
+    if done.returncode or not peers_of(python):
         raise Failed(f"could not install {' '.join(REQUIREMENTS)}")
     return python
 
 
-def torch_of(python):
-    """The version of PyTorch that this Python has, if any."""
+def peers_of(python):
+    """The peers of this Python and their versions; None if it lacks one."""
     try:
-        script = "import torch; print(torch.__version__)"
+        script = "import jax, optax, torch; print(f'PyTorch {torch.__version__}, JAX {jax.__version__}')"
         return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -145,10 +145,10 @@ def table(results):
 def markdown(results):
     facts = results["hardware"]
     huge = f"huge pages: {facts['huge_pages']}" if facts["huge_pages"] else "no huge pages"
-    yield f"# Ours and PyTorch's, {results['date']}"
+    yield f"# Ours and the peers', {results['date']}"
     yield ""
     yield f"{facts['cpu']}, {facts['cores']} cores, both sides on cores {facts['cores_used']}; {facts['memory_gib']} GiB; {huge};"
-    yield f"{facts['system']}. Peer: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
+    yield f"{facts['system']}. Peers: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
     yield ""
     yield f"    {results['command']}"
     yield ""

@@ -1,18 +1,17 @@
-"""The GPT-2 that gpt_train trains, in PyTorch, and what every peer program shares: its work, its data, its report.
+"""The GPT-2 that gpt_train trains, in PyTorch, and what the programs in PyTorch share.
 
 Pre-norm blocks, learned positions, GELU (tanh), biases, no dropout, output layer tied to the token embedding; AdamW and
-clipping as in gpt_train's defaults. A program is given its work as one JSON argument and prints one JSON line per step.
+clipping as in gpt_train's defaults.
 """
 
-import argparse
-import json
 import os
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+import program
 
 MAX_NORM = 1.0
 STD = 0.02
@@ -105,34 +104,9 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def arguments(**flags):
-    """`--work JSON` and the given flags (name: default), and the work: the model's sizes, batch, steps, file of tokens."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", type=json.loads, required=True)
-    for name, default in flags.items():
-        kind = dict(action="store_true") if default is False else dict(type=type(default), default=default)
-        parser.add_argument("--" + name.replace("_", "-"), **kind)
-    args = parser.parse_args()
-    return args, SimpleNamespace(**args.work)
-
-
-class Batches:
-    """Batches of a file of u16 tokens, from its start again at its end."""
-
-    def __init__(self, work):
-        with open(work.tokens, "rb") as file:
-            self.tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long() & 0xFFFF
-        self.shape = (work.batch, work.seq_len)
-        self.count = len(self.tokens) // (work.batch * work.seq_len) - 1
-
+class Batches(program.Batches):
     def get(self, step):
-        size = self.shape[0] * self.shape[1]
-        at = step % self.count * size
-        return self.tokens[at : at + size].view(self.shape), self.tokens[at + 1 : at + size + 1].view(self.shape)
-
-
-def report(step, seconds, loss):
-    print(json.dumps({"step": step + 1, "seconds": seconds, "loss": loss}), flush=True)
+        return tuple(torch.from_numpy(part) for part in super().get(step))
 
 
 def relaunch(ranks):

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import gpt
+import program
 
 
 def layers_of(stage, stages, num_layers, partition):
@@ -82,7 +83,7 @@ def clip(model, pp_group):
 
 
 def main():
-    args, work = gpt.arguments(dp=1, tp=1, pp=1, fsdp=False, sequence=False, micros=4, partition="")
+    args, work = program.arguments(dp=1, tp=1, pp=1, fsdp=False, sequence=False, micros=4, partition="")
     gpt.relaunch(args.dp * args.tp * args.pp)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -134,7 +135,7 @@ def main():
         shown = torch.tensor([float(loss) / (args.dp * args.tp)])
         dist.all_reduce(shown)
         if dist.get_rank() == 0:
-            gpt.report(step, seconds, shown.item())
+            program.report(step, seconds, shown.item())
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,8 +8,9 @@ import torch
 
 import gpt
 import llama
+import program
 
-args, work = gpt.arguments(compile=False, bf16=False, kv_heads=0, ffn=0)
+args, work = program.arguments(compile=False, bf16=False, kv_heads=0, ffn=0)
 model = llama.Llama(work, args.kv_heads, args.ffn) if args.kv_heads else gpt.Gpt(work)
 optimizer = gpt.adamw(model)
 batches = gpt.Batches(work)
@@ -29,4 +30,4 @@ for step in range(work.steps):
     torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.MAX_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    gpt.report(step, time.perf_counter() - start, loss.item())
+    program.report(step, time.perf_counter() - start, loss.item())

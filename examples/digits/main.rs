@@ -43,8 +43,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Trains for some epochs, every rank a thread, and scores the images held out after each. The last images of an epoch that fill no
-/// mini-batch are left out; each epoch has another order.
+/// Trains for some epochs, with a thread per rank, and evaluates on the held-out images after each. Images at the end
+/// of an epoch that do not fill a mini-batch are left out; each epoch has a different order.
 fn train(
     network: Arc<Network>,
     plan: &Plan,
@@ -80,14 +80,14 @@ fn train(
     .map(drop)
 }
 
-/// The digits, as the crate `smartcore` ships them: 64 numbers from 0 to 16 for each, here from 0 to 1.
+/// The digits of the crate `smartcore`: 64 numbers from 0 to 16 each, scaled to 0 to 1 here.
 fn digits() -> Images {
     let all = smartcore::dataset::digits::load_dataset();
     let pixels = all.data.iter().map(|pixel| pixel / 16.0).collect();
     Images::new([8, 8, 1], pixels, all.target.iter().map(|&class| class as i32).collect())
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &str) -> ExitCode {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

@@ -23,7 +23,7 @@ pub struct Options {
     /// Stages of the pipeline
     #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = count)]
     pub pp: usize,
-    /// Pipelines side by side, each with its share of the images
+    /// Parallel pipelines, each with its share of the images
     #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = count)]
     pub dp: usize,
     /// The order of forward and backward passes
@@ -38,10 +38,10 @@ pub struct Options {
     /// Images of a step
     #[arg(long, value_name = "N", default_value = "64", allow_negative_numbers = true, value_parser = count)]
     pub batch: usize,
-    /// Keep the inputs of stages alone, and run each forward again before its backward
+    /// Keep only the inputs of stages, and run each forward again before its backward
     #[arg(long)]
     pub recompute: bool,
-    /// Times that all images are seen
+    /// Passes over all images
     #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = count)]
     pub epochs: usize,
     /// Seed of initial weights and of the order of images
@@ -55,10 +55,10 @@ pub fn usage(program: &str) -> String {
 }
 
 impl Options {
-    /// Reads the arguments after the program's name. `None`: `--help` was asked for.
+    /// Reads the arguments after the program's name. `None` if `--help` was given.
     ///
     /// # Errors
-    /// Every fault of the command line, together: unknown flags and values, and what does not go together.
+    /// All faults of the command line: unknown flags and values, and values that do not fit together.
     pub fn read<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Result<Option<Self>, ConfigError> {
         let (matches, mut faults) = config::parse_all(Self::command(), args);
         if faults.is_empty() && matches.get_flag("help") {
@@ -78,7 +78,7 @@ impl Options {
         }
     }
 
-    /// Refuses what does not go together, as the run would.
+    /// Refuses values that do not fit together, as the run would.
     fn require_fit(&self, faults: &mut Vec<Fault>) {
         let wrong = self.plan(self.batch).map_err(|error| error.to_string()).and_then(|plan| {
             let fits = plan.stages(&self.network()).and_then(|_| plan.build_schedule());
@@ -109,7 +109,8 @@ impl Options {
         }
     }
 
-    /// How it is trained on so many images: SGD with momentum, the learning rate warming up over an epoch and falling along a cosine.
+    /// The plan of training on `images` images: SGD with momentum; the learning rate warms up over an epoch and falls
+    /// along a cosine.
     pub fn plan(&self, images: usize) -> Result<Plan, Box<dyn std::error::Error>> {
         let steps_of_epoch = (images / self.batch) as u64;
         let generator = by_name(&self.schedule)?;
@@ -134,14 +135,14 @@ impl Options {
     }
 }
 
-/// Names of the schedules: the synchronous ones, as the networks have running statistics.
+/// Names of the schedules: only the synchronous ones, because the networks have running statistics.
 fn schedules() -> PossibleValuesParser {
     PossibleValuesParser::new(
         Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()).map(Generator::name),
     )
 }
 
-/// The largest count that a flag takes: threads and images are real.
+/// The largest count that a flag takes, because threads and images take memory.
 const MOST: usize = 4096;
 
 fn count(value: &str) -> Result<usize, String> {

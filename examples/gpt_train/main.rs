@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const BAD_INPUT: u8 = 2;
 /// A failure while running.
 const FAILED: u8 = 1;
-/// What shells report for a program ended by Ctrl-C.
+/// The exit code of a program ended by Ctrl-C in a shell.
 const INTERRUPTED: i32 = 130;
 
 fn main() -> ExitCode {
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints where the time of a step went, and leaves its pictures in files.
+/// Prints where the time of a step went, and writes the pictures of the profile to files.
 fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     match profile::report(profile, config) {
         Ok(text) => show(&format_args!("\n{text}")),
@@ -72,7 +72,7 @@ fn stop_on_ctrl_c(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
     })
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &dyn Display) -> ExitCode {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -83,7 +83,7 @@ fn show(text: &dyn Display) -> ExitCode {
     }
 }
 
-/// Writes a line to standard error. Where nobody listens, nobody is told.
+/// Writes a line to standard error. A closed standard error is ignored.
 fn tell(text: &dyn Display) {
     _ = writeln!(io::stderr(), "{text}");
 }

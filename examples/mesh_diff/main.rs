@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 /// Bad input.
 const BAD_INPUT: u8 = 2;
-/// A failure while running, or numbers that are not what they are promised to be.
+/// A failure while running, or numbers that differ although they must not.
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &dyn Display) -> ExitCode {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -45,7 +45,7 @@ fn show(text: &dyn Display) -> ExitCode {
     }
 }
 
-/// Writes a line to standard error. Where nobody listens, nobody is told.
+/// Writes a line to standard error. A closed standard error is ignored.
 fn tell(text: &dyn Display) {
     _ = writeln!(io::stderr(), "{text}");
 }

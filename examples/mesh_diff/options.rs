@@ -1,4 +1,4 @@
-//! The command line of the comparison: two meshes, and all that the trainer takes.
+//! The command line of the comparison: two meshes, and the settings of the trainer.
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use meshwork::train::config::{self, Args, ConfigError, Fault};
@@ -6,10 +6,10 @@ use meshwork::train::diff::Comparison;
 use meshwork::train::load;
 use std::ffi::OsString;
 
-/// A command line, read but not yet held against anything.
+/// A command line, parsed but not yet checked.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Whether `--help` was asked for.
+    /// Whether `--help` was given.
     pub help: bool,
     matches: ArgMatches,
     faults: Vec<Fault>,
@@ -66,7 +66,7 @@ impl Options {
         Self { help: matches.get_flag("help"), matches, faults }
     }
 
-    /// What the trainer is told of one side.
+    /// The trainer's arguments for one side.
     fn side(&self, mesh: &str, own: &str) -> Args {
         let one =
             |flag: &str, name| given(&self.matches, name).map(|value| format!("--{flag}={value}")).collect::<Vec<_>>();
@@ -80,10 +80,10 @@ impl Options {
         Args::parse(args)
     }
 
-    /// All that the comparison needs.
+    /// Sets up the comparison.
     ///
     /// # Errors
-    /// Every fault of the command line, the file and the data, of both sides; one that both have is told once.
+    /// Every fault of the command line, the file and the data, of both sides; one that both have is reported once.
     pub fn load(self) -> Result<Comparison, ConfigError> {
         let meshes: Vec<&str> = given(&self.matches, "mesh").collect();
         let (mut sides, mut faults) = (Vec::new(), self.faults.clone());

@@ -1,4 +1,4 @@
-//! Which layers make a stage, and on how many machines each, by PipeDream's planner:
+//! Finds the layers of each stage, and its number of machines, with PipeDream's planner:
 //! `cargo run --release --example partition -- --profile FILE --machines 4 --bandwidth 1e9`. docs/partition.md says how to
 //! get a profile.
 
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &dyn Display) -> ExitCode {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -39,7 +39,7 @@ fn show(text: &dyn Display) -> ExitCode {
 }
 
 fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    // Where nobody listens, nobody is told.
+    // A closed standard error is ignored.
     _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(code)
 }

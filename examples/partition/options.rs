@@ -1,4 +1,4 @@
-//! What is asked of the planner on the command line.
+//! The command line of the planner.
 
 use crate::report::Report;
 use clap::Parser;
@@ -11,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Parser)]
 #[command(after_help = "Exit code: 2 on bad input, else 0.")]
 pub struct Options {
-    /// What each layer takes, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE
+    /// Time and memory of each layer, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE
     #[arg(long, value_name = "FILE")]
     profile: PathBuf,
     /// Machines of each level of the topology, innermost first
@@ -23,7 +23,7 @@ pub struct Options {
     /// Cost of a stage: computation plus communication, as the published code has it, or the longer of the two, as the paper has it
     #[arg(long, default_value = "code", value_parser = PossibleValuesParser::new(["code", "paper"]).map(method))]
     method: Method,
-    /// By how much activations shrink to be sent, 1 for not at all; without it, sending them costs nothing
+    /// Compression ratio of the activations that are sent, 1 for none; without it, sending them costs nothing
     #[arg(long, value_name = "R", allow_hyphen_values = true, value_parser = ratio)]
     activation_compression_ratio: Option<f64>,
     /// Each stage on one machine
@@ -35,7 +35,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Reads the profile and plans. An error is the text to show.
+    /// Reads the profile and plans. An error is the text to print.
     pub fn load(self) -> Result<Report, String> {
         let path = self.profile.display();
         if self.machines.len() != self.bandwidth.len() {
@@ -79,7 +79,7 @@ fn ratio(text: &str) -> Result<f64, &'static str> {
     number.ok_or("use a number above 0, such as 1 for none")
 }
 
-/// One of the two names that the parser lets through.
+/// The method of one of the two names that the parser accepts.
 fn method(name: String) -> Method {
     if name == "paper" { Method::Paper } else { Method::Code }
 }

@@ -4,16 +4,16 @@ use meshwork::pipeline::partition::{Layer, Level, Method, Options, Plan, Planned
 use serde_json::{Value, json};
 use std::fmt;
 
-/// The best partition, with what it was found for. Displayed as a table.
+/// The best partition, with the input of the planner. Displayed as a table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// What each layer takes.
+    /// Time and memory of each layer.
     pub profile: Profile,
-    /// Where it may be cut.
+    /// The places where the model may be cut.
     pub states: States,
     /// The topology, innermost level first.
     pub levels: Vec<Level>,
-    /// How it was planned.
+    /// The options of the planner.
     pub options: Options,
     /// The partition.
     pub plan: Plan,

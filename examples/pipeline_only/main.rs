@@ -15,7 +15,7 @@ struct Layer {
     loss: f32,
 }
 
-/// Two numbers and a constant, and what is to be learnt of them: their product.
+/// Two numbers and a constant as input, and the target: the product of the two numbers.
 fn sample(micro: usize) -> (Vec<f32>, f32) {
     let (a, b) = ((micro as f32 * 0.7).sin(), (micro as f32 * 1.3).cos());
     (vec![a, b, 1.0], a * b)

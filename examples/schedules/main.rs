@@ -10,7 +10,7 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
-/// What a file is made of.
+/// Makes the content of a file.
 type Content = fn(&[report::Row]) -> String;
 
 /// Bad input.
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     show(&if options.json { report::json(&results, single) } else { report::text(&results, single) })
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &dyn Display) -> ExitCode {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {

@@ -1,4 +1,4 @@
-//! What is asked for on the command line, and the schedules that it stands for.
+//! The command line, and the schedules that it selects.
 
 use crate::report::{Outcome, Row};
 use clap::Parser;
@@ -7,11 +7,11 @@ use std::path::PathBuf;
 
 use meshwork::pipeline::{Costs, Generator, Schedule, Shape, by_name, simulate};
 
-/// More ranks than this, or more of micro-batches through stages, are no schedule that anybody looks at.
+/// Limits of ranks, and of micro-batches times stages: larger schedules cannot be displayed usefully.
 const MAX_RANKS: usize = 1 << 10;
 const MAX_PARTS: usize = 1 << 21;
 
-/// What `--load` brings itself.
+/// Flags that conflict with `--load`, because the file sets them.
 const OWN: [&str; 5] = ["schedule", "pp", "micro", "virtual_stages", "steps"];
 
 /// Draws, prices and compares pipeline schedules.
@@ -60,12 +60,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether one schedule is asked for, and not a table of all.
+    /// Whether one schedule is selected, and not a table of all.
     pub fn is_single(&self) -> bool {
         self.schedule.is_some() || self.load.is_some()
     }
 
-    /// The schedules that are asked for, on paper; in a table, or why not.
+    /// The simulated schedules that are selected; in a table, also why one is missing.
     pub fn results(&self) -> Result<Vec<Row>, String> {
         if let Some(path) = &self.load {
             let name = path.display();
@@ -95,13 +95,13 @@ impl Options {
 
     fn shape(&self, generator: Generator) -> Shape {
         let shape = generator.shape(self.pp.unwrap_or(4), self.micro.unwrap_or(8));
-        // In a table, the number of chunks is for those schedules that have a choice.
+        // In a table, the number of chunks applies only to schedules that have a choice.
         let asked = self.virtual_stages.filter(|_| self.is_single() || generator.chooses_virtual_stages());
         Shape { virtual_stages: asked.unwrap_or(shape.virtual_stages), ..shape }
     }
 
     fn run(&self, schedule: Schedule) -> Result<Outcome, String> {
-        // Proved first: costs are of its stages, which must be there.
+        // The schedule is proved first, because costs are given per stage and the stages must exist.
         let report = meshwork::pipeline::lower(&schedule).map_err(|error| error.to_string())?.report().clone();
         let [forward, input, weight] = self.costs;
         let costs = Costs {

@@ -1,20 +1,20 @@
-//! What is printed and written about schedules.
+//! The output about schedules, printed and in files.
 
 use meshwork::pipeline::{Generator, Report, Schedule, Timeline, chrome_trace, svg, text_grid};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// A schedule, what its proof found, and how it runs on paper.
+/// A schedule, the report of its proof, and its simulated timeline.
 pub struct Outcome {
     pub schedule: Schedule,
     pub report: Report,
     pub timeline: Timeline,
 }
 
-/// A schedule on paper, or why there is none of that shape.
+/// A simulated schedule, or why there is none of this shape.
 pub type Row = Result<Outcome, (Generator, String)>;
 
-/// A grid of more columns than this is no picture any more.
+/// A grid with more columns than this is not printed.
 const MAX_WIDTH: usize = 4000;
 
 fn timelines(rows: &[Row]) -> Vec<&Timeline> {
@@ -102,7 +102,7 @@ impl Outcome {
     }
 }
 
-/// A line per schedule: what a step costs in time, and a rank in memory.
+/// A line per schedule: the time of a step and the memory of a rank.
 fn table(rows: &[Row]) -> String {
     let header =
         ["schedule", "virtual", "makespan", "span", "of total", "of ideal", "activations", "weights"].map(String::from);

@@ -1,4 +1,4 @@
-//! The model of `examples/custom_model`, which is written on the public API alone: any mesh gives the numbers of one rank, and in
+//! The model of `examples/custom_model`, which uses only the public API: any mesh gives the numbers of one rank, and in
 //! canonical numerics its bits.
 
 #[path = "../../examples/custom_model/main.rs"]

@@ -1,5 +1,5 @@
-//! The program `digits` as a user runs it: flags in; standard output and exit codes out. And what it promises: both networks
-//! learn to read real images, over the pipeline.
+//! The program `digits` as a user runs it: flags in; standard output and exit codes out. Both networks must learn to
+//! read real images, over the pipeline.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -26,7 +26,7 @@ fn succeed(line: &str) -> String {
     out
 }
 
-/// What a line says between two words, as a number.
+/// The number in a line between two words.
 #[track_caller]
 fn number(line: &str, before: &str, after: &str) -> f64 {
     let (_, rest) = line.rsplit_once(before).unwrap_or_else(|| panic!("no {before} in {line}"));

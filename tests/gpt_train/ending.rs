@@ -1,4 +1,4 @@
-//! How runs end: done, stopped by Ctrl-C, failed, or with nobody left to read.
+//! How runs end: done, stopped by Ctrl-C, failed, or with standard output closed.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};

@@ -1,4 +1,4 @@
-//! What goes in: flags, configuration files, data; and what is told without training.
+//! The inputs: flags, configuration files, data; and the reports without training.
 
 use std::collections::HashSet;
 use std::fs;
@@ -146,7 +146,7 @@ fn data_of_every_kind_is_learned() {
 
     let words = format!("--set data.tokenizer={} --set model.vocab_size=4", at("words.json"));
     let gpt2 = "--set data.tokenizer=gpt2 --set model.vocab_size=50257 --set model.seq_len=4";
-    // (data, settings, what the sample goes on from)
+    // (data, settings, the prompt of the sample)
     let mut cases = vec![
         (at("texts"), String::new(), "arma arma arma a"),
         (at("one.txt"), String::new(), "arma arma arma a"),
@@ -169,7 +169,7 @@ fn data_of_every_kind_is_learned() {
         assert!(sample.starts_with(prompt), "{line}: {sample}");
         hashes.push(events(&run, "start")[0]["data_hash"].as_str().unwrap().to_owned());
     }
-    // A folder is its files one after another; a header adds nothing; another tokenizer makes another stream.
+    // A folder is read as its files one after another; a header adds nothing; another tokenizer gives another stream.
     assert_eq!((&hashes[0], &hashes[2]), (&hashes[1], &hashes[3]));
     let different: HashSet<&String> = hashes[1..].iter().collect();
     assert_eq!(different.len(), hashes.len() - 2);

@@ -42,7 +42,7 @@ fn every_line_has_every_field() {
         "device",
     ];
     assert_eq!(keys(config), sections);
-    // Resolved: what was not given is there, what was given has won.
+    // Resolved: defaults are included, and given values replace them.
     assert_eq!((&config["model"]["hidden_size"], &config["model"]["ffn_hidden_size"]), (&16.into(), &64.into()));
     assert_eq!(
         (&config["pipeline"]["num_microbatches"], &config["training"]["micro_batch_size"]),
@@ -87,7 +87,7 @@ fn numbers_are_in_full_precision() {
         let (_, rest) = line.split_once("\"loss\":").unwrap();
         let written = rest.split([',', '}']).next().unwrap();
         let loss: f64 = written.parse().unwrap();
-        // The shortest text that gives these very bits back: nothing was rounded on the way.
+        // The shortest text that gives exactly these bits: nothing was rounded.
         assert_eq!(format!("{loss:?}"), written);
         assert!(shown.contains(&format!("  loss {loss:.4}  ")), "{shown}");
         beyond_f32 += usize::from(f64::from(loss as f32) != loss);
@@ -95,7 +95,7 @@ fn numbers_are_in_full_precision() {
     assert_eq!(beyond_f32, 9, "{text}");
 }
 
-/// A line without what a clock says.
+/// A line without times.
 fn timeless(line: &Value) -> Map<String, Value> {
     let mut line = line.as_object().unwrap().clone();
     line.retain(|key, _| !["step_ms", "tokens_per_s", "seconds"].contains(&key.as_str()));
@@ -153,7 +153,7 @@ fn validation_comes_when_asked() {
         let run = metrics(&folder, &format!("{SMALL} --steps {steps} --set validation.every={every}"));
         assert_eq!(numbers(&run, "validation", "step"), expected, "every {every}");
     }
-    // It trains on nothing that it holds out, and does not disturb the training.
+    // Held-out data is not trained on, and validation does not affect training.
     let plain = metrics(&folder, &format!("{SMALL} --steps 4 --set data.shuffle=false"));
     let validated = metrics(&folder, &format!("{SMALL} --steps 4 --set data.shuffle=false --set validation.every=1"));
     assert_eq!(numbers(&plain, "step", "loss"), numbers(&validated, "step", "loss"));

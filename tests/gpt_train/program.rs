@@ -1,4 +1,4 @@
-//! Runs the program, and reads what it leaves behind.
+//! Runs the program, and reads its output.
 
 use std::fs;
 use std::io::Read;
@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A model that trains in no time.
+/// A model that trains in an instant.
 pub const SMALL: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 \
                          --set training.global_batch_size=8";
 
-/// Longer than anything here takes on a busy machine: what runs into it hangs.
+/// Longer than anything here takes on a busy machine; a run that reaches it hangs.
 const DEADLINE: Duration = Duration::from_secs(180);
 
 /// The program, which `cargo test` builds beside the tests, but `cargo test --test gpt_train` does not.
@@ -35,7 +35,7 @@ pub fn command(line: &str) -> Command {
 /// How a run ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// The exit code; none if a signal killed it.
+    /// The exit code; `None` if a signal killed it.
     pub code: Option<i32>,
     pub out: String,
     pub err: String,
@@ -46,7 +46,7 @@ pub fn run(line: &str) -> Ended {
     Running::start(command(line)).end()
 }
 
-/// Runs the program to its end, which must be a success without a word on standard error.
+/// Runs the program to its end, which must be a success without output on standard error.
 pub fn succeed(line: &str) -> String {
     let ended = run(line);
     assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""), "{line}\n{}", ended.out);
@@ -61,14 +61,14 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts it, all output read.
+    /// Starts it, and reads all output.
     pub fn start(mut command: Command) -> Self {
         let mut running = Self::start_unread(&mut command);
         running.out = running.child.stdout.take().map(read);
         running
     }
 
-    /// Starts it, standard output left to the caller.
+    /// Starts it, and leaves standard output to the caller.
     pub fn start_unread(command: &mut Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let err = child.stderr.take().map(read);
@@ -99,7 +99,7 @@ fn read(mut pipe: impl Read + Send + 'static) -> JoinHandle<String> {
     })
 }
 
-/// Asks until there is an answer.
+/// Calls `ask` until it returns an answer.
 pub fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     let started = Instant::now();
     loop {

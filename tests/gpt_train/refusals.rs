@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::program::{folder, run};
 
-/// Runs a command line that must be refused before anything is trained, printed or written, and gives its faults.
+/// Runs a command line that must be refused before anything is trained, printed or written, and returns its faults.
 fn refused(folder: &Path, line: &str) -> Vec<String> {
     let metrics = folder.join("never.jsonl");
     let ended = run(&format!("{line} --metrics {}", metrics.display()));
@@ -16,7 +16,7 @@ fn refused(folder: &Path, line: &str) -> Vec<String> {
     faults.lines().map(str::to_owned).collect()
 }
 
-/// Each (command line, start of its only fault, how the fault goes on somewhere).
+/// Each (command line, start of its only fault, a later part of the fault).
 fn refused_alone(name: &str, cases: &[(&str, &str, &str)]) {
     let folder = folder(name);
     for (line, start, part) in cases {
@@ -274,7 +274,7 @@ fn metrics_that_cannot_be_written() {
         (at(&folder), "is a folder"),
         (at(&folder.join("no/such/run.jsonl")), "its folder does not exist"),
         (at(&text.join("run.jsonl")), "cannot be written"),
-        // Found out before what would be lost is lost.
+        // Found before a file is overwritten.
         (format!("{0} --data {0}", at(&text)), "would replace what data.path reads"),
         (format!("{} --data {}", at(&text), at(&folder)), "would replace what data.path reads"),
         ("Cargo.toml --config Cargo.toml".to_owned(), "would replace what --config reads"),

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// A model that trains in no time.
+/// A model that trains in an instant.
 const SMALL: &str =
     "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 --set training.global_batch_size=8";
 
@@ -32,7 +32,7 @@ fn the_same_mesh_twice_is_identical() {
     let tensors =
         out.strip_prefix(&format!("A: {side}\nB: {side}\nidentical: 2 steps, ")).unwrap_or_else(|| panic!("{out}"));
     let tensors: u32 = tensors.strip_suffix(" tensors\n").unwrap_or_else(|| panic!("{out}")).parse().unwrap();
-    // Of each of two steps: 28 parameters with gradient, weights and two states, and more values than that.
+    // Each of two steps has 28 parameters with gradient, weights and two states, and further values.
     assert!(tensors > 2 * 4 * 28, "{out}");
 }
 
@@ -42,7 +42,7 @@ fn a_side_can_be_set_alone() {
         "--mesh pp=2 --mesh=pp=2 --set-b pipeline.schedule=gpipe --set-a=pipeline.num_microbatches=2 --steps=1",
     );
     assert!(out.starts_with("A: dp=1,tp=1,pp=2, 1f1b, 2 micro-batches of 4\nB: dp=1,tp=1,pp=2, gpipe, "), "{out}");
-    // Four micro-batches or two: each sample is computed with the same bits, and sums over samples are not.
+    // With four micro-batches or two, each sample is computed with the same bits, but sums over samples are not.
     let (_, first) = out.split_once("\nthe first to differ: step 1, the ").unwrap_or_else(|| panic!("{out}"));
     assert!(first.starts_with("loss\n") || first.starts_with("reduced gradient of "), "{out}");
     let values: Vec<&str> = out.lines().filter(|line| line.starts_with("  bias_residual ")).collect();
@@ -97,7 +97,7 @@ fn bad_input_is_told_at_once() {
             "--mesh dp=2 --mesh xp=3 --stepps 3",
             &["--stepps: unknown flag; the nearest is --steps; ", "--mesh xp=3: unknown axis; "],
         ),
-        // A fault of both sides is told once.
+        // A fault of both sides is reported once.
         ("--mesh dp=1 --mesh dp=2 --set model.num_head=3", &["model.num_head = 3 (from --set): unknown key; "]),
         ("--mesh dp=1 --mesh dp=2 --steps 0 --set-b", &["--steps 0: expected 1 or more; ", "--set-b: no value; "]),
         (

@@ -214,15 +214,15 @@ fn what_is_asked_for_wrongly_is_refused_with_what_would_be_valid() {
     assert!(succeed("--help").contains("--schedule <NAME>"));
 }
 
-/// A cost of 1e9 beside ones of 1: no billion columns, and the output says how wide a column is.
+/// A cost of 1e9 beside costs of 1 does not give a billion columns, and the output says how wide a column is.
 #[test]
 fn costs_that_are_far_apart_are_drawn_on_a_coarser_scale() {
     let out = succeed("--schedule 1f1b --pp 2 --micro 2 --costs 1e9,1,1");
     assert!(out.len() < 10_000 && out.contains("rank 0 | F0---") && out.contains("\n(a column is 6000000.01"), "{out}");
 }
 
-/// Values of any kind: each run ends, with a short text or with exit code 2 and the reason. What is large and right takes long to draw
-/// up, and is for the tests of the crate.
+/// With values of any kind, each run ends with a short text, or with exit code 2 and the reason. Large valid schedules
+/// take long, and the crate's own tests cover them.
 #[test]
 fn any_values_are_answered() {
     let key = random::key(1, "command lines");

@@ -1,19 +1,19 @@
 //! Collectives of the thread backend, by size and number of ranks.
 //!
 //! `cargo bench -p meshwork-core --bench collectives -- [--json] [OPERATION...] [RANKS...] [BYTES...]`, where a number
-//! from 1024 on is one of bytes. One time is that of one
-//! rank from the end of a barrier to the end of the operation; shown is the median over the repeats, of the rank where
-//! it is largest. The bytes are those of the full, uncut buffer of each rank (what a reduce-scatter takes, what an
-//! all-gather gives), and a `send_recv` is there and back. All memory is touched before. Without `--bench` (as under
-//! `cargo test`), everything runs once on small buffers. With `--json`, each line is one measurement.
+//! from 1024 on is one of bytes. A time is that of one rank, from the end of a barrier to the end of the operation. The
+//! output is the median over the repeats, for the rank where it is largest. The bytes are those of the full, uncut
+//! buffer of each rank (what a reduce-scatter takes, what an all-gather gives), and a `send_recv` is a round trip. All
+//! memory is touched before. Without `--bench` (as under `cargo test`), everything runs once on small buffers. With
+//! `--json`, each line is one measurement.
 
 use std::time::{Duration, Instant};
 
 use meshwork_core::comm::thread::{Options, run};
 use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
 
-/// Runs one operation on a rank's two buffers and gives them back. Each is as large as the operation's full buffer or,
-/// where [`Case::part`] says so, as one rank's part of it.
+/// Runs one operation on a rank's two buffers and returns them. Each is as large as the operation's full buffer or, if
+/// [`Case::part`] says so, as one rank's part of it.
 type Step = fn(&Group, [Buffer; 2]) -> Result<[Buffer; 2], CommError>;
 
 struct Case {
@@ -61,7 +61,7 @@ const CASES: [Case; 8] = [
         },
     },
     Case { name: "broadcast", dtype: DType::F32, part: [false, true], step: |g, [x, y]| Ok([g.broadcast(x, 0)?, y]) },
-    // The sender keeps what it sends, or gives it up.
+    // The sender keeps its buffer, or gives it up.
     Case {
         name: "send_recv",
         dtype: DType::F32,

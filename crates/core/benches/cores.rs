@@ -1,17 +1,17 @@
-//! How far apart two cores are, again and again: CPUs with several last caches, and hosts that move virtual cores about,
-//! make speeds that change while nothing else does.
+//! Repeated measurements of the distance between two cores. On CPUs with several last-level caches, and on hosts that
+//! move virtual cores, speeds change while nothing else does.
 //!
 //! `cargo bench -p meshwork-core --bench cores [-- SECONDS]`, on an idle machine, or the hand-off alone while
-//! something else runs (`-- SECONDS hand-off`). Twice a second a line with
+//! something else runs (`-- SECONDS hand-off`). Twice a second it prints a line with
 //!
 //! - `hand-off`: ns from a store by one thread to the load that sees it by another, the best of many batches;
-//! - `own`: GB/s at which both threads together pass over what each wrote itself the last time;
-//! - `other's`: the same over what the other one wrote.
+//! - `own`: GB/s at which both threads together pass over the data that each wrote itself the last time;
+//! - `other's`: the same over the data that the other thread wrote.
 //!
 //! On a Zen 4: two cores with one last cache hand off in 25 to 35 ns, and the rates differ little. With a last cache each it
 //! takes 150 to 180 ns, and `other's` falls to 90 to 105 GB/s.
 //!
-//! Without `--bench` (as under `cargo test`), one line of few repeats.
+//! Without `--bench` (as under `cargo test`), it prints one line of few repeats.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,10 +19,10 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// There and back so often makes a batch.
+/// Round trips in a batch.
 const TURNS: usize = 50;
 
-/// Floats of what a thread passes over: half a megabyte, which stays in its second cache.
+/// Number of floats that a thread passes over: half a megabyte, which stays in its second-level cache.
 const FLOATS: usize = 1 << 17;
 
 fn main() {
@@ -45,7 +45,7 @@ fn main() {
     }
 }
 
-/// Nanoseconds one way, in the best of so many batches.
+/// Nanoseconds one way, in the best of `batches` batches.
 fn hand_off(batches: usize) -> f64 {
     let turn = AtomicUsize::new(0);
     let wait = |until: usize| {
@@ -73,8 +73,8 @@ fn hand_off(batches: usize) -> f64 {
     best.unwrap_or_default().as_nanos() as f64 / (2 * TURNS) as f64
 }
 
-/// GB/s read and written by two threads that change half of the numbers each: the same half every time, or in turn the one
-/// and the other (a `change` of 1).
+/// GB/s read and written by two threads that change half of the numbers each: the same half every time, or alternating
+/// halves (a `change` of 1).
 fn pass(repeats: usize, change: usize) -> f64 {
     let halves = [Mutex::new(vec![1.0_f32; FLOATS]), Mutex::new(vec![1.0_f32; FLOATS])];
     let (came, times) = (AtomicUsize::new(0), Mutex::new(Vec::new()));

@@ -4,8 +4,8 @@
 //! are always initialised, so that everything here is safe code. Other crates bring other kinds (device allocations,
 //! or sizes without bytes) by implementing [`Memory`].
 //!
-//! The one rule: memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Any number of ranks may
-//! read clones and slices, and what they read does not change.
+//! Memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Any number of ranks may read
+//! clones and slices, and the elements that they read do not change.
 
 use std::fmt::{self, Debug};
 use std::ops::Range;
@@ -18,12 +18,12 @@ use crate::memory::{Block, HostMemory, Memory};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
-    /// The elements were asked for as another type.
+    /// The elements were requested as a different type.
     #[error("the buffer holds {actual}, it was asked for as {asked}")]
     DType {
-        /// What the buffer holds.
+        /// The element type of the buffer.
         actual: DType,
-        /// What the caller wanted.
+        /// The requested type.
         asked: DType,
     },
     /// The memory has no bytes that the host can reach.
@@ -47,9 +47,9 @@ pub enum BufferError {
     /// A slice outside the buffer.
     #[error("elements {start}..{end} are not inside the buffer's 0..{count}")]
     Range {
-        /// First element asked for.
+        /// First requested element.
         start: usize,
-        /// One past the last element asked for.
+        /// One past the last requested element.
         end: usize,
         /// Elements in the buffer.
         count: usize,
@@ -106,13 +106,13 @@ impl Buffer {
     /// # Panics
     /// If the size in bytes overflows `usize`, as for a `Vec`.
     pub fn zeros(dtype: DType, count: usize) -> Buffer {
-        // Checked also where arithmetic wraps: a buffer that is smaller than it says would be unsound.
+        // Checked in release builds too: a buffer smaller than its stated size would be unsound.
         let bytes = count.checked_mul(dtype.size());
         let Some(bytes) = bytes else { panic!("a buffer of {count} of {dtype} overflows the address space") };
         Buffer::whole(Arc::new(HostMemory::zeroed(bytes)), dtype, count)
     }
 
-    /// No elements: what an operation without data gives back.
+    /// A buffer without elements: the result of an operation without data.
     pub fn empty() -> Buffer {
         Buffer::zeros(DType::U8, 0)
     }
@@ -174,9 +174,9 @@ impl Buffer {
         Ok(Buffer { memory: Arc::clone(&self.memory), dtype: self.dtype, offset, count })
     }
 
-    /// Trades elements with a buffer of the same type and count, without copying them: the two exchange the host bytes
-    /// below them, and keep all else that their [`Memory`]s are. False, and nothing happens, unless both are unique,
-    /// on the host, of memory of one size and at the same offset in it.
+    /// Swaps elements with a buffer of the same type and count, without copying them. The two exchange their host
+    /// bytes, and keep everything else of their [`Memory`]s. Returns false and does nothing unless both are unique, on
+    /// the host, at the same offset, and of memory of the same size.
     pub fn trade(&mut self, other: &mut Buffer) -> bool {
         let window = |buffer: &Buffer| (buffer.dtype, buffer.offset, buffer.count);
         if window(self) != window(other) {
@@ -235,7 +235,7 @@ impl Buffer {
         BufferError::NotHost { dtype: self.dtype, count: self.count }
     }
 
-    /// For a [`Memory`] whose host bytes are fewer than the size that it stated.
+    /// The error of a [`Memory`] with fewer host bytes than its stated size.
     fn too_small(&self, bytes: usize) -> BufferError {
         BufferError::TooSmall { dtype: self.dtype, count: self.offset + self.count, bytes }
     }

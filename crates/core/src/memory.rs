@@ -1,4 +1,4 @@
-//! Where elements live: host bytes that an arena can take back, or anything else that has a size.
+//! Memory of elements: host bytes that an arena can take back, or anything else that has a size.
 
 use memmap2::MmapMut;
 use std::any::Any;
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Somewhere that elements live: host memory, a device allocation, or only a size.
+/// The memory of elements: host memory, a device allocation, or only a size.
 pub trait Memory: Send + Sync + Debug + Any {
     /// Size in bytes.
     fn bytes(&self) -> usize;
@@ -23,20 +23,20 @@ pub trait Memory: Send + Sync + Debug + Any {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Blocks of at least so many bytes are mapped by themselves, in huge pages where the system has them: the size of one
-/// on x86-64 and most others.
+/// Blocks of at least this many bytes are mapped by themselves, in huge pages if the system has them. It is the size of
+/// a huge page on x86-64 and most others.
 const HUGE: usize = 2 << 20;
 
-/// Smaller blocks of at least so many bytes, a page, are parts of a slab.
+/// Smaller blocks of at least this many bytes, a page, are parts of a slab.
 const PAGE: usize = 4 << 10;
 
-/// Bytes of a slab: many huge pages, so that what is left of one when the next part does not fit is little of it.
+/// Bytes of a slab: many huge pages, so that little is wasted when the next part does not fit.
 const SLAB: usize = 32 << 20;
 
 /// Owned, 64-byte aligned bytes; their number is a multiple of 64.
 ///
-/// Blocks ask for huge pages, large ones each for their own, smaller ones together: one fault where there were 512, no misses
-/// of the address cache in a product that reads along columns, and no page boundaries at which prefetching stops (3% of a
+/// Blocks request huge pages: large ones have their own, smaller ones share them. This gives one page fault instead of
+/// 512, no TLB misses in a product that reads along columns, and no page boundaries at which prefetching stops (3% of a
 /// step in which most tensors have a megabyte).
 pub struct Block(Bytes);
 
@@ -47,28 +47,29 @@ enum Bytes {
     Part(Part),
 }
 
-/// A part of a slab, which goes back to the process's other parts when it is dropped. Slabs stay mapped as long as the process
-/// lives, as the system allocator's do.
+/// A part of a slab, which returns to the free parts of the process when it is dropped. Slabs stay mapped as long as
+/// the process lives, as those of the system allocator do.
 struct Part(&'static mut [u8]);
 
 /// The slabs of the process.
 static SLABS: Mutex<Slabs> = Mutex::new(Slabs { rest: &mut [], free: BTreeMap::new() });
 
 struct Slabs {
-    /// What is left of the newest one, never used.
+    /// The unused rest of the newest slab.
     rest: &'static mut [u8],
     /// Parts that were dropped, by size.
     free: BTreeMap<usize, Vec<&'static mut [u8]>>,
 }
 
 impl Slabs {
-    /// A part of exactly so many bytes, a multiple of 64, all zero; `None` if the system has no memory to map.
+    /// A part of exactly `bytes` bytes, a multiple of 64, all zero; `None` if the system has no memory to map.
     fn take(&mut self, bytes: usize) -> Option<Part> {
         if let Some(part) = self.free.get_mut(&bytes).and_then(Vec::pop) {
             part.fill(0);
             return Some(Part(part));
         }
-        // A line lies between parts: blocks of a power of two would otherwise all map to the same sets of a cache.
+        // Parts are one cache line apart, because blocks of a power of two would otherwise all map to the same cache
+        // sets.
         let apart = bytes + size_of::<Line>();
         if self.rest.len() < apart {
             let slab = MmapMut::map_anon(SLAB).ok()?;
@@ -97,7 +98,7 @@ impl Block {
             // Whole huge pages are mapped where a huge page begins.
             && let Ok(pages) = MmapMut::map_anon((lines * 64).next_multiple_of(HUGE))
         {
-            // The end is left to small pages, so that its unused part costs nothing. A system without huge pages, or
+            // The end uses small pages, so that its unused part costs nothing. A system without huge pages, or
             // with huge pages turned off, gives small ones.
             #[cfg(target_os = "linux")]
             let _ = pages.advise_range(memmap2::Advice::HugePage, 0, lines * 64 / HUGE * HUGE);
@@ -150,7 +151,7 @@ impl Debug for Block {
 
 /// Takes blocks back when the memory made of them is dropped: a caching arena.
 pub trait Recycle: Send + Sync + Debug {
-    /// Gives back a block, with whatever was last written to it. Must not panic: it runs in `drop`.
+    /// Takes back a block, which has whatever was last written to it. Must not panic, because it runs in `drop`.
     fn recycle(&self, block: Block);
 }
 
@@ -260,7 +261,7 @@ mod tests {
         }
     }
 
-    /// Parts of slabs are apart, whatever was taken and dropped before, on any thread, and more than a slab of them.
+    /// Parts of slabs never overlap, whatever was taken and dropped before, on any thread, and with more than one slab.
     #[test]
     fn blocks_alive_at_once_share_no_byte() {
         let fill = |seed: usize| {

@@ -3,8 +3,8 @@
 //! Ranks are numbered with the fastest axis first in the order tp, cp, dp, pp (Megatron's `tp-cp-dp-pp`), so that the
 //! axes that communicate most are neighbours.
 //!
-//! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 to those that it does not name. The order of its parts
-//! does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
+//! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 for those that it does not name. The order of its
+//! parts does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
 //!
 //! ```
 //! use meshwork_core::{Axis, Mesh};
@@ -39,7 +39,7 @@ pub enum Axis {
 impl Axis {
     /// Every axis, fastest first.
     pub const ALL: [Axis; 4] = [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp];
-    /// How many axes there are.
+    /// Number of axes.
     pub const COUNT: usize = Self::ALL.len();
 
     /// The short name used in mesh strings, errors and metrics.
@@ -78,7 +78,7 @@ impl FromStr for Axis {
     }
 }
 
-/// What is wrong with a mesh.
+/// Why a mesh is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
@@ -87,7 +87,7 @@ pub enum MeshError {
     UnknownAxis {
         /// As written.
         name: String,
-        /// What the writer may have meant.
+        /// What may have been meant.
         hint: &'static str,
     },
     /// A part of the mesh string is not `axis=degree`.
@@ -170,7 +170,7 @@ impl Mesh {
         self.axes().filter(|&axis| axis != Axis::Pp)
     }
 
-    /// Whether the mesh has this axis, of whatever degree.
+    /// Whether the mesh has this axis, with any degree.
     pub fn has(&self, axis: Axis) -> bool {
         self.degrees[axis.index()].is_some()
     }
@@ -185,7 +185,7 @@ impl Mesh {
         self.axes().map(|axis| self.degree(axis)).product()
     }
 
-    /// Where a rank lies on the grid.
+    /// The position of a rank on the grid.
     ///
     /// # Panics
     /// If `rank` is not below [`world_size`](Self::world_size).
@@ -200,7 +200,7 @@ impl Mesh {
         coords
     }
 
-    /// The rank that lies at `coords`.
+    /// The rank at `coords`.
     pub fn rank_at(&self, coords: Coords) -> usize {
         let mut stride = 1;
         let mut rank = 0;
@@ -218,7 +218,7 @@ impl Mesh {
     pub fn group(&self, rank: usize, axes: &[Axis]) -> Vec<usize> {
         let along = |axis: &Axis| axes.contains(axis);
         let first = self.axes().filter(along).fold(self.coords(rank), |coords, axis| coords.with(axis, 0));
-        // The slowest axis first: each further one multiplies the ranks found so far, which stay in order.
+        // Begins with the slowest axis; each further axis multiplies the ranks found so far, which stay in order.
         let mut ranks = vec![self.rank_at(first)];
         let mut stride = self.world_size();
         for axis in self.axes().collect::<Vec<_>>().into_iter().rev() {
@@ -234,7 +234,7 @@ impl Mesh {
     /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name.
     ///
     /// # Errors
-    /// Every part that is wrong, as written, and what is wrong with it. Parsing the string as a `Mesh` reports the first.
+    /// Every invalid part, as written, and its error. Parsing the string as a `Mesh` reports the first.
     ///
     /// ```
     /// use meshwork_core::{Mesh, MeshError};
@@ -245,10 +245,10 @@ impl Mesh {
     pub fn parse_degrees(text: &str) -> Result<[usize; Axis::COUNT], Vec<(&str, MeshError)>> {
         let mut degrees = [None; Axis::COUNT];
         let mut wrong = Vec::new();
-        // A run without experts may say so.
+        // A run without experts may state `ep=1`.
         for part in text.split(',').map(str::trim).filter(|&part| part != "ep=1") {
             let given = parse_part(part).and_then(|(axis, degree)| {
-                // A wrong degree names its axis all the same.
+                // A part with a wrong degree still names its axis.
                 match degrees[axis.index()].replace(*degree.as_ref().unwrap_or(&1)) {
                     Some(_) => Err(MeshError::Duplicate { axis }),
                     None => degree.map(drop),
@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    /// The definition: every rank of the world that agrees on the other axes.
+    /// By definition, a group has every rank of the world that agrees on the other axes.
     #[test]
     fn a_group_is_what_its_definition_says() {
         let mesh = Mesh::new([(Axis::Pp, 2), (Axis::Tp, 3), (Axis::Cp, 2), (Axis::Dp, 2)]).unwrap();

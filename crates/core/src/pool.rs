@@ -1,16 +1,17 @@
 //! One pool of worker threads per process, shared by all ranks: while a rank waits, its core works for the others.
 //!
-//! A rank is a thread that computes. When it has work that can be cut it [`share`]s it: it begins at once, and while a
-//! core is free a worker takes pieces too. A core is free when fewer threads compute than there are cores; ranks that
-//! wait for each other do not compute (`yield_core`), so in a pipeline's bubble the waiting rank's core works for the
-//! rank that it waits for. With as many busy ranks as cores no worker helps, and sharing costs a lock and a push.
+//! A rank is a thread that computes. When it has work that can be cut, it [`share`]s the work: it begins at once, and
+//! while a core is free, a worker takes pieces too. A core is free when fewer threads compute than there are cores;
+//! ranks that wait for each other do not compute (`yield_core`), so in a pipeline's bubble the waiting rank's core
+//! works for the rank that it waits for. With as many busy ranks as cores no worker helps, and sharing costs a lock and
+//! a push.
 //!
-//! - **Results do not depend on it.** Pieces are cut by the caller; which thread does which one changes nothing that
-//!   a kernel may use.
+//! - **Results do not depend on it.** The caller cuts the pieces; results do not depend on which thread does which
+//!   piece.
 //! - **No thread depends on a worker.** The thread that shares does every piece that no worker has taken. It waits only
-//!   for pieces being done.
-//! - **No thread spins for long.** A worker out of work looks for more for `SPIN`, about as long as a wake-up takes, so
-//!   that it is still there for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
+//!   for pieces in progress.
+//! - **No thread spins for long.** A worker without work looks for more for `SPIN`, about as long as a wake-up takes,
+//!   so that it is ready for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
 //!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
 
 use std::any::Any;
@@ -21,10 +22,10 @@ use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a thread looks before it sleeps: about what waking it up would take.
+/// How long a thread looks for work before it sleeps: about as long as a wake-up takes.
 const SPIN: Duration = Duration::from_micros(10);
 
-/// The environment variable that says how many [`threads`] may compute.
+/// The environment variable for the number of [`threads`] that may compute.
 pub const THREADS_VARIABLE: &str = "MESHWORK_THREADS";
 
 /// Threads that may compute at once: the value of [`THREADS_VARIABLE`] if that is a whole number of at least 1, else the
@@ -39,9 +40,9 @@ pub fn threads() -> usize {
 
 /// Calls `work` on every item, on this thread and on cores that are free; returns when all are done.
 ///
-/// Items are handed out in order, one at a time under a lock: one should be worth 20 µs or more, and a few per core
-/// keep all busy to the end. Inside one of several items, `share` runs serially. A panic of `work` comes out here, when no other
-/// thread is in an item any more; items not begun by then may not be done.
+/// Items are taken in order, one at a time under a lock. An item should take 20 µs or more, and a few items per core
+/// keep all cores busy to the end. Inside one of several items, `share` runs serially. A panic of `work` is raised here
+/// again, when no other thread is in an item any more; items not begun by then may not be done.
 ///
 /// ```
 /// let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
@@ -60,8 +61,8 @@ where
     Pool::of_process().share(items.into_iter(), work);
 }
 
-/// Calls `wait`, during which this thread does not compute: its core works for others. For a rank that waits for something other
-/// than its peers; those waits yield already.
+/// Calls `wait`, during which this thread does not compute: its core works for others. It is for a rank that waits for
+/// something other than its peers; waits for peers yield already.
 pub fn yield_core<R>(wait: impl FnOnce() -> R) -> R {
     if HOLDS_CORE.get() { Pool::of_process().yield_core(wait) } else { wait() }
 }
@@ -73,14 +74,14 @@ thread_local! {
     static IN_ITEM: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Counts this thread among those that compute, until dropped. Held by the thread of a rank all its life, and by any
-/// other thread while it shares.
+/// Counts this thread among those that compute, until dropped. The thread of a rank holds one all its life, any other
+/// thread while it shares work.
 pub(crate) struct Core {
     pool: Option<&'static Pool>,
 }
 
 impl Core {
-    /// Of the thread that runs a rank.
+    /// For the thread that runs a rank.
     pub(crate) fn of_rank() -> Core {
         Core::enter(Pool::of_process())
     }
@@ -105,11 +106,11 @@ impl Drop for Core {
 
 /// Shared work: lives on the stack of the thread that shares it.
 struct Job<'a> {
-    /// Takes items until there are none, or as a helper until the core is needed; whether there are none.
+    /// Takes items until there are none, or as a helper until the core is needed. Returns whether there are none.
     drain: &'a (dyn Fn(bool) -> bool + Sync),
     /// Threads other than the owner that are in `drain`. Decreased as the last thing that a helper does with a job.
     helpers: AtomicUsize,
-    /// What the first helper to panic said.
+    /// The panic of the first helper that panicked.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
@@ -139,7 +140,7 @@ struct State {
     jobs: Vec<Listed>,
     /// Workers asleep.
     sleeping: usize,
-    /// Owners asleep until their helpers are out.
+    /// Owners asleep until their helpers have left.
     owners: usize,
 }
 
@@ -152,18 +153,18 @@ struct Pool {
     out: Condvar,
     /// Threads that compute: ranks that do not wait, and workers in a job.
     busy: AtomicUsize,
-    /// Length of `State::jobs`, to be seen without the lock.
+    /// Length of `State::jobs`, readable without the lock.
     listed: AtomicUsize,
 }
 
 impl Pool {
-    /// The one that [`share`] uses.
+    /// The pool of the process, which [`share`] uses.
     fn of_process() -> &'static Pool {
         static POOL: OnceLock<&'static Pool> = OnceLock::new();
         POOL.get_or_init(|| Pool::start(threads()))
     }
 
-    /// A pool for so many threads that compute at once, with a worker for each but one. It lives as long as the process.
+    /// A pool for `threads` threads that compute at once, with one worker fewer. It lives as long as the process.
     fn start(threads: usize) -> &'static Pool {
         let pool: &'static Pool = Box::leak(Box::new(Pool {
             threads,
@@ -174,7 +175,7 @@ impl Pool {
             listed: AtomicUsize::new(0),
         }));
         for i in 1..threads {
-            // A worker that does not start is one helper less.
+            // If a worker does not start, there is one helper fewer.
             let _ = thread::Builder::new().name(format!("worker {i}")).spawn(|| pool.serve());
         }
         pool
@@ -222,7 +223,7 @@ impl Pool {
         self.busy.load(Ordering::Relaxed) < self.threads
     }
 
-    /// This thread computes no more; a worker may.
+    /// This thread stops computing; a worker may take its core.
     fn leave(&self) {
         self.busy.fetch_sub(1, Ordering::Relaxed);
         if self.listed.load(Ordering::Relaxed) > 0 && self.has_free_core() && self.lock().sleeping > 0 {
@@ -230,7 +231,7 @@ impl Pool {
         }
     }
 
-    /// Does a job, with help from free cores. Panics if an item did.
+    /// Runs a job, with help from free cores. Panics if an item did.
     fn run(&self, job: &Job<'_>) {
         let listed = Listed(std::ptr::from_ref(job).cast());
         let at = listed.0;
@@ -246,7 +247,7 @@ impl Pool {
 
         let mine = job.drain(false);
         self.unlist(&mut self.lock(), at);
-        // No worker joins any more. What follows must not unwind before the helpers are out.
+        // No worker joins any more. The code below must not unwind before the helpers have left.
         let out = || job.helpers.load(Ordering::Acquire) == 0;
         if !spin_until(out) {
             self.yield_core(|| {
@@ -270,7 +271,7 @@ impl Pool {
         self.listed.store(state.jobs.len(), Ordering::Relaxed);
     }
 
-    /// A worker's life.
+    /// The loop of a worker.
     fn serve(&self) {
         let mut state = self.lock();
         loop {
@@ -310,7 +311,7 @@ impl Pool {
     }
 }
 
-/// Looks for at most [`SPIN`]; whether it saw what it was looking for.
+/// Checks `seen` for at most [`SPIN`]; returns whether it became true.
 fn spin_until(seen: impl Fn() -> bool) -> bool {
     if seen() {
         return true;

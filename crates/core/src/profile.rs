@@ -1,4 +1,4 @@
-//! What a rank does with its time, as plain data: [`Span`]s that a [`Recorder`] keeps.
+//! The time of a rank as plain data: [`Span`]s that a [`Recorder`] keeps.
 //!
 //! Code that computes or communicates does not know of profiles. Two decorators record: [`communicator`] around a
 //! rank's communicator, and one around its device (`meshwork_tensor::profiled`). A run without a profile has neither.
@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// What kind of thing a span is.
+/// The kind of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
     /// A whole training step: a frame around all that follows.
@@ -35,14 +35,14 @@ pub enum Class {
     Optimizer,
     /// Blocks moved within memory, buffers zeroed, uploaded, downloaded.
     Memory,
-    /// Samples read.
+    /// Reading of samples.
     Data,
-    /// The start of a communication, with the work that the rank does on it before going on.
+    /// The start of a communication, with the work that the rank does on it before it continues.
     Post,
     /// The rank stands still until a communication is over.
     Wait,
     /// A communication under way while the rank does something else: from the end of its start until the rank sees that it
-    /// is over, or waits for it. The only spans that lie beside others instead of inside or after them.
+    /// is over, or waits for it. Only these spans overlap others instead of lying inside or after them.
     Flight,
 }
 
@@ -53,10 +53,10 @@ impl Class {
     }
 }
 
-/// What a span is about.
+/// Details of a span.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Detail {
-    /// Its name says it all.
+    /// No details.
     None,
     /// The number of a step, from 1.
     Step(u64),
@@ -73,12 +73,12 @@ pub enum Detail {
     Meeting(Meeting),
 }
 
-/// A communication, the same for every rank that takes part.
+/// A communication, the same for every member.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Meeting {
     /// The group's name and the world ranks of its members.
     pub group: Arc<(String, Vec<usize>)>,
-    /// World ranks of sender and receiver; none for a collective.
+    /// World ranks of sender and receiver; `None` for a collective.
     pub message: Option<(usize, usize)>,
     /// Its number in the group: collectives, and the messages of each sender and receiver, are counted from 0.
     pub seq: u64,
@@ -99,13 +99,13 @@ impl fmt::Display for Detail {
 /// A stretch of one rank's time. Nanoseconds count from the recorder's origin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// What kind of thing it is.
+    /// Its kind.
     pub class: Class,
     /// The operation: `gemm nt`, `all_reduce`, `forward`.
     pub name: &'static str,
-    /// What it is about.
+    /// Its details.
     pub detail: Detail,
-    /// Type of the elements, where there are any.
+    /// Type of the elements, if there are any.
     pub dtype: Option<DType>,
     /// Start, in nanoseconds.
     pub start: u64,
@@ -113,13 +113,13 @@ pub struct Span {
     pub end: u64,
     /// Floating point operations of matrix work, as the device's meter counts them.
     pub flops: u64,
-    /// Bytes of memory that the operation must read and write at least: each input and output once. Of a communication:
-    /// its buffers on this rank.
+    /// Bytes of memory that the operation must read and write at least: each input and output once. For a
+    /// communication: its buffers on this rank.
     pub bytes: u64,
 }
 
 impl Span {
-    /// Its name and what it is about.
+    /// Its name and details.
     pub fn label(&self) -> String {
         let mut label = self.name.to_owned();
         if let Some(dtype) = self.dtype.filter(|&dtype| dtype != DType::F32 && self.meeting().is_none()) {
@@ -146,7 +146,7 @@ impl Span {
 }
 
 /// Keeps the spans of one rank, between [`resume`](Recorder::resume) and [`pause`](Recorder::pause). Clones write to the
-/// same place. Ranks whose recorders have the same origin can be held against each other.
+/// same place. Ranks whose recorders have the same origin can be compared.
 #[derive(Clone, Debug)]
 pub struct Recorder {
     origin: Instant,
@@ -161,17 +161,17 @@ struct State {
 }
 
 impl Recorder {
-    /// A recorder that pauses, with room for some thousand spans before it asks for memory.
+    /// A paused recorder, with room for some thousand spans before it allocates more memory.
     pub fn new(origin: Instant) -> Recorder {
         Recorder { origin, state: Arc::new(Mutex::new(State { on: false, spans: Vec::with_capacity(1 << 14) })) }
     }
 
-    /// Records from now on.
+    /// Starts recording.
     pub fn resume(&self) {
         self.state().on = true;
     }
 
-    /// Records no more.
+    /// Stops recording.
     pub fn pause(&self) {
         self.state().on = false;
     }
@@ -181,7 +181,7 @@ impl Recorder {
         self.origin.elapsed().as_nanos() as u64
     }
 
-    /// Keeps a span, unless it pauses.
+    /// Records a span, unless paused.
     pub fn record(&self, span: Span) {
         let mut state = self.state();
         if state.on {
@@ -203,7 +203,7 @@ impl Recorder {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic between two pushes leaves all spans whole.
+        // A panic between two pushes leaves all spans complete.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

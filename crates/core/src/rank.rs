@@ -11,18 +11,18 @@ pub struct Rank {
     mesh: Mesh,
     coords: Coords,
     world: Group,
-    /// By the set of their axes, a bit for each.
+    /// Groups by the set of their axes, with a bit for each axis.
     groups: Vec<Group>,
     log: CommLog,
 }
 
 impl Rank {
-    /// Joins the mesh as the rank that `world` says. Collective: every rank of the world calls it with the same mesh.
+    /// Joins the mesh as the rank of `world`. Collective: every rank of the world calls it with the same mesh.
     ///
-    /// Every group that [`group_over`](Self::group_over) can give is made here, in one order on all ranks: groups that are
-    /// made when they are first used deadlock where two ranks first use them in different orders. A mesh of three axes
-    /// above degree 1 has three products beside its axes and the world, one of four axes has ten. Where a group costs much
-    /// (NCCL), a backend splits it off its parent's resources and connects it on first use.
+    /// Every group that [`group_over`](Self::group_over) can return is made here, in the same order on all ranks.
+    /// Groups made on first use would deadlock if two ranks first use them in different orders. A mesh of three axes
+    /// above degree 1 has three products besides its axes and the world; a mesh of four axes has ten. If a group is
+    /// expensive (NCCL), a backend splits it off its parent's resources and connects it on first use.
     ///
     /// # Errors
     /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh.
@@ -40,9 +40,9 @@ impl Rank {
             groups.push(match axes[..] {
                 [] if size == 1 => world.clone(),
                 [] => world.split("self", &[me])?,
-                // By its own name, of whatever degree.
+                // Named after its axis, with any degree.
                 [axis] => world.split(axis.name(), &mesh.group(me, &axes))?,
-                // Fewer axes matter, whose group is there already.
+                // The group over the axes above degree 1 exists already.
                 _ if set & wide != set => groups[set & wide].clone(),
                 _ if set == wide => world.clone(),
                 _ => world.split(&product_name(&axes), &mesh.group(me, &axes))?,
@@ -51,13 +51,13 @@ impl Rank {
         Ok(Self { mesh: mesh.clone(), coords: mesh.coords(me), world, groups, log })
     }
 
-    /// Rank `world_rank` of a mesh whose other ranks do not exist: collectives do nothing but write themselves down.
+    /// Rank `world_rank` of a mesh whose other ranks do not exist: collectives are only recorded.
     pub fn recording(mesh: &Mesh, world_rank: usize) -> Result<Self, CommError> {
         let world = record::communicator("world", world_rank, (0..mesh.world_size()).collect())?;
         Self::new(mesh, world)
     }
 
-    /// The only rank of a mesh with no axes: where un-sharded layers run.
+    /// The only rank of a mesh without axes, for un-sharded layers.
     pub fn alone() -> Result<Self, CommError> {
         Self::recording(&Mesh::default(), 0)
     }
@@ -96,13 +96,13 @@ impl Rank {
         &self.groups[set_of(axes.iter().copied())]
     }
 
-    /// A further group of world ranks, this one among them. Collective over the world: ranks without a part in it name
-    /// themselves alone.
+    /// An additional group of world ranks, which contains this one. Collective over the world: ranks outside the group
+    /// name only themselves.
     pub fn subgroup(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
         self.world.split(name, members)
     }
 
-    /// What this rank has communicated, over all its groups.
+    /// The communications of this rank, over all its groups.
     pub fn log(&self) -> &CommLog {
         &self.log
     }

@@ -6,8 +6,8 @@
 
 /// Runs `f` with the widest vectors this CPU has.
 ///
-/// Only what is inlined into `f` gains: mark the functions that it calls `#[inline(always)]`, and call none through `dyn` or
-/// a stored closure.
+/// Only code that is inlined into `f` uses them: mark the functions that it calls `#[inline(always)]`, and call none
+/// through `dyn` or a stored closure.
 ///
 /// ```
 /// let mut x = [1.0_f32; 1000];
@@ -33,7 +33,7 @@ pub fn wide<R>(f: impl FnOnce() -> R) -> R {
 /// A loop that is too long for [`wide`]: the compiler does not inline a long closure. It does inline `run`, marked
 /// `#[inline(always)]`.
 pub trait Wide: Sized {
-    /// What the loop gives.
+    /// The result of the loop.
     type Output;
 
     /// The loop. Mark it `#[inline(always)]`.
@@ -95,7 +95,7 @@ mod tests {
         }
     }
 
-    /// A loop in which a fused multiply-add would show: the same bits on each path that this CPU runs.
+    /// A loop whose bits a fused multiply-add would change: they are the same on each path that this CPU runs.
     #[test]
     fn every_path_gives_the_same_bits() {
         let x: Vec<f32> = (0..1003).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();

@@ -1,12 +1,12 @@
 //! The balanced binary tree that fixes the order of sums which a mesh, a batch or a thread may cut.
 //!
-//! The tree over n leaves splits at the largest power of two below n, and so do its parts: three leaves give (a + b) + c,
-//! five ((a + b) + (c + d)) + e. Communicators add up their ranks in it ([`comm`](crate::comm)); canonical numerics carry
-//! it on into each rank, down to leaves that do not depend on the mesh.
+//! The tree over n leaves splits at the largest power of two below n, and its parts split in the same way: three leaves
+//! give (a + b) + c, five ((a + b) + (c + d)) + e. Communicators add up their ranks in it ([`comm`](crate::comm));
+//! canonical numerics continue it within each rank, down to leaves that do not depend on the mesh.
 //!
-//! The sum does not depend on which rank computes a subtree, as long as one rank holds all leaves of it. A number of ranks
-//! [fits] a number of leaves if each rank then holds a whole subtree. A run of leaves that is no whole subtree is passed
-//! on as the few [`subtrees`] that it consists of, and a [`Counter`] joins them.
+//! The sum does not depend on which rank computes a subtree, as long as one rank holds all leaves of it. A number of
+//! ranks [fits] a number of leaves if each rank then holds a whole subtree. A run of leaves that is not a whole subtree
+//! is passed as the few [`subtrees`] that it consists of, and a [`Counter`] joins them.
 //!
 //! ```
 //! use meshwork_core::tree::{degrees, subtrees, sum};
@@ -22,15 +22,15 @@
 
 use std::ops::Range;
 
-/// Whether each of `degree` ranks, holding an equal run of the `leaves`, holds a whole subtree: one rank always does, and
-/// more where each has a power of two.
+/// Whether each of `degree` ranks, holding an equal run of the `leaves`, holds a whole subtree: one rank always does,
+/// several ranks do if each has a power of two.
 pub fn fits(leaves: usize, degree: usize) -> bool {
     degree == 1 || degree > 0 && leaves.is_multiple_of(degree) && (leaves / degree).is_power_of_two()
 }
 
 /// The numbers of ranks that [fit](fits), in order.
 pub fn degrees(leaves: usize) -> Vec<usize> {
-    // All but 1 are the leaves divided by a power of two.
+    // Every degree except 1 is the number of leaves divided by a power of two.
     let mut degrees: Vec<usize> =
         (0..=leaves.max(1).trailing_zeros()).filter_map(|twos| leaves.checked_shr(twos)).collect();
     degrees.retain(|&degree| degree > 0);
@@ -46,15 +46,15 @@ pub fn subtrees(leaves: Range<usize>) -> impl Iterator<Item = Range<usize>> + Cl
     let mut start = leaves.start;
     std::iter::from_fn(move || {
         let left = leaves.end.saturating_sub(start);
-        // As many as remain, and as the place of the first allows: leaf 12 begins a subtree of 4.
+        // Limited by the number of remaining leaves and by the place of the first: leaf 12 begins a subtree of 4.
         let size = 1 << left.checked_ilog2()?.min(start.trailing_zeros());
         start += size;
         Some(start - size..start)
     })
 }
 
-/// Sums of subtrees that wait for their right neighbours: adds up leaves, or whole subtrees, that come in order, holding
-/// as few sums as there are bits in their number.
+/// Sums of subtrees that wait for their right neighbours: adds up leaves, or whole subtrees, that arrive in order. It
+/// holds no more sums than their number has bits.
 #[derive(Clone, Debug)]
 pub struct Counter<T>(Vec<(usize, T)>);
 
@@ -70,7 +70,7 @@ impl<T> Counter<T> {
         self.0.len()
     }
 
-    /// Takes the sum of the next subtree, of `leaves` leaves, and joins what is complete by `join(left, right)`.
+    /// Adds the sum of the next subtree, of `leaves` leaves, and joins complete subtrees by `join(left, right)`.
     pub fn push(&mut self, mut leaves: usize, mut sum: T, mut join: impl FnMut(T, T) -> T) {
         while let Some((_, left)) = self.0.pop_if(|(waiting, _)| *waiting == leaves) {
             sum = join(left, sum);
@@ -79,7 +79,7 @@ impl<T> Counter<T> {
         self.0.push((leaves, sum));
     }
 
-    /// The sum of all that came: what is left joins from the right. Nothing if nothing came.
+    /// The total sum: the remaining sums are joined from the right. `None` if there are none.
     pub fn finish(&mut self, mut join: impl FnMut(T, T) -> T) -> Option<T> {
         let (_, mut sum) = self.0.pop()?;
         while let Some((_, left)) = self.0.pop() {
@@ -89,7 +89,7 @@ impl<T> Counter<T> {
     }
 }
 
-/// The sum of the leaves; nothing if there are none.
+/// The sum of the leaves; `None` if there are none.
 pub fn sum<T: Copy>(leaves: &[T], mut join: impl FnMut(T, T) -> T) -> Option<T> {
     let mut counter = Counter::default();
     leaves.iter().for_each(|&leaf| counter.push(1, leaf, &mut join));
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The tree as its definition says it.
+    /// The tree by its definition.
     fn by_definition(leaves: &[f32]) -> f32 {
         match leaves {
             [one] => *one,
@@ -166,7 +166,7 @@ mod tests {
             prop_assert_eq!(counter.finish(add).unwrap().to_bits(), by_definition(&leaves).to_bits());
         }
 
-        /// Ranks that fit add up their leaves, and the tree over the ranks goes on from there.
+        /// Ranks that fit add up their leaves, and the tree over the ranks continues from there.
         #[test]
         fn ranks_that_fit_continue_the_tree(odd in 0..6_usize, twos in 0..5_u32) {
             let leaves = leaves((2 * odd + 1) << twos);

@@ -1,4 +1,4 @@
-//! Everything that can go wrong between ranks: what each of them is told, and that nobody waits for the timeout.
+//! All kinds of faults between ranks: the error of each rank, and that no rank waits for the timeout.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use meshwork_core::comm::thread::{Options, RankEnd, WorldError, run, world};
 use meshwork_core::comm::{Activity, Fault, FaultKind};
 use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
 
-/// Long enough that a test which runs into it was not told at once.
+/// So long that a test which reaches it did not get its error at once.
 const PATIENT: Options = Options { timeout: Duration::from_secs(600) };
 const SHORT: Options = Options { timeout: Duration::from_millis(200) };
 
@@ -63,7 +63,7 @@ fn disagreement_about_the_operation_names_both() {
         let expected = format!("tp group of world rank {rank}, op #213: {disagree}");
         assert_eq!(told(&error, rank), expected);
     }
-    // The others had nothing to do with it, and are told where it happened.
+    // The other ranks were not involved; their errors say where it happened.
     let other = told(&error, 0);
     // In the barrier, or on a busy machine still on its way there.
     let place = other.starts_with("world group of world rank 0, ");
@@ -168,7 +168,7 @@ fn a_panic_stops_everybody_at_once() {
     }
 }
 
-/// Fifteen ranks that stop for one reason are no fifteen lines.
+/// Fifteen ranks that stop for one reason share a line.
 #[test]
 fn ranks_that_report_the_same_share_a_line() {
     let coming = AtomicUsize::new(0);
@@ -197,7 +197,7 @@ fn ranks_that_report_the_same_share_a_line() {
   ranks 0-6 stopped: tp group, op #0: all_reduce(f32, 2)
   ranks 8-15 stopped: world group, op #0: barrier()"
     );
-    // What each rank is told by itself still says the cause.
+    // The error of each single rank still has the cause.
     assert_eq!(
         told(&error, 0),
         "tp group of world rank 0, op #0: all_reduce(f32, 2) stopped because rank 7 panicked: out of cheese"
@@ -206,7 +206,7 @@ fn ranks_that_report_the_same_share_a_line() {
 
 #[test]
 fn a_rank_that_returned_is_missed_at_once() {
-    // Whether it is gone before the others come, or while they wait.
+    // It ends before the others arrive, or while they wait.
     for delays in [[0, 20], [20, 0]] {
         let error = fails(2, PATIENT, |world| {
             sleep(Duration::from_millis(delays[world.rank()]));

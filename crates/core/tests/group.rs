@@ -89,7 +89,7 @@ fn a_shared_output_is_refused_and_a_shared_input_is_not() {
         );
         assert!(matches!(error, CommError::BufferShared { op: OpKind::AllReduce, .. }));
         group.all_gather(keep.clone(), f32s(8)).unwrap();
-        // A refused call is no step of the group: both ranks are still in step.
+        // A refused call does not count, so both ranks still agree on the next operation.
         group.all_reduce(keep, ReduceOp::Sum).unwrap();
     });
 }

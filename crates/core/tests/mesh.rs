@@ -101,7 +101,7 @@ fn the_log_names_products() {
     }
 }
 
-/// Notes every split, and is otherwise the communicator inside.
+/// Records every split, and otherwise passes calls to the inner communicator.
 #[derive(Debug)]
 struct Noting(Arc<dyn Communicator>, Arc<Mutex<Vec<String>>>);
 
@@ -127,8 +127,8 @@ impl Communicator for Noting {
     }
 }
 
-/// All ranks make the same groups in the same order, whatever they use later: a group made on first use would deadlock
-/// where two ranks come to it in another order.
+/// All ranks make the same groups in the same order, whatever they use later: groups made on first use would deadlock
+/// if two ranks used them in different orders.
 #[test]
 fn groups_are_made_at_once_and_in_one_order() {
     let mesh = mesh("tp=2,dp=2,pp=2");
@@ -163,7 +163,7 @@ fn a_world_of_another_size_is_an_error_on_every_rank() {
     assert!(Rank::recording(&mesh, 4).is_err(), "a rank that the mesh does not have");
 }
 
-/// Threads and records reduce in the tree, decorated or split; a backend that says nothing promises nothing.
+/// Threads and records reduce in the tree, decorated or split; a backend that does not state an order promises none.
 #[test]
 fn communicators_say_in_which_order_they_reduce() {
     let orders = thread::run_mesh(&mesh("tp=2"), |rank| Ok::<_, CommError>(rank.group(Axis::Tp).reduction_order()));

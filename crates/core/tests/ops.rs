@@ -1,4 +1,4 @@
-//! Every operation, dtype and world size on the thread backend, against an oracle that is as naive as can be.
+//! Every operation, dtype and world size on the thread backend, against a naive oracle.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ const SIZES: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16];
 /// The naive side of an element type: reduction in f64, i128 or whatever makes it obvious.
 trait Oracle: Element {
     fn random(rng: &mut Rng) -> Self;
-    /// The fixed tree, by the book.
+    /// The fixed tree, by its definition.
     fn tree(op: ReduceOp, ranks: &[Self]) -> Self;
 }
 
@@ -226,7 +226,7 @@ fn large_operations_match_the_oracle() {
     }
 }
 
-/// So large that what is written bypasses the caches. Sums of small integers are exact in any order.
+/// So large that writes bypass the caches. Sums of small integers are exact in any order.
 #[test]
 fn very_large_operations_leave_no_element_out() {
     let (n, count) = (4, (7 << 18) + 13);

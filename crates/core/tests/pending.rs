@@ -77,7 +77,7 @@ fn dropping_a_pending_operation_only_detaches() {
     });
 }
 
-/// Counts the blocks that come back.
+/// Counts the returned blocks.
 #[derive(Debug, Default)]
 struct Arena(Mutex<Vec<Block>>);
 
@@ -152,7 +152,7 @@ fn memory_that_a_message_trades_goes_back_in_equal_parts() {
     assert_eq!(*sent.lock().unwrap(), *received.lock().unwrap(), "nothing was copied");
 }
 
-/// The sender of a message that nobody takes gets its own memory back, untraded.
+/// The sender of a message that is never received gets its own memory back.
 #[test]
 fn a_message_that_moves_to_a_rank_that_fails_stays_with_its_sender() {
     let arena = Arc::new(Arena::default());

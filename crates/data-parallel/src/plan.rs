@@ -3,27 +3,28 @@
 /// A gradient to be placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member<K> {
-    /// The caller's number for it.
+    /// The caller's number for the gradient.
     pub id: usize,
     /// Elements on this rank.
     pub elements: usize,
-    /// What it is reduced over: gradients of different keys never share a bucket.
+    /// The groups that it is reduced over. Gradients of different keys never share a bucket.
     pub key: K,
 }
 
 /// The gradients of one bucket, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan<K> {
-    /// What the bucket is reduced over.
+    /// The groups that the bucket is reduced over.
     pub key: K,
-    /// Ids, in the order in which they lie in the bucket.
+    /// Ids, in the order in the bucket.
     pub members: Vec<usize>,
-    /// Elements in all.
+    /// Total number of elements.
     pub elements: usize,
 }
 
-/// Fills buckets of up to `max_elements` (a larger gradient has one alone) in the order given, which should be that in which
-/// gradients become final, so that early buckets are complete early. A bucket stays open for its key until it is full.
+/// Fills buckets of up to `max_elements` in the given order; a larger gradient has its own bucket. The order should be
+/// that in which gradients become final, so that early buckets are complete early. A bucket stays open for its key
+/// until it is full.
 ///
 /// ```
 /// use meshwork_data_parallel::{Member, plan};

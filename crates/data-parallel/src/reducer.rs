@@ -3,8 +3,8 @@
 use meshwork_core::{Axis, Buffer, CommError, Group, Pending, Rank, ReduceOp};
 use std::ops::Range;
 
-/// The rounds in which gradients that are Partial on `axes` become whole. The batch is split over dp and cp, whose ranks
-/// are one group and one round; each other axis has a round of its own, in the order given. Axes of degree 1 need none.
+/// The rounds that sum gradients that are Partial on `axes`. The batch is split over dp and cp, whose ranks form one
+/// group and one round; each other axis has its own round, in the given order. Axes of degree 1 need none.
 ///
 /// ```
 /// use meshwork_core::{Axis, Rank};
@@ -21,15 +21,15 @@ pub fn rounds(rank: &Rank, axes: impl IntoIterator<Item = Axis>) -> Vec<Group> {
     groups.filter(|group| group.size() > 1).cloned().collect()
 }
 
-/// A flat run of gradients that is reduced as one.
+/// A flat buffer of gradients that is reduced as one.
 #[derive(Debug)]
 pub struct Bucket {
     /// The gradients.
     pub gradients: Buffer,
-    /// Where each member lies.
+    /// The range of each member.
     pub members: Vec<Range<usize>>,
-    /// Summed over the first of these groups, the result over the second, ... Only the first round overlaps. With none,
-    /// the gradients stay as they are. See [`rounds`].
+    /// The gradients are summed over the first of these groups, the result over the second, and so on. Only the first
+    /// round overlaps. Without rounds, the gradients are not changed. See [`rounds`].
     pub rounds: Vec<Group>,
 }
 
@@ -64,7 +64,7 @@ pub enum ReduceError {
         /// `written` or `said to be final`.
         what: &'static str,
     },
-    /// A reduction was waited for while gradients were still missing.
+    /// Something waited for a reduction while gradients were still missing.
     #[error("bucket {bucket} still waits for gradient {member}")]
     Missing {
         /// The bucket.
@@ -72,7 +72,7 @@ pub enum ReduceError {
         /// The first member that is not final.
         member: usize,
     },
-    /// An earlier reduction of the bucket failed, and its gradients went with it.
+    /// An earlier reduction of the bucket failed, and its gradients are lost.
     #[error("the gradients of bucket {bucket} are lost: an earlier reduction of it failed")]
     Lost {
         /// The bucket.
@@ -98,9 +98,9 @@ struct Slot {
     rounds: Vec<Group>,
 }
 
-/// Gradients in buckets, each reduced once per step, as early as possible.
+/// Reduces buckets of gradients, each once per step, as early as possible.
 ///
-/// In a step: add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) once for each when it is final, then
+/// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) once for each when it is final, then
 /// [`finish`](Self::finish). Every rank of a bucket's groups must make its buckets ready in the same order.
 #[derive(Debug)]
 pub struct Reducer {
@@ -127,10 +127,10 @@ impl Reducer {
         self.slots.len()
     }
 
-    /// The gradients of a bucket and the place of a member in them, to be added to.
+    /// The gradients of a bucket, and the range of a member in them, for adding to it.
     ///
     /// # Panics
-    /// If there is no such bucket or member: they are the caller's own.
+    /// If there is no such bucket or member.
     pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>), ReduceError> {
         let slot = &mut self.slots[bucket];
         let late = ReduceError::TooLate { bucket, member, what: "written" };
@@ -140,7 +140,7 @@ impl Reducer {
         }
     }
 
-    /// Says that a gradient is final. The bucket's last one starts its reduction, and this is reported.
+    /// Marks a gradient as final. The last one of a bucket starts its reduction, which is returned as an event.
     ///
     /// # Panics
     /// If there is no such bucket or member.
@@ -156,7 +156,7 @@ impl Reducer {
             (State::Filling(buffer), Some(group)) => {
                 State::Reducing(group.start_all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?)
             }
-            // Without a round there is nothing to start.
+            // Without rounds there is nothing to start.
             (state, _) => state,
         };
         Ok(Some(BucketEvent::Started(bucket)))
@@ -172,7 +172,8 @@ impl Reducer {
         }
     }
 
-    /// Waits for every bucket, and runs the rounds after the first. Buckets are fillable again afterwards, holding the sums.
+    /// Waits for every bucket, and runs the rounds after the first. Afterwards buckets hold the sums and can be filled
+    /// again.
     pub fn finish(&mut self, mut on_event: impl FnMut(BucketEvent)) -> Result<(), ReduceError> {
         for (bucket, slot) in self.slots.iter_mut().enumerate() {
             if let Some(member) = slot.is_final.iter().position(|is_final| !is_final) {
@@ -193,7 +194,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// The gradients of a bucket, when no reduction runs.
+    /// The gradients of a bucket, if no reduction is running.
     pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
         match &self.slots[bucket].state {
             State::Filling(buffer) => Some(buffer),

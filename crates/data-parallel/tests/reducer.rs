@@ -24,7 +24,7 @@ fn gradients(reducer: &Reducer, bucket: usize) -> Vec<f32> {
     reducer.gradients(bucket).expect("the memory is there").as_slice().unwrap().to_vec()
 }
 
-/// A bucket that no axis cuts lost its memory with its last gradient: the step failed, and every later one.
+/// A bucket without rounds used to lose its memory with its last gradient, and this step and every later one failed.
 #[test]
 fn a_bucket_without_rounds_keeps_its_memory() {
     let mut reducer = Reducer::new(vec![bucket(4, Vec::new())]);
@@ -77,7 +77,7 @@ fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
         let unfinished = reducer.finish(|_| {}).unwrap_err();
         assert!(matches!(unfinished, ReduceError::Missing { bucket: 0, member: 0 }));
         reducer.ready(0, 0).unwrap();
-        // Rank 1 is gone: the start notices it if it was gone by then, else the wait.
+        // Rank 1 has ended. The start notices it if it had ended by then, else the wait does.
         let failed = reducer.ready(0, 1).and_then(|_| reducer.finish(|_| {})).unwrap_err();
         assert!(matches!(failed, ReduceError::Comm { bucket: 0, .. }), "{failed}");
         let later = reducer.finish(|_| {}).unwrap_err();

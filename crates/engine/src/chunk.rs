@@ -49,7 +49,7 @@ struct Flight {
 enum Kept {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// The input alone, of which a second forward makes the rest again, with the weights of the first.
+    /// Only the input, and the weights of the forward: a second forward recomputes the rest.
     Input(Option<Message>, Arc<Params>),
 }
 
@@ -86,7 +86,7 @@ impl Chunk {
         std::mem::take(&mut self.noted)
     }
 
-    /// The output of a prediction; nothing where this is not the last stage.
+    /// The output of a prediction; `None` if this is not the last stage.
     pub fn take_prediction(&mut self) -> Option<Tensor> {
         self.prediction.take()
     }
@@ -98,7 +98,7 @@ impl Chunk {
         self.noted = Noted::default();
     }
 
-    /// The forward of one micro-batch, to the loss on the last stage: the same bits each time it runs.
+    /// Runs the forward of one micro-batch, on the last stage up to the loss. Running it again gives the same bits.
     fn run(
         &self,
         pass: &Pass,
@@ -126,7 +126,7 @@ impl Chunk {
         Ok(Forwarded { tape, input, output, notes })
     }
 
-    /// `number` is that of the micro-batch in an asynchronous run.
+    /// `number` is the number of the micro-batch in an asynchronous run.
     fn forward(
         &mut self,
         pass: &Pass,
@@ -256,7 +256,8 @@ fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message
     Ok(Message { tensor, types: output.types() })
 }
 
-/// How many activations live on a rank: each from its forward until its backward is over, gradients of weights included.
+/// Counts the live activations of a rank. An activation lives from its forward until its backward ends, gradients of
+/// weights included.
 #[derive(Debug, Default)]
 pub struct LiveActivations {
     now: Cell<usize>,
@@ -273,12 +274,12 @@ impl LiveActivations {
         self.now.update(|now| now.saturating_sub(1));
     }
 
-    /// None lives, after a failure.
+    /// Sets the number of live activations to zero, after a failure.
     pub fn clear(&self) {
         self.now.set(0);
     }
 
-    /// The most that ever lived at once, in units of one micro-batch through one stage.
+    /// The largest number alive at once so far, in units of one micro-batch through one stage.
     pub fn most(&self) -> usize {
         self.most.get()
     }
@@ -290,12 +291,12 @@ pub struct Running<'a> {
     pub chunk: &'a mut Chunk,
     /// The pass.
     pub pass: &'a Pass,
-    /// Weights, and where gradients go.
+    /// Weights, and the buffers of their gradients.
     pub weights: &'a RefCell<WeightStore>,
-    /// Activations of this rank.
+    /// Counts the live activations of this rank.
     pub live: &'a LiveActivations,
-    /// Updates that the weights of each (stage, micro-batch as the schedule counts them) have seen; where there is none, the
-    /// newest weights serve.
+    /// The version of the weights, as a number of updates, that each (stage, micro-batch as the schedule counts them)
+    /// reads; `None` for the newest.
     pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
 }
 
@@ -338,7 +339,7 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
         self.chunk.weight_gradients(micro + self.pass.ahead, self.weights)
     }
 
-    /// In one walk over the tape, so that what serves both gradients is read once.
+    /// Walks the tape once, so that values needed by both gradients are read once.
     fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
         self.live.release();
         self.walk_back(micro, grad, Weights::Now)

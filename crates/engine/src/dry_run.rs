@@ -1,5 +1,5 @@
-//! What a run would do, without doing it: one step of one rank on the meta device with recording communicators. The code that runs
-//! is the code that will train.
+//! Dry runs: one step of one rank on the meta device with recording communicators. A dry run executes the same code as
+//! training.
 
 use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch};
 use meshwork_core::{Axis, Mesh, Rank, Record};
@@ -16,7 +16,7 @@ pub struct Prediction {
     pub parameters: usize,
     /// Bytes of weights, gradients and optimizer states.
     pub model_bytes: u64,
-    /// Most bytes alive at once: those and the activations.
+    /// Most bytes alive at once: the model's bytes and the activations.
     pub peak_bytes: u64,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,
@@ -40,7 +40,7 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     let mut trainer = trainer(model, plan, world_rank, device.clone())?;
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();
-    // A step as it is when those that overlap with it are under way.
+    // Measure the last of these steps: the steps that overlap with it are then under way.
     let batch = blank_batch(&trainer);
     let mut reports = Vec::new();
     let mut flops = 0;
@@ -66,8 +66,8 @@ pub fn watch(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, watch: Arc<
     Ok(())
 }
 
-/// The plan of one rank on which every layer of a model is a stage of its own, behind a first stage that has what the model binds to
-/// its beginning and before a last one that has its end and the loss. Micro-batches have `samples` samples, and a step has one.
+/// A plan for one rank in which every layer of a model is a stage. The first stage has only the beginning of the model
+/// (such as an embedding), the last one only its end and the loss. A step has one micro-batch of `samples` samples.
 pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Result<Plan, TrainError> {
     let mut partition = vec![1; model.num_layers() + 2];
     (partition[0], partition[model.num_layers() + 1]) = (0, 0);
@@ -85,9 +85,9 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
     })
 }
 
-/// What the parts of a model cost: floating point operations of matrix products and attention, forward and backward of one
-/// sample, from the model's sizes alone. First what is bound to the beginning (an embedding), then each layer, then the end (head and
-/// loss).
+/// The cost of each part of a model: floating point operations of matrix products and attention, forward and backward
+/// of one sample. It depends only on the sizes of the model. The parts are the beginning (an embedding), each layer,
+/// and the end (head and loss).
 ///
 /// # Errors
 /// As [`predict`].
@@ -117,7 +117,7 @@ fn trainer(
     Trainer::new(model.clone(), plan, Arc::new(Rank::recording(&plan.mesh, world_rank)?), device)
 }
 
-/// What stands in for the device that will train.
+/// The meta device that replaces the training device.
 fn blank_device(plan: &Plan) -> Arc<dyn Device> {
     Arc::new(Meta::new(plan.precision))
 }

@@ -1,4 +1,4 @@
-//! What can go wrong while training.
+//! Errors of training.
 
 use crate::PlanError;
 use meshwork_core::{CommError, MeshError, SpmdError};
@@ -21,7 +21,7 @@ pub enum TrainError {
     /// A wrongly distributed value.
     #[error(transparent)]
     Spmd(#[from] SpmdError),
-    /// A mesh that cannot be.
+    /// An invalid mesh.
     #[error(transparent)]
     Mesh(#[from] MeshError),
     /// A schedule that cannot run.
@@ -30,10 +30,10 @@ pub enum TrainError {
     /// A shape that the schedule does not take.
     #[error(transparent)]
     Shape(#[from] ShapeError),
-    /// A schedule that nobody knows.
+    /// An unknown schedule.
     #[error(transparent)]
     UnknownSchedule(#[from] UnknownSchedule),
-    /// An action of the pipeline.
+    /// A failed action of the pipeline.
     #[error("{0}")]
     Pipeline(Box<RunError<TrainError, TrainError>>),
     /// A step whose loss has no terms: every token or sample is masked.
@@ -42,7 +42,7 @@ pub enum TrainError {
         /// The step, from 1.
         step: u64,
     },
-    /// The loss or the gradient norm is not a number: the weights were not touched.
+    /// The loss or the gradient norm is not finite. The weights were not changed.
     #[error("step {step}: the {what} is {value}; the weights are those before this step")]
     NotFinite {
         /// The step, from 1.
@@ -52,7 +52,7 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
-    /// The loss or the gradient norm of a step is not a number, and an asynchronous schedule has updated weights since.
+    /// The loss or the gradient norm of a step is not finite, and an asynchronous schedule has updated weights since.
     #[error(
         "step {step}: the {what} is {value}, and weights have been updated with it: start again with a lower learning rate"
     )]
@@ -64,10 +64,10 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
-    /// Weights are asked for while steps are under way that may still change them.
+    /// Weights were requested while steps that may still change them are under way.
     #[error("{steps} steps are under way: flush() completes them first")]
     Pending {
-        /// The steps.
+        /// Number of these steps.
         steps: usize,
     },
     /// A value that does not fit the parameter it was meant for.
@@ -78,14 +78,14 @@ pub enum TrainError {
         /// What does not fit.
         problem: String,
     },
-    /// A stage whose output is not what the model says travels over the cut.
+    /// A stage whose output differs from the activation that the model declares.
     #[error("{op}: the activation is {given}, and the model says {expected}")]
     Activation {
         /// The message.
         op: String,
-        /// What the stage made.
+        /// The output of the stage.
         given: String,
-        /// What the model says.
+        /// The declared activation.
         expected: String,
     },
     /// A stage was called out of turn.
@@ -98,7 +98,7 @@ pub enum TrainError {
         /// What is missing.
         problem: &'static str,
     },
-    /// A plan that cannot be.
+    /// An invalid plan.
     #[error("{0}")]
     Plan(Box<PlanError>),
     /// State that does not fit this trainer.

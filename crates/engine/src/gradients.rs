@@ -1,4 +1,4 @@
-//! The way of a gradient: added to its bucket by every use and micro-batch, reduced once it is final.
+//! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
 use crate::TrainError;
 use meshwork_core::Buffer;
@@ -21,7 +21,7 @@ pub struct Gradients {
     missing: Vec<usize>,
     /// Per parameter: whether it has no share yet, and the bucket holds last step's.
     empty: Vec<bool>,
-    /// How shares add up in canonical numerics; in fast ones each is added to those before it.
+    /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
     ordered: Option<OrderedSums>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
@@ -30,8 +30,8 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each reduction. `ordered` are
-    /// those of canonical numerics.
+    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each
+    /// reduction. `ordered` has the sums of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
@@ -63,7 +63,7 @@ impl Gradients {
         self.ordered.iter_mut().for_each(OrderedSums::clear);
     }
 
-    /// Says whose shares come next.
+    /// Sets the stage whose shares come next.
     pub fn of_stage(&mut self, number: usize) {
         self.ordered.iter_mut().for_each(|ordered| ordered.stage = number);
     }
@@ -81,7 +81,7 @@ impl Gradients {
         let mut members: Vec<_> = self.places.iter().zip(&ordered.copies).filter(|(_, copies)| **copies > 1).collect();
         members.sort_unstable();
         for (&(bucket, member), &copies) in members {
-            // To where it lies in a bucket without copies, before those of the next member.
+            // The sum goes to the gradient's place in a bucket without copies, before the copies of the next member.
             let (buffer, all) = self.reducer.gradient(bucket, member)?;
             self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
         }
@@ -103,7 +103,7 @@ impl Gradients {
         &self.events
     }
 
-    /// Notes reductions that are over by now.
+    /// Records the reductions that have completed by now.
     pub fn poll(&mut self) {
         for bucket in 0..self.reducer.buckets() {
             if !self.seen_done[bucket] && self.reducer.is_reduced(bucket) {
@@ -119,26 +119,26 @@ impl Gradients {
 pub struct OrderedSums {
     /// Per parameter: the copies of its gradient.
     copies: Vec<usize>,
-    /// The first copy that a stage fills, where it is not the first of all.
+    /// The first copy that a stage fills, for stages where this is not copy 0.
     first: BTreeMap<(usize, ParamId), usize>,
     stage: usize,
-    /// Per parameter, by the first of the copies that come together.
+    /// Per parameter: waiting sums, by the first of the copies that arrive together.
     sums: Vec<BTreeMap<usize, Waiting>>,
 }
 
 /// Sums of subtrees that wait for their right neighbours, the oldest first.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Copies that come together.
+    /// Number of copies that arrive together.
     copies: usize,
     /// The sample that must come next.
     next: u64,
-    /// (samples, sum). The oldest lies in the bucket.
+    /// (samples, sum). The oldest sum is in the bucket, and is `None` here.
     sums: Vec<(u64, Option<Buffer>)>,
 }
 
 impl OrderedSums {
-    /// Nothing added up yet. `first` names the stages that do not fill a gradient's first copy.
+    /// Sums of no shares yet. `first` names the stages that do not fill a gradient's first copy.
     pub fn new(copies: Vec<usize>, first: BTreeMap<(usize, ParamId), usize>) -> Self {
         Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, stage: 0 }
     }
@@ -149,7 +149,7 @@ impl OrderedSums {
 }
 
 impl Waiting {
-    /// Adds the youngest sum to the one before it, `oldest` elements of `bucket` being the first of all.
+    /// Adds the newest sum to the one before it. The oldest sum begins at element `oldest` of `bucket`.
     fn join(&mut self, device: &dyn Device, bucket: &mut Buffer, oldest: usize) -> Result<()> {
         let Some((samples, Some(right))) = self.sums.pop() else { return Ok(()) };
         let Some((all, left)) = self.sums.last_mut() else { return Ok(()) };
@@ -203,7 +203,7 @@ impl Gradients {
         Ok(GradSlot { buffer: sum.insert(room), start: 0, first: true })
     }
 
-    /// Adds up what waits of a gradient, and zeroes the copies that nobody here fills.
+    /// Adds up the waiting sums of a gradient, and zeroes the copies that no stage of this rank fills.
     fn finish_order(&mut self, id: ParamId) -> Result<()> {
         let (bucket, member) = self.places[id.index()];
         let Some(ordered) = &mut self.ordered else { return Ok(()) };
@@ -252,7 +252,7 @@ impl GradSink for Gradients {
         if self.ordered.is_some() {
             self.finish_order(id)?;
         } else if self.empty[id.index()] {
-            // No use of it had a gradient.
+            // No use of the parameter had a gradient.
             let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
             self.device.optim()?.zero(buffer, range)?;
         }

@@ -1,5 +1,5 @@
-//! Where gradients lie and what they are reduced over: all of it follows from placements and from the types with which parameters
-//! are read.
+//! The layout of gradients, and what they are reduced over. Both follow from placements and from the types with which
+//! parameters are read.
 
 use crate::trace::Trace;
 use crate::{LocalModel, PlanError, TiedWeight, TrainError};
@@ -29,7 +29,7 @@ pub struct Key {
     pub copies: usize,
 }
 
-/// The embedding groups: the pp ranks that hold tied parameters: made once, by every rank in the same order.
+/// The embedding groups, the pp ranks that hold tied parameters. Every rank makes them once, in the same order.
 pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>, Group>, TrainError> {
     let mut groups = BTreeMap::new();
     for TiedWeight { pp_ranks, .. } in tied {
@@ -45,9 +45,9 @@ pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>
     Ok(groups)
 }
 
-/// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has one alone, so
-/// that its layout is the same on every holder. Behind the buckets lie frozen parameters, without a key: those that
-/// statistics update in one flat buffer, the others in another.
+/// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has a
+/// buffer of its own, so that its layout is the same on every holder. Behind the buckets lie frozen parameters, without
+/// a key: those that statistics update in one flat buffer, the others in another.
 ///
 /// # Errors
 /// A parameter that nothing reads in training and that is not frozen.
@@ -86,8 +86,8 @@ pub fn buckets(
     Ok((layout, keys))
 }
 
-/// Buckets of gradients that lie as the weights in `params` do, with the groups of each bucket's key; and per parameter its (bucket,
-/// member).
+/// Buckets of gradients with the same layout as the weights in `params`, and with the groups of each bucket's key; and
+/// per parameter its (bucket, member).
 pub fn reducer(
     params: &Params,
     layout: &[Vec<ParamId>],
@@ -104,7 +104,7 @@ pub fn reducer(
         }
         let mut rounds = rounds(rank, key.axes.iter().copied());
         rounds.extend(key.tied_ranks.as_ref().and_then(|tied_ranks| embedding_groups.get(tied_ranks).cloned()));
-        // Every member with its copies one after the other; added up, they lie as the weights do.
+        // Each member has its copies one after the other. Their sums have the layout of the weights.
         let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
         filled.push(Bucket {
             gradients: device.zeros(DType::F32, key.copies * params.flats()[bucket].count())?,
@@ -120,13 +120,13 @@ pub fn reducer(
 pub struct NormShard {
     /// The flat buffer.
     pub flat: usize,
-    /// The first of its ranges there,
+    /// Its first range in the flat buffer.
     pub range: Range<usize>,
-    /// how many there are,
+    /// Number of ranges.
     pub segments: usize,
-    /// and how far one is from the next.
+    /// Distance from the start of one range to the start of the next.
     pub pitch: usize,
-    /// The sum to which it goes. In canonical numerics each is that of one block, which one rank gives whole.
+    /// The sum that it is added to. In canonical numerics each sum is that of one block, which one rank computes whole.
     pub slot: usize,
 }
 
@@ -170,7 +170,7 @@ pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], ra
     (shards, declarations.reduction_blocks().map_or(1, |blocks| blocks * model.len()))
 }
 
-/// The number of this rank among those that hold the same elements of a parameter, and how many they are.
+/// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks.
 fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
     for axis in rank.mesh().value_axes() {

@@ -1,4 +1,4 @@
-//! What the whole model declares, stage by stage: pure data that any rank draws up without allocating anything.
+//! The declarations of the whole model, stage by stage: plain data that any rank builds without allocating parameters.
 
 use crate::{Plan, TrainError};
 use meshwork_core::{Axis, Mesh};
@@ -21,7 +21,7 @@ pub struct ModelPlan {
 /// The stages that one pp rank holds, with the parameters they declare together.
 #[derive(Debug)]
 pub struct LocalModel {
-    /// What they declare.
+    /// Their declarations.
     pub declarations: Declarations,
     /// The stages, by their number.
     pub stages: Vec<(usize, Box<dyn Stage>)>,
@@ -38,7 +38,7 @@ pub struct TiedWeight {
 }
 
 impl ModelPlan {
-    /// A model as a plan cuts it.
+    /// Cuts a model into stages as the plan says.
     ///
     /// # Errors
     /// A partition that does not fit.
@@ -57,7 +57,7 @@ impl ModelPlan {
         &self.model
     }
 
-    /// What each stage is.
+    /// The part of the model in each stage.
     pub fn stages(&self) -> &[StageSpec] {
         &self.parts
     }
@@ -97,7 +97,7 @@ impl ModelPlan {
         Ok(all.specs().to_vec())
     }
 
-    /// What travels behind each stage but the last, for micro-batches like `batch`.
+    /// The activation that each stage but the last sends, for micro-batches like `batch`.
     pub fn activations(&self, batch: &Batch) -> Result<Vec<Activation>> {
         let cuts = self.parts[..self.parts.len().saturating_sub(1)].iter();
         cuts.map(|part| self.model.activation(&self.mesh, part.layers.end, batch)).collect()

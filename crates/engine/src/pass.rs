@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub enum Purpose {
     /// Loss and gradients.
     Train,
-    /// The loss alone.
+    /// Only the loss.
     Evaluate,
     /// The output of the last stage.
     Predict,
@@ -25,16 +25,16 @@ pub enum Purpose {
 pub struct Seeds {
     /// Terms of the loss in all that an update adds up.
     pub terms: u64,
-    /// Of an auxiliary loss of coefficient 1: 1 / samples of the update.
+    /// Gradient of an auxiliary loss with coefficient 1: 1 / samples of the update.
     pub auxiliary: f64,
 }
 
 /// What every stage of a rank needs in one pass over the batch.
 #[derive(Debug)]
 pub struct Pass {
-    /// Where this runs.
+    /// The rank that runs the pass.
     pub rank: Arc<Rank>,
-    /// Who computes.
+    /// The device that computes.
     pub device: Arc<dyn Device>,
     /// What the pass is for.
     pub purpose: Purpose,
@@ -42,31 +42,31 @@ pub struct Pass {
     pub position: Position,
     /// This rank's samples.
     pub batch: Batch,
-    /// Samples of a micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: usize,
-    /// What travels behind each stage but the last.
+    /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
-    /// Per micro-batch.
+    /// Seeds of each micro-batch.
     pub seeds: Vec<Seeds>,
     /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
     pub first_micro: usize,
-    /// How far that count is ahead of the schedule's.
+    /// The difference between that count and the schedule's.
     pub ahead: usize,
-    /// What is computed again in backward.
+    /// What backward recomputes.
     pub recompute: Recompute,
     /// Metrics that the model declares.
     pub metrics: Rc<[Metric]>,
-    /// What this rank counts of the pass, in f64 on the device: `[losses of samples | metrics of samples | ..]`, each row as long as
-    /// the global batch.
+    /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
+    /// ..]`, each row as long as the global batch.
     pub numbers: RefCell<Buffer>,
     /// Samples of the global batch.
     pub global_batch_size: usize,
-    /// Who looks on while this trains.
+    /// The observer of a pass that trains.
     pub watch: Option<Arc<dyn Watch>>,
 }
 
 impl Pass {
-    /// One of its micro-batches.
+    /// The micro-batch of this number.
     pub fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
         let first = micro * self.micro_batch;
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
@@ -94,6 +94,6 @@ pub struct MicroBatch {
     pub position: Position,
     /// Its samples.
     pub samples: Batch,
-    /// None in a pass that does not train.
+    /// `None` in a pass that does not train.
     pub seeds: Option<Seeds>,
 }

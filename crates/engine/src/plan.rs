@@ -1,4 +1,4 @@
-//! What a run is, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
+//! The plan of a run, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
 
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
@@ -32,7 +32,7 @@ pub struct Plan {
     pub mesh: Mesh,
     /// The order of forward and backward passes.
     pub schedule: ScheduleSpec,
-    /// Layers of each stage; none for as even as can be.
+    /// Layers of each stage; empty: as even as possible.
     pub partition: Vec<usize>,
     /// Samples of a step, over all ranks.
     pub global_batch_size: usize,
@@ -43,7 +43,7 @@ pub struct Plan {
     pub numerics: Numerics,
     /// The type in which matrix products take their operands: that of the device.
     pub precision: Precision,
-    /// What is computed again in backward instead of being kept.
+    /// What backward recomputes instead of keeping it.
     pub recompute: Recompute,
     /// The update rule.
     pub optimizer: Rule,
@@ -91,19 +91,19 @@ pub enum Numerics {
     },
 }
 
-/// What is computed again in backward instead of being kept. No bit changes.
+/// What backward recomputes instead of keeping it. Recomputed activations are bitwise identical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recompute {
     /// Nothing.
     None,
     /// Norms and activation functions, at the price of a few passes over memory (Korthikanti et al. 2022).
     Selective,
-    /// All of a stage, from its input: GPipe's re-materialisation, at the price of a second forward.
+    /// The whole stage, from its input: GPipe's re-materialisation, at the price of a second forward.
     Stage,
 }
 
 impl Recompute {
-    /// How saved tensors wait for the backward pass.
+    /// How saved tensors are kept for the backward pass.
     pub(crate) fn policy(self) -> Rc<dyn SavedPolicy> {
         if self == Self::None { Rc::new(Keep) } else { Rc::new(Selective) }
     }
@@ -112,18 +112,20 @@ impl Recompute {
 /// Which schedule runs the pipeline.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ScheduleSpec {
-    /// One of the literature.
+    /// A schedule of the literature.
     Named {
-        /// Which.
+        /// Its generator.
         generator: Generator,
         /// Stages on each pp rank, where the schedule leaves a choice; `None` for its default.
         virtual_stages: Option<usize>,
-        /// PipeDream alone: all stages take the weights of the version that the first stage had when a micro-batch entered.
+        /// Only for PipeDream: all stages use the version of the weights that the first stage had when the micro-batch
+        /// entered.
         vertical_sync: bool,
     },
-    /// 1F1B with so many ranks for each stage, whose replicas take micro-batches in turn; they add up to pp.
+    /// 1F1B with this number of ranks for each stage. The replicas of a stage take micro-batches in turn. The numbers
+    /// add up to pp.
     Replicated(Vec<usize>),
-    /// One of the user's own, a single synchronous step; it has its number of micro-batches.
+    /// A schedule of the user's own: a single synchronous step, with a fixed number of micro-batches.
     Own(Schedule),
 }
 
@@ -140,10 +142,10 @@ impl From<Generator> for ScheduleSpec {
 }
 
 impl ScheduleSpec {
-    /// A schedule of the literature, by its name, as `1f1b` or `zb_v`.
+    /// A schedule of the literature by its name, such as `1f1b` or `zb_v`.
     ///
     /// # Errors
-    /// A name that there is not, with those that there are.
+    /// An unknown name, with the known ones.
     pub fn named(name: &str) -> Result<Self, UnknownSchedule> {
         Ok(meshwork_pipeline::by_name(name)?.into())
     }
@@ -188,7 +190,8 @@ impl ScheduleSpec {
         }
     }
 
-    /// The schedule of several steps, which an asynchronous one does not drain between them. Others have one.
+    /// The schedule of several steps. An asynchronous schedule is not drained between them. `Replicated` and `Own`
+    /// schedules always have one step.
     ///
     /// # Errors
     /// As [`build`](Self::build).
@@ -200,7 +203,7 @@ impl ScheduleSpec {
         Ok(Schedule { weights, ..schedule })
     }
 
-    /// The number of micro-batches that a step has unless another is asked for, of `samples` on each data-parallel rank.
+    /// The default number of micro-batches of a step with `samples` samples on each data-parallel rank.
     fn default_micros(&self, pp: usize, samples: usize) -> usize {
         match self {
             Self::Own(schedule) => schedule.micros,
@@ -218,16 +221,16 @@ impl ScheduleSpec {
     }
 }
 
-/// A plan that cannot be, and what would be valid.
+/// Why a plan is invalid, and what would be valid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A rank of another mesh.
+    /// A rank of a different mesh.
     #[error("the plan is for the mesh {plan}, and this rank is one of {rank}: make the ranks from the plan's mesh")]
     Mesh {
         /// The mesh of the plan.
         plan: String,
-        /// That of the rank.
+        /// The mesh of the rank.
         rank: String,
     },
     /// A batch that cannot be cut evenly.
@@ -263,7 +266,7 @@ pub enum PlanError {
         /// Stages of the schedule.
         stages: usize,
     },
-    /// A device that computes in another type than the plan says.
+    /// A device that computes in a different type than the plan.
     #[error(
         "the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision"
     )]
@@ -279,7 +282,7 @@ pub enum PlanError {
          Fast, or the thread communicator"
     )]
     ReductionOrder,
-    /// Samples of a dp rank that are no subtree of the sum over the batch.
+    /// The samples of a dp rank are not a subtree of the sum over the batch.
     #[error(
         "canonical numerics sum {batch} samples in a balanced tree, of which the samples of each of dp={dp} ranks must be a whole \
          subtree: use dp of {}, or another global batch",
@@ -300,10 +303,10 @@ pub enum PlanError {
         /// The schedule.
         schedule: String,
     },
-    /// A combination that no mathematics allows.
+    /// A combination that has no meaning with an asynchronous schedule.
     #[error("{what} does not go with schedule {schedule}, which updates weights within a step: {fix}")]
     Asynchronous {
-        /// What was asked for.
+        /// The setting that conflicts with the schedule.
         what: &'static str,
         /// The schedule.
         schedule: String,
@@ -335,7 +338,7 @@ impl Plan {
     /// Micro-batches of a step on each data-parallel rank.
     ///
     /// # Errors
-    /// A batch that cannot be cut so.
+    /// A batch that cannot be cut evenly.
     pub fn num_microbatches(&self) -> Result<usize, PlanError> {
         let (batch, dp) = (self.global_batch_size, self.mesh.degree(Axis::Dp));
         let default = || self.schedule.default_micros(self.mesh.degree(Axis::Pp), batch / dp);
@@ -363,7 +366,7 @@ impl Plan {
         Ok(self.schedule.build(self.mesh.degree(Axis::Pp), self.num_microbatches()?)?)
     }
 
-    /// What of a model each stage is.
+    /// The part of the model in each stage.
     ///
     /// # Errors
     /// A partition that does not fit the model or the schedule.
@@ -371,7 +374,7 @@ impl Plan {
         let (layers, stages) = (model.num_layers(), self.schedule.stages(self.mesh.degree(Axis::Pp)));
         let counts = match &self.partition[..] {
             [] if layers < stages => return Err(PlanError::Stages { layers, stages }),
-            // The first stages take what is left over: the last one has the loss.
+            // The first stages take the remaining layers, because the last one has the loss.
             [] => (0..stages).map(|stage| layers / stages + usize::from(stage < layers % stages)).collect(),
             counts => counts.to_vec(),
         };

@@ -27,24 +27,24 @@ impl fmt::Display for StateKey {
 /// One rank's part of one vector.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatePiece {
-    /// Which.
+    /// The name of the vector.
     pub key: StateKey,
-    /// The part.
+    /// This rank's part of it.
     pub piece: Piece,
 }
 
-/// All that one rank holds of the state of a run.
+/// One rank's part of the state of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainState {
     /// Steps that are complete.
     pub step: u64,
-    /// Updates of the weights so far: as many as steps, but for asynchronous schedules.
+    /// Updates of the weights so far: the number of steps, except with asynchronous schedules.
     pub updates: u64,
     /// Weights, buffers and optimizer states.
     pub pieces: Vec<StatePiece>,
 }
 
-/// Where state comes from: a run on another mesh, a checkpoint.
+/// A source of state: a run on another mesh, a checkpoint.
 pub trait StateSource {
     /// Steps that are complete.
     fn step(&self) -> u64;
@@ -59,7 +59,7 @@ pub trait StateSource {
     fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError>;
 }
 
-/// The whole state of a run in host memory, put together from all of its ranks.
+/// The whole state of a run in host memory, assembled from all of its ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WholeState {
     step: u64,
@@ -68,7 +68,7 @@ pub struct WholeState {
 }
 
 impl WholeState {
-    /// Puts the parts of all ranks together.
+    /// Assembles the parts of all ranks.
     ///
     /// # Errors
     /// Elements that no rank holds, ranks that hold different values of one element, or ranks at different steps.

@@ -1,8 +1,8 @@
 //! The statistics of a step, from the notes of its micro-batches to their sums: see [`meshwork_tensor::param::Statistic`].
 //!
-//! Notes are kept by first sample, so that a forward that runs again leaves the same once more and nothing changes, and no
-//! schedule changes the order of the sums. They stay on the device until the end of the step, when one download brings all of
-//! them.
+//! Notes are kept by first sample. So a forward that runs again only replaces its notes by the same values, and the
+//! order of the sums does not depend on the schedule. Notes stay on the device until the end of the step, when one
+//! download brings all of them.
 
 use crate::{TiedWeight, TrainError};
 use meshwork_core::{Axis, DType, Group, Rank, ReduceOp};
@@ -19,8 +19,8 @@ pub struct Noted(BTreeMap<(StatisticId, u64, usize), StatisticNote>);
 pub type StatisticSums = Vec<(StatisticId, Vec<f64>)>;
 
 impl Noted {
-    /// Adds the notes of one micro-batch. Added again, they take their own place. A layer that is applied several times leaves as many
-    /// notes, and each counts.
+    /// Adds the notes of one micro-batch. Notes that are added again replace themselves. A layer that is applied
+    /// several times leaves one note each time, and each counts.
     pub fn add(&mut self, first_sample: u64, notes: &[StatisticNote]) {
         let mut uses: BTreeMap<StatisticId, usize> = BTreeMap::new();
         for note in notes {
@@ -35,8 +35,8 @@ impl Noted {
         self.0.extend(other.0);
     }
 
-    /// Sums the terms in the order of the samples, then over the ranks that see other samples: those of dp, and replicas of the
-    /// stage.
+    /// Sums the terms in the order of the samples, then over the ranks that have other samples: those of dp, and the
+    /// replicas of the stage.
     pub fn sum(
         self,
         declarations: &Declarations,

@@ -10,7 +10,7 @@ use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What the pass found.
+/// The results of the pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
     /// Types with which each parameter is read: on axes where that is `Replicate` its gradient is `Partial`.
@@ -21,14 +21,14 @@ pub struct Trace {
     pub ready: Vec<ParamId>,
     /// Per parameter: the copies in which its gradient is kept until it is reduced.
     pub copies: Vec<usize>,
-    /// The first of them that a stage fills, where it is not the first of all.
+    /// The first of them that a stage fills, for stages where this is not copy 0.
     pub first_copy: BTreeMap<(usize, ParamId), usize>,
 }
 
 #[derive(Debug, Default)]
 struct Order {
     ready: Vec<ParamId>,
-    /// Copies that the stage at hand fills.
+    /// Copies that the current stage fills.
     copies: BTreeMap<ParamId, usize>,
 }
 
@@ -89,7 +89,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
             let of_stage = &mut found.copies[id.index()];
             match (declarations.reduction_blocks(), *of_stage) {
                 (_, 0) => *of_stage = copies,
-                // In fast numerics stages add to each other's.
+                // In fast numerics all stages add to the same copy.
                 (None, _) => {}
                 (Some(_), before) => {
                     found.first_copy.insert((*number, id), before);

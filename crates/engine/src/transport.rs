@@ -11,27 +11,29 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD types;
-/// the receiver refuses another than it expects.
+/// the receiver refuses any other than it expects.
 ///
-/// What is `Invariant` on tp, the same on every tp rank, is sent once and not once per tp rank: each sends its part to its
-/// counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
+/// A value that is `Invariant` on tp is the same on every tp rank, so it is sent once and not once per tp rank: each
+/// rank sends its part to its counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P,
+/// Narayanan et al. 2021, section 4.1).
 #[derive(Debug)]
 pub struct PipeTransport {
     group: Group,
     tp: Group,
     device: Arc<dyn Device>,
-    /// What travels behind each stage but the last.
+    /// The activation that each stage but the last sends.
     activations: Rc<[Activation]>,
     scatter: bool,
     /// Messages that may be in flight to one receiver.
     in_flight: usize,
-    /// Messages on their way, per receiver and oldest first. Each owns its memory until it is waited for.
+    /// Messages in flight, per receiver and oldest first. Each owns its memory until it is waited for.
     sends: BTreeMap<usize, VecDeque<Pending>>,
 }
 
 impl PipeTransport {
-    /// A transport of these activations. To each pp rank `in_flight` messages may be on their way, which must be what the
-    /// schedule [needs](meshwork_pipeline::Report::in_flight). `scatter`: parts of what is the same on every tp rank.
+    /// A transport of these activations. Up to `in_flight` messages may be in flight to each pp rank; this must be the
+    /// number that the schedule [needs](meshwork_pipeline::Report::in_flight). With `scatter`, a value that is the same
+    /// on every tp rank is sent in parts.
     pub fn new(
         rank: &Rank,
         device: Arc<dyn Device>,
@@ -43,7 +45,7 @@ impl PipeTransport {
         Self { group, tp, device, activations, scatter, in_flight, sends: BTreeMap::new() }
     }
 
-    /// What a message with this tag is: the tag names the stage that made it.
+    /// The activation that a message with this tag carries: the tag names the stage that made it.
     fn expected(&self, tag: Tag) -> Activation {
         match tag.direction {
             Direction::Activation => self.activations[tag.stage],
@@ -54,7 +56,7 @@ impl PipeTransport {
         }
     }
 
-    /// Elements of one part, where a message of so many goes in parts.
+    /// Elements of one part, if the message is sent in parts.
     fn part(&self, message: &Activation) -> Option<usize> {
         let (count, parts) = (message.shape.count(), self.tp.size());
         let same = message.types.get(Axis::Tp) == Some(Ty::Invariant);
@@ -87,7 +89,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
     type Message = Message;
     type Error = TrainError;
 
-    /// Without the tag: between two ranks, messages are received in the order in which they are sent.
+    /// Does not send the tag: between two ranks, messages are received in the order in which they are sent.
     fn send(&mut self, to_rank: usize, _: Tag, message: Message) -> Result<(), TrainError> {
         let Message { tensor, types } = message;
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
@@ -100,9 +102,9 @@ impl meshwork_pipeline::Transport for PipeTransport {
             }
         };
         let sends = self.sends.entry(to_rank).or_default();
-        // Not to run ahead of the receiver without end. With as many messages in flight as the schedule itself needs nobody waits
-        // for good. Waiting for a given one, and not letting go of whatever is done, keeps the peak of memory independent of
-        // timing.
+        // Limits how far the sender runs ahead of the receiver. With the number of messages in flight that the schedule
+        // needs, no rank waits forever. Waiting for the oldest message, instead of freeing any that is done, keeps the
+        // peak of memory independent of timing.
         if sends.len() >= self.in_flight.max(1)
             && let Some(oldest) = sends.pop_front()
         {

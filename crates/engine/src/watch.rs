@@ -1,24 +1,24 @@
-//! Looking on at the training passes of a rank.
+//! Observers of the training passes of a rank.
 
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::{Observer, Seen};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// Where in the pipeline a tape is.
+/// The place of a tape in the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct At {
     /// The stage.
     pub stage: usize,
     /// The micro-batch.
     pub micro: usize,
-    /// Whether this forward runs for the second time, for its backward: its values have been seen.
+    /// Whether this forward recomputes activations for its backward. Its values have then been seen before.
     pub recomputed: bool,
 }
 
-/// Sees every value of a rank's training passes, and may put another in its place: an [`Observer`] of all its tapes.
+/// Sees every value of a rank's training passes and may replace it: an [`Observer`] of all its tapes.
 pub trait Watch: Debug + Send + Sync {
-    /// Sees a value. What this gives back, of the same dtype and shape, takes its place.
+    /// Sees a value. A returned tensor, which must have the same dtype and shape, replaces it.
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error>;
 }
 

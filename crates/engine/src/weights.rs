@@ -1,5 +1,4 @@
-//! The weights of one rank in every version that is still read, their gradients, and the optimizer states from which the next
-//! version is made.
+//! The weights of one rank, in every version that is still read, with their gradients and optimizer states.
 
 use crate::TrainError;
 use crate::gradients::Gradients;
@@ -17,46 +16,47 @@ type States = Vec<Vec<Buffer>>;
 
 /// Weights, gradients and optimizer of one rank.
 ///
-/// A version of the weights lives as long as somebody holds it: a tape, from the forward that reads it to its backward; this, while
-/// forwards to come may ask for it, or while an update may still be taken back. Where nobody holds the newest version, it is
-/// updated in place; else a copy of it is.
+/// A version of the weights lives as long as something holds it: a tape, from the forward that reads it to its
+/// backward; or this store, while later forwards may read it or an update may still be rolled back. If nothing else
+/// holds the newest version, it is updated in place; otherwise a copy of it is updated.
 pub struct WeightStore {
-    /// Where backward passes add their shares.
+    /// The gradients, to which backward passes add their shares.
     pub gradients: Gradients,
     /// The newest last.
     versions: VecDeque<Arc<Params>>,
-    /// Versions that forwards may ask for.
+    /// Number of versions that forwards may read.
     kept: usize,
     /// Number of the newest version.
     updates: u64,
     states: Arc<States>,
     rule: Rule,
     lr: LrSchedule,
-    /// What this rank counts in the gradient norm, and the sums of which that is made.
+    /// The parts that this rank counts in the gradient norm.
     norm_shards: Vec<NormShard>,
     norm_slots: usize,
-    /// Weights and states before an update that may be taken back.
+    /// Weights and states before an update that may be rolled back.
     before: Option<(Arc<Params>, Arc<States>)>,
     /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
     norms: BTreeMap<u64, (usize, Buffer)>,
-    /// Older versions that may be alive. Not the newest: it could not be written while it is watched.
+    /// Older versions that may be alive. The newest is not among them, because a weak reference would prevent writing
+    /// to it.
     older: Vec<Weak<Params>>,
     most_versions: usize,
     device: Arc<dyn Device>,
 }
 
-/// What becomes of the version that an update starts from.
+/// What happens to the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Old {
-    /// Nobody may read it any more.
+    /// Nothing reads it any more.
     Replaced,
-    /// Forwards, backwards or a later change of mind may need it.
+    /// Forwards, backwards or a rollback may need it.
     Kept,
 }
 
 impl WeightStore {
-    /// Starts from `params`. Forwards may ask for the `kept` newest versions. `norm_slots` are the sums of which `norm_shards`
-    /// make the squared norm.
+    /// Starts from `params`. Forwards may read the `kept` newest versions. The squared norm consists of `norm_slots`
+    /// sums, to which `norm_shards` are added.
     pub fn new(
         params: Params,
         gradients: Gradients,
@@ -96,12 +96,12 @@ impl WeightStore {
         self.versions.back().unwrap_or_else(|| unreachable!("there is always a newest version"))
     }
 
-    /// The newest weights, to be written: nothing while somebody reads them.
+    /// The newest weights, for writing; `None` while something reads them.
     pub fn params_mut(&mut self) -> Option<&mut Params> {
         self.versions.back_mut().and_then(Arc::get_mut)
     }
 
-    /// The version made by so many updates; nothing where no forward should ask for it any more.
+    /// The version after `updates` updates; `None` if forwards may no longer read it.
     pub fn version(&self, updates: u64) -> Option<&Arc<Params>> {
         let behind = usize::try_from(self.updates.checked_sub(updates)?).ok()?;
         self.versions.get(self.versions.len().checked_sub(behind + 1)?)
@@ -131,7 +131,7 @@ impl WeightStore {
         }
     }
 
-    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; none for a frozen one.
+    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let params = self.params();
         let states = self.states.get(params.place(id).0).into_iter().flatten();
@@ -143,7 +143,7 @@ impl WeightStore {
         &self.rule
     }
 
-    /// The number of sums of which the squared norm is made.
+    /// The number of sums that make up the squared norm.
     pub fn norm_slots(&self) -> usize {
         self.norm_slots
     }
@@ -176,12 +176,12 @@ impl WeightStore {
         self.next_version(lr, grad_scale, statistics, Old::Kept)
     }
 
-    /// Lets go of what a tentative update started from.
+    /// Drops the weights and states that a tentative update started from.
     pub fn commit(&mut self) {
         self.before = None;
     }
 
-    /// Undoes a tentative update, bit by bit. Whatever read the new weights must be gone.
+    /// Undoes a tentative update, bit by bit. Nothing may still hold the new weights.
     pub fn rollback(&mut self) {
         if let Some((params, states)) = self.before.take() {
             self.versions.clear();
@@ -192,8 +192,8 @@ impl WeightStore {
         }
     }
 
-    /// In an asynchronous run: reduces the gradients since the last update, makes the next version of them, and begins anew. `step` is
-    /// that of the last micro-batch in it.
+    /// In an asynchronous run: reduces the gradients since the last update, makes the next version of the weights from
+    /// them, and clears them. `step` is the step of the last micro-batch in the update.
     pub fn update_within(&mut self, step: u64) -> Result<(), TrainError> {
         self.gradients.finish()?;
         let (updates, mut sums) = match self.norms.remove(&step) {
@@ -212,13 +212,13 @@ impl WeightStore {
         self.norms.remove(&step)
     }
 
-    /// Replaces what this rank holds of the state of a run.
+    /// Replaces this rank's part of the state of a run.
     pub fn load(
         &mut self,
         updates: u64,
         mut read: impl FnMut(ParamId, Option<&'static str>) -> Result<Vec<f32>, TrainError>,
     ) -> Result<(), TrainError> {
-        // Versions before this one belong to another history.
+        // Older versions belong to a different run.
         self.before = None;
         while self.versions.len() > 1 {
             self.versions.pop_front();
@@ -255,7 +255,8 @@ impl WeightStore {
                 let problem = "weights are still being read at the end of the step";
                 return Err(TrainError::Stage { stage: 0, micro: 0, problem });
             }
-            // What nobody will ask for goes first, so that its memory serves again; the newest itself is copied before it goes.
+            // Versions that no forward will read are freed first, so that their memory is reused; the newest is copied
+            // before it is freed.
             while self.versions.len() > 1 && self.versions.len() >= self.kept {
                 self.versions.pop_front();
             }

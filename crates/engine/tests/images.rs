@@ -1,6 +1,8 @@
 //! Classifiers through the pipeline: the same bits on every cut into stages, with and without re-materialisation; the same
 //! numbers with dp and tp; and what cannot be trained is refused.
 
+mod noise;
+
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};
@@ -12,13 +14,12 @@ use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
+use noise::{BATCH, batch, images};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const STEPS: usize = 3;
-const BATCH: usize = 16;
 
 fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
     Mesh::new([(Axis::Dp, dp), (Axis::Tp, tp), (Axis::Pp, pp)]).unwrap()
@@ -52,22 +53,10 @@ fn schedules() -> impl Iterator<Item = Generator> {
     Generator::ALL.into_iter().filter(|generator| generator.is_synchronous())
 }
 
-/// Noise with a class each: enough for parity.
-fn images(step: usize, samples: std::ops::Range<usize>) -> Batch {
-    let mut pixels = vec![0.0; samples.len() * 64];
-    random::fill_uniform(random::key(9, "pixels"), ((step * BATCH + samples.start) * 64) as u64, &mut pixels);
-    let labels = samples.map(|sample| ((step * BATCH + sample) * 7 % 10) as i32).collect();
-    batch(pixels, labels)
-}
-
-fn batch(pixels: Vec<f32>, labels: Vec<i32>) -> Batch {
-    Batch::new(labels.len()).with(IMAGES, [8, 8, 1], pixels).unwrap().with(LABELS, [], labels).unwrap()
-}
-
-/// Everything that training leaves, by name.
+/// The results of training, by name.
 #[derive(Debug, PartialEq)]
 struct Trained {
-    /// Of the last step.
+    /// Gradients of the last step.
     gradients: BTreeMap<String, Vec<f32>>,
     /// Weights, running averages and optimizer states.
     state: BTreeMap<StateKey, Vec<f32>>,
@@ -221,7 +210,7 @@ fn only_batch_norm_depends_on_the_micro_batch() {
     assert!(distance > 1e-3, "{distance}");
 }
 
-/// What images gain on the one engine: clipping by the norm of the whole gradient.
+/// Images use the same clipping as other models: by the norm of the whole gradient.
 #[test]
 fn clipping_scales_the_whole_gradient() {
     let network = resnet(Norm::Group(2));
@@ -284,7 +273,8 @@ fn what_cannot_be_trained_is_refused() {
     }
 }
 
-/// A class that the network does not have is found where the loss is, and a loss that is not a number before any weight moves.
+/// A class that the network does not have is found in the loss, and a loss that is not a number before any weight
+/// changes.
 #[test]
 fn bad_images_are_errors() {
     let (network, plan) = (resnet(Norm::Batch), plan());

@@ -92,14 +92,14 @@ fn assert_near<A: Copy + Into<f64>, B: Copy + Into<f64>>(what: &str, got: &[A], 
     }
 }
 
-/// What a run of some steps gives.
+/// The results of a run of some steps.
 struct Run {
     /// Logits of the first sequence before any step, position by position.
     logits: Vec<f32>,
     reports: Vec<StepReport>,
-    /// Of the first step.
+    /// Gradients of the first step.
     gradients: BTreeMap<String, Vec<f32>>,
-    /// After the last step.
+    /// Weights after the last step.
     weights: WholeState,
     loss_after: f64,
 }

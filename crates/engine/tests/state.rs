@@ -1,14 +1,23 @@
-//! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and goes on as if
-//! nothing had happened.
+//! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and
+//! continues with the same numbers.
+
+mod noise;
+#[allow(dead_code, reason = "another test uses all of it")]
+mod tower;
 
 use meshwork_core::comm::thread;
+use meshwork_core::{Axis, Mesh};
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
+use meshwork_models::layers::Norm;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
+use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
+use meshwork_testkit::parity::assert_close;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,13 +36,13 @@ fn model() -> Arc<dyn Model> {
     Arc::new(Gpt2::new(config))
 }
 
-/// A Llama with fewer heads of keys and values than `tp=4` has ranks.
+/// A Llama with fewer heads of keys and values than there are ranks in `tp=4`.
 fn llama() -> Arc<dyn Model> {
     let sizes = LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..PRESETS[0].1 };
     Arc::new(Llama::new(sizes))
 }
 
-/// Random tokens; each step has others.
+/// Random tokens, different in each step.
 fn batch(step: u64, samples: Range<usize>) -> Batch {
     let key = random::key(5, "tokens");
     let token = |sample: usize, at: usize| {
@@ -46,11 +55,12 @@ fn batch(step: u64, samples: Range<usize>) -> Batch {
 
 /// Trains steps `steps` on a mesh, from a state if there is one: the reports of one rank, and the whole state afterwards.
 fn go_on(plan: &Plan, from: Option<&WholeState>, steps: Range<u64>) -> (Vec<StepReport>, WholeState) {
-    go_on_with(&model(), plan, from, steps)
+    go_on_with(&model(), batch, plan, from, steps)
 }
 
 fn go_on_with(
     model: &Arc<dyn Model>,
+    batch: impl Fn(u64, Range<usize>) -> Batch + Sync,
     plan: &Plan,
     from: Option<&WholeState>,
     steps: Range<u64>,
@@ -95,11 +105,11 @@ fn a_run_moves_from_mesh_to_mesh_and_its_losses_go_on() {
 fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
     let canonical = Numerics::Canonical { blocks: 8 };
     for model in [model(), llama()] {
-        let (alone, wanted) = go_on_with(&model, &on("dp=1", canonical), None, 0..10);
+        let (alone, wanted) = go_on_with(&model, batch, &on("dp=1", canonical), None, 0..10);
         let mut state: Option<WholeState> = None;
         for (part, mesh) in CHAIN.into_iter().enumerate() {
             let first = 2 * part as u64;
-            let (reports, next) = go_on_with(&model, &on(mesh, canonical), state.as_ref(), first..first + 2);
+            let (reports, next) = go_on_with(&model, batch, &on(mesh, canonical), state.as_ref(), first..first + 2);
             for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
                 let numbers = |report: &StepReport| (report.loss, report.grad_norm);
                 assert_eq!(numbers(report), numbers(wanted), "{model:?} on {mesh}, step {}", report.step);
@@ -107,6 +117,89 @@ fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
             state = Some(next);
         }
         assert!(state.unwrap() == wanted, "{model:?}");
+    }
+}
+
+/// The model of a user's own, and its state: weights, frozen ones, states of both optimizers, the buffers of statistics, counters.
+#[test]
+fn a_tower_moves_from_mesh_to_mesh() {
+    let (model, batch) = (tower::tower(4), |step, samples| tower::batch(step as usize, samples));
+    let decay = LrSchedule { base: 0.005, decay: Decay::Cosine, decay_steps: 6, ..tower::plan("dp=1").lr };
+    let on = |mesh, numerics, optimizer: &Rule| Plan {
+        numerics,
+        optimizer: optimizer.clone(),
+        lr: decay,
+        max_norm: 1.0,
+        ..tower::plan(mesh)
+    };
+    let numbers = |reports: &[StepReport]| -> Vec<_> {
+        reports
+            .iter()
+            .map(|report| (report.step, report.lr, report.loss, report.grad_norm, report.metrics[1]))
+            .collect()
+    };
+    for optimizer in [Rule::from(Sgd { momentum: 0.9, weight_decay: 0.0 }), AdamW::default().into()] {
+        for numerics in [Numerics::Canonical { blocks: 8 }, Numerics::Fast] {
+            let (alone, wanted) = go_on_with(&model, batch, &on("dp=1", numerics, &optimizer), None, 0..6);
+            assert!(wanted.keys().any(|key| key.parameter == "block.0.rate"), "statistics are state");
+            let (mut state, mut reports) = (None, Vec::new());
+            for (mesh, steps) in [("dp=2,pp=2", 0..2), ("dp=1", 2..4), ("pp=2", 4..6)] {
+                let (found, next) = go_on_with(&model, batch, &on(mesh, numerics, &optimizer), state.as_ref(), steps);
+                reports.extend(found);
+                state = Some(next);
+            }
+            let state = state.unwrap();
+            if numerics == Numerics::Fast {
+                let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+                assert_close(&format!("losses, {optimizer:?}"), &losses(&reports), &losses(&alone), 0.0);
+                assert_near(&state, &wanted);
+            } else {
+                assert_eq!(numbers(&reports), numbers(&alone), "{optimizer:?}");
+                assert!(state == wanted, "{optimizer:?}");
+            }
+        }
+    }
+}
+
+/// The running mean and variance of batch norms too. Cutting a network into stages changes no bit, and sharing out its micro-batches
+/// over dp the order of sums alone.
+#[test]
+fn a_network_with_batch_norms_moves_from_mesh_to_mesh() {
+    let network = ResNetConfig { groups: vec![(4, 2), (8, 2)], norm: Norm::Batch, ..ResNetConfig::digits() }.network();
+    let (model, images): (Arc<dyn Model>, _) =
+        (Arc::new(network), |step, samples| noise::images(step as usize, samples));
+    let on = |mesh: &str| {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let micros = 4 / mesh.degree(Axis::Dp); // the same ones on every mesh
+        let optimizer = Sgd { momentum: 0.9, weight_decay: 5e-4 }.into();
+        Plan { mesh, optimizer, global_batch_size: noise::BATCH, num_microbatches: Some(micros), ..tower::plan("dp=1") }
+    };
+    let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+    let (alone, wanted) = go_on_with(&model, images, &on("dp=1"), None, 0..6);
+    assert!(wanted.keys().any(|key| key.parameter.ends_with("running_var")), "statistics are state");
+    for (first, same_bits) in [("pp=2", true), ("dp=2,pp=2", false)] {
+        let (mut state, mut reports) = (None, Vec::new());
+        for (mesh, steps) in [(first, 0..2), ("dp=1", 2..4), ("pp=2", 4..6)] {
+            let (found, next) = go_on_with(&model, images, &on(mesh), state.as_ref(), steps);
+            reports.extend(found);
+            state = Some(next);
+        }
+        let state = state.unwrap();
+        if same_bits {
+            assert_eq!(losses(&reports), losses(&alone), "{first}");
+            assert!(state == wanted, "{first}");
+        } else {
+            assert_close("losses", &losses(&reports), &losses(&alone), 0.0);
+            assert_near(&state, &wanted);
+        }
+    }
+}
+
+#[track_caller]
+fn assert_near(got: &WholeState, wanted: &WholeState) {
+    assert!(got.keys().eq(wanted.keys()));
+    for key in wanted.keys() {
+        assert_close(&key.to_string(), got.vector(key).unwrap(), wanted.vector(key).unwrap(), 0.0);
     }
 }
 

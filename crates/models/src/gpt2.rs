@@ -9,8 +9,8 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`.
 
-use crate::language::{self, TARGETS, TOKENS};
-use meshwork_core::{Axis, Mesh};
+use crate::language::{self, HiddenModule, LanguageStage};
+use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Model, Positions, Stage, StageSpec};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
@@ -55,14 +55,11 @@ pub struct Gpt2 {
     region: Region,
 }
 
-/// One stage: some of the blocks, with the embedding in front on the first stage and the head behind on the last.
 #[derive(Clone, Debug)]
-struct Gpt2Stage {
+struct Embedding {
+    tokens: VocabParallelEmbedding,
+    positions: Positions,
     dropout: f32,
-    region: Region,
-    embedding: Option<(VocabParallelEmbedding, Positions)>,
-    blocks: Vec<Block>,
-    head: Option<(LayerNorm, VocabParallelEmbedding)>,
 }
 
 #[derive(Clone, Debug)]
@@ -71,6 +68,7 @@ struct Block {
     attn: ParallelAttention,
     ln_2: LayerNorm,
     mlp: ParallelMlp,
+    dropout: f32,
 }
 
 impl Default for Gpt2Config {
@@ -95,7 +93,7 @@ impl Gpt2 {
         Self { config, region: Region::Invariant }
     }
 
-    /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
+    /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
     pub fn sequence_parallel(self, on: bool) -> Self {
         Self { region: Region::new(on), ..self }
     }
@@ -115,31 +113,31 @@ impl Model for Gpt2 {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: the first stage declares and the last one ties `wte.weight`, one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
-        let normal = Init::Normal { std: STD };
-        let embedding = match part.first {
-            true => Some((
-                VocabParallelEmbedding::new(params, "wte", vocab_size, hidden_size, normal)?,
-                Positions::new(params, "wpe", seq_len, hidden_size, STD)?,
-            )),
-            false => None,
-        };
-        let blocks = part.layers.clone().map(|layer| Block::new(params, mesh, &self.config, layer));
-        let blocks = blocks.collect::<Result<_>>()?;
-        let head = match part.last {
-            true => {
-                let head = match tie_embeddings {
-                    true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, normal)?,
-                    false => VocabParallelEmbedding::new(params, "lm_head", vocab_size, hidden_size, normal)?,
-                };
+        let init = Init::Normal { std: STD };
+        let table = |params: &mut _, name| VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, init);
+        let stage = LanguageStage::declare(
+            params,
+            part,
+            self.region,
+            |params| {
+                let tokens = table(params, "wte")?;
+                let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
+                Ok(Embedding { tokens, positions, dropout })
+            },
+            |params, layer| Block::new(params, mesh, &self.config, layer),
+            |params| {
                 let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
-                Some((norm, head))
-            }
-            false => None,
-        };
-        Ok(Box::new(Gpt2Stage { dropout, region: self.region, embedding, blocks, head }))
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, init)?,
+                    false => table(params, "lm_head")?,
+                };
+                Ok((norm, head))
+            },
+        )?;
+        Ok(Box::new(stage))
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
@@ -161,44 +159,21 @@ impl Block {
             attn: ParallelAttention::new(params, mesh, &name("attn"), hidden, heads, true, init)?,
             ln_2: LayerNorm::new(params, &name("ln_2"), hidden, true)?,
             mlp: ParallelMlp::new(params, mesh, &name("mlp"), hidden, ffn, true, init)?,
+            dropout: config.dropout,
         })
-    }
-
-    fn forward(&self, tape: &Tape, x: &Var, region: Region, dropout: f32) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), dropout)?;
-        self.mlp.forward(tape, &self.ln_2.operand(tape, &x)?, region, Some(&x), dropout)
     }
 }
 
-impl Stage for Gpt2Stage {
-    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let mut x = match (&self.embedding, input) {
-            (Some((tokens, positions)), _) => {
-                let x = tokens.embed(tape, &batch.var(tape, TOKENS)?, self.region)?;
-                positions.forward(tape, &x)?.dropout(self.dropout, "embedding")?
-            }
-            (None, Some(input)) => input.clone(),
-            (None, None) => return Err(language::no_input("gpt2")),
-        };
-        for block in &self.blocks {
-            x = block.forward(tape, &x, self.region, self.dropout)?;
-        }
-        match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.operand(tape, &x)?, self.region),
-            None => Ok(x),
-        }
+impl HiddenModule for Embedding {
+    fn forward(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
+        let x = self.tokens.embed(tape, ids, region)?;
+        self.positions.forward(tape, &x)?.dropout(self.dropout, "embedding")
     }
+}
 
-    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
-        let targets = batch.var(tape, TARGETS)?;
-        match &self.head {
-            Some((_, head)) => head.loss(logits, &targets),
-            None => logits.cross_entropy(&targets),
-        }
-    }
-
-    /// The whole logits `[samples, seq, vocab]`; padding, if any, at the end.
-    fn predict(&self, logits: &Var) -> Result<Var> {
-        logits.all_gather(Axis::Tp, 2)
+impl HiddenModule for Block {
+    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
+        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), self.dropout)?;
+        self.mlp.forward(tape, &self.ln_2.operand(tape, &x)?, region, Some(&x), self.dropout)
     }
 }

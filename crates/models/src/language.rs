@@ -1,9 +1,15 @@
-//! What language models have in common: a sample is a sequence of token ids, with the id that follows each as its target.
+//! Common parts of language models. A sample is a sequence of token ids; the target of each is the id that follows it.
+//! [`LanguageStage`] is one stage of such a model:
+//!
+//! ```text
+//! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
+//! ```
 
 use meshwork_core::{Axis, DType, Mesh, Ty, Types};
-use meshwork_nn::{Activation, Batch, Field};
-use meshwork_tensor::{Error, Result, Shape};
-use meshwork_tensor_parallel::Region;
+use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
+use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
+use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
+use std::fmt::Debug;
 use std::ops::Range;
 
 /// The field of token ids, `[seq]` for each sample.
@@ -12,7 +18,7 @@ pub const TOKENS: &str = "tokens";
 /// The field of targets, `[seq]` for each sample; negative ones are masked.
 pub const TARGETS: &str = "targets";
 
-/// The fields of sequences of so many tokens.
+/// The fields of sequences of `seq_len` tokens.
 pub fn fields(seq_len: usize) -> Vec<Field> {
     [TOKENS, TARGETS].map(|name| Field::new(name, DType::I32, [seq_len])).to_vec()
 }
@@ -20,7 +26,7 @@ pub fn fields(seq_len: usize) -> Vec<Field> {
 /// A batch of sequences of `seq_len` token ids, one after another, with the target of each.
 ///
 /// # Errors
-/// Another number of tokens than of targets, or not whole sequences.
+/// Different numbers of tokens and targets, or incomplete sequences.
 pub fn batch(tokens: Vec<i32>, targets: Vec<i32>, seq_len: usize) -> Result<Batch> {
     Batch::new(tokens.len() / seq_len.max(1)).with(TOKENS, [seq_len], tokens)?.with(TARGETS, [seq_len], targets)
 }
@@ -31,7 +37,7 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
     Ok(part.values::<i32>(TARGETS)?.iter().filter(|&&target| target >= 0).count() as u64)
 }
 
-/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp as the region has it.
+/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp that of the region.
 pub fn hidden_types(mesh: &Mesh, region: Region) -> Types {
     let ty = |axis| match axis {
         Axis::Tp => region.ty(),
@@ -48,11 +54,100 @@ pub fn hidden(mesh: &Mesh, region: Region, hidden_size: usize, batch: &Batch) ->
     Ok(Activation { dtype: DType::F32, shape, types: hidden_types(mesh, region) })
 }
 
-/// The error of a later stage that is run without the hidden state of the one before.
+/// The error of a later stage that runs without the hidden state of the previous one.
 pub fn no_input(model: &'static str) -> Error {
     Error::Shape {
         op: model,
         problem: "a stage behind the first takes the hidden state of the one before, and none was given".to_owned(),
+        shapes: Vec::new(),
+    }
+}
+
+/// A part of a language model, with its parameters, whose result is a hidden state `[samples, seq, hidden]` in the region.
+pub trait HiddenModule: Debug {
+    /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the region.
+    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var>;
+}
+
+impl HiddenModule for VocabParallelEmbedding {
+    fn forward(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
+        self.embed(tape, ids, region)
+    }
+}
+
+/// In front of the head, whose product alone reads it.
+impl HiddenModule for LayerNorm {
+    fn forward(&self, tape: &Tape, x: &Var, _region: Region) -> Result<Var> {
+        self.operand(tape, x)
+    }
+}
+
+/// In front of the head, whose product alone reads it.
+impl HiddenModule for RmsNorm {
+    fn forward(&self, tape: &Tape, x: &Var, _region: Region) -> Result<Var> {
+        self.operand(tape, x)
+    }
+}
+
+/// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and the output
+/// head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets; predictions are the whole
+/// logits `[samples, seq, vocab]`, padding, if any, at the end.
+#[derive(Clone, Debug)]
+pub struct LanguageStage<E, B, N> {
+    region: Region,
+    embedding: Option<E>,
+    blocks: Vec<B>,
+    head: Option<(N, VocabParallelEmbedding)>,
+}
+
+impl<E, B, N> LanguageStage<E, B, N> {
+    /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and head.
+    ///
+    /// # Errors
+    /// Those of the three declarations.
+    pub fn declare(
+        params: &mut Declarations,
+        part: &StageSpec,
+        region: Region,
+        embedding: impl FnOnce(&mut Declarations) -> Result<E>,
+        mut block: impl FnMut(&mut Declarations, usize) -> Result<B>,
+        head: impl FnOnce(&mut Declarations) -> Result<(N, VocabParallelEmbedding)>,
+    ) -> Result<Self> {
+        Ok(Self {
+            region,
+            embedding: part.first.then(|| embedding(params)).transpose()?,
+            blocks: part.layers.clone().map(|layer| block(params, layer)).collect::<Result<_>>()?,
+            head: part.last.then(|| head(params)).transpose()?,
+        })
+    }
+}
+
+impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let x = match &self.embedding {
+            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.region)?,
+            None => input.cloned().ok_or_else(|| no_input("language model"))?,
+        };
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.region))?;
+        let Some((norm, head)) = &self.head else { return Ok(x) };
+        head.logits(tape, &norm.forward(tape, &x, self.region)?, self.region)
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+        let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
+        head.loss(logits, &batch.var(tape, TARGETS)?)
+    }
+
+    fn predict(&self, logits: &Var) -> Result<Var> {
+        logits.all_gather(Axis::Tp, 2)
+    }
+}
+
+/// The error of a stage that is asked for a loss and is not the last.
+fn no_head() -> Error {
+    Error::Shape {
+        op: "language model",
+        problem: "only the last stage has the head, and so the loss".to_owned(),
         shapes: Vec::new(),
     }
 }

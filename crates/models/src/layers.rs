@@ -1,4 +1,4 @@
-//! The layers of which [`resnet`](crate::resnet) and [`vgg`](crate::vgg) are made.
+//! The layers of [`resnet`](crate::resnet) and [`vgg`](crate::vgg).
 
 use crate::network::{Layer, Module};
 use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm, Linear};
@@ -9,7 +9,8 @@ use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shap
 pub enum Norm {
     /// Batch norm: statistics of each micro-batch.
     Batch,
-    /// Group norm in so many groups, which divide the channels: nothing depends on the micro-batch.
+    /// Group norm with this number of groups, which must divide the channels. Its results do not depend on the
+    /// micro-batch.
     Group(usize),
 }
 
@@ -38,8 +39,8 @@ impl ConvNorm {
         let conv = Conv2d::new(params, &format!("{name}.conv"), channels, features, kernel, stride, false)?;
         let name = format!("{name}.norm");
         let norm = match norm {
-            Norm::Batch => NormLayer::Batch(BatchNorm2d::new(params, &name, features)?),
-            Norm::Group(groups) => NormLayer::Group(GroupNorm::new(params, &name, features, groups)?),
+            Norm::Batch => NormLayer::Batch(BatchNorm2d::new(params, &name, features, true)?),
+            Norm::Group(groups) => NormLayer::Group(GroupNorm::new(params, &name, features, groups, true)?),
         };
         Ok(Self { conv, norm })
     }
@@ -82,7 +83,7 @@ impl Module for ConvModule {
     }
 }
 
-/// The largest of each 2×2 pixels: half the height and width.
+/// The maximum of each 2×2 pixels, which halves height and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MaxPool;
 
@@ -116,7 +117,7 @@ pub struct Classes {
     pub classes: usize,
 }
 
-/// A linear layer over all dims of a sample, and perhaps a rectifier.
+/// A linear layer over all dims of a sample, with or without a ReLU.
 #[derive(Debug)]
 struct Dense {
     weight: ParamId,

@@ -12,7 +12,7 @@
 //!
 //! # Parameters
 //!
-//! Beside their names in the Hugging Face format, of which each row is a slice; weights are `[out.., in]` in both.
+//! The parameters here and in the Hugging Face format. Weights are `[out.., in]` in both.
 //!
 //! | here, `layers.{n}.` | dims | there, `model.layers.{n}.` |
 //! |---|---|---|
@@ -23,10 +23,10 @@
 //! | `mlp.down.weight` | `[hidden, ffn]` | `mlp.down_proj.weight` |
 //! | `input_layernorm.weight`, `post_attention_layernorm.weight` | `[hidden]` | the same |
 //!
-//! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are what they are there.
+//! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
-use crate::language::{self, TARGETS, TOKENS};
-use meshwork_core::{Axis, Mesh};
+use crate::language::{self, HiddenModule, LanguageStage};
+use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
@@ -53,7 +53,7 @@ pub struct LlamaConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// How queries and keys turn with their position.
+    /// The rotary embedding of queries and keys.
     pub rotary: Rotary,
     /// Added to the mean square in norms.
     pub norm_eps: f64,
@@ -61,8 +61,8 @@ pub struct LlamaConfig {
     pub tie_embeddings: bool,
 }
 
-/// Presets by name: one to try, and published shapes, to plan with. Rotary frequencies are not scaled; Llama 3.1, of which the
-/// largest shape is, scales them by [`LLAMA_3_1`](meshwork_tensor::op::RotaryScaling::LLAMA_3_1).
+/// Presets by name: a tiny one for trials, and published shapes for planning. Rotary frequencies are not scaled here;
+/// Llama 3.1, which has the largest shape, scales them by [`LLAMA_3_1`](meshwork_tensor::op::RotaryScaling::LLAMA_3_1).
 ///
 /// ```
 /// let presets = meshwork_models::llama::PRESETS;
@@ -83,7 +83,7 @@ pub const PRESETS: [(&str, LlamaConfig); 4] = [
     ("llama3-405b", llama3(126, 16_384, [128, 8], 53_248)),
 ];
 
-/// What the sizes of Llama 3 have in common.
+/// The values that all sizes of Llama 3 share.
 const fn llama3(
     num_layers: usize,
     hidden_size: usize,
@@ -109,15 +109,6 @@ const fn llama3(
 pub struct Llama {
     config: LlamaConfig,
     region: Region,
-}
-
-/// One stage: some of the blocks, with the embedding in front on the first stage and the head behind on the last.
-#[derive(Clone, Debug)]
-struct LlamaStage {
-    region: Region,
-    embedding: Option<VocabParallelEmbedding>,
-    blocks: Vec<Block>,
-    head: Option<(RmsNorm, VocabParallelEmbedding)>,
 }
 
 #[derive(Clone, Debug)]
@@ -154,28 +145,27 @@ impl Model for Llama {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: the first stage declares and the last one ties `embed_tokens.weight`, one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
-        let normal = Init::Normal { std: STD };
-        let embedding = match part.first {
-            true => Some(VocabParallelEmbedding::new(params, "embed_tokens", vocab_size, hidden_size, normal)?),
-            false => None,
-        };
-        let blocks = part.layers.clone().map(|layer| Block::new(params, mesh, &self.config, layer));
-        let blocks = blocks.collect::<Result<_>>()?;
-        let head = match part.last {
-            true => {
-                let head = match tie_embeddings {
-                    true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, normal)?,
-                    false => VocabParallelEmbedding::new(params, "lm_head", vocab_size, hidden_size, normal)?,
-                };
+        let init = Init::Normal { std: STD };
+        let table = |params: &mut _, name| VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, init);
+        let stage = LanguageStage::declare(
+            params,
+            part,
+            self.region,
+            |params| table(params, "embed_tokens"),
+            |params, layer| Block::new(params, mesh, &self.config, layer),
+            |params| {
                 let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
-                Some((norm, head))
-            }
-            false => None,
-        };
-        Ok(Box::new(LlamaStage { region: self.region, embedding, blocks, head }))
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, init)?,
+                    false => table(params, "lm_head")?,
+                };
+                Ok((norm, head))
+            },
+        )?;
+        Ok(Box::new(stage))
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
@@ -205,39 +195,11 @@ impl Block {
             mlp: ParallelSwiGlu::new(params, mesh, &name("mlp"), hidden, ffn, false, init)?,
         })
     }
+}
 
+impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), 0.0)?;
         self.mlp.forward(tape, &self.mlp_norm.operand(tape, &x)?, region, Some(&x), 0.0)
-    }
-}
-
-impl Stage for LlamaStage {
-    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let mut x = match (&self.embedding, input) {
-            (Some(tokens), _) => tokens.embed(tape, &batch.var(tape, TOKENS)?, self.region)?,
-            (None, Some(input)) => input.clone(),
-            (None, None) => return Err(language::no_input("llama")),
-        };
-        for block in &self.blocks {
-            x = block.forward(tape, &x, self.region)?;
-        }
-        match &self.head {
-            Some((norm, head)) => head.logits(tape, &norm.operand(tape, &x)?, self.region),
-            None => Ok(x),
-        }
-    }
-
-    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
-        let targets = batch.var(tape, TARGETS)?;
-        match &self.head {
-            Some((_, head)) => head.loss(logits, &targets),
-            None => logits.cross_entropy(&targets),
-        }
-    }
-
-    /// The whole logits `[samples, seq, vocab]`; padding, if any, at the end.
-    fn predict(&self, logits: &Var) -> Result<Var> {
-        logits.all_gather(Axis::Tp, 2)
     }
 }

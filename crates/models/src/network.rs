@@ -1,8 +1,8 @@
 //! Networks that are an ordered list of layers, to be cut anywhere into pipeline stages.
 //!
-//! A [`Network`] is data: layers that know the extents they take and give, and nothing of parameters. A stage declares the
-//! parameters of its own layers ([`Network::declare`]) and runs them one after another. What travels between two stages is the
-//! output of the layer before the cut, whatever shape that has ([`Network::boundary`]).
+//! A [`Network`] is data: layers that know their input and output extents, but have no parameters. A stage declares the
+//! parameters of its own layers ([`Network::declare`]) and runs them one after another. Stages send the output of the
+//! layer before the cut, whatever its shape ([`Network::boundary`]).
 
 use meshwork_core::{DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};
@@ -10,21 +10,21 @@ use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// The field of what goes in, of the network's extents for each sample, in f32.
+/// The field of inputs in f32; each sample has the network's input extents.
 pub const IMAGES: &str = "images";
 
 /// The field of classes, one number for each sample; negative ones are masked.
 pub const LABELS: &str = "labels";
 
-/// The metric: share of the samples whose class has the largest logit.
+/// The metric: the share of samples whose class has the largest logit.
 pub const ACCURACY: &str = "accuracy";
 
 /// A layer as data. Extents are those of one sample: dim 0 of every tensor, the samples, is left out.
 pub trait Layer: Debug + Send + Sync {
-    /// Extents of its result for an input of these.
+    /// Extents of its result for an input with the extents `input`.
     fn output(&self, input: Shape) -> Shape;
 
-    /// Declares its parameters, all of them under `name`, for an input of these extents.
+    /// Declares its parameters, whose names begin with `name`, for an input with the extents `input`.
     fn declare(&self, params: &mut Declarations, name: &str, input: Shape) -> Result<Box<dyn Module>>;
 }
 
@@ -59,12 +59,12 @@ pub struct Network {
 }
 
 impl Network {
-    /// No layers yet, for samples of these extents.
+    /// An empty network whose input samples have the extents `input`.
     pub fn new(input: impl Into<Shape>) -> Self {
         Self { input: input.into(), layers: Vec::new() }
     }
 
-    /// The same with another layer at the end. Names are unique: parameters begin with them.
+    /// Appends a layer. Its name must be unique, because the names of its parameters begin with it.
     pub fn then(mut self, name: impl Into<String>, layer: impl Layer + 'static) -> Self {
         self.layers.push((name.into(), Box::new(layer)));
         self
@@ -75,12 +75,12 @@ impl Network {
         self.layers.len()
     }
 
-    /// Extents of a sample as it comes to layer `at`; those of the result for `at` = [`layers`](Self::layers).
+    /// Extents of a sample at the input of layer `at`; with `at` = [`layers`](Self::layers), those of the result.
     pub fn boundary(&self, at: usize) -> Shape {
         self.layers[..at].iter().fold(self.input, |shape, (_, layer)| layer.output(shape))
     }
 
-    /// Declares the parameters of some layers, and gives them in order.
+    /// Declares the parameters of some layers, and returns the layers in order.
     pub fn declare(&self, params: &mut Declarations, layers: Range<usize>) -> Result<Vec<Box<dyn Module>>> {
         layers
             .map(|at| {

@@ -20,7 +20,8 @@ pub struct ResNetConfig {
 }
 
 impl ResNetConfig {
-    /// One for 8×8 grey images of the ten digits: 6 layers, of 1, 2, 2 and 1 for stem, groups and head.
+    /// A ResNet for 8×8 grey images of the ten digits: 6 layers, of which the stem has 1, two groups have 2 each, and
+    /// the head has 1.
     pub fn digits() -> Self {
         Self { image: [8, 8, 1], classes: 10, groups: vec![(16, 2), (32, 2)], norm: Norm::Batch }
     }
@@ -45,7 +46,7 @@ impl ResNetConfig {
 pub struct Residual {
     /// Channels of the result.
     pub features: usize,
-    /// Of the first convolution and of S.
+    /// Stride of the first convolution and of S.
     pub stride: usize,
     /// The norm.
     pub norm: Norm,

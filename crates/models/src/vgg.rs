@@ -1,5 +1,5 @@
-//! VGG (Simonyan and Zisserman, 2014, arXiv:1409.1556): 3×3 convolutions, a 2×2 maximum after every few of them, and linear
-//! layers over what is left of the image; with a norm after each convolution, which the paper did not have yet.
+//! VGG (Simonyan and Zisserman, 2014, arXiv:1409.1556): 3×3 convolutions, a 2×2 maximum after every few of them, and
+//! linear layers over the remaining image. A norm follows each convolution, which the paper does not have.
 
 use crate::layers::{Classes, Conv, Hidden, MaxPool, Norm};
 use crate::network::Network;
@@ -11,7 +11,7 @@ pub struct VggConfig {
     pub image: [usize; 3],
     /// Classes to tell apart.
     pub classes: usize,
-    /// Per group of convolutions, which a maximum ends: the channels of each.
+    /// Per group of convolutions: the channels of each. A max pooling ends each group.
     pub groups: Vec<Vec<usize>>,
     /// Widths of the hidden linear layers.
     pub hidden: Vec<usize>,
@@ -20,7 +20,7 @@ pub struct VggConfig {
 }
 
 impl VggConfig {
-    /// One for 8×8 grey images of the ten digits: 8 layers.
+    /// A VGG for 8×8 grey images of the ten digits: 8 layers.
     pub fn digits() -> Self {
         let groups = vec![vec![16, 16], vec![32, 32]];
         Self { image: [8, 8, 1], classes: 10, groups, hidden: vec![64], norm: Norm::Batch }

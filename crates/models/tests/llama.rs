@@ -1,4 +1,5 @@
-//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/llama.rs` holds it against PyTorch.)
+//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/llama.rs` compares
+//! it with PyTorch.)
 
 use meshwork_core::{Axis, Mesh};
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
@@ -17,7 +18,7 @@ fn declared(config: LlamaConfig, tp: usize, parts: &[StageSpec]) -> Declarations
     all
 }
 
-/// As many parameters as the published models have.
+/// The presets have the numbers of parameters of the published models.
 #[test]
 fn published_shapes_have_their_published_sizes() {
     let sizes = [

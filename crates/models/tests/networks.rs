@@ -22,7 +22,7 @@ fn networks() -> [Network; 4] {
     ]
 }
 
-/// The extents that layers announce are those that they compute, behind every layer.
+/// The announced output extents of every layer are those that it computes.
 #[test]
 fn layers_give_the_extents_they_announce() {
     for network in networks() {

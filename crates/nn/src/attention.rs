@@ -1,4 +1,4 @@
-//! Causal self-attention on one rank: of heads with their own keys and values, and of groups that share them.
+//! Causal self-attention on one rank: with keys and values for each head, and with groups of heads that share them.
 
 use crate::Linear;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
@@ -39,8 +39,9 @@ impl SelfAttention {
     }
 }
 
-/// The same of heads in groups that share keys and values (Ainslie et al., 2023): `Q = x · Wqᵀ + bq`, `[K, V] = x · Wkvᵀ + bkv`, with
-/// fewer heads; queries and keys turned by their positions (Su et al., 2021) where there is a rotary embedding.
+/// The same with groups of heads that share keys and values (Ainslie et al., 2023): `Q = x · Wqᵀ + bq`, `[K, V] = x ·
+/// Wkvᵀ + bkv`, where K and V have fewer heads. Queries and keys are rotated by their positions (Su et al., 2021) if
+/// there is a rotary embedding.
 #[derive(Clone, Debug)]
 pub struct GroupedSelfAttention {
     name: String,

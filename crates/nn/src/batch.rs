@@ -4,14 +4,14 @@ use meshwork_core::{Axis, Buffer, DType, Element, Mesh, Ty, Types};
 use meshwork_tensor::{Error, Result, Shape, Tape, Tensor, Var};
 use std::ops::Range;
 
-/// What one sample has under one name.
+/// One named part of a sample.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Field {
     /// `tokens`, `targets`, `images`, ...
     pub name: &'static str,
     /// Element type.
     pub dtype: DType,
-    /// Extents of one sample; none for a single number.
+    /// Extents of one sample; empty for a single number.
     pub dims: Shape,
 }
 
@@ -41,15 +41,15 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// So many samples, no fields yet.
+    /// A batch of `samples` samples without fields.
     pub fn new(samples: usize) -> Self {
         Self { samples, fields: Vec::new() }
     }
 
-    /// The same with a field more: `values` are row-major, one sample of extents `dims` after another.
+    /// Adds a field: `values` are row-major, one sample of extents `dims` after another.
     ///
     /// # Errors
-    /// Another number of values than the samples have.
+    /// A number of values that does not fit the samples.
     pub fn with<T: Element>(self, name: &str, dims: impl Into<Shape>, values: Vec<T>) -> Result<Self> {
         self.with_buffer(name, dims.into(), Buffer::from_vec(values))
     }
@@ -65,7 +65,7 @@ impl Batch {
         Ok(self)
     }
 
-    /// Samples of zeros, one for each of the model's fields: for passes that look at shapes alone.
+    /// Samples of zeros in all of the model's fields, for passes that use only shapes.
     pub fn blank(fields: &[Field], samples: usize) -> Self {
         let blank = |field: &Field| {
             (field.name.to_owned(), field.dims, Buffer::zeros(field.dtype, samples * field.dims.count()))
@@ -105,7 +105,8 @@ impl Batch {
         Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
     }
 
-    /// Refuses a batch that is not so many samples with these fields, each of the type and extents that the model declares.
+    /// Refuses a batch without exactly `samples` samples of these fields, each of the type and extents that the model
+    /// declares.
     pub fn require(&self, fields: &[Field], samples: usize) -> Result<()> {
         let refuse = |problem: String| Err(Error::Shape { op: "batch", problem, shapes: Vec::new() });
         if self.samples != samples {
@@ -151,6 +152,6 @@ pub trait BatchSource: Sync {
     /// The samples `samples` of the global batch of training step `step`, which is counted from 0.
     ///
     /// # Errors
-    /// Samples that there are not, or that cannot be read.
+    /// Samples that do not exist or cannot be read.
     fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch>;
 }

@@ -1,25 +1,18 @@
 //! Norms over channels: batch norm (Ioffe and Szegedy, 2015) and group norm (Wu and He, 2018).
 
+use crate::norm::Affine;
 use meshwork_tensor::op::Moments;
 use meshwork_tensor::param::{StatisticId, StatisticRule};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// Declares `{name}.weight` (ones) and `{name}.bias` (zeros), per channel.
-fn affine(params: &mut Declarations, name: &str, channels: usize) -> Result<[ParamId; 2]> {
-    let mut vector = |part: &str, init| {
-        params.declare(format!("{name}.{part}"), &[channels], Placement::replicated(), Role::Norm, init)
-    };
-    Ok([vector("weight", Init::Ones)?, vector("bias", Init::Zeros)?])
-}
-
-/// `y = (x - mean) / √(var + eps) · weight + bias` per channel of `[n, h, w, channels]`.
+/// `y = (x - mean) / √(var + eps) · weight + bias` per channel of `[n, h, w, channels]`, the bias optional.
 ///
 /// In training, mean and variance are those of the tape's samples: of one micro-batch on one rank. In evaluation they are
 /// moving averages over whole mini-batches, kept in two buffers that are updated once a step (GPipe, section 2).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchNorm2d {
-    affine: [ParamId; 2],
+    affine: Affine,
     running: [ParamId; 2],
     statistic: StatisticId,
 }
@@ -30,24 +23,24 @@ impl BatchNorm2d {
     /// Share of a new mini-batch in the moving averages.
     pub const MOMENTUM: f64 = 0.1;
 
-    /// Declares `{name}.weight` (ones), `{name}.bias` (zeros), and the buffers `{name}.running_mean` (zeros) and
+    /// Declares `{name}.weight` (ones), with a bias `{name}.bias` (zeros), and the buffers `{name}.running_mean` (zeros) and
     /// `{name}.running_var` (ones).
-    pub fn new(params: &mut Declarations, name: &str, channels: usize) -> Result<Self> {
+    pub fn new(params: &mut Declarations, name: &str, channels: usize, bias: bool) -> Result<Self> {
         let mut buffer = |part: &str, init| {
             params.declare(format!("{name}.{part}"), &[channels], Placement::replicated(), Role::Buffer, init)
         };
         let running = [buffer("running_mean", Init::Zeros)?, buffer("running_var", Init::Ones)?];
-        let affine = affine(params, name, channels)?;
+        let affine = Affine::new(params, name, channels, bias)?;
         let statistic = params.declare_statistic(running.to_vec(), Moving { momentum: Self::MOMENTUM });
         Ok(Self { affine, running, statistic })
     }
 
-    /// `x [n, h, w, channels]`, the same. Training notes the statistics of the samples on the tape.
+    /// `x [n, h, w, channels]` → the same shape. In training, the statistics of the samples are noted on the tape.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let [gamma, beta] = [tape.param(self.affine[0])?, tape.param(self.affine[1])?];
+        let (weight, bias) = self.affine.read(tape)?;
         match tape.mode() {
             Mode::Train => {
-                let (y, moments) = x.batch_norm(&gamma, &beta, Self::EPS)?;
+                let (y, moments) = x.batch_norm(&weight, bias.as_ref(), Self::EPS)?;
                 let members: usize = x.shape().iter().take(3).product();
                 tape.note(self.statistic, members as f64, &[&moments.mean, &moments.variance]);
                 Ok(y)
@@ -55,7 +48,7 @@ impl BatchNorm2d {
             Mode::Evaluate => {
                 let [mean, variance] = [tape.param(self.running[0])?, tape.param(self.running[1])?];
                 let moments = Moments { mean: mean.into_tensor(), variance: variance.into_tensor() };
-                x.batch_norm_with(&gamma, &beta, &moments, Self::EPS)
+                x.batch_norm_with(&weight, bias.as_ref(), &moments, Self::EPS)
             }
         }
     }
@@ -77,7 +70,7 @@ impl StatisticRule for Moving {
         std::iter::once(members).chain(means.clone().map(|mean| members * mean)).chain(squares).collect()
     }
 
-    /// The variance of the mini-batch is the unbiased one, as an estimate of that of all data.
+    /// Uses the unbiased variance of the mini-batch, as an estimate of the variance of all data.
     fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]) {
         let (Some((&n, sums)), [means, variances]) = (sums.split_first(), buffers) else { return };
         let (sums, squares) = sums.split_at(sums.len() / 2);
@@ -90,11 +83,11 @@ impl StatisticRule for Moving {
     }
 }
 
-/// The same equation, with mean and variance over each sample's pixels and a group of channels: in training as in
-/// evaluation, and whatever the micro-batch.
+/// The same equation, with mean and variance over each sample's pixels and a group of channels. It is the same in
+/// training and evaluation and does not depend on the micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupNorm {
-    affine: [ParamId; 2],
+    affine: Affine,
     groups: usize,
 }
 
@@ -102,15 +95,15 @@ impl GroupNorm {
     /// Added to the variance.
     pub const EPS: f64 = 1e-5;
 
-    /// Declares `{name}.weight` (ones) and `{name}.bias` (zeros). `groups` must divide `channels`.
-    pub fn new(params: &mut Declarations, name: &str, channels: usize, groups: usize) -> Result<Self> {
-        Ok(Self { affine: affine(params, name, channels)?, groups })
+    /// Declares `{name}.weight` (ones) and, with a bias, `{name}.bias` (zeros). `groups` must divide `channels`.
+    pub fn new(params: &mut Declarations, name: &str, channels: usize, groups: usize, bias: bool) -> Result<Self> {
+        Ok(Self { affine: Affine::new(params, name, channels, bias)?, groups })
     }
 
-    /// `x [n, h, w, channels]`, the same.
+    /// `x [n, h, w, channels]` → the same shape.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let [weight, bias] = self.affine;
-        x.group_norm(self.groups, &tape.param(weight)?, &tape.param(bias)?, Self::EPS)
+        let (weight, bias) = self.affine.read(tape)?;
+        x.group_norm(self.groups, &weight, bias.as_ref(), Self::EPS)
     }
 }
 
@@ -118,7 +111,7 @@ impl GroupNorm {
 mod tests {
     use super::*;
 
-    /// Micro-batches of different sizes come together as the mini-batch.
+    /// Micro-batches of different sizes give the statistics of the mini-batch.
     #[test]
     fn micro_batches_come_together_as_the_mini_batch() {
         let x = [1.0f32, 4.0, -2.0, 8.0, 0.5, 3.0, 7.0];

@@ -13,9 +13,9 @@ pub struct Conv2d {
 }
 
 impl Conv2d {
-    /// Declares `{name}.weight` `[features, kernel, kernel, channels]`, normal with variance 2 / terms (He et al., 2015: it keeps
-    /// the scale of what a rectifier follows), and `{name}.bias` `[features]`, zero. An odd kernel is padded so that stride 1
-    /// keeps height and width.
+    /// Declares `{name}.weight` `[features, kernel, kernel, channels]`, normal with variance 2 / terms (He et al.,
+    /// 2015: it preserves the scale of activations before a ReLU), and `{name}.bias` `[features]`, zero. An odd kernel
+    /// is padded so that stride 1 keeps height and width.
     pub fn new(
         params: &mut Declarations,
         name: &str,
@@ -35,7 +35,7 @@ impl Conv2d {
         Ok(Self { weight, bias, stride, padding: kernel.saturating_sub(1) / 2 })
     }
 
-    /// `x [n, h, w, channels] → [n, h', w', features]`, `h' = ⌈h / stride⌉` for an odd kernel, and w' alike.
+    /// `x [n, h, w, channels] → [n, h', w', features]`, `h' = ⌈h / stride⌉` for an odd kernel, and w' likewise.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         x.conv2d(&tape.param(self.weight)?, bias.as_ref(), self.stride, self.padding)

@@ -41,8 +41,8 @@ pub struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// Declares `{name}.gate_up` [ffn, 2, hidden], the gate of each inner feature beside what it lets through, and
-    /// `{name}.down` [hidden, ffn], with biases or without.
+    /// Declares `{name}.gate_up` [ffn, 2, hidden], with the gate and up weights of each inner feature next to each
+    /// other, and `{name}.down` [hidden, ffn], with biases or without.
     pub fn new(
         params: &mut Declarations,
         name: &str,

@@ -1,7 +1,7 @@
-//! A model as a trainer sees it: [`Model`], and [`Stage`], one contiguous part of it.
+//! The traits through which a trainer uses a model: [`Model`], and [`Stage`], one contiguous part of it.
 //!
-//! A model is data until it is cut. A trainer asks for the stages of one rank, which declare their parameters, and runs each of
-//! them once for every micro-batch:
+//! A model is data until it is cut. A trainer creates the stages of one rank, which declare their parameters, and runs
+//! each of them once for every micro-batch:
 //!
 //! ```text
 //!            ┌ stage 0 ┐ activation  ┌ stage 1 ┐ activation        ┌ last stage ┐
@@ -19,25 +19,25 @@ use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// A model that can be trained: an ordered list of layers with a loss behind the last.
+/// A model that can be trained: an ordered list of layers with a loss after the last.
 pub trait Model: Debug + Send + Sync {
-    /// The layers among which a cut into stages may lie. What a model binds to an end, as an embedding or a head, is no layer
-    /// here: it belongs to the first or the last stage whatever layers these have.
+    /// Number of layers; a cut into stages may lie between any two. Parts at the ends of a model, such as an embedding
+    /// or a head, are not counted: they belong to the first or the last stage, whatever layers these have.
     fn num_layers(&self) -> usize;
 
-    /// What a sample is made of.
+    /// The fields of a sample.
     fn fields(&self) -> Vec<Field>;
 
-    /// Declares the parameters of one stage on `mesh`. Called for every stage on every rank, so it must be cheap and give the same
-    /// each time. Two stages that declare one name tie it: one parameter, held by both.
+    /// Declares the parameters of one stage on `mesh`. It is called for every stage on every rank, so it must be cheap
+    /// and return the same each time. Two stages that declare one name tie it: one parameter, held by both.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>>;
 
-    /// What travels over a cut in front of layer `at`, for a micro-batch like `batch`, which has the fields and number of samples
-    /// of a micro-batch on one rank.
+    /// The activation that is sent over a cut before layer `at`, for a micro-batch like `batch`, which has the fields
+    /// and number of samples of a micro-batch on one rank.
     fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation>;
 
-    /// The number of terms that the loss of some samples is the sum of: unmasked tokens, or samples. Training minimises the sum of
-    /// all losses divided by the number of all terms.
+    /// The number of terms in the summed loss of some samples: unmasked tokens, or samples. Training minimises the sum
+    /// of all losses divided by the number of all terms.
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         _ = batch;
         Ok(samples.len() as u64)
@@ -51,8 +51,9 @@ pub trait Model: Debug + Send + Sync {
 
 /// One contiguous part of a model, with the parameters that it declared.
 pub trait Stage: Debug {
-    /// The activation behind this stage, of the types that [`Model::activation`] says; the output of the model behind the last one.
-    /// `input` is the activation of the stage before; nothing for the first. `batch` is this rank's micro-batch.
+    /// The activation after this stage, with the types of [`Model::activation`]; after the last stage, the output of
+    /// the model. `input` is the activation of the previous stage; `None` for the first. `batch` is this rank's
+    /// micro-batch.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var>;
 
     /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the last stage.
@@ -64,10 +65,10 @@ pub trait Stage: Debug {
     }
 }
 
-/// What of a model a stage is.
+/// The part of a model that a stage has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageSpec {
-    /// Its layers; there may be none.
+    /// Its layers; may be empty.
     pub layers: Range<usize>,
     /// Whether it is the first stage: it reads the batch, and has the embedding if there is one.
     pub first: bool,
@@ -97,7 +98,7 @@ impl StageSpec {
     }
 }
 
-/// What travels over a cut: forward the activation, backward its gradient of the same shape.
+/// The tensor that is sent over a cut: the activation in forward, its gradient of the same shape in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Activation {
     /// Element type.
@@ -113,11 +114,11 @@ pub struct Activation {
 pub struct Metric {
     /// Its name.
     pub name: &'static str,
-    /// What the sum over the batch is divided by.
+    /// The divisor of the sum over the batch.
     pub per: Per,
 }
 
-/// What a mean is taken over.
+/// The numbers over which a mean is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Per {
     /// All samples.

@@ -13,7 +13,7 @@ fn values(name: &str, count: usize) -> Vec<f32> {
     (0..count as u64).map(|i| normal(key(2, name), i)).collect()
 }
 
-/// A tape over these parameters as they are at first.
+/// A tape over these parameters with their initial values.
 fn tape(declarations: &Declarations, mode: Mode, first_sample: u64) -> Tape {
     let (rank, device) = (Arc::new(Rank::alone().unwrap()), Cpu::device());
     let (shared, layout) = (Arc::new(declarations.clone()), [declarations.ids().collect()]);
@@ -34,10 +34,12 @@ fn layers_declare_their_parameters_and_keep_extents() {
     let mut declared = Declarations::new();
     let conv = Conv2d::new(&mut declared, "conv", 4, 6, 3, 2, true).unwrap();
     let pixels = Conv2d::new(&mut declared, "pixels", 6, 8, 1, 1, false).unwrap();
-    let norm = GroupNorm::new(&mut declared, "norm", 8, 4).unwrap();
-    BatchNorm2d::new(&mut declared, "batch", 8).unwrap();
+    let norm = GroupNorm::new(&mut declared, "norm", 8, 4, true).unwrap();
+    BatchNorm2d::new(&mut declared, "batch", 8, true).unwrap();
+    GroupNorm::new(&mut declared, "scaled", 8, 4, false).unwrap();
+    BatchNorm2d::new(&mut declared, "scaled_batch", 8, false).unwrap();
     let he = |terms: f32| Init::Normal { std: (2.0 / terms).sqrt() };
-    let expected: [(&str, &[usize], Role, Init); 9] = [
+    let expected: [(&str, &[usize], Role, Init); 13] = [
         ("conv.weight", &[6, 3, 3, 4], Role::Weight, he(36.0)),
         ("conv.bias", &[6], Role::Bias, Init::Zeros),
         ("pixels.weight", &[8, 1, 1, 6], Role::Weight, he(6.0)),
@@ -47,6 +49,10 @@ fn layers_declare_their_parameters_and_keep_extents() {
         ("batch.running_var", &[8], Role::Buffer, Init::Ones),
         ("batch.weight", &[8], Role::Norm, Init::Ones),
         ("batch.bias", &[8], Role::Norm, Init::Zeros),
+        ("scaled.weight", &[8], Role::Norm, Init::Ones),
+        ("scaled_batch.running_mean", &[8], Role::Buffer, Init::Zeros),
+        ("scaled_batch.running_var", &[8], Role::Buffer, Init::Ones),
+        ("scaled_batch.weight", &[8], Role::Norm, Init::Ones),
     ];
     assert_eq!(declared.specs().len(), expected.len());
     for (spec, (name, dims, role, init)) in declared.specs().iter().zip(expected) {
@@ -60,12 +66,19 @@ fn layers_declare_their_parameters_and_keep_extents() {
     assert_eq!(y.shape()[..], [2, 4, 3, 8]);
 }
 
-/// Two micro-batches of a mini-batch, then evaluation: by hand, from all samples of the mini-batch.
+/// Two micro-batches of a mini-batch, then evaluation: by hand, from all samples of the mini-batch. A bias begins with zeros, so that
+/// a norm has the same results with it and without.
 #[test]
 fn evaluation_uses_moving_averages_of_whole_mini_batches() {
+    for bias in [true, false] {
+        check_moving_averages(bias);
+    }
+}
+
+fn check_moving_averages(bias: bool) {
     const C: usize = 3;
     let mut declared = Declarations::new();
-    let norm = BatchNorm2d::new(&mut declared, "norm", C).unwrap();
+    let norm = BatchNorm2d::new(&mut declared, "norm", C, bias).unwrap();
     let x = values("x", 4 * 2 * 2 * C);
     let by = |mean: [f64; C], variance: [f64; C]| {
         let one = |(i, &x): (usize, &f32)| (f64::from(x) - mean[i % C]) / (variance[i % C] + BatchNorm2d::EPS).sqrt();

@@ -156,7 +156,7 @@ fn self_attention_mixes_earlier_tokens_by_softmax() {
     assert_is("attention", &layer.forward(&tape, &x(&tape), 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
 }
 
-/// Two heads of queries to each of keys and values, turned as the paper's matrices turn them.
+/// Two heads of queries for each head of keys and values, rotated by the paper's matrices.
 #[test]
 fn grouped_self_attention_turns_and_shares() {
     const HEADS: usize = 4;
@@ -212,7 +212,7 @@ fn tables_are_looked_up_and_give_logits() {
     assert_is("positions", &positions.forward(&tape, &x(&tape)).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
 }
 
-/// Names, extents, roles and initial values are what checkpoints, weight decay and reproducibility hang on.
+/// Checkpoints, weight decay and reproducibility depend on names, extents, roles and initial values.
 #[test]
 fn layers_declare_their_parameters_by_name_role_and_initial_values() {
     let (_, _, declared) = build(|params| {

@@ -23,7 +23,7 @@ pub struct AdamW {
     pub beta2: f64,
     /// Added to the root of the mean square, above 0.
     pub eps: f64,
-    /// Share of the weight, times the learning rate, that a step takes away.
+    /// Weight decay: a step subtracts this share of the weight, times the learning rate.
     pub weight_decay: f64,
 }
 

@@ -1,9 +1,9 @@
 //! Clipping by the global gradient norm.
 
-/// The factor that brings a gradient of norm `norm` down to `max_norm`: `max_norm / (norm + 1e-6)`, at most 1, as
+/// The factor that scales a gradient of norm `norm` down to `max_norm`: `max_norm / (norm + 1e-6)`, at most 1, as
 /// in PyTorch's `clip_grad_norm_`. A `max_norm` of 0 means no clipping.
 ///
-/// A norm that is NaN gives NaN, so that a broken gradient cannot pass for a healthy one.
+/// A norm that is NaN gives NaN, so that an invalid gradient stays visible.
 ///
 /// ```
 /// use meshwork_optim::clip_factor;
@@ -14,7 +14,7 @@
 /// ```
 #[must_use]
 pub fn clip_factor(norm: f64, max_norm: f64) -> f32 {
-    // `f64::min` would turn NaN into 1: hence the comparison.
+    // A comparison, because `f64::min` would turn NaN into 1.
     let factor = max_norm / (norm + 1e-6);
     if max_norm == 0.0 || factor > 1.0 { 1.0 } else { factor as f32 }
 }

@@ -1,10 +1,10 @@
-//! The trait of an update rule, and what one call of it carries.
+//! The trait of an update rule, and the arguments of one call.
 
 use std::fmt::Debug;
 
 use thiserror::Error;
 
-/// What one step asks of an update rule, the same for all elements of the segment.
+/// The arguments of one update, the same for all elements of the segment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
     /// Number of this step, counted from 1.
@@ -13,15 +13,16 @@ pub struct Update {
     pub lr: f64,
     /// Factor on every gradient, applied on the fly (see [`clip_factor`](crate::clip_factor)); 1 = none.
     pub grad_scale: f32,
-    /// Factor on the rule's weight decay: 1 for weights, 0 for biases and norms, anything else as a parameter group asks.
+    /// Factor on the rule's weight decay: 1 for weights, 0 for biases and norms, or the factor of a parameter group.
     pub decay_factor: f64,
 }
 
 impl Update {
-    /// Checks what every rule demands of a call, and gives the state vectors as an array: the first line of a rule.
+    /// Checks the requirements of every rule, and returns the state vectors as an array. Every rule should call it
+    /// first.
     ///
     /// # Errors
-    /// When the step is 0, when there are not `STATES` state vectors, or when the lengths differ.
+    /// When the step is 0, when the number of state vectors is not `STATES`, or when the lengths differ.
     pub fn check<'a, 'b, const STATES: usize>(
         &self,
         rule: &str,
@@ -53,7 +54,7 @@ impl Update {
 ///
 /// Every element is updated from its own weight, gradient and states only, so the bits of the result do not
 /// depend on how a parameter is cut into segments: segments that differ in learning rate or weight decay, or that lie on
-/// different ranks, are separate calls, and so may be the pieces that different threads update.
+/// different ranks, are updated in separate calls. Pieces that different threads update may be separate calls too.
 pub trait Optimizer: Debug + Send + Sync {
     /// The rule's name, for messages and checkpoints: `adamw`.
     fn name(&self) -> &str;
@@ -65,7 +66,7 @@ pub trait Optimizer: Debug + Send + Sync {
     /// Updates `weights` and `states` in one pass over them.
     ///
     /// # Errors
-    /// When the step is 0 or the slices do not fit together; nothing has been written then.
+    /// When the step is 0 or the lengths of the slices differ; nothing has been written then.
     fn update(
         &self,
         update: Update,

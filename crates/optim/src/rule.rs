@@ -30,13 +30,13 @@ impl Rule {
         Self::Custom(Arc::new(rule))
     }
 
-    /// The rule's name, as `adamw`.
+    /// The rule's name, such as `adamw`.
     #[must_use]
     pub fn name(&self) -> &str {
         self.on_host().name()
     }
 
-    /// Names of its state vectors, in order: as many vectors as long as the weights, all zero before the first step.
+    /// Names of its state vectors, in order. Each vector is as long as the weights, and all zero before the first step.
     #[must_use]
     pub fn state_names(&self) -> &[&'static str] {
         self.on_host().state_names()

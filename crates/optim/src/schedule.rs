@@ -56,7 +56,7 @@ impl LrSchedule {
 
     fn factor(&self, step: u64) -> f64 {
         if step <= self.warmup_steps {
-            // Step 0 does not exist; asked for it, answer with a rate of 0 rather than 0/0.
+            // Step 0 does not exist; its rate is 0 rather than 0/0.
             return step as f64 / self.warmup_steps.max(1) as f64;
         }
         let floor = self.min_lr_factor;

@@ -1,20 +1,20 @@
-//! Stochastic gradient descent with momentum, as PyTorch's `SGD` (no dampening, no Nesterov).
+//! Stochastic gradient descent with momentum, like PyTorch's `SGD` (no dampening, no Nesterov).
 //!
 //! ```text
 //! g = scale·grad + decay·w
 //! b = momentum·b + g
 //! w = w - lr·b
 //! ```
-//! Weight decay is coupled (L2): it joins the gradient, after clipping, and so passes through the momentum.
+//! Weight decay is coupled (L2): it is added to the gradient after clipping, and so enters the momentum.
 
 use meshwork_core::simd::wide;
 
 use crate::optimizer::{OptimError, Optimizer, Update};
 
-/// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none where the momentum is 0.
+/// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none if the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sgd {
-    /// Share of the last direction that is kept, in [0, 1); 0 = plain descent.
+    /// Share of the previous direction that is kept, in [0, 1); 0 = no momentum.
     pub momentum: f64,
     /// Multiple of the weight that is added to its gradient.
     pub weight_decay: f64,

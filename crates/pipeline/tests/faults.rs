@@ -1,8 +1,8 @@
-//! Schedules that lie, one per kind of lie, and what is said about each.
+//! Invalid schedules, one per kind of fault, and the error of each.
 
 use meshwork_pipeline::{Lowered, Schedule, Weights, check, forward_only, lower, parse_actions};
 
-/// A schedule of two micro-batches, or as many as given, written by hand.
+/// A hand-written schedule of `micros` micro-batches.
 fn by_hand(placement: &[usize], micros: usize, rows: &[&str]) -> Schedule {
     Schedule {
         name: "by hand".to_string(),
@@ -16,7 +16,7 @@ fn by_hand(placement: &[usize], micros: usize, rows: &[&str]) -> Schedule {
     }
 }
 
-/// Asserts what is said about a schedule without messages.
+/// Asserts the error of a schedule without messages.
 #[track_caller]
 fn refused(schedule: &Schedule, message: &str) {
     let error = check(schedule).unwrap_err();
@@ -24,7 +24,7 @@ fn refused(schedule: &Schedule, message: &str) {
     assert_eq!(lower(schedule), Err(error), "lower refuses what check refuses");
 }
 
-/// Asserts what is said about a schedule with messages.
+/// Asserts the error of a schedule with messages.
 #[track_caller]
 fn refused_lowered(schedule: Schedule, message: &str) {
     let error = Lowered::new(schedule).unwrap_err();
@@ -134,14 +134,14 @@ fn messages_to_nobody() {
     refused_lowered(by_hand(&[0, 0], 1, &["0F0 0SF0 1RF0 1F0"]), message);
 }
 
-/// Each rank alone is in order; a transport that delivers in order would hand micro-batch 0 to who asks for 1.
+/// Each rank alone is in order; a transport that delivers in order would deliver micro-batch 0 instead of 1.
 #[test]
 fn messages_received_in_another_order() {
     let message = "message 0 from rank 0 to rank 1 is sent as 0SF0 but received as 1RF1; ranks must receive in the \
                    order in which the other sends";
     refused_lowered(by_hand(&[0, 1], 2, &["0F0 0SF0 0F1 0SF1", "1RF1 1F1 1RF0 1F0"]), message);
 
-    // What is consumed in another order than it is sent, `lower` receives in the order of sending.
+    // `lower` receives messages in the order of sending, even if they are consumed in another order.
     let lowered = lower(&by_hand(&[0, 1], 2, &["0F0 0F1", "1F1 1F0"])).unwrap();
     assert_eq!(lowered.actions(1), parse_actions("1RF0 1RF1 1F1 1F0").unwrap());
 }
@@ -199,7 +199,7 @@ fn by_replicas(placement: &[usize], replicas: &[usize], rows: &[&str]) -> Schedu
     Schedule { replicas: replicas.to_vec(), ..by_hand(placement, 2, rows) }
 }
 
-/// The grid shows the place, not a thousand steps before it; ranks that are done show no mark.
+/// The grid shows only the steps around the deadlock; ranks that are done have no mark.
 #[test]
 fn a_deadlock_far_into_a_schedule_stays_readable() {
     let mut schedule = forward_only(&[0, 1, 2], 40);
@@ -237,7 +237,7 @@ fn backwards_in_parts() {
     refused(&by_hand(&[0], 1, &["0F0 0I0 0W0 0B0"]), message);
     let message = "rank 0, step 1: 0W0 stands before 0I0 (step 2), whose result it needs";
     refused(&by_hand(&[0], 1, &["0F0 0W0 0I0"]), message);
-    // What the stage before waits for is the input gradient, wherever the weight gradient stands.
+    // The previous stage waits for the input gradient, wherever the weight gradient is.
     refused(
         &by_hand(&[0, 1], 2, &["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1W0 1B1"]),
         "ranks wait for each other in a circle:\n\
@@ -285,7 +285,7 @@ fn updates_where_they_do_not_belong() {
     refused(&updating(Weights::DoubleBuffered, 2, 2, &["0F0 0F1 0B0 0B1 0U1"]), message);
 }
 
-/// Vertical sync asks every stage for the version that the first had: one that updates later must refuse.
+/// With vertical sync every stage needs the version that the first one had; a stage that updates later must refuse.
 #[test]
 fn weights_that_are_yet_to_be_made() {
     let rows = ["0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1F1 1U0 1B1 1U1"];
@@ -295,7 +295,7 @@ fn weights_that_are_yet_to_be_made() {
     refused(&updating(Weights::VerticalSync, 1, 2, &rows), message);
 }
 
-/// One error each, from text to proof: what a user's own schedule gets wrong first.
+/// One error each, from text to proof: typical faults of a user's own schedule.
 #[test]
 fn text_schedules_that_are_wrong() {
     let proved = |rows: &str| {

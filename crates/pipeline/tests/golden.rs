@@ -8,7 +8,7 @@ fn assert_picture(schedule: &Schedule, picture: &[&str]) {
     assert_eq!(rendered.lines().collect::<Vec<_>>(), picture, "\n{rendered}");
 }
 
-/// The grids of one file: each a line that says the micro-batches, then a line per rank.
+/// The grids of one file: each has a line with the micro-batches, then a line per rank.
 fn assert_grids(generator: Generator, file: &str) {
     let mut grids = String::new();
     for micros in [8, 4] {
@@ -19,7 +19,7 @@ fn assert_grids(generator: Generator, file: &str) {
     assert!(grids == file, "{} is drawn as\n{grids}", generator.name());
 }
 
-/// Each over 4 ranks, as the figures of its paper have it: 8 micro-batches, and 4 where it takes so few.
+/// Each over 4 ranks, as in the figures of its paper: 8 micro-batches, and 4 if it takes that few.
 #[test]
 fn every_schedule_looks_like_its_figure() {
     assert_grids(Generator::Gpipe, include_str!("grids/gpipe.txt"));
@@ -34,7 +34,7 @@ fn every_schedule_looks_like_its_figure() {
     assert_grids(Generator::PipeDream2Bw, include_str!("grids/pipedream_2bw.txt"));
 }
 
-/// By hand: the warm-up is of all micro-batches where the way to the last rank and back is longer than they are many.
+/// By hand: the warm-up has all micro-batches if the way to the last rank and back is longer than their number.
 #[test]
 fn fewer_micro_batches_than_ranks() {
     assert_picture(
@@ -89,7 +89,7 @@ fn several_stages_per_rank_show_the_stage() {
     );
 }
 
-/// What rank 1 of 4 really does: receives stand right before, sends right after what they belong to.
+/// The actions of rank 1 of 4: receives come right before, and sends right after, the actions that they belong to.
 #[test]
 fn lowered_1f1b_reads_as_a_program() {
     let lowered = lower(&one_f_one_b(4, 4)).unwrap();

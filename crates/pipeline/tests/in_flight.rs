@@ -1,4 +1,4 @@
-//! How many messages must be able to wait, against a naive run with bounded channels.
+//! The number of messages that must be able to wait, against a naive run with bounded channels.
 
 use std::collections::VecDeque;
 
@@ -58,8 +58,9 @@ fn the_proof_finds_the_fewest_that_do() {
     }
 }
 
-/// Those with one flow of messages between neighbours need no more than a rendezvous before the next send; a V has two
-/// flows, and the way back to the first rank of breadth-first has to hold what the first rank is not ready for.
+/// Schedules with one flow of messages between neighbours need only a rendezvous before the next send. A V has two
+/// flows, and in breadth-first the way back to the first rank has to hold the messages for which that rank is not
+/// ready.
 #[test]
 fn what_the_published_schedules_need() {
     let need =

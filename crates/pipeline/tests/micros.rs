@@ -1,4 +1,4 @@
-//! How many micro-batches a schedule takes, and what is said when it does not.
+//! The numbers of micro-batches that a schedule takes, and the errors for others.
 
 use meshwork_pipeline::{Generator, by_name, default_micros};
 
@@ -27,7 +27,7 @@ fn too_few_micros_say_what_would_do() {
     assert_eq!(text(Generator::OneFOneB, 0, 3), "schedule 1f1b over pp=0: a pipeline has at least 1 rank");
 }
 
-/// What a default is, for a global batch of samples that must be cut evenly.
+/// The default, for a global batch of samples that must be cut evenly.
 fn choose(generator: Generator, pp: usize, samples: usize) -> Option<(usize, bool)> {
     let choice = default_micros(generator, pp, generator.default_virtual_stages(), samples, |micros| {
         samples.is_multiple_of(micros)
@@ -53,7 +53,8 @@ fn the_default_is_the_smallest_with_a_bubble_under_a_quarter() {
     assert_eq!(choose(Generator::Gpipe, 0, 8), None);
 }
 
-/// With fewer micro-batches than ranks more than a quarter idles: a default is that few only where the batch allows no more.
+/// With fewer micro-batches than ranks more than a quarter idles: a default is that small only if the batch allows no
+/// more.
 #[test]
 fn fewer_micros_than_ranks_are_no_default_of_choice() {
     for generator in [Generator::OneFOneB, Generator::ZbH1] {

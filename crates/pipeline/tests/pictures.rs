@@ -1,4 +1,4 @@
-//! Pictures and traces: well-formed, with all that ran in them, for predicted and measured timelines alike.
+//! Pictures and traces: well-formed and complete, for predicted and measured timelines.
 
 use meshwork_pipeline::{
     Action, ActionKind, Costs, Generator, Interval, Schedule, Timeline, chrome_trace, simulate, svg, text_grid, zb_v,
@@ -8,7 +8,7 @@ fn on_paper(schedule: &Schedule) -> Timeline {
     simulate(schedule, &Costs::per_rank(schedule, 1.0, 1.0, 1.0)).unwrap()
 }
 
-/// As a run would give it: in seconds, from some time on, a little uneven, with updates that take time.
+/// A timeline as from a run: in seconds, with an offset, a little uneven, with updates that take time.
 fn measured(schedule: &Schedule) -> Timeline {
     let mut timeline = simulate(schedule, &Costs::per_rank(schedule, 0.011, 0.013, 0.009)).unwrap();
     timeline.name = "measured <\"1\" & only>".to_string();
@@ -19,7 +19,7 @@ fn measured(schedule: &Schedule) -> Timeline {
     timeline
 }
 
-/// Holds the tags of an XML text against each other, and returns how many elements it has.
+/// Matches the tags of an XML text, and returns its number of elements.
 fn elements(xml: &str) -> usize {
     let (mut open, mut count) = (Vec::new(), 0);
     for tag in xml.split('<').skip(1) {

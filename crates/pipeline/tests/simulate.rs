@@ -1,4 +1,4 @@
-//! Time on paper, against closed forms: messages that take time, stages that are not alike.
+//! Simulated time, against closed forms: messages that take time, and different stages.
 
 use meshwork_pipeline::{
     Costs, Fault, Generator, Schedule, chrome_trace, gpipe, one_f_one_b, simulate, svg, text_grid,
@@ -19,8 +19,8 @@ const I: f64 = 1.25;
 const W: f64 = 0.75;
 const B: f64 = I + W;
 
-/// A message that overlaps is on its way once more there and back at each border; one that does not delays all that its
-/// sender does after it.
+/// A message that overlaps adds one way there and back at each border. One that does not overlap delays all later
+/// actions of its sender.
 #[test]
 fn messages_take_time() {
     for (pp, micros) in [(1, 3), (2, 2), (4, 8), (8, 5)] {
@@ -32,7 +32,7 @@ fn messages_take_time() {
         let each = if pp > 1 { F + B + 2.0 * 0.5 } else { F + B };
         close(makespan(&schedule, &blocking), (m + p - 2.0) * each + F + B);
     }
-    // In turns, a rank waits for each micro-batch's way there and back, which nothing hides.
+    // In the steady state, a rank waits for each micro-batch's way there and back, which nothing hides.
     for micros in [4, 8, 16] {
         let schedule = one_f_one_b(2, micros);
         let costs = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, F, I, W) };
@@ -62,7 +62,7 @@ fn the_slowest_stage_sets_the_pace() {
     close(timeline.speedup(), work / timeline.makespan());
 }
 
-/// A third of a time three times over is not the time: columns must not slip by what rounding leaves.
+/// Three times a third of a time is not exactly that time; columns must not shift by the rounding error.
 #[test]
 fn grids_do_not_slip_with_costs_that_round() {
     for generator in Generator::ALL {
@@ -92,6 +92,14 @@ fn costs_of_any_size() -> impl Strategy<Value = f64> {
         2 => any::<f64>().prop_map(f64::abs).prop_filter("a time", |cost| cost.is_finite()),
         1 => prop::sample::select(vec![0.0, 5e-324, 1e-300, 1e9, 1e299, 1e300, 1e308, f64::MAX]),
     ]
+}
+
+#[test]
+fn costs_whose_inverse_overflows_are_drawn_within_bounds() {
+    let schedule = gpipe(3, 6);
+    let timeline = simulate(&schedule, &Costs::per_rank(&schedule, 5e-324, 5e-324, 5e-324)).unwrap();
+    let picture = svg(&[&timeline]);
+    assert!(!picture.contains("inf") && !picture.contains("NaN"), "{picture}");
 }
 
 proptest! {

@@ -1,4 +1,4 @@
-//! Every generator, over every small shape: valid, as deep and as idle as theory says.
+//! Every generator, over every small shape: valid, with the activations and bubbles of the closed forms.
 
 use std::time::{Duration, Instant};
 
@@ -53,7 +53,7 @@ const COSTS: [[f64; 3]; 7] = [
     [0.5, 1.25, 0.5],
 ];
 
-/// What theory says about the bubble of one step.
+/// The bubble of one step in theory.
 enum Bubble {
     Exactly(f64),
     AtMost(f64),
@@ -69,7 +69,8 @@ fn bubble(generator: Generator, shape: Shape, [f, i, w]: [f64; 3]) -> Option<Bub
         Generator::PipeDream if micros >= pp => Bubble::Exactly(ranks * (f + i + w)),
         Generator::Interleaved => Bubble::Exactly(ranks * (f + i + w) / chunks),
         Generator::BreadthFirst if micros >= pp => Bubble::Exactly(ranks * (f + i + w) / chunks),
-        // Each rank but the first puts off a weight gradient of one micro-batch more than the rank before it, if there is one.
+        // Each rank but the first defers the weight gradient of one more micro-batch than the previous rank, if there
+        // is one.
         Generator::ZbH1 if w <= f => Bubble::Exactly(ranks * (f + i) - (micros.min(pp) - 1) as f64 * w),
         Generator::ZbH2 if micros >= 2 * pp - 1 => Bubble::Exactly((ranks * (f + i - 2.0 * w)).max(0.0)),
         Generator::ZbV if micros >= 2 * pp && equal => Bubble::Exactly(0.0),
@@ -154,8 +155,8 @@ fn the_ideal_speedup_of_gpipe_is_as_tabulated() {
     }
 }
 
-/// With no barrier between steps, what a rank idles at the end of one step it works for the next: zero-bubble schedules
-/// lose nothing in any number of steps, and those that wait inside a step lose as much in each.
+/// With no barrier between steps, a rank that would idle at the end of one step works on the next. Zero-bubble
+/// schedules lose nothing in any number of steps, and schedules that wait inside a step lose the same in each.
 #[test]
 fn steps_without_a_barrier_lose_what_is_inside_of_each() {
     for generator in Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()) {
@@ -175,7 +176,7 @@ fn steps_without_a_barrier_lose_what_is_inside_of_each() {
     }
 }
 
-/// Forward-only holds for any placement at all: here every way to put up to 5 stages on up to 3 ranks.
+/// Forward-only works for any placement: here for every way to put up to 5 stages on up to 3 ranks.
 #[test]
 fn forward_only_is_valid_for_any_placement() {
     for stages in 1..=5_u32 {
@@ -193,8 +194,8 @@ fn forward_only_is_valid_for_any_placement() {
     }
 }
 
-/// A rack and more: up to two million actions each. The bound is loose (a slow machine under load), the growth is what
-/// matters: anything quadratic takes minutes.
+/// Large schedules, with up to two million actions each. The bound is loose (a slow machine under load), the growth is
+/// what matters: anything quadratic takes minutes.
 #[test]
 fn large_schedules_are_proved_in_a_moment() {
     let start = Instant::now();
@@ -209,7 +210,7 @@ fn large_schedules_are_proved_in_a_moment() {
     assert!(start.elapsed() < Duration::from_secs(60), "took {:?}", start.elapsed());
 }
 
-/// Schedules whose steps overlap rely on it: a rank may run its warm-up again without any other having sent it more.
+/// Schedules whose steps overlap need this: a rank may rerun its warm-up although no other rank sends it more messages.
 #[test]
 fn warm_ups_can_be_run_again_where_steps_overlap() {
     for generator in Generator::ALL.into_iter().filter(|generator| generator.overlaps_steps()) {

@@ -1,4 +1,4 @@
-//! The text form: what is written is read, and what cannot be read is named by line and token.
+//! The text form: written schedules can be read back, and errors name the line and token.
 
 use meshwork_pipeline::{Generator, Schedule, Shape, check};
 
@@ -79,6 +79,6 @@ fn what_is_no_schedule_is_refused_by_line_and_token() {
         "ranks: 99999999999999999999",
         "line 1: ranks: \"99999999999999999999\" is not valid: expected a whole number",
     );
-    // Nothing of the size that a text says is made before the text has as much.
+    // Nothing of a size stated in a text is allocated before the text has that many items.
     refused("name: x\nranks: 1000000000000\nplacement: 0\nmicros: 1", "\"rank 0\" is missing; a schedule needs it");
 }

@@ -1,4 +1,4 @@
-//! Which version of the weights a micro-batch meets, and how many a rank holds: the published rules.
+//! The version of the weights that a micro-batch uses, and the number that a rank holds, by the published rules.
 
 use meshwork_pipeline::{Generator, Schedule, Weights, check, lower, pipedream, pipedream_2bw};
 
@@ -45,11 +45,11 @@ fn double_buffered_weights_are_one_batch_old() {
             let old = |_: usize, micro: usize| (micro / micros).saturating_sub(1);
             assert_eq!(versions(&schedule), expected(&schedule, old), "pp={pp}");
             let held = check(&schedule).unwrap().weight_versions;
-            // With one rank nothing is in flight when a batch ends, and still the next one is to use the old version.
+            // With one rank nothing is in flight when a batch ends, but the next one still uses the old version.
             assert_eq!(held, vec![2; pp], "pp={pp} m={micros}");
         }
     }
-    // Fewer micro-batches than ranks: a batch would need weights that are yet to be made.
+    // Fewer micro-batches than ranks: a batch would need weights that do not exist yet.
     let error = check(&pipedream_2bw(4, 1, 8)).unwrap_err();
     assert_eq!(
         error.to_string(),

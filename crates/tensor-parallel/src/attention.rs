@@ -1,4 +1,5 @@
-//! Self-attention with the heads cut over tp: each with its own keys and values, and in groups that share them.
+//! Self-attention with the heads cut over tp: with keys and values for each head, and with groups of heads that share
+//! them.
 
 use crate::{ColumnLinear, Region, RowLinear};
 use meshwork_core::{Axis, Mesh};
@@ -16,7 +17,7 @@ pub struct ParallelAttention {
 
 impl ParallelAttention {
     /// Declares `{name}.qkv` [3, heads, head_dim, hidden] cut along heads and `{name}.out` [hidden, heads, head_dim] likewise, with
-    /// biases or without. `init` is that of each.
+    /// biases or without. `init` has the initial values of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -51,13 +52,14 @@ impl ParallelAttention {
     }
 }
 
-/// The same of heads in groups that share keys and values (Ainslie et al., 2023): `Q = x̂ · Wqᵀ + bq`, `[K, V] = x̂ · Wkvᵀ + bkv`,
-/// queries and keys turned by their positions where there is a rotary embedding.
+/// The same with groups of heads that share keys and values (Ainslie et al., 2023): `Q = x̂ · Wqᵀ + bq`, `[K, V] = x̂ ·
+/// Wkvᵀ + bkv`. Queries and keys are rotated by their positions if there is a rotary embedding.
 ///
-/// Where tp divides the heads of keys and values, each rank holds whole groups. Where there are fewer of them than ranks,
-/// the features of K and V are cut evenly all the same, weights and products; the activations are gathered over tp, and
-/// each rank reads those heads that its queries need. Their gradient is `Partial`, and summed and cut where it was gathered. So the
-/// parameters are the same on every mesh, nothing is computed twice, and no weight is replicated.
+/// Where tp divides the heads of keys and values, each rank holds whole groups. Where there are fewer of these heads
+/// than ranks, the features of K and V are still cut evenly, both weights and products. The activations are gathered
+/// over tp, and each rank reads the heads that its queries need. Their gradient is `Partial`; the backward of the
+/// gather sums and cuts it. So the parameters are the same on every mesh, nothing is computed twice, and no weight is
+/// replicated.
 #[derive(Clone, Debug)]
 pub struct ParallelGroupedAttention {
     name: String,
@@ -75,7 +77,7 @@ const FEATURES: usize = 3;
 impl ParallelGroupedAttention {
     /// Declares `{name}.q` [heads, head_dim, hidden] cut along heads, `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then
     /// values) cut along their features, and `{name}.out` [hidden, heads, head_dim] cut along heads, with biases or without.
-    /// `init` is that of the projections in, and of the one out.
+    /// `init` has the initial values of the input projections and of the output projection.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -120,7 +122,7 @@ impl ParallelGroupedAttention {
     }
 }
 
-/// Refuses groups of heads that ranks of tp would cut unevenly.
+/// Refuses groups of heads that tp would cut unevenly.
 fn require_groups(mesh: &Mesh, name: &str, of: GroupedHeads) -> Result<()> {
     let GroupedHeads { heads, kv_heads, .. } = of;
     let degree = mesh.degree(Axis::Tp);

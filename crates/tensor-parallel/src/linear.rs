@@ -7,8 +7,8 @@ use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Rol
 /// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
 /// optional.
 ///
-/// X is `Replicate` (enter the block first), Y is `Shard`. No communication here; the input's gradient is `Partial` and summed
-/// where the block was entered.
+/// X is `Replicate` (enter the block first), Y is `Shard`. This layer does not communicate. The input's gradient is
+/// `Partial`; it is summed in the backward of entering the block.
 #[derive(Clone, Copy, Debug)]
 pub struct ColumnLinear {
     weight: ParamId,
@@ -54,12 +54,10 @@ impl ColumnLinear {
         x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
     }
 
-    /// `gelu(x · Wᵀ + b)`, in one pass with the bias.
+    /// `gelu(x · Wᵀ + b)`, in one pass.
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        match self.bias {
-            Some(bias) => x.linear_bias_gelu(&tape.param(self.weight)?, &tape.param(bias)?, 1),
-            None => self.forward(tape, x)?.gelu(),
-        }
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.linear_gelu(&tape.param(self.weight)?, bias.as_ref(), 1)
     }
 
     /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: in one pass without the bias.
@@ -74,8 +72,8 @@ impl ColumnLinear {
 /// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp. The bias is optional, and so is the
 /// residual that is added to it.
 ///
-/// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added once, after
-/// the sum, by adding to it the residual as well: that is how most transformer blocks end.
+/// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added
+/// once, after the sum, together with the residual, as at the end of most transformer blocks.
 #[derive(Clone, Debug)]
 pub struct RowLinear {
     name: String,

@@ -14,7 +14,7 @@ pub struct ParallelMlp {
 
 impl ParallelMlp {
     /// Declares `{name}.up` [ffn, hidden] cut along ffn and `{name}.down` [hidden, ffn] likewise, with biases or without.
-    /// `init` is that of each.
+    /// `init` has the initial values of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -53,8 +53,9 @@ pub struct ParallelSwiGlu {
 }
 
 impl ParallelSwiGlu {
-    /// Declares `{name}.gate_up` [ffn, 2, hidden], the gate of each inner feature beside what it lets through, cut along ffn, and
-    /// `{name}.down` [hidden, ffn] likewise, with biases or without. `init` is that of each.
+    /// Declares `{name}.gate_up` [ffn, 2, hidden], with the gate and up weights of each inner feature next to each
+    /// other, cut along ffn, and `{name}.down` [hidden, ffn] likewise, with biases or without. `init` has the initial
+    /// values of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,

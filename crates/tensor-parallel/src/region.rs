@@ -1,4 +1,4 @@
-//! What activations look like between tensor-parallel blocks, and how a block is entered and left.
+//! The layout of activations between tensor-parallel blocks, and entering and leaving a block.
 
 use meshwork_core::{Axis, Ty};
 use meshwork_tensor::{Result, Var};
@@ -6,7 +6,7 @@ use meshwork_tensor::{Result, Var};
 /// The dim of `[batch, seq, hidden]` that sequence parallelism cuts.
 const SEQ: usize = 1;
 
-/// The region between tensor-parallel blocks, where norms, dropout and residual sums live.
+/// The layout of activations between tensor-parallel blocks, where norms, dropout and residual sums are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
     /// Every rank of tp holds all tokens and does the same work.
@@ -17,7 +17,7 @@ pub enum Region {
 }
 
 impl Region {
-    /// From the boolean of the configuration.
+    /// The region for the boolean of the configuration.
     pub fn new(sequence_parallel: bool) -> Self {
         if sequence_parallel { Self::SequenceParallel } else { Self::Invariant }
     }
@@ -30,7 +30,7 @@ impl Region {
         }
     }
 
-    /// The tokens of a sequence of `seq` that one of `degree` ranks holds in this region.
+    /// The number of tokens of a sequence of `seq` that each of `degree` ranks holds in this region.
     pub fn local_seq(self, seq: usize, degree: usize) -> usize {
         match self {
             Self::Invariant => seq,
@@ -38,7 +38,8 @@ impl Region {
         }
     }
 
-    /// Into a block: all tokens on every rank, to be used differently (Megatron's f, or g with sequence parallelism).
+    /// Enters a block: gives every rank all tokens, to be used differently (Megatron's f, or g with sequence
+    /// parallelism).
     pub fn enter(self, x: &Var) -> Result<Var> {
         match self {
             Self::Invariant => x.copy(Axis::Tp),
@@ -46,7 +47,7 @@ impl Region {
         }
     }
 
-    /// Out of a block: takes the sum of its Partial output (Megatron's g, or its conjugate with sequence parallelism).
+    /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism).
     pub fn leave(self, y: &Var) -> Result<Var> {
         match self {
             Self::Invariant => y.all_reduce(Axis::Tp),

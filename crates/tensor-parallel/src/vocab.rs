@@ -5,8 +5,8 @@ use crate::Region;
 use meshwork_core::Axis;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// A table `W [vocab, hidden]` of which each rank of tp holds ⌈vocab/tp⌉ rows. Used as token embedding, as output head, or, tied,
-/// as both.
+/// A table `W [vocab, hidden]`; each rank of tp holds ⌈vocab/tp⌉ rows. It is used as token embedding, as output head
+/// or, if tied, as both.
 #[derive(Clone, Copy, Debug)]
 pub struct VocabParallelEmbedding {
     weight: ParamId,
@@ -33,7 +33,8 @@ impl VocabParallelEmbedding {
         Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1))
     }
 
-    /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows it holds, and the sum is taken.
+    /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results
+    /// are summed.
     pub fn embed(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
         region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
     }

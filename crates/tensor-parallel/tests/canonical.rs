@@ -1,4 +1,4 @@
-//! Canonical numerics of layers whose sums tp cuts in new places: the bits of one rank on 2 and 4, with and without sequence
+//! Canonical numerics of layers whose sums tp cuts: the bits of one rank on 2 and 4 ranks, with and without sequence
 //! parallelism.
 
 #[allow(dead_code, reason = "the other test uses all of it")]
@@ -10,7 +10,7 @@ use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Tape, Tensor};
-use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region};
+use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region};
 use std::sync::Arc;
 
 const HIDDEN: usize = 24;
@@ -43,7 +43,7 @@ fn inputs(region: Region) -> [Input; 1] {
     [Input::new("x", &[2, 12, HIDDEN], region.ty(), real)]
 }
 
-/// Eight heads in groups of 1, 2, 4 and 8: up to four ranks share the keys and values of one.
+/// Eight heads in groups of 1, 2, 4 and 8: up to four ranks share the keys and values of one group.
 #[test]
 fn grouped_attention_has_the_bits_of_one_rank() {
     for kv_heads in [8, 4, 2, 1] {
@@ -58,6 +58,19 @@ fn grouped_attention_has_the_bits_of_one_rank() {
             program.over_tp(degree, &inputs(region))
         });
     }
+}
+
+#[test]
+fn mlp_without_biases_has_the_bits_of_one_rank() {
+    assert_bits("mlp", |degree, region| {
+        let mut program = Program::new(
+            real,
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, 40, false, init()),
+            |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+        );
+        program.blocks = Some(BLOCKS);
+        program.over_tp(degree, &inputs(region))
+    });
 }
 
 #[test]

@@ -88,7 +88,7 @@ impl GradSink for Bucket<'_> {
     }
 }
 
-/// A training run: how the batch is cut, how activations lie, and by which rule weights are updated.
+/// A training run: the cut of the batch, the layout of activations, and the update rule.
 #[derive(Clone)]
 struct Run {
     micros: usize,
@@ -97,7 +97,7 @@ struct Run {
     precision: Precision,
 }
 
-/// What a run gives on one rank, in bits: per step the losses of the samples and the norm; then weights and states.
+/// The results of a run on one rank, in bits: per step the losses of the samples and the norm; then weights and states.
 #[derive(Debug, PartialEq)]
 struct Trained {
     measured: Vec<Vec<u64>>,
@@ -123,7 +123,7 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
     let names = run.rule.state_names().iter();
     let mut states = names.map(|_| device.zeros(DType::F32, count)).collect::<Result<Vec<_>>>()?;
     let mut grads = device.zeros(DType::F32, count)?;
-    // What is whole on every rank is counted by the first.
+    // The first rank counts what is whole on every rank.
     let counts = |types: Types| rank.coords().get(Axis::Tp) == 0 || matches!(types.get(Axis::Tp), Some(Ty::Shard(_)));
     let (mut measured, mut downloads) = (Vec::new(), Vec::new());
     for step in 1..=STEPS {

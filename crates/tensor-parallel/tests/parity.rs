@@ -24,7 +24,7 @@ const HEADS: usize = 4;
 const DEGREES: [usize; 3] = [1, 2, 4];
 const REGIONS: [Region; 2] = [Region::Invariant, Region::SequenceParallel];
 
-/// `[batch, seq, hidden]` as it lies between blocks.
+/// `[batch, seq, hidden]` with its layout between blocks.
 fn hidden(name: &str, region: Region) -> Input {
     Input::new(name, &[BATCH, SEQ, HIDDEN], region.ty(), real)
 }
@@ -295,7 +295,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
     }
 }
 
-/// Even over 4 ranks, uneven over 4 and over 2, and so small that the last of 4 ranks holds no word.
+/// Divisible by 4, not divisible by 2 or 4, and so small that the last of 4 ranks holds no row.
 const VOCABULARIES: [usize; 3] = [12, 9, 5];
 
 fn words(vocab: usize) -> Vec<i32> {

@@ -20,7 +20,7 @@ const SEQ: usize = 4;
 const HIDDEN: usize = 8;
 const VOCAB: usize = 12;
 
-/// What a program is written with: a tape on a mesh of tp and dp, shapes only, and some parameters.
+/// The environment of a program: a tape on a mesh of tp and dp, shapes only, and some parameters.
 struct Bench {
     tape: Tape,
     declared: Arc<Declarations>,
@@ -136,7 +136,7 @@ fn a_bias_added_to_a_partial_value_on_every_rank() {
 }
 
 #[test]
-fn a_bias_in_one_pass_with_a_product_that_is_not_its_own() {
+fn what_is_in_one_pass_with_a_product_that_is_not_its_own() {
     refused(
         |b| b.x(S(2)).linear_bias(&b.param("row"), &b.param("bias"), 1),
         "linear_bias: on axis tp, x · weightᵀ is Partial and bias is Replicate: bias would be counted once per rank; \
@@ -144,16 +144,22 @@ fn a_bias_in_one_pass_with_a_product_that_is_not_its_own() {
     );
     accepted(|b| b.x(S(2)).linear(&b.param("row"), 1)?.all_reduce(TP)?.bias(&b.param("bias")));
     refused(
-        |b| b.x(R).linear_bias_gelu(&b.param("column"), &b.param("bias"), 1),
+        |b| b.x(R).linear_gelu(&b.param("column"), &b.param("bias"), 1),
         "linear_bias_gelu: on axis tp, x · weightᵀ is Shard(2) and bias is Replicate: they do not hold the same elements; \
          bring both to the same type first",
     );
     refused(
-        |b| b.x(I).linear_bias_gelu(&b.param("column"), &b.param("cut_gamma"), 1),
+        |b| b.x(I).linear_gelu(&b.param("column"), &b.param("cut_gamma"), 1),
         "linear_bias_gelu: on axis tp, x is Invariant and weight is Shard(0): each rank's gradient of x would hold only \
          its own shard's share; copy(I→R) x before this column-parallel product",
     );
-    accepted(|b| b.x(I).copy(TP)?.linear_bias_gelu(&b.param("column"), &b.param("cut_gamma"), 1));
+    accepted(|b| b.x(I).copy(TP)?.linear_gelu(&b.param("column"), &b.param("cut_gamma"), 1));
+    refused(
+        |b| b.x(S(2)).linear_gelu(&b.param("row"), None, 1),
+        "linear_gelu: on axis tp, x · weightᵀ is Partial, and linear_gelu of a sum is not the sum of linear_gelu; \
+         all_reduce or reduce_scatter x · weightᵀ over tp first",
+    );
+    accepted(|b| b.x(I).copy(TP)?.linear_gelu(&b.param("column"), None, 1));
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Causal attention at the shapes of the presets and at long sequences: GFLOP/s, forward and backward, in both
-//! precisions, counted as the pairs that the mask keeps; and of the same heads in groups that share keys and values, turned
-//! by their positions.
+//! precisions, counting the pairs that the mask keeps. Also for the same heads in groups that share keys and values,
+//! rotated by their positions.
 //!
 //! `cargo bench -p meshwork-tensor --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
-//! argument keeps the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
+//! argument selects the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
 
 use meshwork_core::pool;
 use meshwork_tensor::cpu::kernels::attention::{
@@ -71,7 +71,7 @@ fn rates(precision: Precision, shape: AttentionShape, measured: bool) -> [String
     [there, back]
 }
 
-/// The same of groups of so many heads.
+/// The same for groups of `size` heads.
 fn grouped_rates(precision: Precision, shape: AttentionShape, size: usize, measured: bool) -> [String; 2] {
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims { batch, seq, heads, head_dim };

@@ -3,18 +3,18 @@
 //! Run with `cargo bench -p meshwork-tensor --bench gemm [-- WORD..]`, for the products with every word in their names,
 //! such as `small dw f32`. Three columns, median and best of each:
 //!
-//! - `alone`: one thread, the same operands again and again, which lie in the caches as far as they fit;
+//! - `alone`: one thread, always with the same operands, which are in the caches as far as they fit;
 //! - `shared`: the same by all threads (`MESHWORK_THREADS` or the cores);
-//! - `cold`: all threads, on the next of so many copies that none is left in the last cache, in huge pages as the
-//!   arena's are. A weight is touched once per pass of a step, so there it comes from memory; an activation often still
-//!   lies in the last cache. A step is between `shared` and `cold`, and has the last word.
+//! - `cold`: all threads, on the next of so many copies that none is left in the last-level cache, in huge pages as in
+//!   the arena. A weight is touched once per pass of a step, so it comes from memory; an activation is often still in
+//!   the last-level cache. A real step is between `shared` and `cold`.
 //!
-//! In bf16, what only products read is stored rounded, as in a step: the activations (A of `y`, B of `dw`) that norms and
-//! GELU make. Weights, gradients and all else are in f32.
+//! In bf16, operands that only products read are stored rounded, as in a step: the activations (A of `y`, B of `dw`)
+//! that norms and GELU make. Weights, gradients and everything else are in f32.
 //!
-//! A product is timed with its packing and what follows it in a step. With `--json` there is a line for each with the median of
-//! `shared`, of the product alone and not accumulating: what `benches/compare.py` holds against a peer's. Without
-//! `--bench` (as under `cargo test`), everything runs once on small matrices.
+//! A product is timed with its packing and the operations that follow it in a step. With `--json` there is a line for
+//! each with the median of `shared`, of the product alone and not accumulating, which `benches/compare.py` compares
+//! with a peer's. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
 
 use std::time::{Duration, Instant};
 
@@ -29,8 +29,8 @@ use meshwork_tensor::cpu::kernels::round::{Stored, round};
 const PRESETS: [(&str, usize, usize, usize); 4] =
     [("tiny", 2048, 128, 256), ("small", 3072, 384, 256), ("medium", 2048, 512, 50_257), ("gpt2", 2048, 768, 50_304)];
 
-/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and what follows it. A gated layer of 2.5 instead of
-/// 8/3 hidden sizes, an even number of them.
+/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and the operation that follows it. The gated
+/// layer has 2.5 instead of 8/3 hidden sizes, for an even number of features.
 const LAYERS: [(&str, [usize; 2], usize, Then); 6] = [
     ("qkv", [3, 0], 1, Then::Nothing),
     ("projection", [1, 0], 1, Then::Nothing),
@@ -47,7 +47,7 @@ enum Then {
     Swiglu,
 }
 
-/// Bytes of all copies of a product's operands together, at least: several times the last cache.
+/// Least number of bytes of all copies of a product's operands together: several times the last-level cache.
 const COLD: usize = 256 << 20;
 
 fn main() {
@@ -63,7 +63,7 @@ fn main() {
     for (preset, tokens, hidden, vocabulary) in PRESETS {
         for (layer, outputs, inputs, then) in LAYERS {
             let (out, inner) = (outputs[0] * hidden + outputs[1] * vocabulary, inputs * hidden);
-            // Y = X Wᵀ, dX = dY W, dW = dYᵀ X, and the last added to what earlier micro-batches left.
+            // Y = X Wᵀ, dX = dY W, dW = dYᵀ X, and the last one added to the sum of earlier micro-batches.
             let passes = [
                 ("y", [tokens, out, inner]),
                 ("dx", [tokens, inner, out]),
@@ -110,7 +110,7 @@ struct Product {
     pass: &'static str,
     dims: [usize; 3],
     precision: Precision,
-    /// What follows.
+    /// The operation that follows.
     then: Then,
     /// Whether A and B are stored in bf16.
     rounded: [bool; 2],
@@ -167,7 +167,7 @@ impl Product {
         })
     }
 
-    /// The rate of a product run for a while, at least once; it is told how often it ran before.
+    /// The rate of a product that runs for a while, at least once. It gets the number of its earlier runs.
     fn rate(&self, budget: Duration, mut product: impl FnMut(usize)) -> Rate {
         if !budget.is_zero() {
             product(0); // warms buffers, and caches if they can be
@@ -185,7 +185,7 @@ impl Product {
     }
 }
 
-/// So many numbers between -0.5 and 0.5, in `f32` or rounded.
+/// `len` numbers between -0.5 and 0.5, in `f32` or rounded.
 fn numbers(len: usize, rounded: bool) -> Block {
     let mut block = Block::zeroed(4 * len);
     let numbers = cast_mut::<f32>(&mut block).iter_mut().enumerate();

@@ -1,8 +1,9 @@
-//! Nanoseconds per element and GB/s of the kernels that are no products: element-wise, along rows, over flat vectors.
+//! Nanoseconds per element and GB/s of the kernels that are not products: element-wise, along rows, over flat vectors.
 //!
-//! Run with `cargo bench -p meshwork-tensor --bench pointwise [-- PRESETS]`: as the device runs them, on one thread and on
-//! all (`MESHWORK_THREADS` or the cores); medians. Bytes are those that must be read and written once; `cached` is a
-//! problem that stays in a core's cache. Without `--bench` (as under `cargo test`), everything runs once on a few rows.
+//! Run with `cargo bench -p meshwork-tensor --bench pointwise [-- PRESETS]`: the kernels run as on the device, on one
+//! thread and on all (`MESHWORK_THREADS` or the cores); the output shows medians. Bytes are those that must be read and
+//! written once; `cached` is a problem that stays in a core's cache. Without `--bench` (as under `cargo test`),
+//! everything runs once on a few rows.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -42,11 +43,11 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let device = Cpu::device();
     let (count, wide) = (tokens * hidden, 4 * tokens * hidden);
     let (x, dy, gamma) = (numbers(wide), numbers(wide), numbers(4 * hidden));
-    // Where the slope is one a gradient stays as it is, however often it is taken.
+    // Where the slope is one, a gradient does not change, however often it is taken.
     let (mut graded, far) = (numbers(wide), Buffer::from_vec(vec![40.0_f32; wide]));
     let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
     let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32)?;
-    // Pairs whose gradient is zero, however often it is taken: of half as many features.
+    // Pairs whose gradient is zero, however often it is taken; they have half as many features.
     let (mut pairs, still) = (numbers(wide), Buffer::zeros(DType::F32, wide / 2));
     let (_, rms_rstd) = device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32)?;
     let mask = DropoutMask {
@@ -60,7 +61,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let shard = VocabShard { first: 0, valid: vocab, width: vocab, skipped: 0, pitch: vocab, vocab };
     let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % vocab) as i32).collect();
     let ids = Buffer::from_slice(&ids);
-    // The gradient of a gradient of a gradient goes nowhere with this lse: to a fixed point.
+    // With this lse, repeated gradients go to a fixed point.
     let (logits, mut turned, lse) =
         (numbers(tokens * vocab), numbers(tokens * vocab), Buffer::from_vec(vec![3.0_f32; tokens]));
     let scale = Buffer::from_slice(&[1.0_f64]);
@@ -126,7 +127,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         ("loss forward", tokens * vocab, 4, Box::new(|| device.loss()?.row_stats(&logits, &ids, shard).map(drop))),
         ("loss backward", tokens * vocab, 8, Box::new(|| device.loss()?.grad(&mut turned, &ids, &lse, &scale, shard))),
         ("lookup", count, 8, Box::new(|| device.embedding()?.lookup(&ids, &table, 0..vocab, vocab, hidden).map(drop))),
-        // The table is written once; what is added to it is small beside it.
+        // The table is written once; the rows added to it are few in comparison.
         (
             "lookup_grad",
             vocab * hidden,
@@ -164,7 +165,7 @@ fn numbers(len: usize) -> Buffer {
     Buffer::from_slice(&numbers)
 }
 
-/// Runs `work` inside one of two items of the pool, where nothing more is shared.
+/// Runs `work` inside one of two items of the pool, where no work is shared further.
 fn alone<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     let (work, result) = (Mutex::new(Some(work)), Mutex::new(None));
     pool::share(0..2, |_| {
@@ -178,7 +179,7 @@ fn alone<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     result.unwrap_or_else(|| unreachable!("one of the items takes the work"))
 }
 
-/// Median of the nanoseconds of a call, over so much time but at least once.
+/// Median of the nanoseconds of a call, over the time `budget` but at least once.
 fn median(budget: Duration, work: &mut impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
     if !budget.is_zero() {
         work()?; // warms caches and the arena

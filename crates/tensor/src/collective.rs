@@ -1,4 +1,4 @@
-//! The named, differentiable operations that change an SPMD type, with their conjugates. Nothing else does.
+//! The named, differentiable operations that change an SPMD type, with their conjugates. Nothing else changes a type.
 //!
 //! | op | forward | backward |
 //! |---|---|---|
@@ -21,7 +21,7 @@ use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
 use meshwork_core::{Axis, Group, ReduceOp, SpmdError, Ty, Types};
 
-/// What a collective does to memory. Each kind's conjugate is a kind again.
+/// The effect of a collective on memory. The conjugate of each kind is one of these kinds too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Move {
     Identity,
@@ -55,13 +55,13 @@ impl Var {
         self.convert("copy", axis, Ty::Invariant, Ty::Replicate, Move::Identity, Move::AllReduce)
     }
 
-    /// P→I: the sum over the ranks of `axis`, behind a row-parallel layer: Megatron-LM's operator g
+    /// P→I: the sum over the ranks of `axis`, after a row-parallel layer: Megatron-LM's operator g
     /// (`reduce_from_tensor_model_parallel_region`). The gradient passes unchanged.
     pub fn all_reduce(&self, axis: Axis) -> Result<Var> {
         self.convert("all_reduce", axis, Ty::Partial, Ty::Invariant, Move::AllReduce, Move::Identity)
     }
 
-    /// P→R: takes the sum, to be used differently per rank.
+    /// P→R: sums, for use that differs per rank.
     pub fn all_reduce_replicate(&self, axis: Axis) -> Result<Var> {
         self.convert("all_reduce", axis, Ty::Partial, Ty::Replicate, Move::AllReduce, Move::AllReduce)
     }
@@ -77,7 +77,7 @@ impl Var {
         self.convert("all_gather", axis, Ty::Shard(dim), Ty::Invariant, Move::Gather(dim), Move::Slice(dim))
     }
 
-    /// P→S(dim): takes the sum, each rank keeping its slice.
+    /// P→S(dim): sums, and each rank keeps its slice.
     pub fn reduce_scatter(&self, axis: Axis, dim: usize) -> Result<Var> {
         let (scatter, gather) = (Move::ReduceScatter(dim), Move::Gather(dim));
         self.convert("reduce_scatter", axis, Ty::Partial, Ty::Shard(dim), scatter, gather)
@@ -159,7 +159,7 @@ impl Op for Collective {
         if let Some(dim) = self.to.dim().filter(|&dim| dim >= ndim) {
             return Err(refuse(format!("x has {ndim} dims and no dim {dim}"), format!("name a dim below {ndim}")));
         }
-        // Two axes that cut one dim nest; undoing the outer cut alone would shuffle elements.
+        // Cuts of two axes along one dim nest, so undoing only the outer cut would shuffle elements.
         for dim in self.from.dim().into_iter().chain(self.to.dim()) {
             if let Some((other, _)) = types.iter().find(|&(other, ty)| other != axis && ty == Ty::Shard(dim)) {
                 return Err(refuse(
@@ -186,7 +186,7 @@ impl Op for Collective {
     }
 }
 
-/// What the writer probably wanted instead.
+/// The operation that was probably intended.
 fn advice(name: &str, is: Ty, wants: Ty) -> String {
     match (name, is) {
         ("all_reduce" | "reduce_scatter", Ty::Invariant | Ty::Replicate) => {
@@ -215,7 +215,7 @@ impl Move {
         match self {
             Move::Identity => Ok(x),
             Move::AllReduce => {
-                // In place where nobody else holds it: else what a copy would need, without the copy's pass over it.
+                // In place if nothing else holds the memory; otherwise into new memory, without a copy first.
                 let buffer = match x.buffer().is_unique() {
                     true => group.all_reduce(x.into_buffer(), ReduceOp::Sum)?,
                     false => {

@@ -1,8 +1,8 @@
-//! Where tensors live and who computes on them.
+//! Devices: the memory of tensors, and the kernels that compute on it.
 //!
-//! A device hands out small traits of kernels ([`crate::kernel`]); a missing one is an error that names it. Devices
-//! here: [`cpu`](crate::cpu) computes; [`meta`](crate::meta) has shapes only, so that a step run on it tells FLOPs, bytes
-//! and collectives without data. Each kernel trait is implemented in one file per device, siblings of each other.
+//! A device offers small traits of kernels ([`crate::kernel`]); a missing one is an error that names it. There are two
+//! devices here: [`cpu`](crate::cpu) computes; [`meta`](crate::meta) tracks only shapes, so that a step run on it gives
+//! FLOPs, bytes and collectives without data. Each kernel trait is implemented in one file per device.
 
 use crate::error::{Error, Result};
 use crate::kernel::*;
@@ -10,7 +10,8 @@ use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Owns memory and hands out kernels. One device value per rank, so that its [`Meter`] counts that rank's work.
+/// Allocates memory and offers kernels. There is one device value per rank, so that its [`Meter`] counts that rank's
+/// work.
 pub trait Device: Send + Sync + Debug {
     /// `cpu`, `meta`, ...
     fn name(&self) -> &str;
@@ -33,20 +34,21 @@ pub trait Device: Send + Sync + Debug {
         self.layout()?.copy_into(&copy, 0..copy.count(), dst, at)
     }
 
-    /// Copies memory of this device to the host. A [slice](Buffer::slice) of a buffer brings that part alone.
+    /// Copies memory of this device to the host. A [slice](Buffer::slice) of a buffer copies only that part.
     fn download(&self, buffer: &Buffer) -> Result<Buffer>;
 
-    /// Whether tensors have values here. A device with shapes only (`meta`) says no: what it holds need not be initialised,
-    /// and what it gives to the host are zeros.
+    /// Whether tensors have values here. A device with shapes only (`meta`) returns false: its memory need not be
+    /// initialised, and downloads are zeros.
     fn has_values(&self) -> bool {
         true
     }
 
-    /// What this device has done and holds.
+    /// The counts of this device's work and memory.
     fn meter(&self) -> &Meter;
 
-    /// The type in which a matmul operand is stored: a value of type `dtype` that matrix products alone read. Another than `dtype`
-    /// where products round it anyway, so that their results are the same. Its gradient is of type `dtype`.
+    /// The type in which a matmul operand is stored: a value of type `dtype` that only matrix products read. It differs
+    /// from `dtype` if products round the value anyway, so that their results are the same. Its gradient is of type
+    /// `dtype`.
     fn operand_dtype(&self, dtype: DType) -> DType {
         dtype
     }
@@ -111,13 +113,13 @@ pub trait Device: Send + Sync + Debug {
         Err(self.missing("optim"))
     }
 
-    /// The error for a kernel trait that this device lacks. The tape puts the name of its operation in.
+    /// The error for a kernel trait that this device lacks. The tape adds the name of its operation.
     fn missing(&self, kernels: &'static str) -> Error {
         Error::MissingKernel { op: kernels, device: self.name().to_owned(), kernels }
     }
 }
 
-/// Kinds of work that a [`Meter`] counts apart.
+/// Kinds of work that a [`Meter`] counts separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
     /// Matrix products: 2·m·n·k.
@@ -130,17 +132,18 @@ impl Work {
     const COUNT: usize = 2;
 }
 
-/// Copies between the host and a device: how many, and of how many bytes together.
+/// Copies between the host and a device: their number, and their total bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfers {
     /// Number of copies.
     pub calls: u64,
-    /// Bytes of all of them.
+    /// Bytes of all copies.
     pub bytes: u64,
 }
 
-/// Counts the floating point operations of a device's matrix work, the bytes that its live buffers hold, and the copies from
-/// and to the host. Work bound by memory (norms, activations, sums) is not counted: it is no share of model FLOPs.
+/// Counts the floating point operations of a device's matrix work, the bytes that its live buffers hold, and the copies
+/// from and to the host. Work bound by memory (norms, activations, sums) is not counted, because it is not part of
+/// model FLOPs.
 #[derive(Debug, Default)]
 pub struct Meter {
     flops: [AtomicU64; Work::COUNT],
@@ -184,23 +187,23 @@ impl Meter {
         self.flops.iter().map(|flops| flops.load(Ordering::Relaxed)).sum()
     }
 
-    /// Notes that a buffer of so many bytes came to life.
+    /// Counts a new buffer of `bytes` bytes.
     pub fn grow(&self, bytes: usize) {
         let live = self.live.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
         self.peak.fetch_max(live, Ordering::Relaxed);
     }
 
-    /// Notes that a buffer of so many bytes died.
+    /// Counts the end of a buffer of `bytes` bytes.
     pub fn shrink(&self, bytes: usize) {
         self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Notes a copy of so many bytes from the host.
+    /// Counts a copy of `bytes` bytes from the host.
     pub fn add_upload(&self, bytes: usize) {
         self.uploads.add(bytes);
     }
 
-    /// Notes a copy of so many bytes to the host.
+    /// Counts a copy of `bytes` bytes to the host.
     pub fn add_download(&self, bytes: usize) {
         self.downloads.add(bytes);
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with tensors.
+//! Errors of tensors.
 
 use meshwork_core::{BufferError, CommError, DType, SpmdError};
 use meshwork_optim::OptimError;
@@ -16,7 +16,7 @@ pub enum Error {
     /// Memory of another type, size or place than expected.
     #[error(transparent)]
     Buffer(#[from] BufferError),
-    /// Operands whose shapes do not fit each other.
+    /// Operands whose shapes do not fit together.
     #[error("{op}: {problem}{}", in_brackets(shapes))]
     Shape {
         /// The operation.
@@ -33,7 +33,7 @@ pub enum Error {
         op: &'static str,
         /// The device.
         device: String,
-        /// What was given.
+        /// The given type.
         dtype: DType,
         /// What would be valid.
         valid: &'static str,
@@ -41,14 +41,14 @@ pub enum Error {
     /// The device has no kernels of this kind.
     #[error("{op}: device {device} has no {kernels} operations")]
     MissingKernel {
-        /// The operation that asked for it.
+        /// The operation that needs it.
         op: &'static str,
         /// The device.
         device: String,
-        /// The kernel trait, as `matmul`.
+        /// The kernel trait, such as `matmul`.
         kernels: &'static str,
     },
-    /// A function of the host, asked of a device that runs none.
+    /// A function of the host on a device that cannot run any.
     #[error(
         "{op}: device {device} runs no functions of the host: build it of operations that the device has, or give the device a kernel"
     )]
@@ -67,11 +67,11 @@ pub enum Error {
         dim: usize,
         /// Its extent.
         extent: usize,
-        /// The axis that should cut it.
+        /// The axis that was to cut it.
         axis: meshwork_core::Axis,
         /// The degree of that axis.
         degree: usize,
-        /// Why not.
+        /// The reason.
         problem: String,
     },
     /// A declaration that no mesh gives a meaning, or a name that is taken.
@@ -170,12 +170,12 @@ pub enum Error {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// A layout of flat buffers in which a parameter lies not exactly once.
+    /// A layout of flat buffers that does not have a parameter exactly once.
     #[error("parameter {name} lies in {times} flat buffers of the layout: it must lie in one")]
     Layout {
         /// The parameter.
         name: String,
-        /// How often the layout names it.
+        /// Number of times that the layout names it.
         times: usize,
     },
     /// An update rule that refused its vectors.
@@ -194,23 +194,23 @@ pub enum Error {
         /// Rules that it has kernels for.
         valid: &'static str,
     },
-    /// An operation whose result depends on the mesh, asked for in canonical numerics.
+    /// An operation whose result depends on the mesh, used in canonical numerics.
     #[error("{op} has no canonical numerics: {problem}; use {valid}")]
     NotCanonical {
         /// The operation.
         op: &'static str,
-        /// Why not.
+        /// The reason.
         problem: &'static str,
         /// What would be valid.
         valid: &'static str,
     },
-    /// A backward pass over something that is not there.
+    /// A backward pass that cannot run.
     #[error("backward: {0}")]
     Backward(String),
 }
 
 impl Error {
-    /// The same with the operation in whose course it happened, where a device could not know it.
+    /// The same error with the name of the operation, if the device could not know it.
     pub(crate) fn during(self, op: &'static str) -> Self {
         match self {
             Self::MissingKernel { device, kernels, .. } => Self::MissingKernel { op, device, kernels },
@@ -228,7 +228,7 @@ impl From<CommError> for Error {
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The shapes of an error's operands, where it has any.
+/// The shapes of an error's operands, if it has any.
 fn in_brackets(shapes: &[Vec<usize>]) -> String {
     if shapes.is_empty() { String::new() } else { format!(" (shapes {shapes:?})") }
 }

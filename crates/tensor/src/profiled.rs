@@ -1,8 +1,8 @@
-//! A device that records what another one does: one [`Span`] per call of a kernel.
+//! A device that records the work of another one: one [`Span`] per call of a kernel.
 //!
-//! FLOPs are what the wrapped device's meter counts during the call. Bytes are the least that must move: each input read
-//! and each output written once. A method that is added to a kernel trait is passed on here too, provided ones included:
-//! their default would run in the place of the device's own.
+//! FLOPs are counted by the wrapped device's meter during the call. Bytes are the minimum that must move: each input
+//! read once and each output written once. Every method of a kernel trait must be passed on here, provided methods
+//! included: otherwise the default would run instead of the device's own method.
 //!
 //! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
@@ -29,7 +29,7 @@ impl Profiled {
         Arc::new(Self { inner, recorder })
     }
 
-    /// Runs `work` as a span that reads `reads` and writes what comes back.
+    /// Runs `work` as a span that reads `reads` and writes the result.
     fn span<T: Written>(
         &self,
         class: Class,
@@ -41,7 +41,7 @@ impl Profiled {
         self.record(what, work)
     }
 
-    /// Runs `work` as a span that touches `what.bytes`, and writes what comes back.
+    /// Runs `work` as a span that touches `what.bytes` and writes the result.
     fn record<T: Written>(&self, what: What, work: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
         let What { class, name, detail, dtype, bytes } = what;
         let (before, start) = (self.inner.meter().total_flops(), self.recorder.now());
@@ -53,7 +53,7 @@ impl Profiled {
     }
 }
 
-/// What a call is, before it runs.
+/// The description of a call, before it runs.
 struct What {
     class: Class,
     name: &'static str,
@@ -78,7 +78,7 @@ fn bytes(buffers: &[&Buffer]) -> u64 {
     buffers.iter().map(|buffer| buffer.bytes() as u64).sum()
 }
 
-/// Bytes of what an operation gives back.
+/// Bytes of the result of an operation.
 trait Written {
     fn bytes(&self) -> u64;
 }
@@ -122,7 +122,7 @@ impl Device for Profiled {
         self.inner.operand_dtype(dtype)
     }
 
-    // Too many and too short to be told apart from the code around.
+    // Not recorded: these calls are too many and too short.
     fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
         self.inner.alloc(dtype, count)
     }
@@ -527,7 +527,7 @@ impl Attention for Profiled {
 
 impl Embedding for Profiled {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
-        // Of the table only the rows asked for: as many as are written.
+        // Only the requested rows of the table are read: as many as are written.
         let read = (ids.count() * width * table.dtype().size()) as u64;
         let bytes = bytes(&[ids]) + read;
         let what =
@@ -543,7 +543,8 @@ impl Embedding for Profiled {
         width: usize,
         dtable: TableGrad<'_>,
     ) -> Result<()> {
-        // Each row of dout is added to one that is read and written; all others are written where they are not kept.
+        // Each row of dout is added to a row that is read and written; all other rows are written if the gradient is
+        // overwritten.
         let whole = if dtable.accumulate { 0 } else { dtable.rows * width * dout.dtype().size() };
         let bytes = bytes(&[ids, dout, dout, dout]) + whole as u64;
         let (name, detail, dtype) = ("lookup_grad", Detail::None, dtype(&[dout]));
@@ -575,7 +576,7 @@ impl Embedding for Profiled {
 
 impl Loss for Profiled {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        // Of the logits only the columns asked for.
+        // Only the requested columns of the logits are read.
         let bytes = bytes(&[targets]) + (targets.count() * shard.width * logits.dtype().size()) as u64;
         let what = What { class: Class::Loss, name: "row_stats", detail: Detail::None, dtype: dtype(&[logits]), bytes };
         self.record(what, |device| device.loss()?.row_stats(logits, targets, shard))

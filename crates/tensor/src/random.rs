@@ -1,12 +1,12 @@
-//! Counter-based randomness: element `i` of a stream depends on its [`Key`] and `i`, on nothing else.
+//! Counter-based randomness: element `i` of a stream depends only on its [`Key`] and `i`.
 //!
 //! A parameter or a dropout mask is thus the same on every mesh: each rank draws the elements it holds, by their
 //! global index, in any order and any number of pieces.
 //!
-//! The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-//! SC 2011). Block `i / 4` (the low 64 bits of the counter, the high ones zero) gives four 32-bit words, and element
-//! `i` of a stream comes from word `i % 4`. [`uniform`] and [`normal`] use the same words: give each use a name of
-//! its own. Only IEEE additions, products and square roots are used, no libm, so every machine draws the same bits.
+//! The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
+//! 2011). Block `i / 4` (the low 64 bits of the counter, the high ones zero) gives four 32-bit words, and element `i`
+//! of a stream comes from word `i % 4`. [`uniform`] and [`normal`] use the same words: give each use its own name. Only
+//! IEEE additions, products and square roots are used, no libm, so every machine draws the same bits.
 
 use crate::cpu::kernels::Float;
 use meshwork_core::simd::wide;
@@ -70,7 +70,7 @@ fn mix(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// `N` Philox4x32-10 blocks side by side: `[w][l]` is word `w` of block `l`. The lanes are there for the vectoriser.
+/// `N` Philox4x32-10 blocks side by side: `[w][l]` is word `w` of block `l`. The lanes let the compiler vectorise.
 #[inline(always)]
 fn philox<const N: usize>(counters: [[u32; N]; 4], Key([mut k0, mut k1]): Key) -> [[u32; N]; 4] {
     let mut words = counters;
@@ -228,7 +228,7 @@ mod tests {
         keys.extend((0..100).map(|step| key(0, &format!("b@{step}"))));
         let distinct: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
-        // The whole index counts, not its low 32 bits: tensors and masks can be that long.
+        // The whole index counts, not only its low 32 bits, because tensors and masks can be that long.
         let far = [32, 34, 40, 63].map(|bit| uniform(keys[0], 1 << bit).to_bits());
         assert!((0..4).all(|i| far[i] != uniform(keys[0], 0).to_bits() && !far[..i].contains(&far[i])));
     }

@@ -17,7 +17,7 @@ impl Shape {
     /// A shape of at most [`MAX_DIMS`] dims.
     ///
     /// # Panics
-    /// On more dims than that: a programming error, never data.
+    /// On more dims, which are a programming error and never depend on data.
     pub fn new(extents: &[usize]) -> Self {
         assert!(extents.len() <= MAX_DIMS, "a tensor has at most {MAX_DIMS} dims, not {}", extents.len());
         let mut shape = Self { ndim: extents.len(), ..Self::default() };
@@ -37,7 +37,7 @@ impl Shape {
         self
     }
 
-    /// The shape read as `[outer, extent of dim, inner]`: how an operation along one dim sees memory.
+    /// The shape read as `[outer, extent of dim, inner]`: the view of memory for an operation along one dim.
     pub fn around(&self, dim: usize) -> (usize, usize, usize) {
         (self[..dim].iter().product(), self[dim], self[dim + 1..].iter().product())
     }

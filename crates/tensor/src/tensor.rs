@@ -15,7 +15,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor over a buffer of as many elements as `shape` has.
+    /// A tensor over a buffer, whose number of elements must be that of `shape`.
     pub fn from_buffer(device: &Arc<dyn Device>, buffer: Buffer, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         if shape.count() != buffer.count() {
@@ -40,7 +40,7 @@ impl Tensor {
         Self::from_buffer(device, device.zeros(dtype, shape.count())?, shape)
     }
 
-    /// The values, brought to the host.
+    /// The values, copied to the host.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         Ok(self.device.download(&self.buffer)?.as_slice::<T>()?.to_vec())
     }
@@ -65,7 +65,7 @@ impl Tensor {
         &self.buffer
     }
 
-    /// The memory, to be written: an error if another tensor shares it.
+    /// The memory, for writing. Writing is an error if another tensor shares it.
     pub fn buffer_mut(&mut self) -> &mut Buffer {
         &mut self.buffer
     }
@@ -75,7 +75,7 @@ impl Tensor {
         self.buffer
     }
 
-    /// The memory for writing in place: its own where nobody else holds it, else a copy.
+    /// The memory, for writing in place: the tensor's own if nothing else holds it, else a copy.
     pub fn into_owned_buffer(self) -> Result<Buffer> {
         match self.buffer.is_unique() {
             true => Ok(self.buffer),
@@ -88,17 +88,17 @@ impl Tensor {
         self.device.layout()?.copy(&self.buffer)
     }
 
-    /// The device it lies on.
+    /// The device of the memory.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// The same memory under another shape of as many elements.
+    /// The same memory with another shape of the same number of elements.
     pub fn reshape(self, shape: impl Into<Shape>) -> Result<Self> {
         Self::from_buffer(&self.device, self.buffer, shape)
     }
 
-    /// `self + other`, in place where nobody else holds `self`. Shapes must be equal.
+    /// `self + other`, in place if nothing else holds `self`. Shapes must be equal.
     pub fn accumulate(mut self, other: &Tensor) -> Result<Self> {
         if self.shape != other.shape {
             return Err(Error::Shape {

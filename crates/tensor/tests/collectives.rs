@@ -14,7 +14,8 @@ use std::sync::Arc;
 type Run = Box<dyn Fn(&Var, Axis) -> Result<Var> + Sync>;
 type Oracle = Box<dyn Fn(&[Array], usize) -> Array + Sync>;
 
-/// One collective: its types, what it does, and what it should do to the values and gradients of the ranks of an axis.
+/// One collective: its types, the operation, and its expected effect on the values and gradients of the ranks of an
+/// axis.
 struct Case {
     name: String,
     from: Ty,
@@ -77,7 +78,8 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// What the rank at place `at` of the axis' group holds of a value of type `ty`: its own, or the same as every other.
+/// The part of a value of type `ty` that the rank at place `at` of the axis' group holds: its own, or the same as every
+/// other rank.
 fn held(name: &str, shape: &[usize], ty: Ty, rank: &Rank, axis: Axis, at: usize) -> Array {
     // Ranks of other groups hold other values: on the other axes everything is Varying.
     let group = rank.group(axis).world_ranks()[0];
@@ -92,7 +94,7 @@ fn array(tensor: &Tensor) -> Array {
     Array { shape: tensor.shape().to_vec(), data: to_f64(tensor) }
 }
 
-/// `(⟨A x, g⟩, ⟨x, Aᵀ g⟩)` of this rank, counted as types say: what is Invariant once, everything else on every rank.
+/// `(⟨A x, g⟩, ⟨x, Aᵀ g⟩)` of this rank, counted by types: Invariant values once, everything else on every rank.
 fn check(case: &Case, rank: &Arc<Rank>, axis: Axis) -> (f64, f64) {
     let (n, me) = (rank.group(axis).size(), rank.coords().get(axis));
     let types = |ty: Ty| Types::all(rank.mesh(), Ty::Varying).with(axis, ty);
@@ -188,7 +190,7 @@ fn a_gradient_that_is_used_twice_is_not_reduced_in_place() {
     on_mesh("tp=2", |rank| {
         let tape = tape_of(&rank);
         let x = input(&tape, &[1.0, 2.0], &[2], Types::all(rank.mesh(), Ty::Invariant));
-        // Both terms get the same gradient tensor, of which copy's backward takes the sum over the ranks.
+        // Both terms get the same gradient tensor, which copy's backward sums over the ranks.
         let y = x.copy(Axis::Tp).unwrap();
         let sum = y.add(&x.copy(Axis::Tp).unwrap()).unwrap();
         let seed = Tensor::from_slice(tape.device(), &[1.0, 10.0], [2]).unwrap();

@@ -1,4 +1,5 @@
-//! The meta device counts what the cpu does, operation by operation; and what a device cannot do is an error that says so.
+//! The meta device counts what the cpu does, operation by operation; and unsupported operations of a device are errors
+//! that say so.
 //!
 //! More than 400 lines: one line for each operation, counted and run on every device.
 
@@ -58,8 +59,9 @@ fn cases() -> Vec<Case> {
             v[0].linear_bias(&v[1], &v[2], 1)
         }),
         case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
-            v[0].linear_bias_gelu(&v[1], &v[2], 1)
+            v[0].linear_gelu(&v[1], &v[2], 1)
         }),
+        case("linear_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].linear_gelu(&v[1], None, 1)),
         case("linear_pair", &[(x, R), (&[7, 6], R), (&[2, 7, 6], R)], |_, v| {
             let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
             y.add(
@@ -73,6 +75,7 @@ fn cases() -> Vec<Case> {
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),
         case("layer_norm", &[(x, I), (&[6], I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], &v[2], 1e-5)),
+        case("layer_norm without beta", &[(x, I), (&[6], I)], |_, v| v[0].layer_norm(&v[1], None, 1e-5)),
         case("rms_norm", &[(x, I), (&[6], I)], |_, v| v[0].rms_norm(&v[1], 1e-5)),
         case("rms_norm_operand", &[(x, I), (&[6], I), (&[2, 6], S(0))], |_, v| {
             v[0].rms_norm_operand(&v[1], 1e-5)?.copy(Axis::Tp)?.linear(&v[2], 1)
@@ -95,6 +98,14 @@ fn cases() -> Vec<Case> {
             Ok(v[0].batch_norm(&v[1], &v[2], 1e-5)?.0)
         }),
         case("group_norm", &[(&[3, 9, 8, 4], I), (&[4], I), (&[4], I)], |_, v| v[0].group_norm(2, &v[1], &v[2], 1e-5)),
+        case("batch_norm without beta", &[(&[3, 9, 8, 4], S(0)), (&[4], R)], |_, v| {
+            Ok(v[0].batch_norm(&v[1], None, 1e-5)?.0)
+        }),
+        case("group_norm without beta", &[(&[3, 9, 8, 4], I), (&[4], I)], |_, v| v[0].group_norm(2, &v[1], None, 1e-5)),
+        // Recipes that make the missing vectors again.
+        case("products of what has no bias", &[(&[3, 5, 4, 2], I), (&[2], I), (&[6, 2], I), (&[3, 6], I)], |_, v| {
+            v[0].group_norm(1, &v[1], None, 1e-5)?.relu()?.linear_gelu(&v[2], None, 1)?.linear(&v[3], 1)
+        }),
         // A recipe upon a recipe.
         case("conv2d of a rectified norm", &[(&[3, 5, 4, 2], I), (&[2], I), (&[2], I), (&[6, 3, 3, 2], I)], |_, v| {
             v[0].group_norm(1, &v[1], &v[2], 1e-5)?.relu()?.conv2d(&v[3], None, 1, 1)
@@ -114,7 +125,7 @@ fn cases() -> Vec<Case> {
             tokens(tape).vocab_parallel_embedding(&v[0], Axis::Tp, 4)
         }),
         case("cross_entropy", &[(&[2, 3, 4], I)], |tape, v| v[0].cross_entropy(&tokens(tape))),
-        // The logits are nobody else's: the loss writes its gradient over them.
+        // Nothing else holds the logits, so the loss writes its gradient over them.
         case("cross_entropy in place", &[(&[2, 3, 4], I)], |tape, v| v[0].gelu()?.cross_entropy(&tokens(tape))),
         case("vocab_parallel_cross_entropy", &[(&[2, 3, 2], S(2))], |tape, v| {
             v[0].vocab_parallel_cross_entropy(&tokens(tape), Axis::Tp, 4)
@@ -160,7 +171,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What a device counts, and a rank says, after forward and after backward.
+/// The counts of a device, and the communications of a rank, after forward and after backward.
 fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Counts, Vec<Record>) {
     let tape = tape_with(rank, Arc::clone(&device), Rc::new(Selective));
     let zeros = |(shape, ty): &(Vec<usize>, Ty)| {
@@ -170,7 +181,7 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Count
     let output = (case.run)(&tape, &inputs).unwrap();
     let forward = counts(&device);
     if case.name != "max_reduce" {
-        // The gradient of a factor is no factor.
+        // The gradient of a matmul operand is not stored as an operand.
         let dtype = if output.tensor().dtype() == DType::Bf16 { DType::F32 } else { output.tensor().dtype() };
         let seed = Tensor::zeros(&device, dtype, output.shape()).unwrap();
         tape.backward(&output, Seed::typed(seed, output.types().dual()), Weights::Now, &mut NoParams).unwrap();
@@ -221,8 +232,8 @@ fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>>
     all
 }
 
-/// No operation, forward or backward, reads or writes device memory from the host. `map` runs a function of the host: a device without
-/// host memory refuses it, as another test says.
+/// No operation, forward or backward, reads or writes device memory from the host. `map` runs a function of the host: a
+/// device without host memory refuses it, which another test checks.
 #[test]
 fn every_operation_has_the_cpus_bits_where_the_host_reads_no_memory() {
     for (precision, case) in
@@ -259,7 +270,7 @@ fn the_counts_are_those_of_the_mathematics() {
     assert_eq!(device.meter().live_bytes(), 0);
 }
 
-/// A device with memory and no kernels, as a downstream crate may begin with.
+/// A device with memory and no kernels, such as the beginning of a downstream crate.
 #[derive(Debug, Default)]
 struct Bare(Meter);
 
@@ -321,7 +332,7 @@ fn a_missing_kernel_names_the_operation_and_the_device() {
     }
 }
 
-/// A device with kernels of its own that runs no functions of the host.
+/// A device with its own kernels that cannot run functions of the host.
 #[derive(Debug, Default)]
 struct Closed(Bare);
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 struct LeakyRelu;
 
-/// How a crate gives its operation the look of a built-in one.
+/// Makes the operation callable like a built-in one.
 trait LeakyReluExt {
     fn leaky_relu(&self) -> Result<Var>;
 }

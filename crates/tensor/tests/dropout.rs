@@ -1,4 +1,4 @@
-//! Dropout goes by global position: no mesh and no cut into micro-batches changes what is dropped.
+//! Dropout is by global position: the dropped elements do not depend on the mesh or the micro-batches.
 
 mod common;
 

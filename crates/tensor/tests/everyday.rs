@@ -1,5 +1,5 @@
-//! A network of one's own over dp=2,tp=2, with its own operation and its own training loop, in less than 60 lines, held against one
-//! rank.
+//! A user's network over dp=2,tp=2, with its own operation and its own training loop, in less than 60 lines, compared
+//! with one rank.
 
 // The program of a user, from here to the end of `train`.
 use meshwork_core::comm::thread::{self, Options};
@@ -79,7 +79,7 @@ fn it_is_short() {
     assert!(lines < 60, "{lines} lines");
 }
 
-/// Only the gradients that are Partial are summed; and a sum that is left out is seen.
+/// Only the gradients that are Partial are summed; and a missing sum is noticed.
 #[test]
 fn gradients_that_nobody_sums_are_those_of_the_rank_alone() {
     let mesh: Mesh = "dp=2,tp=2".parse().unwrap();

@@ -14,7 +14,7 @@ const TP: Axis = Axis::Tp;
 const SAMPLES: usize = 8;
 const SHAPE: [usize; 3] = [SAMPLES, 4, 6];
 
-/// Shares of gradients as they come: per parameter and copy, its samples and values.
+/// Shares of gradients in the order of arrival: per parameter and copy, its samples and values.
 #[derive(Default)]
 struct Shares(BTreeMap<(usize, usize), Vec<OfSamples>>);
 
@@ -225,7 +225,7 @@ fn what_has_no_canonical_numerics_is_refused() {
     }
 }
 
-/// Ranks that would not hold whole subtrees of the blocks.
+/// The ranks would not hold whole subtrees of the blocks.
 #[test]
 fn a_degree_that_does_not_fit_is_refused() {
     let program: Program = |x, _, t| x.split(TP, 2)?.mean_squared_error(&t.split(TP, 2)?)?.all_reduce(TP);

@@ -1,5 +1,5 @@
-//! Products, sums, activations, losses and reshapes: values and gradients, what they are on two ranks, and the wrong programs that
-//! they refuse.
+//! Products, sums, activations, losses and reshapes: values and gradients, on one rank and on two, and the wrong
+//! programs that they refuse.
 
 mod common;
 
@@ -126,7 +126,8 @@ fn values_by_index() {
     assert_eq!(got(v.mean_squared_error(&t).unwrap()), (vec![2], loss));
 }
 
-/// Of a batch large enough to be cut into pieces that threads share, each half alone has the same bits, forward and backward.
+/// With a batch large enough to be cut into pieces for several threads, each half alone has the same bits, forward and
+/// backward.
 #[test]
 fn bits_do_not_depend_on_how_much_is_computed_at_once() {
     const EACH: [usize; 2] = [37, 41];
@@ -174,7 +175,7 @@ fn bits_do_not_depend_on_how_much_is_computed_at_once() {
     }
 }
 
-/// A program on one rank and on two of tp, in integers: forward and the gradient of x, put together, are equal.
+/// A program on one rank and on two of tp, in integers: forward and the gradient of x, assembled, are equal.
 #[track_caller]
 fn same_on_two_ranks(name: &str, program: impl Fn(&Tape, &Var) -> Result<Var> + Sync) {
     const SHAPE: [usize; 3] = [2, 4, 6];

@@ -1,6 +1,6 @@
 //! The hooks of the tape: saved tensors, deferred weight gradients, gradient ready, observer.
 //!
-//! More than 400 lines: all hooks are tried on one model, beside each other.
+//! More than 400 lines: all hooks are tested on one model, beside each other.
 
 mod common;
 
@@ -49,7 +49,8 @@ impl Model {
         self.params.declarations().spec(id).name.clone()
     }
 
-    /// (tape, the input from a previous stage, the loss). Dead values are dropped, so that only saved tensors live on.
+    /// (tape, the input from a previous stage, the loss). Other values are dropped, so that only saved tensors stay
+    /// alive.
     fn forward(&self, policy: Rc<dyn SavedPolicy>) -> (Tape, Var, Var) {
         let params = Arc::clone(&self.params);
         let tape = Tape::with_policy(alone(), params, Arc::clone(&self.device), Mode::Train, POSITION, policy);
@@ -58,7 +59,7 @@ impl Model {
         (tape, input, loss)
     }
 
-    /// What a stage before it sent.
+    /// The activation of a previous stage.
     fn input(&self, tape: &Tape) -> Var {
         let stage_input: Vec<f32> = values("input", 4 * WIDTH).iter().map(|&value| value as f32).collect();
         tape.input(Tensor::from_slice(&self.device, &stage_input, [1, 4, WIDTH]).unwrap(), Types::NONE)
@@ -69,7 +70,7 @@ impl Model {
         let words = ids(tape, &[1, 5, 1, 0], &[1, 4], Types::NONE);
         let x = words.embedding(&param("table")?)?.add(input)?.dropout(0.25, "embedding")?;
         let normed = x.layer_norm(&param("gamma")?, &param("beta")?, 1e-5)?;
-        let inner = normed.linear_bias_gelu(&param("up")?, &param("up_bias")?, 1)?.gelu()?;
+        let inner = normed.linear_gelu(&param("up")?, &param("up_bias")?, 1)?.gelu()?;
         let x = inner.linear(&param("down")?, 1)?.bias_residual(&param("down_bias")?, &x)?;
         x.linear(&param("nowhere")?, 1)?;
         let targets = ids(tape, &[5, 1, -1, 2], &[1, 4], Types::NONE);
@@ -95,7 +96,7 @@ impl Event {
     }
 }
 
-/// Sums gradients by name and writes down what happened; `at_share` looks on.
+/// Sums gradients by name and records the events; `at_share` observes each share.
 struct Recorder<'a> {
     model: &'a Model,
     events: Vec<Event>,
@@ -144,7 +145,7 @@ fn train(model: &Model, policy: Rc<dyn SavedPolicy>) -> Results {
     (loss.item().unwrap(), to_f64(&tape.take_grad(&input).unwrap()), sink.grads)
 }
 
-/// Moves saved tensors to memory of its own, runs of equal bytes as (length, byte), and counts what it holds.
+/// Moves saved tensors to its own memory, as runs of equal bytes (length, byte), and counts its bytes.
 #[derive(Debug, Default)]
 struct Elsewhere {
     held: Rc<Cell<usize>>,
@@ -300,7 +301,7 @@ fn a_tape_is_walked_once_and_the_seed_has_the_shape_of_the_output() {
     assert!(error.contains("has its shape") && error.contains("[2]"), "{error}");
 }
 
-/// Writes down what it sees, and puts something else in the place of one value.
+/// Records the values that it sees, and replaces one of them.
 #[derive(Debug, Default)]
 struct Looker {
     seen: RefCell<Vec<String>>,
@@ -328,10 +329,10 @@ impl Observer for Looker {
     }
 }
 
-/// What a pass over the model gives: loss, gradients, gradient of the input.
+/// The results of a pass over the model: loss, gradients, gradient of the input.
 type Passed = (f64, BTreeMap<String, Vec<f64>>, Vec<f32>);
 
-/// What that observer sees of a pass, and what the pass gives.
+/// The values that the observer sees in a pass, and the results of the pass.
 fn observed(model: &Model, looker: Looker) -> Result<(Vec<String>, Passed)> {
     let looker = Rc::new(looker);
     let tape = Tape::new(alone(), Arc::clone(&model.params), Arc::clone(&model.device), Mode::Train, POSITION);
@@ -377,7 +378,7 @@ fn an_observer_sees_every_output_and_every_gradient_of_a_value() {
             "#1 dy of None", // from another stage
         ]
     );
-    // Nothing of it changes a bit.
+    // Observing changes no bit.
     let (tape, input, unseen) = model.forward(Rc::new(Keep));
     let mut recorder = Recorder::new(&model);
     assert_eq!(unseen.tensor().to_vec::<f64>().unwrap(), [loss]);

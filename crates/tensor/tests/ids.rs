@@ -1,4 +1,4 @@
-//! Token ids and targets outside the vocabulary are errors, on every shard: they must not become zeros in silence.
+//! Token ids and targets outside the vocabulary are errors, on every shard: they must not silently become zeros.
 
 mod common;
 
@@ -45,7 +45,7 @@ fn every_shard_refuses_an_id_that_none_of_them_holds() {
         let types = on_tp(Ty::Invariant);
         let table = floats(&tape, [3, 2], on_tp(Ty::Shard(0)));
         let lookup = ids(&tape, &[5], types).vocab_parallel_embedding(&table, Axis::Tp, VOCAB);
-        // The padding row of the last shard is no word.
+        // The padding row of the last shard is not a word.
         lookup.unwrap_err().to_string()
     });
     for error in errors {

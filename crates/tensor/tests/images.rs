@@ -1,5 +1,5 @@
-//! Operations on images against their equations, written out in f64; and what is promised of their bits, of their weight gradients,
-//! and of their types.
+//! Operations on images against their equations, written out in f64; and the guarantees about their bits, weight
+//! gradients and types.
 
 mod common;
 
@@ -97,15 +97,26 @@ fn norms_over_channels_are_their_equations() {
     assert_close("batch_norm", &to_f64(y.tensor()), &naive_norm(&x, &gamma, &beta, |at| at % 6), 0.0);
     let again = xv.batch_norm_with(&gv, &bv, &moments, EPS).unwrap();
     assert_eq!(to_f64(again.tensor()), to_f64(y.tensor()), "given its own statistics");
+    let scaled = xv.batch_norm(&gv, None, EPS).unwrap().0;
+    assert_close(
+        "batch_norm without beta",
+        &to_f64(scaled.tensor()),
+        &naive_norm(&x, &gamma, &[0.0; 6], |at| at % 6),
+        0.0,
+    );
+    let again = xv.batch_norm_with(&gv, None, &moments, EPS).unwrap();
+    assert_eq!(to_f64(again.tensor()), to_f64(scaled.tensor()), "given its own statistics, without beta");
     for groups in [1, 2, 3, 6] {
-        let want = naive_norm(&x, &gamma, &beta, |at| (at / (9 * 8 * 6)) * 6 + at % 6 / (6 / groups));
-        let y = xv.group_norm(groups, &gv, &bv, EPS).unwrap();
-        assert_close(&format!("group_norm in {groups}"), &to_f64(y.tensor()), &want, 0.0);
+        for (beta, bv) in [(&beta[..], Some(&bv)), (&[0.0; 6], None)] {
+            let want = naive_norm(&x, &gamma, beta, |at| (at / (9 * 8 * 6)) * 6 + at % 6 / (6 / groups));
+            let y = xv.group_norm(groups, &gv, bv, EPS).unwrap();
+            assert_close(&format!("group_norm in {groups}, beta {beta:?}"), &to_f64(y.tensor()), &want, 0.0);
+        }
     }
 }
 
-/// Of every sample alone: the bits of a convolution, a pool and a group norm, forward and input gradient, are those that it has
-/// in a batch. Large enough for threads to share.
+/// Every sample alone has the same bits as in a batch: in a convolution, a pool and a group norm, forward and input
+/// gradient. The batch is large enough for several threads.
 #[test]
 fn bits_do_not_depend_on_the_other_samples() {
     let (samples, image) = (24, [12, 12, 16]);
@@ -140,7 +151,7 @@ struct Network {
 }
 
 impl Network {
-    fn new(mut declarations: Declarations, batch_norm: bool) -> Self {
+    fn new(mut declarations: Declarations, batch_norm: bool, beta: bool) -> Self {
         let rank = alone();
         let mut ids = BTreeMap::new();
         let normal = Init::Normal { std: 0.5 };
@@ -152,7 +163,9 @@ impl Network {
             ("pixels", &[6, 1, 1, 6], Role::Weight),
             ("head", &[3, 2, 2, 6], Role::Weight),
         ] {
-            ids.insert(name, declarations.declare(name, dims, Placement::replicated(), role, normal).unwrap());
+            if beta || name != "beta" {
+                ids.insert(name, declarations.declare(name, dims, Placement::replicated(), role, normal).unwrap());
+            }
         }
         let (device, layout) = (Cpu::device(), [declarations.ids().collect()]);
         let params = Params::new(Arc::new(declarations), rank.mesh(), rank.coords(), &device, &layout, 3).unwrap();
@@ -162,9 +175,10 @@ impl Network {
     fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let param = |name| tape.param(self.ids[name]);
         let y = x.conv2d(&param("conv")?, Some(&param("bias")?), 1, 1)?;
+        let beta = self.ids.get("beta").map(|&beta| tape.param(beta)).transpose()?;
         let y = match self.batch_norm {
-            true => y.batch_norm(&param("gamma")?, &param("beta")?, EPS)?.0,
-            false => y.group_norm(3, &param("gamma")?, &param("beta")?, EPS)?,
+            true => y.batch_norm(&param("gamma")?, beta.as_ref(), EPS)?.0,
+            false => y.group_norm(3, &param("gamma")?, beta.as_ref(), EPS)?,
         };
         let y = y.relu()?.max_pool([2, 2], 2, 0)?.conv2d(&param("pixels")?, None, 1, 0)?;
         y.linear(&param("head")?, 3)
@@ -208,8 +222,8 @@ impl GradSink for Shares {
 
 #[test]
 fn deferred_weight_gradients_are_those_of_one_pass() {
-    for batch_norm in [false, true] {
-        let network = Network::new(Declarations::new(), batch_norm);
+    for (batch_norm, beta) in [(false, true), (false, false), (true, true), (true, false)] {
+        let network = Network::new(Declarations::new(), batch_norm, beta);
         let whole = network.gradients(0..8, Weights::Now).unwrap();
         assert_eq!(whole.0.len(), network.ids.len());
         assert_eq!(network.gradients(0..8, Weights::Deferred).unwrap(), whole);
@@ -219,7 +233,19 @@ fn deferred_weight_gradients_are_those_of_one_pass() {
 /// In canonical numerics samples add up in a tree, so that micro-batches of 8, 2 and 1 samples give the same bits.
 #[test]
 fn canonical_gradients_do_not_depend_on_the_micro_batch() {
-    let network = Network::new(Declarations::canonical(4), false);
+    for beta in [true, false] {
+        canonical_gradients_of_any_micro_batch(beta);
+    }
+    let error = Network::new(Declarations::canonical(4), true, true).gradients(0..8, Weights::Now).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "batch_norm has no canonical numerics: its statistics are those of one micro-batch on one rank, so they depend on \
+         the mesh; use group_norm, which takes each sample by itself, or fast numerics"
+    );
+}
+
+fn canonical_gradients_of_any_micro_batch(beta: bool) {
+    let network = Network::new(Declarations::canonical(4), false, beta);
     let whole = network.gradients(0..8, Weights::Now).unwrap();
     for size in [1, 2] {
         let parts: Vec<Shares> =
@@ -236,14 +262,8 @@ fn canonical_gradients_do_not_depend_on_the_micro_batch() {
             assert!((0..whole.len()).all(|at| sum(at).to_bits() == whole[at].to_bits()), "{id:?} by {size}");
         }
     }
-    let fast = Network::new(Declarations::new(), false);
+    let fast = Network::new(Declarations::new(), false, beta);
     assert_ne!(fast.gradients(0..8, Weights::Now).unwrap(), whole, "another order");
-    let error = Network::new(Declarations::canonical(4), true).gradients(0..8, Weights::Now).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "batch_norm has no canonical numerics: its statistics are those of one micro-batch on one rank, so they depend on \
-         the mesh; use group_norm, which takes each sample by itself, or fast numerics"
-    );
 }
 
 #[test]
@@ -274,7 +294,7 @@ fn images_are_cut_along_samples_alone_and_weights_not_at_all() {
     assert_eq!(y.types(), on_tp(Ty::Shard(0)));
 }
 
-/// Batch norm knows the samples of its own rank alone; group norm gives what it gives on one rank.
+/// Batch norm uses only the samples of its own rank; group norm has the results of one rank.
 #[test]
 fn batch_norm_over_dp_takes_each_rank_by_itself() {
     let shape = [2, 3, 3, 4];

@@ -1,5 +1,5 @@
 //! On a device whose memory the host cannot read: host access is an error, parameters have the CPU's values, update rules run as
-//! data, and collectives work on its memory. That every operation has the CPU's bits is shown in `devices.rs`.
+//! data, and collectives work on its memory. `devices.rs` checks that every operation has the CPU's bits.
 
 mod common;
 
@@ -58,7 +58,7 @@ fn memory_of_the_host_is_refused_by_its_kernels() {
     let _ = device().pointwise().unwrap().gelu(&Buffer::zeros(DType::F32, 2));
 }
 
-/// A device that is not the host's would train from zeros if `Params` wrote initial values to host slices alone.
+/// Other devices would train from zeros if `Params` wrote initial values only to host slices.
 #[test]
 fn parameters_begin_with_the_same_values_on_every_device() {
     let mut all = Declarations::new();
@@ -79,7 +79,7 @@ fn parameters_begin_with_the_same_values_on_every_device() {
         }
         assert!(params.read(w).unwrap().iter().any(|&value| value != 0.0));
 
-        // Written, and only what was named; a copy keeps what was there.
+        // Only the named parameter is written; a copy keeps the old values.
         let (before, old) = (params.copy().unwrap(), params.read(w).unwrap());
         let new: Vec<f32> = (0..old.len()).map(|i| i as f32).collect();
         params.write(w, &new).unwrap();
@@ -102,7 +102,7 @@ fn parameters_begin_with_the_same_values_on_every_device() {
     }
 }
 
-/// Meta draws nothing, however large a parameter is, and nothing goes to or from the host.
+/// Meta draws no initial values, however large a parameter is, and copies nothing to or from the host.
 #[test]
 fn a_device_without_values_initialises_nothing() {
     let mut all = Declarations::new();
@@ -164,7 +164,7 @@ fn collectives_work_on_its_memory_and_on_the_hosts() {
         assert!(!sum.is_host());
         assert_eq!(read(&device, &sum), [1.0, 2.0]);
 
-        // An input that others refer to stays as it is, and is shared until the operation is over.
+        // An input that others refer to does not change, and is shared until the operation is over.
         let (input, room) = (upload(&device, &[me]), device.alloc(DType::F32, 2).unwrap());
         let gathered = world.all_gather(input.clone(), room).unwrap();
         assert_eq!((read(&device, &gathered), read(&device, &input)), (vec![0.0, 1.0], vec![me]));

@@ -1,4 +1,4 @@
-//! Values that products alone read are stored as products take them: half the memory in bf16, and no bit changes.
+//! Values that only products read are stored as matmul operands: half the memory in bf16, and no bit changes.
 
 mod common;
 
@@ -21,10 +21,10 @@ type Program = fn([&Var; 6], enter: Enter) -> Result<Var>;
 /// From the region between blocks into one.
 type Enter = fn(&Var) -> Result<Var>;
 
-/// A block of a transformer with stored factors.
+/// A block of a transformer with stored operands.
 fn factors([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Var> {
     let normed = x.layer_norm_operand(gamma, beta, 1e-5)?;
-    enter(&normed)?.linear_bias_gelu(up, bias, 1)?.linear(down, 1)
+    enter(&normed)?.linear_gelu(up, bias, 1)?.linear(down, 1)
 }
 
 /// The same operations, each by itself, with values of the type of x.
@@ -33,7 +33,16 @@ fn apart([x, gamma, beta, up, bias, down]: [&Var; 6], enter: Enter) -> Result<Va
     enter(&normed)?.linear(up, 1)?.bias(bias)?.gelu()?.linear(down, 1)
 }
 
-/// A block of pairs, with stored factors.
+fn factors_without_biases([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
+    let normed = x.layer_norm_operand(gamma, None, 1e-5)?;
+    enter(&normed)?.linear_gelu(up, None, 1)?.linear(down, 1)
+}
+
+fn apart_without_biases([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
+    enter(&x.layer_norm(gamma, None, 1e-5)?)?.linear(up, 1)?.gelu()?.linear(down, 1)
+}
+
+/// A block with pairs, with stored operands.
 fn gated_factors([x, gamma, _, up, _, down]: [&Var; 6], enter: Enter) -> Result<Var> {
     let normed = x.rms_norm_operand(gamma, 1e-5)?;
     enter(&normed)?.linear_swiglu(up, 1)?.linear(down, 1)
@@ -79,8 +88,11 @@ fn a_stored_operand_changes_no_bit() {
     let regions: [(Ty, Enter); 2] =
         [(Ty::Invariant, |x| x.copy(Axis::Tp)), (Ty::Shard(1), |x| x.all_gather(Axis::Tp, 1))];
     on_mesh("tp=2", |rank| {
-        let programs: [(&[usize], [Program; 2], usize); 2] =
-            [(&[INNER], [factors, apart], 7), (&[INNER, 2], [gated_factors, gated_apart], 5)];
+        let programs: [(&[usize], [Program; 2], usize); 3] = [
+            (&[INNER], [factors, apart], 7),
+            (&[INNER], [factors_without_biases, apart_without_biases], 5),
+            (&[INNER, 2], [gated_factors, gated_apart], 5),
+        ];
         for (region, (up, [factors, apart], results)) in regions.into_iter().flat_map(|r| programs.map(|p| (r, p))) {
             let want = run(&rank, Rc::new(Keep), region, up, apart);
             assert_eq!(want.len(), results);
@@ -104,7 +116,7 @@ fn an_operand_has_the_type_that_products_round_to() {
             |shape: &[usize]| tape.input(Tensor::zeros(tape.device(), dtype, shape).unwrap(), on_tp(Ty::Invariant));
         let (x, vector) = (input(&[1, 3, 5]), input(&[5]));
         let normed = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
-        let inner = normed.linear_bias_gelu(&input(&[5, 5]), &vector, 1).unwrap();
+        let inner = normed.linear_gelu(&input(&[5, 5]), &vector, 1).unwrap();
         assert_eq!([normed.tensor().dtype(), inner.tensor().dtype()], [wanted; 2]);
         let y = inner.linear(&input(&[5, 5]), 1).unwrap();
         assert_eq!([x.layer_norm(&vector, &vector, 1e-5).unwrap().tensor().dtype(), y.tensor().dtype()], [dtype; 2]);
@@ -118,7 +130,7 @@ fn what_is_no_product_refuses_a_stored_factor() {
     let factor = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
     let error = factor.gelu().unwrap_err().to_string();
     assert_eq!(error, "gelu: dtype bf16 on device cpu is not supported: use f32 or f64");
-    // Nor does a device that rounds nothing take what another one stored.
+    // A device that does not round refuses operands that another one stored.
     let exact = tape_with(&alone(), Cpu::device(), Rc::new(Keep));
     let stored = exact.input(Tensor::zeros(exact.device(), DType::Bf16, [2, 5]).unwrap(), on_tp(Ty::Invariant));
     let error = stored.linear(&f32_input(&exact, "w", &[3, 5], Ty::Invariant), 1).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Values that the policy [`Selective`] makes again in backward: no bit changes, and meanwhile their memory is free.
+//! Values that the policy [`Selective`] recomputes in backward: no bit changes, and their memory is free until then.
 
 mod common;
 
@@ -62,13 +62,14 @@ fn f32_input(tape: &Tape, name: &str, shape: &[usize], ty: Ty) -> Var {
 /// recipes.
 type Made = fn(&[Var; 3]) -> Result<Var>;
 
-const CASES: [(&str, Made); 8] = [
+const CASES: [(&str, Made); 9] = [
     ("a norm", |[x, gamma, beta]| x.layer_norm(gamma, beta, 1e-5)?.copy(Axis::Tp)),
     ("a root mean square norm", |[x, gamma, _]| x.rms_norm(gamma, 1e-5)?.copy(Axis::Tp)),
     ("gelu", |[x, ..]| x.copy(Axis::Tp)?.gelu()),
     ("tanh", |[x, ..]| x.copy(Axis::Tp)?.tanh()),
     ("gelu before a product", |[x, ..]| x.gelu()?.copy(Axis::Tp)),
-    ("a layer", |[x, _, bias]| x.linear_bias_gelu(&square(x), bias, 1)?.copy(Axis::Tp)),
+    ("a layer", |[x, _, bias]| x.linear_gelu(&square(x), bias, 1)?.copy(Axis::Tp)),
+    ("a layer without a bias", |[x, ..]| x.linear_gelu(&square(x), None, 1)?.copy(Axis::Tp)),
     ("a gated layer", |[x, ..]| x.linear_swiglu(&pairs(x), 1)?.copy(Axis::Tp)),
     ("a recipe that needs another", |[x, gamma, beta]| x.gelu()?.layer_norm(gamma, beta, 1e-5)?.copy(Axis::Tp)),
 ];
@@ -81,7 +82,7 @@ fn pairs(x: &Var) -> Var {
     f32_input(x.tape(), "pairs", &[WIDTH, 2, WIDTH], Ty::Invariant)
 }
 
-/// Makes something and multiplies it with a weight `[n, WIDTH]`: (bytes alive before backward, result and gradients).
+/// Makes a value and multiplies it with a weight `[n, WIDTH]`: (bytes alive before backward, result and gradients).
 fn product(rank: &Arc<Rank>, policy: Rc<dyn SavedPolicy>, made: Made) -> (u64, Vec<Vec<f64>>) {
     let tape = tape_with(rank, Cpu::device(), policy);
     let vector = |name| f32_input(&tape, name, &[WIDTH], Ty::Invariant);

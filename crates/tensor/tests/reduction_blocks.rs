@@ -48,7 +48,7 @@ fn gathered(x: &[f32], k_first: bool, other: usize, k: usize, terms: &[usize]) -
     }
 }
 
-/// A product whose blocks are products of their terms alone, added up by the definition.
+/// A product whose blocks are products of only their terms, added up by the definition.
 fn one_block_at_a_time(device: &Cpu, spec: Gemm, a: &[f32], b: &[f32]) -> Vec<f32> {
     let Gemm { m, n, k, terms, .. } = spec;
     let block = |runs: &mut dyn Iterator<Item = std::ops::Range<usize>>| {
@@ -122,7 +122,7 @@ fn large_products_of_leaves_add_up_in_the_tree() {
     }
 }
 
-/// `f64` has no path of ours: B is not packed.
+/// `f64` has no path of our own, so B is not packed.
 #[test]
 fn products_of_f64_add_up_in_the_tree() {
     let device = Cpu::default();
@@ -171,7 +171,7 @@ fn a_tree_of_vectors_is_left_where_it_is_wanted() {
     }
 }
 
-/// Sums over rows, block by block: each has the bits that its rows alone have.
+/// Sums over rows, block by block: each block has the bits of the sum over only its rows.
 #[test]
 fn sums_over_rows_are_cut_at_samples_and_slices() {
     let device = Cpu::default();
@@ -247,7 +247,7 @@ fn gradients_of_tables_are_summed_by_samples() {
     }
 }
 
-/// Parts of a vocabulary have the statistics that they would have alone.
+/// Parts of a vocabulary have the same statistics as by themselves.
 #[test]
 fn statistics_of_a_row_are_taken_by_parts_of_the_vocabulary() {
     let device = Cpu::default();

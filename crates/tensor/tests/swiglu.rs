@@ -1,4 +1,5 @@
-//! The product with SwiGLU behind it: its bits, its gradient in place of what it saved, and deferred gradients of weights.
+//! The product followed by SwiGLU: its bits, its gradient in place of the saved product, and deferred gradients of
+//! weights.
 
 mod common;
 
@@ -16,7 +17,7 @@ fn single(tape: &Tape, name: &str, shape: &[usize]) -> Tensor {
     Tensor::from_slice(tape.device(), &values, shape).unwrap()
 }
 
-/// Forward and both gradients, of a shape that threads share and of one that none does.
+/// Forward and both gradients, of a shape that is shared by threads and of one that is not.
 #[test]
 fn one_pass_has_the_bits_of_the_operations_apart() {
     type Program = fn(&[Var]) -> Result<Var>;
@@ -51,8 +52,8 @@ impl GradSink for Sums {
     }
 }
 
-/// What turns the saved product into its gradient leaves that to the call for the weight's; with a recipe that still needs
-/// the product, both calls compute it.
+/// The first call replaces the saved product by its gradient, for the second call, which computes the weight's
+/// gradient. With a recipe that still needs the product, both calls compute the gradient.
 #[test]
 fn deferred_gradients_of_weights_equal_immediate_ones() {
     let run = |policy: Rc<dyn SavedPolicy>, weights: Weights, constant: bool| {

@@ -10,7 +10,7 @@ use meshwork_tensor::tape::{Normaliser, Weights};
 use meshwork_testkit::gradcheck::assert_gradient;
 use std::sync::Arc;
 
-/// (mesh, vocabulary): even, uneven, and 4 ranks of ⌈5/4⌉ = 2 words, of which the last has none.
+/// (mesh, vocabulary): divisible, not divisible, and 4 ranks of ⌈5/4⌉ = 2 words, where the last rank has none.
 const CUTS: [(&str, usize); 6] = [("tp=1", 5), ("tp=2", 6), ("tp=2", 7), ("tp=3", 7), ("tp=4", 10), ("tp=4", 5)];
 const ROWS: usize = 5;
 
@@ -58,7 +58,7 @@ fn the_loss_is_that_of_the_whole_vocabulary_and_its_gradient_checks_numerically(
         let logits = values("logits", ROWS * vocab);
         let shards = on_mesh(mesh, |rank| {
             let (loss, gradient) = sharded_loss(&rank, &logits, vocab, 0.0);
-            // All ranks move the same element of the whole logits at the same time; each compares what it holds.
+            // All ranks change the same element of the whole logits at the same time; each compares its own part.
             let (first, words, stored) = held(&rank, vocab);
             let mut whole_gradient = vec![0.0; ROWS * vocab];
             for (row, local) in whole_gradient.chunks_mut(vocab).zip(gradient.chunks(stored)) {

@@ -73,7 +73,7 @@ const KINDS: [Kind; 7] =
 
 #[derive(Clone, Copy, Debug)]
 struct Step {
-    /// Over the parts of which cut.
+    /// Index of the split whose parts run the operation.
     cut: usize,
     kind: Kind,
     dtype: DType,
@@ -95,10 +95,10 @@ pub struct Program {
 /// How a rank's run of a program failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
-    /// The communicator said so.
+    /// An error of the communicator.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The rank was told to.
+    /// The injected error.
     #[error("injected failure")]
     Injected,
 }
@@ -128,7 +128,8 @@ impl Program {
             if self.part(self.steps[step].cut, rank).len() > 1 {
                 return Injection { rank, step, departure };
             }
-            // At most once around for programs with no such step: the end of the program is a barrier of all.
+            // Tries each step at most once. If no step qualifies, the barrier of all ranks at the end of the program
+            // notices the departure.
             if self.steps.iter().all(|step| self.part(step.cut, rank).len() == 1) {
                 return Injection { rank, step: self.steps.len(), departure };
             }
@@ -211,7 +212,7 @@ impl Step {
             Kind::AllGather => vec![group.start_all_gather(zeros(count), zeros(n * count))?],
             Kind::Broadcast => vec![group.start_broadcast(zeros(count), count % n)?],
             Kind::AllToAll => {
-                // Symmetric, so that what one sends the other expects; uneven, and sometimes nothing.
+                // Symmetric, so that a receiver expects what the sender sends; uneven, and sometimes 0.
                 let counts: Vec<_> = (0..n).map(|peer| (peer + rank + count) % 4).collect();
                 let buffer = || zeros(counts.iter().sum());
                 vec![group.start_all_to_all(buffer(), buffer(), &counts, &counts)?]

@@ -1,8 +1,8 @@
-//! Norm-wise comparison of what a parallel run gives with what the plain run gives.
+//! Norm-wise comparison of the results of a parallel run and the plain run.
 //!
-//! The bound is `‖got − reference‖ ≤ 1e-5 · max(‖reference‖, 1e-4 · ‖all‖)`, where `all` is every gradient of the run. Only the
-//! order of f32 additions may differ between the two. Norm-wise, because single elements cancel; and with a floor, because
-//! some gradients are zero but for rounding (that of a key bias).
+//! The bound is `‖got − reference‖ ≤ 1e-5 · max(‖reference‖, 1e-4 · ‖all‖)`, where `all` is every gradient of the run.
+//! Only the order of f32 additions may differ between the two. The comparison is norm-wise, because single elements
+//! cancel. It has a floor, because some gradients are zero except for rounding (that of a key bias).
 
 /// The largest relative difference between two runs that differ in the order of f32 additions.
 pub const TOLERANCE: f64 = 1e-5;
@@ -19,8 +19,8 @@ pub fn norm_of_all<'a, T: Copy + Into<f64> + 'a>(parts: impl IntoIterator<Item =
     parts.into_iter().map(|part| norm(part).powi(2)).sum::<f64>().sqrt()
 }
 
-/// Compares `got` with `reference` under the module's bound. `all_norm` is the norm of all gradients of the run, or 0 for a
-/// value that stands alone.
+/// Compares `got` with `reference` under the module's bound. `all_norm` is the norm of all gradients of the run, or 0
+/// for a single value.
 ///
 /// ```
 /// use meshwork_testkit::parity::assert_close;

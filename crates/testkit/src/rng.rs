@@ -19,7 +19,7 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`, which must not be 0. (Biased for huge `end`, which no test minds.)
+    /// A number below `end`, which must not be 0. (It is biased for huge `end`, which does not matter in tests.)
     pub fn below(&mut self, end: usize) -> usize {
         (self.next_u64() % end as u64) as usize
     }

@@ -5,7 +5,7 @@ use std::fmt::Display;
 use meshwork_core::Group;
 use meshwork_core::comm::thread::{self, Options};
 
-/// Runs `body` as `n` ranks on threads and gives their results, by rank.
+/// Runs `body` as `n` ranks on threads and returns their results, by rank.
 ///
 /// ```
 /// use meshwork_core::ReduceOp;

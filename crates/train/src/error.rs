@@ -1,4 +1,4 @@
-//! What ends a run.
+//! Errors that end a run.
 
 use crate::metrics::MetricsError;
 use crate::profile::TraceError;

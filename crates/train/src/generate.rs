@@ -8,11 +8,11 @@ use meshwork_models::language;
 use meshwork_tensor::random;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Tokens of the data that the model starts from.
+/// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
 /// Tokens to write: each costs a forward pass over all of them, or the last of a sequence.
 const LENGTH: usize = 160;
-/// Divides the logits before sampling: below 1 the likely tokens become more so.
+/// Divides the logits before sampling. Below 1 it makes likely tokens more likely.
 const TEMPERATURE: f32 = 0.8;
 
 /// Continues the first tokens of the data, until `stop`. Collective: every rank takes part and gets the same text, since the
@@ -30,11 +30,11 @@ pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &Atom
     Ok(printable(&data.decode(&tokens)))
 }
 
-/// Tokens of a sample are added to a sequence whose length grows in blocks of at least so many.
+/// Tokens of a sample are added to a sequence whose length grows in blocks of at least this many tokens.
 const SAMPLE_BLOCK: usize = 32;
 
-/// The logits of the token that follows `tokens`, for the real part of the vocabulary, from a trainer of a language model; of a
-/// longer text than a sequence only the last tokens count. Collective: every rank gets the same.
+/// The logits of the token that follows `tokens`, for the real part of the vocabulary, from a trainer of a language
+/// model. If the text is longer than a sequence, only its last tokens count. Collective: every rank gets the same.
 ///
 /// # Errors
 /// While steps are under way.
@@ -43,8 +43,8 @@ pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) ->
     let seq_len = fields.iter().find(|field| field.name == language::TOKENS).map_or(1, |field| field.dims.count());
     let mut window = tokens[tokens.len().saturating_sub(seq_len)..].to_vec();
     let position = window.len().saturating_sub(1);
-    // What stands behind the last token does not matter: attention is causal. Sequence parallelism cuts the sequence
-    // evenly, and a few lengths for all tokens of a sample let the device use its memory again.
+    // The values after the last token do not matter, because attention is causal. Sequence parallelism cuts the
+    // sequence evenly, and using few different lengths lets the device reuse its memory.
     let tp = trainer.rank().mesh().degree(Axis::Tp);
     let even = window.len().next_multiple_of(tp * SAMPLE_BLOCK.div_ceil(tp));
     window.resize(even.min(seq_len), 0);
@@ -52,14 +52,15 @@ pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) ->
     trainer.predict(&language::batch(window, targets, seq_len)?, position, vocab)
 }
 
-/// Whether some rank has seen that the run is to stop. Collective: all of them learn it at the same place.
+/// Whether some rank was asked to stop the run. Collective: all ranks get the same answer at the same place.
 fn agree_to_stop(rank: &Rank, stop: &AtomicBool) -> Result<bool, TrainError> {
     let mut asked = [i32::from(stop.load(Ordering::Relaxed))];
     rank.world().all_reduce_slice(&mut asked, ReduceOp::Max)?;
     Ok(asked[0] > 0)
 }
 
-/// Text that does nothing to a terminal: control characters, which an untrained model writes too, but for those that lay out text.
+/// Replaces control characters, which an untrained model also writes, by the replacement character, so that the text is
+/// harmless to a terminal. Newlines and tabs stay.
 fn printable(text: &str) -> String {
     text.replace("\r\n", "\n").replace(|char: char| char.is_control() && char != '\n' && char != '\t', "\u{fffd}")
 }

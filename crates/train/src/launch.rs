@@ -1,4 +1,4 @@
-//! A whole run in one process: every rank of the mesh a thread, rank 0 the one that reports.
+//! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
 use crate::config::Config;
 use crate::data::Data;
@@ -27,12 +27,12 @@ pub struct Outcome {
     pub sample: String,
     /// Whether the run was asked to stop before its last step.
     pub stopped: bool,
-    /// Where the time of some steps went, if that was asked for.
+    /// The profile of some steps, if requested.
     pub profile: Option<Profile>,
 }
 
 /// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step
-/// under way. Metrics go to a file if asked; progress to standard output, whose reader ends the run by leaving.
+/// under way. Metrics go to a file if `metrics` is given. Progress goes to standard output; closing it ends the run.
 pub fn train(
     config: &Config,
     data: &Data,
@@ -41,7 +41,7 @@ pub fn train(
 ) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
-    // Measured while no rank is there to disturb it.
+    // Measured before any rank runs that could disturb it.
     let layers = match &config.metrics.layer_profile {
         Some(path) => Some((Path::new(path), layers(config, data)?)),
         None => None,
@@ -62,11 +62,12 @@ pub fn train(
     Ok(Outcome { profile, ..outcome })
 }
 
-/// Runs one rank over a given communicator of the world: threads, processes, machines. [`train`] does it for threads. Collective: each
-/// rank of the mesh calls it with the same configuration and data; rank 0 writes the metrics and the progress.
+/// Runs one rank over a given communicator of the world, which may connect threads, processes or machines. [`train`]
+/// uses threads. Collective: each rank of the mesh calls it with the same configuration and data; rank 0 writes the
+/// metrics and the progress.
 ///
 /// # Errors
-/// A world of another size than the mesh, and whatever ends training.
+/// A world of another size than the mesh, and any error of training.
 pub fn run_rank(
     config: &Config,
     data: &Data,
@@ -77,7 +78,7 @@ pub fn run_rank(
     Ok(run_probed(config, data, metrics, stop, world, &Probe::new(config, None))?.0)
 }
 
-/// The same with a probe, and what it recorded.
+/// The same with a probe. Also returns what the probe recorded.
 fn run_probed(
     config: &Config,
     data: &Data,
@@ -102,7 +103,7 @@ fn run(
 ) -> Result<Outcome, RunError> {
     let steps = config.training.steps;
     let started = Instant::now();
-    // Dropped last: that waits for the reader of the progress, and the other ranks must not wait with it.
+    // Dropped last, because dropping it waits for the reader of the progress, and the other ranks must not wait too.
     let mut reporter = match rank.world_rank() {
         0 => Some(Reporter::new(config, data, metrics)?),
         _ => None,
@@ -160,7 +161,7 @@ fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, 
     Ok(trainer.evaluate(batches.map(|index| data.validation_batch(index, global, rows.clone())))?.loss)
 }
 
-/// What rank 0 tells the world outside.
+/// The output of rank 0: metrics and progress.
 struct Reporter {
     metrics: Option<Metrics>,
     progress: Progress,

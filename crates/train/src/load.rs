@@ -1,4 +1,4 @@
-//! From the command line to all that a run needs, with every fault of it in one report.
+//! From the command line to the configuration and data of a run, with all faults in one report.
 
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
@@ -96,7 +96,7 @@ fn too_large(config: &Config) -> Option<Fault> {
     ))
 }
 
-/// Bytes of memory, swap included, where the system tells.
+/// Bytes of memory, swap included, if the system reports them.
 fn machine_memory() -> Option<u128> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kibibytes = |key: &str| -> Option<u128> {
@@ -106,7 +106,7 @@ fn machine_memory() -> Option<u128> {
     Some((kibibytes("MemTotal:")? + kibibytes("SwapTotal:").unwrap_or(0)) * 1024)
 }
 
-/// Opens the data; holds it against the model only where the keys that this reads are sound.
+/// Opens the data, and checks it against the model only if the keys that this reads are sound.
 fn open(config: &Config, settings: &mut Settings) -> Option<Data> {
     let keys = ["model.vocab_size", "model.seq_len", "validation.every", "validation.fraction"];
     let data = data::read(&config.data)

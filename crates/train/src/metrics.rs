@@ -17,11 +17,11 @@ use thiserror::Error;
 
 use crate::config::{AXES, Config, Fault};
 
-/// What a line tells.
+/// The content of a line.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event<'a> {
-    /// The first line: what runs.
+    /// The first line: the configuration of the run.
     Start(Start<'a>),
     /// One training step.
     Step(Step),
@@ -32,7 +32,7 @@ pub enum Event<'a> {
         /// Mean over all unmasked tokens.
         loss: f64,
     },
-    /// The last line: how it ended.
+    /// The last line: how the run ended.
     End {
         /// Steps that were trained.
         steps: u64,
@@ -43,7 +43,7 @@ pub enum Event<'a> {
     },
 }
 
-/// What runs.
+/// The configuration of a run.
 #[derive(Debug, Serialize)]
 pub struct Start<'a> {
     /// Version of meshwork.
@@ -96,7 +96,7 @@ fn map<S: Serializer>(pairs: &[(&'static str, u64)], serializer: S) -> Result<S:
     serializer.collect_map(pairs.iter().copied())
 }
 
-/// Writes events to a file, each line at once, so that a run that dies leaves all that it knew.
+/// Writes events to a file, each line at once, so that a run that dies leaves all lines up to then.
 #[derive(Debug)]
 pub struct Metrics {
     path: PathBuf,
@@ -109,7 +109,7 @@ pub struct Metrics {
 pub struct MetricsError {
     /// The file.
     pub path: PathBuf,
-    /// What the system said.
+    /// The error of the system.
     pub source: io::Error,
 }
 
@@ -141,14 +141,14 @@ impl Metrics {
     }
 }
 
-/// Whether what `key` asks for could be written to `path`, which is left as it is.
+/// Checks that the output of `key` could be written to `path`, without changing the file.
 pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
     let fault = |problem: String| Err(Fault::new(key, path.display(), problem, "use a file that can be written"));
     if path.is_dir() {
         return fault("is a folder".to_string());
     }
     if path.exists() {
-        // A pipe would wait here for its reader, so only files are tried.
+        // Opening a pipe would wait for its reader, so only files are tried.
         return match OpenOptions::new().append(true).open(path) {
             Err(error) if path.is_file() => fault(format!("cannot be written: {error}")),
             _ => Ok(()),
@@ -157,7 +157,7 @@ pub(crate) fn check(key: &str, path: &Path) -> Result<(), Fault> {
     match File::create_new(path) {
         // Another process may have removed it first: the result is the same.
         Ok(_) => Ok(_ = fs::remove_file(path)),
-        // Another run has made it just now.
+        // Another run has just created it.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => fault("its folder does not exist".to_string()),
         Err(error) => fault(format!("cannot be written: {error}")),

@@ -1,4 +1,4 @@
-//! What a run will take, before it runs: the report of `--steps 0`.
+//! The cost of a run before it runs: the report of `--steps 0`.
 
 use crate::config::Config;
 use meshwork_core::{Axis, Mesh};
@@ -17,14 +17,15 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     dry_run::predict(&config.model(), &config.plan()?, world_rank)
 }
 
-/// Ranks of one pp rank that do the same.
+/// Ranks of one pp rank that do the same work.
 struct Kind {
     ranks: Vec<usize>,
     pp_rank: usize,
     each: Prediction,
 }
 
-/// What every rank does. Those that differ only along dp do the same, so that a thousand of them cost no more than one.
+/// The work of every rank. Ranks that differ only along dp do the same, so a thousand of them need no more predictions
+/// than one.
 fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
     let mut kinds: Vec<Kind> = Vec::new();
     for first in (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Dp) == 0) {
@@ -46,7 +47,8 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
     Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes)).sum())
 }
 
-/// The mesh, the model, and what a step takes on each rank, ranks that take the same together: what `--steps 0` prints.
+/// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
+/// together.
 pub fn report(config: &Config) -> Result<String, TrainError> {
     let plan = config.plan()?;
     let mesh = &plan.mesh;
@@ -98,7 +100,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// `, 2 + 2 on the stages`; nothing where one stage has all layers.
+/// `, 2 + 2 on the stages`; empty if one stage has all layers.
 fn by_stage(layers: &[usize]) -> String {
     match layers {
         [_] => String::new(),
@@ -177,7 +179,8 @@ mod tests {
         let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();
         let text = report(&config).unwrap();
         assert!(text.contains("\n4 layers, 4 + 0 on the stages; products in f32\n"), "{text}");
-        // All of 842,496 but the last norm; that and the tied table, 256 · 128.
+        // The first has all of the 842,496 parameters but the last norm; the second has that norm and the tied table,
+        // 256 · 128.
         assert!(text.contains("rank 0 (pp rank 0)\n  parameters     842,240\n"), "{text}");
         assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
         let one = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();

@@ -1,4 +1,4 @@
-//! What a person sees of a run: a bar on a terminal, plain lines elsewhere.
+//! The progress of a run on standard output: a bar on a terminal, plain lines elsewhere.
 //!
 //! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
 
@@ -40,12 +40,12 @@ impl Progress {
         let unread = Arc::new(AtomicBool::new(false));
         let tell = unread.clone();
         let show = move || {
-            // Seen from the start: the first step may take long.
+            // Shown from the start, because the first step may take long.
             _ = screen.bar.as_ref().map(ProgressBar::tick);
             let left = events.iter().find_map(|event| screen.show(&event).err());
             tell.store(left.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe), Ordering::Relaxed);
         };
-        // Without the thread nothing is shown, which is no reason not to train.
+        // Without the thread nothing is shown, but training continues.
         let screen = thread::Builder::new().name("progress".to_owned()).spawn(show).ok();
         Self { events: Some(sender), screen, unread }
     }
@@ -60,20 +60,20 @@ impl Progress {
         self.send(Event::Validation { step, loss });
     }
 
-    /// Whether the reader of standard output has left, as `| head` does.
+    /// Whether the reader of standard output has closed it, as `| head` does.
     #[must_use]
     pub fn is_unread(&self) -> bool {
         self.unread.load(Ordering::Relaxed)
     }
 
     fn send(&self, event: Event) {
-        // Refused once the screen could not be written.
+        // Fails once the screen could not be written.
         _ = self.events.as_ref().map(|events| events.send(event));
     }
 }
 
 impl Drop for Progress {
-    /// Waits until all is shown.
+    /// Waits until everything is shown.
     fn drop(&mut self) {
         self.events = None;
         if let Some(screen) = self.screen.take() {
@@ -111,7 +111,7 @@ impl Screen {
 }
 
 impl Drop for Screen {
-    /// Leaves the bar as it stands, so that what is printed next, an error it may be, comes below it.
+    /// Leaves the bar on the screen, so that the next output, such as an error, is printed below it.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.abandon();
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(line(&STEP, 300), "step 10/300  loss 3.1234  grad_norm 0.83  lr 3.0e-4  41234 tokens/s");
     }
 
-    /// A terminal that keeps all that was written to it.
+    /// A terminal that records everything written to it.
     #[derive(Debug, Clone, Default)]
     struct Terminal(Arc<Mutex<String>>);
 

@@ -1,4 +1,4 @@
-//! The configuration: what it gives.
+//! Valid configurations and their values.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -82,11 +82,11 @@ fn llama_presets_are_the_published_ones() {
 
 #[test]
 fn a_llama_of_any_size() {
-    // The sizes of a GPT-2, and all else of a Llama.
+    // The sizes of a GPT-2, and everything else of a Llama.
     let m = config("--set model.preset=small --set model.kind=llama").model;
     assert_eq!((m.hidden_size, m.num_heads, m.num_kv_heads, m.ffn_hidden_size), (384, 6, 6, 1024));
     assert_eq!((m.tie_embeddings, m.rope_theta), (false, 10_000.0));
-    // A width of one's own makes that of the feed-forward layer.
+    // A given width determines that of the feed-forward layer.
     let m = config("--set model.preset=llama-tiny --set model.hidden_size=384").model;
     assert_eq!((m.num_heads, m.num_kv_heads, m.ffn_hidden_size), (4, 2, 1024));
     let m = config("--set model.preset=llama3-8b --set model.kind=gpt2").model;
@@ -166,7 +166,7 @@ fn layers_are_dealt_to_stages() {
 #[test]
 fn layers_are_dealt_by_cost() {
     let dealt = |line: &str| config(&format!("--set pipeline.partition=cost {line}")).pipeline.partition;
-    // Of a small vocabulary, the head is worth less than a layer.
+    // With a small vocabulary, the head costs less than a layer.
     assert_eq!(dealt("--mesh pp=2"), [2, 2]);
     assert_eq!(dealt("--mesh pp=2 --set model.num_layers=5"), [3, 2]);
     let medium = |line: &str| dealt(&format!("--set model.preset=medium {line}"));
@@ -174,18 +174,19 @@ fn layers_are_dealt_by_cost() {
     assert_eq!(medium("--mesh pp=2"), [6, 0]);
     assert_eq!(medium("--mesh pp=4"), [2, 2, 2, 0]);
     assert_eq!(medium("--mesh pp=4 --set model.num_layers=32"), [10, 10, 10, 2]);
-    // The mesh beside pp, the batch and the numerics change nothing.
+    // The other axes of the mesh, the batch and the numerics change nothing.
     let more = "--mesh dp=2,tp=2,pp=4 --set parallelism.sequence_parallel=true --set training.numerics=canonical \
                 --set training.dtype=bf16 --set training.global_batch_size=32";
     assert_eq!(medium(&format!("{more} --set model.num_layers=32")), [10, 10, 10, 2]);
-    // Of several chunks, it is the rank that counts: the last chunk of a loop has the head, and its rank another one.
+    // With several chunks, the sum of the rank counts: the last chunk of a loop has the head, and its rank has another
+    // chunk.
     let looped = "--mesh pp=2 --set pipeline.schedule=interleaved_1f1b --set model.num_layers=16";
     assert_eq!(medium(looped), [6, 4, 6, 0]);
     let turned = "--mesh pp=2 --set pipeline.schedule=zb_v --set model.num_layers=16";
     assert_eq!(medium(turned), [4, 6, 6, 0]);
 }
 
-/// What is asked for the pipeline that trains says nothing about the small one that the costs are counted on.
+/// The settings of the training pipeline do not apply to the small one on which costs are counted.
 #[test]
 fn layers_are_dealt_by_cost_over_replicas() {
     // The head is worth 7.9 layers; three ranks share the first stage: 30 / 3 layers, and 2 with the head.
@@ -262,7 +263,7 @@ fn every_word_that_has_landed_is_understood() {
         if let Kind::Choice { landed, .. } = key.kind {
             for word in landed {
                 let name = format!("{section}.{}", key.name);
-                // What asynchronous schedules refuse.
+                // Settings that asynchronous schedules require.
                 let more = match word.starts_with("pipedream") {
                     true => " --set model.tie_embeddings=false --set training.max_norm=0",
                     false => "",

@@ -1,4 +1,4 @@
-//! The data: sources, samples, and what is said of bad ones.
+//! The data: sources, samples, and errors of bad data.
 
 use std::collections::HashSet;
 use std::fs;
@@ -42,7 +42,7 @@ fn a_fresh_checkout_reads_cicero() {
     let in_order = Data::open(&Config::from_toml("[data]\nshuffle = false").unwrap()).unwrap();
     let text = in_order.decode(tokens(&in_order.batch(0, 1, 0..1)));
     assert!(text.starts_with("Non eram nescius, Brute"), "{text}");
-    // The stream must never drift, or the numbers of old runs no longer compare.
+    // The stream must never change, or runs are no longer comparable with older ones.
     assert_eq!(data.hash(), PINNED);
 }
 
@@ -51,7 +51,7 @@ const PINNED: &str = "9077de3e4cc85b18";
 #[test]
 fn the_hash_is_fnv_1a_over_ids() {
     assert_eq!(Data::from_tokens(vec![], 1).hash(), "cbf29ce484222325");
-    // FNV-1a of the bytes 61 00 00 00, worked out by hand from the published offset and prime.
+    // FNV-1a of the bytes 61 00 00 00, computed by hand from the published offset and prime.
     let by_hand = [0x61u8, 0, 0, 0]
         .iter()
         .fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
@@ -96,7 +96,7 @@ fn a_folder_is_read_in_the_order_of_its_paths() {
         ("a.txt", b"12"),
         ("b/image", b"\xff\xfe"),
         ("b/latin1.txt", b"caf\xe9"),
-        // UTF-8, and yet not what is to be learned.
+        // UTF-8, but not text to learn.
         ("a.svg", b"<svg/>"),
         ("b/tokenizer.json", b"{}"),
     ] {
@@ -119,7 +119,7 @@ fn a_token_file_is_read() {
     fs::write(&path, bin(&[3, 1, 4, 1, 5])).unwrap();
     let batch = open(&path, SHORT).unwrap().batch(0, 2, 0..2);
     assert_eq!((tokens(&batch), targets(&batch)), (&[3, 1, 4, 1][..], &[1, 4, 1, 5][..]));
-    // The tokenizer is not asked, so a vocabulary below 256 is fine.
+    // The tokenizer is not used, so a vocabulary below 256 is fine.
     assert!(open(&path, &format!("{SHORT} --set model.vocab_size=6")).is_ok());
 }
 
@@ -164,7 +164,7 @@ fn bad_data_is_refused() {
         let expected = format!("data.path = {path:?}: {problem}");
         assert_eq!(open(&path, SHORT).unwrap_err(), expected);
     }
-    // Faults of source and tokenizer, and of both parts of the stream, come together.
+    // Faults of source and tokenizer, and of both parts of the stream, are reported together.
     let both = open(&folder.join("missing"), "--set data.tokenizer=x").unwrap_err();
     assert_eq!(both.lines().count(), 2);
     let parts = "--set model.seq_len=4 --set validation.every=1 --set validation.fraction=0.5";

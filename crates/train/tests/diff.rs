@@ -1,7 +1,7 @@
-//! Two runs held against each other: equal ones are identical, unequal meshes are paired value by value, and a fault is found where
-//! it is.
+//! Comparisons of two runs: equal runs are identical, different meshes are paired value by value, and a fault is found
+//! at its place.
 //!
-//! More than 400 lines: each test is one pair of runs and what their comparison says.
+//! More than 400 lines: each test is one pair of runs and the result of their comparison.
 
 use meshwork_core::comm::Call;
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
@@ -53,7 +53,7 @@ fn a_mesh_is_identical_to_itself() {
 fn schedules_are_identical() {
     let mesh = "pp=2,tp=2 --set pipeline.num_microbatches=4 --set pipeline.schedule=";
     let with = |schedule: &str| config(&format!("{mesh}{schedule}"));
-    // A norm that found the residual's gradient held by a deferred gradient of weights once showed its share alone.
+    // If a deferred gradient of weights held the residual's gradient, a norm used to show only its own share.
     for schedule in ["gpipe", "zb_h1", "zb_h2"] {
         let report = held_against([&with("1f1b"), &with(schedule)], 2);
         assert!(report.identical(), "{schedule}: {report}");
@@ -113,7 +113,7 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
         assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{mesh}: {report}");
         assert_eq!(report.tensors(), held_against([&one, &one], 2).tensors(), "{mesh}: {report}");
     }
-    // Fast on one side is no such promise.
+    // With fast numerics on one side there is no such guarantee.
     let [a, b] = ["dp=1", "tp=2"].map(config);
     let a = Config { training: config(&format!("dp=1 {canonical}")).training, ..a };
     let report = held_against([&a, &b], 1);
@@ -161,7 +161,7 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
         ("dp=2,tp=2,pp=2", "dp=2,tp=2,pp=2", ""),
         ("tp=4", "tp=4", "--set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"),
         ("dp=1", "dp=2,tp=2,pp=2", "--numerics canonical"),
-        // What is stored in bf16 is moved to the next number of bf16.
+        // Values stored in bf16 are changed to the next bf16 number.
         ("dp=1", "tp=2,pp=2", "--numerics canonical --set training.dtype=bf16"),
     ];
     for (one, other, more) in cases {
@@ -233,7 +233,8 @@ fn ranks_that_should_hold_the_same_and_do_not_are_named() {
     assert_eq!(Some(found), report.first.as_ref(), "what one side knows by itself comes first");
 }
 
-/// The gradient of a copy is each rank's own share, as if the all-reduce behind it were forgotten: what another trainer would not see.
+/// The gradient of a copy is each rank's own share, as if the all-reduce in its backward were forgotten, which other
+/// trainers do not notice.
 #[test]
 fn a_forgotten_reduction_is_found_although_forward_is_right() {
     let config = config("tp=2");
@@ -287,7 +288,7 @@ fn weights_and_batches_can_be_tampered_with_between_steps() {
         "{report}"
     );
 
-    // A wrong update is one of the parameters, after all else was the same.
+    // A wrong update shows in the parameters, while everything else is the same.
     let [a, b] = ["0.9", "0.8"].map(|beta1| self::config(&format!("dp=2 --set optimizer.beta1={beta1}")));
     let report = held_against([&a, &b], 1);
     let first = report.first.as_ref().unwrap();
@@ -295,7 +296,7 @@ fn weights_and_batches_can_be_tampered_with_between_steps() {
     assert_eq!((&**name, *vector), ("wte.weight", Vector::State(0)), "{report}");
 }
 
-/// A communicator whose groups of dp ranks have their members in another order, and so add up in another.
+/// A communicator whose groups of dp ranks have their members in another order, and so sum in another order.
 #[derive(Debug)]
 struct Shuffled(Arc<dyn Communicator>);
 
@@ -377,7 +378,7 @@ fn a_run_that_fails_is_an_error_and_ends() {
             _ => Ok(()),
         }
     });
-    // The ranks that had nothing to do with it must not be waited for: this test would hang.
+    // Uninvolved ranks must not be waited for, or this test would hang.
     let error = compare([&Side::new(&config, &data).unwrap(), &b], 3).unwrap_err().to_string();
     assert!(error.starts_with("side B: ") && error.contains("step 77"), "{error}");
 

@@ -1,4 +1,4 @@
-//! The configuration: what it says of everything that is wrong.
+//! Faults of the configuration and their messages.
 //!
 //! More than 400 lines: one short case per kind of fault, to be read beside each other.
 
@@ -448,7 +448,7 @@ fn the_model_must_fit_the_mesh() {
              more, or pp of at most 4",
         ),
     ]);
-    // A stage that got no layers by name may have none.
+    // A list may give a stage no layers.
     config("--mesh pp=5 --set pipeline.partition=[1,1,1,1,0] --set training.global_batch_size=20");
     config("--mesh tp=4 --set model.seq_len=126");
     config("--set parallelism.sequence_parallel=true --set model.seq_len=127");
@@ -474,7 +474,7 @@ fn the_partition_must_fit_model_and_mesh() {
                  pipeline.partition = []: is for 0 stages, not parallelism.pp = 2; {VALID}"
             ),
         ),
-        // Of a number of layers that is not known, no sum can be asked.
+        // If the number of layers is not known, the sum is not checked.
         (
             "--mesh pp=2 --set pipeline.partition=[9,9] --set model.num_layers=0",
             "model.num_layers = 0 (from --set): is below 1; use a whole number of at least 1",
@@ -496,7 +496,7 @@ fn the_partition_must_fit_model_and_mesh() {
     let sum = refusal(&format!("--mesh pp=3 --set pipeline.partition=[{huge},{huge},{huge}]"));
     assert!(sum.contains(&format!(": has {} layers, not", usize::MAX)), "{sum}");
     assert_eq!(sum.lines().count(), 1, "{sum}");
-    // The batch is held against the mesh all the same.
+    // The batch is still checked against the mesh.
     let both = refusal("--mesh dp=3,pp=2 --set pipeline.partition=[9,9]");
     assert_eq!(both.lines().count(), 2, "{both}");
 }
@@ -529,7 +529,7 @@ fn the_decay_must_outlast_the_warm_up() {
         &format!("{set} --set lr_scheduler.decay_steps=10"),
         "lr_scheduler.decay_steps = 10: ends the decay within the warm-up: lr_scheduler.warmup_steps = 10; use more than 10",
     )]);
-    // Left to training.steps, a short trial of a long recipe is no fault.
+    // If it follows training.steps, a short trial of a long recipe is not a fault.
     assert_eq!(config(&format!("{set} --steps 0")).lr_scheduler.decay_steps, 0);
 }
 
@@ -562,11 +562,12 @@ fn all_faults_come_at_once() {
 
 #[test]
 fn a_fault_does_not_breed_others() {
-    // Had the default of 4 heads stood in, its division by tp would be reported too.
+    // If the default of 4 heads were used instead, its division by tp would be reported too.
     assert_eq!(refusal("--mesh tp=64 --set model.num_heads=x --set model.hidden_size=128").lines().count(), 1);
     assert_eq!(refusal("--mesh dp=3,pp=x").lines().count(), 1);
     // The default vocabulary of 256 would be too small for this tokenizer.
+    #[cfg(feature = "tokenizers")]
     assert_eq!(refusal("--set model.vocab_size=x --set data.tokenizer=gpt2").lines().count(), 1);
-    // With an unknown preset nothing is known of the model, but a missing file is still missing.
+    // With an unknown preset nothing is known about the model, but a missing file is still reported.
     assert_eq!(refusal("--mesh tp=3 --set model.preset=huge --data no/such/file").lines().count(), 2);
 }

@@ -1,4 +1,4 @@
-//! The lines of a metrics file, to the letter.
+//! The exact lines of a metrics file.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -29,7 +29,7 @@ fn lines_are_those_of_the_contract() {
     let mut metrics = Metrics::create(&path).unwrap();
     let mut lines = |event| {
         metrics.write(&event).unwrap();
-        // Each line is there at once, not when the file is closed.
+        // Each line is written at once, not when the file is closed.
         fs::read_to_string(&path).unwrap()
     };
     let start = lines(Event::Start(Start::new(&config, 123, "abc".to_string())));

@@ -1,5 +1,5 @@
-//! A comparison finds what it is for: in canonical numerics a mesh has the bits of one rank, so a fault in its program shows at
-//! the first value that it touches. Each fault here is one that people make; each must be found at its operation, layer and
+//! A comparison finds faults: in canonical numerics a mesh has the bits of one rank, so a fault in its program shows at
+//! the first value that it touches. Each fault here is a typical one. It must be found at its operation, layer and
 //! step, and nothing before it may differ.
 
 use meshwork_core::Axis;
@@ -20,10 +20,10 @@ fn config(mesh: &str) -> Config {
     small::config(&format!("{mesh} --set training.numerics=canonical"))
 }
 
-/// Three steps of one rank, and of a mesh with a fault in it: where the fault was found.
+/// Runs three steps of one rank, and of a mesh with a fault. Returns where the fault was found.
 #[track_caller]
 fn found(mesh: &str, with_fault: impl FnOnce(Side<'static>) -> Side<'static>) -> (u64, Place) {
-    // They live as long as the test process: a side borrows them, and its hooks own what they need.
+    // The data lives as long as the test process, because a side borrows it, and its hooks own theirs.
     let data: &'static Data = Box::leak(Box::new(data()));
     let [one, other]: [&'static Config; 2] = ["dp=1", mesh].map(|mesh| &*Box::leak(Box::new(config(mesh))));
     let (one, other) = (Side::new(one, data).unwrap(), Side::new(other, data).unwrap());
@@ -160,7 +160,7 @@ fn micro_batches_in_another_order() {
     assert_eq!((step, name, layer, operand), at(2, "vocab_parallel_embedding", "wte", None));
 }
 
-/// As a mean over each micro-batch would be, where they have different numbers of unmasked tokens.
+/// The loss of a mean over each micro-batch, if they have different numbers of unmasked tokens.
 #[test]
 fn a_loss_averaged_over_its_micro_batch() {
     let fault = |_: Site, seen: &Seen<'_>| match (seen.op, seen.operand) {
@@ -182,7 +182,7 @@ fn a_lookup_outside_the_shard() {
         }
         let table = seen.inputs[1].to_vec::<f32>()?;
         with(seen, |y| {
-            // Zeros where the word is another rank's: here its first row instead.
+            // Rows of words of other ranks should be zero; here they are the first row instead.
             for row in y.chunks_mut(HIDDEN).filter(|row| row.iter().all(|y| *y == 0.0)) {
                 row.copy_from_slice(&table[..HIDDEN]);
             }
@@ -204,7 +204,7 @@ fn a_norm_with_another_epsilon() {
     assert_eq!(found_at(MESH, fault), at(1, "layer_norm", "h.1.ln_2", None));
 }
 
-/// The sigmoid form of GELU where the model has the tanh form.
+/// The sigmoid form of GELU instead of the tanh form.
 #[test]
 fn another_activation() {
     let fault = |_: Site, seen: &Seen<'_>| {
@@ -269,7 +269,7 @@ fn a_mask_that_is_off_by_one() {
     assert_eq!(found_at(MESH, fault), at(1, "causal_attention", "after h.0.attn.qkv", None));
 }
 
-/// The gradient was the same: it is the update.
+/// The gradient was the same, so the update is wrong.
 #[test]
 fn an_optimizer_that_forgets_slower() {
     let data = data();

@@ -34,7 +34,7 @@ fn profile(mesh: &str, more: &[&str]) -> Profile {
     run(mesh, &[&["metrics.profile=true"], more].concat()).profile.unwrap()
 }
 
-/// Spans, each inside or beside every other one but for flights.
+/// Spans, each inside or beside every other one, except for flights.
 fn assert_nested(what: &str, spans: &[Span]) {
     let mut spans: Vec<&Span> = spans.iter().filter(|span| span.class != Class::Flight).collect();
     spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end), !span.class.is_frame()));
@@ -56,7 +56,7 @@ fn assert_nested(what: &str, spans: &[Span]) {
     }
 }
 
-/// What ran of a step, by rank, is what the schedule says; and the prediction has the same actions.
+/// The actions of a step, by rank, are those of the schedule; and the prediction has the same actions.
 #[test]
 fn the_pipeline_of_a_step_as_predicted_and_as_it_ran() {
     let flush = "model.tie_embeddings=false";
@@ -134,7 +134,7 @@ fn spans_nest_and_slices_add_up_to_the_steps() {
     }
 }
 
-/// How often each (operation, group) occurs.
+/// Number of occurrences of each (operation, group).
 fn tally<'a>(calls: impl Iterator<Item = (&'a str, &'a str)>) -> BTreeMap<(String, String), usize> {
     let mut tally = BTreeMap::new();
     calls.for_each(|(op, group)| *tally.entry((op.to_owned(), group.to_owned())).or_default() += 1);
@@ -266,7 +266,7 @@ fn a_profile_changes_no_number_and_without_one_nothing_is_recorded() {
         assert_eq!(with.sample, without.sample, "{mesh}");
         assert_eq!(without.profile, None, "{mesh}");
     }
-    // Only the steps asked for; a run of one step has no other.
+    // Only the requested steps; a run of one step profiles that step.
     for (settings, wanted) in [
         (["training.steps=4", "metrics.profile_steps=1"], vec![2]),
         (["training.steps=1", "metrics.profile_steps=5"], vec![1]),
@@ -313,12 +313,12 @@ fn layers_are_profiled_in_the_planners_format() {
     let plan = plan(&states, &[level], &PlanOptions { straight: true, ..PlanOptions::default() }).unwrap();
     assert_eq!(plan.levels[0].len(), 2);
 
-    // The run is the run without it.
+    // The run has the same results without it.
     let plain = run("dp=2,pp=2", &["model.dropout=0.1"]);
     assert_eq!((outcome.loss, outcome.sample), (plain.loss, plain.sample));
 }
 
-/// It is of the model on one rank: what is asked for the pipeline that trains says nothing about it.
+/// The profile is of the model on one rank, so the settings of the training pipeline do not matter.
 #[test]
 fn layers_of_any_pipeline_are_profiled() {
     let pipedream = ["model.tie_embeddings=false", "training.max_norm=0", "pipeline.schedule=pipedream"];

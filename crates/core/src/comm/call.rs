@@ -6,9 +6,9 @@ use super::error::CallError;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 
-/// How the elements of several ranks become one.
+/// How the elements of several ranks are reduced to one.
 ///
-/// NaN and the order of sums are as said here on communicators whose order is
+/// NaN and the order of sums are as described here on communicators whose order is
 /// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
@@ -34,10 +34,10 @@ impl ReduceOp {
     }
 }
 
-/// What to do. Ranks are ranks within the group.
+/// The operation. Ranks are ranks within the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// `output` of every rank becomes the reduction of all `input`s; of a rank without an input, its output is one.
+    /// `output` of every rank becomes the reduction of all `input`s; a rank without an input uses its output as input.
     AllReduce(ReduceOp),
     /// `output` (c elements) of rank r becomes the reduction of the r-th parts of all `input`s (n·c elements).
     ReduceScatter(ReduceOp),
@@ -59,21 +59,21 @@ pub enum Op {
     Send {
         /// The receiver.
         to: usize,
-        /// What the message means (a fingerprint of shape and types): the receiver must expect the same.
+        /// A fingerprint of the message's shape and types: the receiver must expect the same.
         signature: u64,
     },
     /// Receives `output` from one rank.
     Recv {
         /// The sender.
         from: usize,
-        /// What the message means (a fingerprint of shape and types): the sender must say the same.
+        /// A fingerprint of the message's shape and types: the sender must send the same.
         signature: u64,
     },
     /// Waits until every rank has started it.
     Barrier,
 }
 
-/// Which operation, without its particulars.
+/// The kind of an operation, without its parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum OpKind {
     /// [`Op::AllReduce`].
@@ -149,16 +149,16 @@ impl Op {
 /// be shared.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What to do.
+    /// The operation to run.
     pub op: Op,
-    /// What is read.
+    /// The buffer that is read.
     pub input: Option<Buffer>,
-    /// What is written.
+    /// The buffer that is written.
     pub output: Option<Buffer>,
 }
 
 impl Call {
-    /// Checks all that one rank alone can check, for a group of `size` ranks in which this one is `rank`.
+    /// Checks everything that one rank alone can check, for a group of `size` ranks in which this one is `rank`.
     pub fn check(&self, rank: usize, size: usize) -> Result<(), CallError> {
         let (has_input, has_output) = self.op.buffers(self.input.is_some());
         for (which, buffer, wanted) in [("input", &self.input, has_input), ("output", &self.output, has_output)] {
@@ -201,7 +201,7 @@ impl Call {
         }
     }
 
-    /// What the call is, for messages and for comparing ranks. `world_ranks` are those of the group.
+    /// A description of the call, for messages and for comparing ranks. `world_ranks` are those of the group.
     pub fn info(&self, world_ranks: &[usize]) -> OpInfo {
         let world = |rank: usize| world_ranks.get(rank).copied().unwrap_or(rank);
         let (peer, signature) = match self.op {
@@ -219,7 +219,7 @@ impl Call {
         OpInfo { kind, reduce, dtype, elements, peer, signature }
     }
 
-    /// Elements of the full buffer: the larger of input and output; of an all-to-all what is sent.
+    /// Elements of the full buffer: the larger of input and output; for an all-to-all, the elements that are sent.
     pub fn elements(&self) -> usize {
         match self.op {
             Op::AllToAll { .. } => count(&self.input),
@@ -284,7 +284,7 @@ pub enum Peer {
     From(usize),
 }
 
-/// What a rank is doing, in short: for messages, and for comparing what ranks do.
+/// A short description of what a rank is doing: for messages, and for comparing what ranks do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpInfo {
     /// Which operation.
@@ -297,7 +297,7 @@ pub struct OpInfo {
     pub elements: usize,
     /// The other rank, if there is one.
     pub peer: Option<Peer>,
-    /// What a message means.
+    /// The fingerprint of a message.
     pub signature: Option<u64>,
 }
 

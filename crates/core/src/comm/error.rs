@@ -49,7 +49,7 @@ pub enum CommError {
         group: String,
         /// The calling rank.
         world_rank: usize,
-        /// Members asked for, as ranks of the group to split.
+        /// The requested members, as ranks of the group to split.
         members: Vec<usize>,
         /// What is wrong.
         #[source]
@@ -71,12 +71,12 @@ pub enum CommError {
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
     Stopped {
-        /// Where this rank was.
+        /// The place of this rank.
         site: Site,
-        /// What went wrong first.
+        /// The first fault.
         fault: Arc<Fault>,
     },
-    /// A buffer cannot be used as the call needs it.
+    /// A buffer cannot be used for the call.
     #[error(transparent)]
     Buffer(#[from] BufferError),
     /// A backend's own failure (a transport, a driver).
@@ -88,12 +88,12 @@ pub enum CommError {
         group: String,
         /// The calling rank.
         world_rank: usize,
-        /// What the backend says, with its error code.
+        /// The backend's message, with its error code.
         message: String,
     },
 }
 
-/// What is wrong with a call.
+/// Why a call is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallError {
@@ -136,14 +136,14 @@ pub enum CallError {
     /// One count per rank is needed.
     #[error("{what} has {len} entries, it must have {size}, one for each rank")]
     CountList {
-        /// Which list.
+        /// The list.
         what: &'static str,
         /// Entries that it has.
         len: usize,
         /// Number of ranks.
         size: usize,
     },
-    /// What a rank sends to itself is not what it receives from itself.
+    /// The number of elements that a rank sends to itself is not the number that it receives from itself.
     #[error("rank {rank} sends {sent} elements to itself but expects {received}")]
     OwnCounts {
         /// The calling rank, in the group.
@@ -185,7 +185,7 @@ impl CallError {
     }
 }
 
-/// What is wrong with a part of a group.
+/// Why a part of a group is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SplitError {

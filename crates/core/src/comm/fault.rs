@@ -1,4 +1,4 @@
-//! What stopped a world. Every rank gets the same report.
+//! The fault that stopped a world. Every rank gets the same report.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use super::{OpInfo, Peer};
 pub struct Site {
     /// Name of the group.
     pub group: Arc<str>,
-    /// Tells apart groups of one name.
+    /// Distinguishes groups with the same name.
     pub group_id: u64,
-    /// World rank of the member that is there.
+    /// World rank of the member at this place.
     pub world_rank: usize,
-    /// Number of the operation: collectives count per group, messages per sender and receiver.
+    /// Number of the operation: collectives are counted per group, messages per sender and receiver.
     pub seq: u64,
-    /// The operation; none for a split.
+    /// The operation; `None` for a split.
     pub op: Option<OpInfo>,
 }
 
@@ -46,7 +46,7 @@ impl fmt::Display for Site {
     }
 }
 
-/// What went wrong. All ranks are world ranks.
+/// The kind of a fault. All ranks are world ranks.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum FaultKind {
@@ -71,7 +71,7 @@ pub enum FaultKind {
         /// Its message.
         message: String,
     },
-    /// A rank is gone, and others need it.
+    /// A rank has ended, and others need it.
     Gone {
         /// The rank.
         rank: usize,
@@ -87,7 +87,7 @@ pub enum FaultKind {
     Timeout {
         /// The rank.
         rank: usize,
-        /// How long.
+        /// Duration without progress.
         after: Duration,
         /// Each waits for the next: the first noticed the timeout, the last is `rank`.
         chain: Vec<usize>,
@@ -145,7 +145,7 @@ fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activity {
-    /// Its own work, or an operation for which it waits for no rank.
+    /// It does its own work, or an operation for which it waits for no rank.
     Computing,
     /// It waits for its last operation, or for an earlier one.
     Waiting,
@@ -160,7 +160,7 @@ pub enum Activity {
 }
 
 impl Activity {
-    /// What one rank does, or several do.
+    /// The activity of one rank or of several, in words.
     fn of(&self, plural: bool) -> String {
         let choose = |one: &'static str, several: &'static str| if plural { several } else { one };
         let has = choose("has", "have");
@@ -168,7 +168,7 @@ impl Activity {
             Activity::Computing => choose("computes", "compute").to_owned(),
             Activity::Waiting => choose("waits", "wait").to_owned(),
             Activity::Returned => format!("{has} returned"),
-            // The error may itself be a report of many lines: its first one says what it is.
+            // The error may itself be a report of many lines; only its first line is used.
             Activity::Failed(error) => {
                 format!("{has} returned an error ({})", error.lines().next().unwrap_or_default())
             }
@@ -214,7 +214,7 @@ impl fmt::Display for RankReport {
     }
 }
 
-/// What ranks have to report, those that report the same on one line: `rank 3 computes`, `ranks 0-2, 4 wait`. `one` and
+/// The reports of ranks, with equal reports on one line: `rank 3 computes`, `ranks 0-2, 4 wait`. `one` and
 /// `several` are the words after the ranks; ranks whose `several` are equal share a line.
 pub(crate) fn grouped(reports: impl IntoIterator<Item = (usize, String, String)>) -> Vec<String> {
     let mut lines: Vec<(Vec<usize>, String, String)> = Vec::new();
@@ -240,12 +240,12 @@ fn runs(ranks: &[usize]) -> String {
     runs.collect::<Vec<_>>().join(", ")
 }
 
-/// What stopped a world: the first thing that went wrong, and what every rank was doing then.
+/// What stopped a world: the first fault, and what every rank was doing then.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
     /// What went wrong.
     pub kind: FaultKind,
-    /// Where; none if it happened outside any operation.
+    /// Its place; `None` if it happened outside any operation.
     pub site: Option<Site>,
     /// What each rank was doing.
     pub ranks: Vec<RankReport>,
@@ -270,7 +270,7 @@ impl Fault {
         let op = here.op.map(|op| format!("{op} ")).unwrap_or_default();
         let kind = &self.kind;
         let mut text = match &self.site {
-            // Two ranks here say two things, which name this one's operation.
+            // The kind names the operations of both ranks, this one's among them.
             Some(site) if site.is_at(here) && kind.is_disagreement() => format!("{here}: {kind}"),
             Some(site) if !site.is_at(here) => {
                 format!("{here}: {op}stopped because in the {site}: {kind}")

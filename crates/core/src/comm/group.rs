@@ -8,8 +8,8 @@ use crate::dtype::{DType, Element};
 
 /// The ranks that this rank talks to, over one mesh axis or several. Cheap to clone.
 ///
-/// Every call is checked here once, and logged. In a group of one rank every collective is the identity: done here,
-/// logged nowhere.
+/// Every call is checked here once, and logged. In a group of one rank every collective is the identity; it is done
+/// here and not logged.
 ///
 /// Each operation comes in three forms: `start_x` returns at once and owns its buffers until [`Pending::wait`]; `x`
 /// takes buffers and gives the output back; `x_slice` works on slices in host memory.
@@ -65,7 +65,7 @@ impl Group {
         self.comm.heartbeat();
     }
 
-    /// In which order reductions add up: see [`Communicator::reduction_order`].
+    /// The order in which reductions add up: see [`Communicator::reduction_order`].
     pub fn reduction_order(&self) -> ReductionOrder {
         self.comm.reduction_order()
     }
@@ -75,7 +75,7 @@ impl Group {
         Ok(Group::new(self.comm.split(name, members)?, self.log.clone()))
     }
 
-    /// Starts any operation: the one way to the backend.
+    /// Starts any operation. All calls to the backend go through here.
     pub fn start(&self, call: Call) -> Result<Pending, CommError> {
         let (size, op) = (self.size(), call.op.kind());
         call.check(self.rank(), size).map_err(|error| error.on(&*self.comm, op))?;
@@ -93,7 +93,7 @@ impl Group {
     }
 }
 
-/// Elements as a [`Record`] counts them: what an all-to-all keeps for its own rank goes nowhere.
+/// Elements as a [`Record`] counts them: without the elements that an all-to-all keeps on its own rank.
 fn leaving(call: &Call, rank: usize) -> usize {
     match &call.op {
         Op::AllToAll { send_counts, .. } => call.elements() - send_counts[rank],
@@ -107,7 +107,7 @@ enum Identity {
     Device(Call),
 }
 
-/// A collective of one rank: the output is the input. (A message to oneself is no valid call.)
+/// A collective of one rank: the output is the input. (A message to oneself is not a valid call.)
 fn identity(mut call: Call) -> Result<Identity, BufferError> {
     match (call.input.take(), call.output.take()) {
         (Some(input), Some(output)) if !(input.is_host() && output.is_host()) => {
@@ -128,7 +128,7 @@ impl Group {
         self.start(Call { op: Op::AllReduce(op), input: None, output: Some(buffer) })
     }
 
-    /// Starts [`Op::AllReduce`] with an input, which may be shared and stays as it is.
+    /// Starts [`Op::AllReduce`] with an input, which may be shared and is not changed.
     pub fn start_all_reduce_into(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
         self.start(Call { op: Op::AllReduce(op), input: Some(input), output: Some(output) })
     }
@@ -184,8 +184,8 @@ impl Group {
         self.start_all_reduce(buffer, op)?.wait()
     }
 
-    /// The reduction of all ranks' inputs, in `output`. The input may be shared and stays as it is. A rank may do this
-    /// where others reduce in place.
+    /// The reduction of all ranks' inputs, in `output`. The input may be shared and is not changed. A rank may do this
+    /// while others reduce in place.
     pub fn all_reduce_into(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
         self.start_all_reduce_into(input, output, op)?.wait()
     }
@@ -205,7 +205,7 @@ impl Group {
         self.start_broadcast(buffer, root)?.wait()
     }
 
-    /// What each rank has for this one, one after the other.
+    /// The elements that each rank has for this one, one after the other.
     pub fn all_to_all(
         &self,
         input: Buffer,
@@ -216,13 +216,13 @@ impl Group {
         self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
     }
 
-    /// Sends a buffer, and gives it back when the receiver has it. If nothing else refers to its memory, sender and receiver
-    /// may trade memory instead of copying: it then holds what the receiver's buffer held.
+    /// Sends a buffer, and returns it when the receiver has it. If nothing else refers to its memory, sender and
+    /// receiver may trade memory instead of copying: it then holds what the receiver's buffer held.
     pub fn send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Buffer, CommError> {
         self.start_send(buffer, to, signature)?.wait()
     }
 
-    /// Fills a buffer with what `from` sends.
+    /// Fills a buffer with the elements that `from` sends.
     pub fn recv(&self, buffer: Buffer, from: usize, signature: u64) -> Result<Buffer, CommError> {
         self.start_recv(buffer, from, signature)?.wait()
     }
@@ -233,8 +233,8 @@ impl Group {
     }
 }
 
-/// Blocking forms on slices in host memory. They copy through a buffer: a borrowed slice could end before the other
-/// ranks are done with it.
+/// Blocking forms on slices in host memory. They copy through a buffer, because a borrowed slice could end before the
+/// other ranks are done with it.
 impl Group {
     /// Replaces the elements by their reduction over all ranks.
     pub fn all_reduce_slice<T: Element>(&self, elements: &mut [T], op: ReduceOp) -> Result<(), CommError> {
@@ -266,7 +266,7 @@ impl Group {
         give(self.broadcast(Buffer::from_slice(elements), root)?, elements)
     }
 
-    /// Fills `output` with what each rank has for this one, one after the other.
+    /// Fills `output` with the elements that each rank has for this one, one after the other.
     pub fn all_to_all_slice<T: Element>(
         &self,
         input: &[T],
@@ -283,7 +283,7 @@ impl Group {
         self.send(Buffer::from_slice(elements), to, signature).map(drop)
     }
 
-    /// Fills the slice with what `from` sends.
+    /// Fills the slice with the elements that `from` sends.
     pub fn recv_slice<T: Element>(&self, elements: &mut [T], from: usize, signature: u64) -> Result<(), CommError> {
         give(self.recv(Buffer::zeros(T::DTYPE, elements.len()), from, signature)?, elements)
     }

@@ -1,4 +1,4 @@
-//! What was communicated: logical bytes, the same for every backend.
+//! The log of communications, in logical bytes, the same for every backend.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ pub struct Record {
     pub op: OpKind,
     /// Element type; bytes for a barrier, which has none.
     pub dtype: DType,
-    /// Elements of the full buffer; of an all-to-all or a send those that leave the rank.
+    /// Elements of the full buffer; for an all-to-all or a send, those that leave the rank.
     pub elements: usize,
     /// Ranks in the group.
     pub ranks: usize,
@@ -24,7 +24,7 @@ pub struct Record {
 impl Record {
     /// Logical bytes, averaged over the ranks of the group, however a backend moves them. With `n` ranks and a
     /// full buffer of `b` bytes: all-reduce 2b(n-1)/n; reduce-scatter, all-gather and broadcast b(n-1)/n;
-    /// all-to-all and send what leaves the rank; receive and barrier nothing.
+    /// all-to-all and send: the bytes that leave the rank; receive and barrier: 0.
     pub fn bytes(&self) -> f64 {
         let full = (self.elements * self.dtype.size()) as f64;
         let others = (self.ranks - 1) as f64 / self.ranks as f64;
@@ -65,7 +65,7 @@ impl CommLog {
     }
 
     fn records(&self) -> MutexGuard<'_, Vec<Record>> {
-        // A panic between two pushes leaves a whole log.
+        // A panic between two pushes leaves the log complete.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

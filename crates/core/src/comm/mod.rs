@@ -27,13 +27,13 @@ pub use group::Group;
 pub use log::{CommLog, Record};
 pub use pending::{Pending, PendingOp};
 
-/// One rank's end of a group of ranks: what a backend implements, over threads, NCCL or MPI.
+/// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI.
 ///
 /// A caller keeps to these rules, and a backend may rely on them:
 ///
 /// - Every member makes the same collective calls, splits among them, in the same order.
-/// - The calls have passed [`Call::check`], as all calls of a [`Group`] have. A group of one rank starts only what copies
-///   memory that is not on the host.
+/// - The calls have passed [`Call::check`], as all calls of a [`Group`] have. A group of one rank starts only
+///   operations that copy memory that is not on the host.
 /// - Several operations may be in flight at once. A caller waits for them in any order, or drops the [`Pending`].
 /// - A rank communicates from one thread at a time.
 ///
@@ -47,7 +47,7 @@ pub use pending::{Pending, PendingOp};
 /// - The operation owns its buffers until [`Pending::wait`] returns or, if the handle was dropped, until it is over. The
 ///   sender's memory comes back unchanged or traded for the receiver's: see [`Op::Send`].
 /// - An operation that cannot complete ends with an error: [`CommError::Backend`] with the library's own code. Only
-///   [`thread`] promises that every rank hears the same first cause.
+///   [`thread`] promises that every rank gets the same first cause.
 ///
 /// It need not compare what the ranks do. Where it can, it reports ranks whose operations, element types, counts or
 /// message signatures differ; NCCL and MPI leave such programs undefined.
@@ -77,22 +77,22 @@ pub trait Communicator: Send + Sync + Debug {
     /// nothing by default: most backends have no such timeout.
     fn heartbeat(&self) {}
 
-    /// In which order reductions add up. Nothing is promised by default. It must hold for every group that is split off
+    /// The order in which reductions add up; unspecified by default. It must hold for every group that is split off
     /// this one.
     fn reduction_order(&self) -> ReductionOrder {
         ReductionOrder::Unspecified
     }
 }
 
-/// What a communicator promises about the order in which it reduces the elements of several ranks; each promise includes
-/// those before it. Canonical numerics need [`BalancedTree`](Self::BalancedTree).
+/// The promise of a communicator about the order in which it reduces the elements of several ranks. Each promise
+/// includes those before it. Canonical numerics need [`BalancedTree`](Self::BalancedTree).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReductionOrder {
     /// Nothing: two runs of one program may differ in the last bits.
     Unspecified,
-    /// The same group, operation, type and count add up in the same order on every run: the same bits, in an order of the
-    /// backend's own. (NCCL with its algorithm and protocol pinned, on the same machines.)
+    /// The same group, operation, type and count add up in the same order on every run: the same bits, in an order that
+    /// the backend chooses. (NCCL with its algorithm and protocol pinned, on the same machines.)
     Repeatable,
     /// The balanced tree of [`tree`](crate::tree) over the ranks in the order of the group, whatever the count and place
     /// of the elements; 16-bit floats are added in f32 and rounded once.
@@ -109,7 +109,7 @@ impl std::fmt::Display for ReductionOrder {
     }
 }
 
-/// This rank's number in the world: for messages, so a communicator with too few world ranks gives 0.
+/// This rank's number in the world, for messages. A communicator with too few world ranks gives 0.
 fn world_rank(comm: &(impl Communicator + ?Sized)) -> usize {
     comm.world_ranks().get(comm.rank()).copied().unwrap_or_default()
 }

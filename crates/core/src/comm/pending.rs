@@ -5,7 +5,7 @@ use std::fmt;
 use super::CommError;
 use crate::buffer::Buffer;
 
-/// What a backend puts behind a [`Pending`]. Dropping it detaches from the operation, whose memory must stay
+/// The backend's part of a [`Pending`]. Dropping it detaches from the operation, whose memory must stay
 /// owned until it is over.
 pub trait PendingOp: Send {
     /// Blocks until the operation is over and gives its buffer back.
@@ -35,8 +35,7 @@ impl Pending {
         Pending(State::Done(buffer))
     }
 
-    /// Blocks until the operation is over. Gives back the output; the input of a send; an empty buffer for a
-    /// barrier.
+    /// Blocks until the operation is over. Returns the output, the input of a send, or an empty buffer for a barrier.
     pub fn wait(self) -> Result<Buffer, CommError> {
         match self.0 {
             State::Done(buffer) => Ok(buffer),

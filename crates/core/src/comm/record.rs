@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::{Call, CommError, Communicator, OpKind, Pending, ReductionOrder, check_members};
 use crate::buffer::Buffer;
 
-/// Rank `rank` of a group of which only this rank exists. `rank` must be a place in `world_ranks`.
+/// Rank `rank` of a group whose other ranks do not exist. `rank` must be an index of `world_ranks`.
 pub fn communicator(name: &str, rank: usize, world_ranks: Vec<usize>) -> Result<Arc<dyn Communicator>, CommError> {
     if rank >= world_ranks.len() {
         let size = world_ranks.len();
@@ -63,7 +63,7 @@ impl Communicator for RecordComm {
         communicator(name, rank, world_ranks)
     }
 
-    /// That of the threads: a run is planned as it will be trained.
+    /// The same as that of threads, so that a run is planned as it will be trained.
     fn reduction_order(&self) -> ReductionOrder {
         ReductionOrder::BalancedTree
     }

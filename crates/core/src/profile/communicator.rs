@@ -1,4 +1,4 @@
-//! A communicator that records what it costs its rank.
+//! A communicator that records the time that it takes on its rank.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -19,13 +19,13 @@ struct Profiled {
     inner: Arc<dyn Communicator>,
     recorder: Recorder,
     group: Arc<(String, Vec<usize>)>,
-    /// How many collectives, and how many messages per sender and receiver. Counted also while the recorder pauses, so
-    /// that all members give a meeting the same number.
+    /// Numbers of collectives, and of messages per sender and receiver. They are also counted while the recorder
+    /// pauses, so that all members give a communication the same number.
     seen: Mutex<HashMap<Option<(usize, usize)>, u64>>,
 }
 
 impl Profiled {
-    /// Where the next such operation of this rank belongs.
+    /// The communication of the next such operation of this rank.
     fn meeting(&self, op: &Op) -> Meeting {
         let me = self.inner.rank();
         let message = match *op {

@@ -1,4 +1,4 @@
-//! SPMD types: what a value is over each axis of the mesh it lies on.
+//! SPMD types: how a value is distributed over each axis of its mesh.
 //!
 //! | type | value over the axis | gradient |
 //! |---|---|---|
@@ -8,9 +8,9 @@
 //! | `Varying` | each rank holds a value of its own | `Varying` |
 //! | `Partial` | the true value is the sum over ranks, not yet taken | `Replicate` |
 //!
-//! Local operations infer the type of their result ([`rules`]) and refuse what would need hidden communication. Only
-//! the named collectives of `meshwork-tensor` change a type. The reason for all this: forgetting the `copy` before a
-//! column-parallel layer leaves the forward pass right and the gradient wrong, and nothing else notices.
+//! Local operations infer the type of their result ([`rules`]) and refuse operands that would need hidden
+//! communication. Only the named collectives of `meshwork-tensor` change a type. The reason: if the `copy` before a
+//! column-parallel layer is forgotten, the forward pass is right, the gradient is wrong, and nothing else notices it.
 
 pub mod rules;
 
@@ -105,7 +105,7 @@ impl Types {
         self.0[axis.index()]
     }
 
-    /// The same with another type on `axis`.
+    /// The same types, with `ty` on `axis`.
     pub fn with(mut self, axis: Axis, ty: Ty) -> Self {
         self.0[axis.index()] = Some(ty);
         self
@@ -127,7 +127,7 @@ impl Types {
         self.iter().filter(|&(_, ty)| ty == Ty::Partial).map(|(axis, _)| axis)
     }
 
-    /// Refuses to report or hand over, as final, a value that is not the same on every rank.
+    /// Refuses to report or return, as final, a value that is not the same on every rank.
     pub fn require_final(&self, what: &str) -> Result<(), SpmdError> {
         match self.iter().find(|(_, ty)| !matches!(ty, Ty::Replicate | Ty::Invariant)) {
             None => Ok(()),
@@ -153,7 +153,7 @@ impl Types {
     }
 
     /// A fingerprint of these types and of a shape and element type. A pipeline message carries it, and the receiver
-    /// refuses another; [`Types::from_signature`] reads the types back for the error.
+    /// refuses any other; [`Types::from_signature`] reads the types back for the error.
     pub fn signature(&self, dtype: crate::DType, shape: &[usize]) -> u64 {
         let codes = self.0.iter().rev().fold(0, |bits, ty| bits << 4 | ty.map_or(0, Ty::code));
         // FNV-1a over dtype and shape, folded to the 48 bits left of the types.
@@ -185,7 +185,7 @@ impl fmt::Debug for Types {
     }
 }
 
-/// A wrongly distributed program: what an operation was given, on which axis, and what would be valid.
+/// A wrongly distributed program: the operands of an operation, the axis, and what would be valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: on axis {axis}, {problem}; {fix}")]
 pub struct SpmdError {

@@ -37,7 +37,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// What a rule says of one axis: a type, or (problem, fix).
+/// The result of a rule on one axis: a type, or (problem, fix).
 pub type Verdict = Result<Ty, (String, String)>;
 
 /// Reading a replicated parameter yields, per axis, `Invariant` if every other operand is `Invariant` there, else
@@ -325,7 +325,7 @@ mod tests {
         let mut operands = [Operand::value("x", data, 3), Operand::parameter("gamma", types, 1)];
         resolve_reads(&mut operands);
         assert_eq!(operands[1].types, Types::of(&[(Axis::Tp, I), (Axis::Dp, R)]));
-        // No other operand: nothing says that the same work is done everywhere.
+        // Without another operand, nothing shows that all ranks do the same work.
         let mut alone = [Operand::parameter("gamma", types, 1)];
         resolve_reads(&mut alone);
         assert_eq!(alone[0].types, types);

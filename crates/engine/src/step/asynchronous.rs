@@ -1,10 +1,10 @@
 //! The step of asynchronous schedules: weights change while the schedule runs, and the pipeline is not drained between steps
 //! (PipeDream: Narayanan et al. 2019; PipeDream-2BW: Narayanan et al. 2021).
 //!
-//! A rank's part of step t ends with its last forward of that step's batch: backwards and updates of the youngest micro-batches,
-//! of which the first rank has the most in flight, fall into its part of step t+1 (or later, where a step has fewer of them than
-//! there are ranks). So a step's loss is complete at its end, but its last updates only at the end of the next one, and it is
-//! reported one step later still, when no rank has to wait to hear of it.
+//! A rank's part of step t ends with its last forward of that step's batch: backwards and updates of the youngest
+//! micro-batches, of which the first rank has the most in flight, fall into its part of step t+1 (or later, where a
+//! step has fewer of them than there are ranks). So a step's loss is complete at its end, but its last updates only at
+//! the end of the next one, and it is reported one step later still, when no rank has to wait for the sums.
 //!
 //! ```text
 //! schedule of two steps:  │ F F F F B F B F │ B F B F B F B F │ B B B      (first rank, m = 4)
@@ -24,14 +24,14 @@ use std::ops::Range;
 /// An asynchronous schedule, as one pp rank sees it.
 #[derive(Debug)]
 pub(super) struct Asynchronous {
-    /// Of one step, of two, and so on until one step more is more of the same: each drained at its end.
+    /// The schedules of one step, of two, and so on, each drained at its end. The last one reaches the steady state.
     schedules: Vec<Lowered>,
-    /// Per step of the last of them: the number of actions by its end.
+    /// Per step of the last schedule: the number of actions up to the end of the step.
     ends: Vec<usize>,
     micros: usize,
     /// Steps begun since the pipeline was empty.
     begun: usize,
-    /// Updates before that.
+    /// Updates before these steps.
     updates_before: u64,
 }
 
@@ -39,17 +39,18 @@ impl Asynchronous {
     /// The schedule of a plan.
     pub(super) fn new(plan: &Plan, pp_rank: usize) -> Result<Self, TrainError> {
         let (pp, micros) = (plan.mesh.degree(Axis::Pp), plan.num_microbatches()?);
-        // The first rank is up to pp micro-batches ahead of its backwards: so many steps, begun, the pipeline is not full.
+        // The first rank is up to pp micro-batches ahead of its backwards, so the pipeline fills up during this number
+        // of steps.
         let filling = pp.div_ceil(micros);
         let build = |steps| Ok(lower(&plan.schedule.build_steps(pp, micros, steps)?)?);
         let schedules = (1..=filling + 1).map(build).collect::<Result<Vec<Lowered>, TrainError>>()?;
-        // Where the forwards of the step that follows begin.
+        // Where the forwards of the following step begin.
         let longer = build(filling + 2)?;
         let ends = (1..=filling + 1).map(|step| longer.after_forwards(pp_rank, step * micros)).collect();
         Ok(Self { ends, schedules, micros, begun: 0, updates_before: 0 })
     }
 
-    /// The schedule of the steps begun, as far as it is not more of the same.
+    /// The schedule of the steps begun; in the steady state, the last schedule.
     pub(super) fn schedule(&self) -> &Lowered {
         &self.schedules[self.part()]
     }
@@ -58,23 +59,23 @@ impl Asynchronous {
         &self.schedules[self.schedules.len() - 1]
     }
 
-    /// Which step of its schedule the step begun last is.
+    /// The index, in its schedule, of the step begun last.
     fn part(&self) -> usize {
         self.begun.clamp(1, self.schedules.len()) - 1
     }
 
-    /// How many steps the step begun last is ahead of that.
+    /// By how many steps the step begun last is ahead of that.
     fn steps_ahead(&self) -> usize {
         self.begun.saturating_sub(self.schedules.len())
     }
 
-    /// Steps that are begun when the first of them becomes certain: its last updates fall into the steps that follow, and one later
-    /// no rank has to wait to hear of them.
+    /// Number of steps begun when the first of them becomes certain. Its last updates fall into the following steps,
+    /// and one step later no rank has to wait for the sums.
     pub(super) fn lag(&self) -> usize {
         self.schedules.len()
     }
 
-    /// Messages that must be able to be on their way to one pp rank.
+    /// Number of messages that must fit in flight to one pp rank.
     pub(super) fn in_flight(&self) -> usize {
         self.steady().report().in_flight
     }
@@ -84,7 +85,7 @@ impl Asynchronous {
         self.schedules[0].updates().max(1)
     }
 
-    /// The newest versions of the weights among which is what any forward of the rank reads.
+    /// Number of newest versions of the weights that forwards of the rank may read.
     pub(super) fn versions_kept(&self, pp_rank: usize) -> usize {
         1 + self.steady().versions_behind(pp_rank)
     }
@@ -145,7 +146,7 @@ impl Trainer {
         self.finish_completing((step + 1).saturating_sub(lag))
     }
 
-    /// Runs what is left of the steps begun, and completes them.
+    /// Runs the remaining actions of the steps begun, and completes them.
     pub(super) fn drain(&mut self, observe: &mut impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
         let driver = self.asynchronous();
         if driver.begun == 0 {
@@ -163,7 +164,7 @@ impl Trainer {
         self.finish_completing(last + 1)
     }
 
-    /// Starts the sums of the steps up to and with `last`, of which every update has been made on this rank.
+    /// Starts the sums of the steps up to and with `last`, all of whose updates have been made on this rank.
     fn start_completing(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {

@@ -1,4 +1,4 @@
-//! When weights change: what the two kinds of schedules have in common.
+//! The common interface of the two kinds of schedules, which differ in when weights change.
 
 use super::asynchronous::Asynchronous;
 use super::synchronous::Synchronous;
@@ -13,7 +13,7 @@ pub(super) enum Driver {
 }
 
 impl Driver {
-    /// The schedule of the step that is next.
+    /// The schedule of the next step.
     pub(super) fn schedule(&self) -> &Lowered {
         match self {
             Self::Synchronous(driver) => driver.schedule(),
@@ -21,7 +21,7 @@ impl Driver {
         }
     }
 
-    /// Messages that must be able to be on their way to one pp rank.
+    /// Number of messages that must fit in flight to one pp rank.
     pub(super) fn in_flight(&self) -> usize {
         match self {
             Self::Synchronous(driver) => driver.schedule().report().in_flight,
@@ -37,7 +37,7 @@ impl Driver {
         }
     }
 
-    /// The version of the weights that a micro-batch reads at a stage; nothing where all read the newest.
+    /// The version of the weights that a micro-batch reads at a stage; `None` where all read the newest.
     pub(super) fn version(&self, stage: usize, micro: usize) -> Option<u64> {
         match self {
             Self::Synchronous(_) => None,
@@ -45,7 +45,7 @@ impl Driver {
         }
     }
 
-    /// The steps that are begun before the first of them is certain: 0 where each is before the next begins.
+    /// Number of steps begun before the first of them is certain: 0 if each step is certain before the next begins.
     pub(super) fn steps_ahead(&self) -> usize {
         match self {
             Self::Synchronous(driver) => usize::from(driver.overlaps()),

@@ -10,7 +10,7 @@ use meshwork_nn::Batch;
 use meshwork_pipeline::run;
 use meshwork_tensor::Error;
 
-/// What an evaluation over some batches gives.
+/// The result of an evaluation over some batches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
     /// Mean over all terms of the loss.
@@ -20,8 +20,8 @@ pub struct Evaluation {
 }
 
 impl Trainer {
-    /// The mean loss and metrics over some batches, of which this rank is given its [samples](Self::samples), without training.
-    /// Every rank gets the same.
+    /// The mean loss and metrics over some batches, without training. Each batch has only this rank's
+    /// [samples](Self::samples). Every rank gets the same result.
     pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation, TrainError> {
         self.require_complete()?;
         let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.metrics.len()], 0, 0);
@@ -42,11 +42,12 @@ impl Trainer {
         }
     }
 
-    /// The first `columns` numbers of a row of the model's output for the samples of `batch`, which every rank is given whole. The
-    /// output is what [`Stage::predict`](meshwork_nn::Stage::predict) gives, taken as rows of its last dim. Every rank gets the same.
+    /// The first `columns` numbers of a row of the model's output for the samples of `batch`, which every rank passes
+    /// whole. The output is that of [`Stage::predict`](meshwork_nn::Stage::predict), seen as rows of its last dim.
+    /// Every rank gets the same result.
     ///
     /// # Errors
-    /// While steps are under way; a row that there is not, or more columns than it has.
+    /// Steps that are under way; a row that does not exist; more columns than a row has.
     pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;

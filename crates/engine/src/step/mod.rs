@@ -1,4 +1,4 @@
-//! One training step. What needs several axes at once lives here and nowhere else: the last micro-batch tells the reducer,
+//! One training step. This module, and no other, needs several axes at once: the last micro-batch starts the reducer,
 //! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the terms of
 //! the whole batch.
 //!
@@ -10,7 +10,7 @@
 //! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
 //! runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never drain.
 //!
-//! More than 400 lines: all that a trainer holds is set up in one constructor, beside the documented public calls.
+//! More than 400 lines: one constructor sets up all fields of a trainer, beside the documented public calls.
 
 mod asynchronous;
 mod driver;
@@ -71,13 +71,13 @@ pub struct Trainer {
     micro_batch: usize,
     micros: usize,
     steps_begun: u64,
-    /// Those among them that are not certain yet, the oldest first.
+    /// The steps begun that are not certain yet, the oldest first.
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
     watch: Option<Arc<dyn Watch>>,
 }
 
-/// What a step did, the same on every rank.
+/// The report of a step, the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// Number of the step, from 1.
@@ -96,16 +96,16 @@ pub struct StepReport {
     pub peak_bytes: Vec<u64>,
     /// What this rank communicated in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
-    /// Whether some rank was asked to stop by then.
+    /// Whether some rank had been asked to stop by the end of the step.
     pub stop: bool,
 }
 
 impl Trainer {
-    /// This rank's part of a run. Collective: every rank of the mesh makes one of the same model and plan.
+    /// Creates this rank's trainer. Collective: every rank of the mesh creates one with the same model and plan.
     ///
     /// # Errors
-    /// A rank of another mesh than the plan's; a plan that does not fit the model, the schedule or the device; a program that is
-    /// wrongly distributed, which the first pass over the model finds without data.
+    /// A rank of a different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a
+    /// program that is wrongly distributed, which the first pass over the model finds without data.
     pub fn new(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -184,7 +184,7 @@ impl Trainer {
         })
     }
 
-    /// The samples of a global batch that this rank's dp rank takes: what [`step`](Self::step) is given.
+    /// The samples of a global batch that this rank's dp rank takes, and that [`step`](Self::step) expects.
     pub fn samples(&self) -> Range<usize> {
         let per_dp = self.micros * self.micro_batch;
         let first = self.rank.coords().get(Axis::Dp) * per_dp;
@@ -201,7 +201,7 @@ impl Trainer {
         &self.device
     }
 
-    /// The model as the plan cuts it.
+    /// The model, cut into stages as the plan says.
     pub fn plan(&self) -> &ModelPlan {
         &self.plan
     }
@@ -223,13 +223,13 @@ impl Trainer {
         self.steps_begun - self.pending.len() as u64
     }
 
-    /// The steps that are begun before the first of them is certain: 0 where each is before the next begins.
+    /// Number of steps begun before the first of them is certain: 0 if each step is certain before the next begins.
     pub fn steps_ahead(&self) -> usize {
         self.driver.steps_ahead()
     }
 
-    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping. Nothing for a frozen
-    /// one.
+    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping. Empty
+    /// for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
         self.weights.borrow().gradient(id)
     }
@@ -239,8 +239,8 @@ impl Trainer {
         self.weights.borrow().states(id)
     }
 
-    /// The most activations that ever lived on this rank at once, in units of one micro-batch through one stage, and the most
-    /// versions of the weights: what [`check`](meshwork_pipeline::check) promised.
+    /// The largest number of activations alive at once on this rank, in units of one micro-batch through one stage, and
+    /// of versions of the weights. Both are as [`check`](meshwork_pipeline::check) predicted.
     pub fn peaks(&self) -> (usize, usize) {
         (self.live.most(), self.weights.borrow().most_versions())
     }
@@ -261,16 +261,16 @@ impl Trainer {
         self.observed_step(batch, |_| {})
     }
 
-    /// The same with an observer, which sees every action of the pipeline start and end.
+    /// As [`step`](Self::step), with an observer that sees every action of the pipeline start and end.
     pub fn observed_step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
         let mut reports = self.start_step(batch, || false, &mut observe)?;
         reports.extend(self.flush(&mut observe)?);
         reports.pop().ok_or(TrainError::Pending { steps: self.pending.len() })
     }
 
-    /// Trains on this rank's samples of one global batch, and gives the steps that became certain: this one, or earlier ones where
-    /// the schedule lets steps overlap. `stop` is asked at the end whether this rank is to stop, `observe` sees every action of the
-    /// pipeline start and end.
+    /// Trains on this rank's samples of one global batch, and returns the reports of the steps that became certain:
+    /// this one, or earlier ones where the schedule lets steps overlap. At the end `stop` is called to ask whether this
+    /// rank should stop. `observe` sees every action of the pipeline start and end.
     pub fn start_step(
         &mut self,
         batch: &Batch,
@@ -289,7 +289,8 @@ impl Trainer {
         }
     }
 
-    /// Completes every step that was begun, and drains the pipeline. Before weights are read from outside, and at the end.
+    /// Completes every step that was begun, and drains the pipeline. Call it before reading weights, and at the end of
+    /// a run.
     pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
         match self.driver {
             Driver::Synchronous(_) => Ok(self.validate(false)?.into_iter().map(|(report, _)| report).collect()),

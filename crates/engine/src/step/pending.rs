@@ -1,7 +1,7 @@
-//! From what each rank knows to what is certain: the sums over the world that make a step's loss, metrics and norm, and its report.
+//! The sums over the world that give a step's loss, metrics and norm, and the report of the step.
 //!
 //! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm]`,
-//! which is summed over the world and downloaded once: so no number of micro-batches or layers adds a download.
+//! which is summed over the world and downloaded once, whatever the number of micro-batches and layers.
 
 use super::{StepReport, Trainer};
 use crate::pass::Purpose;
@@ -14,17 +14,17 @@ use meshwork_tensor::Error;
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
 
-/// A step that is over on this rank, and not certain yet.
+/// A step that is complete on this rank, but not certain yet.
 #[derive(Debug)]
 pub(super) struct PendingStep {
     pub(super) step: u64,
     /// Terms of its loss.
     pub(super) terms: u64,
-    /// What this rank counts of losses, metrics and norms, until it is on its way.
+    /// This rank's part of losses, metrics and norms, until their sum is started.
     pub(super) numbers: Option<Buffer>,
-    /// From which buffers were updated.
+    /// The sums from which buffers of statistics were updated.
     pub(super) statistics: StatisticSums,
-    /// What it communicated.
+    /// Its communications.
     pub(super) records: Vec<Record>,
     pub(super) sums: Option<Sums>,
     pub(super) stats: Option<StepStats>,
@@ -38,7 +38,8 @@ pub(super) struct Sums {
     updates: usize,
 }
 
-/// What ranks tell each other about a step beside the numbers that it made.
+/// What ranks share about a step besides its loss, metrics and norm: bytes per group, peaks of memory, requests to
+/// stop.
 #[derive(Debug)]
 pub(super) struct StepStats(Pending);
 
@@ -46,9 +47,9 @@ pub(super) struct StepStats(Pending);
 #[derive(Clone, Debug)]
 pub(super) struct Totals {
     pub(super) loss: f64,
-    /// In the order in which the model declares them.
+    /// Metrics, in the order in which the model declares them.
     pub(super) metrics: Vec<f64>,
-    /// Mean over the updates.
+    /// Mean squared norm over the updates.
     pub(super) norm_squared: f64,
 }
 
@@ -61,12 +62,12 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// What is not finite, if anything is.
+    /// The first of loss and norm that is not finite, if there is one.
     pub(super) fn not_finite(&self) -> Option<(&'static str, f64)> {
         [("loss", self.loss), ("gradient norm", self.grad_norm)].into_iter().find(|(_, value)| !value.is_finite())
     }
 
-    /// Refuses what is not finite, where the weights can still be what they were.
+    /// Refuses a loss or norm that is not finite, while the old weights can still be kept.
     pub(super) fn finite(self, step: u64) -> Result<Self, TrainError> {
         match self.not_finite() {
             None => Ok(self),
@@ -87,8 +88,8 @@ impl Trainer {
         (1 + self.metrics.len()) * self.global_batch_size
     }
 
-    /// Starts the sum over the world of the numbers of a pass. What one rank alone counts comes through as it is, and so every mesh
-    /// adds up the same numbers, in one order, when they are [there](Trainer::totals).
+    /// Starts the sum over the world of the numbers of a pass. A number that only one rank counts is not changed by
+    /// this sum. So every mesh adds up the same numbers in the same order in [`totals`](Trainer::totals).
     pub(super) fn start_sums(&self, numbers: Buffer, updates: usize) -> Result<Sums, TrainError> {
         Ok(Sums { all: self.rank.world().start_all_reduce(numbers, ReduceOp::Sum)?, updates })
     }
@@ -108,7 +109,7 @@ impl Trainer {
         })
     }
 
-    /// The mean of each metric over so many samples and terms of the loss.
+    /// The mean of each metric over `samples` samples and `terms` terms of the loss.
     pub(super) fn means(&self, totals: &[f64], samples: usize, terms: u64) -> Vec<(&'static str, f64)> {
         let count = |per| match per {
             Per::Sample => samples as f64,
@@ -117,14 +118,15 @@ impl Trainer {
         self.metrics.iter().zip(totals).map(|(metric, total)| (metric.name, total / count(metric.per))).collect()
     }
 
-    /// Waits for the sums of a step whose loss has so many terms.
+    /// Waits for the sums of a step whose loss has `terms` terms.
     pub(super) fn measure(&self, sums: Sums, terms: u64) -> Result<Measured, TrainError> {
         let Totals { loss, metrics, norm_squared } = self.totals(sums)?;
         let metrics = self.means(&metrics, self.global_batch_size, terms);
         Ok(Measured { loss: loss / terms as f64, grad_norm: norm_squared.sqrt(), metrics })
     }
 
-    /// Starts telling every rank the bytes per group, summed over the ranks, every rank's peak, and whether some rank is to stop.
+    /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, and whether
+    /// some rank should stop.
     pub(super) fn start_stats(&self, records: &[Record], stop: bool) -> Result<StepStats, TrainError> {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);

@@ -1,4 +1,4 @@
-//! The state of a trainer, given out and taken back by global name and slice.
+//! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
 use crate::TrainError;
@@ -6,10 +6,11 @@ use crate::state::{StateKey, StatePiece, StateSource, TrainState};
 use meshwork_tensor::param::Piece;
 
 impl Trainer {
-    /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims, of which this rank keeps
-    /// the slice that it holds: nothing, where the parameter lies on other stages. Optimizer states stay as they are.
+    /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
+    /// only the slice that it holds, which is empty if the parameter is on other stages. Optimizer states stay as they
+    /// are.
     ///
-    /// Not collective; but ranks that hold the same elements must be given the same.
+    /// Not collective, but ranks that hold the same elements must be given the same values.
     pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
@@ -28,8 +29,8 @@ impl Trainer {
         Ok(params.write(id, &piece.values)?)
     }
 
-    /// All that this rank holds of the state of the run, by global name and slice: weights, buffers, optimizer states and counters.
-    /// From it any other mesh goes on: see [`load_state`](Self::load_state).
+    /// This rank's part of the state of the run, by global name and slice: weights, buffers, optimizer states and
+    /// counters. Any other mesh can continue from it: see [`load_state`](Self::load_state).
     ///
     /// # Errors
     /// While steps are under way: [`flush`](Self::flush) completes them.
@@ -53,11 +54,12 @@ impl Trainer {
         Ok(TrainState { step: self.steps_begun, updates: weights.updates(), pieces })
     }
 
-    /// Goes on from the state of another run of the same model and update rule, on whatever mesh, schedule and number of
-    /// micro-batches that was: this rank reads its slices. Every rank must be given the same state.
+    /// Continues from the state of another run of the same model and update rule. That run may have had any mesh,
+    /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state.
     ///
     /// # Errors
-    /// While steps are under way; state that is missing or does not fit, in which case this trainer is of no use any more.
+    /// While steps are under way; state that is missing or does not fit, after which this trainer cannot be used any
+    /// more.
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
         let weights = self.weights.get_mut();

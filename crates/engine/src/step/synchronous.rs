@@ -1,10 +1,11 @@
 //! The step of synchronous schedules: all actions see one version of the weights, and one update ends it.
 //!
-//! Where the schedule ends in the slope in which the next step begins, the update does not wait for the norm of the whole gradient
-//! (post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). Ranks update from their own gradients and
-//! begin the next step; before its first backward they see what the sums over the world say. Where that asks for clipping, or
-//! shows a value that is not finite, they roll the update back, do it again as it should be, and run again what they had begun.
-//! After a step that was clipped the next one waits: most likely it will be clipped too.
+//! Where the end of a step overlaps with the beginning of the next one, the update does not wait for the norm of the
+//! whole gradient (post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). Ranks update from
+//! their own gradients and begin the next step; before its first backward they get the sums over the world. If these
+//! require clipping, or show a value that is not finite, the ranks roll the update back, apply the correct one, and
+//! rerun the part of the next step that they had begun. After a step that was clipped, the next one waits for its norm,
+//! because it will most likely be clipped too.
 //!
 //! ```text
 //! step n:  forward, backward ... ─ reduce ─ start sums ─ update, tentatively
@@ -23,9 +24,10 @@ use meshwork_pipeline::{Event, Lowered, Tag};
 #[derive(Debug)]
 pub(super) struct Synchronous {
     schedule: Lowered,
-    /// Actions before the first backward; none where steps do not overlap.
+    /// Number of actions before the first backward; 0 where steps do not overlap.
     warm_up: usize,
-    /// Per pp rank: activations of the warm-up that it sends and this rank does not receive within its own.
+    /// Per pp rank: the activations that it sends in its warm-up and that this rank does not receive in its own
+    /// warm-up.
     stale: Vec<Vec<Tag>>,
     /// Whether the last step was clipped.
     clipped: bool,
@@ -44,7 +46,7 @@ impl Synchronous {
         &self.schedule
     }
 
-    /// Whether a step may begin before the one before it is certain.
+    /// Whether a step may begin before the previous one is certain.
     pub(super) fn overlaps(&self) -> bool {
         self.warm_up > 0
     }
@@ -119,8 +121,9 @@ impl Trainer {
         Ok(reports)
     }
 
-    /// Makes the last step certain, if it is not: its report, and whether its update had to be done again. Then, and after an
-    /// error, what was `begun` of the next step with the wrong weights is forgotten.
+    /// Makes the last step certain, if it is not yet. Returns its report, and whether its update had to be redone. If
+    /// it had to be, and after an error, the part of the next step that was `begun` with the wrong weights is
+    /// discarded.
     pub(super) fn validate(&mut self, begun: bool) -> Result<Option<(StepReport, bool)>, TrainError> {
         let Some(PendingStep { step, terms, records, statistics, sums: Some(sums), stats: Some(stats), .. }) =
             self.pending.pop_front()

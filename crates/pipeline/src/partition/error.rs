@@ -1,4 +1,4 @@
-//! What can be wrong with a profile, and with what is asked of the planner.
+//! Errors of profiles and of the planner's input.
 
 use std::error::Error;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 /// A profile that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProfileError {
-    /// The line, from 1; of a profile that was not read from text, the line that it would stand in.
+    /// The line, from 1. If the profile was not read from text, the line that it would have.
     pub line: usize,
     /// What is wrong with it.
     pub fault: ProfileFault,
@@ -20,41 +20,41 @@ pub enum ProfileFault {
     Empty,
     /// The line is neither a layer nor an edge.
     NotALine {
-        /// What stands there.
+        /// The text of the line.
         text: String,
     },
-    /// Another field, or none, where this one should be.
+    /// A missing field, or another one in its place.
     Field {
         /// The field.
         expected: &'static str,
-        /// What stands there instead.
+        /// The text in its place.
         found: String,
     },
-    /// A time or size that is none.
+    /// An invalid time or size.
     Number {
         /// The field.
         field: &'static str,
         /// Its value.
         value: String,
     },
-    /// A layer of the same id stands in an earlier line.
+    /// An earlier line has a layer of the same id.
     Twice {
         /// The id.
         id: String,
         /// The earlier line.
         first: usize,
     },
-    /// An id or a name that the format cannot hold.
+    /// An id or a name that the format cannot represent.
     Text {
         /// Its text.
         text: String,
     },
-    /// An edge from or to a layer that is not there.
+    /// An edge from or to an unknown layer.
     Unknown {
         /// The id.
         id: String,
     },
-    /// An edge that an earlier line has.
+    /// An earlier line has the same edge.
     EdgeTwice {
         /// The earlier line.
         first: usize,
@@ -116,40 +116,40 @@ const EXAMPLE: &str = "\"a -- Linear -- forward_compute_time=1.5, backward_compu
 
 impl Error for ProfileError {}
 
-/// What the planner cannot plan.
+/// Why the planner cannot make a plan.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// Nothing is left once inputs are taken away.
+    /// The profile has no layers besides inputs.
     NoLayers,
-    /// The model falls into parts that have nothing to do with each other.
+    /// The model has parts that are not connected.
     Unconnected {
         /// A layer of the first part.
         from: String,
         /// A layer outside it.
         to: String,
     },
-    /// So many branches side by side that there are too many places for a cut to list them.
+    /// The model has so many parallel branches that there are too many places for a cut.
     TooManyStates {
-        /// The most that are listed.
+        /// The largest number that is allowed.
         most: usize,
     },
     /// A search that would take too long, or too much memory.
     TooLarge {
         /// Places for a cut.
         states: usize,
-        /// Comparisons of two partitions that the search takes.
+        /// Comparisons of two partitions that the search needs.
         comparisons: u128,
         /// The most.
         most_comparisons: u128,
-        /// Bytes that it keeps.
+        /// Bytes that the search needs.
         bytes: u128,
         /// The most.
         most_bytes: u128,
     },
-    /// A topology of no levels.
+    /// A topology without levels.
     NoLevels,
-    /// A level without machines, or with more than can be planned.
+    /// A level without machines, or with too many.
     Machines {
         /// The level, from 1, innermost first.
         level: usize,
@@ -158,14 +158,14 @@ pub enum PlanError {
         /// The most.
         most: usize,
     },
-    /// A bandwidth that is none.
+    /// An invalid bandwidth.
     Bandwidth {
         /// The level, from 1, innermost first.
         level: usize,
         /// Bytes per second.
         bytes_per_second: f64,
     },
-    /// A compression ratio that is none.
+    /// An invalid compression ratio.
     Ratio {
         /// Its value.
         ratio: f64,

@@ -1,4 +1,4 @@
-//! Which layers make a stage, and how often each stage is replicated: PipeDream's planner (Narayanan et al., SOSP 2019,
+//! PipeDream's planner: the layers of each stage, and its number of replicas (Narayanan et al., SOSP 2019,
 //! section 3.1).
 //!
 //! ```text

@@ -1,10 +1,12 @@
-//! Which cuts can lie between which: the order of the states as a table of bits, so that a search looks only at cuts that count.
+//! The order of the states as a table of bits: which cuts can lie between which others, so that a search visits only
+//! possible cuts.
 
 use super::states::States;
 
 /// The order of cuts 0 to n, for n states.
 ///
-/// A bit stands for a cut, in the order of [`turn`] and not of the cut, so that the cuts of a set come in that order.
+/// Each bit stands for a cut. The bits are in the order of [`turn`] and not of the cuts, so that a set of cuts is
+/// visited in that order.
 pub(super) struct Order {
     /// The cut of each bit.
     cuts: Vec<u16>,
@@ -14,10 +16,11 @@ pub(super) struct Order {
     before: Vec<Vec<u64>>,
 }
 
-/// When a cut is looked at: of equally good ones, the first is taken. There are many where layers cost nothing or a transfer
-/// decides: a straight VGG-16 on four machines has 253 best partitions. The published code looks at cuts in the order of a Python
-/// set of objects, which their addresses scatter. Any order is right; this one is as scattered, and was chosen because it takes
-/// what the recorded runs of that code took.
+/// The place of a cut in the search order. Of equally good cuts, the search takes the first. There are many equally
+/// good ones where layers cost nothing or a transfer decides: a straight VGG-16 on four machines has 253 best
+/// partitions. The published code visits cuts in the order of a Python set of objects, which their addresses scatter.
+/// Any order is right. This one is also scattered, and was chosen because it finds the partitions of the recorded runs
+/// of that code.
 fn turn(cut: u16) -> usize {
     let cut = usize::from(cut);
     cut * (cut + 17) % 131
@@ -41,7 +44,7 @@ impl Order {
         Self { cuts, after, before }
     }
 
-    /// The cuts between two others, in the order in which they are looked at.
+    /// The cuts between two others, in the order of the search.
     pub(super) fn between(&self, start: usize, end: usize) -> impl Iterator<Item = usize> {
         let words = self.after[start].iter().zip(&self.before[end]).map(|(after, before)| after & before);
         words.enumerate().flat_map(move |(at, mut word)| {
@@ -53,7 +56,8 @@ impl Order {
         })
     }
 
-    /// How many pairs of cuts, and how many triples, can follow each other; of which the first cut is `from` where that is given.
+    /// The numbers of pairs and of triples of cuts that can follow each other, with `from` as the first cut if it is
+    /// given.
     pub(super) fn chains(&self, from: Option<usize>) -> (u128, u128) {
         let count = |words: &[u64]| words.iter().map(|word| u128::from(word.count_ones())).sum::<u128>();
         match from {

@@ -7,8 +7,8 @@
 //! A(i→j, m) = min( T(i→j, m),  min over cuts s and m' < m of max( A(i→s, m-m'), transfers, T(s→j, m') ) )
 //! ```
 //!
-//! A hierarchical topology is planned from its innermost level outwards: the time of layers on one machine of a level is A of the
-//! level inside it, on all its machines. What the paper says and what its published code does differ; [`Method`] has both.
+//! A hierarchical topology is planned from its innermost level outwards: the time of layers on one machine of a level
+//! is A of the next inner level, on all its machines. The paper and its published code differ; [`Method`] has both.
 
 use super::error::PlanError;
 use super::order::Order;
@@ -16,7 +16,7 @@ use super::states::States;
 use std::num::NonZeroU16;
 use std::ops::Range;
 
-/// Some machines, and what joins them.
+/// Some machines, and the links between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Level {
     /// Machines of this level inside one of the level above.
@@ -28,35 +28,36 @@ pub struct Level {
 /// The two readings of the cost of a stage. B is the bandwidth, w the bytes of weights of the stage, t its time on one machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
-    /// The published code, where communication is added to computation: T(m) = (t + 4(m-1)w/(B·m)) / m, the second summand divided
-    /// by the machines of the level inside where the stage is the first one. A stage sends and receives its activations while
-    /// others compute, 2a/(B·m') for its input and, unless it is the last of the model, for its output.
+    /// The published code, where communication is added to computation: T(m) = (t + 4(m-1)w/(B·m)) / m, for the first
+    /// stage with the second summand divided by the machines of the next inner level. A stage sends and receives its
+    /// activations while others compute, 2a/(B·m') for its input and, unless it is the last of the model, for its
+    /// output.
     #[default]
     Code,
     /// The paper, where they overlap: T(m) = max(t, 2(m-1)w/B) / m, and 2a/B for the input of a stage.
     Paper,
 }
 
-/// How to plan.
+/// The options of the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Options {
-    /// What a stage costs.
+    /// The cost of a stage.
     pub method: Method,
     /// Whether each stage is on one machine only.
     pub straight: bool,
-    /// By how much activations shrink when they are sent: 1 for not at all. Without it, sending them costs nothing, as in the
-    /// published code; the paper's own formula is [`Method::Paper`] with a ratio of 1.
+    /// Compression ratio of activations when they are sent; 1 means none. Without it, sending them costs nothing, as in
+    /// the published code; the paper's own formula is [`Method::Paper`] with a ratio of 1.
     pub activation_compression_ratio: Option<f64>,
 }
 
 /// A stage of a plan.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlannedStage {
-    /// The cut before it: the stage has what [state](States::all) `end - 1` has more than state `start - 1`.
+    /// The cut before it: the stage has the layers of [state](States::all) `end - 1` that are not in state `start - 1`.
     pub start: usize,
     /// The cut after it.
     pub end: usize,
-    /// Machines of its level that it is replicated on.
+    /// Number of machines of its level that it is replicated on.
     pub replication: usize,
     /// Time of forward and backward of its layers for a mini-batch on one machine, not replicated, in seconds.
     pub compute_s: f64,
@@ -65,7 +66,8 @@ pub struct PlannedStage {
 /// The best partition.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// The stages of each level, the outermost level first. Every stage of a level is cut anew on the level inside it.
+    /// The stages of each level, the outermost level first. Every stage of a level is cut again on the next inner
+    /// level.
     pub levels: Vec<Vec<PlannedStage>>,
     /// Time between two mini-batches that leave the pipeline, in seconds: that of the slowest stage.
     pub time_per_stage_s: f64,
@@ -95,17 +97,18 @@ impl Plan {
     }
 }
 
-/// The best partition over a topology, given from its innermost level outwards. The same profile gives the same one of equally
-/// good ones, always.
+/// The best partition over a topology, given from its innermost level outwards. Of equally good partitions, the same
+/// profile always gives the same one.
 ///
-/// Takes time of the order of states² · machines² for a flat topology, of states³ · machines² for each level inside another.
+/// The search takes time of the order of states² · machines² for a flat topology, and of states³ · machines² for each
+/// level inside another.
 ///
-/// On 1,495 states, in two branches side by side, one core takes less than a second for 16 machines, and less than half a minute for
-/// two servers of eight, with 145 MB for the table of the inner level. What would take more than some minutes, or more than 2
-/// GiB, is refused.
+/// On 1,495 states, in two parallel branches, one core takes less than a second for 16 machines, and less than half a
+/// minute for two servers of eight, with 145 MB for the table of the inner level. A search that would take more than
+/// some minutes, or more than 2 GiB, is refused.
 ///
 /// # Errors
-/// A topology or an option that makes no sense, a straight pipeline longer than the model, or a search that is too large.
+/// An invalid topology or option, a straight pipeline longer than the model, or a search that is too large.
 pub fn plan(states: &States, levels: &[Level], options: &Options) -> Result<Plan, PlanError> {
     check(levels, options)?;
     let order = Order::new(states);
@@ -151,7 +154,7 @@ pub fn plan(states: &States, levels: &[Level], options: &Options) -> Result<Plan
     Ok(plan)
 }
 
-/// More machines on a level than this are a mistake.
+/// A level with more machines than this is refused as a mistake.
 const MOST_MACHINES: usize = 4096;
 
 fn check(levels: &[Level], options: &Options) -> Result<(), PlanError> {
@@ -173,9 +176,9 @@ fn check(levels: &[Level], options: &Options) -> Result<(), PlanError> {
     }
 }
 
-/// Comparisons of two partitions: some minutes of them.
+/// The largest number of comparisons of two partitions, which take some minutes.
 const MOST_COMPARISONS: u128 = 100_000_000_000;
-/// Bytes of the tables that levels keep for the level outside them.
+/// The largest size of the tables that levels keep for the next outer level, in bytes.
 const MOST_BYTES: u128 = 2 << 30;
 
 /// Refuses a search that would take too long, or too much memory.
@@ -188,7 +191,7 @@ fn check_size(order: &Order, states: &States, levels: &[Level], options: &Option
         let (pairs, triples) = order.chains(from);
         let machines = level.machines as u128;
         let splits = if options.straight { machines } else { machines * (machines + 1) / 2 };
-        // Finding the cuts between two others takes a look at 64 of them at a time.
+        // Finding the cuts between two others examines 64 of them at a time.
         comparisons += triples * splits + pairs * (machines + cuts as u128 / 64);
         let rows: usize = starts.map(|start| cuts - start).sum();
         bytes += rows as u128 * machines * size_of::<Option<Best>>() as u128;
@@ -205,7 +208,7 @@ struct Search<'a> {
     states: &'a States,
     order: &'a Order,
     level: Level,
-    /// The level inside: what it found, and its machines.
+    /// The next inner level: its results, and its number of machines.
     inner: Option<(&'a Table, usize)>,
     options: &'a Options,
 }
@@ -215,7 +218,7 @@ impl Search<'_> {
         self.inner.map_or(1, |(_, machines)| machines)
     }
 
-    /// The best partition between all pairs of cuts of which the first is one of `starts`.
+    /// The best partition between each pair of cuts whose first cut is in `starts`.
     fn run(&self, starts: Range<usize>) -> Table {
         let machines = self.level.machines;
         let rows = starts.map(|start| self.row(start)).collect();
@@ -233,7 +236,8 @@ impl Search<'_> {
         row
     }
 
-    /// Finds the best between the first cut of `row` and a later one, by number of machines less 1. `row` has what comes before.
+    /// Finds the best partitions between the first cut of `row` and a later one, by number of machines minus 1. `row`
+    /// has the results for earlier cuts.
     fn search(&self, row: &Row, end: usize, best: &mut [Option<Best>]) {
         let (start, machines, straight) = (row.start, self.level.machines, self.options.straight);
         best.fill(None);
@@ -278,7 +282,7 @@ impl Search<'_> {
         before(end) - before(start)
     }
 
-    /// Time of a stage of some weights and some time on one machine, replicated on several: T(m).
+    /// T(m): time of a stage that is replicated on several machines, given its weights and its time on one machine.
     fn stage(&self, time: f64, weights: f64, machines: usize, shared_by: usize) -> f64 {
         let (m, bandwidth) = (machines as f64, self.level.bytes_per_second);
         match self.options.method {
@@ -301,28 +305,28 @@ impl Search<'_> {
     }
 }
 
-/// What a level's search found.
+/// The results of a level's search.
 struct Table {
     machines: usize,
-    /// By the first cut.
+    /// Rows by the first cut.
     rows: Vec<Row>,
 }
 
-/// The best between one cut and each later one, with each number of machines.
+/// The best partitions between one cut and each later one, with each number of machines.
 struct Row {
     start: usize,
     machines: usize,
     best: Vec<Option<Best>>,
 }
 
-/// The best for some layers and machines.
+/// The best partition for some layers and machines.
 #[derive(Clone, Copy)]
 struct Best {
     time: f64,
     last: Last,
 }
 
-/// The last stage of a partition. In few bytes: a table has one for each pair of cuts and number of machines.
+/// The last stage of a partition. It is small, because a table has one for each pair of cuts and number of machines.
 #[derive(Clone, Copy)]
 struct Last {
     /// The cut before it.
@@ -344,12 +348,12 @@ impl Row {
 }
 
 impl Table {
-    /// The best on all machines of the level.
+    /// The best partition on all machines of the level.
     fn whole(&self, start: usize, end: usize) -> Option<Best> {
         self.rows[start].get(end, self.machines)
     }
 
-    /// The stages of it: the cuts around each, and its machines.
+    /// The stages of the best partition: the cuts around each, and its machines.
     fn stages(&self, start: usize, end: usize) -> Vec<(usize, usize, usize)> {
         let (mut stages, mut end, mut machines) = (Vec::new(), end, self.machines);
         while end > start {

@@ -1,4 +1,4 @@
-//! Profiles: what each layer of a model takes, and which layer reads from which.
+//! Profiles: the time and memory of each layer of a model, and which layer reads from which.
 //!
 //! The format is the one that PipeDream published: a line per layer, then a line per edge, which begins with a tab.
 //!
@@ -15,22 +15,22 @@ use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// One layer, as it was measured.
+/// One measured layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
-    /// By which edges name it.
+    /// The name of the layer in edges.
     pub id: String,
-    /// What it is. `Input...` is data, not work: its cost is not counted.
+    /// The kind of the layer. The cost of an `Input...` is not counted, because it is data and not work.
     pub name: String,
     /// Time of its forward, in milliseconds.
     pub forward_ms: f64,
     /// Time of its backward, in milliseconds.
     pub backward_ms: f64,
-    /// Bytes of its output, of all of them where there are several.
+    /// Bytes of its output, or of all its outputs.
     pub activation_bytes: f64,
     /// Bytes of its weights.
     pub parameter_bytes: f64,
-    /// The stage that it was given, where a planner has been at work. Not read by ours.
+    /// The stage to which another planner has assigned it. This planner does not read it.
     pub stage: Option<usize>,
 }
 
@@ -63,10 +63,10 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Layers that each read from the one before.
+    /// A chain of layers, each of which reads from the previous one.
     ///
     /// # Errors
-    /// The first layer that the format cannot hold.
+    /// The first layer that the format cannot represent.
     pub fn chain(layers: Vec<Layer>) -> Result<Self, ProfileError> {
         let ids: Vec<String> = layers.iter().map(|layer| layer.id.clone()).collect();
         let edges = ids.windows(2).map(|pair| [pair[0].clone(), pair[1].clone()]);
@@ -81,7 +81,7 @@ impl Profile {
         &self.layers
     }
 
-    /// The edges, in the order of the file, as numbers of layers: the second reads from the first.
+    /// The edges, in the order of the file, as indices of layers: the second reads from the first.
     #[must_use]
     pub fn edges(&self) -> &[(usize, usize)] {
         &self.edges
@@ -199,7 +199,7 @@ fn sizes(text: &str) -> Result<f64, ProfileFault> {
     }
 }
 
-/// Checks what several lines say together. Each layer and edge comes with its line.
+/// Checks the consistency of all lines. Each layer and edge comes with its line.
 fn assemble(lines: Vec<(usize, Layer)>, edges: Vec<(usize, [String; 2])>) -> Result<Profile, ProfileError> {
     let refuse = |line, fault| Err(ProfileError { line, fault });
     if lines.is_empty() {

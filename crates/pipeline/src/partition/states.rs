@@ -1,23 +1,24 @@
-//! Where a model may be cut in two: its states, as PipeDream's optimizer makes them.
+//! The states of a model, which are the places where it may be cut in two, as in PipeDream's optimizer.
 //!
-//! A state is a set of layers that, with each layer, holds all that the layer depends on: what the stages before a cut
-//! compute. PipeDream names it by its antichain, the layers of the set that none other of it depends on; of a chain of layers
-//! that is the last one alone. A stage is what one state has more than another.
+//! A state is a set of layers that contains, with each layer, all layers that it depends on: the layers that the stages
+//! before a cut compute. PipeDream names it by its antichain, the layers of the set on which no other layer of the set
+//! depends; in a chain of layers that is the last one. A stage is the difference of two states.
 //!
-//! The first state is the first layer of the file that reads from nothing. From each state, a layer that reads from it leads
-//! to a next one, together with what else that layer depends on. Input layers are taken away before (data is wherever it is
-//! needed), and so are `__getitem__` layers that nobody reads.
+//! The first state is the first layer of the file that reads from nothing. Adding to a state a layer that reads from
+//! it, together with everything else on which that layer depends, gives a next state. Input layers are removed before
+//! (data is available everywhere), and so are `__getitem__` layers that no layer reads.
 
 use super::error::PlanError;
 use super::profile::Profile;
 use std::collections::BTreeSet;
 
-/// A place for a cut: the layers before it, and what they take together.
+/// A place for a cut: the layers before it, and their total time and memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
-    /// The layers whose outputs count as sent over the cut, as numbers of the profile: before the antichain, the layers that a layer
-    /// of it depends on and that another layer reads which is not on the way there. So an output that two branches
-    /// read counts while both are open, even where both have read it: the published code has it so.
+    /// The layers whose outputs count as sent over the cut, as indices in the profile. Besides the antichain, these are
+    /// the layers on which a layer of the antichain depends and which are also read by a layer that is not on the way
+    /// to it. So an output that two branches read counts while both are open, even if both have read it, as in the
+    /// published code.
     pub boundary: Vec<usize>,
     /// Time of forward and backward of all layers, in seconds.
     pub compute_s: f64,
@@ -36,15 +37,15 @@ pub struct States {
     depths: Vec<usize>,
 }
 
-/// Branches side by side multiply: this many states are more than any published profile has, and are listed in a moment. How
-/// many of them can be searched depends on the machines, and is for [`plan`](super::plan()) to say.
+/// Parallel branches multiply the number of states. This limit is more than any published profile has, and listing this
+/// many takes a moment. How many of them can be searched depends on the machines; [`plan`](super::plan()) checks that.
 const MOST: usize = 1 << 14;
 
 impl States {
     /// The states of a profile.
     ///
     /// # Errors
-    /// Nothing but inputs, layers that are not connected to the others, or too many branches side by side.
+    /// A profile that has only inputs, layers that are not connected to the others, or too many parallel branches.
     pub fn new(profile: &Profile) -> Result<Self, PlanError> {
         let graph = Graph::new(profile);
         let start = graph.kept().find(|&layer| graph.sources[layer].is_empty()).ok_or(PlanError::NoLayers)?;
@@ -64,7 +65,7 @@ impl States {
             }
         }
         let mut states: Vec<State> = found.into_iter().map(|layers| graph.state(profile, layers)).collect();
-        // A state before all those that have more: it has fewer layers.
+        // A state comes before the states that contain it, because it has fewer layers.
         states.sort_by_cached_key(|state| (state.layers.iter().count(), state.layers.iter().collect::<Vec<_>>()));
         let last = &states[states.len() - 1].layers;
         if let Some(outside) = graph.kept().find(|&layer| !last.has(layer)) {
@@ -74,20 +75,20 @@ impl States {
         Ok(Self { depths: graph.needs.iter().map(|needs| needs.iter().count()).collect(), states })
     }
 
-    /// All of them, smaller ones first.
+    /// All states, smaller ones first.
     #[must_use]
     pub fn all(&self) -> &[State] {
         &self.states
     }
 
-    /// How many there are.
+    /// Number of states.
     #[must_use]
     pub fn count(&self) -> usize {
         self.states.len()
     }
 
-    /// The layers of a stage, as numbers of the profile: those of state `end - 1` that state `start - 1` does not have. Each
-    /// comes after those that it reads from.
+    /// The layers of a stage, as indices in the profile: those of state `end - 1` that are not in state `start - 1`.
+    /// Each layer comes after the layers that it reads from.
     #[must_use]
     pub fn layers(&self, start: usize, end: usize) -> Vec<usize> {
         let has = |cut: usize, layer| cut > 0 && self.states[cut - 1].layers.has(layer);
@@ -96,7 +97,8 @@ impl States {
         layers
     }
 
-    /// The most stages that the model can be cut into: each has a layer at least, which may bring others with it.
+    /// The largest number of stages that the model can be cut into. Each has at least one layer, and the other layers
+    /// on which that one depends.
     #[must_use]
     pub fn most_stages(&self) -> usize {
         let mut most = vec![1; self.states.len()];
@@ -113,15 +115,15 @@ impl States {
     }
 }
 
-/// A profile without what is not to be placed.
+/// A profile without the layers that are not placed.
 struct Graph {
-    /// Per layer: whether it is to be placed.
+    /// Per layer: whether it is placed on a stage.
     kept: Vec<bool>,
-    /// Per layer: those that read its output.
+    /// Per layer: the layers that read its output.
     readers: Vec<Vec<usize>>,
-    /// Per layer: those whose output it reads.
+    /// Per layer: the layers whose output it reads.
     sources: Vec<Vec<usize>>,
-    /// Per layer: all that it depends on.
+    /// Per layer: all layers that it depends on.
     needs: Vec<Layers>,
 }
 

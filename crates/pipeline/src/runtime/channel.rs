@@ -12,10 +12,10 @@ use crate::{Lowered, Tag};
 
 /// The messages of one rank to and from the others, over channels. [`channels`] makes one for each rank.
 ///
-/// A send waits only while as many messages as the schedule needs in flight ([`Report::in_flight`](crate::Report::in_flight))
-/// wait for the same receiver, so that a pipeline holds no more messages than it must and still cannot deadlock. Dropping a
-/// transport closes its channels: peers that wait for a message of this rank, or send it one, get [`ChannelError::PeerGone`].
-/// So let the thread of each rank own its transport.
+/// A send waits only while [`Report::in_flight`](crate::Report::in_flight) messages wait for the same receiver. This is
+/// the number that the schedule needs, so a pipeline holds no more messages than necessary and still cannot deadlock.
+/// Dropping a transport closes its channels: peers that wait for a message of this rank, or send it one, get
+/// [`ChannelError::PeerGone`]. Therefore the thread of each rank should own its transport.
 #[derive(Debug)]
 pub struct ChannelTransport<M> {
     rank: usize,
@@ -98,7 +98,8 @@ impl<M> Transport for ChannelTransport<M> {
         }
     }
 
-    /// Nothing is left to wait for: what is sent stays in its channel until it is received, even if this is dropped.
+    /// There is nothing to wait for: a sent message stays in its channel until it is received, even if this transport
+    /// is dropped.
     fn finish(&mut self) -> Result<(), ChannelError> {
         Ok(())
     }
@@ -115,20 +116,20 @@ pub enum ChannelError {
         /// The message.
         tag: Tag,
     },
-    /// The schedule that the channels were made for sends nothing from one rank to the other.
+    /// The schedule of the channels sends nothing from one rank to the other.
     NoChannel {
         /// The rank that sends.
         from: usize,
         /// The rank that receives.
         to: usize,
     },
-    /// Another message came than the one that was waited for: the two ranks run different schedules.
+    /// A different message arrived than the expected one: the two ranks run different schedules.
     OutOfTurn {
         /// The rank that sent it.
         rank: usize,
-        /// What was waited for.
+        /// The expected message.
         expected: Tag,
-        /// What came.
+        /// The message that arrived.
         found: Tag,
     },
 }

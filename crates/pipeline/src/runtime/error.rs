@@ -1,4 +1,4 @@
-//! What can go wrong while a schedule runs.
+//! Errors of running a schedule.
 
 use std::error::Error;
 use std::fmt;
@@ -7,25 +7,25 @@ use crate::{Action, ActionKind};
 
 /// Why [`run`](crate::run) stopped. `S` is the error of the stages, `T` that of the transport.
 ///
-/// Its text ends with that of the stage's or transport's error, so [`source`](Error::source) skips to the cause of
-/// that one.
+/// Its text ends with the text of the stage's or transport's error, so [`source`](Error::source) returns the cause of
+/// that error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunError<S, T> {
     /// The schedule has no such rank.
     NoSuchRank {
-        /// What was asked for.
+        /// The requested rank.
         rank: usize,
         /// The ranks of the schedule.
         ranks: usize,
     },
-    /// The number of stages given is not that which the rank holds.
+    /// The number of given stages is not the number that the rank holds.
     StageCount {
         /// The rank.
         rank: usize,
         /// The stages that it holds.
         held: Vec<usize>,
-        /// How many were given.
+        /// Number of given stages.
         given: usize,
     },
     /// A stage failed.
@@ -46,14 +46,14 @@ pub enum RunError<S, T> {
         /// The error of the transport.
         source: T,
     },
-    /// A stage made nothing for its neighbour, which waits for it.
+    /// A stage returned nothing for its neighbour, which waits for a message.
     NoResult {
         /// The rank.
         rank: usize,
         /// What ran.
         action: Action,
     },
-    /// A stage at an end of the model made something that nobody takes.
+    /// A stage at an end of the model returned a message that has no receiver.
     LooseResult {
         /// The rank.
         rank: usize,
@@ -115,12 +115,12 @@ impl<S: Error, T: Error> Error for RunError<S, T> {
     }
 }
 
-/// What a stage hands on.
+/// The kind of message that an action produces.
 fn result(action: Action) -> &'static str {
     if action.kind == ActionKind::Forward { "activation" } else { "gradient" }
 }
 
-/// The stage at which that flow ends.
+/// The stage at which the flow of these messages ends.
 fn end(action: Action) -> &'static str {
     if action.kind == ActionKind::Forward { "last" } else { "first" }
 }

@@ -1,11 +1,11 @@
-//! What a trainer asks of a schedule beside its actions: where a rank may pause, and which weights it needs.
+//! Further questions of a trainer to a schedule: where a rank may pause, and which weights it needs.
 
 use crate::ActionKind::{Backward, Forward, InputGradient, RecvActivation, RecvGradient, Update};
 use crate::{Action, Lowered};
 
 impl Lowered {
-    /// The actions of a rank before its first backward and the message that this waits for: the warm-up, in which weights
-    /// are read and no gradient is written.
+    /// Number of actions of a rank before its first backward and the message for which that backward waits: the
+    /// warm-up, in which weights are read and no gradient is written.
     ///
     /// ```
     /// use meshwork_pipeline::{lower, one_f_one_b};
@@ -20,20 +20,21 @@ impl Lowered {
         self.before(rank, |action| matches!(action.kind, Backward | InputGradient | RecvGradient))
     }
 
-    /// The actions of a rank before the forward of any micro-batch from `micro` on, and the message that it waits for.
+    /// Number of actions of a rank before the first forward of a micro-batch from `micro` on, and before the message
+    /// for which that forward waits.
     pub fn after_forwards(&self, rank: usize, micro: usize) -> usize {
         self.before(rank, |action| matches!(action.kind, Forward | RecvActivation) && action.micro >= micro)
     }
 
-    /// The actions before the first that is `wanted`.
+    /// Number of actions before the first that is `wanted`.
     fn before(&self, rank: usize, wanted: impl Fn(&Action) -> bool) -> usize {
         let actions = self.actions(rank);
         actions.iter().position(wanted).unwrap_or(actions.len())
     }
 
-    /// Messages that each rank sends to `to` in its warm-up and `to` does not receive in its own: what a rank has to drop that runs its
-    /// warm-up again. None where the warm-up of some rank waits for a message that another sends only after its own: then
-    /// warm-ups cannot be run again.
+    /// Per rank: the number of messages that it sends to `to` in its warm-up and that `to` does not receive in its own.
+    /// A rank that reruns its warm-up has to drop these. `None` if the warm-up of some rank waits for a message that
+    /// another sends only after its own warm-up: then warm-ups cannot be rerun.
     ///
     /// ```
     /// use meshwork_pipeline::{lower, one_f_one_b, zb_h2};
@@ -48,7 +49,8 @@ impl Lowered {
         closed.then(|| ranks().filter_map(|from| self.left_over(from, to)).collect())
     }
 
-    /// Messages that `from` sends to `to` in its warm-up and `to` does not receive in its own; none if it receives more.
+    /// Number of messages that `from` sends to `to` in its warm-up and that `to` does not receive in its own; `None` if
+    /// it receives more.
     fn left_over(&self, from: usize, to: usize) -> Option<usize> {
         let messages = |rank: usize, peer: usize, sends: bool| {
             let warm_up = &self.actions(rank)[..self.warm_up(rank)];
@@ -57,7 +59,7 @@ impl Lowered {
         messages(from, to, true).checked_sub(messages(to, from, false))
     }
 
-    /// Updates of each stage that the schedule holds: none in a synchronous one.
+    /// Number of updates of each stage in the schedule: 0 in a synchronous one.
     pub fn updates(&self) -> usize {
         self.actions(self.schedule().rank_of(0, 0))
             .iter()
@@ -65,7 +67,8 @@ impl Lowered {
             .count()
     }
 
-    /// How many versions, at most, the one that a forward of `rank` reads is behind the newest at that time.
+    /// The largest number of versions by which the version that a forward of `rank` reads is behind the newest at that
+    /// time.
     pub fn versions_behind(&self, rank: usize) -> usize {
         let mut newest = vec![0_usize; self.schedule().stages()];
         let mut behind = 0;

@@ -1,4 +1,4 @@
-//! The one interpreter: runs one rank of a [`Lowered`] schedule over stages and a transport of yours.
+//! The interpreter: runs one rank of a [`Lowered`] schedule over your stages and transport.
 
 #[cfg(feature = "channel")]
 mod channel;
@@ -14,30 +14,31 @@ pub use error::RunError;
 
 use crate::{Action, ActionKind, Direction, Lowered, Tag};
 
-/// One stage of the model, as the interpreter sees it. It keeps what its backwards need, per micro-batch.
+/// One stage of the model, run by the interpreter. It keeps the data that its backwards need, per micro-batch.
 pub trait StageRunner {
-    /// What stages hand to each other: activations one way, gradients the other.
+    /// A message between stages: activations one way, gradients the other.
     type Message;
     /// What can go wrong.
     type Error;
 
-    /// Runs the forward of one micro-batch. `input` is none at the first stage, which reads the data itself. The
-    /// last stage returns none (it keeps the loss), every other one returns its activation.
+    /// Runs the forward of one micro-batch. `input` is `None` at the first stage, which reads the data itself. The last
+    /// stage returns `None` (it keeps the loss), every other one returns its activation.
     fn forward(&mut self, micro: usize, input: Option<Self::Message>) -> Result<Option<Self::Message>, Self::Error>;
 
-    /// Runs the part of backward that others wait for: the gradient of the input. `grad` is none at the last stage,
-    /// which starts from its own loss. The first stage returns none, every other one returns the gradient of its input.
+    /// Runs the part of backward that others wait for: the gradient of the input. `grad` is `None` at the last stage,
+    /// which starts from its own loss. The first stage returns `None`, every other one returns the gradient of its
+    /// input.
     ///
-    /// A network that cannot split its backward does all of it here, and nothing in
-    /// [`backward_weights`](Self::backward_weights): the numbers are the same, only the bubble is not filled.
+    /// A network that cannot split its backward runs all of it here, and nothing in
+    /// [`backward_weights`](Self::backward_weights). The numbers are the same, but the bubble is not filled.
     fn backward_input(
         &mut self,
         micro: usize,
         grad: Option<Self::Message>,
     ) -> Result<Option<Self::Message>, Self::Error>;
 
-    /// Runs the rest of the backward of one micro-batch, adding to the gradients of the weights. Nobody waits for it: a
-    /// zero-bubble schedule does it where the rank would idle.
+    /// Runs the rest of the backward of one micro-batch, adding to the gradients of the weights. No rank waits for it:
+    /// a zero-bubble schedule runs it where the rank would idle.
     fn backward_weights(&mut self, micro: usize) -> Result<(), Self::Error>;
 
     /// Runs the whole backward of one micro-batch: both parts, one after the other, unless a stage can do better.
@@ -49,12 +50,12 @@ pub trait StageRunner {
 
     /// Updates the weights from the gradients of the micro-batches up to and with `micro` that no update has seen yet.
     ///
-    /// Only asynchronous schedules ask for it. The backward of a micro-batch in flight uses the weights that its
-    /// forward used, whatever was updated in between; which version a forward uses, [`Lowered::version`] says.
+    /// Only asynchronous schedules call it. The backward of a micro-batch in flight uses the weights that its forward
+    /// used, whatever was updated in between. [`Lowered::version`] gives the version that a forward uses.
     fn update(&mut self, micro: usize) -> Result<(), Self::Error>;
 }
 
-/// Stages that are lent: what owns them need not be what runs them.
+/// Borrowed stages: their owner need not run them.
 impl<S: StageRunner + ?Sized> StageRunner for &mut S {
     type Message = S::Message;
     type Error = S::Error;
@@ -82,16 +83,16 @@ impl<S: StageRunner + ?Sized> StageRunner for &mut S {
 
 /// Moves messages between pipeline ranks. With the feature `channel`, `channels` makes one for threads of one process.
 ///
-/// Between two ranks, messages are received in the order in which they are sent (a [`Lowered`] guarantees it), so
-/// tags are there to check, or to match by where a transport can.
+/// Between two ranks, messages are received in the order in which they are sent (a [`Lowered`] guarantees it), so tags
+/// only serve to check a message, or to match messages where a transport can.
 pub trait Transport {
-    /// What is moved.
+    /// A message.
     type Message;
     /// What can go wrong: a peer that failed, a timeout.
     type Error;
 
-    /// Posts a message and returns without waiting for the receiver. Schedules rely on that: a send that waits
-    /// may deadlock, unless [`Report::in_flight`](crate::Report::in_flight) messages can be on their way before it does.
+    /// Posts a message and returns without waiting for the receiver. Schedules rely on that: a send that waits may
+    /// deadlock, unless [`Report::in_flight`](crate::Report::in_flight) messages can be in flight before it waits.
     fn send(&mut self, to_rank: usize, tag: Tag, message: Self::Message) -> Result<(), Self::Error>;
 
     /// Waits for a message.
@@ -101,12 +102,12 @@ pub trait Transport {
     fn finish(&mut self) -> Result<(), Self::Error>;
 }
 
-/// That an action starts or has finished, as told to an observer.
+/// The start or end of an action, for an observer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// The action.
     pub action: Action,
-    /// Which of its two ends.
+    /// Whether it started or finished.
     pub phase: Phase,
 }
 
@@ -115,18 +116,18 @@ pub struct Event {
 pub enum Phase {
     /// It starts now.
     Started,
-    /// It has finished. An action that fails does not.
+    /// It has finished. An action that fails never does.
     Finished,
 }
 
 /// Runs all actions of one rank.
 ///
-/// `stages` are those that the rank holds, in stage order. Between two of them results are handed over directly;
-/// all others go through `transport`. The `observer` hears of each action before and after it: enough to draw a
-/// timeline, to show that the rank lives, and, with [`Lowered::last_backward`], to know when gradients are final.
+/// `stages` are those that the rank holds, in stage order. Results between two of them are passed directly; all others
+/// go through `transport`. The `observer` is called before and after each action. That is enough to draw a timeline, to
+/// show progress, and, with [`Lowered::last_backward`], to know when gradients are final.
 ///
-/// At the first error this returns, and peers that wait for this rank will wait on: it is the transport's part to
-/// tell them, when it is dropped or by a timeout. An error leaves stages with whatever they kept.
+/// This returns at the first error. Peers that wait for this rank continue to wait until the transport tells them, when
+/// it is dropped or by a timeout. After an error, stages still hold the data that they kept.
 ///
 /// ```
 /// use std::convert::Infallible;
@@ -192,12 +193,12 @@ where
     transport.finish().map_err(|source| RunError::Finish { rank, source })
 }
 
-/// What [`run`] does, for callers that stop between two actions and go on later: to update weights while other ranks
+/// Like [`run`], for callers that stop between two actions and continue later: to update weights while other ranks
 /// still compute, or because the schedule is one step of a stream that never drains.
 #[derive(Debug)]
 pub struct Interpreter<M> {
-    /// Results on their way from the action that makes them to the one that takes them. A local hand-over, a result
-    /// yet to be sent and a received one are the same here: something under its tag.
+    /// Results between the action that makes them and the one that takes them, by tag. Results for another local stage,
+    /// results that are not sent yet, and received results are all kept here.
     waiting: HashMap<Tag, M>,
 }
 
@@ -208,8 +209,8 @@ impl<M> Default for Interpreter<M> {
 }
 
 impl<M> Interpreter<M> {
-    /// Runs those actions of a rank that `actions` numbers, as far as there are so many. A call goes on where the one
-    /// before ended. Messages may still be in flight afterwards: [`Transport::finish`] is left to the caller.
+    /// Runs the actions of a rank with the indices `actions`, as far as they exist. A call continues where the previous
+    /// one ended. Messages may still be in flight afterwards; the caller must call [`Transport::finish`].
     pub fn advance<S, T>(
         &mut self,
         lowered: &Lowered,
@@ -271,13 +272,13 @@ impl<M> Interpreter<M> {
         Ok(())
     }
 
-    /// Forgets what actions have handed over, after a failure or to run them again.
+    /// Drops the results of actions, after a failure or to run them again.
     pub fn clear(&mut self) {
         self.waiting.clear();
     }
 }
 
-/// What a computation takes from a neighbour stage and what it makes for one; none at the ends of the model.
+/// The messages that a computation takes from a neighbour stage and makes for one; `None` at the ends of the model.
 fn hand_overs(action: Action, stages: usize) -> (Option<Tag>, Option<Tag>) {
     let Action { kind, stage, micro } = action;
     let before = stage.checked_sub(1);

@@ -1,13 +1,13 @@
-//! The alphabet of schedules: what a rank can do in one step, and how that is written.
+//! The actions of schedules: what a rank can do in one step, and how it is written.
 
 use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
 
-/// What is done. A schedule as generated holds only the first five; [`lower`](crate::lower) adds the messages.
+/// The kind of an action. A generated schedule has only the first five; [`lower`](crate::lower) adds the messages.
 ///
 /// The backward of a (stage, micro) is either whole, one `B`, or split as in the zero-bubble paper (Qi et al., 2024,
-/// section 2): an `I`, which the stage before waits for, and some time later a `W`, which nobody waits for.
+/// section 2): an `I`, which the previous stage waits for, and later a `W`, which no stage waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ActionKind {
@@ -25,9 +25,9 @@ pub enum ActionKind {
     Update,
     /// `SF`: posts the activation to the next stage.
     SendActivation,
-    /// `RF`: waits for the activation of the stage before.
+    /// `RF`: waits for the activation of the previous stage.
     RecvActivation,
-    /// `SB`: posts the gradient of the stage's input to the stage before.
+    /// `SB`: posts the gradient of the stage's input to the previous stage.
     SendGradient,
     /// `RB`: waits for the gradient from the next stage.
     RecvGradient,
@@ -57,7 +57,7 @@ impl ActionKind {
         matches!(self, SendActivation | RecvActivation | SendGradient | RecvGradient)
     }
 
-    /// Whether it makes the gradient that the stage before waits for: `B` or `I`.
+    /// Whether it makes the gradient that the previous stage waits for: `B` or `I`.
     pub fn makes_input_gradient(self) -> bool {
         matches!(self, Backward | InputGradient)
     }
@@ -87,7 +87,7 @@ impl ActionKind {
     }
 }
 
-/// One step of one rank: what is done, for which stage and which micro-batch.
+/// One step of one rank: a kind, a stage and a micro-batch.
 ///
 /// It prints and parses as stage, kind, micro-batch; `stage` is always the one on whose rank the action runs.
 ///
@@ -101,11 +101,11 @@ impl ActionKind {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Action {
-    /// What is done.
+    /// The kind of the action.
     pub kind: ActionKind,
-    /// The stage that does it.
+    /// The stage that runs it.
     pub stage: usize,
-    /// The micro-batch it is done for.
+    /// The micro-batch that it processes.
     pub micro: usize,
 }
 
@@ -114,7 +114,7 @@ impl Action {
         Self { kind, stage, micro }
     }
 
-    /// The stage at the other end of a message; none for a computation, and none before the first stage.
+    /// The stage at the other end of a message; `None` for a computation, and before the first stage.
     pub(crate) fn peer_stage(self) -> Option<usize> {
         match self.kind {
             SendActivation | RecvGradient => Some(self.stage + 1),
@@ -148,19 +148,19 @@ impl Action {
     }
 }
 
-/// Which way a message flows through the model.
+/// The direction of a message through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Direction {
-    /// Forward: what a stage hands to the next one.
+    /// Forward: from a stage to the next one.
     Activation,
-    /// Backward: what a stage hands to the one before.
+    /// Backward: from a stage to the previous one.
     Gradient,
 }
 
-/// The name of a message: what it is and which stage made it. Sender and receiver see the same one.
+/// The name of a message: its kind and the stage that made it. It is the same for sender and receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag {
-    /// Which way it flows.
+    /// Its direction.
     pub direction: Direction,
     /// The stage that produced it.
     pub stage: usize,
@@ -185,7 +185,7 @@ impl fmt::Display for Action {
     }
 }
 
-/// A text that is no action.
+/// A text that is not an action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseActionError {
     /// The text.

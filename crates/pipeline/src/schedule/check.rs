@@ -1,4 +1,4 @@
-//! Proves that a schedule is one.
+//! Proves that a schedule is valid.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -12,7 +12,7 @@ use super::{Action, CheckError, Fault, Report, Schedule, Weights};
 /// Proves a schedule without messages: every part of every (stage, micro) runs exactly once, on the rank of its
 /// stage, after its inputs, and no timing makes ranks wait in a circle.
 ///
-/// Schedules with messages are proved when a [`Lowered`](crate::Lowered) is made of them.
+/// Schedules with messages are proved when a [`Lowered`](crate::Lowered) is built from them.
 ///
 /// ```
 /// use meshwork_pipeline::{check, gpipe, one_f_one_b};
@@ -51,7 +51,7 @@ pub(super) fn prove(schedule: &Schedule, form: Form) -> Result<(Report, Vec<usiz
     proof().map_err(|fault| CheckError { schedule: schedule.name.clone(), fault })
 }
 
-/// The step of each action on its rank; none where it does not occur.
+/// The step of each action on its rank; `None` if it does not occur.
 type Steps = Table<Option<usize>>;
 
 fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
@@ -75,7 +75,7 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
         return Err(Fault::ReplicatedVersions { stage, weights: schedule.weights });
     }
     for (stage, (&first, &replicas)) in schedule.placement.iter().zip(&schedule.replicas).enumerate() {
-        // Written by hand, both may be any number.
+        // In a schedule written by hand, both may be any number.
         let last = first.saturating_add(replicas - 1);
         let held = holds.get_mut(first..=last).ok_or(Fault::Placement { stage, rank: last, ranks })?;
         held.fill(true);
@@ -83,8 +83,8 @@ fn check_shape(schedule: &Schedule) -> Result<(), Fault> {
     if let Some(rank) = holds.iter().position(|holds| !holds) {
         return Err(Fault::IdleRank { rank, ranks, stages });
     }
-    // Fewer actions than forwards that must be: find one that is missing here, before anything of the size of
-    // `micros` is allocated, which a schedule written by hand may set to any number.
+    // If there are fewer actions than forwards, find a missing one here, before anything of the size of `micros` is
+    // allocated. A schedule written by hand may set `micros` to any number.
     let actions = schedule.actions.iter().flatten();
     if actions.clone().count() < stages.saturating_mul(micros) {
         let present: HashSet<Action> = actions.copied().collect();
@@ -105,7 +105,7 @@ fn each(schedule: &Schedule) -> impl Iterator<Item = (usize, usize)> {
     (0..schedule.stages()).flat_map(move |stage| (0..micros).map(move |micro| (stage, micro)))
 }
 
-/// Finds every action, and refuses those that should not be where they are.
+/// Finds every action, and refuses misplaced ones.
 fn locate(schedule: &Schedule, form: Form) -> Result<Steps, Fault> {
     let (stages, micros) = (schedule.stages(), schedule.micros);
     let mut steps = Steps::new(schedule, None);
@@ -135,7 +135,7 @@ fn locate(schedule: &Schedule, form: Form) -> Result<Steps, Fault> {
     Ok(steps)
 }
 
-/// Every part of every (stage, micro) is there, and every message that crosses ranks with both of its ends.
+/// Checks that every part of every (stage, micro) exists, and both ends of every message that crosses ranks.
 fn check_complete(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     let schedule = graph.schedule;
     let trains = !schedule.is_forward_only();
@@ -162,7 +162,7 @@ fn check_complete(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
             let activation = Action::new(SendActivation, stage, micro);
             let gradient = Action::new(SendGradient, stage + 1, micro);
             check_message(schedule, steps, activation, true)?;
-            // Sent all the same where nothing trains, it is a `Missing` backward when its order is checked.
+            // If it is sent although nothing trains, the check of the order reports a `Missing` backward.
             check_message(schedule, steps, gradient, trains)?;
         }
     }
@@ -183,7 +183,8 @@ fn check_message(schedule: &Schedule, steps: &Steps, send: Action, required: boo
     }
 }
 
-/// What an action needs from its own rank must stand before it: plain to say, where the walk would only get stuck.
+/// An action must come after the actions of its own rank that it needs. This gives a clear message, where the walk
+/// would only report that it is stuck.
 fn check_local_order(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     let schedule = graph.schedule;
     for (rank, row) in schedule.actions.iter().enumerate() {
@@ -231,7 +232,7 @@ fn check_message_order(schedule: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Weights change where their [`Weights`] say, and only after the gradients that they take are there.
+/// Checks that weights change where their [`Weights`] say, and only after the gradients that they need.
 fn check_updates(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     if graph.schedule.is_forward_only() {
         return Ok(());
@@ -239,7 +240,7 @@ fn check_updates(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     if graph.schedule.weights.is_synchronous() { check_flush(graph.schedule) } else { check_applied(graph, steps) }
 }
 
-/// No update inside, and no stage starts a step before it has ended the one before.
+/// Checks that there is no update, and that no stage starts a step before it has ended the previous one.
 fn check_flush(schedule: &Schedule) -> Result<(), Fault> {
     let mut latest: Vec<Option<Action>> = vec![None; schedule.stages()];
     for (rank, row) in schedule.actions.iter().enumerate() {
@@ -261,11 +262,11 @@ fn check_flush(schedule: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Every gradient is applied, in order; with double-buffered weights a batch at a time.
+/// Checks that every gradient is applied, in order; with double-buffered weights a batch at a time.
 fn check_applied(graph: &Graph, steps: &Steps) -> Result<(), Fault> {
     let schedule = graph.schedule;
     let last_of_batch = |micro: usize| (micro + 1).is_multiple_of(schedule.micros_per_step());
-    // By stage: the first micro-batch whose gradient is yet to be applied.
+    // By stage: the first micro-batch whose gradient has not been applied.
     let mut next = vec![0; schedule.stages()];
     for (rank, row) in schedule.actions.iter().enumerate() {
         for (step, &action) in row.iter().enumerate().filter(|(_, action)| action.kind == Update) {

@@ -25,7 +25,7 @@ pub fn dualpipe_v(pp: usize, micros: usize) -> Schedule {
     one_step("dualpipe_v", v_shaped(pp), micros, (0..pp).map(row).collect())
 }
 
-/// What a rank has written so far: by chunk, the next micro-batch of each direction, and weight gradients put off.
+/// The state of writing a rank: by chunk, the next micro-batch of each direction, and the deferred weight gradients.
 struct Row {
     stages: [usize; 2],
     next: [[usize; 2]; 2],
@@ -41,7 +41,7 @@ impl Row {
         self.step(Backward, 1, chunk)
     }
 
-    /// Of a split backward, the part that others wait for.
+    /// The part of a split backward that others wait for.
     fn input_gradient(&mut self, chunk: usize) -> Action {
         let action = self.step(InputGradient, 1, chunk);
         self.late.push_back(Action { kind: WeightGradient, ..action });
@@ -91,7 +91,7 @@ impl Row {
             actions.extend(self.late.pop_front());
             actions.push(self.input_gradient(0));
         }
-        // 8. .. of which the last are left for the end.
+        // 8. .. the last of which come at the end.
         actions.extend(self.late.drain(..));
         actions
     }

@@ -1,5 +1,4 @@
-//! What can be wrong with a schedule: one variant per kind of fault. Long because each has facts of its own, and a sentence that
-//! says them.
+//! The faults of a schedule: one variant per kind of fault, each with its own facts and message.
 //!
 //! More than 400 lines: one message for each way in which a schedule can be wrong.
 
@@ -29,7 +28,7 @@ impl Error for CheckError {}
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// There is nothing to do, or nobody to do it.
+    /// The schedule has no ranks, no stages or no micro-batches.
     Empty {
         /// Its ranks.
         ranks: usize,
@@ -38,7 +37,7 @@ pub enum Fault {
         /// Its micro-batches.
         micros: usize,
     },
-    /// The micro-batches do not make as many equal steps as it says.
+    /// The micro-batches cannot be divided into this number of equal steps.
     Steps {
         /// Its micro-batches.
         micros: usize,
@@ -56,9 +55,9 @@ pub enum Fault {
     Placement {
         /// The stage.
         stage: usize,
-        /// Where the placement puts it.
+        /// The rank in the placement.
         rank: usize,
-        /// The ranks there are.
+        /// Number of ranks.
         ranks: usize,
     },
     /// Not one number of replicas, of at least 1, for each stage.
@@ -68,7 +67,7 @@ pub enum Fault {
         /// The numbers given.
         replicas: Vec<usize>,
     },
-    /// A stage that several ranks hold, in an asynchronous schedule: their versions of its weights would part.
+    /// A stage that several ranks hold, in an asynchronous schedule: their versions of its weights would diverge.
     ReplicatedVersions {
         /// The stage.
         stage: usize,
@@ -79,179 +78,179 @@ pub enum Fault {
     IdleRank {
         /// The rank.
         rank: usize,
-        /// The ranks there are.
+        /// Number of ranks.
         ranks: usize,
-        /// The stages there are.
+        /// Number of stages.
         stages: usize,
     },
     /// An action names a stage or a micro-batch that does not exist.
     OutOfRange {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The action.
         action: Action,
-        /// The stages there are.
+        /// Number of stages.
         stages: usize,
-        /// The micro-batches there are.
+        /// Number of micro-batches.
         micros: usize,
     },
     /// An action stands on a rank that does not hold its stage.
     WrongRank {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The action.
         action: Action,
         /// The rank of its stage.
         home: usize,
     },
-    /// A message in a schedule that is yet to be lowered.
+    /// A message in a schedule that has not been lowered.
     MessageInPlain {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The message.
         action: Action,
     },
-    /// A message to nowhere, or between two stages of one rank.
+    /// A message without a receiver, or between two stages of one rank.
     NeedlessMessage {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The message.
         action: Action,
     },
     /// An action that runs twice.
     Duplicate {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
         /// The action.
         action: Action,
-        /// The step at which it stands first.
+        /// The first step at which it runs.
         first: usize,
-        /// The step at which it stands again.
+        /// The second step at which it runs.
         second: usize,
     },
-    /// A backward that runs whole, and in parts as well.
+    /// A backward that runs both whole and in parts.
     WholeAndSplit {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The whole backward.
         action: Action,
     },
-    /// An update in a schedule whose weights stay as they are while it runs.
+    /// An update in a schedule whose weights do not change while it runs.
     UpdateInFlush {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The update.
         action: Action,
     },
-    /// A stage goes back to a step that it had left: its weights have changed since.
+    /// A stage returns to an earlier step, although its weights have changed since.
     StepsOverlap {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The action of the older step.
         action: Action,
-        /// The action of the same stage before it, of a newer step.
+        /// The previous action of the same stage, which belongs to a newer step.
         before: Action,
     },
     /// An update of micro-batches that are applied already.
     UpdateOutOfOrder {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The update.
         action: Action,
-        /// The last micro-batch that the update before it has applied.
+        /// The last micro-batch of the previous update.
         applied: usize,
     },
     /// An update of double-buffered weights in the middle of a batch.
     UpdateInsideBatch {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The update.
         action: Action,
         /// The micro-batches of a batch.
         per_batch: usize,
     },
-    /// A forward whose weights are yet to be made.
+    /// A forward that needs a version of the weights that does not exist yet.
     VersionToCome {
-        /// Where it stands.
+        /// Its rank.
         rank: usize,
-        /// Where it stands.
+        /// Its step.
         step: usize,
         /// The forward.
         action: Action,
         /// The version that it needs.
         version: usize,
-        /// The newest version that its stage has by then.
+        /// The newest version that its stage has at that step.
         latest: usize,
     },
-    /// A part of a (stage, micro), or an update, that nobody runs.
+    /// A part of a (stage, micro), or an update, that no rank runs.
     Missing {
-        /// Where it should stand.
+        /// The rank on which it is missing.
         rank: usize,
         /// The action.
         action: Action,
     },
     /// A message that must cross ranks and has neither a send nor a receive.
     MissingMessage {
-        /// The send that should be.
+        /// The expected send.
         send: Action,
         /// Its rank.
         from: usize,
-        /// The receive that should be.
+        /// The expected receive.
         receive: Action,
         /// Its rank.
         to: usize,
     },
-    /// A receive whose message nobody sends.
+    /// A receive whose message no rank sends.
     ReceiveWithoutSend {
         /// The receive.
         receive: Action,
         /// Its rank.
         to: usize,
-        /// The send that should be.
+        /// The expected send.
         send: Action,
-        /// The rank on which it should be.
+        /// The rank on which it is expected.
         from: usize,
     },
-    /// A send whose message nobody receives.
+    /// A send whose message no rank receives.
     SendWithoutReceive {
         /// The send.
         send: Action,
         /// Its rank.
         from: usize,
-        /// The receive that should be.
+        /// The expected receive.
         receive: Action,
-        /// The rank on which it should be.
+        /// The rank on which it is expected.
         to: usize,
     },
-    /// An action that stands before one of its own rank whose result it needs.
+    /// An action that runs before an action of its own rank whose result it needs.
     BeforeItsInput {
-        /// Where both stand.
+        /// The rank of both.
         rank: usize,
         /// The step of the action.
         step: usize,
         /// The action.
         action: Action,
-        /// What it needs.
+        /// The action that it needs.
         input: Action,
-        /// The step of what it needs.
+        /// The step of that action.
         input_step: usize,
     },
     /// Between two ranks, messages are received in another order than they are sent.
@@ -260,20 +259,20 @@ pub enum Fault {
         from: usize,
         /// The rank that receives.
         to: usize,
-        /// Which of their messages differs first, counted from 0.
+        /// Index of the first of their messages that differs.
         index: usize,
         /// The send.
         sent: Action,
         /// The receive.
         received: Action,
     },
-    /// A cost that is no time, or that is missing.
+    /// A cost that is not a valid time, or that is missing.
     Cost {
-        /// What costs it: an action of a stage, or a message.
+        /// An action of a stage, or a message.
         what: &'static str,
-        /// The stage; none for a message.
+        /// The stage; `None` for a message.
         stage: Option<usize>,
-        /// What was given.
+        /// The given value.
         value: String,
     },
     /// Costs that add up to more time than can be measured and drawn.
@@ -283,7 +282,7 @@ pub enum Fault {
     },
     /// Ranks that wait for each other in a circle.
     Deadlock {
-        /// Ranks by steps, with a mark at each action that can never start and what it waits for.
+        /// Ranks by steps, with a mark at each action that can never start, and what the action waits for.
         grid: String,
     },
 }
@@ -424,7 +423,7 @@ impl fmt::Display for Fault {
     }
 }
 
-/// The name of the message behind a send or receive.
+/// The name of the message of a send or receive.
 struct Tagged<'a>(&'a Action);
 
 impl fmt::Display for Tagged<'_> {

@@ -1,13 +1,13 @@
-//! Evaluation: forwards and nothing else.
+//! Evaluation: only forwards.
 
 use super::ActionKind::Forward;
 use super::{Action, Schedule, Weights};
 
-/// The forwards of all micro-batches, for evaluation, over the placement of whatever schedule trains the model.
+/// The forwards of all micro-batches, for evaluation, over the placement of the schedule that trains the model.
 ///
-/// Each rank runs all micro-batches through its first stage, then all through its second, and so on. Actions in
-/// order of (stage, micro) cannot wait in a circle, so this holds for any placement. It is no
-/// [`Generator`](crate::Generator): nobody trains with it.
+/// Each rank runs all micro-batches through its first stage, then all through its second, and so on. Actions in order
+/// of (stage, micro) cannot wait in a circle, so this works for any placement. It is not a
+/// [`Generator`](crate::Generator), because it cannot train.
 ///
 /// ```
 /// use meshwork_pipeline::{forward_only, gpipe, render};

@@ -1,4 +1,4 @@
-//! The schedules that a training run may ask for by name, and which shapes each takes.
+//! The schedules that a training run can select by name, and the shapes that each takes.
 
 use std::error::Error;
 use std::fmt;
@@ -7,7 +7,7 @@ use super::{Action, Costs, MicroCounts, Schedule, Shape, ShapeError, simulate};
 use super::{breadth_first, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw};
 use super::{zb_h1, zb_h2, zb_v};
 
-/// A schedule to train with: what a name in a configuration stands for.
+/// A schedule for training, selected by its name in a configuration.
 ///
 /// ```
 /// use meshwork_pipeline::{Generator, by_name};
@@ -46,7 +46,7 @@ pub enum Generator {
 }
 
 impl Generator {
-    /// All of them: synchronous before asynchronous, simplest first.
+    /// All generators: synchronous before asynchronous, simplest first.
     pub const ALL: [Self; 10] = [
         Self::Gpipe,
         Self::OneFOneB,
@@ -60,7 +60,7 @@ impl Generator {
         Self::PipeDream2Bw,
     ];
 
-    /// The name that [`by_name`] knows it by.
+    /// Its name for [`by_name`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpipe => "gpipe",
@@ -76,12 +76,12 @@ impl Generator {
         }
     }
 
-    /// Whether all weights stay as they are while a step runs, so that training equals that of one rank.
+    /// Whether weights do not change while a step runs, so that training equals that of one rank.
     pub fn is_synchronous(self) -> bool {
         !matches!(self, Self::PipeDream | Self::PipeDream2Bw)
     }
 
-    /// The chunks per rank that it has if nothing else is asked for.
+    /// The default number of chunks per rank.
     pub fn default_virtual_stages(self) -> usize {
         match self {
             Self::Interleaved | Self::BreadthFirst | Self::ZbV | Self::DualPipeV => 2,
@@ -94,8 +94,8 @@ impl Generator {
         matches!(self, Self::Interleaved | Self::BreadthFirst)
     }
 
-    /// Whether it ends in the slope in which it begins, so that it gains where a rank begins the next step while others end
-    /// this one: the update must then not wait for what all of them know.
+    /// Whether the end of a step fits together with the beginning of the next one, so that a rank can begin the next
+    /// step while others end this one. To gain from that, the update must not wait for a sum over all ranks.
     pub fn overlaps_steps(self) -> bool {
         matches!(self, Self::ZbH2 | Self::ZbV | Self::DualPipeV)
     }
@@ -118,8 +118,9 @@ impl Generator {
         let pp = pp.max(1);
         let (min, multiple_of) = match self {
             Self::Gpipe | Self::OneFOneB | Self::BreadthFirst | Self::ZbH1 | Self::PipeDream => (1, 1),
-            // A batch of 2BW needs the weights of the one before the last: with fewer they are yet to be made. The point
-            // of ZB-H2 and ZB-V is to have no bubble, from about 2 pp on: with fewer than pp they are no better than ZB-H1.
+            // A batch of 2BW needs the weights of the batch before the last; with fewer micro-batches they do not exist
+            // yet. ZB-H2 and ZB-V exist to have no bubble, which takes about 2 pp micro-batches; with fewer than pp
+            // they are no better than ZB-H1.
             Self::ZbH2 | Self::ZbV | Self::PipeDream2Bw => (pp, 1),
             Self::DualPipeV => (pp.saturating_mul(2), 1),
             // Micro-batches go through the chunks in groups of pp (PTD-P, section 2.2).
@@ -178,8 +179,8 @@ impl Generator {
 
     /// Writes the schedule of several optimizer steps in a row, with no barrier between them.
     ///
-    /// In a synchronous schedule each rank goes on with the next step when it has ended the one before: the
-    /// update between them is its own affair. An asynchronous one is a single stream, filled and drained once.
+    /// In a synchronous schedule each rank begins the next step when it has ended the previous one; the update between
+    /// them is not part of the schedule. An asynchronous schedule is a single stream, filled and drained once.
     ///
     /// ```
     /// use meshwork_pipeline::Generator;
@@ -224,7 +225,7 @@ impl Generator {
     }
 }
 
-/// The same step several times, each with micro-batches of its own.
+/// The same step several times, each with its own micro-batches.
 fn repeated(step: Schedule, steps: usize) -> Schedule {
     let of_step = |row: &[Action], n: usize| {
         let moved = |&action: &Action| Action { micro: action.micro + n * step.micros, ..action };
@@ -234,7 +235,7 @@ fn repeated(step: Schedule, steps: usize) -> Schedule {
     Schedule { actions: actions.collect(), micros: steps * step.micros, steps, ..step }
 }
 
-/// The generator of that name.
+/// The generator with this name.
 pub fn by_name(name: &str) -> Result<Generator, UnknownSchedule> {
     let found = Generator::ALL.into_iter().find(|generator| generator.name() == name);
     found.ok_or_else(|| UnknownSchedule { name: name.to_string(), known: Generator::ALL.map(Generator::name).to_vec() })
@@ -253,14 +254,14 @@ impl DefaultMicros {
     /// The bubble that a default should stay below.
     pub const MAX_BUBBLE: f64 = 0.25;
 
-    /// Whether the bubble is as small as a default should have it. Where not, tell the user.
+    /// Whether the bubble is as small as it should be for a default. If not, the user should be told.
     pub fn under_quarter(&self) -> bool {
         self.bubble < Self::MAX_BUBBLE
     }
 }
 
 /// The smallest number of micro-batches, up to `max_micros` and among those that `divides` allows, that the
-/// schedule takes with a bubble under a quarter; else the largest that it takes; none if it takes none of them.
+/// schedule takes with a bubble under a quarter; else the largest that it takes; `None` if it takes none of them.
 ///
 /// ```
 /// use meshwork_pipeline::{Generator, default_micros};
@@ -296,12 +297,12 @@ pub fn default_micros(
     largest
 }
 
-/// A name that no schedule has.
+/// An unknown name of a schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownSchedule {
     /// The name.
     pub name: String,
-    /// The names that there are.
+    /// The known names.
     pub known: Vec<&'static str>,
 }
 

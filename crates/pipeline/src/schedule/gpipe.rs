@@ -6,13 +6,12 @@ use super::{Action, Schedule};
 
 /// All forwards, then all backwards, one stage per rank. It takes any number of micro-batches from 1.
 ///
-/// Every rank holds the activations of all `micros` at its peak: that is the price of this schedule, and no
-/// order of the backwards changes it. The paper's figure runs them last to first; here they run first to last,
-/// with the same peak and the same bubble, so that gradients are summed in micro-batch order as in every other
-/// schedule and the sums are equal bit for bit.
+/// Every rank holds the activations of all `micros` at its peak, whatever the order of the backwards. The paper's
+/// figure runs them last to first; here they run first to last, with the same peak and the same bubble, so that
+/// gradients are summed in micro-batch order as in every other schedule and the sums are equal bit for bit.
 ///
-/// Writes the data without judging it: [`Generator::build`](crate::Generator::build) refuses what makes no
-/// sense (no rank, no micro-batch), and [`check`](crate::check) would find it.
+/// Writes the data without checking it. [`Generator::build`](crate::Generator::build) refuses invalid shapes (no rank,
+/// no micro-batch), and [`check`](crate::check) would find them.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::gpipe(2, 2);

@@ -5,7 +5,8 @@ use std::fmt::Write;
 use super::Action;
 use super::needs::Graph;
 
-/// Where each rank got stuck: its steps around there, the stuck one marked `>2F0<`, and what that one waits for.
+/// The place where each rank is stuck: its steps around there, with the stuck one marked `>2F0<`, and what that one
+/// waits for.
 pub(super) fn stuck_grid(graph: &Graph, reached: &[usize]) -> String {
     let schedule = graph.schedule;
     // A window of steps, the same for all ranks: a real schedule has thousands. A rank stuck to the right of it has
@@ -57,7 +58,7 @@ pub(super) fn grid(rows: &[Vec<String>]) -> String {
     for (rank, row) in rows.iter().enumerate() {
         let mut line = format!("rank {rank:>digits$} |");
         for cell in row {
-            // Dashes go on from the cell before.
+            // Dashes continue from the previous cell.
             let joint = if cell.starts_with('-') { '-' } else { ' ' };
             let _ = write!(line, "{joint}{cell:<width$}");
         }

@@ -9,7 +9,7 @@ use super::{Action, Schedule};
 /// Micro-batches go in groups of `pp` through one chunk after the other, so their number must be a multiple of `pp`.
 /// Filling takes chunks instead of whole ranks, so the bubble shrinks to (pp - 1)/(virtual_stages · micros) of the ideal
 /// time; rank 0 holds the activations of pp (1 + (pp - 1)/(pp · virtual_stages)) micro-batches, and there are
-/// `virtual_stages` times as many messages. With a single chunk it is 1F1B that fills twice as deep.
+/// `virtual_stages` times as many messages. With a single chunk it is 1F1B with a warm-up twice as long.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::interleaved_1f1b(2, 2, 2);
@@ -22,7 +22,7 @@ use super::{Action, Schedule};
 /// ```
 pub fn interleaved_1f1b(pp: usize, virtual_stages: usize, micros: usize) -> Schedule {
     let chunks_times_micros = virtual_stages * micros;
-    // The n-th forward of a rank: which of its chunks, for which micro-batch.
+    // The chunk and the micro-batch of the n-th forward of a rank.
     let nth = |n: usize| {
         let (group, place) = (n / (pp * virtual_stages), n % (pp * virtual_stages));
         (place / pp, group * pp + place % pp)
@@ -36,7 +36,8 @@ pub fn interleaved_1f1b(pp: usize, virtual_stages: usize, micros: usize) -> Sche
             let (chunk, micro) = nth(n);
             Action::new(Backward, (virtual_stages - 1 - chunk) * pp + rank, micro)
         };
-        // All chunks but the last go ahead whole; in the last one, the way to the last rank and back.
+        // The warm-up has the forwards of one group of micro-batches through all chunks but the last, and as many more
+        // as the way to the last rank and back takes.
         let ahead = ((virtual_stages - 1) * pp + 2 * (pp - 1 - rank)).min(chunks_times_micros);
         let fill = (0..ahead).map(forward);
         let turns = (ahead..chunks_times_micros).flat_map(|n| [forward(n), backward(n - ahead)]);

@@ -1,4 +1,4 @@
-//! From computations to what a rank really does: adds the messages that cross ranks.
+//! Lowering: adds the messages that cross ranks to a schedule of computations.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use super::check::prove;
 use super::needs::{Form, Table};
 use super::{Action, CheckError, Report, Schedule, check};
 
-/// A schedule with its messages, proved. There is no way to hold one that is wrong.
+/// A proved schedule with its messages. A wrong schedule cannot be put into this type.
 ///
 /// ```
 /// use meshwork_pipeline::{gpipe, lower};
@@ -27,7 +27,7 @@ pub struct Lowered {
 }
 
 impl Lowered {
-    /// Takes a schedule that holds its messages already, and proves it: what [`check`](crate::check) proves, and
+    /// Takes a schedule that already has its messages, and proves everything that [`check`](crate::check) proves, and
     /// that every crossing between ranks has one send and one receive, received in the order of sending.
     ///
     /// ```
@@ -63,7 +63,7 @@ impl Lowered {
         &self.schedule
     }
 
-    /// What a rank does, in order.
+    /// The actions of a rank, in order.
     ///
     /// # Panics
     ///
@@ -77,13 +77,14 @@ impl Lowered {
         &self.report.peaks
     }
 
-    /// What the proof measured.
+    /// The measurements of the proof.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// The micro-batch whose weight gradient (`B`, or `W` where split) is the last of `stage`: when it has finished, the
-    /// gradients of the stage are final and may be reduced. Of the last step, if there are several. None in a forward-only schedule, and for a stage that does not exist.
+    /// The micro-batch whose weight gradient (`B`, or `W` where split) is the last of `stage`: when it has finished,
+    /// the gradients of the stage are final and may be reduced. If there are several steps, it is that of the last one.
+    /// `None` in a forward-only schedule, and for a stage that does not exist.
     ///
     /// ```
     /// use meshwork_pipeline::{forward_only, lower, one_f_one_b};
@@ -96,7 +97,7 @@ impl Lowered {
         self.last_backward.get(stage).copied().flatten()
     }
     /// The version of the weights that the forward of `micro` at `stage` uses, and its backward too, counted in updates:
-    /// 0 is what the schedule starts from. See [`Weights`](crate::Weights).
+    /// 0 is the version at the start of the schedule. See [`Weights`](crate::Weights).
     ///
     /// ```
     /// use meshwork_pipeline::{lower, pipedream};
@@ -117,8 +118,7 @@ impl Lowered {
     }
 
     /// Whether the weight gradients of each stage are made in the order of micro-batches, so that their sums have the
-    /// same bits as in any other schedule of which that is true. It is of all that a [`Generator`](crate::Generator)
-    /// writes.
+    /// same bits as in any other such schedule. This holds for every schedule of a [`Generator`](crate::Generator).
     pub fn weight_gradients_in_order(&self) -> bool {
         let mut next = vec![0; self.schedule.stages()];
         self.schedule.actions.iter().flatten().filter(|action| action.kind.makes_weight_gradient()).all(|action| {
@@ -129,15 +129,15 @@ impl Lowered {
     }
 }
 
-/// Adds a send right after each action whose result another rank needs, and receives right before each action that
-/// needs a result of another rank: its own, after those of all messages that the same rank has sent before it. So
-/// messages are received in the order in which they are sent, at no cost in time: what was sent before is there before.
-/// Between stages of one rank there is no message: the interpreter hands over.
+/// Adds a send right after each action whose result another rank needs. Right before each action that needs a result of
+/// another rank, it adds the receive of that result, after the receives of all messages that the same rank has sent
+/// before it. So messages are received in the order in which they are sent. This costs no time, because earlier
+/// messages arrive earlier. Between stages of one rank there is no message: the interpreter passes the result.
 ///
 /// The schedule is proved before and after.
 pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
     check(schedule)?;
-    // By sender and receiver: the receives of what is sent, in the order of sending.
+    // By sender and receiver: the receives of all sent messages, in the order of sending.
     let mut sent = vec![VecDeque::new(); schedule.ranks * schedule.ranks];
     let channel = |from: usize, to: usize| from * schedule.ranks + to;
     for (rank, row) in schedule.actions.iter().enumerate() {
@@ -168,7 +168,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
     Lowered::new(Schedule { actions, ..schedule.clone() })
 }
 
-/// The send of what an action makes for another rank.
+/// The send of the result that an action makes for another rank.
 fn send_after(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
     match kind {
         Forward => schedule.crosses_after(stage, micro).then(|| Action::new(SendActivation, stage, micro)),
@@ -179,7 +179,7 @@ fn send_after(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Opt
     }
 }
 
-/// The receive of what an action needs from another rank.
+/// The receive of the result that an action needs from another rank.
 fn receive_before(schedule: &Schedule, Action { kind, stage, micro }: Action) -> Option<Action> {
     let send = match kind {
         Forward if schedule.crosses_before(stage, micro) => Action::new(SendActivation, stage - 1, micro),

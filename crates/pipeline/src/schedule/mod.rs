@@ -60,9 +60,9 @@ pub use weights::Weights;
 pub use zb_h::{zb_h1, zb_h2};
 pub use zb_v::zb_v;
 
-/// Who does what, in which order: per pipeline rank, a list of actions.
+/// A schedule: per pipeline rank, a list of actions in order.
 ///
-/// The fields are open: a schedule may be written by hand, and [`check`] tells whether it is one.
+/// The fields are public, so a schedule may be written by hand; [`check`] tells whether it is valid.
 ///
 /// ```
 /// use meshwork_pipeline::{Schedule, Weights, check, parse_actions};
@@ -83,18 +83,18 @@ pub use zb_v::zb_v;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// What errors and pictures call it.
+    /// Its name in errors and pictures.
     pub name: String,
     /// Pipeline ranks: the degree of the mesh axis `pp`.
     pub ranks: usize,
     /// The rank of each stage, in stage order. A rank may hold several stages (its chunks).
     pub placement: Vec<usize>,
-    /// How many ranks hold each stage, one after the other from that of its placement on; 1 in most schedules. They take
-    /// its micro-batches in turn (PipeDream's 1F1B-RR: Narayanan et al. 2019, section 3.2).
+    /// Number of ranks that hold each stage: consecutive ranks, beginning with that of its placement; 1 in most
+    /// schedules. They take its micro-batches in turn (PipeDream's 1F1B-RR: Narayanan et al. 2019, section 3.2).
     pub replicas: Vec<usize>,
     /// Micro-batches, of all steps.
     pub micros: usize,
-    /// Optimizer steps that it spans: equal runs of consecutive micro-batches.
+    /// Number of optimizer steps: equal runs of consecutive micro-batches.
     pub steps: usize,
     /// How weights change from step to step.
     pub weights: Weights,
@@ -157,17 +157,17 @@ impl Schedule {
 
     /// Whether this is an evaluation pass: it has no backward at all, so no activation is kept for one.
     ///
-    /// A schedule with some backwards must have all of them; that [`check`] holds.
+    /// A schedule with some backwards must have all of them; [`check`] makes sure of that.
     pub fn is_forward_only(&self) -> bool {
         !self.actions.iter().flatten().any(|action| is_gradient(action.kind))
     }
 
-    /// Whether what `stage` hands to the stage after it crosses ranks, and so needs a message.
+    /// Whether the result of `stage` for the next stage crosses ranks, and so needs a message.
     fn crosses_after(&self, stage: usize, micro: usize) -> bool {
         stage + 1 < self.stages() && self.rank_of(stage, micro) != self.rank_of(stage + 1, micro)
     }
 
-    /// The same for the stage before it.
+    /// The same for the previous stage.
     fn crosses_before(&self, stage: usize, micro: usize) -> bool {
         stage > 0 && self.crosses_after(stage - 1, micro)
     }

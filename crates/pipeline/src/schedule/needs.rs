@@ -8,16 +8,16 @@ use super::ActionKind::{
 };
 use super::{Action, ActionKind, Schedule};
 
-/// Whether what crosses ranks is written down as messages.
+/// Whether a schedule contains the messages that cross ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// As generated: computations alone.
+    /// As generated: only computations.
     Plain,
     /// With sends and receives.
     Lowered,
 }
 
-/// Who needs whom in a schedule.
+/// The dependencies in a schedule.
 pub(super) struct Graph<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) form: Form,
@@ -26,8 +26,8 @@ pub(super) struct Graph<'a> {
 }
 
 impl<'a> Graph<'a> {
-    /// Reads which backwards are split. Expects a shape that the checker has seen; actions out of range are for it
-    /// to refuse.
+    /// Finds which backwards are split. The checker must have seen the shape before; it also refuses actions out of
+    /// range.
     pub(super) fn new(schedule: &'a Schedule, form: Form) -> Self {
         let (stages, micros) = (schedule.stages(), schedule.micros);
         let mut split = vec![false; stages * micros];
@@ -44,13 +44,13 @@ impl<'a> Graph<'a> {
         self.split[stage * self.schedule.micros + micro]
     }
 
-    /// What makes the gradient that the stage before waits for.
+    /// The action that makes the gradient for the previous stage.
     fn input_gradient(&self, stage: usize, micro: usize) -> Action {
         let kind = if self.is_split(stage, micro) { InputGradient } else { Backward };
         Action::new(kind, stage, micro)
     }
 
-    /// What adds the gradients of the weights, and frees the activation.
+    /// The action that adds the gradients of the weights, and frees the activation.
     pub(super) fn weight_gradient(&self, stage: usize, micro: usize) -> Action {
         let kind = if self.is_split(stage, micro) { WeightGradient } else { Backward };
         Action::new(kind, stage, micro)
@@ -58,7 +58,7 @@ impl<'a> Graph<'a> {
 
     /// The actions that must have finished before `action` may start (besides those before it on its rank).
     ///
-    /// Expects stages within range and messages only where ranks are crossed, which the checker makes sure of first.
+    /// Stages must be within range and messages must cross ranks; the checker makes sure of both first.
     pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
         let Action { kind, stage, micro } = action;
         let schedule = self.schedule;
@@ -75,7 +75,7 @@ impl<'a> Graph<'a> {
             }
             Backward | InputGradient => [on(Forward, stage), Some(self.input_gradient(stage + 1, micro))],
             WeightGradient => [on(InputGradient, stage), None],
-            // The gradients before it in its batch are older: the checker sees to their order on this one rank.
+            // The other gradients in its batch are older; the checker makes sure of their order on this rank.
             Update => [Some(self.weight_gradient(stage, micro)), None],
             SendActivation => [on(Forward, stage), None],
             SendGradient => [Some(self.input_gradient(stage, micro)), None],
@@ -85,7 +85,8 @@ impl<'a> Graph<'a> {
     }
 }
 
-/// One value per possible action of a schedule, found without hashing: schedules reach a million actions.
+/// One value per possible action of a schedule. Looking it up needs no hashing, because schedules reach a million
+/// actions.
 pub(super) struct Table<T> {
     stages: usize,
     micros: usize,

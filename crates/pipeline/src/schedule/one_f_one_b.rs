@@ -1,14 +1,14 @@
-//! 1F1B with a flush (PipeDream-flush; Narayanan et al., 2021): one forward, one backward, in turns.
+//! 1F1B with a flush (PipeDream-flush; Narayanan et al., 2021): forwards and backwards alternate.
 
 use super::ActionKind::{Backward, Forward};
 use super::placement::{one_per_rank, one_step};
 use super::{Action, Schedule};
 
-/// A few forwards to fill the pipeline, then one forward and one backward in turns, then the backwards left.
+/// A few forwards to fill the pipeline, then forwards and backwards alternate, then the remaining backwards.
 ///
-/// Rank r runs min(pp - r - 1, micros) forwards before the turns, so it takes any number of micro-batches from 1. The
-/// bubble is GPipe's, but rank r holds the activations of only min(pp - r, micros) micro-batches. With fewer
-/// micro-batches than ranks the first ranks have no turns: they run all forwards, then all backwards.
+/// Rank r runs min(pp - r - 1, micros) forwards before they alternate, so the schedule takes any number of
+/// micro-batches from 1. The bubble is GPipe's, but rank r holds the activations of only min(pp - r, micros)
+/// micro-batches. With fewer micro-batches than ranks, the first ranks run all forwards, then all backwards.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::one_f_one_b(2, 3);
@@ -24,7 +24,7 @@ pub fn one_f_one_b(pp: usize, micros: usize) -> Schedule {
     one_step("1f1b", one_per_rank(pp), micros, (0..pp).map(row).collect())
 }
 
-/// What a rank does with a stream of micro-batches: PipeDream runs the same, and never drains it.
+/// The actions of a rank for a stream of micro-batches. PipeDream runs the same, and never drains the pipeline.
 pub(super) fn stream(pp: usize, rank: usize, micros: usize) -> impl Iterator<Item = Action> {
     let forward = move |micro| Action::new(Forward, rank, micro);
     let backward = move |micro| Action::new(Backward, rank, micro);

@@ -9,7 +9,7 @@ use super::{Action, ActionKind, Schedule, Weights};
 /// backward, and stashes the versions that its micro-batches in flight still need. Asynchronous: there is no bubble but
 /// at the very start and end; rank r holds `pp - r` versions of its weights.
 ///
-/// A step is only how many micro-batches are counted as one. For vertical sync, set the schedule's `weights` to
+/// A step is only a number of micro-batches for counting. For vertical sync, set the schedule's `weights` to
 /// [`Weights::VerticalSync`]; the actions are the same.
 ///
 /// ```
@@ -26,7 +26,7 @@ pub fn pipedream(pp: usize, micros_per_step: usize, steps: usize) -> Schedule {
     undrained("pipedream", Weights::Stash, pp, micros_per_step, steps, |_| true)
 }
 
-/// 1F1B over all steps, with an update after the backwards of those micro-batches of which `updates` is true.
+/// 1F1B over all steps, with an update after the backward of each micro-batch for which `updates` is true.
 pub(super) fn undrained(
     name: &str,
     weights: Weights,

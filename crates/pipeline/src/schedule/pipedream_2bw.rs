@@ -4,8 +4,8 @@ use super::pipedream::undrained;
 use super::{Schedule, Weights};
 
 /// 1F1B over the micro-batches of all steps, with no flush between them: each stage updates its weights once per batch
-/// of `micros_per_step`, with gradients of the version before. Asynchronous; two versions of the weights on each rank,
-/// for which a batch needs as many micro-batches as there are ranks.
+/// of `micros_per_step`, with gradients of the previous version. It is asynchronous. Each rank holds two versions of
+/// the weights; for that, a batch needs at least as many micro-batches as there are ranks.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::pipedream_2bw(3, 3, 4);

@@ -1,4 +1,4 @@
-//! Where stages lie: the three ways in which the generators put them on ranks.
+//! Placements: the three ways in which the generators put stages on ranks.
 
 use super::{Action, Schedule, Weights};
 

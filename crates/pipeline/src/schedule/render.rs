@@ -32,10 +32,11 @@ pub fn render(schedule: &Schedule) -> Result<String, CheckError> {
 }
 
 /// Draws a timeline in text. A column is as wide in time as the shortest action, so that each has a cell of its own;
-/// longer ones are dashed through to their end. What takes no time is left out.
+/// longer ones are dashed through to their end. Actions that take no time are left out.
 ///
-/// Where that would take more than 500 columns and four times as many as a rank has actions, a column is wider, and a line
-/// below the grid says how wide. What is shorter then takes a column all the same, and may move what follows to the right.
+/// If that would take more than 500 columns and more than four times as many as a rank has actions, a column is wider,
+/// and a line below the grid says how wide. A shorter action then still takes a column, and may move the following ones
+/// to the right.
 ///
 /// ```
 /// use meshwork_pipeline::{Costs, gpipe, simulate, text_grid};
@@ -54,7 +55,7 @@ pub fn text_grid(timeline: &Timeline) -> String {
     let most = MOST_COLUMNS.max(4 * actions);
     let column = shortest.max(timeline.makespan() / most as f64);
     let origin = timeline.start();
-    // Times are sums of costs: what should fall on a column's edge may have been rounded to just below it.
+    // Times are sums of costs, so a time that should fall on a column's edge may have been rounded to just below it.
     let at = |time: f64| (((time - origin) / column + 1e-6).floor() as usize).min(most);
     let stage_is_rank = timeline.placement.iter().enumerate().all(|(stage, &rank)| stage == rank);
     let label = |action: Action| {
@@ -83,5 +84,5 @@ pub fn text_grid(timeline: &Timeline) -> String {
     text
 }
 
-/// Grids of more columns than this are drawn on a coarser scale, unless a rank has so many actions.
+/// Grids of more columns than this are drawn on a coarser scale, unless a rank has more actions than that.
 const MOST_COLUMNS: usize = 500;

@@ -3,12 +3,12 @@
 use super::ActionKind::{Backward, Forward};
 use super::{Action, Schedule, Weights};
 
-/// Stage s on `replicas[s]` ranks, which take its micro-batches in turn: as PipeDream's planner gives slow stages more
-/// ranks than fast ones (3-1, 15-1). Each rank runs forwards and backwards in turns, its backwards on the micro-batches
-/// of its own forwards; gradients are summed over the replicas of a stage before its weights are updated.
+/// Stage s on `replicas[s]` ranks, which take its micro-batches in turn. PipeDream's planner gives slow stages more
+/// ranks than fast ones (3-1, 15-1). Each rank alternates forwards and backwards, and runs the backwards of its own
+/// forwards; gradients are summed over the replicas of a stage before its weights are updated.
 ///
-/// A replica of stage s admits as many micro-batches before its first backward as there are ranks from its stage on for each
-/// replica of it, rounded up: the paper's NOAM at the first stage.
+/// Before its first backward, a replica of stage s admits a number of micro-batches: the number of ranks from its stage
+/// on, divided by its replicas and rounded up. At the first stage this is the paper's NOAM.
 ///
 /// ```
 /// use meshwork_pipeline::{one_f_one_b, one_f_one_b_replicated, render};

@@ -1,9 +1,9 @@
-//! What the proof of a schedule measures: what it needs, whatever the timing.
+//! The measurements of a schedule's proof, valid under any timing.
 
 use super::ActionKind::Forward;
 use super::{Action, Schedule};
 
-/// What a schedule needs under any timing, as a by-product of the proof that it is one.
+/// The requirements of a schedule under any timing, measured by its proof.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The most activations that live on each rank at once, in units of one micro-batch through one stage, counted
@@ -12,9 +12,9 @@ pub struct Report {
     pub peaks: Vec<usize>,
     /// The most versions of the weights of a stage that each rank holds at once: 1 in synchronous training.
     pub weight_versions: Vec<usize>,
-    /// How many messages from one rank to another must be able to wait for their receives, so that the schedule ends
-    /// under any timing. At 1 a send need be no more than a rendezvous that the sender completes before its next send
-    /// to the same rank. 0 before messages are added.
+    /// Number of messages from one rank to another that must be able to wait for their receives, so that the schedule
+    /// ends under any timing. At 1 it is enough that a send is a rendezvous that the sender completes before its next
+    /// send to the same rank. 0 before messages are added.
     pub in_flight: usize,
 }
 

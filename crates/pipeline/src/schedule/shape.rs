@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
-/// The size of a pipeline: what a schedule is generated for.
+/// The size of the pipeline for which a schedule is generated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
     /// Pipeline ranks: the degree of the mesh axis `pp`.
@@ -14,12 +14,12 @@ pub struct Shape {
     pub micros: usize,
 }
 
-/// The numbers of micro-batches that a schedule takes: the multiples of a number, from another on.
+/// The numbers of micro-batches that a schedule takes: the multiples of one number, from a minimum on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroCounts {
-    /// The fewest.
+    /// The smallest number.
     pub min: usize,
-    /// What each of them is a multiple of.
+    /// The number of which each is a multiple.
     pub multiple_of: usize,
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for MicroCounts {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ShapeError {
-    /// A pipeline of no ranks.
+    /// A pipeline without ranks.
     NoRanks {
         /// The schedule.
         schedule: &'static str,
@@ -61,7 +61,7 @@ pub enum ShapeError {
         schedule: &'static str,
         /// What was asked for.
         virtual_stages: usize,
-        /// The only number that it takes; any from 1 on where there is none.
+        /// The only number that it takes; `None` if it takes any from 1 on.
         only: Option<usize>,
     },
     /// A number of micro-batches that the schedule does not take.
@@ -72,7 +72,7 @@ pub enum ShapeError {
         pp: usize,
         /// What was asked for.
         micros: usize,
-        /// What it takes.
+        /// The numbers that it takes.
         takes: MicroCounts,
     },
 }
@@ -96,7 +96,7 @@ impl fmt::Display for ShapeError {
             }
             Self::Micros { schedule, pp, micros, takes } => {
                 write!(f, "schedule {schedule} over pp={pp} needs {takes}, got {micros}")?;
-                // Only where that is a way out: nothing runs without any micro-batch.
+                // Only if that helps: no schedule runs without micro-batches.
                 if *micros > 0 { write!(f, "; gpipe and 1f1b take any number") } else { Ok(()) }
             }
         }

@@ -1,22 +1,22 @@
-//! Running a schedule on paper, for given costs.
+//! Simulates a schedule with given costs.
 
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, WeightGradient};
 use super::needs::{Form, Graph};
 use super::walk::{Terms, Walk, walk};
 use super::{Action, CheckError, Fault, Interval, Schedule, Timeline, lower};
 
-/// What the parts of a schedule cost, in any one unit of time. By stage: the time for one micro-batch.
+/// The costs of the parts of a schedule, in any unit of time; per stage, the time for one micro-batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Costs {
     /// The forward of each stage.
     pub forward: Vec<f64>,
-    /// The gradient of the input of each stage. A whole backward takes this and the next.
+    /// The gradient of the input of each stage. A whole backward takes this plus `weight_gradient`.
     pub input_gradient: Vec<f64>,
     /// The gradients of the weights of each stage.
     pub weight_gradient: Vec<f64>,
-    /// What a message between two ranks takes.
+    /// The time of a message between two ranks.
     pub transfer: f64,
-    /// Whether ranks compute while their messages move. If not, a message keeps its sender busy.
+    /// Whether ranks compute while their messages are sent. If not, a message keeps its sender busy.
     pub overlap: bool,
 }
 
@@ -46,7 +46,7 @@ impl Costs {
         }
     }
 
-    /// Refuses costs that are no times, or not there for each stage.
+    /// Refuses costs that are not valid times, or missing for a stage.
     fn check(&self, stages: usize) -> Result<(), Fault> {
         let refuse = |what, stage, value: Option<&f64>| match value {
             Some(&value) if value >= 0.0 && value.is_finite() => Ok(()),
@@ -76,7 +76,7 @@ impl Costs {
     }
 }
 
-/// Runs a schedule without messages on paper: each action starts as soon as its rank and its inputs allow.
+/// Simulates a schedule without messages: each action starts as soon as its rank and its inputs allow.
 ///
 /// A message between ranks takes `costs.transfer`, from the end of the action that makes it; updates take no time.
 ///

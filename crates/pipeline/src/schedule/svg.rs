@@ -24,13 +24,13 @@ const GAP: f64 = 18.0;
 /// The shortest action is as wide as this, if the picture then is no wider than `WIDEST`.
 const CELL: f64 = 22.0;
 const WIDEST: f64 = 2400.0;
-/// What a letter of a title takes.
+/// Width of a letter of a title.
 const LETTER: f64 = 6.6;
-/// What a digit of a micro-batch number takes.
+/// Width of a digit of a micro-batch number.
 const DIGIT: f64 = 7.0;
 
-/// Draws timelines below each other, on one scale of time: a row per rank, a box per action with its micro-batch, chunks
-/// after the first in lighter shades, updates as dark bars, a thick line where a rank
+/// Draws timelines below each other, on one scale of time: with a row per rank and a box per action with its
+/// micro-batch. Chunks after the first have lighter shades, and updates are dark bars. A thick line marks where a rank
 /// of a synchronous schedule starts another optimizer step.
 ///
 /// To compare a prediction with a measured run, give both in the same unit of time. Numbers are left out where boxes
@@ -50,8 +50,11 @@ pub fn svg(timelines: &[&Timeline]) -> String {
     let intervals = || timelines.iter().flat_map(|timeline| timeline.ranks.iter().flatten());
     let lengths = intervals().map(|interval| interval.end - interval.start).filter(|&length| length > 0.0);
     let shortest = lengths.fold(f64::INFINITY, f64::min);
-    // Pixels per unit of time.
-    let scale = if longest > 0.0 { (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest) } else { 1.0 };
+    // Pixels per unit of time, finite where times are subnormal too.
+    let scale = match longest > 0.0 {
+        true => (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest).min(f64::MAX),
+        false => 1.0,
+    };
     let legend = Legend::of(timelines);
     let widest = timelines.iter().map(|timeline| timeline.name.chars().count() + facts(timeline).chars().count()).max();
     let titles = 2.0 * MARGIN + LETTER * widest.unwrap_or(0) as f64;
@@ -71,7 +74,7 @@ pub fn svg(timelines: &[&Timeline]) -> String {
     )
 }
 
-/// What stands behind the name of a timeline.
+/// The text after the name of a timeline.
 fn facts(timeline: &Timeline) -> String {
     let peaks = timeline.peak_activations().into_iter().fold(0.0, f64::max);
     let (span, bubble) = (number(timeline.span()), 100.0 * timeline.bubble_of_total());
@@ -108,7 +111,7 @@ fn panel(body: &mut String, timeline: &Timeline, scale: f64, top: f64) -> f64 {
     bottom
 }
 
-/// What one rank did.
+/// The actions of one rank.
 struct Row<'a> {
     intervals: &'a [Interval],
     /// The stages of the rank.
@@ -139,7 +142,7 @@ impl Row<'_> {
                 let _ = writeln!(body, "<path d=\"M{x:.2} 0v{ROW}\" stroke=\"#000\" stroke-width=\"3\"/>");
             }
         }
-        // They may take no time at all, and are drawn all the same: as bars over the boxes beside them.
+        // They are drawn even if they take no time: as bars over the boxes beside them.
         for interval in of(true) {
             self.bar(body, interval, self.x(interval) - 1.5, self.width(interval).max(4.0), UPDATE_FILL);
         }
@@ -170,7 +173,7 @@ impl Row<'_> {
         kind == Forward && self.chunk(interval) == 0 && micro > 0 && micro.is_multiple_of(self.micros_per_step)
     }
 
-    /// A box, and what it says when the pointer rests on it.
+    /// A box with its tooltip.
     fn bar(&self, body: &mut String, interval: &Interval, x: f64, width: f64, fill: &str) {
         let action @ Action { kind, stage, micro } = interval.action;
         let [start, end] = [interval.start, interval.end].map(|time| number(time - self.origin));
@@ -193,7 +196,7 @@ fn shade(kind: ActionKind, chunk: usize, chunks: usize) -> String {
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }
 
-/// What the colours of a picture mean: the kinds that occur, in the shades of the most chunks.
+/// The legend of a picture's colours: the kinds that occur, in the shades of the largest number of chunks.
 struct Legend {
     entries: Vec<(ActionKind, usize)>,
 }
@@ -213,7 +216,7 @@ impl Legend {
         Self { entries: kinds.filter_map(|kind| Some((kind, chunks_with(kind)?))).collect() }
     }
 
-    /// How wide each entry is: its swatches and its words.
+    /// The width of each entry: its swatches and its words.
     fn widths(&self) -> impl Iterator<Item = f64> {
         self.entries
             .iter()

@@ -56,10 +56,10 @@ impl<T: fmt::Display> fmt::Display for Spaced<'_, T> {
     }
 }
 
-/// A text that is no schedule.
+/// A text that is not a schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseScheduleError {
-    /// The line, counted from 1; none where something is missing from the whole text.
+    /// The line, counted from 1; `None` if something is missing from the whole text.
     pub line: Option<usize>,
     /// What is wrong with it.
     pub fault: TextFault,
@@ -79,12 +79,12 @@ pub enum TextFault {
         /// The key.
         key: String,
     },
-    /// A key that has come before.
+    /// A key that occurs twice.
     Repeated {
         /// The key.
         key: String,
     },
-    /// A key that must be there.
+    /// A required key that is missing.
     Missing {
         /// The key.
         key: String,
@@ -93,14 +93,14 @@ pub enum TextFault {
     Value {
         /// The key.
         key: String,
-        /// What stands there.
+        /// The text of the value.
         token: String,
-        /// What should.
+        /// The expected value.
         expected: String,
     },
-    /// An action that is none.
+    /// An invalid action.
     Action {
-        /// Which one of its line, counted from 1.
+        /// Its number in its line, counted from 1.
         item: usize,
         /// What is wrong with it.
         source: ParseActionError,
@@ -109,7 +109,7 @@ pub enum TextFault {
     NoSuchRank {
         /// The rank.
         rank: usize,
-        /// The ranks there are.
+        /// Number of ranks.
         ranks: usize,
     },
 }
@@ -153,7 +153,7 @@ impl Error for ParseScheduleError {
 /// Reads the text form. `replicas`, `steps` and `weights` may be left out: one rank per stage,
 /// one step, flushed. Lines that start with `#` are comments.
 ///
-/// What is read is a list of actions; [`check`](crate::check) tells whether it is a schedule.
+/// The result is a list of actions; [`check`](crate::check) tells whether it is a valid schedule.
 ///
 /// ```
 /// use meshwork_pipeline::Schedule;
@@ -209,7 +209,7 @@ impl FromStr for Schedule {
 
 const KEYS: [&str; 7] = ["name", "ranks", "placement", "replicas", "micros", "steps", "weights"];
 
-/// The fields of a text: where each stands, and its value.
+/// The fields of a text: the line and the value of each.
 struct Fields<'a> {
     values: BTreeMap<&'a str, (usize, &'a str)>,
     rows: BTreeMap<usize, (usize, &'a str)>,

@@ -1,9 +1,9 @@
-//! When each rank did what: predicted or measured, measured and drawn by the same code.
+//! Timelines of the actions of each rank. Predicted and measured ones are evaluated and drawn by the same code.
 
 use super::Action;
 use super::ActionKind::Forward;
 
-/// An action and when it ran.
+/// An action with its start and end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
     /// The action.
@@ -14,7 +14,7 @@ pub struct Interval {
     pub end: f64,
 }
 
-/// When each rank did what: predicted by [`simulate`](crate::simulate), or measured in a run.
+/// The start and end of each rank's actions: predicted by [`simulate`](crate::simulate), or measured in a run.
 ///
 /// It is plain data. A run is measured by an observer that notes the time at both ends of each computation
 /// ([`run`](crate::run)), with the clocks of all ranks set to one origin.
@@ -37,7 +37,7 @@ pub struct Interval {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
-    /// What pictures call it.
+    /// Its name in pictures.
     pub name: String,
     /// The rank of each stage.
     pub placement: Vec<usize>,
@@ -79,7 +79,7 @@ impl Timeline {
         self.ranks.iter().map(of_rank).fold(0.0, f64::max)
     }
 
-    /// What rounding leaves of no bubble at all is none.
+    /// The idle time. A rest that is only rounding counts as 0.
     fn idle(&self) -> f64 {
         (self.span() - self.ideal()).max(0.0)
     }
@@ -135,7 +135,7 @@ impl Timeline {
     }
 }
 
-/// A part of a whole; nothing of nothing is nothing.
+/// The share of `part` in `whole`; 0 if the whole is 0.
 fn share(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }

@@ -48,7 +48,7 @@ pub fn chrome_trace(timelines: &[&Timeline], microseconds: f64) -> String {
 }
 
 impl ActionKind {
-    /// What legends call it.
+    /// Its name in legends.
     pub(super) fn in_words(self) -> &'static str {
         match self {
             Self::Forward => "forward",

@@ -1,29 +1,29 @@
-//! Running a schedule on paper.
+//! Simulates running a schedule.
 
 use super::needs::{Form, Graph, Table};
 use super::{Action, Schedule};
 
-/// How far a walk came.
+/// The result of a walk.
 pub(super) enum Walk {
-    /// To the end: when each action starts, in the shape of [`Schedule::actions`].
+    /// It reached the end: the start of each action, in the shape of [`Schedule::actions`].
     Done(Vec<Vec<f64>>),
-    /// Not to the end: the step at which each rank waits (its number of actions where it finished).
+    /// It got stuck: the step at which each rank waits (its number of actions if it finished).
     Stuck(Vec<usize>),
 }
 
-/// What a walk assumes.
+/// The assumptions of a walk.
 pub(super) struct Terms<'a> {
     /// How long an action keeps its rank busy.
     pub(super) busy: &'a dyn Fn(Action) -> f64,
-    /// How much later than the end of a send its message arrives.
+    /// The time from the end of a send to the arrival of its message.
     pub(super) delay: f64,
-    /// How many messages from one rank to another may wait for their receives; a send beyond that waits itself. None for
-    /// as many as there are.
+    /// Number of messages from one rank to another that may wait for their receives; a further send waits. `None`:
+    /// no limit.
     pub(super) in_flight: Option<usize>,
 }
 
 impl Terms<'_> {
-    /// Nothing takes time: enough to see who waits for whom.
+    /// Nothing takes time, which is enough to see which rank waits for which.
     pub(super) fn untimed(in_flight: Option<usize>) -> Self {
         Self { busy: &|_| 0.0, delay: 0.0, in_flight }
     }
@@ -31,9 +31,10 @@ impl Terms<'_> {
 
 /// Advances every rank as far as it can go, until all have ended or none moves.
 ///
-/// A rank starts an action when it has finished the one before and all that the action needs. So a start time
-/// does not depend on the order in which ranks are visited here, and a schedule that gets stuck here gets stuck
-/// under any timing; with limited room for messages too. (A start time leaves out what a send waits for room.)
+/// A rank starts an action when the previous action and all actions that it needs have finished. So a start time does
+/// not depend on the order in which ranks are visited here, and a schedule that gets stuck here gets stuck under any
+/// timing. This also holds with limited room for messages. (Start times do not include the time in which a send waits
+/// for room.)
 pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
     let schedule = graph.schedule;
     let mut finished: Table<f64> = Table::new(schedule, f64::NAN);
@@ -45,7 +46,7 @@ pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
         moved = false;
         for (rank, row) in schedule.actions.iter().enumerate() {
             while let Some(&action) = row.get(starts[rank].len()) {
-                // The latest finish of its needs; NaN while one of them is still to come.
+                // The latest finish of its needs; NaN while one of them has not finished.
                 let ready = graph.needs(action).fold(0.0, |latest: f64, need| {
                     let at = finished[need];
                     if at.is_nan() || latest.is_nan() { f64::NAN } else { latest.max(at) }
@@ -77,7 +78,7 @@ pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
 struct Channels<'a> {
     schedule: &'a Schedule,
     room: usize,
-    /// By sender and receiver: how many wait.
+    /// By sender and receiver: the number of waiting messages.
     waiting: Vec<usize>,
 }
 
@@ -93,7 +94,7 @@ impl<'a> Channels<'a> {
         Some(from * self.schedule.ranks + to)
     }
 
-    /// Whether there is no room for what `action` sends.
+    /// Whether there is no room for the message of `action`.
     fn is_full(&self, action: Action) -> bool {
         action.kind.is_send() && self.of(action).is_some_and(|channel| self.waiting[channel] >= self.room)
     }
@@ -106,7 +107,7 @@ impl<'a> Channels<'a> {
 }
 
 /// The smallest number of messages that must be allowed to wait between any two ranks, so that sends which wait for
-/// room never make ranks wait in a circle. Expects a schedule that ends where there is room for all.
+/// room never make ranks wait in a circle. The schedule must end if there is room for all messages.
 pub(super) fn in_flight(graph: &Graph) -> usize {
     if graph.form == Form::Plain {
         return 0;
@@ -116,7 +117,7 @@ pub(super) fn in_flight(graph: &Graph) -> usize {
     while !ends(enough) {
         enough *= 2;
     }
-    // Too little is known up to `few`, enough from `enough` on: more room never makes anybody wait.
+    // `few` is too little room and `enough` is enough: more room never makes a rank wait.
     let mut few = enough / 2;
     while enough - few > 1 {
         let middle = few + (enough - few) / 2;

@@ -1,4 +1,4 @@
-//! Which version of its weights a micro-batch meets at a stage.
+//! The version of the weights that a micro-batch uses at a stage.
 
 use std::collections::HashMap;
 
@@ -6,15 +6,15 @@ use super::ActionKind::{Backward, Forward, Update, WeightGradient};
 use super::needs::Table;
 use super::{Action, Fault, Schedule};
 
-/// How weights change while a schedule runs, and so which version of them a micro-batch meets.
+/// How weights change while a schedule runs, and so which version of them a micro-batch uses.
 ///
-/// Versions of a stage are counted in updates: version 0 is what training starts from. The backward of a micro-batch
+/// Versions of a stage are counted in updates: version 0 is the start of training. The backward of a micro-batch
 /// always reads the version that its forward at the same stage has read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Weights {
-    /// Synchronous training, as GPipe and PipeDream-flush do it: one update per step, outside of the schedule. All
-    /// micro-batches of step t meet version t everywhere. The schedule holds no `U`.
+    /// Synchronous training, as in GPipe and PipeDream-flush: one update per step, outside of the schedule. All
+    /// micro-batches of step t use version t everywhere. The schedule holds no `U`.
     Flush,
     /// PipeDream's weight stashing (Harlap et al., 2018, section 3.3): a forward takes the latest version that its
     /// stage has, so that stages may differ; an `U` follows each backward.
@@ -28,7 +28,7 @@ pub enum Weights {
 }
 
 impl Weights {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 4] = [Self::Flush, Self::Stash, Self::VerticalSync, Self::DoubleBuffered];
 
     /// Its name in the text form of a schedule.
@@ -41,7 +41,7 @@ impl Weights {
         }
     }
 
-    /// Whether weights stay as they are while a step runs.
+    /// Whether weights do not change while a step runs.
     pub fn is_synchronous(self) -> bool {
         self == Self::Flush
     }
@@ -56,8 +56,8 @@ pub(super) struct Versions {
 }
 
 impl Versions {
-    /// Works them out and makes sure that each exists when it is asked for. Expects what the checker has proved
-    /// before: all parts are there, once and in local order.
+    /// Computes the versions and makes sure that each exists when it is used. The checker must have proved before that
+    /// all parts exist once and in local order.
     pub(super) fn new(schedule: &Schedule, steps: &Table<Option<usize>>) -> Result<Self, Fault> {
         let latest = latest(schedule);
         let (stages, micros) = (schedule.stages(), schedule.micros);
@@ -89,7 +89,7 @@ impl Versions {
     }
 }
 
-/// By (stage, micro): the updates of the stage that stand before this forward.
+/// By (stage, micro): the number of updates of the stage before this forward.
 fn latest(schedule: &Schedule) -> Vec<usize> {
     let mut latest = vec![0; schedule.stages() * schedule.micros];
     for row in &schedule.actions {
@@ -109,7 +109,7 @@ fn latest(schedule: &Schedule) -> Vec<usize> {
 }
 
 /// The most versions of one stage that are held at once: one from the update that makes it until the next update
-/// or its last use, whichever is later. An update that nobody needs the old version after works in place.
+/// or its last use, whichever is later. An update works in place if nothing needs the old version afterwards.
 fn peak(schedule: &Schedule, steps: &Table<Option<usize>>, stage: usize, used: &[usize]) -> usize {
     let row = &schedule.actions[schedule.placement[stage]];
     let updates = row.iter().enumerate().filter(|(_, action)| action.kind == Update && action.stage == stage);

@@ -6,9 +6,9 @@ use super::{Action, Schedule};
 
 /// 1F1B with split backwards, in 1F1B's memory: min(pp, micros) micro-batches on every rank.
 ///
-/// Gradients of inputs go back through the ranks alone, and the later ranks put weight gradients off until the end,
-/// when they would be idle: the bubble is (pp - 1)(F + I - W), a third of 1F1B's where all three take the same time.
-/// It takes any number of micro-batches from 1. With fewer than `pp` there are fewer weight gradients to put off: the
+/// Gradients of inputs go back through the ranks alone, and the later ranks defer weight gradients until the end, when
+/// they would be idle: the bubble is (pp - 1)(F + I - W), a third of 1F1B's where all three take the same time. It
+/// takes any number of micro-batches from 1. With fewer than `pp` there are fewer weight gradients to defer: the
 /// bubble is (pp - 1)(F + I) - (micros - 1) W.
 ///
 /// ```
@@ -26,8 +26,8 @@ pub fn zb_h1(pp: usize, micros: usize) -> Schedule {
 
 /// ZB-H1 that fills the pipeline deeper, for up to 2 pp - 1 micro-batches on every rank.
 ///
-/// The bubble is (pp - 1)(F + I - 2W) from 2 pp - 1 micro-batches on: none where all three take the same time. Ranks
-/// then start and end a step at different times, so it gains only where no barrier stands between steps.
+/// The bubble is (pp - 1)(F + I - 2W) from 2 pp - 1 micro-batches on: there is none if all three take the same time.
+/// Ranks then start and end a step at different times, so it gains only without a barrier between steps.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::zb_h2(2, 3);
@@ -42,7 +42,7 @@ pub fn zb_h2(pp: usize, micros: usize) -> Schedule {
     handcrafted("zb_h2", pp, micros, |rank| 2 * (pp - rank) - 1, |rank| 2 * rank)
 }
 
-/// A forward, an input gradient and a weight gradient in turns. Rank r starts `in_flight(r)` forwards before the first
+/// Forwards, input gradients and weight gradients alternate. Rank r starts `in_flight(r)` forwards before the first
 /// input gradient, and makes weight gradients `delay(r)` micro-batches after their input gradients.
 fn handcrafted(
     name: &str,

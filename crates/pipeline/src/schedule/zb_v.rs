@@ -23,7 +23,7 @@ pub fn zb_v(pp: usize, micros: usize) -> Schedule {
     one_step("zb_v", v_shaped(pp), micros, (0..pp).map(row).collect())
 }
 
-/// The actions of a rank while they are written: each kind counts its micro-batches in each of the two chunks.
+/// The actions of a rank while they are written, with a count of micro-batches for each kind in each of the two chunks.
 struct Row {
     stages: [usize; 2],
     micros: usize,
@@ -32,8 +32,8 @@ struct Row {
 }
 
 impl Row {
-    /// The next micro-batch of that kind in that chunk. The pattern is that of many micro-batches: those which are not
-    /// there are counted, and left out.
+    /// Adds the next micro-batch of that kind in that chunk. The pattern is written for many micro-batches; those that
+    /// do not exist are counted and left out.
     fn push(&mut self, kind: ActionKind, chunk: usize) {
         let slot = match kind {
             Forward => 0,
@@ -57,13 +57,13 @@ impl Row {
             self.push(Forward, 1);
             self.push(Forward, 0);
         }
-        // .. where it meets the first gradients.
+        // .. where the first gradients arrive.
         for _ in 0..pp - rank {
             self.push(Forward, 1);
             self.push(InputGradient, 1);
             self.push(WeightGradient, 1);
         }
-        // Turns: each chunk one forward and one backward.
+        // Steady state: each chunk alternates one forward and one backward.
         while self.next[0][1] < turns {
             if self.next[0][0] < turns {
                 self.push(Forward, 0);

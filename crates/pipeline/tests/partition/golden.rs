@@ -1,4 +1,4 @@
-//! What PipeDream's published optimizer makes of its published profiles.
+//! The results of PipeDream's published optimizer for its published profiles.
 //!
 //! Source: github.com/msr-fiddle/pipedream, `profiler/image_classification/profiles/{alexnet,vgg16}/graph.txt` and
 //! `optimizer/optimizer_graph_hierarchical.py` (the command lines are its own).

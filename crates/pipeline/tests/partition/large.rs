@@ -2,8 +2,8 @@
 
 use meshwork_pipeline::partition::{Level, Options, PlanError, Profile, States, plan};
 
-/// Two branches of so many layers side by side, between a first layer and a last: (left + 1)(right + 1) + 1 states. Each layer takes
-/// 1 ms.
+/// Two parallel branches with these numbers of layers, between a first layer and a last: (left + 1)(right + 1) + 1
+/// states. Each layer takes 1 ms.
 fn branches(left: usize, right: usize) -> States {
     let line = |id: &str| {
         format!(
@@ -27,8 +27,8 @@ fn levels(machines: &[usize]) -> Vec<Level> {
 const STRAIGHT: Options =
     Options { straight: true, method: meshwork_pipeline::partition::Method::Code, activation_compression_ratio: None };
 
-/// As many states as the largest published profile of a model has. 101 layers in k stages: the largest has 101/k of them, rounded
-/// up, since a stage may be of any layers that have all that they depend on before them.
+/// The number of states of the largest published profile. With 101 layers in k stages, the largest stage has 101/k of
+/// them, rounded up, because a stage may have any layers whose dependencies come before them.
 #[test]
 fn a_graph_of_1495_states_is_planned() {
     let states = branches(17, 82);
@@ -44,7 +44,7 @@ fn a_graph_of_1495_states_is_planned() {
     assert!((found.time_per_stage_s - 0.101 / 16.0).abs() < 1e-9, "{}", found.time_per_stage_s);
 }
 
-/// Two servers of two machines, straight: 51 and 50 layers, of which the larger half is 26 and 25.
+/// Two servers of two machines, straight: 51 and 50 layers, whose larger halves are 26 and 25.
 #[test]
 fn a_graph_of_hundreds_of_states_is_planned_on_two_levels() {
     let states = branches(17, 21);

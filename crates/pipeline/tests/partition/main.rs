@@ -1,4 +1,4 @@
-//! The planner: PipeDream's published partitions, a search through all partitions as its oracle, and profiles that are none.
+//! The planner: PipeDream's published partitions, a search through all partitions as its oracle, and invalid profiles.
 
 mod golden;
 mod large;

@@ -5,7 +5,7 @@
 use meshwork_pipeline::partition::{Level, Method, Options, Plan, PlanError, PlannedStage, Profile, States, plan};
 use proptest::prelude::*;
 
-/// A graph of layers of which the first alone reads from nothing.
+/// A graph of layers, where only the first reads from nothing.
 #[derive(Clone, Debug)]
 struct Graph {
     /// Per layer: seconds, bytes of weights, bytes of output.
@@ -34,7 +34,7 @@ impl Graph {
         (1 << self.costs.len()) - 1
     }
 
-    /// All that a layer depends on.
+    /// All layers that a layer depends on.
     fn needs(&self, layer: usize) -> u32 {
         self.sources[layer].iter().fold(0, |mask, &source| mask | 1 << source | self.needs(source))
     }
@@ -43,7 +43,7 @@ impl Graph {
         self.sources[reader].contains(&layer)
     }
 
-    /// Every set that has, with a layer, all that it depends on.
+    /// Every set that contains, with a layer, all layers that it depends on.
     fn states(&self) -> Vec<u32> {
         let has_all = |set: u32| members(set).all(|layer| self.needs(layer) & !set == 0);
         (1..=self.all()).filter(|&set| has_all(set)).collect()
@@ -73,7 +73,7 @@ fn members(set: u32) -> impl Iterator<Item = usize> {
     (0..32).filter(move |layer| set >> layer & 1 == 1)
 }
 
-/// What is planned: a graph over a topology.
+/// The input of the planner: a graph and a topology.
 struct Task<'a> {
     graph: &'a Graph,
     states: Vec<u32>,
@@ -92,7 +92,7 @@ impl Task<'_> {
         }
     }
 
-    /// Seconds to send what a later stage reads, and what it gives.
+    /// Seconds to send the input of a later stage, and its output.
     fn transfer(&self, level: usize, before: u32, after: u32, machines: usize) -> f64 {
         let Some(ratio) = self.options.activation_compression_ratio else { return 0.0 };
         let (b, m) = (self.levels[level].bytes_per_second, machines as f64);

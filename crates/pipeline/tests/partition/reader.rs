@@ -1,4 +1,4 @@
-//! Reading and writing profiles, and what is said of text that is none.
+//! Reading and writing profiles, and the errors of invalid text.
 
 use crate::golden::{ALEXNET, VGG16};
 use meshwork_pipeline::partition::{Layer, PlanError, Profile, ProfileError, States};
@@ -34,7 +34,7 @@ fn lines_may_stand_in_any_order() {
     assert_eq!(profile.to_string().parse::<Profile>().unwrap(), profile);
 }
 
-/// Each fault names its line, what stands there and what would be valid.
+/// Each fault names its line, the text there and what would be valid.
 #[test]
 fn a_faulty_profile_is_refused_by_line() {
     let field = |from: &str, to: &str| format!("{B}\n{}", A.replace(from, to));
@@ -78,7 +78,7 @@ fn a_faulty_profile_is_refused_by_line() {
     }
 }
 
-/// A cycle is told without the layers that merely lead to it or from it.
+/// A cycle is reported without the layers that only lead to it or from it.
 #[test]
 fn a_cycle_is_told_alone() {
     let line = |id: &str| B.replacen("b -- ", &format!("{id} -- "), 1) + "\n";
@@ -128,7 +128,7 @@ fn what_cannot_be_cut_is_refused() {
     let read = |text: String| States::new(&text.parse::<Profile>().unwrap());
     let input = B.replace("Linear", "Input0");
     assert_eq!(read(input.clone()), Err(PlanError::NoLayers));
-    // An input by itself is no part of the model; a layer is.
+    // An unconnected input is not part of the model; an unconnected layer is.
     assert_eq!(read(format!("{A}\n{input}")).unwrap().count(), 1);
     assert_eq!(read(format!("{A}\n{B}")), Err(PlanError::Unconnected { from: "a".into(), to: "b".into() }));
     // Fifteen branches of one layer side by side: 2^15 sets of them.
@@ -138,7 +138,7 @@ fn what_cannot_be_cut_is_refused() {
     let edges: String = branches.iter().map(|id| format!("\ta -- {id}\n")).collect();
     let error = read(format!("{A}\n{layers}{edges}")).unwrap_err().to_string();
     assert!(error.starts_with("more than 16384 places for a cut"), "{error}");
-    // A sink of indices that nobody reads is no layer either.
+    // An index sink that no layer reads is not a layer either.
     let sink = line("i").replace("Linear", "__getitem__(0)");
     assert_eq!(read(format!("{A}\n{sink}\ta -- i\n")).unwrap().count(), 1);
 }

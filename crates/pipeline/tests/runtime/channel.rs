@@ -1,4 +1,5 @@
-//! The transport of channels: whole networks over it, no more messages in flight than the schedule needs, and peers that are gone.
+//! The transport of channels: whole networks over it, no more messages in flight than the schedule needs, and peers
+//! that have ended.
 
 use crate::network::ranks::pipeline_over;
 use crate::network::{Fault, serial};

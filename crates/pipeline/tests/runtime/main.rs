@@ -94,8 +94,9 @@ fn replicas_share_the_micro_batches_of_their_stage() {
     }
 }
 
-/// Asserts that the rank at fault says `message`, and that the others end: nothing hangs. They end by learning that a
-/// neighbour is gone, at which message depends on timing, or with success, if all that they wait for had been sent.
+/// Asserts that the rank at fault says `message`, and that the others end: nothing hangs. They end with the error that
+/// a neighbour has ended (at which message depends on timing), or with success, if all messages that they wait for had
+/// been sent.
 #[track_caller]
 fn fails(lowered: &Lowered, fault: Fault, message: &str) {
     let errors = pipeline(lowered, fault).unwrap_err();

@@ -11,7 +11,7 @@ use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One input: whole values, and how it lies on tp. Integers become i32 and get no gradient.
+/// One input: whole values, and its type on tp. Integers become i32 and get no gradient.
 pub struct Input {
     pub shape: Vec<usize>,
     pub values: Vec<f32>,
@@ -34,7 +34,7 @@ impl Input {
 /// Element `i` of everything called `name`: inputs, parameters, seeds.
 pub type Number = fn(name: &str, i: u64) -> f32;
 
-/// Normal values: biases too, so that one that is added once per rank shows.
+/// Normal values, for biases too, so that a bias that is added once per rank is noticed.
 pub fn real(name: &str, i: u64) -> f32 {
     0.5 * normal(key(11, name), i)
 }
@@ -57,9 +57,9 @@ pub struct Program<L, D, F> {
     pub declare: D,
     pub forward: F,
     pub number: Number,
-    /// What the stored rows beyond a parameter's own hold.
+    /// The value of the stored padding rows of a parameter.
     pub padding: f32,
-    /// Of canonical numerics.
+    /// Reduction blocks of canonical numerics.
     pub blocks: Option<usize>,
     pub layer: std::marker::PhantomData<L>,
 }
@@ -228,7 +228,7 @@ fn place(tape: &Tape, input: &Input) -> Var {
     tape.input(Tensor::from_slice(tape.device(), &values, &shape[..]).unwrap(), types)
 }
 
-/// The whole of what each rank holds a piece of.
+/// Joins the pieces of all ranks to the whole.
 fn join<'a>(pieces: impl Iterator<Item = &'a Piece>) -> Vec<f32> {
     let pieces: Vec<&Piece> = pieces.collect();
     match pieces[0].ty {

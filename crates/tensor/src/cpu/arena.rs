@@ -1,4 +1,4 @@
-//! A caching arena: blocks of dead buffers are handed out again to buffers of about their size.
+//! A caching arena: blocks of dead buffers are reused for buffers of about the same size.
 
 use crate::device::Meter;
 use meshwork_core::{Block, HostMemory, Memory, Recycle};
@@ -19,7 +19,7 @@ impl Arena {
     }
 
     /// A block of at least `bytes`, and whether it is known to be zero. Takes the smallest free block that fits and is
-    /// not more than a quarter too large: larger ones are left for those that need them.
+    /// not more than a quarter too large; larger ones are left for larger requests.
     fn take(&self, bytes: usize) -> (Block, bool) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.range_mut(bytes..=bytes + bytes / 4 + 64).find_map(|(_, blocks)| blocks.pop());
@@ -40,7 +40,7 @@ impl Recycle for Arena {
     }
 }
 
-/// Memory of an arena that the device's meter counts while it lives, by the bytes asked for.
+/// Memory of an arena that the device's meter counts while it lives, by its requested bytes.
 #[derive(Debug)]
 pub(super) struct Metered {
     memory: HostMemory,
@@ -93,7 +93,7 @@ mod tests {
         let second = memory(&arena, &meter, 900, true);
         assert_eq!(arena.system_allocations(), 1);
         assert!(second.memory.as_slice().iter().all(|&byte| byte == 0));
-        // Too small a request leaves the large block alone.
+        // A request that is too small does not take the large block.
         drop(second);
         let _small = memory(&arena, &meter, 64, false);
         assert_eq!(arena.system_allocations(), 2);

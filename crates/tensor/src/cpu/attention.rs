@@ -31,7 +31,7 @@ fn groups(shape: GroupedShape) -> Groups {
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl LastAngles {
-    /// Those of at least so many positions.
+    /// The angles of at least `seq` positions.
     fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| {

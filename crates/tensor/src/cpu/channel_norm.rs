@@ -19,7 +19,7 @@ impl Groups {
         sums
     }
 
-    /// One of each group from values that are repeated for its channels.
+    /// One value of each group, from values that are repeated for its channels.
     fn once<'a, T>(&self, channels: &'a [T]) -> impl Iterator<Item = &'a T> {
         channels.iter().step_by(self.channels / self.groups)
     }

@@ -5,7 +5,7 @@ use crate::kernel::{Elementwise, HostFn, Map, Zip};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 
-/// Elements that a function of the host is given at a time.
+/// Number of elements that a function of the host gets at a time.
 const HOST_PIECE: usize = 1 << 12;
 
 impl Elementwise for Cpu {

@@ -76,7 +76,7 @@ impl Loss for Cpu {
         for_float!(self, "cross_entropy", lse, T => {
             let (targets, lse) = (targets.as_slice::<i32>()?, lse.as_slice::<T>()?);
             let scale = scale.as_slice::<f64>()?;
-            // Pieces of the rows of each sample, which have one scale.
+            // Pieces of the rows of one sample, which share a scale.
             let sample = (targets.len() / scale.len().max(1)).max(1);
             let rows = row_piece(shard.pitch) / shard.pitch;
             let samples = logits.as_mut_slice::<T>()?.chunks_mut(sample * shard.pitch).zip(scale);

@@ -102,7 +102,7 @@ impl Cpu {
         Ok([self.operand_of(a, strides(a_transposed, m, k))?, self.operand_of(b, strides(b_transposed, k, n))?])
     }
 
-    /// An operand of a product of `T`, which may have been stored for it.
+    /// An operand of a product of `T`, which may have been stored as a matmul operand.
     fn operand_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
             DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => {

@@ -26,8 +26,8 @@ use kernels::round::Stored;
 use meshwork_core::{Buffer, DType, Element};
 use std::sync::Arc;
 
-/// One rank's CPU device. Memory that dies goes back to its arena, so that after the first step nothing comes from the
-/// system any more.
+/// One rank's CPU device. Dead memory returns to its arena, so that after the first step no memory comes from the
+/// system.
 #[derive(Debug, Default)]
 pub struct Cpu {
     arena: Arc<Arena>,
@@ -47,7 +47,7 @@ impl Cpu {
         Arc::new(Self::default())
     }
 
-    /// How many blocks the arena has asked the system for.
+    /// Number of blocks that the arena has allocated from the system.
     pub fn system_allocations(&self) -> u64 {
         self.arena.system_allocations()
     }
@@ -80,7 +80,7 @@ impl Device for Cpu {
         kernel::Layout::copy_into(self, host, 0..host.count(), dst, at)
     }
 
-    /// The memory itself, shared: it is the host's.
+    /// The memory itself, shared, because it is host memory.
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.meter.add_download(buffer.bytes());
         Ok(buffer.clone())
@@ -143,7 +143,7 @@ impl Device for Cpu {
     }
 }
 
-/// Elements of a piece of shared work: enough for tens of microseconds, few enough for a core's cache.
+/// Number of elements in a piece of shared work: enough for tens of microseconds, few enough for a core's cache.
 const PIECE: usize = 1 << 15;
 
 /// Elements of a piece that is whole rows of `n`.
@@ -155,9 +155,9 @@ fn row_piece(n: usize) -> usize {
 /// Rows of a part of a sum over rows.
 const PART: usize = 64;
 
-/// How rows are summed, for the gradients of biases and gains: each block in parts of up to 64 rows, one row after another,
-/// from zero, and then the parts one after another. The order depends on the number of rows of a block alone, and
-/// different threads can sum the parts.
+/// How rows are summed, for the gradients of biases and gains: each block in parts of up to 64 rows, one row after
+/// another, from zero, and then the parts one after another. The order depends only on the number of rows of a block,
+/// and different threads can sum the parts.
 pub(crate) struct RowSums {
     /// Rows of each part.
     parts: Vec<usize>,
@@ -185,12 +185,12 @@ impl RowSums {
         self.parts.iter().map(move |part| rows.split_off(..part * n).unwrap_or_default())
     }
 
-    /// The same to be written.
+    /// The same, for writing.
     fn cut_mut<'a, T>(&self, mut rows: &'a mut [T], n: usize) -> impl Iterator<Item = &'a mut [T]> {
         self.parts.iter().map(move |part| rows.split_off_mut(..part * n).unwrap_or_default())
     }
 
-    /// The sums of all blocks from those of their parts, of `n` elements each.
+    /// The sums of all blocks from the sums of their parts, of `n` elements each.
     fn finish<T: Element + Float>(&self, cpu: &Cpu, mut parts: &[T], n: usize) -> Result<Buffer> {
         cpu.output::<T>(n * self.blocks.len(), |sums| {
             sums.fill(T::ZERO);

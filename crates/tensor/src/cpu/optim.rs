@@ -38,7 +38,7 @@ impl Optim for Cpu {
             parts = vec![0.0; pieces().count()];
             share(pieces().zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
         } else {
-            // Small ones are shared by many.
+            // Several small ranges share a piece.
             let many = PIECE / range.len().max(1);
             parts = vec![0.0; segments];
             share(parts.chunks_mut(many).enumerate(), |(first, parts)| {
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// Pieces of all vectors go together, the range alone is touched, and an error of any piece comes out.
+    /// Pieces of all vectors are updated together, only the range is changed, and an error of any piece is returned.
     #[test]
     fn updates_reach_each_element_of_the_range_once() {
         let count = 3 * PIECE;

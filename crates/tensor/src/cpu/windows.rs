@@ -5,8 +5,8 @@ use crate::kernel::{Window, Windows};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, Element};
 
-/// Runs `kernel` on pieces of whole images: (windows of the piece, what it writes, what it reads), each cut by elements of
-/// one image.
+/// Runs `kernel` on pieces of whole images: (windows of the piece, its output, its input), each cut by elements of one
+/// image.
 fn by_images<T: Float + Send + Sync>(
     windows: Windows,
     writes: &mut [T],

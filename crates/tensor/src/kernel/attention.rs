@@ -1,4 +1,4 @@
-//! Causal self-attention on a fused qkv tensor, and of groups of heads that share keys and values.
+//! Causal self-attention on a fused qkv tensor, and with groups of heads that share keys and values.
 
 use super::Rotary;
 use crate::error::Result;
@@ -6,7 +6,7 @@ use crate::random::Key;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
-/// Extents of `qkv [batch, seq, 3, heads, head_dim]`, of which `out` is `[batch, seq, heads, head_dim]`.
+/// Extents of `qkv [batch, seq, 3, heads, head_dim]`; `out` is `[batch, seq, heads, head_dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Sequences.
@@ -37,8 +37,8 @@ impl AttentionShape {
     }
 }
 
-/// Queries `[batch, seq, heads, head_dim]` beside keys and values `[batch, seq, 2, kv_heads, head_dim]` that groups of heads
-/// share; `out` is as the queries.
+/// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, seq, 2, kv_heads, head_dim]` that groups of
+/// heads share; `out` has the shape of the queries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.
@@ -47,9 +47,9 @@ pub struct GroupedShape {
     pub group: usize,
     /// Heads of keys and values in memory.
     pub kv_heads: usize,
-    /// The one among them that the first heads of queries read; each next group reads the next.
+    /// The head of keys and values that the first heads of queries read; each following group reads the next one.
     pub first_kv_head: usize,
-    /// How queries and keys turn with the position of their token in the sequence, if they do.
+    /// The rotary embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
 }
 
@@ -78,7 +78,7 @@ pub trait Attention: Debug {
         dropout: Option<&AttentionDropout>,
     ) -> Result<(Buffer, Buffer)>;
 
-    /// dqkv; probabilities are computed again from lse.
+    /// dqkv; probabilities are recomputed from lse.
     fn causal_grad(
         &self,
         shape: AttentionShape,
@@ -98,8 +98,8 @@ pub trait Attention: Debug {
         dropout: Option<&AttentionDropout>,
     ) -> Result<(Buffer, Buffer)>;
 
-    /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for heads of
-    /// keys and values that nobody here reads.
+    /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for
+    /// heads of keys and values that no head here reads.
     #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
     fn grouped_grad(
         &self,

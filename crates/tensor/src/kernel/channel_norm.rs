@@ -8,16 +8,16 @@ use crate::tape::RowBlocks;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
-/// Extents of `x [blocks, rows, channels]`, and in how many groups the channels are normalised.
+/// Extents of `x [blocks, rows, channels]`, and the number of groups in which the channels are normalised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// Blocks with statistics of their own.
+    /// Blocks, each with its own statistics.
     pub blocks: usize,
     /// Rows of a block.
     pub rows: usize,
     /// Channels of a row.
     pub channels: usize,
-    /// Groups of as many channels each, one after the other.
+    /// Groups of equally many consecutive channels.
     pub groups: usize,
 }
 
@@ -44,16 +44,16 @@ pub struct MeanVariance<'a> {
     pub eps: f64,
 }
 
-/// Where the statistics that were used came from, which is what their gradient is.
+/// The source of the statistics, which determines their gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Statistics {
     /// From x itself.
     OfInput,
-    /// From elsewhere: constants.
+    /// Given from outside, as constants.
     Given,
 }
 
-/// The norm in pieces, so that its statistics can be kept, and replaced by others.
+/// The norm in separate steps, so that its statistics can be kept, and replaced by others.
 pub trait ChannelNorm: Debug {
     /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows are summed
     /// by 64 of them in order, then those in order, then the channels of a group in order.

@@ -30,10 +30,10 @@ pub enum Zip {
     Div,
 }
 
-/// A function of the host, of as many numbers as it is given vectors.
+/// A function of the host, with one number from each of the given vectors.
 pub type HostFn<'a> = dyn Fn(&[f64]) -> f64 + Sync + 'a;
 
-/// Functions of elements. Each element of a result is one fixed expression of those at its place.
+/// Functions of elements. Each element of a result is one fixed expression of the elements at its place.
 pub trait Elementwise: Debug {
     /// f(x).
     fn map(&self, f: Map, x: &Buffer) -> Result<Buffer>;

@@ -6,7 +6,7 @@ use meshwork_core::Buffer;
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// Where the gradient of a table goes.
+/// The destination of a table's gradient.
 #[derive(Debug)]
 pub struct TableGrad<'a> {
     /// Memory that holds it.
@@ -15,14 +15,14 @@ pub struct TableGrad<'a> {
     pub start: usize,
     /// Rows of the table.
     pub rows: usize,
-    /// Add to what is there instead of overwriting it.
+    /// Whether to add to the old contents instead of overwriting them.
     pub accumulate: bool,
     /// Blocks in which the samples are summed, in the [tree](meshwork_core::tree): each of them, or all together.
     pub blocks: usize,
 }
 
 impl<'a> TableGrad<'a> {
-    /// The gradient of a table of so many rows, in that room.
+    /// The gradient of a table of `rows` rows, in the memory `room`.
     pub fn new(room: BlockSlot<'a>, rows: usize) -> Self {
         let BlockSlot { buffer, start, accumulate, blocks, .. } = room;
         Self { buffer, start, rows, accumulate, blocks }

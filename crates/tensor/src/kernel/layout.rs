@@ -1,4 +1,5 @@
-//! Moving blocks: what collectives along a dim other than the first need, and what gathers values of a step in one vector.
+//! Moving blocks: for collectives along a dim other than the first, and for gathering the values of a step in one
+//! vector.
 
 use crate::error::Result;
 use meshwork_core::{Buffer, BufferError};
@@ -16,7 +17,7 @@ pub trait Layout: Debug {
     /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>;
 
-    /// The same elements in memory of their own.
+    /// A copy of the elements in new memory.
     fn copy(&self, x: &Buffer) -> Result<Buffer> {
         self.narrow(x, 1, x.count(), 1, 0..x.count())
     }
@@ -28,7 +29,7 @@ pub trait Layout: Debug {
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()>;
 }
 
-/// What every device checks of [`Layout::copy_into`] and of [`Device::upload_into`](crate::Device::upload_into).
+/// The checks that every device makes in [`Layout::copy_into`] and [`Device::upload_into`](crate::Device::upload_into).
 pub fn check_copy(src: &Buffer, range: &Range<usize>, dst: &Buffer, at: usize) -> Result<()> {
     if src.dtype() != dst.dtype() {
         return Err(BufferError::DType { actual: dst.dtype(), asked: src.dtype() }.into());

@@ -1,4 +1,5 @@
-//! Softmax cross entropy in pieces, so that a vocabulary cut over ranks can put its reductions between them.
+//! Softmax cross entropy in separate steps, so that reductions over ranks can run between them if the vocabulary is
+//! cut.
 
 use crate::error::Result;
 use meshwork_core::Buffer;
@@ -15,14 +16,15 @@ pub struct VocabShard {
     pub width: usize,
     /// Columns of the logits before these.
     pub skipped: usize,
-    /// Columns of the logits in all.
+    /// Columns of the logits in total.
     pub pitch: usize,
-    /// Ids over all ranks: a target beyond is an error, since no single shard could tell.
+    /// Number of ids over all ranks. A target beyond it is an error, which no single shard could detect without this
+    /// number.
     pub vocab: usize,
 }
 
 impl VocabShard {
-    /// So many equal parts of it; boundaries are rounded down.
+    /// `count` equal parts of it; boundaries are rounded down.
     pub fn parts(self, count: usize) -> impl Iterator<Item = Self> {
         (0..count).map(move |part| {
             let (from, to) = (self.width * part / count, self.width * (part + 1) / count);
@@ -42,8 +44,8 @@ pub trait Loss: Debug {
     /// Takes the larger of each two maxima.
     fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>;
 
-    /// Takes the sums of exp against the maxima over all shards instead of this one's own: they become fit to be summed
-    /// over the shards, as are the targets' logits.
+    /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be summed
+    /// over the shards, as the targets' logits can.
     fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>;
 
     /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse = max +

@@ -18,7 +18,7 @@ pub struct Gemm {
     pub a_transposed: bool,
     /// B is stored as [n, k] instead of [k, n].
     pub b_transposed: bool,
-    /// Add to C instead of overwriting it. Only sums of one block are.
+    /// Add to C instead of overwriting it. Only for sums of one block.
     pub accumulate: bool,
     /// How the sums are cut.
     pub terms: Terms,
@@ -40,12 +40,12 @@ impl Gemm {
         Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false, terms: Terms::WHOLE }
     }
 
-    /// The same, added to what is there if `accumulate`.
+    /// The same, added to the old contents if `accumulate`.
     pub fn accumulating(self, accumulate: bool) -> Self {
         Self { accumulate, ..self }
     }
 
-    /// The same, the sums cut like that.
+    /// The same, with the sums cut as in `terms`.
     pub fn over(self, terms: Terms) -> Self {
         Self { terms, ..self }
     }
@@ -56,19 +56,19 @@ impl Gemm {
     }
 }
 
-/// Matrix products whose result bits depend on k and how it is cut alone: never on m, n, layout or thread count. Either
-/// operand may be stored in the type that the device has for [operands](crate::Device::operand_dtype): the same bits.
+/// Matrix products whose result bits depend only on k and how it is cut, never on m, n, layout or thread count. Either
+/// operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the same bits.
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;
-    /// Computes the sum of two products of as many rows, columns and blocks into the elements of `c` from `start` on: each block is
-    /// that of the first, then that of the second.
+    /// Computes the sum of two products with equal numbers of rows, columns and blocks into the elements of `c` from
+    /// `start` on. Each block sums the terms of the first product, then those of the second.
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>;
     /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>;
     /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product, then
-    /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is what
-    /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad) takes; `stored` is its type or that of its
+    /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of
+    /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is its type or that of its
     /// [operands](crate::Device::operand_dtype).
     fn linear_bias_gelu(
         &self,

@@ -1,6 +1,6 @@
-//! Families of operations that a device offers: small object-safe traits over untyped buffers plus plain numbers. Shapes
-//! have been checked and types inferred by the time they are called. Each kernel trait has one file here and one sibling per
-//! device; [`profiled`](crate::profiled) and testkit's opaque device pass each method on.
+//! Kernel traits: groups of operations that a device offers, as small object-safe traits over untyped buffers plus
+//! plain numbers. Shapes have been checked and types inferred by the time they are called. Each kernel trait has one
+//! file here and one sibling per device; [`profiled`](crate::profiled) and testkit's opaque device pass each method on.
 
 mod attention;
 mod channel_norm;

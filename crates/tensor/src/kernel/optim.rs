@@ -1,4 +1,4 @@
-//! What an optimizer step does to flat vectors. The rules themselves live in `meshwork-optim`.
+//! Operations of an optimizer step on flat vectors. The rules themselves are in `meshwork-optim`.
 
 use crate::error::Result;
 use meshwork_core::Buffer;
@@ -8,12 +8,12 @@ use std::ops::Range;
 
 /// Flat vectors of weights, gradients and optimizer states.
 pub trait Optim: Debug {
-    /// A range of elements to zero.
+    /// Sets a range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
     /// Adds Σ x² to element `at` of the f64 vector `sums`, over `segments` ranges one after another, each `pitch` behind the one
     /// before. The sum is accumulated in f64 in an order that depends on the number and length of the ranges alone, then added.
-    /// It stays on the device: nothing waits for it.
+    /// It stays on the device, so nothing waits for it.
     fn sum_of_squares(
         &self,
         x: &Buffer,
@@ -24,11 +24,11 @@ pub trait Optim: Debug {
         at: usize,
     ) -> Result<()>;
 
-    /// Applies an update rule to a range of f32 vectors. `states` are as many as the rule has
-    /// [names](Rule::state_names) for.
+    /// Applies an update rule to a range of f32 vectors. `states` has one vector for each of the rule's
+    /// [names](Rule::state_names).
     ///
-    /// A device whose memory the host cannot read matches on `rule` and runs a kernel of its own; for [`Rule::Custom`], and
-    /// for a rule that it has no kernel for, it gives [`Error::UpdateRule`](crate::Error::UpdateRule).
+    /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`], and
+    /// for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
     fn update(
         &self,
         rule: &Rule,

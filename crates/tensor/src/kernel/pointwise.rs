@@ -7,7 +7,8 @@ use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
-/// Which elements dropout keeps: a function of the global position of an element, so that no mesh changes it.
+/// The elements that dropout keeps: a function of the global position of an element, so that it does not depend on the
+/// mesh.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DropoutMask {
     /// Probability of dropping an element, in [0, 1).
@@ -31,7 +32,7 @@ pub trait Pointwise: Debug {
     /// `a[at..at + b.count()] += b`.
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>;
     /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the [tree](meshwork_core::tree): written
-    /// to `x[to..to + n]`, where `to <= start`. The vectors do not survive.
+    /// to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>;
     /// x + bias.
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
@@ -44,13 +45,13 @@ pub trait Pointwise: Debug {
     /// that of its [operands](crate::Device::operand_dtype).
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>;
     /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
-    /// dx = dy · gelu'(x + bias), in place, and gives that of the bias as [`bias_grad`](Self::bias_grad) does.
+    /// dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad) does.
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>;
     /// gelu(x), tanh form.
     fn gelu(&self, x: &Buffer) -> Result<Buffer>;
     /// dy · gelu'(x).
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
-    /// silu(gate) · up of the pairs (gate, up) that x is made of, `[.., 2] → [..]`, of type `stored`: that of x or of its
+    /// silu(gate) · up of the pairs (gate, up) in x, `[.., 2] → [..]`, of type `stored`: that of x or of its
     /// [operands](crate::Device::operand_dtype).
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>;
     /// Turns those pairs into their gradient, in place.

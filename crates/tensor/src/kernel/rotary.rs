@@ -1,7 +1,8 @@
 //! Rotary position embeddings (Su et al., arXiv:2104.09864), as numbers.
 
-/// How fast the features of a head turn with the position of their token: pair i, features i and i + head_dim / 2, by
-/// `theta^(-2i / head_dim)` radians per position. (The layout of published Llama weights in the Hugging Face format.)
+/// The rotation of a head's features by the position of their token: pair i, features i and i + head_dim / 2, rotates
+/// by `theta^(-2i / head_dim)` radians per position. (The layout of published Llama weights in the Hugging Face
+/// format.)
 ///
 /// ```
 /// use meshwork_tensor::op::Rotary;
@@ -18,15 +19,15 @@ pub struct Rotary {
     pub scaling: Option<RotaryScaling>,
 }
 
-/// Frequencies scaled as published with Llama 3.1: those whose wave is short within the context of the first training
-/// stay, those whose wave is long are divided by `factor`, and those between go over from one to the other.
+/// Frequencies scaled as published with Llama 3.1. Those whose wavelength is short compared with the original context
+/// do not change, those whose wavelength is long are divided by `factor`, and those in between are interpolated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RotaryScaling {
-    /// By what low frequencies are divided.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// A wave longer than the original context divided by this is long.
+    /// A wavelength above the original context divided by this is long.
     pub low_frequency_factor: f64,
-    /// A wave shorter than the original context divided by this is short.
+    /// A wavelength below the original context divided by this is short.
     pub high_frequency_factor: f64,
     /// Positions of the context that the model was first trained with.
     pub original_positions: usize,
@@ -46,7 +47,7 @@ impl Rotary {
 }
 
 impl RotaryScaling {
-    /// Llama 3.1's.
+    /// The scaling of Llama 3.1.
     pub const LLAMA_3_1: Self =
         Self { factor: 8.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192 };
 

@@ -1,8 +1,8 @@
-//! Windows that slide over images: what a convolution needs besides a product, and pooling.
+//! Windows that slide over images: the parts of a convolution besides the product, and pooling.
 //!
 //! Images are `[samples, height, width, channels]`, the channels last. So a window is a few contiguous runs, a
-//! convolution is one product of patches `[pixels, window]` with weights `[features, window]` whose result lies as the
-//! next layer reads it, and biases and norms repeat over rows as they do everywhere else.
+//! convolution is one product of patches `[pixels, window]` with weights `[features, window]` whose result has the
+//! layout that the next layer reads, and biases and norms repeat over rows as everywhere else.
 
 use crate::error::Result;
 use meshwork_core::Buffer;
@@ -26,7 +26,8 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Windows down and across: `⌊(image + 2·padding - kernel) / stride⌋ + 1`, none where the kernel is larger than that.
+    /// Windows down and across: `⌊(image + 2·padding - kernel) / stride⌋ + 1`, 0 if the kernel is larger than the
+    /// padded image.
     pub fn count(&self) -> [usize; 2] {
         [0, 1].map(|dim| {
             let room = (self.image[dim] + 2 * self.padding).checked_sub(self.kernel[dim]);
@@ -49,7 +50,7 @@ impl Windows {
         self.image.iter().product::<usize>() * self.channels
     }
 
-    /// The same windows over so many images.
+    /// The same windows over `samples` images.
     pub fn over(self, samples: usize) -> Self {
         Self { samples, ..self }
     }
@@ -68,8 +69,8 @@ pub trait Window: Debug {
     /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in order.
     fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>;
 
-    /// `[rows, channels]`: the largest pixel of each window; of equal ones the first, in whose place the gradient goes. NaN where
-    /// there is one.
+    /// `[rows, channels]`: the largest pixel of each window; of equal ones the first, which also gets the gradient. NaN
+    /// if the window has one.
     fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>;
 
     /// The images' gradient from that of [`max_pool`](Self::max_pool).

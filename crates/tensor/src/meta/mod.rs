@@ -1,6 +1,5 @@
-//! The meta device: shapes only. A step run on it, with recording communicators, tells what any rank of any mesh would
-//! compute, hold and say, without data and without the other ranks. Values do not exist; where one is asked for on the
-//! host, zeros stand in.
+//! The meta device: shapes only. A step run on it, with recording communicators, shows what any rank of any mesh would
+//! compute, hold and communicate, without data and without the other ranks. Values do not exist; downloads give zeros.
 //!
 //! Each operation allocates what its CPU sibling allocates, in the same order, so that the peaks agree.
 
@@ -24,7 +23,7 @@ use crate::kernel;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;
 
-/// A device that counts and does nothing else.
+/// A device that only counts.
 #[derive(Debug, Default)]
 pub struct Meta {
     meter: Arc<Meter>,
@@ -32,12 +31,12 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// A device that has counted nothing yet, in place of one that computes products of `f32` tensors in this precision.
+    /// A device that replaces one that computes products of `f32` tensors in this precision.
     pub fn new(precision: Precision) -> Self {
         Self { precision, ..Self::default() }
     }
 
-    /// The same in place of one that computes in the precision of its tensors.
+    /// A device that replaces one that computes in the precision of its tensors.
     pub fn device() -> Arc<dyn Device> {
         Arc::new(Self::default())
     }

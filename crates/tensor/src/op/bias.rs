@@ -52,7 +52,12 @@ impl Op for Bias {
     }
 }
 
-/// The gradient of a bias, which is input `i`, where it is wanted: the sum of the rows of `grad`.
+/// `bias`, or zeros of that shape where there is none, on the device and of the type of `like`.
+pub(super) fn or_zeros(bias: Option<Tensor>, like: &Tensor, shape: Shape) -> Result<Tensor> {
+    bias.map_or_else(|| Tensor::zeros(like.device(), like.dtype(), shape), Ok)
+}
+
+/// The gradient of a bias, which is input `i`, if it is needed: the sum of the rows of `grad`.
 pub(super) fn bias_grad(
     cx: &mut Backward<'_>,
     i: usize,

@@ -1,14 +1,16 @@
 //! Batch norm and group norm of images `[samples, height, width, channels]`:
-//! `y = (x - mean) / √(variance + eps) · gamma + beta`, with gamma and beta per channel.
+//! `y = (x - mean) / √(variance + eps) · gamma + beta`, with gamma and beta per channel. Beta may be left
+//! out: `None` is zero.
 //!
-//! *Group norm* takes mean and variance over each sample's pixels and a group of channels: no sample sees another, so no
-//! mesh and no cut into micro-batches changes a number.
+//! *Group norm* takes mean and variance over each sample's pixels and a group of channels: samples are independent, so
+//! the numbers do not depend on the mesh or the micro-batches.
 //!
-//! *Batch norm* takes them per channel over the samples and pixels of this tape: of one micro-batch, on one rank (GPipe,
-//! section 2: "the sufficient statistics of inputs during training are computed over each micro-batch"). Unlike everything else
-//! here it therefore depends on the number of micro-batches and on dp, and canonical numerics refuse it. It gives its
-//! [`Moments`] along, for the moving averages that stand in for them in evaluation.
+//! *Batch norm* takes them per channel over the samples and pixels of this tape, that is, of one micro-batch on one
+//! rank (GPipe, section 2: "the sufficient statistics of inputs during training are computed over each micro-batch").
+//! Unlike everything else here it therefore depends on the number of micro-batches and on dp, and canonical numerics
+//! refuse it. It also returns its [`Moments`], for the moving averages that replace them in evaluation.
 
+use super::bias::or_zeros;
 use super::images::whole_images;
 use crate::error::{Error, Result};
 use crate::kernel::{Groups, MeanVariance, Statistics};
@@ -34,14 +36,17 @@ struct ChannelNorm {
     moments: [Buffer; 2],
     statistics: Statistics,
     eps: f64,
-    /// Of the samples, where each has a block.
+    /// The tokens of the samples, if each sample has a block.
     tokens: Option<Tokens>,
     affine_shape: Shape,
+    /// Whether there is a beta.
+    shifted: bool,
 }
 
 impl Var {
-    /// Batch norm of `[n, h, w, c]` over the samples and pixels of this tape, on this rank; and the statistics that it used.
-    pub fn batch_norm(&self, gamma: &Var, beta: &Var, eps: f64) -> Result<(Var, Moments)> {
+    /// Batch norm of `[n, h, w, c]` over the samples and pixels of this tape, on this rank. Also returns the statistics
+    /// that it used.
+    pub fn batch_norm<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<(Var, Moments)> {
         if self.tape().reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
                 op: "batch_norm",
@@ -50,15 +55,23 @@ impl Var {
             });
         }
         let groups = batches("batch_norm", self.shape())?;
-        let op = self.by_its_own("batch_norm", groups, None, gamma, eps)?;
+        let beta = beta.into();
+        let op = self.by_its_own("batch_norm", groups, None, (gamma, beta), eps)?;
         let [mean, variance] = op.moments.clone();
         let vector = |buffer| Tensor::from_buffer(self.tape().device(), buffer, [groups.channels]);
         let moments = Moments { mean: vector(mean)?, variance: vector(variance)? };
-        Ok((self.tape().apply(op, &[self, gamma, beta])?, moments))
+        Ok((self.scale_and_shift(op, gamma, beta)?, moments))
     }
 
     /// The same with given statistics, which are constants: batch norm in evaluation.
-    pub fn batch_norm_with(&self, gamma: &Var, beta: &Var, moments: &Moments, eps: f64) -> Result<Var> {
+    pub fn batch_norm_with<'a>(
+        &self,
+        gamma: &Var,
+        beta: impl Into<Option<&'a Var>>,
+        moments: &Moments,
+        eps: f64,
+    ) -> Result<Var> {
+        let beta = beta.into();
         let groups = batches("batch_norm_with", self.shape())?;
         let given = [&moments.mean, &moments.variance];
         if given.iter().any(|tensor| tensor.count() != groups.channels) {
@@ -74,13 +87,21 @@ impl Var {
             eps,
             tokens: None,
             affine_shape: gamma.shape(),
+            shifted: beta.is_some(),
         };
-        self.tape().apply(op, &[self, gamma, beta])
+        self.scale_and_shift(op, gamma, beta)
     }
 
-    /// Group norm of `[n, h, w, c]` in so many groups of channels, which must divide c. One group is layer norm over a sample, c of
-    /// them are instance norm.
-    pub fn group_norm(&self, groups: usize, gamma: &Var, beta: &Var, eps: f64) -> Result<Var> {
+    /// Group norm of `[n, h, w, c]` in `groups` groups of channels, which must divide c. One group is layer norm over a
+    /// sample, c groups are instance norm.
+    pub fn group_norm<'a>(
+        &self,
+        groups: usize,
+        gamma: &Var,
+        beta: impl Into<Option<&'a Var>>,
+        eps: f64,
+    ) -> Result<Var> {
+        let beta = beta.into();
         let all = batches("group_norm", self.shape())?;
         if groups == 0 || !all.channels.is_multiple_of(groups) {
             let problem = format!("{groups} groups do not divide {} channels", all.channels);
@@ -88,8 +109,8 @@ impl Var {
         }
         let samples = self.shape()[0];
         let each = Groups { blocks: samples, rows: all.rows / samples, groups, ..all };
-        let op = self.by_its_own("group_norm", each, Some(Tokens::of(self, 1)), gamma, eps)?;
-        self.tape().apply(op, &[self, gamma, beta])
+        let op = self.by_its_own("group_norm", each, Some(Tokens::of(self, 1)), (gamma, beta), eps)?;
+        self.scale_and_shift(op, gamma, beta)
     }
 
     /// The operation with the statistics of this value itself.
@@ -98,14 +119,21 @@ impl Var {
         name: &'static str,
         groups: Groups,
         tokens: Option<Tokens>,
-        gamma: &Var,
+        (gamma, beta): (&Var, Option<&Var>),
         eps: f64,
     ) -> Result<ChannelNorm> {
         let norm = self.tape().device().channel_norm();
         let moments = norm.and_then(|norm| norm.moments(groups, self.tensor().buffer()));
         let moments = moments.map_err(|error| error.during(name))?.into();
-        let (statistics, affine_shape) = (Statistics::OfInput, gamma.shape());
-        Ok(ChannelNorm { name, groups, moments, statistics, eps, tokens, affine_shape })
+        let (statistics, affine_shape, shifted) = (Statistics::OfInput, gamma.shape(), beta.is_some());
+        Ok(ChannelNorm { name, groups, moments, statistics, eps, tokens, affine_shape, shifted })
+    }
+
+    fn scale_and_shift(&self, op: ChannelNorm, gamma: &Var, beta: Option<&Var>) -> Result<Var> {
+        match beta {
+            Some(beta) => self.tape().apply(op, &[self, gamma, beta]),
+            None => self.tape().apply(op, &[self, gamma]),
+        }
     }
 }
 
@@ -122,7 +150,8 @@ fn batches(op: &'static str, shape: Shape) -> Result<Groups> {
     }
 }
 
-fn normalise(x: &Tensor, gamma: &Tensor, beta: &Tensor, groups: Groups, by: MeanVariance<'_>) -> Result<Tensor> {
+fn normalise(x: &Tensor, gamma: &Tensor, beta: Option<Tensor>, groups: Groups, by: MeanVariance<'_>) -> Result<Tensor> {
+    let beta = or_zeros(beta, gamma, gamma.shape())?;
     let y = x.device().channel_norm()?.normalise(groups, x.buffer(), by, [gamma.buffer(), beta.buffer()])?;
     Tensor::from_buffer(x.device(), y, x.shape())
 }
@@ -133,7 +162,7 @@ impl Op for ChannelNorm {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["x", "gamma", "beta"]
+        if self.shifted { &["x", "gamma", "beta"] } else { &["x", "gamma"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -141,17 +170,18 @@ impl Op for ChannelNorm {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let (x, gamma, beta) = (inputs[0], inputs[1], inputs[2]);
+        let (x, gamma, beta) = (inputs[0], inputs[1], inputs.get(2).map(|&beta| beta.clone()));
         cx.require(
-            gamma.shape()[..] == [self.groups.channels] && beta.shape() == gamma.shape(),
+            inputs[1..].iter().all(|vector| vector.shape()[..] == [self.groups.channels]),
             || "gamma and beta are vectors over the channels of x".to_owned(),
             inputs,
         )?;
-        (0..3).try_for_each(|input| cx.save_input(input))?;
+        (0..inputs.len()).try_for_each(|input| cx.save_input(input))?;
         let (groups, [mean, variance], eps) = (self.groups, self.moments.clone(), self.eps);
         cx.recipe(move |saved| {
             let by = MeanVariance { mean: &mean, variance: &variance, eps };
-            normalise(&saved[0].restore()?, &saved[1].restore()?, &saved[2].restore()?, groups, by)
+            let beta = saved.get(2).map(|beta| beta.restore()).transpose()?;
+            normalise(&saved[0].restore()?, &saved[1].restore()?, beta, groups, by)
         });
         normalise(x, gamma, beta, groups, self.by())
     }
@@ -167,7 +197,7 @@ impl Op for ChannelNorm {
             gamma.buffer(),
         )?;
         let mut all = vec![Some(Tensor::from_buffer(device, dx, x.shape())?).filter(|_| cx.needs(0))];
-        for (i, sums) in [(1, dgamma), (2, dbeta)] {
+        for (i, sums) in [(1, dgamma), (2, dbeta)].into_iter().take(1 + usize::from(self.shifted)) {
             all.push(match cx.needs(i) {
                 true => self.affine_grad(cx, i, sums)?,
                 false => None,

@@ -1,4 +1,4 @@
-//! Two values one behind the other along a dim: a skip connection that keeps both.
+//! Concatenation of two values along a dim, as in a skip connection that keeps both.
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;
@@ -10,12 +10,13 @@ use meshwork_core::{SpmdError, Types};
 #[derive(Debug)]
 struct Concat {
     dim: usize,
-    /// Of both on this rank.
+    /// Shapes of both on this rank.
     shapes: [Shape; 2],
 }
 
 impl Var {
-    /// `self` and then `other` along `dim`, which must be whole on this rank; the other dims are equal. Dim 0 counts samples and stays. Linear: both may be `Partial`.
+    /// `self` and then `other` along `dim`, which must be whole on this rank; the other dims are equal. Dim 0 counts
+    /// samples and cannot be concatenated. Linear: both may be `Partial`.
     pub fn concat(&self, other: &Var, dim: usize) -> Result<Var> {
         let shapes = [self.shape(), other.shape()];
         let apart =
@@ -52,7 +53,7 @@ impl Op for Concat {
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let [(outer, first, inner), (_, second, _)] = self.shapes.map(|shape| shape.around(self.dim));
         let (device, extent) = (inputs[0].device(), first + second);
-        // Each in its place among zeros, and the sum of both.
+        // Each value is placed among zeros, and both are added.
         let layout = device.layout()?;
         let mut both = layout.widen(inputs[0].buffer(), outer, extent, inner, 0..first)?;
         let behind = layout.widen(inputs[1].buffer(), outer, extent, inner, first..extent)?;

@@ -1,10 +1,11 @@
 //! `y[n, i, j, o] = Σ_{k, l, c} x[n, i·stride + k - padding, j·stride + l - padding, c] · w[o, k, l, c] (+ b[o])`: the
-//! two-dimensional convolution of images `[samples, height, width, channels]` (a correlation, as everybody has it), zero
-//! beyond the edges.
+//! two-dimensional convolution of images `[samples, height, width, channels]` (in fact a correlation, as in all
+//! frameworks), zero beyond the edges.
 //!
-//! It is one product of the images' patches with the weight (Chellapilla, Puri and Simard, 2006), so each element has the bits that
-//! the products promise: those of a sum of so many terms, whatever the number of images. The patches are made again for the
-//! weight gradient: kept, they would be as many times the image as a window has pixels.
+//! It is one product of the images' patches with the weight (Chellapilla, Puri and Simard, 2006), so each element has
+//! the bits that products guarantee for a sum of this length, whatever the number of images. The patches are recomputed
+//! for the weight gradient: if they were kept, they would take as many times the memory of the image as a window has
+//! pixels.
 
 use super::bias::bias_grad;
 use super::images::whole_images;

@@ -1,5 +1,6 @@
-//! Operations from outside in one call: a function of one number with its derivative, or a whole operation with its gradient.
-//! An operation that needs more, as a gradient that skips inputs or saves something else, implements [`Op`].
+//! Your own operations in one call: a function of one number with its derivative, or a whole operation with its
+//! gradient. An operation that needs more, such as a gradient that skips inputs or saves other values, implements
+//! [`Op`].
 
 use super::whole::require_whole;
 use crate::error::{Error, Result};
@@ -19,8 +20,8 @@ struct HostMap<F, D> {
 impl Var {
     /// `f(x)` element by element, by a function of the host. `derivative` is given x and f(x). Not linear: refuses `Partial`.
     ///
-    /// Both functions are computed in f64, and anew in backward, where only x is kept; they must depend on their arguments alone.
-    /// An error on devices that run no functions of the host.
+    /// Both functions are computed in f64, and recomputed in backward, for which only x is kept; they must depend only
+    /// on their arguments. It is an error on devices that cannot run functions of the host.
     ///
     /// ```
     /// # use meshwork_core::{Rank, Types};
@@ -98,8 +99,8 @@ struct Custom<R, F, B> {
 
 impl Tape {
     /// An operation in one call: the names of its operands for errors, the rule of its SPMD types (see
-    /// [`meshwork_core::rules`]), its result from the inputs, and from inputs, result and the gradient of the result the gradients
-    /// of all inputs, one each.
+    /// [`meshwork_core::rules`]), a function from the inputs to the result, and a function from the inputs, the result
+    /// and its gradient to the gradients of all inputs.
     ///
     /// Inputs and result are kept for backward. Canonical numerics refuse parameters among the inputs: the sum of their
     /// gradient over samples needs an order, see [`Backward::write_grad`].

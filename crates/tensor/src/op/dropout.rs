@@ -1,5 +1,5 @@
-//! Dropout whose mask is a function of global position, so that no mesh changes it and every rank of an `Invariant`
-//! value drops the same elements.
+//! Dropout whose mask is a function of global position, so that it does not depend on the mesh, and every rank of an
+//! `Invariant` value drops the same elements.
 
 use super::whole::require_whole;
 use crate::error::Result;
@@ -17,8 +17,8 @@ struct Dropout {
 
 impl Var {
     /// Drops elements with probability `p` and scales the rest by 1/(1-p); the identity when evaluating or at p = 0.
-    /// `name` is that of the layer: each use needs one of its own. On an axis where the value is `Varying` it has no global position,
-    /// and every rank drops the same places.
+    /// `name` is the name of the layer; each use needs its own. On an axis where the value is `Varying` it has no
+    /// global position, and every rank drops the same places.
     pub fn dropout(&self, p: f32, name: &str) -> Result<Var> {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());

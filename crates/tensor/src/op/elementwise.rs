@@ -41,7 +41,7 @@ impl Var {
     fn zipped(&self, f: Zip, y: &Var) -> Result<Var> {
         let repeated = (y.shape().len() < self.shape().len()).then(|| Tokens::of(self, y.shape().len()));
         let op = Zipped { f, y_shape: y.shape(), repeated };
-        // A difference rounds, but not its gradients, unless they are summed over rows.
+        // A difference rounds, but its gradients do not, unless they are summed over rows.
         match (f, repeated) {
             (Zip::Sub, None) => require_whole_values(op.name(), &[self, y])?,
             _ => require_whole(op.name(), &[self, y])?,
@@ -59,7 +59,7 @@ fn negated(x: &Tensor) -> Result<Tensor> {
 }
 
 impl Zipped {
-    /// The gradient of y, where it is wanted, in the shape of x.
+    /// The gradient of y, if it is needed, in the shape of x.
     fn y_grad(&self, cx: &Backward<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
         if !cx.needs(1) {
             return Ok(None);

@@ -28,8 +28,8 @@ impl Var {
         self.tape().apply(op, &[self, table])
     }
 
-    /// The same for a table whose rows, `vocab` over all ranks, are cut over `axis`: each rank looks up what it holds and
-    /// gives zeros for the rest, so the result is `Partial` on `axis`.
+    /// The same for a table whose rows, `vocab` over all ranks, are cut over `axis`: each rank looks up the rows that
+    /// it holds and returns zeros for the others, so the result is `Partial` on `axis`.
     pub fn vocab_parallel_embedding(&self, table: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let held = table.shape().first().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * held).min(vocab);
@@ -56,7 +56,7 @@ impl Op for Lookup {
         let Some(cut) = self.cut_over else {
             return rules::lookup(self.name(), ids, table);
         };
-        // Off the cut axis it is a plain lookup; on it, a table read as whole stands in.
+        // On the other axes it is a plain lookup; on the cut axis, the table is treated as read whole.
         let whole = Operand { types: table.types.with(cut, ids.types.get(cut).unwrap_or(Ty::Replicate)), ..table };
         let plain = rules::lookup(self.name(), ids, whole)?;
         match (ids.types.get(cut), table.types.get(cut)) {

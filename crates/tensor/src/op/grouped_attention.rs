@@ -1,5 +1,5 @@
 //! Causal self-attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
-//! `[b, s, heads, d]` beside keys and values `[b, s, 2, kv_heads · d]`.
+//! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
 
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionDropout, AttentionShape, GroupedShape, Rotary};
@@ -13,11 +13,11 @@ use meshwork_core::{Axis, SpmdError, Ty, Types, tree};
 pub struct GroupedHeads {
     /// Heads of queries.
     pub heads: usize,
-    /// Heads of keys and values; they divide those of queries.
+    /// Heads of keys and values; must divide the heads of queries.
     pub kv_heads: usize,
     /// Features of each.
     pub head_dim: usize,
-    /// How queries and keys turn with the position of their token, if they do.
+    /// The rotary embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
 }
 
@@ -25,18 +25,18 @@ pub struct GroupedHeads {
 struct GroupedAttention {
     shape: GroupedShape,
     dropout: Option<AttentionDropout>,
-    /// Why groups and heads do not fit, if they do not.
+    /// The reason, if groups and heads do not fit.
     misfit: Option<&'static str>,
 }
 
 impl Var {
-    /// Queries `[b, s, heads, d]` with keys and values `[b, s, 2, kv_heads · d]` → `[b, s, heads, d]`: as many heads of queries to
-    /// each of keys and values. Queries and keys turn by `rotary`, if there is one, as they are read. The sequence may not be
-    /// sharded.
+    /// Queries `[b, s, heads, d]` with keys and values `[b, s, 2, kv_heads · d]` → `[b, s, heads, d]`: each head of
+    /// keys and values has the same number of heads of queries. Queries and keys are rotated by `rotary`, if there is
+    /// one, as they are read. The sequence may not be sharded.
     ///
-    /// Heads may be: those of keys and values along with them, each rank holding whole groups; or keys and values are
-    /// `Replicate`, where fewer of their heads than ranks are there, and each rank reads those that its queries need. Their
-    /// gradient is then `Partial`.
+    /// Heads may be sharded. Either the heads of keys and values are sharded too, and each rank holds whole groups. Or
+    /// there are fewer of them than ranks: then keys and values are `Replicate`, each rank reads the heads that its
+    /// queries need, and their gradient is `Partial`.
     ///
     /// `dropout` is (p, layer name) for the attention probabilities.
     pub fn grouped_attention(&self, kv: &Var, rotary: Option<Rotary>, dropout: Option<(f32, &str)>) -> Result<Var> {
@@ -70,7 +70,7 @@ impl Var {
         self.tape().apply(GroupedAttention { shape, dropout, misfit }, &[self, kv])
     }
 
-    /// In canonical numerics, refuses ranks that share the heads of a group in another way than as whole subtrees.
+    /// In canonical numerics, refuses ranks that do not share the heads of a group as whole subtrees.
     fn require_trees(&self, kv: &Var, shape: GroupedShape, (heads, kv_width): (u64, u64)) -> Result<()> {
         let shared = |axis: Axis| self.ty(axis) == Ty::Shard(2) && kv.ty(axis) == Ty::Replicate;
         let mesh = self.tape().rank().mesh();
@@ -98,9 +98,9 @@ impl Var {
     }
 }
 
-/// Of heads of queries here, the first of which and all of which (over all ranks) are given, and of features of keys and
-/// values (the first, here, over all ranks): heads of queries to one of keys and values here, heads of keys and values here,
-/// and the first of them that is read.
+/// Takes the heads of queries here, with the first of them and their number over all ranks, and the features of keys
+/// and values (the first, the number here, the number over all ranks). Returns the number of heads of queries per head
+/// of keys and values here, the number of heads of keys and values here, and the first of them that is read.
 fn fit(
     queries: AttentionShape,
     (first, heads): (u64, u64),

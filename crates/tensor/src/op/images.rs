@@ -1,10 +1,10 @@
-//! What operations on images `[samples, height, width, channels]` have in common: their types.
+//! The SPMD types of operations on images `[samples, height, width, channels]`.
 
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
 
-/// Images are whole on a rank: an axis cuts samples at most (data parallelism), and weights are whole. A window over an image that is cut
-/// in height or width would need its neighbours' pixels, and a norm their sums.
+/// Images are whole on a rank: an axis may cut only samples (data parallelism), and weights are whole. A window over an
+/// image that is cut in height or width would need its neighbours' pixels, and a norm their sums.
 pub(super) fn whole_images(
     op: &'static str,
     x: Operand<'_>,

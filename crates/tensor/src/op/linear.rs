@@ -1,7 +1,7 @@
 //! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
-//! `y + b[N..]`, `gelu(y + b)` and the SwiGLU of y, with the bits that the operations one after the other would give.
+//! `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
 
-use super::bias::bias_grad;
+use super::bias::{bias_grad, or_zeros};
 use super::swiglu;
 use crate::error::Result;
 use crate::kernel::Gemm;
@@ -15,11 +15,11 @@ use std::rc::Rc;
 
 #[derive(Debug)]
 struct Linear {
-    /// How many trailing dims are summed over.
+    /// Number of trailing dims that are summed over.
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
-    /// How the sums of the product go, and those of the input's gradient.
+    /// How the sums of the product, and those of the input's gradient, are cut.
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
@@ -31,21 +31,22 @@ struct Linear {
 #[derive(Debug)]
 enum Joined {
     Alone,
-    /// With the one behind it, whose part in the gradient waits here.
+    /// With the product after it, whose part of the gradient waits here.
     WithNext(Waiting),
     WithPrevious(Waiting),
 }
 
-/// The gradient of a product and its weight, where the gradient of the input is computed.
+/// The gradient of a product and its weight, until the gradient of the input is computed.
 type Waiting = Rc<RefCell<Option<(Tensor, Tensor, Terms)>>>;
 
-/// What is done to the product, with a bias of that shape.
+/// The operation on the product, with the shape of the bias if there is one.
 #[derive(Debug)]
 enum Then {
     Nothing,
     Bias(Shape),
-    BiasGelu(Shape),
-    /// SwiGLU, of a product whose last dim are pairs. In backward, whether the saved product has been turned into its gradient.
+    Gelu(Option<Shape>),
+    /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its
+    /// gradient.
     Swiglu(Cell<bool>),
 }
 
@@ -65,19 +66,26 @@ impl Linear {
         }
     }
 
+    /// The dims of the weight that are not summed over.
+    fn out(&self) -> Shape {
+        Shape::new(&self.weight_shape[..self.weight_shape.len() - self.contract])
+    }
+
     fn mnk(&self) -> (usize, usize, usize) {
         let (m, k) = self.input_shape.rows_columns(self.contract);
         (m, self.weight_shape.rows_columns(self.contract).0, k)
     }
 
-    /// The gradient of the input from that of the product, and, where two products share it, of the other product.
+    /// The gradient of the input from that of the product and, if two products share the input, from that of the other
+    /// product.
     fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor, samples: usize) -> Result<Option<Tensor>> {
         let (m, n, k) = self.mnk();
         let w = cx.saved(1)?;
         let mut other = None;
         match &self.joined {
             Joined::Alone => {}
-            // The one before it on the tape comes after it in backward, and adds this part, if anything flows there.
+            // The product before it on the tape comes after it in backward, and adds this part if a gradient flows to
+            // it.
             Joined::WithPrevious(waiting) => {
                 if cx.needs(0) && cx.flows_before() {
                     waiting.replace(Some((grad.clone(), w, self.terms[1])));
@@ -99,7 +107,7 @@ impl Linear {
         })
     }
 
-    /// From the gradient of the result: (that of the product, that of the bias if it is wanted).
+    /// From the gradient of the result: (that of the product, that of the bias if it is needed).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         match &self.then {
             Then::Nothing => Ok((grad, None)),
@@ -109,19 +117,21 @@ impl Linear {
             }
             // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
             // much memory as the product.
-            &Then::BiasGelu(shape) => {
-                let (product, b, device) = (cx.saved(2)?, cx.saved(3)?, grad.device().clone());
-                let blocks = if cx.needs(2) { cx.row_blocks(2, self.tokens) } else { RowBlocks::WHOLE };
+            &Then::Gelu(bias) => {
+                let (product, device) = (cx.saved(2)?, grad.device().clone());
+                let b = or_zeros(bias.map(|_| cx.saved(3)).transpose()?, &product, self.out())?;
+                let wanted = bias.filter(|_| cx.needs(2));
+                let blocks = wanted.map_or(RowBlocks::WHOLE, |_| cx.row_blocks(2, self.tokens));
                 let (grad_shape, mut grad) = (grad.shape(), grad.into_owned_buffer()?);
                 let db = device.pointwise()?.bias_gelu_grad(&mut grad, product.buffer(), b.buffer(), blocks)?;
-                let db = match cx.needs(2) {
-                    true => cx.sum_blocks(2, db, shape, self.tokens, blocks)?,
-                    false => None,
+                let db = match wanted {
+                    Some(shape) => cx.sum_blocks(2, db, shape, self.tokens, blocks)?,
+                    None => None,
                 };
                 Ok((Tensor::from_buffer(&device, grad, grad_shape)?, db))
             }
             Then::Swiglu(turned) if turned.get() => Ok((cx.saved(2)?, None)),
-            // Over the product, which is twice as large as the gradient that comes in.
+            // Overwrites the product, which is twice as large as the incoming gradient.
             Then::Swiglu(turned) => {
                 let product = cx.take_saved(2)?;
                 let grad = swiglu::gradient(&grad, product)?;
@@ -146,9 +156,9 @@ impl Var {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
     }
 
-    /// Two products of the same x, each with a bias if it has one: what [`linear`](Self::linear) and
-    /// [`linear_bias`](Self::linear_bias) give. The gradient of x is computed for both at once, as that of one product whose
-    /// features are those of both: in canonical numerics with blocks that have a slice of either.
+    /// Two products of the same x, each with an optional bias: the results of [`linear`](Self::linear) and
+    /// [`linear_bias`](Self::linear_bias). The gradient of x is computed for both at once, as if they were one product
+    /// with the features of both. In canonical numerics each block has a slice of either.
     pub fn linear_pair(&self, weights: [(&Var, Option<&Var>); 2], contract: usize) -> Result<[Var; 2]> {
         let waiting = Waiting::default();
         let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
@@ -164,13 +174,20 @@ impl Var {
     }
 
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
-    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
-    pub fn linear_bias_gelu(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
-        self.tape().apply(Linear::new(self, weight, contract, Then::BiasGelu(bias.shape())), &[self, weight, bias])
+    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it. Without a bias,
+    /// as with one of zeros.
+    pub fn linear_gelu<'a>(&self, weight: &Var, bias: impl Into<Option<&'a Var>>, contract: usize) -> Result<Var> {
+        let bias = bias.into();
+        let op = Linear::new(self, weight, contract, Then::Gelu(bias.map(Var::shape)));
+        match bias {
+            Some(bias) => self.tape().apply(op, &[self, weight, bias]),
+            None => self.tape().apply(op, &[self, weight]),
+        }
     }
 
-    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pairs (gate, up) of a feature lie side by side.
-    /// As a [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it.
+    /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pair (gate, up) of a feature is
+    /// contiguous. The result is a [matmul operand](crate::Device::operand_dtype): nothing but matrix products and
+    /// collectives can read it.
     pub fn linear_swiglu(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Swiglu(Cell::new(false))), &[self, weight])
     }
@@ -181,15 +198,16 @@ impl Op for Linear {
         match self.then {
             Then::Nothing => "linear",
             Then::Bias(_) => "linear_bias",
-            Then::BiasGelu(_) => "linear_bias_gelu",
+            Then::Gelu(Some(_)) => "linear_bias_gelu",
+            Then::Gelu(None) => "linear_gelu",
             Then::Swiglu(_) => "linear_swiglu",
         }
     }
 
     fn operands(&self) -> &'static [&'static str] {
         match self.then {
-            Then::Nothing | Then::Swiglu(_) => &["x", "weight"],
-            Then::Bias(_) | Then::BiasGelu(_) => &["x", "weight", "bias"],
+            Then::Nothing | Then::Gelu(None) | Then::Swiglu(_) => &["x", "weight"],
+            Then::Bias(_) | Then::Gelu(Some(_)) => &["x", "weight", "bias"],
         }
     }
 
@@ -201,7 +219,8 @@ impl Op for Linear {
         match self.then {
             Then::Nothing => Ok(product),
             Then::Bias(_) => sum(operands[2]),
-            Then::BiasGelu(_) => {
+            Then::Gelu(None) => rules::pointwise(self.name(), Operand::value("x · weightᵀ", product, ndim)),
+            Then::Gelu(Some(_)) => {
                 rules::pointwise(self.name(), Operand::value("x · weightᵀ + bias", sum(operands[2])?, ndim))
             }
             Then::Swiglu(_) => swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim)),
@@ -219,7 +238,7 @@ impl Op for Linear {
             inputs,
         )?;
         let (lead, out) = (&xs[..xs.len() - self.contract], &ws[..ws.len() - self.contract]);
-        if let Then::Bias(bias) | Then::BiasGelu(bias) = &self.then {
+        if let Then::Bias(bias) | Then::Gelu(Some(bias)) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }
         let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
@@ -239,14 +258,18 @@ impl Op for Linear {
                 y
             }
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
-            Then::BiasGelu(_) => {
-                let b = inputs[2];
+            Then::Gelu(bias) => {
+                let out = self.out();
+                let b = or_zeros(bias.map(|_| inputs[2].clone()), w, out)?;
                 let stored = device.operand_dtype(w.dtype());
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
-                cx.save_input(2)?;
+                if bias.is_some() {
+                    cx.save_input(2)?;
+                }
                 cx.recipe(move |saved| {
-                    let (product, b) = (saved[2].restore()?, saved[3].restore()?);
+                    let product = saved[2].restore()?;
+                    let b = or_zeros(saved.get(3).map(|b| b.restore()).transpose()?, &product, out)?;
                     let y = product.device().pointwise()?.bias_gelu(product.buffer(), b.buffer(), stored)?;
                     Tensor::from_buffer(product.device(), y, product.shape())
                 });
@@ -273,7 +296,7 @@ impl Op for Linear {
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
         let samples = self.input_shape.first().copied().unwrap_or(1);
-        // First, so that an x made again is gone when the memory of dx is asked for.
+        // The weight gradient comes first, so that a recomputed x is freed before the memory of dx is allocated.
         let mut dw = None;
         if cx.needs(1) {
             let (x, rows) = (cx.saved(0)?, m / samples.max(1));
@@ -287,8 +310,8 @@ impl Op for Linear {
         }
         let dx = self.input_grad(cx, &grad, samples)?;
         Ok(match self.then {
-            Then::Nothing | Then::Swiglu(_) => vec![dx, dw],
-            Then::Bias(_) | Then::BiasGelu(_) => vec![dx, dw, db],
+            Then::Nothing | Then::Gelu(None) | Then::Swiglu(_) => vec![dx, dw],
+            Then::Bias(_) | Then::Gelu(Some(_)) => vec![dx, dw, db],
         })
     }
 }

@@ -1,8 +1,8 @@
-//! Softmax cross entropy, summed over the tokens of each sample: `L_s = Σ_i (ln Σ_v exp(x_siv) - x_si,target)`. Never a mean:
-//! the number of unmasked tokens of the whole step divides once, in the seed of backward. The sum over samples is left to
-//! the caller, who knows all of them.
+//! Softmax cross entropy, summed over the tokens of each sample: `L_s = Σ_i (ln Σ_v exp(x_siv) - x_si,target)`. Never a
+//! mean: the division by the number of unmasked tokens of the whole step is in the seed of backward. The caller, who
+//! knows all samples, sums over them.
 //!
-//! The vocab-parallel form (Megatron-LM, section 3) is the one collective operation here, and says so in its name: an
+//! The vocab-parallel form (Megatron-LM, section 3) is the only collective operation here, as its name says: an
 //! all-reduce of the row maxima, then one of the sums and the target logit together.
 
 use crate::device::Device;
@@ -33,8 +33,8 @@ impl Var {
         self.tape().apply(VocabLoss { shard, cut_over: None, logits_shape: self.shape() }, &[self, targets])
     }
 
-    /// The same for logits whose last dim, `vocab` over all ranks, is cut over `axis`; padding never enters. `Invariant` on
-    /// `axis`.
+    /// The same for logits whose last dim, `vocab` over all ranks, is cut over `axis`; padding is never included.
+    /// `Invariant` on `axis`.
     pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * width).min(vocab);
@@ -51,8 +51,7 @@ impl VocabLoss {
     }
 }
 
-/// The sums of the blocks, each taken against its own maximum, added up in the tree after all have been taken against
-/// `max`.
+/// The sums of the blocks, each relative to its own maximum, rescaled to `max` and then added up in the tree.
 fn tree_of_sums(device: &Arc<dyn Device>, blocks: Vec<(Buffer, Buffer)>, max: &Buffer) -> Result<Buffer> {
     let join = |left: Result<Buffer>, right: Result<Buffer>| {
         let mut left = left?;
@@ -129,8 +128,8 @@ impl Op for VocabLoss {
             inputs,
         )?;
         let loss = logits.device().loss()?;
-        // The sums have a block for each part of the vocabulary, taken against the maximum of that part, and then all against
-        // the maximum of the row.
+        // The sums have a block for each part of the vocabulary, first relative to the maximum of that part, and then
+        // to the maximum of the row.
         let parts = self.shard.parts(cx.tape().reduction_blocks().map_or(1, |blocks| blocks / self.degree(cx.tape())));
         let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
         let blocks = parts.map(stats).collect::<Result<Vec<_>>>()?;
@@ -159,7 +158,7 @@ impl Op for VocabLoss {
             return Ok(vec![None, None]);
         }
         let (targets, lse) = (cx.saved(1)?, cx.saved(2)?);
-        // The logits become their own gradient, in place unless something else reads them still.
+        // The logits are replaced by their gradient, in place unless something else still reads them.
         let mut logits = cx.take_saved(0)?.into_owned_buffer()?;
         let loss = grad.device().loss()?;
         loss.grad(&mut logits, targets.buffer(), lse.buffer(), grad.buffer(), self.shard)?;

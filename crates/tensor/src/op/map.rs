@@ -47,7 +47,7 @@ impl Var {
 }
 
 impl Mapped {
-    /// Whether nothing is rounded: a change of sign or a power of two.
+    /// Whether the result is exact: a change of sign or a scale by a power of two.
     fn is_exact(&self) -> bool {
         matches!(self.0, Map::Scale(factor) if factor.is_normal() && factor.to_bits() << 12 == 0)
     }

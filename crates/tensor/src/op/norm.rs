@@ -1,5 +1,6 @@
 //! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
 
+use super::bias::or_zeros;
 use crate::error::Result;
 use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
 use crate::tensor::Tensor;
@@ -17,13 +18,14 @@ struct LayerNorm {
 }
 
 impl Var {
-    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`, which may be `None`: zero.
+    /// Layer norm over the last dim, which must be whole on this rank, as must `gamma` and `beta`. `beta` may be
+    /// `None`, which means zero.
     pub fn layer_norm<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
         self.layer_norm_as(gamma, beta.into(), eps, self.tensor().dtype())
     }
 
-    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that nothing but matrix products and collectives read:
-    /// anything else refuses its type.
+    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that only matrix products and
+    /// collectives read; other operations refuse its type.
     pub fn layer_norm_operand<'a>(&self, gamma: &Var, beta: impl Into<Option<&'a Var>>, eps: f64) -> Result<Var> {
         self.layer_norm_as(gamma, beta.into(), eps, self.tape().device().operand_dtype(self.tensor().dtype()))
     }
@@ -35,11 +37,6 @@ impl Var {
             None => self.tape().apply(op, &[self, gamma]),
         }
     }
-}
-
-/// `beta`, or as many zeros as there are in `gamma`.
-fn shift(gamma: &Tensor, beta: Option<Tensor>) -> Result<Tensor> {
-    beta.map_or_else(|| Tensor::zeros(gamma.device(), gamma.dtype(), gamma.shape()), Ok)
 }
 
 impl Op for LayerNorm {
@@ -57,7 +54,7 @@ impl Op for LayerNorm {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, gamma) = (inputs[0], inputs[1]);
-        let beta = shift(gamma, inputs.get(2).map(|&beta| beta.clone()))?;
+        let beta = or_zeros(inputs.get(2).map(|&beta| beta.clone()), gamma, gamma.shape())?;
         cx.require(
             x.shape().ends_with(&gamma.shape()) && gamma.shape().len() == 1 && beta.shape() == gamma.shape(),
             || "gamma and beta are vectors over the last dim of x".to_owned(),
@@ -77,7 +74,7 @@ impl Op for LayerNorm {
         }
         cx.recipe(move |saved| {
             let (x, gamma) = (saved[0].restore()?, saved[1].restore()?);
-            let beta = shift(&gamma, saved.get(4).map(|beta| beta.restore()).transpose()?)?;
+            let beta = or_zeros(saved.get(4).map(|beta| beta.restore()).transpose()?, &gamma, gamma.shape())?;
             let norm = x.device().norm()?;
             let (y, ..) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
             Tensor::from_buffer(x.device(), y, x.shape())

@@ -19,7 +19,7 @@ enum Pool {
 #[derive(Debug)]
 struct Pooling {
     how: Pool,
-    /// Height and width of the windows; those of the image where there are none.
+    /// Height and width of the windows; `None`: those of the image.
     kernel: Option<[usize; 2]>,
     stride: usize,
     padding: usize,
@@ -113,7 +113,7 @@ impl Op for Pooling {
     }
 }
 
-/// Refuses what is no batch of images.
+/// Refuses inputs that are not a batch of images.
 pub(super) fn require_images(cx: &Forward<'_>, inputs: &[&Tensor]) -> Result<()> {
     let shape = inputs[0].shape();
     cx.require(
@@ -123,7 +123,7 @@ pub(super) fn require_images(cx: &Forward<'_>, inputs: &[&Tensor]) -> Result<()>
     )
 }
 
-/// Refuses windows that fit nowhere.
+/// Refuses windows that do not fit the image.
 pub(super) fn require_windows(cx: &Forward<'_>, windows: Windows, inputs: &[&Tensor]) -> Result<()> {
     let Windows { image: [height, width], kernel, stride, padding, .. } = windows;
     cx.require(

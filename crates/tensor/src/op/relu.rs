@@ -11,7 +11,7 @@ use meshwork_core::{SpmdError, Types};
 struct Relu;
 
 impl Var {
-    /// The rectifier. Not linear: refuses `Partial`.
+    /// ReLU, the rectifier. Not linear: refuses `Partial`.
     pub fn relu(&self) -> Result<Var> {
         require_whole(Relu.name(), &[self])?;
         self.tape().apply(Relu, &[self])

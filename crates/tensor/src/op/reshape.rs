@@ -15,7 +15,7 @@ use std::sync::Arc;
 enum Reshape {
     /// To other extents.
     To(Shape),
-    /// Two dims change places.
+    /// Swaps two dims.
     Transpose(usize, usize),
     /// A range of a dim.
     Narrow(usize, Range<usize>),
@@ -24,13 +24,13 @@ enum Reshape {
 #[derive(Debug)]
 struct Reshaped {
     how: Reshape,
-    /// Of x on this rank.
+    /// Shape of x on this rank.
     from: Shape,
 }
 
 impl Var {
-    /// The same elements, in the same order, as `extents` on this rank. Dim 0 counts samples and stays. A sharded dim must be the
-    /// first of the dims that it is merged with or cut into.
+    /// The same elements, in the same order, with the extents `extents` on this rank. Dim 0 counts samples and does not
+    /// change. A sharded dim must be the first of the dims that it is merged with or cut into.
     pub fn reshape(&self, extents: &[usize]) -> Result<Var> {
         let keeps_samples = extents.first() == self.shape().first();
         let fits = extents.len() <= MAX_DIMS && extents.iter().product::<usize>() == self.shape().count();
@@ -47,7 +47,7 @@ impl Var {
         self.reshaped(Reshape::To(Shape::new(extents)))
     }
 
-    /// Dims `a` and `b` change places. Dim 0 counts samples and stays.
+    /// Swaps dims `a` and `b`. Dim 0 counts samples and does not change.
     pub fn transpose(&self, a: usize, b: usize) -> Result<Var> {
         let ndim = self.shape().len();
         if a.max(b) >= ndim || (a.min(b) == 0 && a != b) {
@@ -60,7 +60,7 @@ impl Var {
         self.reshaped(Reshape::Transpose(a.min(b), a.max(b)))
     }
 
-    /// The indices `range` of `dim`, which must be whole on this rank. Dim 0 counts samples and stays.
+    /// The indices `range` of `dim`, which must be whole on this rank. Dim 0 counts samples and does not change.
     pub fn narrow(&self, dim: usize, range: Range<usize>) -> Result<Var> {
         let extent = self.shape().get(dim).copied().unwrap_or(0);
         if dim == 0 || range.start > range.end || range.end > extent {

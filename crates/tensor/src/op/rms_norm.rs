@@ -21,8 +21,8 @@ impl Var {
         self.tape().apply(RmsNorm { eps, tokens, stored: self.tensor().dtype() }, &[self, weight])
     }
 
-    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that nothing but matrix products and collectives read:
-    /// anything else refuses its type.
+    /// The same as a [matmul operand](crate::Device::operand_dtype), for values that only matrix products and
+    /// collectives read; other operations refuse its type.
     pub fn rms_norm_operand(&self, weight: &Var, eps: f64) -> Result<Var> {
         let (tokens, stored) = (Tokens::of(self, 1), self.tape().device().operand_dtype(self.tensor().dtype()));
         self.tape().apply(RmsNorm { eps, tokens, stored }, &[self, weight])

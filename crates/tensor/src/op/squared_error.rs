@@ -27,8 +27,8 @@ impl Var {
         self.tape().apply(SquaredError { terms: self.sample_terms()?, scale }, &[self, targets])
     }
 
-    /// How the sum over the elements of a sample goes. In canonical numerics it has blocks along the dim that is cut, or else
-    /// along dim 1, the sequence, which another mesh may cut.
+    /// How the sum over the elements of a sample is cut. In canonical numerics it has blocks along the dim that is cut,
+    /// or else along dim 1, the sequence, which another mesh may cut.
     fn sample_terms(&self) -> Result<Terms> {
         let (Some(blocks), ndim) = (self.tape().reduction_blocks(), self.shape().len()) else {
             return Ok(Terms::WHOLE);

@@ -1,7 +1,7 @@
 //! Sums and means over one dim, or over all but the samples.
 //!
-//! In canonical numerics a sum over a dim has the blocks of one that a mesh cuts, whether this mesh cuts it or not; a mean
-//! scales each block. Samples are cut by micro-batches too, so no sum over them is canonical.
+//! In canonical numerics a sum over a dim has reduction blocks, whether this mesh cuts the dim or not; a mean scales
+//! each block. Micro-batches also cut the samples, so no sum over samples is canonical.
 
 use super::whole::require_whole_values;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use meshwork_core::{SpmdError, Ty, Types, tree};
 struct Sum {
     name: &'static str,
     dim: usize,
-    /// Of x on this rank.
+    /// Shape of x on this rank.
     shape: Shape,
     /// Slices of the dim on this rank whose sums are added up in the tree.
     blocks: usize,
@@ -23,8 +23,8 @@ struct Sum {
 }
 
 impl Var {
-    /// The sum over `dim`, which is gone afterwards. Linear: keeps `Partial`, and is `Partial` where `dim` is sharded. In
-    /// canonical numerics not over dim 0, the samples.
+    /// The sum over `dim`, which is removed. Linear: keeps `Partial`, and is `Partial` where `dim` is sharded. In
+    /// canonical numerics it refuses dim 0, the samples.
     pub fn sum(&self, dim: usize) -> Result<Var> {
         self.summed("sum", dim, 1.0)
     }
@@ -45,7 +45,8 @@ impl Var {
         self.per_sample(Self::mean)
     }
 
-    /// One dim after another, from the last: sharded ones at the end, so that a sum is taken of whole values while there are any.
+    /// Reduces one dim after another, from the last; sharded dims come at the end, so that whole values are summed as
+    /// long as possible.
     fn per_sample(&self, over: impl Fn(&Var, usize) -> Result<Var>) -> Result<Var> {
         let mut rest = self.clone();
         while rest.shape().len() > 1 {
@@ -77,7 +78,7 @@ impl Var {
         self.tape().apply(Sum { name, dim, shape: self.shape(), blocks, scale }, &[self])
     }
 
-    /// Of so many blocks along `dim`, those on this rank.
+    /// The number of the `blocks` blocks along `dim` that are on this rank.
     pub(super) fn blocks_of(&self, op: &'static str, dim: usize, blocks: usize) -> Result<usize> {
         let unfit =
             |&(axis, ty): &(_, Ty)| ty == Ty::Shard(dim) && !tree::fits(blocks, self.tape().rank().mesh().degree(axis));

@@ -1,4 +1,4 @@
-//! `y[.., i] = silu(x[.., i, 0]) · x[.., i, 1]`: a gate and what it lets through, side by side.
+//! `y[.., i] = silu(x[.., i, 0]) · x[.., i, 1]`: pairs of a gate and the value that it scales.
 
 use crate::error::Result;
 use crate::shape::Shape;
@@ -17,17 +17,17 @@ impl Var {
     }
 }
 
-/// The types of what is made of pairs.
+/// The types of the result of pairs.
 pub(super) fn infer(name: &str, pairs: Operand<'_>) -> std::result::Result<Types, SpmdError> {
     rules::along_dim(name, pairs, pairs.ndim.saturating_sub(1), &[])
 }
 
-/// The shape of pairs without their last dim, if that is what they have.
+/// The shape without the last dim, if that dim has pairs.
 pub(super) fn gated(pairs: &[usize]) -> Option<Shape> {
     pairs.split_last().filter(|(two, _)| **two == 2).map(|(_, shape)| Shape::new(shape))
 }
 
-/// The gradient of pairs from that of what is made of them: over the pairs, where nobody else holds them.
+/// The gradient of pairs from that of their result. It overwrites the pairs if nothing else holds them.
 pub(super) fn gradient(grad: &Tensor, pairs: Tensor) -> Result<Tensor> {
     let (device, shape) = (grad.device(), pairs.shape());
     let mut pairs = pairs.into_buffer();

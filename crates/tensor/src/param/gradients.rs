@@ -1,4 +1,4 @@
-//! What the gradients of one's own training loop need: the axes over which they are summed, and somewhere to go.
+//! Gradients for your own training loop: the axes over which they are summed, and a sink.
 
 use super::{Declarations, ParamId, Params};
 use crate::error::{Error, Result};
@@ -9,9 +9,9 @@ use meshwork_core::{Axis, ReduceOp, Ty, Types};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The axes over which the gradient of a parameter must be summed, in that order, from the types with which it was read (see
-/// [`Tape::reads`]): those on which it was `Replicate`, where its gradient is `Partial`. Data parallelism comes first: what is left to sum is smaller once
-/// its sum is sharded.
+/// The axes over which the gradient of a parameter must be summed, in that order, from the types with which it was read
+/// (see [`Tape::reads`]): those on which it was `Replicate`, where its gradient is `Partial`. Data parallelism comes
+/// first: the remaining sums are smaller once its sum is sharded.
 pub fn reduction_axes(read: Types) -> Vec<Axis> {
     let mut axes: Vec<Axis> = read.dual().partial_axes().collect();
     axes.sort_by_key(|&axis| (axis != Axis::Dp && axis != Axis::Cp, axis));
@@ -19,14 +19,15 @@ pub fn reduction_axes(read: Types) -> Vec<Axis> {
 }
 
 impl Declarations {
-    /// Per parameter, the axes over which its gradient must be summed: [`reduction_axes`] of each read. None for a parameter that
-    /// was not read.
+    /// Per parameter, the axes over which its gradient must be summed: [`reduction_axes`] of each read. Empty for a
+    /// parameter that was not read.
     pub fn reduction_axes(&self, reads: &BTreeMap<ParamId, Types>) -> Vec<Vec<Axis>> {
         self.ids().map(|id| reads.get(&id).map_or_else(Vec::new, |&read| reduction_axes(read))).collect()
     }
 }
 
-/// The gradients of parameters, each a tensor of its own: the simplest sink. They add up over uses, tapes and micro-batches.
+/// The gradients of parameters, each in its own tensor: the simplest sink. They add up over uses, tapes and
+/// micro-batches.
 ///
 /// ```
 /// # use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
@@ -65,7 +66,7 @@ struct Gradient {
 }
 
 impl Gradients {
-    /// The gradient of a parameter, if any flowed.
+    /// The gradient of a parameter, if it has one.
     pub fn get(&self, id: ParamId) -> Option<&Tensor> {
         self.0.get(&id).map(|gradient| &gradient.value)
     }
@@ -75,8 +76,9 @@ impl Gradients {
         self.0.iter().map(|(&id, gradient)| (id, &gradient.value))
     }
 
-    /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is any of theirs.
-    /// Canonical numerics need the order of samples, which this sink does not keep: refused.
+    /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is the tape
+    /// of any of them. Canonical numerics are refused, because they need the order of samples, which this sink does not
+    /// keep.
     pub fn all_reduce(&mut self, tape: &Tape) -> Result<()> {
         if tape.reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
@@ -96,8 +98,10 @@ impl Gradients {
         Ok(())
     }
 
-    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. An error while a tape or anybody else
-    /// reads the weights; a gradient that is still to be summed over ranks.
+    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments.
+    ///
+    /// # Errors
+    /// A tape or anything else still reads the weights; a gradient is still to be summed over ranks.
     pub fn descend(&self, params: &mut Arc<Params>, rate: f64) -> Result<()> {
         let Some(params) = Arc::get_mut(params) else {
             return Err(Error::Backward("weights are still read: drop the tape and its values first".to_owned()));

@@ -1,4 +1,4 @@
-//! How a parameter is updated: a choice that its declaration makes.
+//! How a parameter is updated, as chosen in its declaration.
 
 use super::Role;
 
@@ -19,17 +19,17 @@ pub struct ParamGroup {
     pub learning_rate: f64,
     /// Factor on the weight decay; 0 = none.
     pub weight_decay: f64,
-    /// Whether the parameter stays as it is: no gradient, no optimizer state, no part in the gradient norm.
+    /// Whether the parameter does not change: it has no gradient, no optimizer state, and no part in the gradient norm.
     pub frozen: bool,
 }
 
 impl ParamGroup {
-    /// The group of a role: weight decay on weights alone, buffers frozen.
+    /// The group of a role: only weights have weight decay, and buffers are frozen.
     pub const fn of(role: Role) -> Self {
         let weight_decay = if matches!(role, Role::Weight) { 1.0 } else { 0.0 };
         Self { learning_rate: 1.0, weight_decay, frozen: matches!(role, Role::Buffer) }
     }
 
-    /// A parameter that training leaves as it is.
+    /// A parameter that training does not change.
     pub const FROZEN: Self = Self { learning_rate: 0.0, weight_decay: 0.0, frozen: true };
 }

@@ -1,5 +1,5 @@
 //! Parameters with placements. A parameter states its structural dims, and per axis whether one of them is cut, once.
-//! From that follow its slice on each rank, its initial values, and how its gradient is synchronised.
+//! These determine its slice on each rank, its initial values, and how its gradient is synchronised.
 
 mod gradients;
 mod group;
@@ -23,7 +23,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a parameter is for. It decides the [group](ParamGroup) that a parameter is in unless it declares another.
+/// The role of a parameter. It determines the [group](ParamGroup) of the parameter, unless the declaration has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// A matrix or table.
@@ -32,12 +32,12 @@ pub enum Role {
     Bias,
     /// Scale or shift of a norm.
     Norm,
-    /// State that is no subject of training: running statistics. Frozen.
+    /// State that is not trained, such as running statistics. Frozen.
     Buffer,
 }
 
 /// Initial values, drawn for the whole parameter from a generator keyed by its name and the global element, then
-/// sliced: any mesh starts from the same model, and no rank holds the whole.
+/// sliced: any mesh starts from the same model, and no rank needs the whole parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Normal with mean 0.
@@ -51,7 +51,7 @@ pub enum Init {
     Ones,
 }
 
-/// How a parameter lies on the mesh: which axis cuts which dim. Replicated over all other axes.
+/// How a parameter is distributed over the mesh: which axis cuts which dim. It is replicated over all other axes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Placement {
     shards: Vec<(Axis, usize)>,
@@ -64,14 +64,15 @@ impl Placement {
         Self::default()
     }
 
-    /// Cut along `dim` over `axis`, besides what is cut already.
+    /// Cut along `dim` over `axis`, in addition to earlier cuts.
     pub fn shard(mut self, axis: Axis, dim: usize) -> Self {
         self.shards.push((axis, dim));
         self.shards.sort_unstable();
         self
     }
 
-    /// Stores a cut dim as if its extent were the next multiple of this: blocks of one size, whatever the degree.
+    /// Stores a cut dim as if its extent were the next multiple of `multiple`, so that blocks have the same size for
+    /// any degree.
     pub fn in_multiples_of(mut self, multiple: usize) -> Self {
         self.multiple = Some(multiple);
         self
@@ -100,9 +101,9 @@ pub struct ParamSpec {
     pub name: String,
     /// Global structural dims: a fused qkv weight is [3, heads, head_dim, hidden].
     pub dims: Shape,
-    /// How it lies on the mesh.
+    /// How it is distributed over the mesh.
     pub placement: Placement,
-    /// What it is for.
+    /// Its role.
     pub role: Role,
     /// Initial values.
     pub init: Init,
@@ -178,7 +179,8 @@ impl Default for Registry {
     }
 }
 
-/// The parameters that a part of a model declares, in order. Plain data: any rank can draw up those of every stage.
+/// The parameters that a part of a model declares, in order. This is plain data: any rank can create the declarations
+/// of every stage.
 #[derive(Clone, Debug, Default)]
 pub struct Declarations {
     blocks: Option<usize>,
@@ -191,7 +193,7 @@ pub struct Declarations {
 }
 
 impl Declarations {
-    /// Nothing declared yet.
+    /// An empty registry.
     pub fn new() -> Self {
         Self::default()
     }
@@ -223,7 +225,7 @@ impl Declarations {
         self.declare_in(name, dims, placement, role, init, ParamGroup::of(role))
     }
 
-    /// The same in a parameter group of its own choice: another learning rate, another weight decay, or frozen.
+    /// The same in a given parameter group: another learning rate, another weight decay, or frozen.
     ///
     /// ```
     /// use meshwork_tensor::param::ParamGroup;
@@ -354,7 +356,7 @@ impl Declarations {
         &self.specs[id.index]
     }
 
-    /// The parameter of that name.
+    /// The parameter with this name.
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.by_name.get(name).copied()
     }

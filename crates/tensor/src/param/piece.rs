@@ -1,10 +1,10 @@
-//! Putting a sharded value together: the one place that does.
+//! Assembling sharded values. All code that assembles them uses this module.
 
 use super::LocalSlice;
 use crate::shape::Shape;
 use std::ops::Range;
 
-/// What one rank holds of a value that is cut over ranks, in host memory.
+/// One rank's part of a value that is cut over ranks, in host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
     /// The world rank that holds it.
@@ -17,21 +17,21 @@ pub struct Piece {
     pub values: Vec<f32>,
 }
 
-/// Two ranks that hold the same element and disagree about it.
+/// Two ranks that hold different values of the same element.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conflict {
     /// The element, counted row-major in the whole value.
     pub element: usize,
-    /// The first rank that holds it, and the first one that holds something else.
+    /// The first rank that holds it, and the first one with a different value.
     pub ranks: [usize; 2],
     /// Their values.
     pub values: [f32; 2],
-    /// Elements that conflict in all.
+    /// Total number of elements that conflict.
     pub count: usize,
 }
 
 impl Piece {
-    /// Runs of contiguous elements: (where they start in the whole value, where they lie here).
+    /// Runs of contiguous elements: (start in the whole value, range here).
     pub fn runs(&self) -> Vec<(usize, Range<usize>)> {
         let mut runs = Vec::new();
         self.slice.for_each_run(self.dims, |start, run| runs.push((start as usize, run)));
@@ -49,8 +49,8 @@ impl Piece {
     }
 }
 
-/// The whole value: `None` for elements that no piece holds. And the first conflict: every rank must hold the same bits, but
-/// for the sign of zero.
+/// The whole value: `None` for elements that no piece holds. Also returns the first conflict: every rank must hold the
+/// same bits, except for the sign of zero.
 ///
 /// ```
 /// use meshwork_core::{Axis, Mesh};

@@ -24,7 +24,7 @@ impl LocalSlice {
         if self.elements() == 0 {
             return;
         }
-        // The innermost dims that are held whole join the run of the dim before them.
+        // The innermost dims that are held whole are part of the run of the dim before them.
         let mut split = dims.len();
         while split > 0 && self.ranges[split - 1].len() == dims[split - 1] && self.stored[split - 1] == dims[split - 1]
         {

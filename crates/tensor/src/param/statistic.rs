@@ -20,9 +20,11 @@ impl StatisticId {
     }
 }
 
-/// How buffers follow from what micro-batches note. Both functions are pure: a step that is rolled back runs them again.
+/// How buffers are updated from the notes of micro-batches. Both functions are pure: a step that is rolled back runs
+/// them again.
 pub trait StatisticRule: Debug + Send + Sync {
-    /// The terms of one note, which are summed over the step: `weight` and `values` are what the tape was given.
+    /// The terms of one note, which are summed over the step in f64: `weight` and `values` are the arguments of the note.
+    /// Canonical numerics keep the bits of one rank where the sum is exact, as it is of counts.
     fn terms(&self, weight: f64, values: &[f32]) -> Vec<f64>;
 
     /// Updates the buffers of the statistic, in their order, from the sums of all terms.
@@ -34,6 +36,6 @@ pub trait StatisticRule: Debug + Send + Sync {
 pub struct Statistic {
     /// The parameters that are updated, each of [`Role::Buffer`](super::Role::Buffer).
     pub buffers: Vec<ParamId>,
-    /// How.
+    /// The rule of their update.
     pub rule: Arc<dyn StatisticRule>,
 }

@@ -10,8 +10,8 @@ use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, tree};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The values of one rank's parameters: flat, contiguous buffers of which each parameter is a slice, so that
-/// reductions and optimizers see long vectors. Readers share memory; writing needs every reader gone.
+/// The values of one rank's parameters: flat, contiguous buffers, so that reductions and optimizers work on long
+/// vectors. Each parameter is a slice of a buffer. Readers share memory; writing needs that there are no readers.
 #[derive(Clone, Debug)]
 pub struct Params {
     declarations: Arc<Declarations>,
@@ -23,8 +23,8 @@ pub struct Params {
 }
 
 impl Params {
-    /// Allocates and initialises this rank's slices. `layout` lists, per flat buffer, the parameters that lie in it, in
-    /// order; every parameter must be in it once.
+    /// Allocates and initialises this rank's slices. `layout` lists, per flat buffer, its parameters in order; every
+    /// parameter must occur once.
     pub fn new(
         declarations: Arc<Declarations>,
         mesh: &Mesh,
@@ -78,7 +78,7 @@ impl Params {
         })
     }
 
-    /// What was declared.
+    /// The declarations.
     pub fn declarations(&self) -> &Arc<Declarations> {
         &self.declarations
     }
@@ -93,7 +93,7 @@ impl Params {
         Tensor::from_buffer(&self.device, self.flats[*flat].slice(range.clone())?, *shape)
     }
 
-    /// The elements of a parameter as this rank holds it, padding included, brought to the host.
+    /// Downloads the elements of a parameter as this rank holds it, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
         self.read_from(id, &self.flats[self.places[self.index(id)].0])
     }
@@ -101,7 +101,7 @@ impl Params {
     /// Replaces the elements of a parameter as this rank holds it, padding included.
     ///
     /// # Errors
-    /// When there are not as many, or when somebody reads the weights.
+    /// When the number of values is wrong, or when something reads the weights.
     pub fn write(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
         let flat = self.places[self.index(id)].0;
         let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
@@ -110,17 +110,17 @@ impl Params {
         written
     }
 
-    /// What lies at the place of a parameter in `flat`, brought to the host: a vector that is laid out as the flat buffer of the
-    /// parameter is, as its bucket of gradients and its optimizer states are.
+    /// Downloads the elements at the place of a parameter in `flat`: a vector with the layout of the parameter's flat
+    /// buffer, such as its bucket of gradients or its optimizer states.
     pub fn read_from(&self, id: ParamId, flat: &Buffer) -> Result<Vec<f32>> {
         let (_, range, _) = &self.places[self.index(id)];
         Ok(self.device.download(&flat.slice(range.clone())?)?.as_slice::<f32>()?.to_vec())
     }
 
-    /// Replaces what lies at the place of a parameter in `flat`: the counterpart of [`read_from`](Self::read_from).
+    /// Replaces the elements at the place of a parameter in `flat`: the counterpart of [`read_from`](Self::read_from).
     ///
     /// # Errors
-    /// When there are not as many, or when `flat` is shared.
+    /// When the number of values is wrong, or when `flat` is shared.
     pub fn write_into(&self, id: ParamId, flat: &mut Buffer, values: &[f32]) -> Result<()> {
         let (_, range, shape) = &self.places[self.index(id)];
         if values.len() != range.len() {
@@ -150,7 +150,7 @@ impl Params {
         self.places[self.index(id)].2
     }
 
-    /// Where a parameter lies: (flat buffer, range within it).
+    /// The place of a parameter: (flat buffer, range within it).
     pub fn place(&self, id: ParamId) -> (usize, Range<usize>) {
         let (flat, range, _) = &self.places[self.index(id)];
         (*flat, range.clone())
@@ -161,14 +161,14 @@ impl Params {
         &self.flats
     }
 
-    /// Another version of the weights, equal to this one, in memory of its own.
+    /// A copy of the weights in new memory, as another version.
     pub fn copy(&self) -> Result<Self> {
         let layout = self.device.layout()?;
         let flats = self.flats.iter().map(|flat| layout.copy(flat)).collect::<Result<_>>()?;
         Ok(Self { flats, ..self.clone() })
     }
 
-    /// The flat buffers, to be written.
+    /// The flat buffers, for writing.
     pub fn flats_mut(&mut self) -> &mut [Buffer] {
         &mut self.flats
     }

@@ -1,4 +1,4 @@
-//! Walking a tape in reverse.
+//! The backward pass of a tape.
 
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
 use super::op::{Backward, Op};
@@ -13,17 +13,17 @@ use crate::tensor::Tensor;
 use meshwork_core::{DType, Ty, Types};
 use std::rc::Rc;
 
-/// One remembered operation, or an input.
+/// One recorded operation, or an input.
 #[derive(Debug)]
 pub(super) struct Node {
     /// `None` for an input.
     op: Option<Box<dyn Op>>,
-    /// Operations applied before it.
+    /// Number of operations applied before it.
     number: usize,
     sources: Vec<Source>,
     /// Shared with the recipe of the result.
     saved: Rc<[Saved]>,
-    /// Of the value that it made.
+    /// Shape of the value that it made.
     shape: Shape,
     dtype: DType,
     types: Types,
@@ -54,8 +54,8 @@ impl Tape {
     /// Runs backward from the losses of samples (f64): from their mean over all terms of the batch, or their sum times a factor, as
     /// `normaliser` says.
     ///
-    /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`. `Replicate`
-    /// losses are refused: each rank would add its own copy of the same gradient.
+    /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`.
+    /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
     pub fn backward_from_loss(
         &self,
         loss: &Var,
@@ -66,8 +66,9 @@ impl Tape {
         self.backward(loss, self.loss_seed(loss, normaliser)?, weights, sink)
     }
 
-    /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are let go as they are used. Gradients of
-    /// parameters go to `sink`; those of inputs wait in [`take_grad`](Self::take_grad).
+    /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are
+    /// freed as they are used. Gradients of parameters go to `sink`; [`take_grad`](Self::take_grad) returns those of
+    /// inputs.
     pub fn backward(
         &self,
         output: &Var,
@@ -81,8 +82,8 @@ impl Tape {
         self.backward_from(vec![(output, seed.into())], weights, sink)
     }
 
-    /// Runs backward from several values at once: an output and auxiliary losses. Roots that depend on nothing that needs a
-    /// gradient are passed over; with none left, there is nothing to do.
+    /// Runs backward from several values at once: an output and auxiliary losses. Roots that do not depend on anything
+    /// that needs a gradient are skipped; without roots this does nothing.
     pub fn backward_from(&self, roots: Vec<(&Var, Seed)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
         for (output, seed) in &roots {
             self.require_own("backward", "output", output)?;
@@ -108,7 +109,7 @@ impl Tape {
         for at in (0..nodes.len()).rev() {
             inner.rank.heartbeat();
             let Some(grad) = grads[at].take() else {
-                // Nothing flows here: its parameters will get no share from it.
+                // No gradient flows here, so its parameters get no share from it.
                 nodes[at].saved = Rc::default();
                 uses.mark_done(&nodes[at].sources, sink)?;
                 continue;
@@ -157,8 +158,8 @@ impl Tape {
                                 valid: "a copy or all_gather for each of them",
                             });
                         }
-                        // Asked for a sum that somebody else holds (deferred gradients of weights do): the operation gave its
-                        // share alone, and an observer is to see the same values all the same.
+                        // The operation asked for a sum that something else holds (as deferred gradients of weights
+                        // do), so it returned only its share. An observer should still see the same values.
                         let input_grad = match grads[from].take_if(|_| summed.contains(&slot)) {
                             Some(sum) => sum.accumulate(&input_grad)?,
                             None => input_grad,
@@ -182,7 +183,8 @@ impl Tape {
         Ok(())
     }
 
-    /// Shows an observer the gradient that node `at` gave of its input `slot`, which node `from` made, and gives what goes on.
+    /// Shows an observer the gradient that node `at` returned for its input `slot`, which node `from` made. Returns the
+    /// gradient to use.
     fn show_gradient(
         &self,
         observer: &dyn Observer,
@@ -206,7 +208,7 @@ impl Tape {
         replaced(&seen, observer.see(&seen)?)
     }
 
-    /// Computes the parameter gradients that a [`Weights::Deferred`] backward left, in the same order.
+    /// Computes the parameter gradients that a [`Weights::Deferred`] backward deferred, in the same order.
     pub fn weight_gradients(&self, sink: &mut dyn GradSink) -> Result<()> {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();

@@ -9,32 +9,32 @@ use meshwork_core::{Buffer, Types};
 use std::fmt::{self, Debug};
 use std::rc::Rc;
 
-/// How an operation's saved tensors wait for the backward pass: kept, compressed, offloaded, recomputed.
+/// How an operation's saved tensors are stored for the backward pass: kept, compressed, offloaded, recomputed.
 pub trait SavedPolicy: Debug {
-    /// Takes a tensor that operation `op` will want back.
+    /// Saves a tensor for the backward of operation `op`.
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
 
-    /// Whether values that are cheap to make again, those with a [recipe](super::Forward::recipe), are made again in backward
-    /// and not saved at all.
+    /// Whether values that are cheap to recompute, those with a [recipe](super::Forward::recipe), are recomputed in
+    /// backward and not saved at all.
     fn recomputes(&self) -> bool {
         false
     }
 }
 
-/// A tensor put away by a [`SavedPolicy`].
+/// A tensor stored by a [`SavedPolicy`].
 pub trait SavedTensor: Debug {
-    /// Brings the tensor back. Called at least once; more often where weight gradients are deferred.
+    /// Restores the tensor. Called at least once, and more often if weight gradients are deferred.
     fn restore(&self) -> Result<Tensor>;
 }
 
-/// A saved tensor: as it is, or put away.
+/// A saved tensor: unchanged, or stored by a policy.
 #[derive(Debug)]
 pub enum Saved {
-    /// As it is.
+    /// Unchanged.
     Kept(Tensor),
-    /// Put away by a policy.
+    /// Stored by a policy.
     Packed(Box<dyn SavedTensor>),
-    /// Taken back for good by [`Backward::take_saved`](super::Backward::take_saved).
+    /// Taken out by [`Backward::take_saved`](super::Backward::take_saved).
     Taken,
 }
 
@@ -49,14 +49,14 @@ impl Saved {
     }
 }
 
-/// How the result of an operation is made again from what the operation saved, see
+/// How the result of an operation is recomputed from the tensors that the operation saved, see
 /// [`Forward::recipe`](super::Forward::recipe).
 pub(super) struct Recipe {
     pub(super) saved: Rc<[Saved]>,
     pub(super) make: Box<Make>,
 }
 
-/// A result, with the bits of the first time, from what its operation saved.
+/// Recomputes a result, bit for bit, from the tensors that its operation saved.
 pub(super) type Make = dyn Fn(&[Saved]) -> Result<Tensor>;
 
 impl SavedTensor for Rc<Recipe> {
@@ -71,7 +71,7 @@ impl Debug for Recipe {
     }
 }
 
-/// Keeps saved tensors as they are.
+/// Keeps saved tensors unchanged.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keep;
 
@@ -81,9 +81,9 @@ impl SavedPolicy for Keep {
     }
 }
 
-/// Keeps saved tensors as they are, but makes norms and activation functions again: a pass over memory or two each, of which
-/// the results would be a good part of all that is saved (selective recomputation, Korthikanti et al., arXiv:2205.05198,
-/// section 5, which spares the scores of attention; those are never saved here).
+/// Keeps saved tensors unchanged, but recomputes norms and activation functions. Each takes a pass over memory or two,
+/// and their results would be a large part of all saved memory (selective recomputation, Korthikanti et al.,
+/// arXiv:2205.05198, section 5, which recomputes the scores of attention; those are never saved here).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Selective;
 
@@ -97,55 +97,57 @@ impl SavedPolicy for Selective {
     }
 }
 
-/// Where a share of the gradient of a parameter goes.
+/// The destination of a share of a parameter's gradient.
 #[derive(Debug)]
 pub struct GradSlot<'a> {
     /// Memory for it.
     pub buffer: &'a mut Buffer,
     /// Its first element there.
     pub start: usize,
-    /// Whether it overwrites whatever is there, or is added. In canonical numerics it always overwrites: the sink adds up.
+    /// Whether the share overwrites the old contents or is added to them. In canonical numerics it always overwrites,
+    /// and the sink adds up.
     pub first: bool,
 }
 
-/// Where parameter gradients go.
+/// The destination of parameter gradients.
 pub trait GradSink {
     /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
     fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()>;
 
-    /// Where an operation may write or add its share itself, which then needs no memory of its own and no pass over
-    /// both; it must. `None` where there is no such place.
+    /// Memory to which an operation must write or add its share itself. The share then needs no memory of its own and
+    /// no extra pass. `None` if there is no such memory.
     fn place(&mut self, _share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         Ok(None)
     }
 
-    /// Every use of the parameter on this tape has added its share.
+    /// Called when every use of the parameter on this tape has added its share.
     fn ready(&mut self, id: ParamId) -> Result<()>;
 }
 
 /// When backward computes the gradients of parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weights {
-    /// Together with the gradients that flow on.
+    /// Together with the gradients of inputs.
     Now,
     /// When [`Tape::weight_gradients`](super::Tape::weight_gradients) is called: zero-bubble's split of backward into B and W.
     Deferred,
 }
 
-/// Sees every value that a tape computes, and may put another in its place: what compares two runs, or injects a fault into
-/// one, attaches here with [`Tape::observe`](super::Tape::observe).
+/// Sees every value that a tape computes, and may replace it. [`Tape::observe`](super::Tape::observe) attaches it, to
+/// compare two runs or to inject a fault into one.
 pub trait Observer: Debug {
-    /// Sees a value before anything reads it. What this gives back, of the same dtype and shape, takes its place.
+    /// Sees a value before anything reads it. A returned tensor, which must have the same dtype and shape, replaces it.
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>>;
 }
 
-/// A value under an observer's eyes: the output of an operation, or the gradient of an input as one operation gave it, before
-/// those of other uses are added. Gradients of parameters are not seen here: they are written where they are kept.
+/// A value shown to an observer: the output of an operation, or the gradient that one operation returned for an input,
+/// before those of other uses are added. Gradients of parameters are not seen here: they are written where they are
+/// kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen<'a> {
     /// The operation.
     pub op: &'static str,
-    /// How many operations were applied on this tape before it.
+    /// Number of operations applied on this tape before it.
     pub number: usize,
     /// `None` for the output; in backward the operand whose gradient this is.
     pub operand: Option<&'static str>,
@@ -153,11 +155,11 @@ pub struct Seen<'a> {
     pub maker: Option<usize>,
     /// Names of the parameters that the operation reads.
     pub params: &'a [&'a str],
-    /// Its inputs; none in backward.
+    /// Its inputs; empty in backward.
     pub inputs: &'a [&'a Tensor],
-    /// Where in the run this is.
+    /// The position in the run.
     pub position: Position,
-    /// Types of the value: of a gradient, the duals of the operand's.
+    /// Types of the value; for a gradient, the duals of the operand's types.
     pub types: Types,
     /// The value on this rank.
     pub tensor: &'a Tensor,

@@ -1,10 +1,11 @@
-//! The tape: operations on [`Var`]s are applied, typed and remembered; [`Tape::backward`] walks them in reverse.
+//! The tape: operations on [`Var`]s are applied, typed and recorded; [`Tape::backward`] runs them in reverse.
 //!
-//! One tape per (chunk, micro-batch). Three hooks carry everything that memory and overlap features need, a fourth looks on:
-//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values wait for the backward pass. Under
-//!   [`Selective`] values that are cheap to make again ([`Forward::recipe`]) do not wait at all;
-//! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only what flows on, and
-//!   [`Tape::weight_gradients`] does the rest later;
+//! There is one tape per (chunk, micro-batch). It has three hooks for memory and overlap features, and one for
+//! observers:
+//! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values are stored for the backward pass. With
+//!   [`Selective`], values that are cheap to recompute ([`Forward::recipe`]) are not stored at all;
+//! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only the gradients of inputs, and
+//!   [`Tape::weight_gradients`] computes the rest later;
 //! - *gradient ready* ([`GradSink::ready`]): called when the last use of a parameter on this tape has added its share;
 //! - *observer* ([`Observer`]): sees every output and every gradient of an input, and may replace it.
 
@@ -37,8 +38,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What makes the randomness of a forward pass a function of global positions: the run's seed, the step, and the global
-/// index of the first sample on this tape.
+/// The run's seed, the step, and the global index of the first sample on this tape. They make the randomness of a
+/// forward pass a function of global positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Position {
     /// Seed of the run.
@@ -49,12 +50,12 @@ pub struct Position {
     pub first_sample: u64,
 }
 
-/// Whether a tape remembers operations for a backward pass.
+/// Whether a tape records operations for a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Remember; dropout drops.
+    /// Records operations; dropout is active.
     Train,
-    /// Forget at once; dropout is the identity.
+    /// Records nothing; dropout is the identity.
     Evaluate,
 }
 
@@ -73,7 +74,7 @@ struct Inner {
     position: Position,
     policy: Rc<dyn SavedPolicy>,
     observer: OnceCell<Rc<dyn Observer>>,
-    /// Operations applied so far.
+    /// Number of operations applied so far.
     applied: Cell<usize>,
     nodes: RefCell<Vec<Node>>,
     reads: RefCell<BTreeMap<ParamId, Types>>,
@@ -86,27 +87,27 @@ struct Inner {
     random: RefCell<BTreeSet<String>>,
 }
 
-/// A value on a tape: a tensor, its SPMD types, and where its gradient goes.
+/// A value on a tape: a tensor, its SPMD types, and the destination of its gradient.
 #[derive(Clone, Debug)]
 pub struct Var {
     tape: Tape,
     tensor: Tensor,
     types: Types,
     source: Source,
-    /// How it is made again in backward, if it need not be kept for that.
+    /// How it is recomputed in backward, if it need not be kept.
     recipe: Option<Rc<Recipe>>,
 }
 
-/// Where the gradient of a value goes.
+/// The destination of a value's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// Nowhere.
+    /// No gradient.
     Constant,
-    /// Nowhere: a parameter that is not trained.
+    /// No gradient: a parameter that is not trained.
     Frozen(ParamId),
-    /// To the parameter's gradient.
+    /// The parameter's gradient.
     Param(ParamId),
-    /// To the node that made it.
+    /// The node that made the value.
     Node(usize),
 }
 
@@ -117,12 +118,12 @@ impl Source {
 }
 
 impl Tape {
-    /// A tape of one rank of a mesh, keeping saved tensors as they are.
+    /// A tape of one rank of a mesh, which keeps saved tensors unchanged.
     pub fn new(rank: Arc<Rank>, params: Arc<Params>, device: Arc<dyn Device>, mode: Mode, position: Position) -> Self {
         Self::with_policy(rank, params, device, mode, position, Rc::new(Keep))
     }
 
-    /// The same with another way to keep saved tensors.
+    /// The same with another policy for saved tensors.
     pub fn with_policy(
         rank: Arc<Rank>,
         params: Arc<Params>,
@@ -151,7 +152,7 @@ impl Tape {
         Self { inner: Rc::new(inner) }
     }
 
-    /// Shows every value from now on to `observer`. A tape has one for good: a second one is not taken.
+    /// Shows every value from now on to `observer`. A tape has at most one observer; a second one is ignored.
     pub fn observe(&self, observer: Rc<dyn Observer>) {
         _ = self.inner.observer.set(observer);
     }
@@ -206,8 +207,8 @@ impl Tape {
         Var { tape: self.clone(), tensor, types, source: Source::Constant, recipe: None }
     }
 
-    /// A value from outside whose gradient [`take_grad`](Self::take_grad) gives after backward: what a previous pipeline
-    /// stage sent.
+    /// A value from outside, such as one that a previous pipeline stage sent. [`take_grad`](Self::take_grad) returns
+    /// its gradient after backward.
     pub fn input(&self, tensor: Tensor, types: Types) -> Var {
         if self.inner.mode == Mode::Evaluate {
             return self.constant(tensor, types);
@@ -230,7 +231,7 @@ impl Tape {
         self.inner.reads.borrow().clone()
     }
 
-    /// Applies an operation: infers its types, computes it, and remembers it if a gradient will flow through it.
+    /// Applies an operation: infers its types, computes it, and records it if a gradient will flow through it.
     pub fn apply(&self, op: impl Op + 'static, inputs: &[&Var]) -> Result<Var> {
         let inner = &*self.inner;
         inner.rank.heartbeat();
@@ -333,7 +334,7 @@ impl Tape {
     }
 }
 
-/// The value that goes on: what an observer gave instead of it, if anything.
+/// The value to use: the observer's replacement, if there is one.
 fn replaced(seen: &Seen<'_>, by: Option<Tensor>) -> Result<Tensor> {
     let Some(tensor) = by else { return Ok(seen.tensor.clone()) };
     if (tensor.shape(), tensor.dtype()) == (seen.tensor.shape(), seen.tensor.dtype()) {
@@ -361,7 +362,7 @@ impl Var {
         self.tensor
     }
 
-    /// The value of a scalar, to be reported: refused where no rank holds the true one.
+    /// The value of a scalar, for reports. Refused if no rank holds the true value.
     pub fn item(&self) -> Result<f64> {
         self.types.require_final("item")?;
         match self.tensor.dtype() {
@@ -385,7 +386,7 @@ impl Var {
         self.tensor.shape()
     }
 
-    /// The tape it lies on.
+    /// The tape of the value.
     pub fn tape(&self) -> &Tape {
         &self.tape
     }
@@ -409,7 +410,7 @@ impl Var {
             }
             offset[dim] *= extent as u64;
         }
-        // Samples are numbered without end.
+        // Samples have no upper limit.
         offset[0] = self.tape.first_sample();
         global[0] = offset[0] + self.shape().first().map_or(1, |&samples| samples as u64);
         (offset, global)

@@ -1,7 +1,8 @@
-//! What layers leave on a tape beside their outputs: auxiliary losses, metrics, and the notes of statistics.
+//! Notes of layers on a tape, besides their outputs: auxiliary losses, metrics, and statistics.
 //!
-//! A layer deep inside a stage needs no further argument for them. The caller of the tape takes the notes after the forward
-//! pass, runs backward from the auxiliary losses together with the output, and adds the numbers up over the step.
+//! A layer deep inside a stage needs no extra argument for them. The caller of the tape takes the notes after the
+//! forward pass, runs backward from the auxiliary losses together with the output, and adds the numbers up over the
+//! step.
 
 use super::{Mode, Source, Tape, Var};
 use crate::error::{Error, Result};
@@ -16,22 +17,24 @@ pub struct PerSample {
     pub name: &'static str,
     /// `[samples]` in f64. Values of several layers under one name add up.
     pub value: Var,
-    /// Of an auxiliary loss: its factor in the loss that training minimises. `None` for a metric, which is only reported.
+    /// The factor of an auxiliary loss in the loss that training minimises. `None` for a metric, which is only
+    /// reported.
     pub coefficient: Option<f64>,
 }
 
-/// What a micro-batch leaves of a statistic.
+/// The note of a micro-batch for a statistic.
 #[derive(Clone, Debug)]
 pub struct StatisticNote {
-    /// Which.
+    /// The statistic.
     pub id: StatisticId,
-    /// What the rule is given with the values: a number of elements.
+    /// Passed to the rule with the values: a number of elements.
     pub weight: f64,
     /// The values, f32, one tensor after another.
     pub values: Vec<Tensor>,
 }
 
-/// The notes of a tape, as it keeps them itself: values without their tape, which would otherwise hold itself alive.
+/// The notes as the tape itself keeps them: values without their tape, because the tape would otherwise keep itself
+/// alive.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     per_sample: Vec<(&'static str, Option<f64>, Tensor, Types, Source)>,
@@ -48,12 +51,13 @@ pub struct Notes {
 }
 
 impl Tape {
-    /// Adds an auxiliary loss: training minimises the mean loss plus `coefficient` times the mean of `value` over the samples of
-    /// the batch. `value` is one f64 for each sample, typed as a loss is. It is reported under `name` like a
-    /// [metric](Self::report); evaluation reports it and no gradient follows.
+    /// Adds an auxiliary loss: training minimises the mean loss plus `coefficient` times the mean of `value` over the
+    /// samples of the batch. `value` is one f64 for each sample, typed as a loss is. It is reported under `name` like a
+    /// [metric](Self::report); in evaluation it is only reported.
     ///
     /// # Errors
-    /// A value that is not one f64 for each sample, or `Replicate` on an axis: each rank would add a gradient of its own.
+    /// A value that is not one f64 for each sample, or one that is `Replicate` on an axis, because each rank would add
+    /// its own gradient.
     pub fn add_loss(&self, name: &'static str, coefficient: f64, value: &Var) -> Result<()> {
         if let Some((axis, ty)) = value.types().iter().find(|(_, ty)| matches!(ty, Ty::Replicate | Ty::Varying)) {
             return Err(SpmdError {
@@ -67,8 +71,8 @@ impl Tape {
         self.note_per_sample(name, value, Some(coefficient))
     }
 
-    /// Reports a metric: one f64 for each sample, of which the mean over the batch is reported under `name`, which the model
-    /// declares.
+    /// Reports a metric: one f64 for each sample. The mean over the batch is reported under `name`, which the model
+    /// must declare.
     ///
     /// # Errors
     /// A value that is not one f64 for each sample.
@@ -102,7 +106,7 @@ impl Tape {
         }
     }
 
-    /// Takes all notes out.
+    /// Takes all notes from the tape.
     pub fn take_notes(&self) -> Notes {
         let Kept { per_sample, statistics } = self.inner.notes.take();
         let with_tape = |(name, coefficient, tensor, types, source)| {

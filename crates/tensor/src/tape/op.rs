@@ -1,4 +1,4 @@
-//! What an operation is.
+//! The trait of operations.
 
 use super::hooks::{GradSink, Make, Recipe, Saved};
 use super::uses::Uses;
@@ -11,8 +11,8 @@ use std::fmt::Debug;
 use std::rc::Rc;
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
-/// [`Tape::apply`](super::Tape::apply). Where inputs and result are all that backward needs, [`Tape::custom`](super::Tape::custom)
-/// makes one of closures; a function of one number is [`Var::map`].
+/// [`Tape::apply`](super::Tape::apply). If backward needs only inputs and result, [`Tape::custom`](super::Tape::custom)
+/// makes one from closures; for a function of one number, use [`Var::map`].
 pub trait Op: Debug {
     /// Its name, in errors and profiles.
     fn name(&self) -> &'static str;
@@ -23,7 +23,7 @@ pub trait Op: Debug {
     /// The types of the result, or a refusal. Reads of parameters have been resolved.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;
 
-    /// Computes the result, saving what backward needs.
+    /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 
     /// The gradients of the inputs that [`Backward::needs`] asks for; `None` for the others. With deferred weight gradients
@@ -31,7 +31,7 @@ pub trait Op: Debug {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// What an operation has at hand in forward.
+/// The context of an operation in forward.
 pub struct Forward<'a> {
     tape: &'a Tape,
     op: &'static str,
@@ -41,11 +41,11 @@ pub struct Forward<'a> {
     again: Again,
 }
 
-/// How the result is had again in backward.
+/// How the result is available again in backward.
 enum Again {
-    /// It has to be kept.
+    /// It must be kept.
     Kept,
-    /// As the input with this index.
+    /// Like the input with this index.
     SameAs(usize),
     Made(Box<Make>),
 }
@@ -55,7 +55,7 @@ impl<'a> Forward<'a> {
         Self { tape, op, inputs, records, saved: Vec::new(), again: Again::Kept }
     }
 
-    /// Keeps a tensor for backward, where `cx.saved(i)` gives back the i-th one saved.
+    /// Keeps a tensor for backward, where `cx.saved(i)` returns the i-th saved one.
     pub fn save(&mut self, tensor: &Tensor) -> Result<()> {
         if self.records {
             self.saved.push(self.tape.save(self.op, tensor.clone())?);
@@ -63,7 +63,7 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// The same for input `i`, of which the recipe is kept instead where it has one.
+    /// The same for input `i`. If the input has a recipe, the recipe is kept instead.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
         match &input.recipe {
@@ -74,16 +74,17 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// Gives the recipe of the result: how to make it again, bit for bit, from what this operation saves anyway. Under a policy
-    /// that [recomputes](super::SavedPolicy::recomputes), operations that need the result in backward then do not keep it,
-    /// each asks for it when its turn comes. For what takes a pass over memory or two: a norm, an activation.
+    /// Sets the recipe of the result: how to recompute it, bit for bit, from the tensors that this operation saves
+    /// anyway. With a policy that [recomputes](super::SavedPolicy::recomputes), operations that need the result in
+    /// backward do not keep it, but recompute it when they need it. For results that take a pass over memory or two: a
+    /// norm, an activation.
     pub fn recipe(&mut self, make: impl Fn(&[Saved]) -> Result<Tensor> + 'static) {
         if self.tape.inner.policy.recomputes() {
             self.again = Again::Made(Box::new(make));
         }
     }
 
-    /// The result is input `i` itself, and so is its recipe.
+    /// The result is input `i` itself, and has the same recipe.
     pub fn same_as(&mut self, i: usize) {
         self.again = Again::SameAs(i);
     }
@@ -105,7 +106,7 @@ impl<'a> Forward<'a> {
         })
     }
 
-    /// What was saved, and the recipe of the result.
+    /// The saved tensors, and the recipe of the result.
     pub(super) fn finish(self) -> (Rc<[Saved]>, Option<Rc<Recipe>>) {
         let saved: Rc<[Saved]> = self.saved.into();
         let recipe = match self.again {
@@ -117,28 +118,28 @@ impl<'a> Forward<'a> {
     }
 }
 
-/// What an operation has at hand in backward.
+/// The context of an operation in backward.
 pub struct Backward<'a> {
     pub(super) tape: &'a Tape,
     pub(super) sink: &'a mut dyn GradSink,
     pub(super) saved: &'a mut Rc<[Saved]>,
     pub(super) sources: &'a [Source],
-    /// Of all values on the tape, as far as they are summed up.
+    /// The gradients of all values on the tape, as far as they are summed up.
     pub(super) grads: &'a mut [Option<Tensor>],
-    /// Which of them this operation made.
+    /// The index of the value that this operation made.
     pub(super) at: usize,
     pub(super) uses: &'a Uses,
-    /// Which kinds of inputs this call is for.
+    /// The kinds of inputs whose gradients this call computes.
     pub(super) params: bool,
     pub(super) values: bool,
-    /// Inputs whose sum was asked for.
+    /// Inputs whose sum was taken.
     pub(super) summed: Vec<usize>,
     /// Inputs whose gradient was written where it is kept.
     pub(super) written: Vec<usize>,
 }
 
 impl Backward<'_> {
-    /// Whether the gradient of input `i` is wanted now.
+    /// Whether the gradient of input `i` is needed now.
     pub fn needs(&self, i: usize) -> bool {
         match self.sources[i] {
             Source::Constant | Source::Frozen(_) => false,
@@ -190,8 +191,8 @@ impl Backward<'_> {
         self.saved[i].restore()
     }
 
-    /// The i-th tensor that forward saved, for good: its memory can be written if nobody else holds it. An operation with
-    /// parameters, whose backward may run twice, [puts something in its place](Self::replace_saved).
+    /// Takes the i-th tensor that forward saved: its memory can be written if nothing else holds it. An operation with
+    /// parameters, whose backward may run twice, must [replace it](Self::replace_saved).
     pub fn take_saved(&mut self, i: usize) -> Result<Tensor> {
         let Some(saved) = Rc::get_mut(self.saved) else { return self.saved[i].restore() };
         match std::mem::replace(&mut saved[i], Saved::Taken) {
@@ -200,18 +201,18 @@ impl Backward<'_> {
         }
     }
 
-    /// Puts a tensor in the place of the i-th one that forward saved: one [taken](Self::take_saved) and changed, that the other
-    /// call for deferred gradients of weights will ask for. Whether that was possible; it is not where a recipe still
-    /// needs what was saved.
+    /// Replaces the i-th tensor that forward saved by one that was [taken](Self::take_saved) and changed, for the
+    /// second call for deferred gradients of weights. Returns whether that was possible; it is not if a recipe still
+    /// needs the saved tensor.
     pub fn replace_saved(&mut self, i: usize, tensor: Tensor) -> bool {
         let Some(saved) = Rc::get_mut(self.saved) else { return false };
         saved[i] = Saved::Kept(tensor);
         true
     }
 
-    /// What other uses of input `i` have added to its gradient so far, in memory that nobody else holds, for an operation
-    /// that adds its own share in the pass that computes it: it gives back sum + share, element by element, as the
-    /// gradient of the input. `None`: it gives its share alone, and the tape adds it up.
+    /// The sum of the gradients of other uses of input `i` so far, in memory that nothing else holds. An operation that
+    /// adds its own share in the pass that computes it returns sum + share, element by element, as the gradient of the
+    /// input. If this is `None`, the operation returns only its share, and the tape adds it.
     pub fn take_sum(&mut self, i: usize) -> Option<Tensor> {
         match self.sources[i] {
             Source::Node(from) if self.values => {

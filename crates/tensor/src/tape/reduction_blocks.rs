@@ -1,7 +1,7 @@
 //! Reduction blocks: where the sums of an operation are cut so that their bits do not depend on the mesh.
 //!
 //! In canonical numerics ([`Declarations::canonical`](crate::Declarations::canonical)) every sum that a mesh axis or a
-//! micro-batch might cut has fixed blocks, which [the tree](meshwork_core::tree) adds up, on whichever rank they are computed:
+//! micro-batch might cut has fixed blocks, which [the tree](meshwork_core::tree) adds up, whichever rank computes them:
 //!
 //! | sum | blocks |
 //! |---|---|
@@ -9,9 +9,10 @@
 //! | over tokens, for the gradient of a weight or table | samples |
 //! | over tokens, for the gradient of a bias or norm | slices of the sequence, as many as declared; in each of them, samples |
 //!
-//! Sums over tokens go on over micro-batches and dp in the same tree over the samples of the batch. That over slices of
-//! the sequence comes above it, and that over several uses of a parameter above both: such gradients are kept in several
-//! [copies](GradShard::copies) until every rank's samples are in. In fast numerics each of these sums has one block.
+//! Sums over tokens continue over micro-batches and dp in the same tree over the samples of the batch. The sum over
+//! slices of the sequence comes above this tree, and the sum over several uses of a parameter above both: such
+//! gradients are kept in several [copies](GradShard::copies) until every rank's samples are included. In fast numerics
+//! each of these sums has one block.
 
 use super::{Backward, GradSlot, Source, Tape, Var};
 use crate::error::Result;
@@ -21,13 +22,13 @@ use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, DType, Ty, Types, tree};
 use std::ops::Range;
 
-/// How the terms of a contraction are cut: they lie in `segments` one after the other, and block i is the i-th of `blocks`
+/// How the terms of a contraction are cut. The terms are in consecutive `segments`, and block i is the i-th of `blocks`
 /// slices of every segment. Boundaries between slices are rounded down. Within a block, terms follow in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// Segments of terms, all of one length.
+    /// Number of segments of terms, all of the same length.
     pub segments: usize,
-    /// Blocks, whose sums are added up in the tree.
+    /// Number of blocks, whose sums are added up in the tree.
     pub blocks: usize,
 }
 
@@ -45,8 +46,8 @@ impl Terms {
     }
 }
 
-/// How the rows of a sum are cut: they are the tokens of `samples`, as many each, and block (i, s) is the s-th of `slices`
-/// of sample i. Boundaries between slices are rounded down.
+/// How the rows of a sum are cut. The rows are the tokens of `samples` samples, with the same number each, and block
+/// (i, s) is the s-th of `slices` slices of sample i. Boundaries between slices are rounded down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowBlocks {
     /// Samples.
@@ -59,12 +60,12 @@ impl RowBlocks {
     /// One block.
     pub const WHOLE: Self = Self { samples: 1, slices: 1 };
 
-    /// Blocks in all.
+    /// Total number of blocks.
     pub fn count(self) -> usize {
         self.samples * self.slices
     }
 
-    /// The rows of each block in order, of so many.
+    /// The number of rows of each block in order, for `rows` rows in total.
     pub fn rows(self, rows: usize) -> impl Iterator<Item = usize> {
         let Self { samples, slices } = self;
         let tokens = rows / samples.max(1);
@@ -74,7 +75,7 @@ impl RowBlocks {
     }
 }
 
-/// A shard of a parameter's gradient: the part that some samples have in it.
+/// A shard of a parameter's gradient: the sum over some samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GradShard {
     /// The parameter.
@@ -83,9 +84,10 @@ pub struct GradShard {
     pub types: Types,
     /// Numbers of the samples that it sums, within the batch. In canonical numerics a whole subtree of them.
     pub samples: Range<u64>,
-    /// Which of the copies of the gradient it belongs to: they lie one after the other in the share.
+    /// The copies of the gradient that it belongs to; they are one after the other in the share.
     pub copies: Range<usize>,
-    /// How many copies there are: one in fast numerics, and else too unless the tree ends above the samples.
+    /// Number of copies of the gradient: 1 in fast numerics, and also in canonical ones unless the tree ends above the
+    /// samples.
     pub of: usize,
 }
 
@@ -98,7 +100,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Those of a value `[samples, sequence.., features..]`, with so many dims of features.
+    /// The tokens of a value `[samples, sequence.., features..]` with `features` dims of features.
     pub fn of(x: &Var, features: usize) -> Self {
         let shape = x.shape();
         let sequence = shape.len() > features + 1;
@@ -107,14 +109,14 @@ impl Tokens {
     }
 }
 
-/// Where an operation writes a share of a gradient.
+/// The destination of a share of a gradient.
 #[derive(Debug)]
 pub struct BlockSlot<'a> {
     /// Memory that holds it.
     pub buffer: &'a mut Buffer,
     /// Its first element there.
     pub start: usize,
-    /// Add to what is there instead of overwriting it.
+    /// Whether to add to the old contents instead of overwriting them.
     pub accumulate: bool,
     /// The samples to sum, numbered from the first one on the tape.
     pub samples: Range<usize>,
@@ -128,7 +130,7 @@ impl Tape {
         self.inner.params.declarations().reduction_blocks()
     }
 
-    /// How a sum over those dims of a value goes.
+    /// How a sum over these dims of a value is cut.
     pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
         let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
         match (self.reduction_blocks(), cut) {
@@ -142,7 +144,7 @@ impl Tape {
 }
 
 impl Backward<'_> {
-    /// The blocks in which to sum the rows of `tokens` for the gradient of input `i`, to be given to
+    /// The blocks in which to sum the rows of `tokens` for the gradient of input `i`, for
     /// [`sum_blocks`](Self::sum_blocks).
     pub fn row_blocks(&self, i: usize, tokens: Tokens) -> RowBlocks {
         match (self.tape.reduction_blocks(), self.sources[i]) {
@@ -154,8 +156,8 @@ impl Backward<'_> {
         }
     }
 
-    /// The gradient of input `i`, of that shape, from the sums of its blocks, one after the other. `None` where it has
-    /// been given on.
+    /// The gradient of input `i`, of shape `shape`, from the sums of its blocks, one after the other. `None` if it has
+    /// been passed to the sink.
     pub fn sum_blocks(
         &mut self,
         i: usize,
@@ -187,9 +189,9 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// The gradient of input `i`, of that dtype and shape, summed over so many samples, as `write` computes it: into new memory,
-    /// or straight to where the gradient of the parameter lies. Called once for each share. `None` where it is not wanted,
-    /// or has been given on.
+    /// The gradient of input `i`, of this dtype and shape, summed over `samples` samples. `write` computes it into new
+    /// memory, or directly into the memory of the parameter's gradient, and is called once for each share. `None` if
+    /// the gradient is not needed, or has been passed to the sink.
     pub fn write_grad(
         &mut self,
         i: usize,
@@ -225,7 +227,7 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// The shares in which so many samples are summed: all of them, or the subtrees that they are made of.
+    /// The shares in which `samples` samples are summed: all together, or the subtrees that they consist of.
     fn parts(&self, samples: usize) -> Vec<Range<usize>> {
         match self.tape.reduction_blocks() {
             None => std::iter::once(0..samples).collect(),
@@ -237,7 +239,7 @@ impl Backward<'_> {
         }
     }
 
-    /// Samples of the tape, as numbered in the batch.
+    /// The numbers in the batch of samples of the tape.
     fn numbers(&self, samples: &Range<usize>) -> Range<u64> {
         let first = self.tape.first_sample();
         first + samples.start as u64..first + samples.end as u64

@@ -7,11 +7,11 @@ use meshwork_tensor::{Result, Tape, Tensor, Var};
 use meshwork_testkit::gradcheck::assert_gradient;
 use std::sync::Arc;
 
-/// One input of a program: a name for errors, its shape, its type where the mesh has tp.
+/// One input of a program: a name for errors, its shape, and its type if the mesh has tp.
 pub type Input = (&'static str, &'static [usize], Ty);
 
-/// Checks `program`'s gradient with respect to each input. The objective is `⟨output, seed⟩` for a random seed, so that no
-/// element of the output counts like another.
+/// Checks `program`'s gradient with respect to each input. The objective is `⟨output, seed⟩` for a random seed, so that
+/// every element of the output has a different weight.
 pub fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
     let start: Vec<Vec<f64>> = inputs.iter().map(|(name, shape, _)| values(name, shape.iter().product())).collect();
     let run = |inputs_now: &[Vec<f64>]| {

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Shared by the tests of this crate.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -13,7 +13,7 @@ use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Where the randomness of the tests' forward passes starts.
+/// The start of the randomness of the tests' forward passes.
 pub const POSITION: Position = Position { seed: 5, step: 2, first_sample: 3 };
 
 /// A training tape without parameters, on a fresh CPU device.
@@ -26,7 +26,7 @@ pub fn tape_on(rank: &Arc<Rank>, device: Arc<dyn Device>) -> Tape {
     tape_with(rank, device, Rc::new(Keep))
 }
 
-/// The same with another way to keep saved tensors.
+/// The same with another policy for saved tensors.
 pub fn tape_with(rank: &Arc<Rank>, device: Arc<dyn Device>, policy: Rc<dyn SavedPolicy>) -> Tape {
     let params =
         Params::new(Arc::new(Declarations::new()), rank.mesh(), rank.coords(), &device, &[], 0).expect("no parameters");
@@ -73,7 +73,7 @@ pub fn ids(tape: &Tape, ids: &[i32], shape: &[usize], types: Types) -> Var {
     tape.constant(Tensor::from_slice(tape.device(), ids, shape).expect("ids for the shape"), types)
 }
 
-/// The local values as f64, whatever float they are.
+/// The local values, converted to f64.
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
     match tensor.dtype() {
         DType::F64 => tensor.to_vec::<f64>().expect("on the host"),

@@ -1,4 +1,4 @@
-//! What collectives do to memory, as naive as can be: element by element, from all ranks' values.
+//! A naive version of the effect of collectives on memory: element by element, from all ranks' values.
 
 /// A row-major array on the host.
 #[derive(Clone, Debug, PartialEq)]

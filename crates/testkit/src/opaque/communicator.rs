@@ -60,7 +60,7 @@ impl Communicator for Behind {
     }
 }
 
-/// An operation whose result goes out of the host's reach again.
+/// An operation whose result is hidden from the host again.
 struct Hidden(Pending);
 
 impl PendingOp for Hidden {

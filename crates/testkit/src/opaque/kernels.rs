@@ -1,4 +1,5 @@
-//! Each kernel of the device behind, on the host memory behind opaque buffers. A method that is added to a kernel trait is added here too.
+//! Runs each kernel of the inner device on the host memory behind opaque buffers. A new method of a kernel trait must
+//! be added here too.
 //!
 //! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
@@ -11,7 +12,7 @@ use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
-/// Results that go out of the host's reach.
+/// Results that are hidden from the host.
 trait Hide {
     fn hide(self) -> Self;
 }
@@ -398,7 +399,7 @@ impl Optim for Opaque {
         states: &mut [Buffer],
         range: Range<usize>,
     ) -> Result<()> {
-        // As a device with kernels for these two, and no way to run the host's code.
+        // Like a device that has kernels for these two rules and cannot run the host's code.
         let (Rule::AdamW(_) | Rule::Sgd(_)) = rule else {
             let (device, rule) = (self.name().to_owned(), rule.name().to_owned());
             return Err(Error::UpdateRule { device, rule, valid: "adamw or sgd" });
@@ -412,7 +413,7 @@ impl Optim for Opaque {
     }
 }
 
-/// Without functions of the host: it could not call them.
+/// Without functions of the host, which a device could not call.
 impl Elementwise for Opaque {
     fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
         hidden(self.inner.elementwise()?.map(f, &host(x)))

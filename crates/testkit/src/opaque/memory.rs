@@ -4,8 +4,8 @@ use meshwork_core::{Buffer, BufferError, DType, HostMemory, Memory};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What looks like the memory of another device. The host memory behind it is handed to what computes on it in the device's
-/// name, and is away while somebody writes to it.
+/// Memory that looks like that of another device. The host memory behind it is passed to the kernels that compute on
+/// it, and is absent while one writes to it.
 #[derive(Debug)]
 struct Opaque {
     bytes: usize,
@@ -26,8 +26,8 @@ impl Memory for Opaque {
     }
 }
 
-/// The host memory behind opaque memory, lent to an operation that only reads it: as long as the operation has it, the opaque
-/// memory is shared too.
+/// The host memory behind opaque memory, lent to an operation that only reads it: while the operation has it, the
+/// opaque memory counts as shared.
 #[derive(Debug)]
 struct Lent {
     behind: Arc<dyn Memory>,
@@ -66,7 +66,7 @@ fn on(memory: Arc<dyn Memory>, buffer: &Buffer) -> Buffer {
     window(memory, buffer.dtype(), buffer.offset(), buffer.count())
 }
 
-/// Host memory, from now on out of the host's reach. What was lent goes back to what it was.
+/// Hides host memory from the host. Lent memory becomes the opaque memory that it was.
 pub(super) fn hide(host: Buffer) -> Buffer {
     if let Some(Lent { opaque, .. }) = is::<Lent>(host.memory()) {
         return on(opaque.clone(), &host);
@@ -75,12 +75,12 @@ pub(super) fn hide(host: Buffer) -> Buffer {
     on(Arc::new(memory), &host)
 }
 
-/// Whether a buffer is out of the host's reach because it was hidden.
+/// Whether a buffer is hidden.
 pub(super) fn is_hidden(buffer: &Buffer) -> bool {
     is::<Opaque>(buffer.memory()).is_some()
 }
 
-/// The host memory behind a buffer, to be read at once.
+/// The host memory behind a buffer, for reading it now.
 ///
 /// # Panics
 /// If the buffer is not of the opaque device: a kernel of another device could not read it either.
@@ -96,7 +96,7 @@ pub(super) fn host(buffer: &Buffer) -> Buffer {
     }
 }
 
-/// Runs `work` on the host memory behind `buffer`, which it may write if nobody else refers to the buffer.
+/// Runs `work` on the host memory behind `buffer`, which it may write if nothing else refers to the buffer.
 #[track_caller]
 pub(super) fn with_host<T>(buffer: &mut Buffer, work: impl FnOnce(&mut Buffer) -> T) -> T {
     let mut behind = take(buffer);
@@ -105,8 +105,8 @@ pub(super) fn with_host<T>(buffer: &mut Buffer, work: impl FnOnce(&mut Buffer) -
     result
 }
 
-/// Takes the host memory from behind `buffer`, until it is [given back](give_back). If others refer to the buffer it stays there
-/// too, and cannot be written.
+/// Takes the host memory from behind `buffer`, until it is [given back](give_back). If other buffers refer to it, it
+/// also stays there and cannot be written.
 #[track_caller]
 pub(super) fn take(buffer: &mut Buffer) -> Buffer {
     let behind = host(buffer);
@@ -127,8 +127,8 @@ fn put(buffer: &Buffer, memory: Option<Arc<dyn Memory>>) {
     }
 }
 
-/// The host memory behind a buffer, for an operation that keeps it until it is over: to be written if nobody else refers to the
-/// buffer, else lent.
+/// The host memory behind a buffer, for an operation that keeps it until the operation is over. It can be written if
+/// nothing else refers to the buffer; otherwise it is lent for reading.
 #[track_caller]
 pub(super) fn into_host(buffer: Buffer) -> Buffer {
     let behind = host(&buffer);

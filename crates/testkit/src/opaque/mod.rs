@@ -1,9 +1,9 @@
-//! A device whose memory the host cannot read: the arithmetic of another device behind opaque buffers.
+//! A device whose memory the host cannot read. It has the arithmetic of another device, on opaque buffers.
 //!
-//! A program that trains on it with the bits of the device behind assumes no host slices, and will run on a GPU. Host access to
-//! its buffers is an error; [`Device::upload`], [`Device::upload_into`] and [`Device::download`] are the only ways in and out, and
-//! the [`Meter`] counts them. Update rules run as data; a user-written one is refused, as on any device that cannot call the
-//! host's code. Collectives need [`communicator`].
+//! A program that trains on it with the bits of the inner device does not depend on host slices, so it can run on a
+//! GPU. Host access to its buffers is an error; [`Device::upload`], [`Device::upload_into`] and [`Device::download`]
+//! are the only ways in and out, and the [`Meter`] counts them. Update rules run as data; a user-written rule is
+//! refused, as on any device that cannot call the host's code. Collectives need [`communicator`].
 //!
 //! ```
 //! use meshwork_tensor::cpu::Cpu;

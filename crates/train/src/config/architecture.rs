@@ -1,4 +1,4 @@
-//! What must hold across the keys of `[model]`, by the kind of model.
+//! Checks across the keys of `[model]`, by the kind of model.
 
 use super::batch::multiple;
 use super::fault::Fault;
@@ -6,7 +6,7 @@ use super::sections::Model;
 use super::settings::Settings;
 use super::words::ModelKind;
 
-/// Tells `fail` what no model of its kind has, or cannot be split over `tp`.
+/// Reports to `fail` what no model of this kind can have, and what cannot be split over `tp`.
 pub(crate) fn check(model: &Model, tp: usize, settings: &Settings, fail: &mut impl FnMut(Fault)) {
     match model.kind {
         ModelKind::Gpt2 => check_gpt2(model, settings, fail),

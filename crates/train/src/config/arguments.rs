@@ -1,4 +1,4 @@
-//! Command lines read by `clap`, with all their faults together: clap itself stops at the first.
+//! Command lines read by `clap`, with all their faults reported together. clap itself stops at the first.
 
 use std::error::Error as _;
 use std::ffi::OsString;
@@ -9,8 +9,9 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::fault::{Fault, choose_from};
 
-/// Reads the arguments after the program's name as `command` says, and adds `--help`, a flag that is given or not. What is wrong
-/// with an argument becomes a fault, and the others are read without it. Where an argument is given twice, the later one counts.
+/// Reads the arguments after the program's name by the definition `command`, to which it adds the flag `--help`. An
+/// invalid argument becomes a fault, and the others are read without it. If an argument is given twice, the later one
+/// counts.
 ///
 /// ```
 /// use clap::{Arg, Command, value_parser};
@@ -53,20 +54,20 @@ pub fn parse_all<T: Into<OsString>>(command: Command, args: impl IntoIterator<It
     }
 }
 
-/// The text that `--help` prints for a `program` that is called so.
+/// The text that `--help` prints for a program of the name `program`.
 #[must_use]
 pub fn help(command: Command, program: &str) -> String {
     let mut command = with_help(command).bin_name(program).help_template("Usage: {usage}\n\n{options}{after-help}\n");
     command.render_help().to_string()
 }
 
-/// A flag as any other, so that `--help` does not end the search for faults.
+/// `--help` as an ordinary flag, so that it does not end the search for faults.
 fn with_help(command: Command) -> Command {
     let help = Arg::new("help").long("help").short('h').action(ArgAction::SetTrue).help("Prints this text");
     command.disable_help_flag(true).arg(help)
 }
 
-/// What is wrong, and which arguments are: those to go on without, or none where that cannot be told.
+/// The fault, and the range of the arguments at fault, which are then left out; `None` if they are not known.
 fn explain(command: &Command, error: &Error, args: &[String]) -> (Fault, Option<Range<usize>>) {
     // clap names an argument as in its usage: "--mesh <MESH>".
     let shown = text(error, ContextKind::InvalidArg).unwrap_or_default();
@@ -115,7 +116,8 @@ fn text(error: &Error, kind: ContextKind) -> Option<&str> {
     }
 }
 
-/// Where the flag stands with this value, as one argument or two; empty: where it stands without one.
+/// The place of the flag with this value, as one argument or two. With an empty value, the place of the flag without
+/// one.
 fn place(args: &[String], name: &str, value: &str) -> Option<Range<usize>> {
     let inline = format!("{name}={value}");
     args.iter().enumerate().find_map(|(at, arg)| match args.get(at + 1) {
@@ -126,7 +128,7 @@ fn place(args: &[String], name: &str, value: &str) -> Option<Range<usize>> {
     })
 }
 
-/// Where the unknown argument stands. What follows an unknown flag is its value, and no fault of its own.
+/// The place of the unknown argument. The argument after an unknown flag counts as its value and not as another fault.
 fn unknown(args: &[String], name: &str) -> Option<Range<usize>> {
     let at = args.iter().position(|arg| match arg.strip_prefix(name) {
         Some(rest) => rest.is_empty() || name.starts_with("--") && rest.starts_with('=') || is_short(name),

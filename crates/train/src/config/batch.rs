@@ -4,7 +4,7 @@ use meshwork_pipeline::{Generator, MicroCounts, Shape, ShapeError, default_micro
 
 use super::fault::Fault;
 
-/// The split that is asked for. What is not given is worked out.
+/// The requested split. Values that are not given are computed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BatchRequest {
     pub(crate) global_batch_size: usize,
@@ -29,7 +29,7 @@ const MICROS: &str = "pipeline.num_microbatches";
 const CHUNKS: &str = "pipeline.virtual_stages";
 const SIZE: &str = "training.micro_batch_size";
 
-/// The default looks no further than this, so that an absurd batch is answered at once.
+/// The default searches no further than this, so that an absurd batch is refused at once.
 const MAX_DEFAULT: usize = 4096;
 
 impl BatchRequest {
@@ -80,7 +80,7 @@ impl BatchRequest {
 
     fn both(self, micros: usize, size: usize) -> Result<(usize, usize, Option<String>), Fault> {
         let Self { global_batch_size, dp, .. } = self;
-        // Three factors of up to 2^63 each: only a saturating product fits anywhere.
+        // Three factors of up to 2^63 each overflow, so the product saturates.
         let product = dp.saturating_mul(micros).saturating_mul(size);
         if product == global_batch_size {
             return Ok((micros, size, None));
@@ -193,7 +193,7 @@ mod tests {
         }
     }
 
-    /// The same with a schedule that takes no fewer micro-batches than there are stages.
+    /// The same with a schedule that needs at least one micro-batch per stage.
     fn of_zb_h2(global_batch_size: usize, dp: usize, pp: usize) -> BatchRequest {
         BatchRequest { schedule: Generator::ZbH2, ..request(global_batch_size, dp, pp) }
     }
@@ -284,7 +284,7 @@ mod tests {
              micro-batches, got 2; gpipe and 1f1b take any number; use a smaller training.micro_batch_size or a larger \
              training.global_batch_size"
         );
-        // Both faults of one setting are told together.
+        // Both faults of one setting are reported together.
         assert_eq!(refusal(BatchRequest { num_microbatches: Some(3), ..of_zb_h2(16, 1, 4) }).lines().count(), 2);
     }
 

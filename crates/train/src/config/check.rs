@@ -1,5 +1,5 @@
-//! What must hold across keys. Each check names the keys that it reads, and is skipped where one of them is itself
-//! at fault: a message made of a default that nobody asked for would mislead.
+//! Checks across keys. Each check names the keys that it reads. It is skipped if one of them is at fault, because a
+//! message about a default that the user did not choose would mislead.
 
 use meshwork_core::tree;
 use meshwork_pipeline::by_name;

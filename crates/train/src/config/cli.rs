@@ -1,4 +1,5 @@
-//! The command line. All settings live in the TOML sections; the few flags here name files, or are short for a key.
+//! The command line. All settings live in the TOML sections; the few flags here name files, or are short forms of a
+//! key.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,7 +9,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use super::arguments::parse_all;
 use super::fault::Fault;
 
-/// A command line, read but not yet held against anything.
+/// A command line, parsed but not yet checked.
 ///
 /// ```
 /// use meshwork_train::config::Args;
@@ -29,7 +30,7 @@ pub struct Args {
     pub metrics: Option<PathBuf>,
     /// `--set key=value`, `--data` and `--steps` as (key, value, flag), in their order: later ones win.
     pub assignments: Vec<(String, String, &'static str)>,
-    /// Whether `--help` was asked for.
+    /// Whether `--help` was given.
     pub help: bool,
     /// What is wrong with the command line itself; reported together with the faults of the settings.
     pub faults: Vec<Fault>,
@@ -75,7 +76,7 @@ impl Args {
         parsed
     }
 
-    /// Takes in all that sets a key, in the order of the command line.
+    /// Collects all assignments to keys, in the order of the command line.
     fn assign(&mut self, matches: &ArgMatches) {
         let given = |name| {
             let places = matches.indices_of(name).into_iter().flatten();

@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-/// One thing that is wrong, and what would be right.
+/// One fault, and what would be valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The key or flag: `model.num_heads`, `--mesh`.
@@ -18,7 +18,7 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// A fault of `key`, which has the value `value`.
+    /// A fault of `key` with the value `value`.
     pub fn new(
         key: impl Into<String>,
         value: impl fmt::Display,
@@ -56,7 +56,7 @@ pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a s
     candidates.into_iter().min_by_key(|candidate| distance(word, candidate))
 }
 
-/// What to say of an unknown word: the nearest known one, and all of them.
+/// The advice for an unknown word: the nearest known word, and all known words.
 pub fn choose_from(word: &str, known: &[&str]) -> String {
     let all = known.join(", ");
     match nearest(word, known.iter().copied()) {
@@ -70,7 +70,7 @@ pub(super) fn quoted(words: &[&str]) -> String {
     words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
 }
 
-/// Edit distance (Levenshtein), except that a word inside the other is one edit away, so that `heads` is near
+/// Edit distance (Levenshtein), except that a word contained in the other is one edit away, so that `heads` is near
 /// `num_heads`.
 pub(crate) fn distance(a: &str, b: &str) -> usize {
     if a == b {

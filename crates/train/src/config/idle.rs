@@ -1,4 +1,4 @@
-//! Settings that are right and have no effect: a notice for each.
+//! A notice for each setting that is valid but has no effect.
 
 use toml::Value;
 
@@ -6,7 +6,7 @@ use super::Config;
 use super::settings::Settings;
 use super::words::{ModelKind, OptimizerName};
 
-/// What only a Llama reads. The last three describe the scaling of rotary frequencies.
+/// Keys that only a Llama reads. The last three describe the scaling of rotary frequencies.
 const LLAMA: [&str; 6] = [
     "model.norm_eps",
     "model.rope_theta",

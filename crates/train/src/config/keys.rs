@@ -1,4 +1,4 @@
-//! What a key of the configuration is, as plain data: its name, default, type, range and meaning.
+//! The keys of the configuration as plain data: name, default, type, range and meaning.
 //!
 //! Each key is declared once, in [`sections`](super::sections). From that declaration come the fields of
 //! [`Config`](super::Config) and the table [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an
@@ -27,7 +27,7 @@ pub struct Key {
     pub default: Fallback,
     /// What it means.
     pub doc: &'static str,
-    /// The feature that the key belongs to, where it has not landed: the key takes its default and refuses anything else.
+    /// The planned feature that the key belongs to, if it is not implemented yet: the key takes only its default.
     pub awaits: Option<&'static str>,
 }
 
@@ -42,11 +42,11 @@ pub enum Kind {
     Switch,
     /// Any text.
     Text,
-    /// One of some words; `planned` ones have not landed yet.
+    /// One of some words; `planned` ones are not implemented yet.
     Choice {
-        /// Words that work.
+        /// Words that are implemented.
         landed: &'static [&'static str],
-        /// Words that will.
+        /// Words that are planned.
         planned: &'static [&'static str],
     },
     /// One of these words, or a list of whole numbers of at least 0.
@@ -99,12 +99,12 @@ impl Interval {
     }
 }
 
-/// What a key is where nothing sets it.
+/// The value of a key that nothing sets.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Fallback {
     /// A fixed value.
     Is(Literal),
-    /// Worked out from other keys, in these words.
+    /// Computed from other keys; the text says how.
     Derived(&'static str),
     /// Nothing.
     Unset,
@@ -124,7 +124,7 @@ pub enum Literal {
 }
 
 impl Key {
-    /// The key, of a feature that has not landed.
+    /// Marks the key as part of a feature that is not implemented yet.
     pub(super) const fn awaits(mut self, feature: &'static str) -> Self {
         self.awaits = Some(feature);
         self
@@ -147,7 +147,7 @@ pub(super) const fn one_of(landed: &'static [&'static str]) -> Kind {
     Kind::Choice { landed, planned: &[] }
 }
 
-/// Sections whose feature has not landed, with the feature.
+/// Sections of features that are not implemented yet, with the feature.
 pub static PLANNED_SECTIONS: &[(&str, &str)] = &[("moe", "mixture of experts"), ("compress", "compression")];
 
 /// All keys with the name of their section.
@@ -168,8 +168,9 @@ pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
 
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
-/// A key is `name: type = default, kind;` under its meaning, with `, awaits "a feature"` before the semicolon where it has not landed.
-/// `beside { .. }` adds fields to a section that are no keys; they start with the default of their type.
+/// A key is `name: type = default, kind;` under its meaning, with `, awaits "a feature"` before the semicolon if that
+/// feature is not implemented yet. `beside { .. }` adds fields to a section that are not keys; they start with the
+/// default of their type.
 macro_rules! sections {
     (
         $(#[$config_doc:meta])*
@@ -189,13 +190,13 @@ macro_rules! sections {
             $($(#[$section_doc])* pub $section: $Section,)+
             /// Where the ranks compute.
             pub device: Device,
-            /// What the user should know although nothing is wrong.
+            /// Notices for the user that are not faults.
             #[serde(skip)]
             pub notices: Vec<String>,
         }
 
         impl Config {
-            /// Every key as given, else as derived, else its default.
+            /// Reads every key: the given value, else the derived one, else the default.
             pub(super) fn read(settings: &Settings, device: Device) -> Self {
                 Self {
                     $($section: $Section {

@@ -32,7 +32,7 @@ pub fn parse_mesh(text: &str) -> Result<[usize; 5], Vec<Fault>> {
                 "sequence parallel is no axis: it shards over tp",
                 "use parallelism.sequence_parallel = true; to split long sequences, use the axis cp".to_string(),
             ),
-            // A key of [parallelism] and no axis of the mesh.
+            // `ep` is a key of [parallelism] but not an axis of the mesh.
             MeshError::UnknownAxis { name, .. } if name == "ep" => {
                 let value =
                     format!("{} (from --mesh {text})", part.trim_start_matches("ep").trim_start_matches(['=', ' ']));

@@ -7,8 +7,8 @@
 //!                            ▼
 //!                        resolve: presets, derived defaults ──▶ check: across keys ──▶ Config
 //! ```
-//! A fault never ends the search: it is noted, and checks that would read the value at fault are skipped. All configuration errors
-//! are reported together.
+//! A fault does not end the search. It is recorded, and checks that would read the value at fault are skipped. All
+//! configuration errors are reported together.
 
 mod architecture;
 mod arguments;
@@ -42,7 +42,7 @@ pub(crate) use settings::Settings;
 pub use words::{DecayName, Device, Dtype, ModelKind, OptimizerName};
 
 impl Config {
-    /// The configuration of a command line, without opening data or metrics: see [`load`](crate::load) for all.
+    /// The configuration of a command line, without opening data or metrics; [`load`](crate::load) does both.
     ///
     /// # Errors
     /// Every fault of the command line and of the file that it names.

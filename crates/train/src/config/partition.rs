@@ -1,5 +1,5 @@
-//! How layers are assigned to stages: `pipeline.partition`. All other code works with the list; `uniform` and `cost` are short for
-//! one.
+//! How layers are assigned to stages: `pipeline.partition`. All other code works with a list; `uniform` and `cost` are
+//! short forms of one.
 
 use super::Config;
 use super::fault::{Fault, quoted};
@@ -13,18 +13,18 @@ const KEY: &str = "pipeline.partition";
 const LAYERS: &str = "model.num_layers";
 const STAGES: &str = "parallelism.pp";
 
-/// As even as can be, earlier stages first where it does not divide: the last one also has the head.
+/// As even as possible. Earlier stages take the remaining layers, because the last stage also has the head.
 fn uniform(layers: usize, stages: usize) -> Vec<usize> {
     (0..stages).map(|stage| layers / stages + usize::from(stage < layers % stages)).collect()
 }
 
-/// The words for a list.
+/// The words that stand for a list.
 pub(super) const WORDS: &[&str] = &["uniform", "cost"];
 
-/// What the parts of a model whose layers are alike cost.
+/// The cost of each part of a model whose layers are all the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Costs {
-    /// What is bound to the beginning: the embedding.
+    /// The beginning of the model: the embedding.
     pub(crate) embedding: u64,
     /// Each layer.
     pub(crate) layer: u64,
@@ -32,8 +32,8 @@ pub(crate) struct Costs {
     pub(crate) head: u64,
 }
 
-/// Counts what the parts of the model cost, from its sizes alone, so that every rank of every mesh counts the same: of one layer, as all
-/// are alike, on one rank.
+/// Counts the cost of each part of the model from its sizes alone, so that every rank of every mesh gets the same
+/// numbers. All layers are the same, so a model of one layer on one rank is enough.
 pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     let mut one = config.clone();
     (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);
@@ -43,14 +43,16 @@ pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     }
 }
 
-/// Deals the layers so that the most that a rank computes is least, by the placement of a schedule. A rank computes its layers, the
-/// embedding with the first stage, and head and loss with the last; the replicas of a stage share its work. Of equally good ones,
-/// the stages of a rank are as even as can be, and earlier ones first.
+/// Assigns the layers to stages so that the largest cost of any rank is minimal, given the placement of a schedule. A
+/// rank computes its layers, the embedding with the first stage, and head and loss with the last; the replicas of a
+/// stage share its work. Among equally good partitions, the stages of a rank are as even as possible, and earlier
+/// stages get more.
 ///
-/// Each layer in turn goes where the rank that gets it then has least: as all layers cost the same, no other way gives less.
+/// Each layer in turn goes to the stage whose rank then has the smallest cost. This greedy choice is optimal because
+/// all layers cost the same.
 fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
     let stages = schedule.stages();
-    // In units in which every share is whole.
+    // In units in which the share of every replica is a whole number.
     let all: u128 = schedule.replicas.iter().map(|&replicas| replicas as u128).product();
     let share = |stage: usize, cost: u64| u128::from(cost) * all / schedule.replicas[stage] as u128;
     let (mut assigned, mut of_stage, mut of_rank) = (vec![0; stages], vec![0u128; stages], vec![0u128; schedule.ranks]);
@@ -73,7 +75,7 @@ fn by_cost(layers: usize, costs: Costs, schedule: &Schedule) -> Vec<usize> {
     assigned
 }
 
-/// Whether the layers are divided evenly: neither as listed nor by cost.
+/// Whether the layers are divided evenly, and neither by a list nor by cost.
 pub(super) fn is_uniform(settings: &Settings) -> bool {
     listed(settings).is_none() && !is_by_cost(settings)
 }
@@ -88,7 +90,7 @@ fn is_by_cost(settings: &Settings) -> bool {
     settings.given::<String>(KEY).as_deref() == Some("cost")
 }
 
-/// Replaces the uniform list by that of `cost`, where that is asked for and nothing else is wrong.
+/// Replaces the uniform list by that of `cost`, if `cost` is set and there is no fault.
 pub(crate) fn resolve_by_cost(config: &mut Config, settings: &mut Settings) {
     if !is_by_cost(settings) || !settings.faults.is_empty() {
         return;
@@ -102,8 +104,9 @@ pub(crate) fn resolve_by_cost(config: &mut Config, settings: &mut Settings) {
     }
 }
 
-/// Notes what is wrong with the partition, and gives the configuration its list: the uniform one where the given one is at
-/// fault or waits for costs, and none where there cannot be one, since a number of stages that is at fault may be absurd.
+/// Records the faults of the partition, and gives the configuration its list: the uniform one if the given one is at
+/// fault or still waits for costs, and an empty one if the number of stages is at fault, because that number may be
+/// absurd.
 pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     if !settings.sound(&[STAGES]) {
         return;
@@ -158,7 +161,8 @@ mod tests {
     fn costs_are_those_of_the_formulae() {
         let config = Config::from_toml("[model]\npreset = 'small'\n[parallelism]\ntp = 2\npp = 2").unwrap();
         let (v, h, s) = (256u64, 384, 256);
-        // Backward is twice forward, but for attention, which computes its probabilities again: 4 and 10 for each pair and width.
+        // Backward costs twice as much as forward, except in attention, which recomputes its probabilities: 4 and 10
+        // for each pair and width.
         let products = 3 * 2 * s * (4 * h * h + 8 * h * h);
         let attention = 14 * h * (s * (s + 1) / 2);
         let wanted = Costs { embedding: 0, layer: products + attention, head: 3 * 2 * s * v * h };
@@ -174,7 +178,7 @@ mod tests {
         }
     }
 
-    /// The most that a rank computes, times what makes the shares of replicas whole.
+    /// The largest cost of any rank, times the factor that makes the shares of replicas whole numbers.
     fn most(assigned: &[usize], costs: Costs, schedule: &Schedule) -> u64 {
         let last = assigned.len() - 1;
         let all = schedule.replicas.iter().product::<usize>() as u64;
@@ -228,12 +232,12 @@ mod tests {
         let partition = |layers, embedding, layer, head, placement: &[usize]| {
             by_cost(layers, Costs { embedding, layer, head }, &forward_only(placement, 1))
         };
-        // Free ends: as uniform has it.
+        // With free ends, the result is that of `uniform`.
         assert_eq!(partition(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));
         // A head worth two layers.
         assert_eq!(partition(6, 0, 1, 2, &[0, 1, 2, 3]), [2, 2, 2, 0]);
         assert_eq!(partition(10, 0, 1, 2, &[0, 1, 2, 3]), [3, 3, 3, 1]);
-        // Both ends on rank 0 of a V; on ranks 0 and 1 of a loop.
+        // Both ends are on rank 0 of a V, and on ranks 0 and 1 of a loop.
         assert_eq!(partition(8, 1, 1, 1, &[0, 1, 1, 0]), [2, 3, 2, 1]);
         assert_eq!(partition(8, 1, 1, 1, &[0, 1, 0, 1]), [2, 2, 2, 2]);
     }

@@ -1,4 +1,4 @@
-//! From the configuration to what the engine takes: a model, a plan and the parts of a plan.
+//! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
 use super::{Config, DecayName, ModelKind, OptimizerName};
@@ -101,7 +101,7 @@ impl Pipeline {
     /// The schedule that the section asks for.
     ///
     /// # Errors
-    /// A name that no schedule has.
+    /// An unknown name.
     pub fn spec(&self) -> Result<ScheduleSpec, UnknownSchedule> {
         Ok(match (&self.own_schedule, &self.replication[..]) {
             (Some(own), _) => ScheduleSpec::Own(own.clone()),
@@ -124,7 +124,7 @@ impl Parallelism {
         Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
     }
 
-    /// Number of ranks of the [mesh](Self::mesh), or nothing where it overflows.
+    /// Number of ranks of the [mesh](Self::mesh), or `None` if it overflows.
     #[must_use]
     pub fn world_size(&self) -> Option<usize> {
         self.mesh().ok().map(|mesh| mesh.world_size())
@@ -158,7 +158,7 @@ impl LrScheduler {
 }
 
 impl Comm {
-    /// The timeout as a duration. A century stands for anything longer, so that it can be added to a clock.
+    /// The timeout as a duration. A longer one is cut to a century, so that it can be added to a clock.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         Duration::from_secs_f64(self.timeout_seconds.min(3e9))

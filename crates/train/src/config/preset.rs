@@ -13,11 +13,11 @@ pub(crate) struct Preset {
     pub(crate) hidden_size: usize,
     pub(crate) num_heads: usize,
     pub(crate) seq_len: usize,
-    /// What only a Llama has.
+    /// The keys of `[model]` that only a Llama preset fixes.
     pub(crate) llama: Option<Llama>,
 }
 
-/// The keys that a preset of a Llama fixes beside.
+/// The additional keys that a Llama preset fixes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Llama {
     pub(crate) num_kv_heads: usize,
@@ -25,12 +25,12 @@ pub(crate) struct Llama {
     pub(crate) rope_theta: f64,
 }
 
-/// Where no preset says otherwise.
+/// The default `rope_theta`, if the preset has none.
 pub(crate) const ROPE_THETA: f64 = 10_000.0;
 
 const GPT2: ModelKind = ModelKind::Gpt2;
 
-/// One of the models' own presets of a Llama.
+/// One of the Llama presets of `meshwork_models`.
 const fn llama(at: usize) -> Preset {
     let (name, config) = llama::PRESETS[at];
     let own = Llama {
@@ -76,12 +76,13 @@ pub(crate) fn preset(name: &str) -> Preset {
     PRESETS.into_iter().find(|preset| preset.name == name).unwrap_or(PRESETS[0])
 }
 
-/// The width inside the feed-forward layer, where neither the user nor a preset gives one: 4 · hidden, or that of "LLaMA: Open and
-/// Efficient Foundation Language Models" (2023) and its code, 8/3 · hidden rounded up to a multiple of 256.
+/// The width inside the feed-forward layer, if neither the user nor a preset gives one: 4 · hidden, or the rule of
+/// "LLaMA: Open and Efficient Foundation Language Models" (2023) and its code, 8/3 · hidden rounded up to a multiple of
+/// 256.
 pub(crate) fn ffn_hidden_size(kind: ModelKind, hidden_size: usize) -> usize {
     match kind {
         ModelKind::Gpt2 => hidden_size.saturating_mul(4),
-        // A product that saturates is too large for any machine, and is told so.
+        // A product that saturates is too large for any machine, and is refused as such.
         ModelKind::Llama => (hidden_size.saturating_mul(8) / 3).checked_next_multiple_of(256).unwrap_or(usize::MAX),
     }
 }

@@ -1,4 +1,4 @@
-//! The reference of all keys, written from the table.
+//! The reference of all keys, generated from the table.
 
 use std::fmt::Write;
 

@@ -19,8 +19,8 @@ use super::settings::Settings;
 use super::size;
 use super::words::{Device, ModelKind};
 
-/// The whole configuration, with every fault noted in the settings that come back. Where there is one, the
-/// configuration must not be run; values at fault hold their defaults.
+/// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
+/// values at fault have their defaults.
 pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings) {
     settings.faults.extend(args.faults.iter().cloned());
     if let Some(path) = &args.config {
@@ -46,7 +46,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     (config, settings)
 }
 
-/// What is wrong with the number of threads, which the environment gives.
+/// The fault of the number of threads, which is an environment variable.
 fn thread_fault(value: Option<OsString>) -> Option<Fault> {
     let value = value?.to_string_lossy().into_owned();
     let sound = value.parse::<usize>().is_ok_and(|threads| threads > 0);
@@ -95,7 +95,7 @@ fn device(settings: &mut Settings, name: Option<&str>) -> Device {
     Device::Cpu
 }
 
-/// Works out the defaults that depend on other keys.
+/// Computes the defaults that depend on other keys.
 fn derive(settings: &mut Settings) {
     const PRESET: &[&str] = &["model.preset"];
     let preset = preset(&settings.get::<String>("model.preset"));
@@ -108,7 +108,7 @@ fn derive(settings: &mut Settings) {
 
     let kind: ModelKind = settings.get("model.kind");
     let (hidden_size, num_heads) = (settings.get("model.hidden_size"), settings.get("model.num_heads"));
-    // Of a preset of the other kind only the sizes are taken that both kinds have.
+    // From a preset of the other kind, only the sizes that both kinds have are used.
     let llama = preset.llama.filter(|_| kind == ModelKind::Llama);
     let kv_heads = llama.map_or(num_heads, |llama| llama.num_kv_heads);
     let ffn = match llama {
@@ -125,7 +125,7 @@ fn derive(settings: &mut Settings) {
     let schedule = by_name(&settings.get::<String>("pipeline.schedule"));
     let virtual_stages = schedule.map_or(1, Generator::default_virtual_stages);
     settings.derive("pipeline.virtual_stages", &["pipeline.schedule"], int(virtual_stages));
-    // Worked out once all else is known: `cut_batch`.
+    // `split_batch` computes these once everything else is known.
     settings.derive("pipeline.num_microbatches", &[], 1);
     settings.derive("training.micro_batch_size", &[], 1);
 }
@@ -134,7 +134,7 @@ fn int(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-/// Works out the cut of the global batch, where all that it reads is sound.
+/// Computes the split of the global batch, if all keys that it reads are valid.
 fn split_batch(config: &mut Config, settings: &mut Settings) {
     let keys = [
         "training.global_batch_size",
@@ -145,13 +145,13 @@ fn split_batch(config: &mut Config, settings: &mut Settings) {
         "pipeline.num_microbatches",
         "training.micro_batch_size",
     ];
-    // A schedule for stages that got no layers dealt is no schedule, and may be absurdly long.
+    // If the stages have no layers, the number of stages is at fault, and their schedule could be absurdly long.
     if !settings.sound(&keys) || config.pipeline.partition.is_empty() {
         return;
     }
     let own = config.pipeline.own_schedule.as_ref().map(|own| own.micros);
     let schedule = match by_name(&config.pipeline.schedule) {
-        // One of the user's own takes its number of micro-batches and no other, which is given below.
+        // A schedule of the user's own fixes the number of micro-batches, which is passed below.
         _ if own.is_some() => Generator::Gpipe,
         Ok(schedule) => schedule,
         Err(error) => {

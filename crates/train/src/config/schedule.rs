@@ -1,4 +1,4 @@
-//! What runs the pipeline: a schedule by name, over replicated stages, or one of the user's own.
+//! The schedule of the pipeline: one by name, one over replicated stages, or one of the user's own.
 
 use meshwork_engine::TrainError;
 use meshwork_pipeline::{CheckError, Lowered, Schedule, lower};
@@ -20,7 +20,7 @@ impl Pipeline {
     /// The schedule of one step over `pp` ranks.
     ///
     /// # Errors
-    /// When there is none of that name, or not in this shape.
+    /// An unknown name, or a shape that the schedule does not take.
     pub fn build(&self, pp: usize) -> Result<Schedule, TrainError> {
         Ok(self.spec()?.build(pp, self.num_microbatches)?)
     }
@@ -35,7 +35,7 @@ impl Pipeline {
     }
 }
 
-/// Reads a schedule of the user's own, and holds it and the replicas of stages against what else is asked for.
+/// Reads a schedule of the user's own, and checks it and the replicas of stages against the other settings.
 pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     let canonical = config.reduction_blocks().is_some();
     if config.pipeline.vertical_sync && settings.sound(&[VERTICAL, NAME]) && config.pipeline.schedule != "pipedream" {
@@ -82,7 +82,7 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     }
 }
 
-/// Holds the replicas of stages against the number of micro-batches, once that is known: each replica needs one.
+/// Checks the replicas of stages against the number of micro-batches, once that is known: each replica needs one.
 pub(super) fn check_replicas(config: &Config, settings: &mut Settings) {
     let (replicas, micros) = (&config.pipeline.replication, config.pipeline.num_microbatches);
     if let Some(&most) = replicas.iter().max().filter(|&&most| most > micros) {
@@ -129,7 +129,7 @@ fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Res
     Ok(schedule)
 }
 
-/// A fault is told in one line; the grid of ranks that wait for each other is for who draws the schedule.
+/// A fault takes one line, so the grid of ranks that wait for each other is left out.
 fn first_line(error: &CheckError) -> String {
     let text = error.to_string();
     text.lines().next().unwrap_or_default().trim_end_matches(':').to_owned()

@@ -47,7 +47,7 @@ sections! {
     /// ```
     Config;
 
-    /// What is trained.
+    /// The model to train.
     [model] Model {
         /// Size of the model; any other key of the section overrides it.
         preset: String = is("tiny"), one_of(&preset::NAMES);
@@ -78,9 +78,10 @@ sections! {
         rope_theta: f64 = Derived("by preset, else 10000"), Number(Positive);
         /// Llama 3.1's scaling of rotary frequencies for longer sequences: the low ones are divided by this; 1 = off.
         rope_scaling_factor: f64 = float(1.0), Number(FromOne);
-        /// Wavelengths above rope_scaling_original_seq_len over this are scaled in full.
+        /// Wavelengths above rope_scaling_original_seq_len divided by this are scaled in full.
         rope_scaling_low_freq_factor: f64 = float(1.0), Number(Positive);
-        /// Wavelengths below rope_scaling_original_seq_len over this are not scaled; those between are, in part.
+        /// Wavelengths below rope_scaling_original_seq_len divided by this are not scaled; those in between are scaled
+        /// in part.
         rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive);
         /// Sequence length before scaling.
         rope_scaling_original_seq_len: usize = int(8192), Count(1);
@@ -88,7 +89,7 @@ sections! {
         init_from: Option<String> = Unset, Text, awaits "starting from given weights";
     }
 
-    /// How many ranks each axis of the mesh has; the mesh string is merged in.
+    /// Degrees of the axes of the mesh, with the mesh string merged in.
     [parallelism] Parallelism {
         /// Data parallel degree.
         dp: usize = int(1), Count(1);
@@ -102,7 +103,7 @@ sections! {
         ep: usize = int(1), Count(1), awaits "expert parallelism";
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch;
-        /// What ZeRO shards: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        /// What ZeRO shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
         zero_stage: usize = int(0), Count(0), awaits "ZeRO";
         /// How attention is split over cp.
         context_parallel_method: String = is("ring"), Text, awaits "context parallelism";
@@ -114,21 +115,23 @@ sections! {
     [pipeline] Pipeline {
         /// Order of forward and backward passes.
         schedule: String = is("1f1b"), one_of(&SCHEDULES);
-        /// A synchronous schedule of your own in the text form of docs/schedules.md, in place of schedule; it has its number of
-        /// micro-batches.
+        /// A synchronous schedule of your own in the text form of docs/schedules.md, used instead of schedule. It fixes
+        /// the number of micro-batches.
         schedule_file: Option<String> = Unset, Text;
         /// Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v,
         /// else 1.
         virtual_stages: usize = Derived("by schedule"), Count(1);
         /// Micro-batches of a step, per data-parallel rank.
         num_microbatches: usize = Derived("by batch and schedule"), Count(1);
-        /// Layers of each stage. uniform: as even as possible. cost: the largest cost of any rank is least, counting the embedding, the
-        /// head and the loss. A list: as given. With cost and in a list, a stage may have no layer. The embedding is on the first
-        /// stage, head and loss on the last.
+        /// Layers of each stage. uniform: as even as possible. cost: minimises the largest cost of any rank, counting
+        /// the embedding, the head and the loss. A list: as given. With cost and in a list, a stage may have no layer.
+        /// The embedding is on the first stage, head and loss on the last.
         partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS);
-        /// Ranks of each stage, with schedule 1f1b: replicas take micro-batches in turn; they add up to pp, as 3 + 1 in [3, 1].
+        /// Number of ranks of each stage, with schedule 1f1b. Replicas take micro-batches in turn. The numbers add up
+        /// to pp, as 3 + 1 in [3, 1].
         replication: Vec<usize> = is("none"), WordOrCounts(&["none"]);
-        /// Whether, in pipedream, all stages take the weights of the version that the first stage had when a micro-batch entered.
+        /// Whether, in pipedream, all stages use the version of the weights that the first stage had when the
+        /// micro-batch entered.
         vertical_sync: bool = OFF, Switch;
         /// Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival.
         scatter_gather: bool = ON, Switch;
@@ -187,10 +190,11 @@ sections! {
         min_lr_factor: f64 = float(0.0), Number(Unit);
     }
 
-    /// What is learned.
+    /// The training data.
     [data] Data {
-        /// A UTF-8 file, a folder of texts, or a .bin file of u16 tokens; unset: the Cicero text of the lipsum crate. From a folder the
-        /// files are taken that end in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl; the others are skipped and counted.
+        /// A UTF-8 file, a folder of texts, or a .bin file of u16 tokens; unset: the Cicero text of the lipsum crate.
+        /// In a folder, the files that end in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl are read; the
+        /// others are skipped and counted.
         path: Option<String> = Unset, Text;
         /// bytes, gpt2, or the path of a tokenizer.json; the last two need a build with the feature tokenizers.
         tokenizer: String = is("bytes"), Text;
@@ -198,7 +202,7 @@ sections! {
         shuffle: bool = ON, Switch;
     }
 
-    /// How much of the data is held out, and when the model is held against it.
+    /// How much of the data is held out, and when the model is evaluated on it.
     [validation] Validation {
         /// Steps between validations; 0 = never, and nothing is held out.
         every: u64 = int(0), Count(0);
@@ -208,7 +212,7 @@ sections! {
         fraction: f64 = float(0.05), Number(Inside);
     }
 
-    /// What memory is saved, and how.
+    /// Ways to save memory.
     [memory] Memory {
         /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions, for a few passes
         /// over memory. Recomputed activations are bitwise identical.
@@ -219,7 +223,7 @@ sections! {
         limit_bytes: u64 = int(0), Count(0), awaits "a memory limit";
     }
 
-    /// What is saved of a run.
+    /// Checkpoints of a run.
     [checkpoint] Checkpoint {
         /// Folder of the checkpoints.
         dir: Option<String> = Unset, Text, awaits "checkpointing";
@@ -227,7 +231,7 @@ sections! {
         every: u64 = int(0), Count(0), awaits "checkpointing";
         /// Checkpoints to keep.
         keep: u64 = int(2), Count(1), awaits "checkpointing";
-        /// Whether to go on from the newest checkpoint.
+        /// Whether to continue from the newest checkpoint.
         resume: bool = OFF, Switch, awaits "checkpointing";
         /// Folder of the final model in Hugging Face format.
         export: Option<String> = Unset, Text, awaits "exporting the model";

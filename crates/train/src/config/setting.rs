@@ -2,9 +2,10 @@
 
 use toml::Value;
 
-/// A value that a field of a section is read from: as given, else derived, else the default; nothing where the key is unset.
+/// The value of a field of a section: the given one, else the derived one, else the default; `None` if the key is
+/// unset.
 pub(crate) trait Setting: Sized {
-    /// The value, or nothing where it is of another type.
+    /// The value, or `None` if it has a different type.
     fn read(value: Option<&Value>) -> Option<Self>;
 }
 
@@ -36,7 +37,7 @@ impl Setting for Option<String> {
     }
 }
 
-/// A list where a word may stand for one: empty for the word.
+/// A list for which a word may stand; the word gives an empty list.
 impl Setting for Vec<usize> {
     fn read(value: Option<&Value>) -> Option<Self> {
         let list = value.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);

@@ -1,4 +1,4 @@
-//! What the file and the command line set, checked key by key against the [table](super::keys).
+//! The settings of the file and the command line, checked key by key against the [table](super::keys).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,7 +20,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Takes in a TOML file.
+    /// Reads a TOML file.
     pub(crate) fn read_file(&mut self, path: &Path) {
         let source = path.display().to_string();
         let text = match fs::read(path).map(String::from_utf8) {
@@ -34,7 +34,7 @@ impl Settings {
         self.read_text(&source, &text);
     }
 
-    /// Takes in a TOML document that came from `source`.
+    /// Reads a TOML document that came from `source`.
     pub(crate) fn read_text(&mut self, source: &str, text: &str) {
         match text.parse::<Table>() {
             Ok(table) => self.read_table(table),
@@ -50,7 +50,7 @@ impl Settings {
         self.fault("--config", source, problem, "use a file in TOML");
     }
 
-    /// Takes in a TOML document.
+    /// Reads a TOML document.
     pub(crate) fn read_table(&mut self, table: Table) {
         for (section, value) in table {
             if let Some((_, feature)) = keys::PLANNED_SECTIONS.iter().find(|(name, _)| *name == section) {
@@ -81,7 +81,7 @@ impl Settings {
         }
     }
 
-    /// Takes in a value as the command line has it, after `flag`.
+    /// Reads a value from the command line, after `flag`.
     pub(crate) fn assign(&mut self, path: &str, raw: &str, flag: &str) {
         let (section, name) = path.split_once('.').unwrap_or(("", path));
         let kind = keys::find(section, name).map(|(_, key)| key.kind);
@@ -98,7 +98,7 @@ impl Settings {
         self.insert(section, name, value, &format!(" (from {flag})"));
     }
 
-    /// Takes in one value, replacing an earlier one of the same key. `origin` follows the value in a fault.
+    /// Sets one value, replacing an earlier one of the same key. `origin` follows the value in a fault.
     pub(crate) fn insert(&mut self, section: &str, name: &str, value: Value, origin: &str) {
         let path = if section.is_empty() { name.to_string() } else { format!("{section}.{name}") };
         let shown = format!("{}{origin}", show(&value));
@@ -111,7 +111,7 @@ impl Settings {
         let path = format!("{section}.{}", key.name);
         match checked(key, value) {
             Ok(value) => {
-                // A later value that is sound heals an earlier one that is not.
+                // A later valid value replaces an earlier invalid one.
                 self.unsound.remove(&path);
                 self.given.insert(path, value);
             }
@@ -119,7 +119,7 @@ impl Settings {
         }
     }
 
-    /// Notes a fault; cross checks that read `key` are then skipped.
+    /// Records a fault; cross checks that read `key` are then skipped.
     pub(crate) fn fault(
         &mut self,
         key: &str,
@@ -131,18 +131,18 @@ impl Settings {
         self.faults.push(Fault::new(key, value, problem, valid));
     }
 
-    /// Makes cross checks that read `key` be skipped.
+    /// Marks `key` as unsound, so that cross checks that read it are skipped.
     pub(crate) fn distrust(&mut self, key: &str) {
         self.unsound.insert(key.to_string());
     }
 
-    /// Whether none of `keys` has a fault, so that a check across them would tell the truth.
+    /// Whether none of `keys` has a fault, so that a check across them is meaningful.
     pub(crate) fn sound(&self, keys: &[&str]) -> bool {
         keys.iter().all(|key| !self.unsound.contains(*key))
     }
 
-    /// Sets the value of `key` where none is given, worked out from the keys `from`: where one of those is at fault, it is not to be
-    /// trusted either.
+    /// Sets the value of `key`, computed from the keys `from`, if none is given. If one of those is at fault, `key` is
+    /// not sound either.
     pub(crate) fn derive(&mut self, key: &'static str, from: &[&str], value: impl Into<Value>) {
         if !self.sound(from) && !self.given.contains_key(key) {
             self.distrust(key);
@@ -183,7 +183,8 @@ impl From<Literal> for Value {
     }
 }
 
-/// Holds a value against its key's type, range and state of landing. On refusal: the problem, and what is valid.
+/// Checks a value against its key's type and range, and refuses features that are not implemented yet. On refusal: the
+/// problem, and what is valid.
 fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
     let wrong = |what: &str| format!("is {}, not {what}", type_of(&value));
     let value = match (key.kind, &value) {
@@ -213,7 +214,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
                 return Err(("has not landed yet".to_string(), format!("use {}", landed.join(" or "))));
             }
             if !landed.contains(&word.as_str()) {
-                // A near miss of a planned word deserves to hear of it.
+                // The advice for a misspelt planned word names that word.
                 let near = nearest(word, landed.iter().chain(planned).copied());
                 return Err(match near.filter(|near| planned.contains(near)) {
                     Some(near) => (

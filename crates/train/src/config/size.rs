@@ -1,11 +1,11 @@
-//! Sizes that no machine has. Within these limits nothing that is counted overflows, and `--steps 0` can report.
+//! Limits of sizes. Within these limits no count overflows, and `--steps 0` can report.
 
 use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
 use super::words::ModelKind;
 
-/// Every rank draws up the parameters of every layer.
+/// Every rank lists the parameters of every layer.
 pub(crate) const MAX_LAYERS: usize = 1 << 14;
 /// Also counts their bytes, optimizer states included.
 const MAX_PARAMETERS: u128 = 1 << 53;
@@ -26,7 +26,7 @@ const BATCH: &str = "training.global_batch_size";
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mut faults = Vec::new();
     let (model, mesh) = (&config.model, &config.parallelism);
-    // Factors of up to 2^63 each: only a saturating product fits anywhere.
+    // Factors of up to 2^63 each overflow, so the product saturates.
     let product = |factors: &[usize]| factors.iter().fold(1u128, |product, &x| product.saturating_mul(x as u128));
     let &[vocab, layers, hidden, ffn, seq_len] =
         &[model.vocab_size, model.num_layers, model.hidden_size, model.ffn_hidden_size, model.seq_len];

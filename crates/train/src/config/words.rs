@@ -51,7 +51,7 @@ words! {
 }
 
 impl Dtype {
-    /// As devices know it.
+    /// The corresponding precision of a device.
     #[must_use]
     pub const fn precision(self) -> Precision {
         match self {

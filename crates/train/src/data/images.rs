@@ -15,58 +15,58 @@ pub struct Images {
 }
 
 impl Images {
-    /// The class of what is no image: it is not counted.
+    /// The class of padding, which is not counted.
     pub const PADDING: i32 = -1;
 
     /// Images `[labels, sample..]`, one after another.
     ///
     /// # Panics
-    /// If there are not as many pixels as `labels` samples have.
+    /// If the number of pixels is not that of `labels.len()` samples.
     pub fn new(sample: impl Into<Shape>, pixels: Vec<f32>, labels: Vec<i32>) -> Self {
         let sample = sample.into();
         assert_eq!(pixels.len(), labels.len() * sample.count(), "pixels of {} images of {sample:?}", labels.len());
         Self { sample, pixels, labels }
     }
 
-    /// How many there are.
+    /// Number of images.
     pub fn len(&self) -> usize {
         self.labels.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no images.
     pub fn is_empty(&self) -> bool {
         self.labels.is_empty()
     }
 
-    /// Extents of one.
+    /// Extents of one image.
     pub fn sample(&self) -> Shape {
         self.sample
     }
 
-    /// Pixels of all, one image after another.
+    /// Pixels of all images, one image after another.
     pub fn pixels(&self) -> &[f32] {
         &self.pixels
     }
 
-    /// Their classes.
+    /// Class of each image.
     pub fn labels(&self) -> &[i32] {
         &self.labels
     }
 
-    /// Some of them, in that order.
+    /// The images at `indices`, in that order.
     pub fn gather(&self, indices: &[usize]) -> Self {
         let n = self.sample.count();
         let pixels = indices.iter().flat_map(|&i| &self.pixels[i * n..(i + 1) * n]).copied().collect();
         Self { sample: self.sample, pixels, labels: indices.iter().map(|&i| self.labels[i]).collect() }
     }
 
-    /// (those to train on, every `nth` one, held out).
+    /// Splits the images into training images and held-out ones: every `nth` image is held out.
     pub fn hold_out(&self, nth: usize) -> (Self, Self) {
         let (held, rest): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(|i| i % nth == nth - 1);
         (self.gather(&rest), self.gather(&held))
     }
 
-    /// Parts of `count` images, the last one filled up with padding.
+    /// Parts of `count` images; the last part is filled up with padding.
     pub fn parts(&self, count: usize) -> impl Iterator<Item = Self> {
         (0..self.len()).step_by(count.max(1)).map(move |at| {
             let indices: Vec<usize> = (at..self.len().min(at + count)).collect();
@@ -77,7 +77,7 @@ impl Images {
         })
     }
 
-    /// The order of an epoch: a permutation of their numbers, drawn from seed and epoch alone.
+    /// The order of the images in an epoch: a permutation that depends on seed and epoch alone.
     pub fn order(&self, seed: u64, epoch: usize) -> Vec<usize> {
         let order = Permutation::new(self.len().max(1) as u64, seed, epoch as u64);
         (0..self.len() as u64).map(|at| order.at(at) as usize).collect()
@@ -85,17 +85,17 @@ impl Images {
 }
 
 impl Images {
-    /// All of them as one batch of a [network](meshwork_models::network::Network).
+    /// All images as one batch of a [network](meshwork_models::network::Network).
     ///
     /// # Errors
-    /// None: the images are whole.
+    /// Never: pixels and labels fit the batch.
     pub fn to_batch(&self) -> Result<Batch> {
         Batch::new(self.len()).with(IMAGES, self.sample, self.pixels.clone())?.with(LABELS, [], self.labels.clone())
     }
 }
 
 impl BatchSource for Images {
-    /// In order, starting again at the end.
+    /// Takes the images in order, starting again at the end.
     fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch> {
         let first = step as usize * global_batch_size;
         let indices: Vec<usize> = samples.map(|sample| (first + sample) % self.len().max(1)).collect();

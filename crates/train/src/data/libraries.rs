@@ -1,4 +1,5 @@
-//! The tokenizers of other crates: GPT-2's of `tiktoken-rs`, and a `tokenizer.json` of Hugging Face's `tokenizers`.
+//! The tokenizers of other crates: GPT-2's from `tiktoken-rs`, and `tokenizer.json` files by Hugging Face's
+//! `tokenizers`.
 
 use std::sync::Arc;
 

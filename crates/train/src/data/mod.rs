@@ -50,7 +50,7 @@ pub struct Data {
     notices: Vec<String>,
 }
 
-/// Says how many tokens there are, and not which.
+/// Shows the number of tokens, not the tokens.
 impl fmt::Debug for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Data");
@@ -68,7 +68,7 @@ impl Data {
         read(&config.data).and_then(|stream| Self::new(stream, config)).map_err(|faults| ConfigError { faults })
     }
 
-    /// Holds a stream against the model and cuts it into samples.
+    /// Checks a stream against the model and cuts it into samples.
     pub(crate) fn new(stream: Stream, config: &Config) -> Result<Self, Vec<Fault>> {
         let mut faults = Vec::new();
         let (vocab_size, seq_len) = (config.model.vocab_size, config.model.seq_len);
@@ -111,7 +111,7 @@ impl Data {
         if faults.is_empty() { Ok(Self { tokenizer, notices, ..data }) } else { Err(faults) }
     }
 
-    /// Samples from tokens of your own, in order, nothing held out and nothing masked.
+    /// Samples from your own tokens, in order, with nothing held out or masked.
     ///
     /// There must be more tokens than `seq_len`, which is at least 1.
     #[must_use]
@@ -184,8 +184,8 @@ impl Data {
         })
     }
 
-    /// Number of batches of a validation, where `validation.steps` is `steps`: as many as asked for, starting again at
-    /// the end; or for 0 as many as fit, and at least one.
+    /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number that
+    /// fits, and at least one; else it is `steps`, starting again at the end of the data.
     #[must_use]
     pub fn validation_batches(&self, steps: u64, global_batch_size: usize) -> u64 {
         match steps {
@@ -194,7 +194,7 @@ impl Data {
         }
     }
 
-    /// Gathers rows of a batch; `start` tells where in the stream the n-th sample that is taken begins.
+    /// Gathers rows of a batch; `start` gives the place in the stream where the n-th taken sample begins.
     fn collect(&self, batch: u64, size: usize, rows: Range<usize>, start: impl Fn(u128) -> usize) -> Batch {
         let count = rows.len();
         let mut inputs = Vec::with_capacity(count * self.seq_len);
@@ -236,7 +236,7 @@ impl Data {
         format!("{hash:016x}")
     }
 
-    /// The first tokens of the stream, at most `count`: for a model to go on from.
+    /// The first tokens of the stream, at most `count`, as a prompt for a model.
     #[must_use]
     pub fn prompt(&self, count: usize) -> &[i32] {
         &self.tokens[..count.min(self.tokens.len())]
@@ -249,7 +249,7 @@ impl Data {
         self.tokenizer.decode(&ids)
     }
 
-    /// What the user should know of how the data was read.
+    /// Notices for the user about how the data was read.
     #[must_use]
     pub fn notices(&self) -> &[String] {
         &self.notices

@@ -1,7 +1,7 @@
 //! The order of the samples in an epoch: a permutation that is computed, not stored.
 
-/// A permutation of `0..len`, fixed by its key. Any place of it can be asked for at once, by any rank, without a
-/// table to share: a Feistel network over the next even power of two, walked until it lands inside.
+/// A permutation of `0..len`, fixed by its key. Any rank can compute any place of it directly, without a shared table.
+/// It is a Feistel network over the next even power of two, applied until the value is below `len`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Permutation {
     len: u64,
@@ -19,10 +19,11 @@ impl Permutation {
         Self { len, half_bits: bits.div_ceil(2).max(1), key: mix(mix(seed) ^ epoch) }
     }
 
-    /// What stands at `index`, which is below `len`.
+    /// The value at `index`, which must be below `len`.
     pub(crate) fn at(self, index: u64) -> u64 {
         let mut value = self.shuffle(index);
-        // The network permutes a range of up to four times `len`: from inside, the walk comes back inside.
+        // The network permutes a range of up to four times `len`: a walk that starts below `len` always returns below
+        // `len`.
         while value >= self.len {
             value = self.shuffle(value);
         }
@@ -77,7 +78,7 @@ mod tests {
         assert_ne!(order(389, 1234, 0), order(389, 1234, 1));
         assert_ne!(order(389, 1234, 0), order(389, 1235, 0));
         assert_ne!(order(389, 1234, 0), (0..389).collect::<Vec<_>>());
-        // The numbers of a run must never drift: this is the order for good.
+        // The order must never change between versions.
         assert_eq!(order(8, 1234, 0), PINNED);
     }
 

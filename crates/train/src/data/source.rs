@@ -8,12 +8,12 @@ use super::tokenizer::Tokenizer;
 use crate::config::Fault;
 use crate::config::sections::Data as Settings;
 
-/// A token stream that has been read, before it is held against a model.
+/// A token stream that has been read, before it is checked against a model.
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(super) tokens: Vec<u32>,
     pub(super) tokenizer: Tokenizer,
-    /// Whether the tokens are the tokenizer's, and not from a token file.
+    /// Whether the tokens come from the tokenizer, and not from a token file.
     pub(super) from_text: bool,
     /// What the stream was read from, for messages.
     pub(super) source: String,
@@ -48,7 +48,7 @@ pub(crate) fn read(settings: &Settings) -> Result<Stream, Vec<Fault>> {
     Ok(Stream { tokens, tokenizer, from_text, source, notices })
 }
 
-/// What a path holds: text to be encoded, or tokens.
+/// The content of a path: text to be encoded, or tokens.
 struct Content {
     text: String,
     tokens: Option<Vec<u32>>,
@@ -84,12 +84,12 @@ fn content(path: &Path) -> Result<Content, (String, String)> {
         .map_err(|error| refuse(format!("is not UTF-8 from byte {} on", error.utf8_error().valid_up_to())))
 }
 
-/// The extensions of the files that are taken from a folder. Other files may be UTF-8 and yet no text to learn: pictures in SVG,
-/// settings, a `tokenizer.json`.
+/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
+/// pictures, settings, a `tokenizer.json`.
 const TEXT: [&str; 8] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl"];
 
-/// The texts below `path`, one after another in the order of their paths. Each is taken as it is: of a `.jsonl`, its lines with
-/// their braces.
+/// The texts below `path`, one after another in the order of their paths. Each is used unchanged: a `.jsonl` file with
+/// the braces of its lines.
 fn folder(path: &Path) -> Result<Content, (String, String)> {
     let valid = format!("use a folder of UTF-8 files that end in .{}", TEXT.join(", ."));
     let refuse = |problem: String| (problem, valid.clone());
@@ -123,7 +123,7 @@ fn folder(path: &Path) -> Result<Content, (String, String)> {
     }
 }
 
-/// All files below `path`, sorted by path. Linked folders are not entered, so that no circle is walked.
+/// All files below `path`, sorted by path. Linked folders are not entered, so that there are no cycles.
 fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     let (mut found, mut open) = (Vec::new(), vec![path.to_path_buf()]);
     while let Some(folder) = open.pop() {

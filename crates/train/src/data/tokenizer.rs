@@ -27,7 +27,7 @@ impl Tokenizer {
     /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json`. The last two need the feature `tokenizers`.
     ///
     /// # Errors
-    /// When it is a path and no tokenizer can be read from it, or when it needs the feature and this build lacks it.
+    /// A path from which no tokenizer can be read, or a build without the feature that the tokenizer needs.
     pub fn open(name: &str) -> Result<Self, Fault> {
         let library = match name {
             "bytes" => return Ok(Self::BYTES),
@@ -42,7 +42,7 @@ impl Tokenizer {
         library.map(|library| Self(Kind::Library(library))).map_err(fault)
     }
 
-    /// One more than the largest id that it gives.
+    /// One more than the largest id of the tokenizer.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
@@ -54,7 +54,7 @@ impl Tokenizer {
     /// The ids of `text`. No special tokens are added or recognised.
     ///
     /// # Errors
-    /// When a `tokenizer.json` cannot encode it, in the words of its library.
+    /// The error message of the library, if a `tokenizer.json` cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.0 {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -62,12 +62,12 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids`, for showing: what is no text, or no id, comes out as the replacement character.
+    /// The text of `ids`, for display: invalid text and unknown ids become the replacement character.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.0 {
             Kind::Bytes => {
-                // A byte that is in no UTF-8 text stands for ids that are no bytes.
+                // Ids that are not bytes become a byte that never occurs in UTF-8 text.
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }

@@ -1,4 +1,4 @@
-//! Holds a step of one run against the same step of the other, in the order in which values come into being.
+//! Compares a step of one run with the same step of the other, in the order of computation.
 
 use super::Error;
 use super::divergence::{Between, Divergence, Place, Vector};
@@ -11,7 +11,7 @@ use meshwork_core::{Axis, Ty, Types};
 use meshwork_tensor::param;
 use std::collections::BTreeMap;
 
-/// How far two values are apart.
+/// The difference of two values.
 #[derive(Debug, Default)]
 struct Delta {
     elements: u64,
@@ -24,7 +24,7 @@ struct Delta {
 }
 
 impl Delta {
-    /// Compares further elements; the first of them that differs.
+    /// Compares further elements and returns the first of them that differs.
     fn add<T: Float>(&mut self, a: &[T], b: &[T]) -> Option<(usize, [f64; 2], u64)> {
         let (mut first, mut same) = (None, 0);
         for (at, (&x, &y)) in a.iter().zip(b).enumerate() {
@@ -88,7 +88,7 @@ struct Found {
     ranks: [Vec<usize>; 2],
 }
 
-/// Two programs that go step by step together.
+/// Two programs whose operations correspond.
 pub(super) struct Pair<'a> {
     programs: [&'a Program; 2],
 }
@@ -289,10 +289,10 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// What the two sides are called.
+/// The names of the two sides.
 pub const SIDES: [char; 2] = ['A', 'B'];
 
-/// Whether values of those types can be put together to the same global value.
+/// Whether values of these types can be assembled to the same global value.
 fn comparable(types: [&Types; 2], programs: [&Program; 2]) -> bool {
     Axis::ALL.into_iter().all(|axis| {
         let varies = types.map(|types| types.get(axis) == Some(Ty::Varying));
@@ -327,7 +327,7 @@ mod tests {
     use super::super::global::tests::{program, records};
     use super::*;
 
-    /// What comparing the one value of two programs finds, each with so many micro-batches of 2 samples.
+    /// The report of comparing the one value of two programs, each with its number of micro-batches of 2 samples.
     fn compared(sides: [(&Program, usize); 2]) -> Report {
         let mut report = Report::new(Default::default(), true, 1e-3);
         let stepped = sides.map(|(program, micros)| {
@@ -343,7 +343,7 @@ mod tests {
     fn what_has_no_like_is_skipped_with_the_reason() {
         let sum = |mesh| program(mesh, &[(Axis::Dp, Ty::Partial)], &[1], None);
         let (one, two) = (sum("dp=1"), sum("dp=2"));
-        // The same micro-batches, on whichever rank.
+        // The same micro-batches, on different ranks.
         let report = compared([(&one, 4), (&two, 2)]);
         assert_eq!((report.tensors(), report.skipped.len(), report.first), (1, 0, None));
         let report = compared([(&one, 4), (&two, 1)]);

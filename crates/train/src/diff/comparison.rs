@@ -1,4 +1,4 @@
-//! Two configurations held against each other, with a fault injected if one is asked for.
+//! A comparison of two configurations, with an injected fault on request.
 
 use super::fault::Break;
 use super::{Error, Program, Report, SIDES, Side, compare_programs};
@@ -14,11 +14,11 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares so many steps of two sides. `fault` names an operation, as `OP` or `OP:backward`, in which side B is changed by one
-    /// ulp.
+    /// Sets up a comparison of `steps` steps of two sides. `fault` names an operation, as `OP` or `OP:backward`, in
+    /// which side B is changed by one ulp.
     ///
     /// # Errors
-    /// Two sides of different models, and an operation that there is not, with those that there are.
+    /// Two sides of different models; an unknown operation, with the known ones.
     pub fn new(sides: [(Config, Data); 2], steps: u64, fault: Option<&str>) -> Result<Self, Fault> {
         let mut comparison = Self { sides, steps, fault: None };
         let meshes =
@@ -33,7 +33,7 @@ impl Comparison {
         Ok(comparison)
     }
 
-    /// What the user should know although nothing is wrong, with the side.
+    /// Notices for the user that are not faults, with their side.
     pub fn notices(&self) -> Vec<String> {
         let of = |(side, (config, _)): (char, &(Config, Data))| {
             config.notices.iter().map(|notice| format!("{side}: {notice}")).collect::<Vec<_>>()

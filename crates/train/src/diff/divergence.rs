@@ -10,7 +10,7 @@ pub enum Place {
     Op {
         /// Its number among all operations of the model, whatever the stages.
         number: usize,
-        /// Its name; both, where regions are cut along the sequence on one side only.
+        /// Its name, or both names if only one side uses sequence parallelism.
         name: String,
         /// The layer whose parameters it reads, else `after` the last such layer.
         layer: String,
@@ -25,7 +25,7 @@ pub enum Place {
     Parameter {
         /// Its name.
         name: String,
-        /// Which vector.
+        /// The vector.
         vector: Vector,
     },
 }
@@ -71,7 +71,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Between whom a divergence is.
+/// The two sides or ranks that diverge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Between {
     /// Side A and side B.
@@ -83,14 +83,14 @@ pub enum Between {
     },
 }
 
-/// A value that differs, and its first element that does.
+/// A value that differs, and the first element in which it does.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Divergence {
     /// The step, from 1.
     pub step: u64,
     /// What differs.
     pub place: Place,
-    /// Between whom.
+    /// The sides or ranks that diverge.
     pub between: Between,
     /// Global extents; dim 0 counts the samples of the step, where it counts samples.
     pub dims: Vec<usize>,
@@ -98,19 +98,19 @@ pub struct Divergence {
     pub index: Vec<usize>,
     /// That element on A and B, or on the two ranks.
     pub values: [f64; 2],
-    /// How many steps from number to number they are apart.
+    /// Distance of the two values in ulps.
     pub ulps: u64,
-    /// In which micro-batch of its dp rank each side computed it; none for what belongs to the whole step.
+    /// In which micro-batch of its dp rank each side computed it; `None` for a value of the whole step.
     pub micros: [Option<usize>; 2],
-    /// The first sample it belongs to, and how many.
+    /// The first sample of the value, and the number of samples.
     pub samples: Option<(u64, usize)>,
     /// The world ranks of A and of B that hold it, or the two ranks.
     pub ranks: [Vec<usize>; 2],
     /// Elements of the value.
     pub elements: u64,
-    /// How many of them differ.
+    /// Number of elements that differ.
     pub differing: u64,
-    /// How far they are apart at most.
+    /// The largest distance in ulps.
     pub max_ulps: u64,
     /// The largest difference, as a share of the value's largest element on A.
     pub error: f64,
@@ -163,7 +163,8 @@ pub struct Broken {
     pub place: Place,
     /// Global index of the element.
     pub index: Vec<usize>,
-    /// By how much it was moved up; more than 1 where it is a share of a sum, on every rank that has one.
+    /// Number of ulps by which it was increased: more than 1 if it is a share of a sum, which changes on every rank
+    /// that has one.
     pub ulps: u32,
 }
 
@@ -175,7 +176,7 @@ impl fmt::Display for Broken {
     }
 }
 
-/// A number in as few digits as tell it from others of its type.
+/// A number in the fewest digits that distinguish it from others of its type.
 fn exact(value: f64) -> String {
     let narrow = value as f32;
     if f64::from(narrow) == value { format!("{narrow:e}") } else { format!("{value:e}") }

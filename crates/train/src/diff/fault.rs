@@ -15,19 +15,19 @@ pub struct Break {
     stage: usize,
     number: usize,
     operand: Option<&'static str>,
-    /// By so many ulps.
+    /// Size of the change in ulps.
     ulps: u32,
     place: Place,
-    /// What was changed, once it was.
+    /// The change, once it has been made.
     done: Arc<Mutex<Option<Broken>>>,
 }
 
 impl Break {
-    /// The fault that `OP` or `OP:backward` asks for: in the first operation of that name, its output, or the first gradient
-    /// that it gives of an input.
+    /// The fault for `OP` or `OP:backward`: in the first operation of that name, its output, or the first gradient that
+    /// it returns for an input.
     ///
     /// # Errors
-    /// An unknown name, with the names there are.
+    /// An unknown name, with the known ones.
     pub fn find(program: &Program, asked: &str) -> Result<Self, Fault> {
         let (name, backward) = match asked.split_once(':') {
             None => (asked, false),
@@ -57,8 +57,8 @@ impl Break {
     }
 
     fn of(program: &Program, number: usize, op: &Op, value: &Value) -> Self {
-        // What is yet a sum is changed in every share. Of n shares the largest is at least the sum's n-th part, so n of its ulps make
-        // one of the sum; twice as many outlive the roundings in between.
+        // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
+        // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
         let shares = value.types.partial_axes().filter(|&axis| axis != Axis::Dp).map(|axis| program.mesh.degree(axis));
         let ulps = match shares.product::<usize>() {
             1 => 1,
@@ -70,12 +70,12 @@ impl Break {
         Self { stage, number, operand, ulps, place, done: Arc::default() }
     }
 
-    /// What was changed.
+    /// The change that was made.
     pub fn told(&self) -> Option<Broken> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The hook that does it.
+    /// The hook that injects the fault.
     pub fn hook(&self) -> Arc<Hook> {
         let fault = self.clone();
         Arc::new(move |site: Site, seen: &Seen<'_>| {
@@ -92,7 +92,7 @@ impl Break {
         })
     }
 
-    /// The value with the element in its middle moved up.
+    /// The value with its middle element increased.
     fn change<T: Stored + Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
         let at = values.len() / 2;
         if let Some(value) = values.get_mut(at) {
@@ -105,8 +105,8 @@ impl Break {
     }
 }
 
-/// Whether the rank changes its value: all replicas do, and all shares of a sum; of slices the first does, where local indices are
-/// global. Samples of other dp ranks are left alone, whatever becomes of them.
+/// Whether the rank changes its value. All replicas do, and all shares of a sum. Of slices only the first does, because
+/// its local indices are global. Other dp ranks have other samples and change nothing.
 fn changed_at(types: &Types, site: Site) -> bool {
     let everywhere = |axis, ty| match ty {
         Ty::Invariant | Ty::Replicate => true,

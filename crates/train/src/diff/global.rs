@@ -1,4 +1,4 @@
-//! Global values, put together from what each rank holds by their SPMD types.
+//! Global values, assembled from the values of all ranks by their SPMD types.
 //!
 //! | type | over the ranks of the axis |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | `Partial` | summed in the balanced tree that reductions take |
 //! | `Varying` | side by side, along a dim of its own in front |
 //!
-//! On `dp` dim 0 of a value is its samples. There a value falls into samples, which do not depend on how the batch is cut; one that
-//! has no such dim, as a loss summed over a micro-batch, stays whole.
+//! On `dp` dim 0 of a value is its samples. There a value is cut into samples, which do not depend on how the batch is
+//! cut. A value without such a dim, such as a loss summed over a micro-batch, stays whole.
 
 use super::program::{Program, Value};
 use super::ulps::{Float, Values};
@@ -18,12 +18,12 @@ use meshwork_tensor::Shape;
 use meshwork_tensor::param::{self, Conflict};
 use std::collections::BTreeMap;
 
-/// What of a step's batch a piece of a value belongs to.
+/// The part of a step's batch that a piece of a value belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Unit {
     /// One sample, by its global index.
     Sample(u64),
-    /// A micro-batch: its first sample, and how many there are.
+    /// A micro-batch: its first sample, and its number of samples.
     Micro(u64, usize),
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Replicas {
     pub(super) ranks: [usize; 2],
     pub(super) unit: Option<Unit>,
     pub(super) micro: Option<usize>,
-    /// Extents of the value, and where in it the first difference is.
+    /// Extents of the value, and the place of its first difference.
     pub(super) dims: Vec<usize>,
     pub(super) index: Vec<usize>,
     pub(super) values: [f64; 2],
@@ -53,7 +53,7 @@ pub(super) struct Replicas {
     pub(super) differing: u64,
 }
 
-/// A value of one rank, or of several put together.
+/// A value of one rank, or assembled from several.
 struct Part<T> {
     rank: usize,
     coords: Coords,
@@ -88,7 +88,7 @@ fn assemble_of<T: Float>(
     axes.reverse();
     axes.sort_by_key(|&(_, ty)| replicated(ty));
 
-    // What has parts on several dp ranks is put together over them; else each has samples of its own.
+    // A value with parts on several dp ranks is assembled over them; otherwise each dp rank has its own samples.
     let whole_over_dp = types.get(Axis::Dp).is_none_or(replicated);
     let mut groups: BTreeMap<(usize, usize), Vec<&Record>> = BTreeMap::new();
     for record in records {
@@ -165,7 +165,7 @@ fn join<T: Float>(parts: Vec<Part<T>>, ty: Ty, coords: Coords) -> Option<Part<T>
     Some(Part { rank, coords, dims, values })
 }
 
-/// The sum in a balanced tree that splits at the largest power of two below the number of parts, as reductions take it.
+/// The sum in a balanced tree that splits at the largest power of two below the number of parts, as in reductions.
 fn sum<T: Float>(parts: &[&[T]]) -> Vec<T> {
     match parts {
         [] => Vec::new(),
@@ -208,9 +208,9 @@ impl Replicas {
     }
 }
 
-/// Cuts off what lies beyond the real extents.
+/// Cuts off the elements beyond the real extents.
 fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<T> {
-    // A dim in front that the value does not have on a rank is real.
+    // A leading dim that the value does not have on a rank has no padding.
     let front = part.dims.len() - real.len();
     for (dim, real) in real.iter().enumerate() {
         let dim = front + dim;
@@ -223,8 +223,8 @@ fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<
     part
 }
 
-/// A whole parameter, or a vector that goes with it, from what the ranks hold; `None` for elements that no rank holds, and nothing at all
-/// for a vector that no rank has. And the first replicas that differ.
+/// Assembles a whole parameter, or a vector that goes with it, from the parts of the ranks: `None` for elements that no
+/// rank holds, and `None` in all for a vector that no rank has. Also returns the first replicas that differ.
 pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
     let pieces: Vec<_> = held.iter().filter_map(|held| held.get(vector)).filter(|it| !it.values.is_empty()).collect();
     if pieces.is_empty() {

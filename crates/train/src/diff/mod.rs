@@ -1,18 +1,17 @@
-//! Two runs held against each other, value by value: what one rank computes and what a mesh does, or any two meshes, schedules
-//! and numbers of micro-batches.
+//! Compares two runs value by value: one rank with a mesh, or any two meshes, schedules and numbers of micro-batches.
 //!
 //! ```text
 //! Side A ─ ranks (world) ─┐ a step's records   global values (global), in the order
 //!                         ├───────────────────▶ in which they come into being (compare) ──▶ Report
 //! Side B ─ ranks (world) ─┘ and parameters
 //! ```
-//! Both runs are worlds of threads in this process that do a step in turn. An observer on every tape copies each output and each
-//! gradient of an input; after the step come the reduced gradients, weights and optimizer states. A value is put together
-//! from all ranks by its SPMD types, cut into samples, and compared with its like: operations have the same number on any
-//! mesh. A step is dropped when it has been compared.
+//! Both runs are worlds of threads in this process that execute a step in turn. An observer on every tape copies each
+//! output and each gradient of an input; after the step come the reduced gradients, weights and optimizer states. A
+//! value is assembled from all ranks by its SPMD types, cut into samples, and compared with its counterpart: operations
+//! have the same number on any mesh. A step is dropped when it has been compared.
 //!
 //! In `canonical` numerics nothing may differ, and the first value that does is the fault. In `fast` numerics two meshes
-//! round differently; then the report is how far, by kind of operation, and which value is the first beyond rounding.
+//! round differently; then the report says how far, by kind of operation, and which value is the first beyond rounding.
 //!
 //! ```
 //! use meshwork_train::diff::{Side, compare};
@@ -56,12 +55,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use world::World;
 
-/// Which rank sees a value, where in the pipeline.
+/// The rank that sees a value, and its place in the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Site {
     /// The world rank.
     pub rank: usize,
-    /// Where it lies on the mesh.
+    /// Its coordinates on the mesh.
     pub coords: Coords,
     /// The stage.
     pub stage: usize,
@@ -69,42 +68,42 @@ pub struct Site {
     pub micro: usize,
 }
 
-/// Sees every value of a side on every rank before it is recorded. What it gives back, of the same dtype and shape, takes the
-/// value's place in the run: a fault, injected.
+/// Sees every value of a side on every rank before it is recorded. A returned tensor, which must have the same dtype
+/// and shape, replaces the value in the run, to inject a fault.
 pub type Hook = dyn Fn(Site, &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> + Send + Sync;
 
 /// Called on every rank of a side before each step, with the rank's trainer and its rows of the batch.
 pub type BeforeStep = dyn Fn(&mut Trainer, &mut Batch) -> Result<(), TrainError> + Send + Sync;
 
-/// Puts another communicator around that of each rank of a side: it sees every operation of every group that is split off it.
+/// Wraps the communicator of each rank of a side. The wrapper sees every operation of every group that is split off it.
 pub type Wrap = dyn Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Send + Sync;
 
 /// One of the two runs.
 #[derive(Clone)]
 pub struct Side<'a> {
-    /// What is trained.
+    /// The model to train.
     pub model: Arc<dyn Model>,
-    /// How.
+    /// The plan of its training.
     pub plan: Plan,
     /// Its data.
     pub data: &'a dyn BatchSource,
-    /// Said of it after its mesh, as `, sequence parallel`.
+    /// Text to print after its mesh, such as `, sequence parallel`.
     pub note: String,
     /// Time without progress after which a rank gives up on another.
     pub timeout: Duration,
-    /// What sees, and may change, every value.
+    /// The hook that sees, and may change, every value.
     pub hook: Option<Arc<Hook>>,
-    /// What is done before each step.
+    /// The callback before each step.
     pub before_step: Option<Arc<BeforeStep>>,
-    /// What is put around the communicators.
+    /// The wrapper of the communicators.
     pub communicator: Option<Arc<Wrap>>,
 }
 
 impl<'a> Side<'a> {
-    /// A run of a configuration, as it is. `training.steps` is not read but for what derives from it.
+    /// A run of a configuration. `training.steps` is read only for values derived from it.
     ///
     /// # Errors
-    /// A mesh or schedule that cannot be.
+    /// An invalid mesh or schedule.
     pub fn new(config: &Config, data: &'a dyn BatchSource) -> Result<Self, TrainError> {
         let note = if config.parallelism.sequence_parallel { ", sequence parallel" } else { "" };
         let (note, timeout) = (note.to_owned(), config.comm.timeout());
@@ -125,7 +124,7 @@ impl<'a> Side<'a> {
         Self { hook: Some(Arc::new(hook)), ..self }
     }
 
-    /// The same with something done before each step.
+    /// The same with a callback before each step.
     pub fn with_before_step(
         self,
         act: impl Fn(&mut Trainer, &mut Batch) -> Result<(), TrainError> + Send + Sync + 'static,
@@ -133,7 +132,7 @@ impl<'a> Side<'a> {
         Self { before_step: Some(Arc::new(act)), ..self }
     }
 
-    /// The same with another communicator around that of each rank.
+    /// The same with a wrapper around the communicator of each rank.
     pub fn with_communicator(
         self,
         wrap: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Send + Sync + 'static,
@@ -141,7 +140,7 @@ impl<'a> Side<'a> {
         Self { communicator: Some(Arc::new(wrap)), ..self }
     }
 
-    /// What it is, in words.
+    /// A description in words.
     fn describe(&self) -> Result<String, TrainError> {
         let (plan, mesh) = (&self.plan, &self.plan.mesh);
         let (micros, size) = (plan.num_microbatches()?, plan.micro_batch_size()?);
@@ -156,7 +155,7 @@ impl<'a> Side<'a> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// They are not the same program: another model, or values that have no like.
+    /// They are different programs: another model, or values without a counterpart.
     #[error("the two runs cannot be compared: {0}")]
     Structure(String),
     /// A run failed.
@@ -175,11 +174,12 @@ pub enum Error {
 /// A value of a side: its stage, its operation's number there, and for a gradient the operand.
 type Key = (usize, usize, Option<&'static str>);
 
-/// Does so many steps on both sides, and compares each. In canonical numerics the first step with a divergence is the last.
+/// Runs `steps` steps on both sides, and compares each. In canonical numerics the first step with a divergence is the
+/// last.
 ///
 /// # Errors
-/// Two sides that do not have the same operations and parameters, and a run that fails. A run that fails with a loss or norm that
-/// is not finite is compared that far, and the report says so.
+/// Two sides that do not have the same operations and parameters, and a run that fails. A run that fails with a loss or
+/// norm that is not finite is compared up to that point, and the report says so.
 pub fn compare(sides: [&Side<'_>; 2], steps: u64) -> Result<Report, Error> {
     let programs = [Program::new(sides[0])?, Program::new(sides[1])?];
     compare_programs(sides, [&programs[0], &programs[1]], steps)
@@ -210,7 +210,7 @@ pub fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u
         }
         for ended in worlds.map(World::end) {
             match ended {
-                // What led to it has been compared.
+                // The values that led to the failure have been compared.
                 Err(error) if !report.identical() && compared.is_ok() => {
                     report.failed.get_or_insert(error.to_string());
                 }
@@ -222,8 +222,9 @@ pub fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u
     Ok(report)
 }
 
-/// A difference beyond this share of a value's largest element is not taken for rounding: a hundred times what meshes differ by.
+/// A difference beyond this share of a value's largest element does not count as rounding. It is a hundred times the
+/// difference between meshes.
 const ROUNDING: f64 = 1e-3;
 
-/// The same with products in bf16, whose factors are rounded to 8 bits.
+/// The same with products in bf16, whose operands are rounded to 8 bits.
 const ROUNDING_BF16: f64 = 5e-2;

@@ -1,4 +1,5 @@
-//! The operations of a step as one list, whatever the mesh: found out on the meta device, without computing anything.
+//! The operations of a step as one list, the same for any mesh. A pass on the meta device finds them, without computing
+//! anything.
 
 use super::{Error, Key, Side};
 use meshwork_core::{Axis, Mesh, Ty, Types};
@@ -30,11 +31,11 @@ pub(super) struct Op {
     pub(super) stage: usize,
     pub(super) number: usize,
     pub(super) params: Vec<String>,
-    /// Its output, then the gradients of its inputs that it gives.
+    /// Its output, then the gradients that it returns for its inputs.
     pub(super) values: Vec<Value>,
 }
 
-/// A value that an operation gives, as it lies on each rank.
+/// A value that an operation produces, with its layout on each rank.
 #[derive(Clone, Debug)]
 pub(super) struct Value {
     /// `None` for the output, else the operand whose gradient this is.
@@ -80,14 +81,14 @@ impl Program {
         })
     }
 
-    /// Where the records of a value are found.
+    /// The key of the records of a value.
     pub(super) fn key(&self, op: usize, value: usize) -> Key {
         let op = &self.ops[op];
         (op.stage, op.number, op.values[value].operand)
     }
 
-    /// Per dim of a value, put together from all ranks: how much of it is real, where ranks store padding at its end. A slice of a
-    /// value is padded where a slice of a parameter is that the operation reads, or that its maker does.
+    /// Per dim of an assembled value: its extent without padding, if ranks store padding at its end. A slice of a value
+    /// is padded if the operation that made the value reads a parameter whose slice is padded.
     pub(super) fn real(&self, op: usize, value: usize) -> Vec<Option<usize>> {
         let Op { stage, values, .. } = &self.ops[op];
         let Value { operand, maker, types, shape } = &values[value];
@@ -107,7 +108,7 @@ impl Program {
         (0..shape.len()).map(real).collect()
     }
 
-    /// Refuses two programs that do not go step by step together.
+    /// Refuses two programs whose operations do not correspond.
     ///
     /// # Errors
     /// The first operation or parameter that differs.
@@ -137,8 +138,8 @@ impl Program {
     }
 }
 
-/// Operations of one kind give the same value, cut over the ranks in another way: region boundaries with and without sequence
-/// parallelism.
+/// Operations of one kind produce the same value, cut over the ranks differently: region boundaries with and without
+/// sequence parallelism.
 fn kind(op: &'static str) -> &'static str {
     match op {
         "all_gather" => "copy",

@@ -1,4 +1,4 @@
-//! What a comparison found, in words and as a table.
+//! The result of a comparison, in words and as a table.
 
 use super::divergence::{Between, Broken, Divergence, Place, Vector, count};
 use super::ulps::Spread;
@@ -6,16 +6,16 @@ use crate::plan::grouped;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// How far values of one class were apart, over all steps.
+/// The differences of the values of one class, over all steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
     /// `forward`, `backward` or `step`.
     pub phase: &'static str,
-    /// The operation, or what it is of the step.
+    /// The operation, or the kind of value of the step.
     pub class: String,
-    /// Values compared, global ones: as many on any mesh.
+    /// Number of global values compared: the same on any mesh.
     pub tensors: u64,
-    /// How far their elements were apart.
+    /// The distances of their elements.
     pub spread: Spread,
     /// The largest difference as a share of the largest element of the same value, over the values.
     pub error: f64,
@@ -23,10 +23,10 @@ pub struct Row {
     pub first: Option<(u64, String)>,
 }
 
-/// What a comparison found.
+/// The result of a comparison.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// What A and B are.
+    /// Descriptions of A and B.
     pub sides: [String; 2],
     /// Whether the two promise the same bits.
     pub canonical: bool,
@@ -34,20 +34,20 @@ pub struct Report {
     pub steps: u64,
     /// The rows, in the order of a step.
     pub rows: Vec<Row>,
-    /// The first value that differs, in the order in which values come into being.
+    /// The first value that differs, in the order of computation.
     pub first: Option<Divergence>,
-    /// The first that differs by more than rounding, as far as one can tell: weights and states are not asked, because an optimizer
-    /// may turn the smallest difference of a gradient into a whole step.
+    /// The first value that seems to differ by more than rounding. Weights and states are excluded, because an
+    /// optimizer may turn the smallest difference of a gradient into a whole step.
     pub unexplained: Option<Divergence>,
-    /// The first value that ranks of one side should share and do not: wrong in any numerics.
+    /// The first value that differs between ranks of one side that should have the same: wrong in any numerics.
     pub replicas: Option<Divergence>,
     /// Values that were not compared, by the reason.
     pub skipped: BTreeMap<&'static str, u64>,
-    /// What was changed on purpose.
+    /// The injected fault.
     pub broken: Option<Broken>,
     /// Why the run ended before its last step.
     pub failed: Option<String>,
-    /// Differences beyond this share of a value's largest element are no rounding.
+    /// Differences beyond this share of a value's largest element do not count as rounding.
     rounding: f64,
 }
 
@@ -73,7 +73,7 @@ impl Report {
         self.first.is_none()
     }
 
-    /// Whether both runs came to their end, and kept the promise of their numerics.
+    /// Whether both runs finished, and had the results that their numerics guarantee.
     pub fn holds(&self) -> bool {
         self.failed.is_none() && (self.identical() || !self.canonical)
     }
@@ -204,12 +204,12 @@ impl Report {
     }
 }
 
-/// Rounded down to hundredths: what is not all is not 100%.
+/// Rounded down to hundredths, so that only an exact 100% is shown as 100%.
 fn floor(percent: f64) -> f64 {
     (percent * 100.0).floor() / 100.0
 }
 
-/// A number of ulps in few places.
+/// A number of ulps in few characters.
 fn short(ulps: u64) -> String {
     match ulps {
         u64::MAX => "no number".to_owned(),

@@ -1,4 +1,4 @@
-//! How far two numbers are apart, counted in numbers between them; and how such distances are spread.
+//! The distance of two numbers in ulps, and the distribution of such distances.
 
 use meshwork_core::bf16;
 use std::fmt::Debug;
@@ -19,14 +19,14 @@ pub(super) trait Float: Copy + Debug + Add<Output = Self> + Into<f64> {
     /// As values.
     fn wrap(values: Vec<Self>) -> Values;
 
-    /// Steps from one number to the next on the way from one to the other; 0 for the two zeros, and for two NaNs;
-    /// `u64::MAX` from a number to a NaN.
+    /// The distance in steps from one number to the next; 0 between the two zeros and between two NaNs; `u64::MAX`
+    /// between a number and a NaN.
     fn ulps(self, other: Self) -> u64;
 }
 
 /// A type that values are stored in.
 pub(super) trait Stored: Copy {
-    /// Ulps from one number to the next, in the type that values are compared in.
+    /// Distance from one number to the next, in ulps of the type in which values are compared.
     const STEP: u32 = 1;
 
     /// The next number, upwards.
@@ -99,7 +99,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Counts a distance so many times.
+    /// Counts a distance `times` times.
     pub fn add(&mut self, ulps: u64, times: u64) {
         let bin = bin(ulps);
         if bin >= self.counts.len() {
@@ -110,7 +110,7 @@ impl Spread {
         self.max = self.max.max(ulps);
     }
 
-    /// Counts what another spread counted too.
+    /// Adds the counts of another spread.
     pub fn merge(&mut self, other: &Spread) {
         self.counts.resize(self.counts.len().max(other.counts.len()), 0);
         self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
@@ -118,17 +118,17 @@ impl Spread {
         self.max = self.max.max(other.max);
     }
 
-    /// How many were counted.
+    /// Number of distances counted.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// How many of them are 0.
+    /// Number of distances that are 0.
     pub fn identical(&self) -> u64 {
         self.counts.first().copied().unwrap_or(0)
     }
 
-    /// The largest.
+    /// The largest distance.
     pub fn max(&self) -> u64 {
         self.max
     }

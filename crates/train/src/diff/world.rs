@@ -1,4 +1,4 @@
-//! One of the two runs: its ranks, threads that do a step when told to and hand over all that they saw of it.
+//! One of the two runs. Its ranks are threads that execute a step on request and return all values that they saw in it.
 
 use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
@@ -26,21 +26,21 @@ pub(super) struct Record {
     pub(super) values: Values,
 }
 
-/// A rank's part of a parameter after a step: the reduced gradient, the weights, and the optimizer's states. Of a frozen
-/// parameter the weights alone, with no elements in the gradient's place.
+/// A rank's part of a parameter after a step: the reduced gradient, the weights, and the optimizer's states. A frozen
+/// parameter has only weights, and no elements in place of the gradient.
 pub(super) type Held = Vec<Piece>;
 
-/// All that the ranks of a run saw of a step.
+/// All values that the ranks of a run saw in a step.
 #[derive(Debug, Default)]
 pub(super) struct Stepped {
     pub(super) records: HashMap<Key, Vec<Record>>,
-    /// By the name of the parameter.
+    /// Parts of the parameters, by name.
     pub(super) held: HashMap<String, Vec<Held>>,
-    /// Loss and gradient norm; none where the step failed after its last backward pass.
+    /// Loss and gradient norm; `None` if the step failed after its last backward pass.
     pub(super) report: Option<StepReport>,
 }
 
-/// What a rank tells: of a step, or that it is gone.
+/// A message of a rank: the values of a step, or that the rank has ended.
 struct Told {
     rank: usize,
     what: What,
@@ -60,7 +60,7 @@ pub(super) struct World<'scope> {
 }
 
 impl<'scope> World<'scope> {
-    /// Starts the ranks of a side, which wait.
+    /// Starts the ranks of a side. They wait for the first step.
     pub(super) fn start<'env>(
         scope: &'scope Scope<'scope, 'env>,
         name: char,
@@ -81,7 +81,8 @@ impl<'scope> World<'scope> {
         Ok(Self { name, go, told, thread })
     }
 
-    /// Does a step on every rank. `None` if some rank failed before it had seen all of it: [`end`](Self::end) says why.
+    /// Runs a step on every rank. `None` if some rank failed before it had seen the whole step; [`end`](Self::end)
+    /// returns the reason.
     pub(super) fn step(&mut self) -> Option<Stepped> {
         let mut stepped = Stepped::default();
         for go in &self.go {
@@ -91,7 +92,7 @@ impl<'scope> World<'scope> {
         while !missing.is_empty() {
             let Told { rank, what } = self.told.recv().ok()?;
             let What::Step { records, held, report } = what else {
-                // Gone after it had told all: the next step will not find it.
+                // It ended after it had sent everything; the next step will not include it.
                 if missing.contains(&rank) {
                     return None;
                 }
@@ -105,7 +106,7 @@ impl<'scope> World<'scope> {
         Some(stepped)
     }
 
-    /// Lets the ranks go, and gives the error of a run that failed.
+    /// Ends the ranks, and returns the error of a run that failed.
     pub(super) fn end(self) -> Result<(), Error> {
         let Self { name, go, told, thread } = self;
         drop(go);
@@ -118,7 +119,7 @@ impl<'scope> World<'scope> {
     }
 }
 
-/// Tells, at the latest when it is dropped, that its rank is gone: nobody waits for a rank that failed.
+/// Reports, at the latest when dropped, that its rank has ended, so that nothing waits for a rank that failed.
 struct Teller {
     rank: usize,
     to: Sender<Told>,
@@ -136,7 +137,7 @@ impl Drop for Teller {
     }
 }
 
-/// One rank: a step each time it is told to go on.
+/// Runs one rank: a step for each request.
 fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
     let Side { model, plan, data, hook, before_step, communicator, .. } = side;
     let world = world.communicator().clone();
@@ -161,7 +162,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
         let records = std::mem::take(&mut *recorder.records.lock().unwrap_or_else(PoisonError::into_inner));
         let (held, report, failed) = match done {
             Ok(report) => (held(&trainer)?, Some(report), None),
-            // Every rank ends so, with all that led to it seen.
+            // Every rank ends with this error, after it has seen all values that led to it.
             Err(error @ TrainError::NotFinite { .. }) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
@@ -173,7 +174,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
     Ok(())
 }
 
-/// What a rank holds of every parameter of its stages.
+/// A rank's part of every parameter of its stages.
 fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
     let (rank, params) = (trainer.rank(), trainer.params());
     let declarations = params.declarations();
@@ -188,7 +189,7 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
     declarations.ids().map(of).collect()
 }
 
-/// Copies every value that a rank computes, as the hook leaves it.
+/// Copies every value that a rank computes, after the hook may have changed it.
 struct Recorder {
     rank: usize,
     coords: Coords,
@@ -211,7 +212,7 @@ impl Watch for Recorder {
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);
         let values = match tensor.dtype() {
             DType::F64 => Values::F64(tensor.to_vec()?),
-            // Distances are counted in numbers of f32, so that a run in bf16 can be held against one in f32.
+            // Distances are in ulps of f32, so that a run in bf16 can be compared with one in f32.
             DType::Bf16 => Values::F32(tensor.to_vec::<bf16>()?.into_iter().map(f32::from).collect()),
             _ => Values::F32(tensor.to_vec()?),
         };
@@ -232,7 +233,7 @@ impl fmt::Debug for Recorder {
 mod tests {
     use super::*;
 
-    /// A rank may fail when the others have all that they need of it, and stand still until they are told to go on.
+    /// A rank may fail when the others need nothing more from it, and wait for the next request.
     #[test]
     fn a_rank_that_is_gone_is_not_waited_for() {
         std::thread::scope(|scope| {
@@ -240,7 +241,7 @@ mod tests {
             let step = || What::Step { records: Vec::new(), held: Vec::new(), report: None };
             let mut world =
                 World { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
-            // Rank 1 ends after it has told all, which is no reason not to wait for rank 0.
+            // Rank 1 ends after it has sent everything. Rank 0 must still be waited for.
             for (rank, what) in [(1, step()), (1, What::Gone), (0, step())] {
                 tell.send(Told { rank, what }).unwrap();
             }

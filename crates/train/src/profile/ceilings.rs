@@ -1,4 +1,4 @@
-//! What the machine can do: the ceilings that a profile is held against.
+//! Measured peaks of the machine, with which a profile is compared.
 
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_tensor::kernel::Gemm;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub struct Ceilings {
     /// Floating point operations per second of a matrix product, if the device has any.
     pub flops: Option<f64>,
-    /// Bytes per second read and written by a copy that no cache holds.
+    /// Bytes per second read and written by a copy that is larger than all caches.
     pub bandwidth: f64,
     /// Threads that copied.
     pub threads: usize,
@@ -22,7 +22,7 @@ const SIDE: usize = 768;
 const COPY_BYTES: usize = 64 << 20;
 /// Bytes that a thread copies at a time.
 const COPY_PIECE: usize = 1 << 20;
-/// Tries of each measurement, the best of which counts, and the time after which there is no further one.
+/// Number of tries of each measurement (the best counts), and the time after which no further one starts.
 const TRIES: usize = 8;
 const ENOUGH: Duration = Duration::from_millis(100);
 
@@ -33,7 +33,7 @@ impl Ceilings {
         Self { flops: product(device).ok(), bandwidth: copy(), threads: pool::threads() }
     }
 
-    /// Seconds that the machine needs at least for so much matrix work, or, where there is none, for so many bytes.
+    /// The least number of seconds that the machine needs for `flops` of matrix work, or for `bytes` if there is none.
     pub fn least_seconds(&self, flops: u64, bytes: u64) -> Option<f64> {
         match flops {
             0 => Some(bytes as f64 / self.bandwidth),

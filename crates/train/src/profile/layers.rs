@@ -1,8 +1,8 @@
-//! What each layer takes, measured: the profile that PipeDream's planner starts from (`metrics.layer_profile`).
+//! The measured time and memory of each layer: the input profile of PipeDream's planner (`metrics.layer_profile`).
 //!
-//! A few steps of one micro-batch on one rank, with the embedding, each transformer block, and the head with the loss as a stage
-//! of its own, one after the other: what the pipeline's interpreter tells of each action's start and end is then the time of
-//! that layer alone.
+//! A few steps of one micro-batch on one rank, with the embedding, each transformer block, and the head with the loss
+//! as a stage of its own, one after the other. The start and end of each action of the pipeline's interpreter then give
+//! the time of one layer.
 
 use crate::config::Config;
 use crate::data::Data;
@@ -19,14 +19,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Steps that are timed, after one that is not: it fills the caches.
+/// Steps that are timed, after one untimed step that fills the caches.
 const STEPS: usize = 5;
 
 /// Bytes of a number that is kept or sent.
 const FLOAT: usize = 4;
 
-/// Measures the layers of a model on one rank, with micro-batches of the size that the configuration has. Times are medians of a few
-/// steps. A micro-batch is what PipeDream calls a mini-batch. A table that both ends of the model share counts at both.
+/// Measures the layers of a model on one rank, with micro-batches of the size that the configuration has. Times are
+/// medians of a few steps. A micro-batch is what PipeDream calls a mini-batch. A table that both ends of the model
+/// share is counted at both.
 ///
 /// # Errors
 /// A step that fails.
@@ -96,7 +97,7 @@ fn times(data: &Data, mut trainer: Trainer, stages: usize) -> Result<Vec<[f64; 2
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    // To the microsecond: more is noise.
+    // Rounded to the microsecond, because finer digits are noise.
     times.get(times.len() / 2).map_or(0.0, |time| (time * 1e3).round() / 1e3)
 }
 

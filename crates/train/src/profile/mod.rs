@@ -5,10 +5,10 @@
 //!   around device, communicator, step      ├─▶ Profile ── slices ──▶ slices ──▶ table, trace, schedule
 //! Ceilings (measured before the run) ──────┘
 //! ```
-//! Spans are plain data ([`meshwork_core::profile`]), collected without a word between the ranks and only looked at when the
-//! run is over. A run without a profile is not touched at all: nothing is decorated, nothing asked.
+//! Spans are plain data ([`meshwork_core::profile`]), recorded without communication between the ranks and only
+//! evaluated when the run is over. A run without a profile is unchanged: nothing is decorated.
 //!
-//! [`layers`] is another matter: what each layer takes by itself, for the planner of partitions.
+//! [`layers`] is separate: it measures each layer by itself, for the planner of partitions.
 
 mod ceilings;
 mod layers;
@@ -33,8 +33,8 @@ use crate::config::Config;
 use crate::error::RunError;
 use std::path::Path;
 
-/// Writes the pictures of a profile to the files that the configuration names, and says what they show and where a step's time
-/// went.
+/// Writes the pictures of a profile to the files that the configuration names. Returns a text that says what they show
+/// and where a step's time went.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -59,17 +59,17 @@ pub fn report(profile: &Profile, config: &Config) -> Result<String, RunError> {
     Ok(text)
 }
 
-/// What one rank did.
+/// The spans of one rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Track {
     /// `rank 0 (dp=0,tp=0,pp=0)`
     pub name: String,
-    /// In the order of their ends.
+    /// Spans, in the order of their ends.
     pub spans: Vec<Span>,
 }
 
 impl Track {
-    /// The steps that it saw, by number.
+    /// The numbers of its steps.
     pub fn steps(&self) -> impl Iterator<Item = u64> {
         self.spans.iter().filter_map(|span| match span.detail {
             Detail::Step(step) if span.class == Class::Step => Some(step),
@@ -81,8 +81,8 @@ impl Track {
 /// Some steps of all ranks, on one clock.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Profile {
-    /// By world rank.
+    /// Tracks by world rank.
     pub tracks: Vec<Track>,
-    /// What the machine can do.
+    /// Measured peaks of the machine.
     pub ceilings: Ceilings,
 }

@@ -1,4 +1,4 @@
-//! One rank's end of a profile.
+//! The recorder of one rank.
 
 use super::Track;
 use crate::config::Config;
@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What actions are called in a profile.
+/// The names of actions in a profile.
 pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Forward, "forward"),
     (ActionKind::Backward, "backward"),
@@ -21,26 +21,27 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// Decorates what its rank works with, and frames its steps. Without a profile it hands everything on as it is.
+/// Decorates the communicator and device of its rank, and records its steps. Without a profile it passes both on
+/// undecorated.
 #[derive(Debug)]
 pub struct Probe {
     recorder: Option<Recorder>,
     /// Numbers of the steps to record.
     steps: Range<u64>,
-    /// When the action under way began.
+    /// The start of the current action.
     action: Cell<u64>,
 }
 
 impl Probe {
-    /// A probe of a run's first steps but for the very first, which is slower than all others (unless it is the only one):
-    /// `metrics.profile_steps` of them. Probes of one profile have the same origin, none without a profile.
+    /// A probe of `metrics.profile_steps` steps of a run, after the first step, which is slower than all others (unless
+    /// it is the only one). Probes of one profile have the same `origin`; it is `None` without a profile.
     pub fn new(config: &Config, origin: Option<Instant>) -> Self {
         let first = config.training.steps.min(2);
         let steps = first..first.saturating_add(config.metrics.profile_steps);
         Self { recorder: origin.map(Recorder::new), steps, action: Cell::new(0) }
     }
 
-    /// The communicator that the rank is to use.
+    /// The communicator that the rank must use.
     pub fn communicator(&self, inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
         match &self.recorder {
             Some(recorder) => profile::communicator(inner, recorder.clone()),
@@ -48,7 +49,7 @@ impl Probe {
         }
     }
 
-    /// The device that the rank is to use.
+    /// The device that the rank must use.
     pub fn device(&self, inner: Arc<dyn Device>) -> Arc<dyn Device> {
         match &self.recorder {
             Some(recorder) => Profiled::device(inner, recorder.clone()),
@@ -73,7 +74,7 @@ impl Probe {
         }
     }
 
-    /// Notes an end of an action of the schedule. Messages are left to the communicator.
+    /// Records the start or end of an action of the schedule. The communicator records the messages.
     pub fn observe(&self, event: Event) {
         let Some(recorder) = &self.recorder else { return };
         let Some((_, name)) = NAMES.iter().find(|(kind, _)| *kind == event.action.kind) else { return };
@@ -86,7 +87,7 @@ impl Probe {
         recorder.record(Span { class: Class::Action, name, detail, dtype: None, start, end, flops: 0, bytes: 0 });
     }
 
-    /// What was recorded, if anything was to be.
+    /// The recorded spans, if there is a profile.
     pub fn track(&self, rank: &Rank) -> Option<Track> {
         let place = |axis: Axis| format!("{axis}={}", rank.coords().get(axis));
         let place = [Axis::Dp, Axis::Tp, Axis::Pp].map(place).join(",");

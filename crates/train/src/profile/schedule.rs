@@ -1,4 +1,4 @@
-//! The pipeline of a profiled step as a picture: as it should have run, by the times that its actions took, and as it ran.
+//! The pipeline of a profiled step as a picture: as predicted from the times of its actions, and as it ran.
 
 use super::probe::NAMES;
 use super::{Profile, Track};
@@ -9,11 +9,11 @@ use meshwork_core::{Axis, Coords, Mesh};
 use meshwork_engine::TrainError;
 use meshwork_pipeline::{Action, ActionKind, Costs, Interval, Schedule, Timeline, simulate};
 
-/// The last step that every rank saw, on the ranks with dp and tp rank 0: predicted and measured, in milliseconds. Nothing where
-/// nothing was profiled.
+/// The last step that every rank recorded, on the ranks with dp and tp rank 0: predicted and measured, in milliseconds.
+/// `None` if nothing was profiled.
 ///
-/// The prediction takes what each stage's actions took on average. Where a rank waits for a core as well as for its neighbours, as
-/// on a machine with fewer cores than ranks, that waiting is in the times of the actions.
+/// The prediction uses the average time of each stage's actions. On a machine with fewer cores than ranks, these times
+/// include waiting for a core.
 pub fn schedule_timelines(profile: &Profile, config: &Config) -> Result<Option<[Timeline; 2]>, TrainError> {
     let plan = config.plan()?;
     let (mesh, schedule) = (&plan.mesh, plan.build_schedule()?);
@@ -50,7 +50,7 @@ fn of_step(track: &Track, step: u64) -> Vec<Interval> {
     intervals
 }
 
-/// What each part took on average. Of a whole backward, half is counted as the gradient of the input.
+/// The average time of each part. Half of a whole backward counts as the gradient of the input.
 fn costs(schedule: &Schedule, measured: &Timeline) -> Costs {
     let mean = |stage: usize, parts: &[(ActionKind, f64)]| {
         let (mut sum, mut count) = (0.0, 0);

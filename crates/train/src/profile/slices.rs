@@ -1,37 +1,37 @@
 //! From the spans of all ranks to slices that add up.
 //!
-//! Two questions that no rank can answer alone:
+//! It takes the spans of all ranks to answer two questions:
 //!
-//! - *Did a rank wait for others, or for the communication itself?* A communication goes on from the moment at which its
-//!   last member has come until the first member sees that it is over. Of the time in which a rank stands still, that part
-//!   is communication; what comes before is waiting, and so is what comes after, in which the rank is woken up.
-//! - *What did the machine spend its time on, when ranks share its cores?* At any moment each rank that does something is
-//!   given an equal share of the machine, and so is each communication that ranks stand still for, whose share they divide;
-//!   ranks that wait are given none, unless all of them wait. [`machine_time`] sums these shares, so that over all slices
-//!   they make up the step, no more and no less.
+//! - *Did a rank wait for others, or for the communication itself?* A communication lasts from the moment at which its
+//!   last member has arrived until the first member sees that it is over. While a rank stands still, that part of the
+//!   time is communication. The time before is waiting, and so is the time after, in which the rank is woken up.
+//! - *What did the machine spend its time on, when ranks share its cores?* At any moment each working rank gets an
+//!   equal share of the machine. So does each communication that ranks stand still for; its ranks divide the share.
+//!   Waiting ranks get none, unless all of them wait. [`machine_time`] sums these shares; over all slices they add up
+//!   exactly to the step.
 
 use meshwork_core::profile::{Class, Meeting, Span};
 use std::collections::HashMap;
 
-/// What a slice of a rank's time is.
+/// The kind of a slice of a rank's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// The work of a span: a kernel, or a communication's own part of it.
     Work,
     /// Between spans: the tape, the optimizer's bookkeeping, memory.
     Rest,
-    /// Standing still until other ranks come, or until the scheduler lets this one go on.
+    /// Standing still until other ranks arrive, or until the scheduler runs this rank again.
     Waiting,
-    /// A communication that goes on beside other work of the rank. Not a part of its time.
+    /// A communication beside other work of the rank. Not a part of its time.
     Hidden,
 }
 
 /// A stretch of a rank's time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slice<'a> {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// The span that it is (a part of); the step, where it lies between spans.
+    /// The span that it is, or is a part of; the step, if it lies between spans.
     pub span: &'a Span,
     /// Start, in nanoseconds.
     pub start: u64,
@@ -46,15 +46,15 @@ impl Slice<'_> {
     }
 }
 
-/// When a communication could begin, and when it was over.
+/// The earliest start of a communication, and its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Course {
     complete: u64,
     over: u64,
 }
 
-/// Per rank, its time in slices: those not hidden follow each other without gap or overlap from the start of each step to
-/// its end. `ranks` holds the spans of each rank in the order of their ends.
+/// Cuts the time of each rank into slices. Those that are not hidden follow each other without gap or overlap from the
+/// start of each step to its end. `ranks` holds the spans of each rank in the order of their ends.
 pub fn slices<'a>(ranks: &[&'a [Span]]) -> Vec<Vec<Slice<'a>>> {
     let courses = courses(ranks);
     ranks.iter().map(|spans| rank_slices(spans, &courses)).collect()
@@ -130,7 +130,8 @@ pub fn machine_time(ranks: &[Vec<Slice<'_>>]) -> Vec<Vec<f64>> {
     }
     ends.sort_unstable();
 
-    // What a weight of one that works, or waits, from the beginning would have got by each time.
+    // The share of the machine that a weight of one has received by each time, if it works, or waits, from the
+    // beginning.
     let mut clock: Vec<(u64, f64, f64)> = Vec::with_capacity(ends.len());
     let (mut work, mut wait, mut working, mut waiting, mut last) = (0.0, 0.0, 0, 0, 0);
     for (time, more_work, more_wait) in ends {
@@ -158,7 +159,7 @@ pub fn machine_time(ranks: &[Vec<Slice<'_>>]) -> Vec<Vec<f64>> {
 /// The weight of one rank, a number that groups of most sizes divide.
 const RANK: i64 = 1 << 20;
 
-/// How a slice counts among those that work at its time, and among those that wait.
+/// The weight of a slice among those that work at its time, and among those that wait.
 fn weight(slice: &Slice<'_>) -> (i64, i64) {
     match (slice.kind, slice.span.meeting()) {
         (Kind::Work, Some(meeting)) if slice.span.class == Class::Wait => {
@@ -255,7 +256,7 @@ mod tests {
         };
         assert_eq!(hidden(&slices[0]), [(20, 25)]);
         assert_eq!(hidden(&slices[1]), [(21, 22)]);
-        // Rank 1 has no way to know before its wait ends; that rank 0 saw it at 25 ends the communication.
+        // Rank 1 cannot know before its wait ends. The communication ends at 25, when rank 0 saw it end.
         assert_eq!(shown(&slices[1])[4..6], [(Kind::Work, Class::Wait, 22, 25), (Kind::Waiting, Class::Wait, 25, 26)]);
     }
 

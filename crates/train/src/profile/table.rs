@@ -9,9 +9,9 @@ use std::fmt;
 /// An operation, or a class of them, summed over all ranks and steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Row {
-    /// What was done: `gemm nt 2048×512×128`, `all_reduce dp`.
+    /// The operation: `gemm nt 2048×512×128`, `all_reduce dp`.
     pub label: String,
-    /// How often.
+    /// Number of calls.
     pub calls: u64,
     /// Nanoseconds of the whole machine. At any moment the ranks that work share it equally.
     pub machine: f64,
@@ -21,7 +21,7 @@ pub struct Row {
     pub flops: u64,
     /// Bytes read and written at least.
     pub bytes: u64,
-    /// Nanoseconds in which the machine could have done it at its ceilings; none for products where it has none.
+    /// Nanoseconds that the machine would need at its peaks; `None` for products if their peak is unknown.
     pub least: Option<f64>,
 }
 
@@ -58,14 +58,14 @@ impl Row {
     }
 }
 
-/// All rows of a profile, and what they are shares of.
+/// All rows of a profile, and the totals of which they are shares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rows {
     /// Numbers of the steps.
     pub steps: BTreeSet<u64>,
     /// Classes in the order of the table, each with the sum of its operations, the longest first.
     pub classes: Vec<(Row, Vec<Row>)>,
-    /// Communication beside other work: no part of the sum.
+    /// Communication beside other work, which is not part of the sum.
     pub hidden: Vec<Row>,
     ranks: usize,
     ceilings: Ceilings,

@@ -1,8 +1,8 @@
 //! The profile as a timeline, in the trace event format that <https://ui.perfetto.dev> and `chrome://tracing` open.
 //!
-//! One track per rank: steps, in them the actions of the schedule, in them operations; where a rank waits for others it says
-//! `for ..`. Communication behind other work lies beside the tracks. Times are in microseconds, FLOPs and bytes among the
-//! arguments.
+//! There is one track per rank. It shows steps, which contain the actions of the schedule, which contain operations.
+//! Where a rank waits for others the slice says `for ..`. Communication behind other work is shown beside the tracks.
+//! Times are in microseconds; FLOPs and bytes are among the arguments.
 
 use super::Profile;
 use super::slices::{Kind, slices};
@@ -20,7 +20,7 @@ use thiserror::Error;
 pub struct TraceError {
     /// The file.
     pub path: PathBuf,
-    /// What the system said.
+    /// The error of the system.
     pub source: io::Error,
 }
 

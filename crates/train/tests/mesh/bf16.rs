@@ -1,5 +1,5 @@
-//! `training.dtype = "bf16"`: products round their factors and add up in f32; what they alone read is stored rounded, all else that
-//! is kept or sent is f32.
+//! `training.dtype = "bf16"`: products round their operands and add up in f32. Values that only products read are
+//! stored rounded; everything else that is kept or sent is f32.
 
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
 use crate::split_work;
@@ -12,9 +12,9 @@ use meshwork_train::plan::{Prediction, predict};
 const STEPS: usize = 20;
 /// Largest relative difference of a loss from that of f32, over all steps: AdamW carries rounding from step to step.
 const OF_LOSS: f64 = 1e-2;
-/// Largest error of a gradient against f32, relative to its norm. A factor is off by up to 2⁻⁹ of itself.
+/// Largest error of a gradient against f32, relative to its norm. An operand is rounded by up to 2⁻⁹ of itself.
 const OF_GRADIENT: f64 = 2e-2;
-/// The same between two meshes, which differ where the last bit of an f32 sum makes a factor round the other way.
+/// The same between two meshes, which differ where the last bit of an f32 sum makes an operand round the other way.
 const BETWEEN_MESHES: f64 = 2e-3;
 
 /// The sections `[optimizer]` and `[training]`, the second last, with products in bf16.
@@ -22,8 +22,8 @@ fn bf16(more: &str) -> String {
     format!("{more}dtype = 'bf16'\n")
 }
 
-/// Of all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm where it is
-/// near zero.
+/// Over all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm
+/// where it is near zero.
 fn gradient_error(got: &Stepped, wanted: &Stepped) -> f64 {
     let all = norm_of_all(wanted.gradients.values().map(Vec::as_slice));
     let error = |(name, wanted): (&String, &Vec<f32>)| {
@@ -42,7 +42,7 @@ fn it_learns_as_f32_does_and_is_another_run() {
         on_mesh(&config, |mut trainer| (0..STEPS).map(|_| step(&mut trainer)).collect::<Result<Vec<_>, _>>()).concat()
     };
     let (f32, bf16) = (losses(ADAMW), losses(&bf16(ADAMW)));
-    // Random tokens, the same in every step: all that can be learned is to know them by heart.
+    // Random tokens, the same in every step, so the model can only memorise them.
     assert!(bf16[STEPS - 1] < 0.8 * bf16[0], "nothing was learned in {bf16:?}");
     for (step, (bf16, f32)) in bf16.iter().zip(&f32).enumerate() {
         let off = (bf16 - f32).abs() / f32;
@@ -95,7 +95,8 @@ fn the_same_bits_on_every_run() {
     }
 }
 
-/// The normed activations that sequence parallelism gathers are factors, and take half the bytes; nothing else changes.
+/// The normed activations that sequence parallelism gathers are matmul operands, and take half the bytes; nothing else
+/// changes.
 #[test]
 fn the_plan_is_that_of_f32_but_for_factors() {
     let case = Case::of_1f1b(&UNEVEN, (2, 2, 2), true, 4);
@@ -113,7 +114,7 @@ fn the_plan_is_that_of_f32_but_for_factors() {
             factors += 1;
         }
     }
-    // Of every layer of the first stage and micro-batch: the input of attention and that of the feed-forward block.
+    // For every layer of the first stage and every micro-batch: the inputs of attention and of the feed-forward block.
     let layers = UNEVEN.layers.div_ceil(2);
     assert_eq!(factors, 2 * layers * 4);
 }

@@ -11,7 +11,7 @@ use std::fmt;
 
 const STEPS: u64 = 5;
 
-/// What a run of some steps leaves behind: bits, so that nothing hides behind a comparison of floats.
+/// The results of a run of some steps, as bits, so that a comparison of floats hides nothing.
 #[derive(Debug, PartialEq)]
 struct Bits {
     /// (loss, gradient norm) of every step.
@@ -79,7 +79,8 @@ fn every_mesh_has_the_bits_of_one_rank() {
     }
 }
 
-/// Two micro-batches of three samples, and three of two, are no whole subtrees of six: partial sums of both kinds wait.
+/// Two micro-batches of three samples, and three of two, are not whole subtrees of six: partial sums of both kinds
+/// wait.
 #[test]
 fn micro_batches_need_not_be_subtrees() {
     let more = "[optimizer]\nname = 'sgd'\nlr = 1.0\n[training]\nmax_norm = 0.0\nglobal_batch_size = 12\nnumerics = 'canonical'\n\
@@ -89,7 +90,8 @@ fn micro_batches_need_not_be_subtrees() {
         let case = Case { micros, ..Case::alone(&UNEVEN) };
         assert_same(case, &run(&case, more), &alone);
     }
-    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks of twelve leaves of four, ...
+    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks with four of twelve blocks each,
+    // ...
     for (dp, tp, pp, sequence_parallel, micros) in
         [(3, 1, 1, false, 2), (3, 2, 1, true, 4), (6, 1, 2, false, 2), (3, 4, 1, true, 1)]
     {
@@ -98,7 +100,7 @@ fn micro_batches_need_not_be_subtrees() {
     }
 }
 
-/// Leaves, partial trees and copies are part of what `meta` and `record` predict.
+/// `meta` and `record` predict reduction blocks, partial trees and copies too.
 #[test]
 fn memory_and_communication_are_predicted() {
     let more = format!("{ADAMW}{CANONICAL}");
@@ -107,7 +109,8 @@ fn memory_and_communication_are_predicted() {
     }
 }
 
-/// A model of 16 ranks at most, whose leaves and batch fit them: each has 16 leaves, and 16 samples, or an odd multiple.
+/// A model for at most 16 ranks, whose reduction blocks and batch fit them: 16 blocks and 16 samples, or an odd
+/// multiple.
 fn fitting(dp: usize, tp: usize, pp: usize, more: &str) -> Config {
     let odd = |n: usize| n >> n.trailing_zeros();
     let text = format!(
@@ -126,7 +129,7 @@ fn fitting(dp: usize, tp: usize, pp: usize, more: &str) -> Config {
 }
 
 /// Every mesh of up to 16 ranks, sequence parallel or not, with every schedule and number of micro-batches that divides the batch:
-/// all of them where `MESHWORK_SWEEP` is `all`, as `.ci/nightly` has it, else some.
+/// all of them if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else some.
 #[test]
 fn a_sweep_over_all_meshes() {
     let all = std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all");
@@ -153,7 +156,7 @@ fn a_sweep_over_all_meshes() {
         let schedule_name = schedule.name();
         let name =
             format!("dp={dp},tp={tp},pp={pp} {schedule_name} x{micros}, sequence_parallel = {sequence_parallel}");
-        // As many layers as ranks: with two stages on each, every other one is empty.
+        // The number of layers is that of the ranks: with two stages on each, every other one is empty.
         let (layers, stages) = (pp.max(2), pp * schedule.default_virtual_stages());
         let of_stage = |stage: usize| (stage + 1) * layers / stages - stage * layers / stages;
         let partition: Vec<usize> = (0..stages).map(of_stage).collect();

@@ -20,13 +20,13 @@ pub const SGD: &str = "[optimizer]\nname = 'sgd'\nlr = 1.0\nmomentum = 0.0\nweig
 /// The same, clipped to far below the norms of these models.
 pub const CLIPPED_SGD: &str = "[optimizer]\nname = 'sgd'\nlr = 1.0\nmomentum = 0.0\nweight_decay = 0.0\n\
                                [training]\nmax_norm = 0.125\nglobal_batch_size = 16\n";
-/// AdamW as it comes, clipping to norm 1 included.
+/// AdamW with its defaults, clipping to norm 1 included.
 pub const ADAMW: &str = "[optimizer]\nname = 'adamw'\nlr = 3e-3\n[training]\nglobal_batch_size = 16\n";
 
 /// A small language model and its data.
 #[derive(Debug)]
 pub struct Model {
-    /// Says what is special about it.
+    /// Its name, which says what is special about it.
     pub name: &'static str,
     /// Number of token ids.
     pub vocab: usize,
@@ -49,7 +49,7 @@ mod models {
     pub static UNEVEN: Model = Model { name: "uneven", vocab: 61, layers: 5, tied: true, dropout: 0.0, masked: true, more: "" };
     pub static UNTIED: Model = Model { name: "untied", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true, more: "" };
     pub static DROPOUT: Model = Model { name: "dropout", vocab: 61, layers: 5, tied: true, dropout: 0.2, masked: true, more: "" };
-    // Fewer heads of keys and values than tp=4 has ranks.
+    // Fewer heads of keys and values than there are ranks in tp=4.
     pub static LLAMA: Model = Model { name: "llama", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true,
                                       more: "kind = 'llama'\nnum_kv_heads = 2\nffn_hidden_size = 64\n" };
     pub static LARGE_HEAD: Model = Model { name: "large head", vocab: 509, layers: 6, tied: true, dropout: 0.0, masked: true, more: "" };
@@ -57,8 +57,8 @@ mod models {
 pub use models::*;
 
 impl Model {
-    /// Random tokens, the last eighth held out. Where masked, the first of row i's 16 targets are: 3·i modulo 17 of them, so
-    /// that rows, micro-batches and ranks differ, and row 11 has none left.
+    /// Random tokens, the last eighth held out. Where masked, the first of row i's 16 targets are: 3·i modulo 17 of
+    /// them, so that rows, micro-batches and ranks differ, and row 11 has no unmasked target.
     pub fn data(&self) -> Data {
         let mut rng = meshwork_testkit::Rng::new(7);
         let tokens: Vec<i32> = (0..8 * BATCH * SEQ + 1).map(|_| rng.below(self.vocab) as i32).collect();
@@ -86,11 +86,11 @@ pub struct Case {
     pub sequence_parallel: bool,
     /// A synchronous schedule.
     pub schedule: &'static str,
-    /// Stages per pp rank, where that is not what the schedule has by default.
+    /// Stages per pp rank, if not the schedule's default.
     pub chunks: Option<usize>,
     /// Micro-batches per dp rank.
     pub micros: usize,
-    /// Layers of each stage; none for as even as can be.
+    /// Layers of each stage; empty: as even as possible.
     pub partition: &'static [usize],
 }
 
@@ -120,12 +120,12 @@ impl Case {
         Self { model, dp, tp, pp, sequence_parallel, schedule: "1f1b", chunks: None, micros, partition: &[] }
     }
 
-    /// The same with so many stages per pp rank.
+    /// The same with `chunks` stages per pp rank.
     pub const fn in_chunks(self, chunks: usize) -> Self {
         Self { chunks: Some(chunks), ..self }
     }
 
-    /// The same with its layers dealt as listed.
+    /// The same with its layers assigned as listed.
     pub const fn dealt(self, partition: &'static [usize]) -> Self {
         Self { partition, ..self }
     }
@@ -174,8 +174,8 @@ const fn case(
     Case { model, dp, tp, pp, sequence_parallel, schedule, chunks: None, micros, partition: &[] }
 }
 
-/// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways; and layers dealt unevenly: to one end
-/// alone, to the middle, to stages on both sides of one that only passes on.
+/// Every mesh of up to 16 ranks whose degrees are 1, 2 and 4, most of them in several ways. Also uneven layers: all at
+/// one end, all in the middle, or on both sides of a stage that only passes activations on.
 #[rustfmt::skip] // A table: one case, one line.
 pub static CASES: &[Case] = &[
     //   model     dp tp pp   sp  schedule micro-batches per dp rank
@@ -272,7 +272,7 @@ pub static CASES: &[Case] = &[
     case(&PLAIN,   (2, 2, 2), NO, "zb_h2", 4),
     case(&UNEVEN,  (1, 1, 4), NO, "zb_h2", 8),
     case(&UNTIED,  (2, 2, 2), SP, "zb_h2", 8),
-    // Both, in a V: the first and the last stage lie on one rank.
+    // Both, in a V: the first and the last stage are on one rank.
     case(&PLAIN,   (1, 1, 2), NO, "zb_v", 4),
     case(&UNEVEN,  (2, 2, 2), NO, "zb_v", 4).dealt(&[1, 2, 1, 1]),
     case(&UNTIED,  (1, 2, 4), SP, "zb_v", 8).dealt(&[1, 0, 1, 0, 1, 0, 0, 1]),

@@ -1,4 +1,4 @@
-//! Validation loss and next-token logits are the same on any mesh, and leave training alone.
+//! Validation loss and next-token logits are the same on any mesh, and do not affect training.
 
 use crate::cases::{BATCH, Case, DROPOUT, SEQ, SGD, UNEVEN, UNTIED};
 use crate::world::{assert_same_report, on_mesh, train};
@@ -7,7 +7,7 @@ use meshwork_train::{Data, StepReport, TrainError, Trainer, next_token_logits};
 
 /// Relative difference of validation losses.
 const TOLERANCE: f64 = 1e-6;
-/// Positions whose next token is asked for.
+/// Positions whose next token is predicted.
 const POSITIONS: [usize; 3] = [0, 7, SEQ - 1];
 
 fn validation_loss(trainer: &mut Trainer, data: &Data) -> Result<f64, TrainError> {
@@ -15,8 +15,8 @@ fn validation_loss(trainer: &mut Trainer, data: &Data) -> Result<f64, TrainError
     Ok(trainer.evaluate((0..2).map(|index| data.validation_batch(index, BATCH, rows.clone())))?.loss)
 }
 
-/// Validation loss and logits after one step of training: the same on every rank. Not of AdamW, whose first step is ± lr whatever
-/// the size of a gradient, be it rounding.
+/// Validation loss and logits after one step of training: the same on every rank. It does not use AdamW, whose first
+/// step is ± lr whatever the size of a gradient, even if that is only rounding.
 fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
     let (config, data) = (case.config(SGD), case.model.data());
     let ranks = on_mesh(&config, |mut trainer| {
@@ -87,7 +87,7 @@ fn an_evaluation_between_two_steps_changes_nothing() {
     };
     for (rank, (with, without)) in reports(true).into_iter().zip(reports(false)).enumerate() {
         for (with, without) in with.into_iter().zip(without) {
-            // Where an evaluation holds more memory at once than a step, the peak may tell.
+            // If an evaluation holds more memory at once than a step, the peak may differ.
             let with = StepReport { peak_bytes: without.peak_bytes.clone(), ..with };
             assert_same_report(&format!("rank {rank}, evaluating between the steps or not"), &with, &without);
         }

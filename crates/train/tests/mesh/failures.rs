@@ -1,4 +1,4 @@
-//! Ranks that break down in the middle of training, and numbers that do.
+//! Ranks that fail in the middle of training, and numbers that are not finite.
 
 use crate::cases::{ADAMW, BATCH, Case, SEQ, UNEVEN};
 use crate::world::{assert_same_pieces, assert_same_report, on_mesh, pieces, train, try_on_mesh};
@@ -18,16 +18,16 @@ fn eight_ranks() -> Case {
     Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", micros: 4, ..Case::alone(&UNEVEN) }
 }
 
-/// How a rank departs from what the others do, in its second step.
+/// The way in which a rank fails in its second step.
 #[derive(Clone, Copy, Debug)]
 enum Breakdown {
     /// It panics.
     Panic,
     /// It returns before the step.
     Return,
-    /// It joins a barrier of a group whose other ranks are in something else.
+    /// It joins a barrier of a group whose other ranks are in another operation.
     WrongCollective(Axis),
-    /// It does nothing any more, until another rank has failed.
+    /// It stops making progress until another rank has failed.
     Stall,
 }
 
@@ -161,7 +161,7 @@ fn a_batch_without_tokens_is_refused_on_every_rank_and_the_next_one_is_taken() {
 
 #[test]
 fn a_parameter_is_loaded_by_its_name_and_whole_size_only() {
-    // On two stages: both take every parameter of the model, and keep what is theirs.
+    // On two stages: both get every parameter of the model, and keep their own.
     let case = Case { pp: 2, tp: 2, micros: 4, ..Case::alone(&UNEVEN) };
     let ramp: Vec<f32> = (0..SEQ * 32).map(|at| at as f32).collect();
     let held = on_mesh(&case.config(ADAMW), |mut trainer| {

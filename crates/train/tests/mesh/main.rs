@@ -1,5 +1,5 @@
-//! Whole training steps on meshes of up to 16 ranks, held against the run of one rank, against what meta and record predict,
-//! against closed formulas and against PyTorch.
+//! Whole training steps on meshes of up to 16 ranks, compared with the run of one rank, with the predictions of meta
+//! and record, with closed formulas and with PyTorch.
 //!
 //! | module | what it shows |
 //! |---|---|
@@ -12,10 +12,10 @@
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
 //! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
-//! | `partition` | layers dealt by cost are trained as on one rank |
+//! | `partition` | layers assigned by cost train as on one rank |
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
-//! | `schedules` | steps that overlap, versions of the weights, and what is kept, are what the schedule says |
-//! | `steady_state` | after two steps nothing is asked of the system any more |
+//! | `schedules` | overlapping steps, versions of the weights, and kept activations are as the schedule says |
+//! | `steady_state` | after two steps nothing is allocated from the system |
 //! | `streams` | PipeDream and PipeDream-2BW follow their update equations |
 
 mod adamw;

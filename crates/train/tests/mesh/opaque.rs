@@ -22,7 +22,7 @@ fn trained(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Trained
     Ok((reports, pieces(&trainer)?))
 }
 
-/// On every rank of the mesh, with memory and communicators that the host's slices have no part in.
+/// On every rank of the mesh, with memory and communicators that do not use host slices.
 fn on_opaque_mesh(config: &Config, data: &Data) -> Vec<Trained> {
     let mesh = config.mesh().unwrap();
     let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
@@ -43,7 +43,7 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
         (mesh, "dtype = 'bf16'\n"),
         (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n"),
         (Case { model: &LLAMA, dp: 1, tp: 4, ..mesh }, ""),
-        // An update that may be taken back, and versions of the weights.
+        // An update that may be rolled back, and versions of the weights.
         (Case { pp: 2, micros: 4, schedule: "zb_h2", ..Case::alone(&DROPOUT) }, ""),
         (Case { pp: 2, micros: 4, schedule: "pipedream", ..Case::alone(&UNTIED) }, "max_norm = 0.0\n"),
     ];
@@ -61,7 +61,8 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
     }
 }
 
-/// What a step brings to the host is its report: as many copies for one micro-batch as for sixteen, for two layers as for six.
+/// A step downloads only its report: the same number of copies for one micro-batch as for sixteen, and for two layers
+/// as for six.
 #[test]
 fn downloads_of_a_step_depend_on_neither_micro_batches_nor_layers() {
     let downloads = |layers: usize, micros: usize, schedule: &'static str| -> Vec<u64> {

@@ -13,11 +13,11 @@ use meshwork_train::config::Config;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Long against the time in which a thread of a busy machine wakes up and notes that a bucket is complete.
+/// Long compared with the time in which a thread of a busy machine wakes up and sees that a bucket is complete.
 const PAUSE: Duration = Duration::from_millis(150);
 
-/// A CPU that pauses before it touches a table, and notes when it went on. The gradient of the token table is the last thing
-/// that a first stage computes.
+/// A CPU that pauses before it touches a table, and records when it continued. The gradient of the token table is the
+/// last thing that a first stage computes.
 #[derive(Debug)]
 struct SlowCpu(Cpu, Arc<Mutex<Instant>>);
 

@@ -1,5 +1,5 @@
 //! One step on every mesh of the table against the run of one rank. Plain gradient descent with rate 1, so that the step is the
-//! gradient; different data on every row; where masked, token counts that differ between ranks and micro-batches.
+//! gradient; different data on every row; with masks, token counts that differ between ranks and micro-batches.
 
 use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, LLAMA, Model, PLAIN, SGD, UNEVEN, UNTIED};
 use crate::split_work;
@@ -33,7 +33,7 @@ pub fn assert_parity(case: &str, got: &Stepped, reference: &Stepped) {
             assert!(ratio <= SCALARS, "{case}: {what} on rank {rank} is {got}, on one rank {wanted} ({ratio:.1e} off)");
         }
     }
-    // The norm that the step reports is that of the gradients that it leaves.
+    // The reported norm is that of the gradients after the step.
     let of_all = norm_of_all(reference.gradients.values().map(Vec::as_slice));
     assert_close(&format!("{case}: gradient norm"), &[got.reports[0].grad_norm], &[of_all], 0.0);
     for (what, got, wanted) in [

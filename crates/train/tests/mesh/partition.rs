@@ -1,4 +1,5 @@
-//! Layers dealt by cost: a model whose head is worth more than a layer, over several pipelines, against the run of one rank.
+//! Layers assigned by cost: a model whose head is worth more than a layer, over several pipelines, against the run of
+//! one rank.
 
 use crate::cases::{HEADS, HIDDEN, LARGE_HEAD, SEQ, SGD};
 use crate::world::{assemble, on_mesh, pieces, train};

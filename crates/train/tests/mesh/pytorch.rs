@@ -1,5 +1,5 @@
-//! Forward, backward and optimizer steps against what PyTorch computes: `crates/models/tests/fixtures/make_fixtures.py` says what
-//! was recorded, and how it was checked in float64.
+//! Forward, backward and optimizer steps against the numbers of PyTorch:
+//! `crates/models/tests/fixtures/make_fixtures.py` says what was recorded, and how it was checked in float64.
 
 use crate::world::{assemble, on_mesh, pieces};
 use meshwork_models::language;
@@ -16,7 +16,8 @@ const GRADIENTS: f64 = 3e-6;
 const WEIGHTS: f64 = 5e-6;
 
 const STEPS: usize = 3;
-/// The bias of which only the q and v parts are recorded after AdamW: the gradient of k's is rounding, which Adam blows up.
+/// Only the q and v parts of this bias are recorded after AdamW. The gradient of the k part is rounding, which Adam
+/// amplifies.
 const QKV_BIAS: &str = "h.0.attn.qkv.bias";
 
 /// Mesh and micro-batches for the three sequences of the fixture. Its 37 ids are not divided by 2.
@@ -125,11 +126,11 @@ fn assert_near<A: Copy + Into<f64>, B: Copy + Into<f64>>(what: &str, got: &[A], 
     }
 }
 
-/// What a run of some steps gives.
+/// The results of a run of some steps.
 struct Run {
     /// Logits of the first sequence before any step, position by position.
     logits: Vec<f32>,
-    /// Of each step.
+    /// Report of each step.
     reports: Vec<StepReport>,
     /// Gradients of the first step.
     gradients: BTreeMap<String, Vec<f32>>,

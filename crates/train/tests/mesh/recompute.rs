@@ -1,4 +1,4 @@
-//! What is made again in backward has the bits it had, on any mesh, and its memory is free until then.
+//! Recomputed activations are bitwise identical on any mesh, and their memory is free until then.
 
 use crate::cases::{ADAMW, Case, DROPOUT, PLAIN};
 use crate::world::{Piece, assert_same_pieces, assert_same_report, on_mesh, pieces};
@@ -22,7 +22,7 @@ fn selective_recomputation_changes_no_bit_and_takes_less_memory() {
     let cases = [
         Case { micros: 1, ..Case::alone(&PLAIN) },
         Case { dp: 2, tp: 2, pp: 2, sequence_parallel: true, micros: 4, schedule: "1f1b", ..Case::alone(&DROPOUT) },
-        // Whose weight gradients are deferred, so that some values are made twice.
+        // Its weight gradients are deferred, so some values are recomputed twice.
         Case { tp: 2, pp: 2, micros: 4, schedule: "zb_h1", ..Case::alone(&PLAIN) },
     ];
     for case in cases {

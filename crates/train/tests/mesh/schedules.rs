@@ -1,5 +1,5 @@
-//! What a schedule changes beside the order of its actions: when weights change, which version of them is read, and how much is
-//! kept. That the numbers of synchronous schedules do not change is in `parity` and `canonical`.
+//! The effects of a schedule besides the order of its actions: when weights change, which version of them is read, and
+//! how much is kept. `parity` and `canonical` check that the numbers of synchronous schedules do not change.
 
 use crate::cases::{ADAMW, BATCH, CASES, Case, HIDDEN, Model, PLAIN, SEQ, SGD, UNEVEN, UNTIED};
 use crate::parity::assert_parity;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 
 pub type Whole = BTreeMap<String, Vec<f32>>;
 
-/// Steps that overlap where the schedule lets them: what each reported, and what a rank holds at the end.
+/// Runs steps that overlap if the schedule allows it. Returns the report of each, and the state of a rank at the end.
 pub fn advance(
     trainer: &mut Trainer,
     batches: &[Batch],
@@ -43,8 +43,9 @@ fn overlapping() -> impl Iterator<Item = &'static Case> {
     gpt2.filter(|case| ["zb_h2", "zb_v", "dualpipe_v"].contains(&case.schedule))
 }
 
-/// AdamW clips the first step of these models, and not every later one: the update of step 1 is taken back when step 2 has begun. In
-/// canonical numerics what is left must be, bit by bit, what steps leave that wait for their norm: those of one rank.
+/// AdamW clips the first step of these models, and not every later one: the update of step 1 is rolled back when step 2
+/// has begun. In canonical numerics the result must be, bit by bit, that of steps that wait for their norm: those of
+/// one rank.
 #[test]
 fn an_update_that_should_have_been_clipped_is_taken_back() {
     const STEPS: u64 = 4;
@@ -89,8 +90,8 @@ fn an_update_that_should_have_been_clipped_is_taken_back() {
     }
 }
 
-/// A loss that is not a number shows when the next step has begun: the weights are those before the bad step, and a good batch is
-/// taken afterwards.
+/// A loss that is not a number is noticed when the next step has begun. The weights are then those before the bad step,
+/// and training continues with a good batch.
 #[test]
 fn a_step_that_is_not_finite_is_taken_back_while_the_next_one_runs() {
     const PLACES: &str = "wpe.weight";
@@ -156,7 +157,7 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
         let case = Case { model, dp, tp, pp: 4, sequence_parallel, micros, ..Case::alone(model) };
         Case { schedule: "1f1b", ..case }
     };
-    // The case; ranks and layers of each stage.
+    // (the case, ranks of each stage, layers of each stage)
     let cases: [(Case, &[usize], &[usize]); 7] = [
         (of(&PLAIN, (1, 1), false, 4), &[3, 1], &[3, 1]),
         (of(&UNEVEN, (1, 1), false, 8), &[3, 1], &[4, 1]),
@@ -208,7 +209,7 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
     }
 }
 
-/// A schedule that somebody wrote down: a V over two ranks, one backward split and the others not.
+/// A hand-written schedule: a V over two ranks, with one split backward.
 #[test]
 fn a_schedule_of_ones_own_trains_as_one_rank() {
     let text = "name: mine\nranks: 2\nplacement: 0 1 1 0\nmicros: 2\n\
@@ -232,7 +233,8 @@ fn a_schedule_of_ones_own_trains_as_one_rank() {
     }
 }
 
-/// Where steps overlap, the peak of memory comes when the next one has begun: old weights, new ones, and activations of both.
+/// If steps overlap, the peak of memory is reached after the next one has begun: old weights, new ones, and activations
+/// of both.
 #[test]
 fn the_memory_of_overlapping_steps_is_predicted() {
     let streams = [stream(2, 2, 4, "pipedream"), stream(1, 4, 4, "pipedream_2bw"), stream(1, 4, 2, "pipedream")];

@@ -1,5 +1,5 @@
-//! The work is really split: every rank holds, computes and communicates what meta and record predict for it, call by call, and
-//! what closed formulas say.
+//! The work is really split: every rank holds, computes and communicates exactly what meta and record predict, call by
+//! call, and what closed formulas give.
 
 use crate::cases::{BATCH, Case, HIDDEN, PLAIN, SEQ, SGD};
 use crate::world::{RankUsage, Stepped};
@@ -9,14 +9,14 @@ use meshwork_train::config::Config;
 use meshwork_train::plan::predict;
 use std::collections::BTreeMap;
 
-/// Holds every rank against its prediction.
+/// Compares every rank with its prediction.
 #[track_caller]
 pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
     let config = case.config(more);
     for (rank, (report, usage)) in got.reports.iter().zip(&got.usage).enumerate() {
         let predicted =
             predict(&config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
-        // Where steps overlap, one alone has its peak before the next begins.
+        // If steps overlap, a single step has its peak before the next begins.
         let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes };
         let wanted = RankUsage { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
         assert_eq!(*usage, wanted, "{case}: rank {rank} against its prediction");
@@ -35,7 +35,7 @@ fn overlaps(case: &Case) -> bool {
     case.config("").pipeline.spec().is_ok_and(|spec| spec.overlaps_steps())
 }
 
-/// Holds every rank's log, and the sums over all ranks, against formulas.
+/// Compares every rank's log, and the sums over all ranks, with formulas.
 #[track_caller]
 pub fn assert_closed_forms(case: &Case, got: &Stepped, reference: &Stepped) {
     let config = case.config("");
@@ -158,8 +158,8 @@ fn two_ranks_of_tp_by_hand() {
     assert_eq!(calls(true), sequence_parallel);
 }
 
-/// Messages once waited for the end of the step before they let go of their memory, so that the peak of 1F1B grew with the number of
-/// micro-batches, which it is there to prevent.
+/// Messages used to keep their memory until the end of the step, so that the peak of 1F1B grew with the number of
+/// micro-batches, which 1F1B should prevent.
 #[test]
 fn the_peak_of_1f1b_does_not_grow_with_the_number_of_micro_batches() {
     let peaks = |micros: usize| -> Vec<u64> {
@@ -170,7 +170,7 @@ fn the_peak_of_1f1b_does_not_grow_with_the_number_of_micro_batches() {
         let config = Config::from_toml(&text).unwrap();
         (0..4).map(|rank| predict(&config, rank).unwrap().peak_bytes).collect()
     };
-    // But for the loss of each sample, an f64 that lies on the device until the step is over.
+    // Except for the loss of each sample, an f64 that stays on the device until the step is over.
     let losses = |micros: u64| 8 * micros;
     let without =
         |micros: usize| peaks(micros).into_iter().map(|peak| peak - losses(micros as u64)).collect::<Vec<_>>();

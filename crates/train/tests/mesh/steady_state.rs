@@ -1,4 +1,4 @@
-//! Memory comes from the system in the first two steps only: later ones live on what the arena has.
+//! Memory comes from the system in the first two steps only: later steps use only memory of the arena.
 
 use crate::cases::{ADAMW, Case, UNEVEN};
 use crate::world::{train, try_on_mesh};

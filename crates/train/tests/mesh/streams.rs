@@ -10,7 +10,7 @@ use meshwork_pipeline::lower;
 use meshwork_testkit::parity::{assert_close, norm_of_all};
 use meshwork_train::config::Config;
 
-/// Gradient descent without clipping: what the published equations of asynchronous training are written for.
+/// Gradient descent without clipping: the published equations of asynchronous training assume this.
 const LR: f32 = 0.5;
 pub const DESCENT: &str = "[optimizer]\nname = 'sgd'\nlr = 0.5\nmomentum = 0.0\nweight_decay = 0.0\n\
                        [training]\nmax_norm = 0.0\nglobal_batch_size = 16\n";
@@ -99,7 +99,7 @@ fn simulate(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, 
     (losses, versions.pop().unwrap())
 }
 
-/// Holds a stream of steps against the simulation, and its weight versions against what was promised.
+/// Compares a stream of steps with the simulation, and its weight versions with the predicted ones.
 fn check_stream(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, usize) -> usize) {
     check_config(case, &case.config(DESCENT), steps, per_update, version);
 }
@@ -170,7 +170,7 @@ fn pipedream_2bw_follows_its_equation() {
     }
 }
 
-/// Drained after every step, a stream starts anew from the weights that it left.
+/// A stream that is drained after every step starts anew from its last weights.
 #[test]
 fn a_stream_may_be_drained_between_steps() {
     let case = stream(2, 2, 4, "pipedream_2bw");
@@ -191,8 +191,8 @@ fn a_stream_may_be_drained_between_steps() {
     }
 }
 
-/// Weights have gone on by the time that a bad step is seen: the error does not promise those of before. Ranks see it at different
-/// times; the first to do so is the one that all of them name.
+/// Weights have been updated by the time that a bad step is noticed, so the error does not promise the old weights.
+/// Ranks notice it at different times; all of them name the first rank that did.
 #[test]
 fn a_step_that_is_not_finite_is_told_as_it_is() {
     for schedule in ["pipedream", "pipedream_2bw"] {

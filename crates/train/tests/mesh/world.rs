@@ -1,4 +1,4 @@
-//! Trainers on every rank of a mesh, and the whole model put together from what each rank holds.
+//! Trainers on every rank of a mesh, and the whole model, assembled from the parts of all ranks.
 
 use crate::cases::Case;
 use meshwork_core::comm::thread::{self, Options, WorldError};
@@ -25,7 +25,7 @@ pub fn try_on_mesh<T: Send>(
     })
 }
 
-/// The same on the devices that the configuration asks for, where nothing may fail.
+/// The same on the devices of the configuration; a failure panics.
 #[track_caller]
 pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, TrainError> + Sync) -> Vec<T> {
     let done = try_on_mesh(config, Options::default(), |_| config.device.open(config.training.dtype), body);
@@ -45,7 +45,7 @@ pub struct Piece {
     pub name: String,
     /// Elements of the whole parameter.
     pub whole: usize,
-    /// Runs of elements: where they start in the whole, and where they lie here.
+    /// Runs of elements: (start in the whole, range here).
     pub runs: Vec<(usize, Range<usize>)>,
     /// The weights, padding included.
     pub weights: Vec<f32>,
@@ -55,7 +55,7 @@ pub struct Piece {
     pub states: Vec<Vec<f32>>,
 }
 
-/// What a rank holds of every parameter of its stages.
+/// A rank's part of every parameter of its stages.
 pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
     let (rank, params) = (trainer.rank(), trainer.params());
     let declarations = params.declarations();
@@ -76,7 +76,7 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
     declarations.ids().map(piece).collect()
 }
 
-/// Puts whole parameters together from the pieces of all ranks: their weights, or their gradients.
+/// Assembles whole parameters from the pieces of all ranks: their weights, or their gradients.
 ///
 /// Ranks that hold the same element must hold the same bits, padding must be zero, and no element may be missing.
 pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &[f32]) -> BTreeMap<String, Vec<f32>> {
@@ -105,12 +105,12 @@ pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &[f
     wholes.into_iter().map(complete).collect()
 }
 
-/// What one step on a whole mesh gives.
+/// The results of one step on a whole mesh.
 #[derive(Debug)]
 pub struct Stepped {
-    /// Per rank, what the step reported.
+    /// Per rank, the report of the step.
     pub reports: Vec<StepReport>,
-    /// Per rank, what its meter usage.
+    /// Per rank, its memory and computation.
     pub usage: Vec<RankUsage>,
     /// Every gradient, whole.
     pub gradients: BTreeMap<String, Vec<f32>>,
@@ -118,7 +118,7 @@ pub struct Stepped {
     pub weights: BTreeMap<String, Vec<f32>>,
 }
 
-/// What one rank held and computed by the end of a step.
+/// The memory and computation of one rank by the end of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankUsage {
     /// Elements of its parameters.
@@ -157,7 +157,7 @@ pub fn step_of(name: &str, config: &Config, data: &Data) -> Stepped {
     Stepped { reports, usage, gradients, weights }
 }
 
-/// Holds two reports of one rank's step against each other, bit by bit but for the sign of zeros.
+/// Compares two reports of one rank's step, bit by bit except for the sign of zeros.
 #[track_caller]
 pub fn assert_same_report(what: &str, got: &StepReport, wanted: &StepReport) {
     for (call, (got, wanted)) in got.records.iter().zip(&wanted.records).enumerate() {
@@ -168,7 +168,7 @@ pub fn assert_same_report(what: &str, got: &StepReport, wanted: &StepReport) {
     assert_eq!(got.records.len(), wanted.records.len(), "{what}: number of calls");
 }
 
-/// Holds what two trainers of one rank hold against each other, bit by bit.
+/// Compares the parameters of two trainers of one rank, bit by bit.
 #[track_caller]
 pub fn assert_same_pieces(what: &str, got: &[Piece], wanted: &[Piece]) {
     assert_eq!(got.len(), wanted.len(), "{what}: number of parameters");

@@ -1,4 +1,4 @@
-//! A model that is trained in milliseconds, for the tests that compare whole runs.
+//! A model that trains in milliseconds, for tests that compare whole runs.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 

@@ -1,14 +1,14 @@
 //! Ranks that are threads of one process.
 //!
-//! - **No thread spins, and there are no progress threads.** An operation is done by its own members: the one that comes
-//!   last starts, and those that wait are woken to help if there is enough to do. If no member waits, the last one does
-//!   all of it, so that operations started early are done by the time they are waited for.
-//! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); cutting the work changes nothing.
+//! - **No thread spins, and there are no progress threads.** The members of an operation do its work: the one that
+//!   arrives last starts, and waiting members are woken to help if there is enough to do. If no member waits, the last
+//!   one does all of the work, so that operations started early are done by the time a rank waits for them.
+//! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); how the work is cut does not matter.
 //! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
-//!   panics; what a rank gets back from `wait` is its own again. There are no borrowed slices to revoke.
+//!   panics; a rank owns the buffer that it gets back from `wait`. There are no borrowed slices to revoke.
 //! - **Nothing hangs.** The first fault stops the world: every operation that is not done fails on every rank, with
-//!   that fault. Disagreement, panics, ranks that are gone and deadlocks (`watch.rs`) are noticed at once; a rank
-//!   that stands still is noticed after [`Options::timeout`].
+//!   that fault. Disagreement, panics, ranks that have ended and deadlocks (`watch.rs`) are noticed at once; a rank
+//!   without progress is noticed after [`Options::timeout`].
 //!
 //! A rank is one thread: its communicators may be used from others, but a wait on any thread counts as the rank's
 //! wait, and two such ranks may be reported as a deadlock although a third thread would have resolved it.
@@ -51,7 +51,7 @@ impl Default for Options {
 }
 
 /// The communicators of a world of `n` ranks, by rank: for ranks that run on threads of the caller. A rank that drops
-/// all its communicators is gone, and those that need it get an error.
+/// all its communicators has ended, and ranks that need it get an error.
 pub fn world(n: usize, options: Options) -> Vec<Arc<dyn Communicator>> {
     let world = Arc::new(World::new(n, options.timeout));
     (0..n).map(|rank| communicator(&world, rank)).collect()
@@ -61,7 +61,7 @@ fn communicator(world: &Arc<World>, rank: usize) -> Arc<dyn Communicator> {
     Arc::new(ThreadComm::of_world(RankLife::new(Arc::clone(world), rank)))
 }
 
-/// Runs `body` as `n` ranks, each on a thread of its own named `rank 0`, `rank 1`, ..., and gives their results.
+/// Runs `body` as `n` ranks, each on its own thread named `rank 0`, `rank 1`, ..., and returns their results.
 ///
 /// If a rank fails or panics, those that need it get an error instead of waiting, and the error of the whole says which
 /// rank failed first and why.
@@ -95,7 +95,8 @@ where
     let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
         let start = |(rank, group)| {
             let (world, body) = (&world, &body);
-            // Outlives a thread that does not start, so that the report says this, and not that its communicators are gone.
+            // Outlives a thread that does not start, so that the report says this, and not that its communicators were
+            // dropped.
             let _life = Group::clone(&group);
             let run = move || {
                 // Lives longer than the body, so that a panic is reported with its message.
@@ -104,7 +105,7 @@ where
             };
             let started = thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, run);
             started.map_err(|error| {
-                // Said at once: the ranks already started may be waiting for this one.
+                // Reported at once, because the ranks already started may be waiting for this one.
                 let error = format!("its thread did not start: {error}");
                 world.end(rank, Activity::Failed(error.clone()));
                 RankEnd::Panic(error)
@@ -123,8 +124,8 @@ where
     Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
 }
 
-/// Runs `body` on every rank of a mesh, each on a thread of its own, and gives their results by world rank: [`run`], with a
-/// [`Rank`] that has joined the mesh instead of the world's group.
+/// Runs `body` on every rank of a mesh, each on its own thread, and returns their results by world rank. Like [`run`],
+/// but with a [`Rank`] that has joined the mesh instead of the world's group.
 ///
 /// ```
 /// use meshwork_core::comm::thread;
@@ -161,7 +162,7 @@ where
 /// Runs one rank and tells the world how it ended.
 fn run_rank<T, E: Display>(world: &World, rank: usize, body: impl FnOnce() -> Result<T, E>) -> Result<T, RankEnd<E>> {
     let _core = pool::Core::of_rank();
-    // Unwind safe: nothing of the body is used after a panic, and the world keeps no half-done bookkeeping.
+    // Unwind safe: the body is not used after a panic, and the bookkeeping of the world is always complete.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(value)) => {
             world.end(rank, Activity::Returned);
@@ -203,16 +204,16 @@ impl<E: Display> Display for RankEnd<E> {
     }
 }
 
-/// Why a world failed: the first cause, and what became of each rank.
+/// Why a world failed: the first cause, and how each rank ended.
 #[derive(Debug)]
 pub struct WorldError<E> {
     /// The rank that failed first.
     pub rank: usize,
-    /// Why.
+    /// The cause.
     pub cause: String,
-    /// What stopped the other ranks, if any was stopped.
+    /// The fault that stopped the other ranks, if any was stopped.
     pub fault: Option<Arc<Fault>>,
-    /// How each rank failed; none for those that returned without an error.
+    /// How each rank failed; `None` for ranks that returned without an error.
     pub ends: Vec<Option<RankEnd<E>>>,
 }
 
@@ -236,7 +237,7 @@ fn first_line(text: &str) -> String {
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// What a rank was told, up to the cause, where it ends with the `cause` that the whole report begins with.
+/// The message of a rank without its end, if that is the `cause` with which the whole report begins.
 fn without_cause<'a>(text: &'a str, cause: &str) -> &'a str {
     match text.strip_suffix(cause) {
         Some(place) if !cause.is_empty() => {

@@ -1,8 +1,9 @@
-//! An operation in flight: who has posted, which pieces are claimed, who has taken the result.
+//! An operation in flight: which members have posted, which pieces are claimed, and which members have taken the
+//! result.
 //!
 //! Life of an operation: members post; with the last post it has a plan, whose pieces are claimed and done outside the
-//! lock; when all are done, each member takes its own post back, and with the last one the operation is gone. A fault
-//! stops claims; the memory goes when the pieces being done are over.
+//! lock; when all are done, each member takes its own post back, and the operation is removed with the last one. A
+//! fault stops claims; the memory is freed when the pieces in progress are over.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ impl Claim {
 
 #[derive(Debug)]
 enum Slot {
-    /// The member has not come yet.
+    /// The member has not posted yet.
     Missing,
     Posted {
         post: Post,
@@ -59,7 +60,7 @@ pub(super) struct Operation {
     /// receiver.
     pub(super) ranks: Vec<usize>,
     slots: Vec<Slot>,
-    /// The slot that came first: what the others are compared with.
+    /// The slot that posted first, with which the others are compared.
     first: usize,
     missing: usize,
     plan: Option<Arc<Plan>>,
@@ -87,7 +88,7 @@ impl Operation {
         self.missing == 0
     }
 
-    /// Whether the result is there.
+    /// Whether the result is complete.
     pub(super) fn is_done(&self) -> bool {
         self.plan.as_ref().is_some_and(|plan| self.done == plan.len())
     }
@@ -97,7 +98,7 @@ impl Operation {
         self.active == 0
     }
 
-    /// What the member in `slot` posted, if it is still there.
+    /// The call that `rank` posted, if the post is still there.
     pub(super) fn info(&self, rank: usize) -> Option<OpInfo> {
         let slot = self.ranks.iter().position(|&r| r == rank)?;
         match &self.slots[slot] {
@@ -106,8 +107,8 @@ impl Operation {
         }
     }
 
-    /// The first member found to be in something else than the member in `slot` with `post`: what it does, and
-    /// what the member in `slot` does, as far as they differ.
+    /// The first member whose operation differs from `post` of the member in `slot`: its operation, and that of the
+    /// member in `slot`, as far as they differ.
     pub(super) fn disagreement(
         &self,
         slot: usize,
@@ -139,7 +140,7 @@ impl Operation {
         })
     }
 
-    /// Takes a post that agrees with those before it. With the last one there is work to do.
+    /// Adds a post that agrees with the previous ones. With the last post the work can begin.
     pub(super) fn accept(&mut self, slot: usize, post: Post, info: OpInfo) {
         self.slots[slot] = Slot::Posted { post, info, detached: false };
         self.missing -= 1;
@@ -169,8 +170,8 @@ impl Operation {
         Some(Claim { key, plan: Arc::clone(plan), pieces })
     }
 
-    /// How many members could help the one that came last: one for each claim but its own first, and one for each core
-    /// but its own.
+    /// Number of members that could help the last one: at most one for each claim besides its own first, and one for
+    /// each core besides its own.
     pub(super) fn helpers(&self) -> usize {
         let Some(plan) = &self.plan else { return 0 };
         let next = |start: &usize| Some(plan.claim_end(*start)).filter(|&end| end < plan.len());
@@ -183,7 +184,7 @@ impl Operation {
         self.done += claim.pieces.len();
     }
 
-    /// Gives a member its post back, when the operation is done.
+    /// Returns a member's post to it, if the operation is done.
     pub(super) fn take(&mut self, slot: usize) -> Option<Post> {
         debug_assert!(self.idle() && self.is_done());
         match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
@@ -192,14 +193,14 @@ impl Operation {
         }
     }
 
-    /// Notes that a member will not take its post back.
+    /// Records that a member will not take its post back.
     pub(super) fn detach(&mut self, slot: usize) {
         if let Slot::Posted { detached, .. } = &mut self.slots[slot] {
             *detached = true;
         }
     }
 
-    /// Whether every member has taken its post, or will not: then a done operation can go.
+    /// Whether every member has taken its post, or will not. Then an operation that is done can be removed.
     pub(super) fn is_over(&self) -> bool {
         self.slots.iter().all(|slot| matches!(slot, Slot::Taken | Slot::Posted { detached: true, .. }))
     }

@@ -12,13 +12,14 @@ use half::{bf16, f16};
 
 use crate::dtype::Element;
 
-/// Elements reduced at a time: so few that each is in a register from its first read to its write. All ranks' buffers
-/// tend to lie at the same offset of a page, so that more of each would push the others out of the first-level cache.
+/// Number of elements reduced at a time: small enough that each is in a register from its first read to its write. All
+/// ranks' buffers tend to have the same offset in a page, so larger blocks would push each other out of the first-level
+/// cache.
 pub(super) const BLOCK: usize = 64;
 
 /// An element type that can be reduced.
 pub(super) trait Reduce: Element {
-    /// What sums are held in.
+    /// The type of sums.
     type Acc: Copy + Default;
 
     /// Elements as accumulators, in `room` if they are not already.
@@ -113,7 +114,7 @@ exact! {
 }
 rounded! {
     bf16: widen_bf16, narrow_bf16;
-    // Has its own machine instructions, which `half` uses where they exist.
+    // f16 has its own machine instructions, which `half` uses where they exist.
     f16: |from: &[f16; BLOCK], to: &mut [f32; BLOCK]| from.convert_to_f32_slice(to),
         |from: &[f32; BLOCK], to: &mut [f16; BLOCK]| to.convert_from_f32_slice(from);
 }
@@ -132,7 +133,7 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     for (to, from) in to.iter_mut().zip(from) {
         let bits = from.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-        // Setting the quiet bit keeps a NaN with a short payload from becoming infinite.
+        // Setting the quiet bit prevents a NaN with a short payload from becoming infinite.
         let nan = bits | 0x40_0000;
         let high = if from.is_nan() { nan } else { rounded };
         // A signed shift, because packing signed halves is what SSE2 can do.
@@ -140,11 +141,11 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// Where [`tree`] keeps sums. Made once for many blocks.
+/// Memory of [`tree`] for sums, made once for many blocks.
 pub(super) struct Scratch<A> {
-    /// What is not held as accumulators already.
+    /// Blocks that are not accumulators already.
     leaves: [[A; BLOCK]; 8],
-    /// Sums that wait for their right neighbours, and of how many ranks they are. Empty between blocks.
+    /// Sums that wait for their right neighbours, with their numbers of ranks. Empty between blocks.
     waiting: Vec<(usize, [A; BLOCK])>,
 }
 
@@ -154,11 +155,11 @@ impl<A: Copy + Default> Default for Scratch<A> {
     }
 }
 
-/// Reduces what `read` gives for each of `ranks` (at least one) by `f`, and hands the result to `put`.
+/// Reduces the elements that `read` returns for each of `ranks` (at least one) by `f`, and passes the result to `put`.
 ///
 /// Up to eight ranks, a power of two of them, are added up in registers. Beyond that, sums wait for their right
-/// neighbours: those of as many ranks join at once, which builds the tree from its leaves, and what is left joins from
-/// the right.
+/// neighbours: sums of equally many ranks are joined at once, which builds the tree from its leaves; the remaining ones
+/// are joined from the right.
 #[inline(always)]
 pub(super) fn tree<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
@@ -185,7 +186,7 @@ pub(super) fn tree<'a, T: Reduce>(
     }
 }
 
-/// Adds up the first of `ranks`, up to eight: as many as the largest power of two among them, which is given back.
+/// Adds up the first of `ranks`, up to eight: as many as the largest power of two. Returns that number.
 #[inline(always)]
 fn leaves<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
@@ -237,7 +238,7 @@ mod tests {
         result
     }
 
-    /// The tree of the whole workspace, which its own module holds to its definition.
+    /// The tree of the whole workspace, which its own module tests against its definition.
     fn by_definition(ranks: &[f32]) -> f32 {
         crate::tree::sum(ranks, |a, b| a + b).unwrap()
     }

@@ -14,7 +14,7 @@ use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport,
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) groups: Vec<GroupState>,
-    /// Cuts of a group: its number, and how many cuts were before.
+    /// Splits of a group, by its number and the number of earlier splits.
     splits: HashMap<(usize, u64), Vec<Part>>,
     ops: HashMap<Key, Operation>,
     pub(super) ranks: Vec<RankState>,
@@ -24,8 +24,8 @@ pub(super) struct State {
     pub(super) errands: Errands,
 }
 
-/// What is to be done once the lock is free: a rank that is woken needs the lock, and dropping memory may take long or
-/// call an arena.
+/// Work to be done after the lock is released: a woken rank needs the lock, and dropping memory may take long or call
+/// an arena.
 #[derive(Debug, Default)]
 pub(super) struct Errands {
     pub(super) wake: Vec<usize>,
@@ -48,11 +48,11 @@ pub(super) struct GroupState {
     collectives: Vec<u64>,
     /// Messages that each sender and receiver have started.
     messages: HashMap<(usize, usize), [u64; 2]>,
-    /// Cuts that each member has made.
+    /// Number of splits that each member has made.
     splits: Vec<u64>,
 }
 
-/// One part of a cut, as the members that came so far name it.
+/// One part of a split, as named by the members that have arrived.
 #[derive(Debug)]
 struct Part {
     name: String,
@@ -67,15 +67,15 @@ struct Part {
 pub(super) struct RankState {
     /// How it ended, if it did.
     pub(super) ended: Option<Activity>,
-    /// The operations that it is in the wait of: one, but for ranks with several threads.
+    /// The operations for which it waits: at most one, except for ranks with several threads.
     pub(super) waiting: Vec<Key>,
-    /// What it started last.
+    /// The operation that it started last.
     last: Option<(Key, OpInfo)>,
 }
 
-/// What a waiting rank does next.
+/// The next step of a waiting rank.
 pub(super) enum Step {
-    /// The operation is done: this is what the rank put in.
+    /// The operation is done; this is the rank's post.
     Done(Option<Post>),
     /// The world stopped.
     Failed(CommError),
@@ -144,7 +144,7 @@ impl State {
         Err(self.stop(FaultKind::SplitDisagreement { first, second }, site))
     }
 
-    /// Adds a member's part of an operation. Gives the operation and the member's slot in it.
+    /// Adds a member's part of an operation. Returns the operation and the member's slot in it.
     pub(super) fn post(
         &mut self,
         group: usize,
@@ -203,7 +203,7 @@ impl State {
         }
     }
 
-    /// What the rank in the wait of `key` does next.
+    /// The next step of the rank that waits for `key`.
     pub(super) fn step(&mut self, key: Key, slot: usize, site: &Site) -> Step {
         let Some(op) = self.ops.get_mut(&key) else {
             return Step::Failed(self.stopped(site));
@@ -229,12 +229,12 @@ impl State {
         }
     }
 
-    /// Whether a wait for the operation would be over at once.
+    /// Whether a wait for the operation would return at once.
     pub(super) fn is_over(&self, key: Key) -> bool {
         self.fault.is_some() || self.ops.get(&key).is_none_or(Operation::is_done)
     }
 
-    /// Notes that a member will not wait (any more).
+    /// Records that a member will not wait (any more).
     pub(super) fn detach(&mut self, key: Key, slot: usize) {
         if let Some(op) = self.ops.get_mut(&key) {
             op.detach(slot);
@@ -248,14 +248,14 @@ impl State {
         }
     }
 
-    /// Has ranks woken that wait for the operation.
+    /// Marks ranks that wait for the operation to be woken.
     fn wake_waiting(&mut self, key: Key, limit: usize) {
         let Some(op) = self.ops.get(&key) else { return };
         let waiting = |rank: &usize| self.ranks[*rank].waiting.contains(&key);
         self.errands.wake.extend(op.ranks.iter().copied().filter(waiting).take(limit));
     }
 
-    /// Notes the end of a rank, and stops the world if another rank waits for it.
+    /// Records the end of a rank, and stops the world if another rank waits for it.
     pub(super) fn end(&mut self, rank: usize, how: Activity) {
         if self.ranks[rank].ended.is_some() {
             return;
@@ -300,7 +300,7 @@ impl State {
         self.stop(FaultKind::Gone { rank, how }, site)
     }
 
-    /// Stops the world, and gives the error of the rank that noticed.
+    /// Stops the world, and returns the error of the rank that noticed.
     pub(super) fn stop(&mut self, kind: FaultKind, site: Site) -> CommError {
         let fault = self.poison(kind, Some(site.clone()));
         CommError::Stopped { site, fault }
@@ -309,7 +309,8 @@ impl State {
     fn stopped(&mut self, site: &Site) -> CommError {
         match &self.fault {
             Some(fault) => CommError::Stopped { site: site.clone(), fault: Arc::clone(fault) },
-            // An operation goes only with its last taker or with a fault, so a wait always finds one of them.
+            // An operation is removed only when its last member has taken its post, or by a fault, so a wait always
+            // finds the operation or a fault.
             None => self.stop(FaultKind::Gone { rank: site.world_rank, how: Activity::Computing }, site.clone()),
         }
     }
@@ -346,7 +347,7 @@ impl State {
         RankReport { rank, activity, site }
     }
 
-    /// Ranks without which `rank` cannot go on: it waits for operations that they have not posted.
+    /// Ranks without which `rank` cannot continue: it waits for operations that they have not posted.
     pub(super) fn awaited(&self, rank: usize) -> impl Iterator<Item = usize> {
         let ops = self.ranks[rank].waiting.iter().filter_map(|key| self.ops.get(key));
         ops.flat_map(Operation::missing)
@@ -354,7 +355,7 @@ impl State {
 }
 
 impl GroupState {
-    /// Where a member's next operation belongs: its key, and the member's slot.
+    /// The key of a member's next operation, and the member's slot in it.
     fn place(&mut self, group: usize, member: usize, op: &Op) -> (Key, usize) {
         let message = match *op {
             Op::Send { to, .. } => Some((member, to, 0)),

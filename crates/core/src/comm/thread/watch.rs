@@ -1,8 +1,8 @@
 //! Which rank waits for which: finds deadlocks at once, and after the timeout ranks that make no progress.
 //!
-//! A rank in a wait cannot go on before *all* members that its operation misses have posted, and cannot post anything
-//! itself. So a cycle of waits is a deadlock, and exact: it needs no timeout. What is left at the end of each chain of
-//! waits is a rank that computes; it is at fault if it makes no progress.
+//! A waiting rank cannot continue before *all* missing members of its operation have posted, and cannot post anything
+//! itself. So a cycle of waits is always a deadlock, and needs no timeout. Otherwise each chain of waits ends at a rank
+//! that computes; that rank is at fault if it makes no progress.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::state::State;
 use crate::comm::{CommError, FaultKind, Site};
 
 impl State {
-    /// The ranks that wait for each other, `start` among them, if it waits for itself.
+    /// The cycle of waits that contains `start`, if there is one.
     pub(super) fn cycle(&self, start: usize) -> Option<Vec<usize>> {
         // In most cases no awaited rank waits itself: then there is nothing to search.
         if !self.awaited(start).any(|rank| self.awaited(rank).next().is_some()) {
@@ -20,7 +20,7 @@ impl State {
         if !self.leads_to(start, start, &mut seen, &mut path) {
             return None;
         }
-        // From the lowest rank on, so that the message does not depend on which rank noticed.
+        // Begins with the lowest rank, so that the message does not depend on which rank noticed.
         let lowest = path.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(i, _)| i);
         path.rotate_left(lowest);
         Some(path)
@@ -63,7 +63,7 @@ impl State {
     }
 }
 
-/// One wait's view of the ranks that hold it up: since when each of them has not moved.
+/// For one wait, the ranks that it depends on, and since when each of them has made no progress.
 #[derive(Debug, Default)]
 pub(super) struct Watch(Vec<Still>);
 

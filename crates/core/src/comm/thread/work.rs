@@ -16,8 +16,8 @@ use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
 use crate::simd::Wide;
 
-/// Bytes read and written per claim: large against a wake-up, small against a bucket. An operation of at most this
-/// size is done by the rank that arrives last, and no rank is woken to help.
+/// Bytes read and written per claim: large compared with a wake-up, small compared with a bucket. An operation of at
+/// most this size is done by the rank that arrives last, and no rank is woken to help.
 const CLAIM_BYTES: usize = 256 << 10;
 
 /// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
@@ -27,7 +27,7 @@ const PIECES: usize = 32;
 /// before it is read, and these stores need not read what they overwrite.
 const STREAM_BYTES: usize = 24 << 20;
 
-/// Bytes copied to one target before the next gets them: what was read stays in the first-level cache.
+/// Bytes copied to one target before the next one, so that the source stays in the first-level cache.
 const COPY_BYTES: usize = 16 << 10;
 
 /// One rank's part in an operation: its call, and where its bytes are.
@@ -45,7 +45,7 @@ pub(super) struct Post {
 unsafe impl Send for Post {}
 
 impl Post {
-    /// Takes a checked call in. Its buffers must be on the host, and its output unique.
+    /// The post of a checked call. Its buffers must be on the host, and its output unique.
     pub(super) fn new(mut call: Call) -> Result<Post, CommError> {
         let target = match &mut call.output {
             Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
@@ -58,8 +58,8 @@ impl Post {
         Ok(Post { call, source, target })
     }
 
-    /// Delivers a whole message without copying it, if both ends own blocks of one size that nothing else refers to: they
-    /// trade the blocks, so that each rank owns as much memory as before.
+    /// Delivers a whole message without copying it, if both ends own blocks of the same size that nothing else refers
+    /// to. They swap the blocks, so that each rank owns as much memory as before.
     pub(super) fn trade(posts: &mut [&mut Post]) -> bool {
         let [Post { call: sender, .. }, Post { call: receiver, .. }] = posts else { return false };
         match (&sender.op, &mut sender.input, &mut receiver.output) {
@@ -78,7 +78,7 @@ impl Post {
     }
 }
 
-/// A range of elements to bring from some ranks to some ranks. Several sources are reduced to one value, which every
+/// A range of elements to copy from some ranks to some ranks. Several sources are reduced to one value, which every
 /// target gets.
 #[derive(Debug)]
 struct Piece {
@@ -91,7 +91,7 @@ struct Piece {
     count: usize,
 }
 
-/// All the work of an operation that every member has posted.
+/// The work of an operation that every member has posted.
 #[derive(Debug)]
 pub(super) struct Plan {
     dtype: DType,
@@ -99,7 +99,7 @@ pub(super) struct Plan {
     sources: Vec<*const u8>,
     targets: Vec<*mut u8>,
     pieces: Vec<Piece>,
-    /// Whether what is written bypasses the caches.
+    /// Whether writes bypass the caches.
     stream: bool,
 }
 
@@ -143,7 +143,7 @@ impl Plan {
             Op::Send { .. } | Op::Recv { .. } => plan.cut(0..1, 0, 1..2, 0, count),
             Op::Barrier => {}
         }
-        // Where an all-reduce writes to what it just read, that is in the cache already.
+        // An in-place all-reduce writes to memory that it has just read, which is in the cache already.
         let in_place = |post: &&Post| matches!(post.call.op, Op::AllReduce(_)) && post.call.input.is_none();
         let written: usize = plan.pieces.iter().map(|piece| piece.count * piece.targets.len()).sum();
         plan.stream = written * dtype.size() >= STREAM_BYTES && !posts.iter().any(in_place);
@@ -168,7 +168,7 @@ impl Plan {
         }
     }
 
-    /// Adds the pieces of one range. Where the cuts are depends on sizes alone, and changes no result.
+    /// Adds the pieces of one range. The cuts depend on sizes alone, and change no result.
     fn cut(&mut self, sources: Range<usize>, read_at: usize, targets: Range<usize>, write_at: usize, count: usize) {
         let element = self.dtype.size() * (sources.len() + targets.len());
         let step = (CLAIM_BYTES / element).max(count / PIECES).next_multiple_of(BLOCK);
@@ -199,7 +199,7 @@ impl Plan {
         start + rest.iter().position(enough).map_or(rest.len(), |last| last + 1)
     }
 
-    /// Does some pieces.
+    /// Executes some pieces.
     ///
     /// # Safety
     ///

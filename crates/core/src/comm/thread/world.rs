@@ -16,7 +16,7 @@ use crate::comm::{
 };
 use crate::pool;
 
-/// What the ranks of a world share.
+/// The state shared by the ranks of a world.
 pub(super) struct World {
     state: Mutex<State>,
     ranks: Vec<RankSignals>,
@@ -27,7 +27,7 @@ pub(super) struct World {
 #[derive(Default)]
 #[repr(align(64))]
 struct RankSignals {
-    /// Where the rank parks.
+    /// The rank parks here.
     wake: Condvar,
     /// Grows as long as the rank makes progress.
     beats: AtomicU64,
@@ -44,7 +44,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Frees the lock, then does what had to wait for that.
+    /// Releases the lock, then does the work that had to wait for that.
     fn release(&self, mut state: MutexGuard<'_, State>) {
         let errands = std::mem::take(&mut state.errands);
         drop(state);
@@ -65,7 +65,7 @@ impl World {
         self.ranks[rank].beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Notes how a rank ended; only its first end counts.
+    /// Records how a rank ended; only its first end counts.
     pub(super) fn end(&self, rank: usize, how: Activity) {
         self.with(|state| state.end(rank, how));
     }
@@ -81,7 +81,7 @@ impl World {
     /// Blocks until the operation is over for the member in `slot`.
     fn wait(&self, key: Key, slot: usize, site: &Site) -> Result<Buffer, CommError> {
         let (rank, mut watch) = (site.world_rank, Watch::default());
-        // Often enough that the timeout is met within a quarter of it.
+        // Often enough that a timeout is noticed at most a quarter of its duration late.
         let tick = (self.timeout / 4).max(Duration::from_millis(1));
         let mut state = self.lock();
         state.ranks[rank].waiting.push(key);
@@ -127,7 +127,7 @@ impl fmt::Debug for World {
     }
 }
 
-/// Held by all communicators and operations of a rank: when it is dropped, the rank takes no part any more.
+/// Held by all communicators and operations of a rank: when it is dropped, the rank has ended.
 #[derive(Debug)]
 pub(super) struct RankLife {
     world: Arc<World>,
@@ -188,7 +188,7 @@ impl Communicator for ThreadComm {
 
     fn start(&self, call: Call) -> Result<Pending, CommError> {
         let (world, rank, kind) = (&self.life.world, self.life.rank, call.op.kind());
-        // Again, although `Group` has checked: the pieces of work use pointers, and rely on it.
+        // Checked again, although `Group` has checked, because the pieces of work use pointers and rely on it.
         call.check(self.member, self.size()).map_err(|error| error.on(self, kind))?;
         world.beat(rank);
         let info = call.info(&self.ranks);

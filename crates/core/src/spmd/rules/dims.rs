@@ -4,12 +4,12 @@ use super::{Operand, Verdict, per_axis};
 use crate::spmd::{SpmdError, Ty, Types};
 use std::ops::Range;
 
-/// A linear map that moves dims: what becomes of a value sharded along a dim, `moved` says.
+/// A linear map that moves dims. `moved` gives the type of a value that is sharded along a dim.
 pub fn moves_dims(op: &str, x: Operand<'_>, moved: impl Fn(usize) -> Verdict) -> Result<Types, SpmdError> {
     per_axis(op, &[x], |_, types| types[0].dim().map_or(Ok(types[0]), &moved))
 }
 
-/// The sum over `dim`, which is gone afterwards. Over a sharded dim each rank has its share of it: `Partial`.
+/// The sum over `dim`, which is removed. Over a sharded dim each rank has its share of the sum: `Partial`.
 pub fn sum_over(op: &str, x: Operand<'_>, dim: usize) -> Result<Types, SpmdError> {
     moves_dims(op, x, |sharded| {
         Ok(match sharded {
@@ -31,7 +31,7 @@ pub fn part_of(op: &str, x: Operand<'_>, dim: usize) -> Result<Types, SpmdError>
     })
 }
 
-/// Dims `a` and `b` change places.
+/// Swaps dims `a` and `b`.
 pub fn transpose(op: &str, x: Operand<'_>, a: usize, b: usize) -> Result<Types, SpmdError> {
     moves_dims(op, x, |sharded| {
         Ok(Ty::Shard(match sharded {
@@ -42,10 +42,11 @@ pub fn transpose(op: &str, x: Operand<'_>, a: usize, b: usize) -> Result<Types, 
     })
 }
 
-/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, of as many elements.
+/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same
+/// number of elements.
 ///
-/// A sharded dim must be the first of the dims that it is merged with: only then are the elements of a rank one run of each
-/// merged dim. The first of those that they become is sharded.
+/// A sharded dim must be the first of the dims that it is merged with: only then are the elements of a rank one
+/// contiguous run of each merged dim. The first of the resulting dims is sharded.
 pub fn reshape(op: &str, x: Operand<'_>, from: &[usize], to: &[usize]) -> Result<Types, SpmdError> {
     let groups = reshaped_groups(from, to);
     moves_dims(op, x, |sharded| {
@@ -70,7 +71,7 @@ fn reshaped_groups(from: &[usize], to: &[usize]) -> Vec<(Range<usize>, Range<usi
     while i < from.len() || j < to.len() {
         let (first, second) = (i, j);
         let (mut held, mut made) = (1, 1);
-        // At least one dim of each, as far as there are any.
+        // At least one dim of each, if there are any.
         loop {
             if i < from.len() && (held <= made || j == to.len()) {
                 held *= from[i];

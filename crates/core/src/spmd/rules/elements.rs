@@ -4,7 +4,7 @@
 use super::{Operand, Verdict, not_partial, per_axis};
 use crate::spmd::{SpmdError, Ty, Types};
 
-/// The product `x · y`, element by element. It is linear in each of them, so one of them may be `Partial` where the other is
+/// The product `x · y`, element by element. It is linear in each operand, so one may be `Partial` if the other is
 /// `Replicate`:
 ///
 /// | x | y | x · y | gradient of x | gradient of y |
@@ -72,7 +72,7 @@ pub fn sample_loss(op: &str, x: Operand<'_>, targets: Operand<'_>) -> Result<Typ
     Ok(Types::of(&types.collect::<Vec<_>>()))
 }
 
-/// The type of a value made of the elements of `x` and `y` at the same place, neither of them `Partial`.
+/// The type of a value computed from the elements of `x` and `y` at the same place. Neither may be `Partial`.
 fn same_elements(x: Operand<'_>, y: Operand<'_>, tx: Ty, ty: Ty) -> Verdict {
     let lead = x.ndim.saturating_sub(y.ndim);
     let both = format!("{} is {tx} and {} is {ty}", x.name, y.name);

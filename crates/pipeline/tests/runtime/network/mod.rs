@@ -79,7 +79,8 @@ impl Layer {
 /// Learning rate of asynchronous schedules.
 const RATE: f32 = 0.1;
 
-/// What a run leaves: the loss of each micro-batch, the gradients of all layers in order since the last update, and their weights.
+/// The results of a run: the loss of each micro-batch, the gradients of all layers in order since the last update, and
+/// their weights.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
     pub losses: Vec<f32>,
@@ -113,7 +114,7 @@ pub fn serial(micros: usize) -> Outcome {
 }
 
 /// The oracle of asynchronous training, by the published equations: the k-th update adds up the gradients of `per_update`
-/// micro-batches, of which each is the gradient at the weights of `version(stage, micro)` updates, for `stages` equal stages.
+/// micro-batches, each at the weights after `version(stage, micro)` updates, for `stages` equal stages.
 pub fn serial_updates(
     micros: usize,
     per_update: usize,

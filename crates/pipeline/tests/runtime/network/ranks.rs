@@ -10,7 +10,7 @@ use std::thread;
 use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
 use meshwork_pipeline::{Event, Lowered, Phase, StageRunner, Tag, Transport, run};
 
-/// What goes wrong on purpose.
+/// An intended fault.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Fault {
     None,
@@ -30,7 +30,7 @@ pub enum Fault {
     SilentBack {
         stage: usize,
     },
-    /// Returns something where nobody waits.
+    /// Returns a message where no neighbour waits.
     Talkative {
         stage: usize,
     },
@@ -52,7 +52,7 @@ struct Chunk {
     /// The weights after each number of updates.
     versions: Vec<Vec<Layer>>,
     grads: Vec<Grad>,
-    /// Which version the forward of each micro-batch reads.
+    /// The version that the forward of each micro-batch reads.
     reads: Vec<usize>,
     kept: HashMap<usize, Kept>,
     losses: Vec<(usize, f32)>,
@@ -67,7 +67,7 @@ struct Kept {
     dys: Vec<Vec<f32>>,
 }
 
-/// How many activations all chunks of a rank keep: what the checker predicts.
+/// The number of activations that all chunks of a rank keep, which the checker predicts.
 #[derive(Clone, Default)]
 struct Live {
     keeps: bool,
@@ -165,7 +165,7 @@ impl StageRunner for Chunk {
 
 type Packet = (Tag, Vec<f32>);
 
-/// One channel per ordered pair of ranks. Dropping it closes them, which is how peers hear of a failure.
+/// One channel per ordered pair of ranks. Dropping it closes them, so that peers notice a failure.
 #[derive(Default)]
 struct Channels {
     to: Vec<Sender<Packet>>,
@@ -233,7 +233,7 @@ where
     })
 }
 
-/// What one stage leaves.
+/// The results of one stage.
 struct Part {
     stage: usize,
     losses: Vec<(usize, f32)>,
@@ -274,7 +274,7 @@ where
     run(lowered, rank, &mut chunks, &mut transport, &mut |event: Event| events.push(event))
         .map_err(|error| error.to_string())?;
 
-    // The interpreter did what it was told, in order, and kept as much as the checker had said.
+    // The interpreter ran the actions in order, and kept the predicted number of activations.
     let told = lowered
         .actions(rank)
         .iter()
@@ -292,7 +292,7 @@ where
     Ok(chunks.into_iter().map(part).collect())
 }
 
-/// What a rank says when nobody is at the other end of its transport.
+/// The error of a rank without peers at the other end of its transport.
 pub fn run_alone(lowered: &Lowered, rank: usize, stages: &[usize]) -> String {
     struct Nobody;
 

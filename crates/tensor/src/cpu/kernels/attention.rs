@@ -6,9 +6,9 @@
 //! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
 //! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
 //!
-//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, seq, 2, kv_heads, head_dim]`, of
-//! which several heads of queries share one of keys and values, whose `dK` and `dV` are the sums over them. Queries and
-//! keys may be [turned](Angles) by their positions first.
+//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, seq, 2, kv_heads,
+//! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
+//! them. Queries and keys may be [rotated](Angles) by their positions first.
 //!
 //! # The order of sums
 //!
@@ -21,27 +21,27 @@
 //! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0; then over
 //!   the heads of a group, in the [tree](meshwork_core::tree).
 //!
-//! What the mask hides is skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ`
-//! depend on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later
-//! positions, other heads, other samples, or who computed them.
+//! Masked elements are skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ` depend
+//! on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later positions,
+//! other heads, other samples, or the thread that computed them.
 //!
 //! # The precision
 //!
-//! In [`Precision::Bf16`] both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`,
-//! but also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does all
-//! that is between the products: softmax with its totals and `lse`, `D`, dropout; and turning, which comes before. `f64` stays
-//! `f64`.
+//! In [`Precision::Bf16`] both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`, but
+//! also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does
+//! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
+//! `f64` stays `f64`.
 //!
 //! # The work
 //!
-//! Groups of heads are shared among threads (without groups: heads); each is one thread's, products and all, and its keys and
-//! values are packed once. Forward: panels of as many queries as a tile
-//! is wide pass by the keys, with all their scores at once, a row for each key: a vector holds one key's scores of many
-//! queries, so that maxima, totals and exponentials need no sums within a vector. Backward: over blocks of 128 keys, and
-//! for each over blocks of 128 queries, so that what is written often stays in the L2 cache however long the sequence.
-//! On the diagonal both stop at a tile's edge.
+//! Groups of heads (without groups: heads) are distributed over threads. One thread computes all of a group, and packs
+//! its keys and values once. Forward: panels of queries, as wide as a tile, are multiplied with all keys, with a row of
+//! scores for each key. A vector holds one key's scores of many queries, so that maxima, totals and exponentials need
+//! no sums within a vector. Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that memory
+//! that is written often stays in the L2 cache, however long the sequence is. On the diagonal both stop at a tile's
+//! edge.
 //!
-//! A head's rows are short and far apart, so that no CPU foresees them: coming from memory they would take a third of the
+//! A head's rows are short and far apart, so no CPU prefetches them; loading them from memory would take a third of the
 //! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one fetch the rows of the
 //! next into the L2 cache, its gradients' too (see `ahead`), unless the sequence is too long for them to stay there.
 
@@ -74,7 +74,8 @@ const FORWARD_KEYS: usize = 256;
 /// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
 const BLOCK: usize = 128;
 
-/// Between rows of the backward's squares of scores: longer by a vector, so that rows do not all map to the same sets of the L1 cache.
+/// Distance between rows of the backward's squares of scores: one vector longer than a row, so that rows do not all map
+/// to the same sets of the L1 cache.
 const STRIDE: usize = BLOCK + VECTOR;
 
 /// The dims of one call.
@@ -97,7 +98,7 @@ pub struct Groups {
     pub size: usize,
     /// Heads of keys and values in memory.
     pub kv_heads: usize,
-    /// The one among them that the first heads of queries share; each of the others has the next.
+    /// The head of keys and values that the first heads of queries share; each following group has the next one.
     pub first: usize,
 }
 
@@ -123,7 +124,7 @@ impl Dropout {
     }
 }
 
-/// What the forward leaves for the backward.
+/// The results of the forward that the backward needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a, T> {
     /// The forward's input.
@@ -134,7 +135,7 @@ pub struct Saved<'a, T> {
     pub lse: &'a [T],
 }
 
-/// What the grouped forward leaves for the backward.
+/// The results of the grouped forward that the backward needs.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedGrouped<'a, T> {
     /// The forward's queries.
@@ -186,8 +187,8 @@ pub fn grouped_forward<T: Tiled>(
     grouped_forward_in(T::tiles(precision), dims, groups, angles, [q, kv], out, lse, dropout);
 }
 
-/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and dropout. Overwrites both, with zeros where
-/// nobody here reads a head of keys and values.
+/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and dropout. Overwrites both, with zeros
+/// for heads of keys and values that no head here reads.
 #[expect(clippy::too_many_arguments, reason = "as above")]
 pub fn grouped_backward<T: Tiled>(
     precision: Precision,
@@ -321,7 +322,7 @@ fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>>
     range.clone().step_by(len).map(move |start| start..range.end.min(start + len))
 }
 
-/// A range in as few pieces of at most `height` as it takes, all about as long.
+/// A range in the smallest number of pieces of at most `height`, all of about the same length.
 fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = range.len().div_ceil(height);
     let edge = move |piece: usize| range.start + piece * range.len() / pieces;

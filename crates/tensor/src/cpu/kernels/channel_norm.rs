@@ -11,7 +11,7 @@ use super::Float;
 use super::pointwise::assert_rows;
 use meshwork_core::simd::wide;
 
-/// What the statistics of a block come to, per channel.
+/// The statistics of a block, per channel.
 #[derive(Clone, Copy, Debug)]
 pub struct Channels<'a, T> {
     /// Mean of the channel's group.
@@ -77,7 +77,7 @@ pub fn affine_backward<T: Float>(dy: &[T], x: &[T], stats: Channels<'_, T>, dgam
     );
 }
 
-/// The means of `g` and of `g x̂`, per channel: zero where the statistics are given.
+/// The means of `g` and of `g x̂`, per channel; zero if the statistics are given.
 #[derive(Clone, Copy, Debug)]
 pub struct Means<'a, T> {
     /// Of `g`.

@@ -8,13 +8,13 @@ use meshwork_core::simd::wide;
 /// The mask of one global tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mask {
-    /// The stream that the mask is drawn from. A step, a layer and a use have keys of their own.
+    /// The stream that the mask is drawn from. Each step, layer and use has its own key.
     pub key: Key,
     /// Probability of dropping an element, in [0, 1).
     pub p: f32,
 }
 
-/// Where a local tensor lies in its global tensor; one entry per dim in each field.
+/// The place of a local tensor in its global tensor; one entry per dim in each field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {
     /// Elements held here.
@@ -76,7 +76,8 @@ impl Region<'_> {
         shape.iter().product()
     }
 
-    /// Local elements that are neighbours in the global tensor too: the trailing dims held whole, and one more.
+    /// Number of local elements that are also neighbours in the global tensor: the trailing dims held whole, and one
+    /// more.
     fn run_len(&self) -> usize {
         let whole = |d: &usize| self.shape[*d] as u64 == self.global[*d];
         let trailing = (0..self.shape.len()).rev().take_while(whole).count();

@@ -1,8 +1,8 @@
 //! Token and position embeddings.
 //!
-//! A token table may be a shard: it holds rows `first_row ..` of the vocabulary, as many as its length gives. Ids
-//! outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the shards is the
-//! whole lookup; that an id is in the vocabulary at all is checked by the caller.
+//! A token table may be a shard: it holds the rows of the vocabulary from `first_row` on; its length gives their
+//! number. Ids outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the
+//! shards is the whole lookup; the caller checks that an id is in the vocabulary at all.
 
 use super::Float;
 use super::pointwise::{add_assign, bias, bias_backward};
@@ -31,9 +31,9 @@ pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: u
     }
 }
 
-/// [`lookup_backward`] with the ids cut into `blocks` of one length: each is summed in the order of `i`, from zero, and the
-/// blocks are added up in the [tree](meshwork_core::tree). A block without a word adds nothing to the word's row: the same
-/// bits as if it added zeros, since no such sum is a negative zero.
+/// [`lookup_backward`] with the ids cut into `blocks` of one length: each is summed in the order of `i`, from zero, and
+/// the blocks are added up in the [tree](meshwork_core::tree). A block without a word adds nothing to the word's row.
+/// This gives the same bits as adding zeros, because no such sum is a negative zero.
 pub fn lookup_backward_tree<T: Float>(
     ids: &[i32],
     dout: &[T],
@@ -49,7 +49,7 @@ pub fn lookup_backward_tree<T: Float>(
     let held = |(i, &id): (usize, &i32)| Some((local_row(id, first_row, rows)?, i));
     let mut hits: Vec<(usize, usize)> = ids.iter().enumerate().filter_map(held).collect();
     hits.sort_unstable();
-    // Of one word: the blocks that have it, and their sums.
+    // For one word: the blocks that have it, and their sums.
     let (mut having, mut sums): (Vec<usize>, Vec<T>) = (Vec::new(), Vec::new());
     for hits in hits.chunk_by(|a, b| a.0 == b.0) {
         having.clear();
@@ -63,7 +63,7 @@ pub fn lookup_backward_tree<T: Float>(
             add_assign(&mut sums[at..], &dout[i * h..][..h]);
         }
         while having.len() > 1 {
-            // One level up: those that become the same subtree join.
+            // One level up, sums of the same subtree are joined.
             let mut kept = 0;
             for next in 0..having.len() {
                 let subtree = having[next] / 2;
@@ -105,7 +105,7 @@ fn local_row(id: i32, first_row: usize, rows: usize) -> Option<usize> {
     (row < rows).then_some(row)
 }
 
-/// Where rows `first .. first + s` lie in a table of `len` elements.
+/// The range of rows `first .. first + s` in a table of `len` elements.
 fn position_range(len: usize, first: usize, s: usize, h: usize) -> Range<usize> {
     let (from, to) = (first * h, (first + s) * h);
     assert!(to <= len, "positions {first} .. {} in a table of {len} elements, {h} a row", first + s);

@@ -1,8 +1,8 @@
 //! GELU in its tanh form, alone and fused with a bias (Hendrycks and Gimpel, arXiv:1606.08415).
 //!
 //! `gelu(x) = x/2 (1 + tanh u)` with `u = √(2/π) (x + 0.044715 x³)`. Since `(1 + tanh u)/2 = 1/(1 + e^(-2u))`, one
-//! exponential and one division do, with no cancellation in the tails. In f32 the value is within
-//! `1.5e-7 max(1, |x|)` of the exact tanh form and the derivative within 3e-7.
+//! exponential and one division are enough, with no cancellation in the tails. In f32 the value is within `1.5e-7
+//! max(1, |x|)` of the exact tanh form and the derivative within 3e-7.
 
 use super::Float;
 use super::pointwise::assert_rows;
@@ -105,7 +105,8 @@ fn gate<T: Float>(x: T) -> (T, T) {
     (if x > T::ZERO { near } else { far }, far * near)
 }
 
-/// `x` held within ±30, where `σ` has long been 0 or 1, so that `σ'`, which is zero there, meets no infinity. NaN stays NaN.
+/// `x` clamped to ±30, where `σ` is already 0 or 1, so that `σ'`, which is zero there, is not multiplied by infinity.
+/// NaN stays NaN.
 #[inline(always)]
 fn clamp<T: Float>(x: T) -> T {
     T::from_f64(30.0).smaller(T::from_f64(-30.0).larger(x))

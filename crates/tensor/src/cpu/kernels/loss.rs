@@ -3,10 +3,10 @@
 //! Row `i` of `logits[rows, width]` with target `t` adds `-ln p_t = lse - logits[i, t]`, where
 //! `lse = ln Σ_j e^{logits[i, j]}`; a negative target masks the row. `dlogits = (e^{logits - lse} - onehot(t)) scale`.
 //!
-//! Over a sharded vocabulary, each rank calls [`row_stats`], takes the maximum over the ranks, has its sums follow with
-//! [`rescale`], adds them up over the ranks with the target logits, and ends with [`finish`] and [`backward`]. The whole
-//! loss, [`forward`], is those steps with one shard, where nothing is left to rescale. Whether a target lies in the vocabulary at all is the caller's
-//! check where the vocabulary is sharded: no single shard can tell.
+//! Over a sharded vocabulary, each rank calls [`row_stats`], takes the maximum over the ranks, adjusts its sums with
+//! [`rescale`], adds them up over the ranks with the target logits, and ends with [`finish`] and [`backward`]. The
+//! whole loss, [`forward`], is the same with one shard, where nothing needs rescaling. If the vocabulary is sharded,
+//! the caller must check that a target is in the vocabulary at all, because no single shard can.
 
 use super::Float;
 use super::reduce;
@@ -15,13 +15,14 @@ use meshwork_core::simd::wide;
 /// The columns of the vocabulary that one `logits` buffer holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Columns {
-    /// Columns to look at.
+    /// Number of columns to use.
     pub width: usize,
     /// Columns of the buffer before these.
     pub skipped: usize,
     /// Columns of the buffer.
     pub pitch: usize,
-    /// Columns that are words; those from here to `width` are padding, which is never read and has gradient zero.
+    /// Number of columns that are words; the columns from here to `width` are padding, which is never read and has
+    /// gradient zero.
     pub valid: usize,
     /// The word of column 0.
     pub first: usize,
@@ -59,9 +60,9 @@ pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &
     finish(targets, &max, &sum_exp, &target_logit, lse)
 }
 
-/// Of the words held here: `max[i] = max_j logits[i, j]`, minus infinity if there are none;
+/// For the words held here: `max[i] = max_j logits[i, j]`, minus infinity if there are none;
 /// `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}`; and `target_logit[i] = logits[i, targets[i]]` if that word is held
-/// here, else 0. Overwrites all three. Both passes over a row come while it is in cache.
+/// here, else 0. Overwrites all three. Both passes over a row run while it is in the cache.
 pub fn row_stats<T: Float>(
     columns: Columns,
     logits: &[T],
@@ -79,7 +80,7 @@ pub fn row_stats<T: Float>(
             for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
                 let words = &logits[columns.skipped..][..columns.valid];
                 *max = reduce::max(words);
-                // Words of probability zero alone: measured from zero, their exponentials add up to 0 and not to NaN.
+                // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
                 let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
                 *sum_exp = reduce::sum(
                     words,

@@ -1,13 +1,13 @@
 //! Matrix products: our own for `f32` where the CPU has AVX-512 or AVX2, `matrixmultiply` elsewhere.
 //!
-//! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices
-//! of larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add
-//! the blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product
-//! that holds it (tested below), alone or [shared](gemm_shared) by any number of threads. From one implementation to the
-//! other they may differ. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
+//! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices of
+//! larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add the
+//! blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product that
+//! holds it (tested below), alone or [shared](gemm_shared) by any number of threads. Between the two implementations
+//! they may differ. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
 //!
-//! More than 400 lines: what the entry points assert is what the unsafe calls under them need, and that is read in one
-//! go.
+//! More than 400 lines: the assertions of the entry points are the requirements of the unsafe calls below, and both are
+//! read together.
 
 mod reduction_blocks;
 #[cfg(test)]
@@ -31,20 +31,21 @@ use std::thread::LocalKey;
 pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
     Full(&'a [T], Strides),
-    /// Stored in `bf16`, as [`round`](round::round) makes it of `f32`: for products of `f32` in [`Precision::Bf16`] alone,
-    /// the bits of which are the same with the operand in full.
+    /// Stored in `bf16`, by [`round`](round::round) from `f32`. Only for products of `f32` in [`Precision::Bf16`],
+    /// which give the same bits with the operand in full.
     Rounded(&'a [bf16], Strides),
 }
 
-/// What is done to the elements of a C with contiguous rows as soon as they are complete, while they are in the cache.
+/// An operation on the elements of a C with contiguous rows, done as soon as they are complete, while they are in the
+/// cache.
 #[derive(Debug)]
 pub enum Epilogue<'a, T> {
     /// Nothing.
     Nothing,
     /// `C[i, j] += bias[j]`: the bits of [`pointwise::bias`] after the product.
     Bias(&'a [T]),
-    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` lies as C does: the bits of [`gelu::bias_gelu`] after the
-    /// product, which stays in C.
+    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` has the layout of C: the bits of [`gelu::bias_gelu`] after
+    /// the product, which stays in C.
     BiasGelu(&'a [T], Stored<'a, T>),
     /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are even: the
     /// bits of [`swiglu::swiglu`] after the product, which stays in C.
@@ -78,29 +79,29 @@ pub fn gemm_in<T: Float>(
     serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
 }
 
-/// Products of fewer multiplications are not shared: at 50 per ns, 80 µs of work, of which waking a thread and packing
-/// apart would eat a good part.
+/// Products with fewer multiplications are not shared: at 50 per ns they are 80 µs of work, of which waking a thread
+/// and separate packing would take a large part.
 const SHARED: usize = 1 << 22;
 
-/// Up to so many words of B are packed at once for all threads: 8 MiB, which stay in the last cache.
+/// Up to this many words of B are packed at once for all threads: 8 MiB, which stay in the last-level cache.
 const PACKED: usize = 1 << 21;
 
 /// Columns of B packed at once for all threads before terms are cut.
 const COLUMNS: usize = 4 * gemm::N_BLOCK;
 
-/// Multiplications of a block of C, at most: about a millisecond, so that threads come and go soon.
+/// Largest number of multiplications of a block of C: about a millisecond, so that threads join and leave soon.
 const BLOCK: usize = 50 << 20;
 
-/// Blocks of C per thread, at least, so that one that comes late or is slow holds up the others little.
+/// Least number of blocks of C per thread, so that a late or slow thread delays the others little.
 const BLOCKS: usize = 4;
 
-/// Rows of C below which a block would not be worth reading a packed B for.
+/// With fewer rows of C, reading a packed B for a block is not worth it.
 const ROWS: usize = 28;
 
-/// [`gemm_in`] for a row-major C, then `epilogue`, shared with the threads that are free: the same bits.
+/// [`gemm_in`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
 ///
 /// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of it.
-/// Of a B that is too large for the cache, parts of its columns and terms have their turn one after the other.
+/// If B is too large for the cache, parts of its columns and terms are processed one after the other.
 pub fn gemm_shared<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
@@ -118,7 +119,7 @@ pub fn gemm_shared<T: Float>(
     }
 }
 
-/// [`gemm_shared`] of a product of at least one element and term, cut for so many threads.
+/// [`gemm_shared`] for a product of at least one element and term, cut for `threads` threads.
 #[expect(clippy::too_many_arguments, reason = "those of the product, and one")]
 fn cut<T: Float>(
     threads: usize,
@@ -137,7 +138,7 @@ fn cut<T: Float>(
     let path = T::path(precision);
     let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
     let rows = rows(threads, [m, columns, terms]);
-    // Not borrowed while other work may run on this thread.
+    // Taken out, because other work may run on this thread meanwhile.
     let mut packed = Packed { dims: [0, 0], memory: MEMORY.take() };
     for (j, columns) in parts(n, columns) {
         for (l, terms) in parts(k, terms) {
@@ -161,7 +162,8 @@ fn cut<T: Float>(
     MEMORY.set(packed.memory);
 }
 
-/// Rows of a block of C: as even as they come, so that every thread has as many, and none waits for another's last.
+/// Rows of a block of C: as even as possible, so that every thread has the same number of blocks and none waits for
+/// another's last one.
 fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
     let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
     m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
@@ -173,7 +175,7 @@ fn at_once(n: usize, k: usize) -> (usize, usize) {
     (terms, (PACKED / terms).next_multiple_of(gemm::N_BLOCK).min(n))
 }
 
-/// Cuts `0..len` into parts of so many and a rest: (start, length).
+/// Cuts `0..len` into parts of length `part` and a rest: (start, length).
 fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
 }
@@ -185,7 +187,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// The part from this row and column on: of no elements where there are none.
+    /// The part from this row and column on; empty if there are no elements.
     fn from(self, row: usize, column: usize) -> Self {
         let (row_stride, column_stride) = self.strides();
         let at = row * row_stride + column * column_stride;
@@ -195,7 +197,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// Panics unless this holds a matrix of so many rows and columns for a product in this precision.
+    /// Panics unless this holds a matrix of this number of rows and columns for a product in this precision.
     fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
         let len = match self {
             MatmulOperand::Full(x, _) => x.len(),
@@ -211,7 +213,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         assert_inside(name, rows, columns, self.strides(), len);
     }
 
-    /// Of an `f32`, where its elements begin.
+    /// The start of the elements of an `f32` operand.
     fn elements(self) -> (Elements, Strides) {
         match self {
             MatmulOperand::Full(x, strides) => (Elements::Full(x.as_ptr().cast()), strides),
@@ -219,7 +221,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// The elements as the product takes them.
+    /// The elements as the product reads them.
     fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
         match self {
             MatmulOperand::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
@@ -244,7 +246,8 @@ impl<T: Float> Epilogue<'_, T> {
         }
     }
 
-    /// Those of the consecutive parts of a C that are `len` elements long, from column j on: nothing unless `last`.
+    /// The epilogues of the consecutive parts of a C that are `len` elements long, from column j on: `Nothing` unless
+    /// `last`.
     fn parts(&mut self, len: usize, j: usize, last: bool) -> impl Iterator<Item = Epilogue<'_, T>> + Send {
         let (bias, out, halves) = match self {
             Epilogue::Bias(bias) if last => (Some(&bias[j..]), None, 2),
@@ -278,11 +281,11 @@ impl<T: Float> Epilogue<'_, T> {
 }
 
 thread_local! {
-    /// The packed operand of shared products that this thread began, as large as their largest.
+    /// Memory of the packed operand of shared products that this thread began, as large as the largest of them.
     static MEMORY: RefCell<Block> = RefCell::default();
 }
 
-/// A right operand as a path of ours packs it.
+/// A right operand as packed for one of our paths.
 struct Packed {
     dims: [usize; 2],
     memory: Block,
@@ -317,7 +320,7 @@ fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (pi
 #[derive(Clone, Copy)]
 enum Source<'a, T> {
     Strided(MatmulOperand<'a, T>),
-    /// Where there is a path.
+    /// Packed, if there is a path.
     Packed(&'a Packed),
 }
 
@@ -381,8 +384,8 @@ unsafe fn portable<T: Float>(
     unsafe { T::portable(dims, (a_slice.as_ptr(), a.strides()), (b_slice.as_ptr(), b.strides()), c, update) }
 }
 
-/// What is done to finished elements of C, unchecked. Everything lies as C does, whose rows are contiguous, pairs of them in
-/// SwiGLU.
+/// The unchecked form of an epilogue. Everything has the layout of C, whose rows are contiguous; in SwiGLU, pairs of
+/// its elements.
 #[derive(Clone, Copy)]
 enum Finish<T> {
     Nothing,
@@ -416,7 +419,7 @@ impl<T> OutSlot<T> {
         }
     }
 
-    /// So many elements from one on.
+    /// `len` elements from `at` on.
     ///
     /// # Safety
     /// They are there for as long as the result lives, and nobody else uses them.
@@ -501,12 +504,12 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     );
 }
 
-/// Sums that a thread has room for: as many as any tree on it had waiting, as long as the longest.
+/// Memory of a thread for waiting sums: for the largest number of waiting sums so far, each as long as the longest.
 type Sums<T> = RefCell<Vec<Vec<T>>>;
 
-/// What products differ in by element type.
+/// The parts of products that depend on the element type.
 pub trait Product: Sized + Copy + Send + Sync + 'static {
-    /// Our own implementation for this CPU: of `f32` alone.
+    /// Our own implementation for this CPU: only for `f32`.
     fn path(precision: Precision) -> Option<Path>;
 
     /// Whether the precision rounds operands.
@@ -515,7 +518,7 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// This thread's room for sums.
     fn sums() -> &'static LocalKey<Sums<Self>>;
 
-    /// An operand's element as the product takes it.
+    /// An operand's element as the product reads it.
     fn in_precision(self, precision: Precision) -> Self;
 
     /// The nearest `bf16` of each: [`round`](round::round), which only `f32` has. Panics otherwise.

@@ -2,16 +2,16 @@
 //!
 //! Slices are contiguous and row-major. Lengths are preconditions, asserted at the head of each function; the layer
 //! above validates shapes and reports typed errors. Every kernel is generic over [`Float`]: `f32` is the fast one,
-//! `f64` is there for finite differences. Serial: parallelism belongs to the caller.
+//! `f64` is for finite differences. Kernels are serial; the caller parallelises.
 //!
 //! **The bits of an output element depend only on the terms of its own sum and their order**, never on how many rows,
-//! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes
-//! parts alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
-//! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls
-//! give the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself, and
-//! then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`): every
-//! function and closure on the way from `wide` to the arithmetic is `#[inline(always)]`, without which the compiler may
-//! leave it outside, at the width of any x86-64.
+//! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes parts
+//! alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
+//! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls give
+//! the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself, and
+//! then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`):
+//! every function and closure on the way from `wide` to the arithmetic is `#[inline(always)]`, otherwise the compiler
+//! may not inline it, and compile it for the vector width of every x86-64.
 
 mod float;
 #[cfg_attr(

@@ -12,8 +12,8 @@ use super::reduce::{sum, sums};
 use super::round::Stored;
 use meshwork_core::simd::wide;
 
-/// Rows that go through each step together, so that no row waits for the sums, the root and the quotients of the one
-/// before; few enough to stay in the first cache.
+/// Number of rows that go through each step together, so that no row waits for the sums, the root and the quotients of
+/// the previous one; few enough to stay in the L1 cache.
 const TOGETHER: usize = 8;
 
 /// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three.
@@ -59,7 +59,7 @@ pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: Stored<'_,
     );
 }
 
-/// What the backward needs of the forward, and the gradient that comes in.
+/// The results of the forward that the backward needs, and the incoming gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a, T> {
     /// Gradient of `y[rows, n]`.
@@ -113,7 +113,7 @@ pub fn backward<T: Float>(
     );
 }
 
-/// The row length, after holding every length against it and the number of rows.
+/// The row length, after checking every length against it and the number of rows.
 fn row_len<T, const P: usize, const X: usize>(
     gamma: &[T],
     params: [usize; P],
@@ -201,7 +201,7 @@ mod tests {
             backward(saved, &c.gamma, (&mut dx, Update::Overwrite), &mut dgamma, &mut dbeta);
             let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| dot(&run(x, gamma, beta)[0], &c.dy);
             if n > 2 {
-                // With two elements y is a step function of x[0] - x[1]: differences say nothing.
+                // With two elements y is a step function of x[0] - x[1], so differences are meaningless.
                 check_gradient(&c.x, &dx, |x| loss(x, &c.gamma, &c.beta));
             }
             check_gradient(&c.gamma, &dgamma, |gamma| loss(&c.x, gamma, &c.beta));
@@ -213,7 +213,7 @@ mod tests {
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
-            // The gradients of the rows given, added to gamma and beta.
+            // The gradients of the given rows, added to those of gamma and beta.
             let grads = |dx: &mut [f32], rows: std::ops::Range<usize>, dgamma: &mut [f32], dbeta: &mut [f32]| {
                 let all = rows.start * n..rows.end * n;
                 let (mean, rstd) = (&mean[rows.clone()], &rstd[rows]);

@@ -1,4 +1,4 @@
-//! What the tests of all kernels share: data, tolerances, and gradients by finite differences.
+//! Shared by the tests of all kernels: data, tolerances, and gradients by finite differences.
 
 use super::Float;
 use crate::random::{fill_normal, key};
@@ -15,7 +15,7 @@ pub(super) fn widen(x: &[f32]) -> Vec<f64> {
     x.iter().map(|v| v.to_f64()).collect()
 }
 
-/// Whether every `|got - want|` is at most `tolerance * max(1, |want|)`, else the first that is not.
+/// Checks that every `|got - want|` is at most `tolerance * max(1, |want|)`, and names the first that is not.
 #[track_caller]
 pub(super) fn assert_close<T: Float>(got: &[T], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len());
@@ -31,7 +31,7 @@ pub(super) fn dot(x: &[f64], y: &[f64]) -> f64 {
     x.iter().zip(y).map(|(a, b)| a * b).sum()
 }
 
-/// Holds `gradient` against central differences of `f` at `x`, element by element, to 1e-7 relative.
+/// Compares `gradient` with central differences of `f` at `x`, element by element, to 1e-7 relative.
 #[track_caller]
 pub(super) fn check_gradient(x: &[f64], gradient: &[f64], f: impl Fn(&[f64]) -> f64) {
     const STEP: f64 = 1e-5;

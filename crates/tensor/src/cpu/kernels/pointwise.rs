@@ -66,12 +66,13 @@ pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
     );
 }
 
-/// The sum of the vectors of `n` elements in `x`, in the [tree](meshwork_core::tree), by `add(left, right)`, which adds the
-/// right one to the left one; it is left in the first of them. The others do not survive.
+/// The sum of the vectors of `n` elements in `x`, in the [tree](meshwork_core::tree), by `add(left, right)`, which adds
+/// the right one to the left one. The sum is in the first vector afterwards; the others are overwritten.
 pub fn tree_sum<T: Float>(x: &mut [T], n: usize, add: impl Fn(&mut [T], &[T])) {
     assert_rows(x.len(), n);
     let n = n.max(1);
-    // All pairs of neighbours, then all pairs of pairs: a value without a neighbour waits for the next round.
+    // First all pairs of neighbours, then all pairs of pairs, and so on; a value without a neighbour waits for the next
+    // round.
     let mut step = n;
     while step < x.len() {
         for pair in x.chunks_mut(2 * step).filter(|pair| pair.len() > step) {

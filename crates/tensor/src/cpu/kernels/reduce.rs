@@ -59,7 +59,7 @@ fn block_lanes<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T
     if x_rest.is_empty() { lanes } else { add_rest(lanes, [x_rest, y_rest, z_rest], f) }
 }
 
-/// Adds the last terms, fewer than a vector. Apart, so that whole vectors stay in registers.
+/// Adds the last terms, fewer than a vector. A separate function, so that whole vectors stay in registers.
 #[inline(never)]
 fn add_rest<T: Float, const K: usize>(
     mut lanes: [[T; LANES]; K],
@@ -74,7 +74,7 @@ fn add_rest<T: Float, const K: usize>(
     lanes
 }
 
-/// The largest element, minus infinity for an empty row. A NaN may be missed; the sums that follow see it.
+/// The largest element, minus infinity for an empty row. A NaN may be missed here; the following sums notice it.
 #[inline(always)]
 pub(super) fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [T::NEG_INFINITY; LANES];
@@ -90,7 +90,7 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
     fold_lanes(lanes, T::larger)
 }
 
-/// Each half a vector by itself: of a loop over widths the compiler makes scalars in memory.
+/// Each half of a vector has its own code, because the compiler would turn a loop over widths into scalars in memory.
 #[inline(always)]
 fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
     let by_8: [T; 8] = std::array::from_fn(

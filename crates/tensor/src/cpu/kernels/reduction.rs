@@ -1,13 +1,13 @@
 //! Sums over a dim, softmax along rows, squared errors.
 //!
-//! A sum runs over its terms in order, in f64, and is rounded once: its bits depend on the number of terms alone, whatever lies
-//! beside them.
+//! A sum runs over its terms in order, in f64, and is rounded once: its bits depend only on its terms, not on other
+//! elements.
 
 use super::{Float, reduce};
 use meshwork_core::simd::wide;
 use std::ops::Range;
 
-/// `out[o, i] = scale Σ_e x[o, e, i]` over a range of the middle dim, of so many. Overwrites.
+/// `out[o, i] = scale Σ_e x[o, e, i]` over a range of the middle dim, which has `extent` elements. Overwrites.
 pub fn sum<T: Float>(x: &[T], extent: usize, inner: usize, range: Range<usize>, scale: f64, out: &mut [T]) {
     let block = extent * inner;
     assert_eq!(x.len() * inner, out.len() * block, "elements of x against out");
@@ -128,7 +128,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// The documented order, element by element: nothing beside a sum changes it.
+        /// The documented order, element by element: other elements do not change a sum.
         #[test]
         fn sums_run_in_order(outer in 0..5_usize, extent in 0..20_usize, inner in 1..20_usize, from in 0.0..1.0) {
             let x: Vec<f32> = values("x", outer * extent * inner);

@@ -1,4 +1,4 @@
-//! The rectifier: `relu(x) = max(x, 0)`, whose derivative at 0 is taken for 0 (Glorot, Bordes and Bengio, 2011).
+//! The rectifier: `relu(x) = max(x, 0)`, whose derivative at 0 is defined as 0 (Glorot, Bordes and Bengio, 2011).
 
 use super::Float;
 use meshwork_core::simd::wide;

@@ -11,7 +11,7 @@ use super::reduce::{sum, sums};
 use super::round::Stored;
 use meshwork_core::simd::wide;
 
-/// Rows that go through each step together, as in layer norm.
+/// Number of rows that go through each step together, as in layer norm.
 const TOGETHER: usize = 8;
 
 /// `y[rows, n]` from `x[rows, n]`; saves `rstd[rows]`. Overwrites both.
@@ -48,7 +48,7 @@ pub fn forward<T: Float>(x: &[T], weight: &[T], eps: T, y: Stored<'_, T>, rstd: 
     );
 }
 
-/// What the backward needs of the forward, and the gradient that comes in.
+/// The results of the forward that the backward needs, and the incoming gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a, T> {
     /// Gradient of `y[rows, n]`.
@@ -91,7 +91,7 @@ pub fn backward<T: Float>(saved: Saved<'_, T>, weight: &[T], (dx, update): (&mut
     );
 }
 
-/// The row length, after holding every length against it and the number of rows.
+/// The row length, after checking every length against it and the number of rows.
 fn row_len<T, const X: usize>(weight: &[T], rstd: &[T], tensors: [usize; X]) -> usize {
     let (n, rows) = (weight.len(), rstd.len());
     assert!(n > 0, "a norm over no elements");
@@ -165,7 +165,7 @@ mod tests {
             backward(saved, &c.weight, (&mut dx, Update::Overwrite), &mut dweight);
             let loss = |x: &[f64], weight: &[f64]| dot(&run(x, weight)[0], &c.dy);
             if n > 1 {
-                // Of one element y is nearly its sign: differences say nothing.
+                // With one element y is nearly its sign, so differences are meaningless.
                 check_gradient(&c.x, &dx, |x| loss(x, &c.weight));
             }
             check_gradient(&c.weight, &dweight, |weight| loss(&c.x, weight));
@@ -177,7 +177,7 @@ mod tests {
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, rstd] = run(&c.x, &c.weight);
-            // The gradients of the rows given, that of the weight added to what was there.
+            // The gradients of the given rows; that of the weight is added to the old value.
             let grads = |dx: &mut [f32], update: Update, rows: std::ops::Range<usize>, dweight: &mut [f32]| {
                 let all = rows.start * n..rows.end * n;
                 let saved = Saved { dy: &c.dy[all.clone()], x: &c.x[all], rstd: &rstd[rows] };

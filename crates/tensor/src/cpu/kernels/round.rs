@@ -1,13 +1,13 @@
-//! Results stored in `bf16`: what products in [`Precision::Bf16`](super::matmul::Precision) alone read.
+//! Results stored in `bf16`, which only products in [`Precision::Bf16`](super::matmul::Precision) read.
 //!
-//! Such products round their operands anyway, and rounding twice changes nothing: an operand rounded when it is stored gives
-//! the same bits as one that is rounded when it is read, for half the memory.
+//! Such products round their operands anyway, and rounding twice changes nothing: an operand that is rounded when
+//! stored gives the same bits as one that is rounded when read, with half the memory.
 
 use super::Float;
 use super::gemm;
 use half::bf16;
 
-/// Elements computed at a time before they are rounded: they stay in the first cache.
+/// Number of elements computed at a time before they are rounded; they stay in the L1 cache.
 const PIECE: usize = 256;
 
 /// Elements that wait to be rounded, each vector of them in one cache line.
@@ -29,12 +29,12 @@ pub fn round(from: &[f32], to: &mut [bf16]) {
     gemm::round(from, to);
 }
 
-/// Where results go, as contiguous elements.
+/// The destination of results, as contiguous elements.
 #[derive(Debug)]
 pub enum Stored<'a, T> {
     /// In the type they are computed in.
     Full(&'a mut [T]),
-    /// Rounded by [`round`]: of `f32` alone.
+    /// Rounded by [`round`]; only for `f32`.
     Rounded(&'a mut [bf16]),
 }
 
@@ -48,7 +48,7 @@ impl<'a, T> Stored<'a, T> {
         }
     }
 
-    /// The same place for a shorter time.
+    /// The same destination, borrowed for a shorter time.
     pub fn reborrow(&mut self) -> Stored<'_, T> {
         match self {
             Stored::Full(to) => Stored::Full(to),
@@ -56,7 +56,7 @@ impl<'a, T> Stored<'a, T> {
         }
     }
 
-    /// The first elements, so many, and those after them. Panics if there are fewer.
+    /// The first `len` elements, and the elements after them. Panics if there are fewer.
     pub fn split_at(self, len: usize) -> (Stored<'a, T>, Stored<'a, T>) {
         match self {
             Stored::Full(to) => {
@@ -70,7 +70,7 @@ impl<'a, T> Stored<'a, T> {
         }
     }
 
-    /// Parts of so many elements, one after the other, the last of what is left. Panics if `len` is zero.
+    /// Consecutive parts of `len` elements; the last part has the rest. Panics if `len` is zero.
     pub fn chunks(self, len: usize) -> impl Iterator<Item = Stored<'a, T>> {
         assert!(len > 0, "parts of no elements");
         let mut rest = Some(self);
@@ -85,7 +85,7 @@ impl<'a, T> Stored<'a, T> {
 }
 
 impl<T: Float> Stored<'_, T> {
-    /// Fills it by `compute`, which is given the index of the first element and a place for some of them.
+    /// Fills it by `compute`, which gets the index of the first element and memory for some elements.
     ///
     /// Panics for rounded elements of another type than `f32`.
     #[inline(always)]
@@ -96,7 +96,7 @@ impl<T: Float> Stored<'_, T> {
                 let Piece(piece) = &mut Piece([T::ZERO; PIECE]);
                 let (whole, rest) = to.as_chunks_mut::<PIECE>();
                 let last = whole.len() * PIECE;
-                // A loop of its own, in which the compiler knows the length.
+                // A separate loop, in which the compiler knows the length.
                 for (i, to) in whole.iter_mut().enumerate() {
                     compute(i * PIECE, piece);
                     T::round(piece, to);

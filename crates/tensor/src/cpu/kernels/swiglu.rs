@@ -1,4 +1,4 @@
-//! SwiGLU (Shazeer, arXiv:2002.05202): `silu(gate) · up`, of pairs `(gate, up)` that lie side by side.
+//! SwiGLU (Shazeer, arXiv:2002.05202): `silu(gate) · up`, of pairs `(gate, up)` that are next to each other.
 //!
 //! `silu(x) = x σ(x)` with the logistic function `σ(x) = 1/(1 + e^(-x))`. In f32 the value of silu is within `1.5e-7 max(1, |x|)`
 //! of the exact one and its derivative within 3e-7.
@@ -117,7 +117,7 @@ mod tests {
             check_gradient(&x, &dx, |x| dot(&full(x), &dy));
         }
 
-        /// Vectors and what is left of them agree bit for bit with the element alone.
+        /// Whole vectors and the remainder agree bit for bit with the element alone.
         #[test]
         fn every_path_gives_the_bits_of_one_element(len in 0..70_usize) {
             let (x, dy): (Vec<f32>, Vec<f32>) = (values("x", 2 * len), values("dy", len));

@@ -1,15 +1,15 @@
 //! Patches of images and pooling, image after image, channels last.
 //!
-//! A window's rows are runs of `kernel width · channels` elements, contiguous in the image and in its patch; what lies
-//! beyond the edges is cut off a run, or zero in the patch. Sums into a pixel run over the windows that hold it, row by
-//! row: the order depends on the windows' extents alone.
+//! A window's rows are runs of `kernel width · channels` elements, contiguous in the image and in its patch; elements
+//! beyond the edges are cut off a run, or zero in the patch. Sums into a pixel run over the windows that hold it, row
+//! by row: the order depends on the windows' extents alone.
 
 use super::Float;
 use crate::kernel::Windows;
 use meshwork_core::simd::wide;
 use std::ops::Range;
 
-/// One row of a window that lies over the image, at least in part.
+/// One row of a window that overlaps the image.
 struct Run {
     /// Elements of the patch.
     patch: Range<usize>,
@@ -17,7 +17,7 @@ struct Run {
     pixels: Range<usize>,
 }
 
-/// Rows of the window `(i, j)`: the `wi`-th down and `wj`-th across.
+/// The rows of one window: the `wi`-th down and `wj`-th across.
 fn runs(windows: &Windows, wi: usize, wj: usize) -> impl Iterator<Item = Run> {
     let Windows { image: [height, width], channels, kernel: [down, across], stride, padding, .. } = *windows;
     // In padded coordinates the image begins at `padding`.
@@ -44,7 +44,7 @@ fn for_windows(windows: &Windows, mut each: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// Image by image: (what belongs to its pixels, what belongs to its windows, `n` elements each).
+/// Image by image: (the elements of its pixels, the elements of its windows, `n` for each).
 fn images<'a, X, Y>(w: &Windows, x: &'a [X], y: &'a mut [Y], n: usize) -> impl Iterator<Item = (&'a [X], &'a mut [Y])> {
     let per_image = w.over(1).rows() * n;
     assert_eq!([x.len(), y.len()], [w.samples * w.pixels(), w.samples * per_image], "elements of {w:?}");
@@ -132,7 +132,7 @@ pub fn max_pool<T: Float>(windows: &Windows, x: &[T], out: &mut [T]) {
     );
 }
 
-/// Whether x takes the place of the largest element before it: NaN does, and keeps it.
+/// Whether x replaces the largest element so far. NaN does, and is not replaced.
 #[inline(always)]
 #[expect(clippy::eq_op, reason = "only NaN is not equal to itself")]
 fn beats<T: Float>(x: T, best: T) -> bool {
@@ -243,7 +243,7 @@ mod tests {
                 let (image, kernel) = (image.into(), kernel.into());
                 let windows = Windows { samples, image, channels, kernel, stride, padding };
                 let reaches = windows.count().iter().all(|&count| count > 0);
-                // Windows that lie on padding alone have no maximum.
+                // Windows with only padding have no maximum.
                 (reaches && kernel.iter().all(|&kernel| padding < kernel)).then_some(windows)
             },
         )

@@ -1,4 +1,4 @@
-//! Values put together from slices, shares and replicas whose whole is known.
+//! Values assembled from slices, shares and replicas, where the whole is known.
 
 use super::super::program::Op;
 use super::*;
@@ -6,7 +6,8 @@ use meshwork_core::{Mesh, Types};
 use meshwork_tensor::param::{LocalSlice, ParamGroup};
 use meshwork_tensor::{Init, ParamSpec, Placement, Role, Shape};
 
-/// A program of one operation with one value, in micro-batches of 2 samples; it reads a parameter of those dims, cut over tp.
+/// A program of one operation with one value, in micro-batches of 2 samples. The operation reads a parameter of these
+/// dims, cut over tp.
 pub(in super::super) fn program(
     mesh: &str,
     types: &[(Axis, Ty)],
@@ -34,7 +35,7 @@ pub(in super::super) fn program(
     Program { mesh, ops: vec![op], parameters: parameter.map(spec).into_iter().collect(), samples: 2, batch: 8 }
 }
 
-/// What every rank holds, in each of so many micro-batches, as `value(coords, first sample, place)` says.
+/// The records of all ranks in each micro-batch, with the elements `value(coords, first sample, place)`.
 pub(in super::super) fn records(
     program: &Program,
     micros: usize,
@@ -47,7 +48,7 @@ pub(in super::super) fn records(
         let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
         Record { rank, coords, micro, first_sample, values: Values::F32(values) }
     };
-    // In an order that ranks do not keep.
+    // Not in the order of the ranks.
     let ranks = (0..program.mesh.world_size()).rev();
     ranks.flat_map(|rank| (0..micros).map(move |micro| (rank, micro))).map(|(rank, micro)| on(rank, micro)).collect()
 }

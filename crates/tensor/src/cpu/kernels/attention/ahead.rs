@@ -1,21 +1,22 @@
-//! What the next head reads and writes, fetched while this one is computed: rows of a few lines far apart, which no CPU
-//! foresees.
+//! Prefetches the memory that the next head reads and writes, while this one is computed: rows of a few lines far
+//! apart, which no CPU prefetches by itself.
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// A common second cache, in bytes.
+/// Bytes of a common L2 cache.
 const CACHE: usize = 1 << 20;
 
-/// Whether so many matrices of so many rows and columns stay in the second cache until they are needed.
+/// Whether `matrices` matrices of this size stay in the L2 cache until they are needed.
 pub(super) fn stay<T>(matrices: usize, [rows, columns]: [usize; 2]) -> bool {
     matrices * rows * columns * size_of::<T>() <= CACHE
 }
 
-/// Where something starts, and how far its rows are apart.
+/// The start of a matrix, and the distance of its rows.
 pub(super) type Start<T> = (*const T, usize);
 
-/// The lines of some matrices that are not fetched yet: of each matrix the first line of every row, then the second ones.
+/// The lines of some matrices that are not fetched yet. Of each matrix, the first line of every row comes first, then
+/// the second lines.
 pub(super) struct Ahead<'a, T> {
     matrices: &'a [Start<T>],
     rows: usize,
@@ -27,12 +28,14 @@ pub(super) struct Ahead<'a, T> {
 }
 
 impl<'a, T> Ahead<'a, T> {
-    /// Matrices of so many rows and columns each. Nothing is read but by prefetching, so they may be anywhere.
+    /// Matrices of this number of rows and columns each. They are only prefetched, so their addresses need not be
+    /// valid.
     pub(super) fn new(matrices: &'a [Start<T>], [rows, columns]: [usize; 2]) -> Ahead<'a, T> {
         Ahead { matrices, rows, lines: (columns * size_of::<T>()).div_ceil(LINE), line: 0, row: 0 }
     }
 
-    /// So many lines, each in a row of its own; past the last row they are of no use. `None` when there are no more.
+    /// The next `lines` lines, each in its own row; those past the last row are of no use. `None` when there are no
+    /// more.
     pub(super) fn take(&mut self, lines: usize) -> Option<Start<T>> {
         let (&(start, step), others) = self.matrices.split_first()?;
         let first = self.row * step + self.line * (LINE / size_of::<T>());

@@ -21,13 +21,14 @@ pub(super) fn group<T: Tiled>(
 ) {
     let (tiles, seq, head_dim, size) = (&call.tiles, call.dims.seq, call.dims.head_dim, call.groups.size);
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
-    // Of a longer head nothing is fetched ahead, and its gradients are summed where their rows lie close together.
+    // For a longer head, nothing is fetched ahead, and its gradients are summed in scratch, where their rows are close
+    // together.
     let in_place = ahead::stay::<T>(8, [seq, head_dim]);
     let ([by_feature, by_row], square) =
         ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let left = tiles.left_len([seq, head_dim]);
     let turned = if call.angles.is_some() { seq * head_dim } else { 0 };
-    // Sums of dK and dV over heads that wait for their right neighbours; the first lies where the gradient will.
+    // Sums of dK and dV over heads that wait for their right neighbours; the first is in the memory of the gradient.
     let waiting = size.ilog2() as usize + 1;
     let apart = waiting - usize::from(in_place);
     let lens = [
@@ -97,7 +98,7 @@ pub(super) fn group<T: Tiled>(
             }
             let mut gradient = q_grad.part(0..seq, head * head_dim);
             let q_sums = if in_place { gradient.part(0..seq, 0) } else { RowsMut::new(dq, head_dim) };
-            // As many sums wait as there are ones in the number of heads done.
+            // The number of waiting sums is the number of ones in the binary number of heads done.
             let slot = head.count_ones() as usize;
             let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [seq, head_dim]);
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
@@ -121,8 +122,8 @@ pub(super) fn group<T: Tiled>(
     });
 }
 
-/// Where the sums of dK and dV lie that wait in this place: the first in the gradients themselves or in scratch, those after it
-/// in scratch.
+/// The memory of the sums of dK and dV that wait in this place: the first in the gradients themselves or in scratch,
+/// the others in scratch.
 fn slots<'a, T>(
     slot: usize,
     in_place: bool,
@@ -138,7 +139,7 @@ fn slots<'a, T>(
     [RowsMut::new(k, head_dim), RowsMut::new(v, head_dim)]
 }
 
-/// Adds the sums that wait in place `right` to those in the place before it.
+/// Adds the waiting sums of place `right` to those of the place before it.
 fn join<T: Float>(
     right: usize,
     in_place: bool,
@@ -161,15 +162,15 @@ fn join<T: Float>(
     }
 }
 
-/// Rows that lie close together, to where they belong.
+/// Copies contiguous rows to their places.
 fn copy<T: Copy>(from: &[T], to: &mut RowsMut<'_, T>, head_dim: usize) {
     for (i, from) in from.chunks_exact(head_dim).enumerate() {
         to.row(i)[..head_dim].copy_from_slice(from);
     }
 }
 
-/// What the products of one head multiply: `Q` and `dO` from the left, transposed `K` and `V`, and `K`, `Q` and `dO` from the
-/// right.
+/// The operands of one head's products: `Q` and `dO` from the left, transposed `K` and `V`, and `K`, `Q` and `dO` from
+/// the right.
 struct Operands<'a, T> {
     q: Left<'a, T>,
     g: Left<'a, T>,
@@ -180,7 +181,7 @@ struct Operands<'a, T> {
     gs: Panels<'a, T>,
 }
 
-/// What one head knows of its rows.
+/// Values of one head for each of its rows.
 struct Rows<'a, T> {
     lse: &'a [T],
     /// `D` of the module's equations.
@@ -236,7 +237,7 @@ fn one_head<T: Tiled>(
             }
             let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
             for columns in panels(0..keys.len(), tiles.rows) {
-                // On the diagonal, queries before these keys have nothing for them; terms begin at an even one.
+                // On the diagonal, queries before these keys add nothing to them. Terms begin at an even one.
                 let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
                 let at = (first - queries.start) * STRIDE + columns.start;
                 for (scores, rows, sums) in [(&*p, gs, &mut v_sums), (&*ds, qs, &mut k_sums)] {
@@ -249,7 +250,7 @@ fn one_head<T: Tiled>(
         }
     }
     if let Some(angles) = call.angles {
-        // Each head by itself: ranks that share a group have the bits of one that holds it all.
+        // Each head is rotated back by itself, so ranks that share a group have the bits of one that holds all of it.
         angles.turn_back(&mut q_sums, seq, head_dim);
         angles.turn_back(&mut k_sums, seq, head_dim);
     }
@@ -266,7 +267,8 @@ fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2]
         for l in 0..VECTOR {
             let probability = (p[l] * scale - lse).exp();
             let gradient = probability * (ds[l] - d) * scale;
-            // Not by filling up the row beforehand: a load of what several stores just wrote waits for all that is before it.
+            // The row is not filled up beforehand, because a load of memory that several stores have just written waits
+            // for all of them.
             (p[l], ds[l]) = if (l as i32) < shown { (probability, gradient) } else { (T::ZERO, T::ZERO) };
         }
     }

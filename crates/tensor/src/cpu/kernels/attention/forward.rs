@@ -45,7 +45,7 @@ pub(super) fn group<T: Tiled>(
         let ks = tiles.left([seq, head_dim], (k, (k_read, 1)), k_words);
         let vs = tiles.pack([seq, head_dim], (v, (v_row, 1)), vs);
         for (head, lse) in lse.chunks_mut(seq.max(1)).enumerate() {
-            // The next head's rows: in the group those of its queries and outputs alone.
+            // The next head's rows: within the group, only those of its queries and outputs.
             let last = head + 1 == size;
             let [next_q, next_k, next_v] = in_memory;
             let (next_head, to_next) = (head_dim * (head + 1), to_next.filter(|_| last && fetch));
@@ -106,8 +106,8 @@ pub(super) fn group<T: Tiled>(
     });
 }
 
-/// The products of all keys up to a panel of queries, a row each, with those queries: what the mask keeps, and more up to
-/// a tile's edges.
+/// The products of all keys up to a panel of queries, a row each, with those queries: the pairs that the mask keeps,
+/// and more up to a tile's edges.
 fn products<T: Tiled>(
     tiles: &Tiles<T>,
     keys: Left<'_, T>,
@@ -116,7 +116,7 @@ fn products<T: Tiled>(
     mut to: RowsMut<'_, T>,
     ahead: &mut Ahead<'_, T>,
 ) {
-    // From there on, only the second vector of queries sees the keys.
+    // From this key on, only the second vector of queries sees the keys.
     let second = queries.start + tiles.lanes;
     let middle = second.min(queries.end);
     for (seen, first) in [(0..middle, queries.start), (middle..queries.end, second)] {

@@ -1,4 +1,4 @@
-//! A tensor whose heads lie interleaved, taken apart so that each can be written by another thread.
+//! Splits a tensor with interleaved heads, so that different threads can write different heads.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -42,7 +42,7 @@ impl<'a, T> RowsMut<'a, T> {
         RowsMut { start, rows: rows.len(), step: self.step, width: self.width - column, tensor: PhantomData }
     }
 
-    /// Where the first row starts and how far the rows are apart, for who writes `rows` by `columns` there.
+    /// The start of the first row and the distance of the rows, for writing `rows` by `columns` elements.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for vector instructions"))]
     pub(super) fn block(&mut self, [rows, columns]: [usize; 2]) -> (*mut T, usize) {
         assert!(rows <= self.rows && columns <= self.width, "{rows} by {columns} of {} by {}", self.rows, self.width);
@@ -87,7 +87,7 @@ unsafe impl<T: Send> Send for Start<T> {}
 mod tests {
     use super::*;
 
-    /// Every element is in one row of one head, where the layout says; parts of a head are its rows too.
+    /// Every element is in exactly one row of one head, at the place that the layout gives. The parts of a head are rows too.
     #[test]
     fn heads_take_the_tensor_apart() {
         let [samples, rows, heads, width] = [2, 3, 4, 5];

@@ -1,4 +1,4 @@
-//! Where the heads of one call lie, and which belong together.
+//! The layout of the heads of one call, and their groups.
 
 use super::super::Float;
 use super::rotary::Angles;
@@ -6,7 +6,7 @@ use super::tiles::Tiles;
 use super::{Dims, Dropout, Groups};
 use crate::cpu::kernels::dropout::Mask;
 
-/// What all heads of a call share.
+/// Values that all heads of a call share.
 #[derive(Clone, Copy)]
 pub(super) struct Call<'a, T> {
     pub(super) tiles: Tiles<T>,
@@ -21,11 +21,11 @@ pub(super) struct Call<'a, T> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Group {
     pub(super) sample: usize,
-    /// Which of the groups held here.
+    /// Index among the groups held here.
     pub(super) index: usize,
 }
 
-/// Where the heads of a tensor lie: head h begins in row i of sample s at `start + (s seq + i) row + h head_dim`.
+/// The places of the heads of a tensor: head h begins in row i of sample s at `start + (s seq + i) row + h head_dim`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     start: usize,
@@ -33,7 +33,8 @@ pub(super) struct Heads {
     pub(super) row: usize,
 }
 
-/// Where all of them lie: queries in one slice, keys and values in one, which may be the same, the output in another.
+/// The places of all heads: queries in one slice, keys and values in another one or the same, and the output in a
+/// separate one.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     pub(super) q: Heads,
@@ -120,7 +121,7 @@ impl<T: Float> Call<'_, T> {
 }
 
 impl Groups {
-    /// Every head its own.
+    /// Every head is its own group.
     pub(super) fn alone(dims: Dims) -> Self {
         Groups { size: 1, kv_heads: dims.heads, first: 0 }
     }

@@ -1,23 +1,23 @@
-//! Rotary position embeddings (Su et al., arXiv:2104.09864), applied to rows of queries and keys on their way into the cache
-//! where their products read them, and undone in their gradients.
+//! Rotary position embeddings (Su et al., arXiv:2104.09864), applied to rows of queries and keys when these are copied
+//! for their products, and undone in their gradients.
 
 use super::super::Float;
 use super::heads::RowsMut;
 use meshwork_core::simd::wide;
 
-/// Cosines and sines of the angles by which the features of a head turn, row by row `[positions, 2, head_dim / 2]`: those of
+/// Cosines and sines of the rotation angles of a head's features, row by row `[positions, 2, head_dim / 2]`: those of
 /// pair i, features i and i + head_dim / 2, at position p are elements i and i + head_dim / 2 of row p.
 #[derive(Clone, Copy, Debug)]
 pub struct Angles<'a, T>(pub &'a [T]);
 
 impl<T: Float> Angles<'_, T> {
-    /// Panics unless there are rows for so many positions of such heads.
+    /// Panics unless there are rows for `seq` positions of heads of this size.
     pub(super) fn check(&self, seq: usize, head_dim: usize) {
         assert!(head_dim.is_multiple_of(2), "a head of {head_dim} features, which are no pairs");
         assert!(self.0.len() >= seq * head_dim, "angles of {} elements for {seq} rows of {head_dim}", self.0.len());
     }
 
-    /// Rows of one head, `row` apart, turned by their positions; `to` holds them one after the other.
+    /// Rotates the rows of one head, `row` apart, by their positions; `to` gets them one after the other.
     pub(super) fn turn(self, (from, row): (&[T], usize), head_dim: usize, to: &mut [T]) {
         let half = head_dim / 2;
         wide(
@@ -38,7 +38,7 @@ impl<T: Float> Angles<'_, T> {
         );
     }
 
-    /// The rows of one head turned back, in place: the gradient before the turn from that after it.
+    /// Rotates the rows of one head back, in place: the gradient before the rotation from the gradient after it.
     pub(super) fn turn_back(self, rows: &mut RowsMut<'_, T>, seq: usize, head_dim: usize) {
         let half = head_dim / 2;
         wide(
@@ -61,7 +61,7 @@ mod tests {
     use super::super::super::oracle::{assert_close, values};
     use super::*;
 
-    /// Pairs turn by their angles, and back to where they were; other elements stay.
+    /// Pairs rotate by their angles, and back to their values; other elements do not change.
     #[test]
     fn pairs_turn_and_turn_back() {
         let (seq, head_dim, row) = (5, 6, 9);

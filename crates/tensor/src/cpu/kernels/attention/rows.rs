@@ -1,5 +1,5 @@
-//! What happens to rows besides the products: softmax, a vector of queries at a time, and with instructions what the
-//! compiler makes scalars of.
+//! Operations on rows besides the products: softmax, for a vector of queries at a time. Loops that the compiler does
+//! not vectorise use vector instructions.
 
 use super::super::Float;
 use super::FORWARD_KEYS;
@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 /// Queries whose scores are worked on at a time.
 pub(super) const VECTOR: usize = 16;
 
-/// The scores of a vector of queries: a row for each key, `stride` apart, of which `scores` begins with the first.
+/// The scores of a vector of queries: a row for each key, `stride` apart, beginning with the first element of `scores`.
 #[inline(always)]
 fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VECTOR]> {
     scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
@@ -44,7 +44,7 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: 
                     for l in 0..VECTOR {
                         scores[l] = ((scores[l] - max[l]) * scale).exp();
                     }
-                    // A loop of its own, short enough for sums in registers.
+                    // A separate loop, short enough to keep the sums in registers.
                     for l in 0..VECTOR {
                         sum[l] += scores[l];
                     }

@@ -1,29 +1,29 @@
-//! Heads handed out so that a thread's next one is the neighbour of its last: what it needs next is known before it asks.
+//! Distributes heads so that a thread's next head is the neighbour of its last one, and is known in advance.
 
 use std::collections::VecDeque;
 use std::thread::{self, ThreadId};
 
-/// Items in runs of neighbours, one run for each thread to begin with. A thread takes its run from the front; when that is
-/// empty a run that nobody has begun, then the back half of the longest.
+/// Items in runs of neighbours, one run for each thread to begin with. A thread takes items from the front of its run.
+/// When that is empty, it takes a run that no thread has begun, then the back half of the longest run.
 pub(super) struct Runs<T> {
     runs: Vec<Run<T>>,
 }
 
 struct Run<T> {
-    /// Whose it is, once begun.
+    /// The thread that owns the run, once begun.
     thread: Option<ThreadId>,
     items: VecDeque<T>,
 }
 
 impl<T> Runs<T> {
-    /// So many items in about as long runs.
+    /// `len` items in runs of about the same length.
     pub(super) fn new(len: usize, mut items: impl Iterator<Item = T>, threads: usize) -> Runs<T> {
         let run = |run: usize| run * len / threads..(run + 1) * len / threads;
         let runs = (0..threads).map(|at| Run { thread: None, items: items.by_ref().take(run(at).len()).collect() });
         Runs { runs: runs.collect() }
     }
 
-    /// The run of which this thread takes an item, if any is left.
+    /// The run from which this thread takes its next item, if any is left.
     fn run(&mut self) -> Option<&mut Run<T>> {
         let me = Some(thread::current().id());
         let left = |owner| move |run: &Run<T>| run.thread == owner && !run.items.is_empty();
@@ -43,7 +43,7 @@ impl<T> Runs<T> {
 }
 
 impl<T> Iterator for Runs<T> {
-    /// An item, and whether the one that followed it is this thread's next, unless somebody takes it who has nothing else.
+    /// An item, and whether its neighbour will be this thread's next item, unless an idle thread takes that first.
     type Item = (T, bool);
 
     fn next(&mut self) -> Option<(T, bool)> {
@@ -62,7 +62,7 @@ impl<T> Iterator for Runs<T> {
 mod tests {
     use super::*;
 
-    /// A thread alone gets every item once and in order, and is told of each neighbour in a run.
+    /// A single thread gets every item once and in order, and knows each neighbour in a run.
     #[test]
     fn one_thread_takes_run_after_run() {
         for (len, threads) in [(0, 1), (1, 3), (7, 2), (8, 3)] {
@@ -75,7 +75,7 @@ mod tests {
         }
     }
 
-    /// A second thread begins the second run; who has nothing left takes the back half of what another has.
+    /// A second thread begins the second run; a thread without items takes the back half of another run.
     #[test]
     fn threads_keep_to_their_runs_and_help_each_other() {
         let mut runs = Runs::new(12, 0..12, 2);

@@ -1,4 +1,4 @@
-//! Memory of the calling thread for one head at a time. It grows to what the largest head needed and stays.
+//! Memory of the calling thread for one head at a time. It grows to the size for the largest head and is kept.
 
 use meshwork_core::Block;
 use std::cell::RefCell;
@@ -10,7 +10,7 @@ thread_local! {
     static SCRATCH: RefCell<Block> = RefCell::default();
 }
 
-/// Calls `f` with pieces of these lengths, whose contents are anything. Not to be nested.
+/// Calls `f` with pieces of these lengths, with unspecified contents. Calls must not be nested.
 pub(super) fn with<T: bytemuck::Pod, const N: usize, R>(lens: [usize; N], f: impl FnOnce([&mut [T]; N]) -> R) -> R {
     let sizes = lens.map(|len| (len * size_of::<T>()).next_multiple_of(LINE));
     SCRATCH.with_borrow_mut(|block| {

@@ -26,7 +26,7 @@ fn dropout(p: f32) -> Dropout {
     Dropout { mask: Mask { key: key(5, "attention"), p }, first_sample: 3, first_head: 2, global_heads: 9 }
 }
 
-/// Output and lse. Every buffer starts as NaN: what is not overwritten shows.
+/// Output and lse. Every buffer starts as NaN, so that elements that are not overwritten are noticed.
 fn run<T: Tiled>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
     run_in(T::tiles(Precision::F32), d, qkv, dropout)
 }
@@ -51,7 +51,7 @@ fn run_backward_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dout: &[T], dr
     dqkv
 }
 
-/// Where position `i` of a part and head of a sample is in `[batch, seq, parts, heads, head_dim]`.
+/// The range of position `i` of a part and head of a sample in `[batch, seq, parts, heads, head_dim]`.
 fn part(d: Dims, parts: usize, [b, i, part, h]: [usize; 4]) -> Range<usize> {
     let start = (((b * d.seq + i) * parts + part) * d.heads + h) * d.head_dim;
     start..start + d.head_dim
@@ -212,7 +212,7 @@ fn f32_gradients_are_accurate() {
     assert_close(&dqkv, &want, 5e-6);
 }
 
-/// Very large scores: one key takes all, nothing overflows.
+/// With very large scores, one key has all the weight and nothing overflows.
 #[test]
 fn large_scores_do_not_overflow() {
     let d = dims([1, 3, 1, 1]);

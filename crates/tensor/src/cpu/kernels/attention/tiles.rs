@@ -1,13 +1,12 @@
-//! Products in tiles: attention multiplies small blocks whose operands it packs once per head, and skips what the mask
-//! hides to within a tile.
+//! Products in tiles: attention multiplies small blocks whose operands it packs once per head, and skips masked tiles.
 //!
-//! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read as it
-//! lies in [`Precision::F32`]; in [`Precision::Bf16`] it is rounded first, once a head or once a product. A packed or
+//! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read in place
+//! in [`Precision::F32`]; in [`Precision::Bf16`] it is rounded first, once a head or once a product. A packed or
 //! rounded operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles
-//! are those of [`gemm`](super::super::gemm): an element is one chain of fused
-//! multiply-adds over its terms in order, from zero, which is then added to C or replaces it; the same bits with
-//! AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain loop sums in the same order, not fused. A product of two `bf16`
-//! is exact in `f32`, so that of rounded operands all kinds make the same bits, but for subnormal numbers.
+//! are those of [`gemm`](super::super::gemm): an element is one chain of fused multiply-adds over its terms in order,
+//! from zero, which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in
+//! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so that of rounded
+//! operands all kinds make the same bits, but for subnormal numbers.
 
 use super::super::Float;
 #[cfg(target_arch = "x86_64")]
@@ -25,7 +24,8 @@ use super::rows::dot;
 use super::rows::dot_avx512;
 use std::ops::Range;
 
-/// Rows of B copied at a time where its rows are contiguous: few streams, each as long as a row. Even, for whole words.
+/// Number of rows of B copied at a time if its rows are contiguous: few streams, each as long as a row. Even, for whole
+/// words.
 const COPIED_ROWS: usize = 16;
 
 /// Columns of the widest tile of any CPU.
@@ -41,7 +41,7 @@ type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, 
 /// beyond the last column and the last term. The caller knows that this CPU can.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
 
-/// Rounds `[rows, terms]` of A to words, rows to rows, where A is not read as it lies. The caller knows that this CPU can.
+/// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller knows that this CPU can.
 type RoundFn<T> = unsafe fn([usize; 2], Rows<&[T]>, Rows<&mut [T]>);
 
 /// How this CPU multiplies tiles of `T`.
@@ -53,7 +53,7 @@ pub(super) struct Tiles<T> {
     pub(super) lanes: usize,
     /// Terms of a packed word.
     terms: usize,
-    /// Whether A is read as it lies.
+    /// Whether A is read in place.
     in_place: bool,
     tile: TileFn<T>,
     pack: PackFn<T>,
@@ -103,7 +103,7 @@ impl<T: Float> Tiles<T> {
         terms.div_ceil(self.terms) * columns.next_multiple_of(self.width())
     }
 
-    /// Elements that the words of an A, `[rows, terms]`, need.
+    /// Number of elements for the words of an A, `[rows, terms]`.
     pub(super) fn left_len(&self, [rows, terms]: [usize; 2]) -> usize {
         if self.in_place { 0 } else { rows.next_multiple_of(self.lanes) * terms.div_ceil(self.terms) }
     }
@@ -200,13 +200,13 @@ pub(super) struct Left<'a, T> {
 }
 
 impl<T> Left<'_, T> {
-    /// From this row and this term, an even one, on.
+    /// The operand from this row and this term (an even one) on.
     pub(super) fn from(self, row: usize, term: usize) -> Self {
         Left { a: &self.a[row * self.strides.0 + term / self.terms * self.strides.1..], ..self }
     }
 }
 
-/// Holds a tile against its slices.
+/// Checks a tile against its slices.
 fn check<T>([rows, columns, words]: [usize; 3], (a, (a_row, a_step)): (&[T], Strides), (b, b_step): Rows<&[T]>) {
     assert!(rows > 0 && columns > 0 && words > 0, "a tile of {rows} by {columns}, {words} words");
     // Strides are extents of slices in memory, far from overflow.
@@ -214,7 +214,7 @@ fn check<T>([rows, columns, words]: [usize; 3], (a, (a_row, a_step)): (&[T], Str
     assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
 }
 
-/// There is no path elsewhere.
+/// There is no path on other architectures.
 #[cfg(not(target_arch = "x86_64"))]
 fn vectors(path: Path) -> Tiles<f32> {
     match path {}
@@ -364,7 +364,7 @@ fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows
     }
 }
 
-/// A [`RoundFn`] where A is read as it lies.
+/// A [`RoundFn`] if A is read in place.
 fn as_it_lies<T>(_: [usize; 2], _: Rows<&[T]>, _: Rows<&mut [T]>) {
     unreachable!("words of an operand that needs none");
 }

@@ -1,7 +1,7 @@
 //! The product's kernels for `avx2` and `fma`: tiles of up to 6 by 16, two vectors of 8 a row.
 //!
-//! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: a mask would not fit as
-//! well, so tiles at the right edge, whose last vector is masked, are functions of their own.
+//! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: there is no register for a
+//! mask, so tiles at the right edge, whose last vector is masked, are separate functions.
 
 use super::{Elements, Micro, Strip, Tile};
 use std::arch::x86_64::*;
@@ -102,7 +102,7 @@ unsafe fn load(masked: bool, mask: __m256i, from: *const f32) -> __m256 {
     unsafe { if masked { _mm256_maskload_ps(from, mask) } else { _mm256_loadu_ps(from) } }
 }
 
-/// A mask of so many lanes, or of all if there are fewer.
+/// A mask of the first `lanes` lanes, or of all if there are fewer.
 #[target_feature(enable = "avx2,fma")]
 fn first_lanes(lanes: usize) -> __m256i {
     let lanes = _mm256_set1_epi32(lanes.min(LANES) as i32);

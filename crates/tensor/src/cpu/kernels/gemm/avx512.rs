@@ -3,7 +3,7 @@
 //! For `avx512bf16` the same with two terms of `bf16` in a word, the first in the upper half.
 //!
 //! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
-//! into one with the same target features, and a closure is not one: there are none here.
+//! into one with the same target features. Closures do not have them, so there are none here.
 //!
 //! More than 400 lines: one set of instructions, whose packed words are read by the tiles beside them.
 
@@ -154,7 +154,7 @@ fn words(x: __m512bh) -> __m512 {
     unsafe { std::mem::transmute(x) }
 }
 
-/// A mask of so many lanes, or of all if there are fewer.
+/// A mask of the first `lanes` lanes, or of all if there are fewer.
 fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
@@ -306,8 +306,8 @@ unsafe fn transpose_bf16(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack_rows`] to `bf16`: rows stay rows. Whole vectors have no masks, to make which takes as long as all else
-/// (4% of a product of 128 columns).
+/// [`Micro::pack_rows`] to `bf16`: rows stay rows. Whole vectors have no masks, because making them takes as long as
+/// everything else (4% of a product of 128 columns).
 ///
 /// # Safety
 /// As there.
@@ -330,7 +330,7 @@ unsafe fn pack_rows_bf16(strip: Strip, to: *mut f32) -> Strides {
     (words, 1)
 }
 
-/// A vector of pairs of terms that follow each other, of which there are so many; zero beyond them.
+/// A vector of pairs of `terms` consecutive terms; zero beyond them.
 ///
 /// # Safety
 /// They are readable.
@@ -350,7 +350,7 @@ unsafe fn pairs(from: Elements, terms: usize) -> __m512 {
     _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs))
 }
 
-/// A vector of pairs of terms that lie in two rows so far apart, at most a vector of either; zero beyond them.
+/// A vector of pairs of terms from two rows with this distance, at most a vector of either; zero beyond them.
 ///
 /// # Safety
 /// They are readable.
@@ -377,7 +377,7 @@ unsafe fn interleaved(from: Elements, along: usize, [first, second]: [usize; 2])
     _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, rows))
 }
 
-/// A mask of so many halves, or of all if there are fewer.
+/// A mask of the first `halves` halves, or of all if there are fewer.
 fn first_halves(halves: usize) -> __mmask32 {
     if halves >= 2 * LANES { !0 } else { (1 << halves) - 1 }
 }

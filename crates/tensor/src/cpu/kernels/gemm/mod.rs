@@ -10,15 +10,15 @@
 //! c[i, j] = ((s_0 + s_1) + s_2) + ..        or, accumulating,        ((c[i, j] + s_0) + s_1) + ..
 //! ```
 //!
-//! So they depend on its row of `A`, its column of `B` and its old value alone: never on `m`, `n`, strides, the
-//! element's place or how the work was cut; and they are the same on both paths. (Which NaN a NaN is, is not defined.)
-//! Everything below may be tuned but for that order: [`K_BLOCK`], one chain of `fma` per element and block. The tests
-//! hold every path against this formula, element by element.
+//! So the bits depend only on the element's row of `A`, its column of `B` and its old value, never on `m`, `n`,
+//! strides, the element's place or how the work was cut; and they are the same on both paths. (The payload of a NaN is
+//! not defined.) Everything below may be tuned except this order: [`K_BLOCK`], one chain of `fma` per element and
+//! block. The tests compare every path with this formula, element by element.
 //!
-//! In [`Precision::Bf16`] the formula is the same for operands rounded by [`rounded`]; sums stay `f32`. `vdpbf16ps` adds
-//! two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair holds its
-//! first term in the upper half. It takes subnormal sums for zero and makes none: a partial sum below 2^-126 is zero
-//! where the paths without that instruction keep it. They agree on everything else, bit for bit.
+//! In [`Precision::Bf16`] the formula is the same for operands rounded by [`rounded`]; sums stay `f32`. `vdpbf16ps`
+//! adds two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair
+//! holds its first term in the upper half. It treats subnormal sums as zero and produces none: a partial sum below
+//! 2^-126 is zero, where the paths without that instruction keep it. They agree on everything else, bit for bit.
 //!
 //! # The work
 //!
@@ -31,23 +31,24 @@
 //!       for each panel of B: one tile of C, its sums in registers, while the next panel of A is fetched
 //! ```
 //!
-//! Of a transposed A, whose panels are a few columns of a wide matrix, [`GROUP`] are packed and fetched together.
+//! The panels of a transposed A are a few columns of a wide matrix, so [`GROUP`] of them are packed and fetched
+//! together.
 //!
-//! What differs between CPUs is [`Micro`]: the tile and the packing of a strip. A tile takes both operands by pointer
-//! and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of words of
-//! 32 bits: one `f32`, or two terms in `bf16`.
+//! [`Micro`] has the parts that differ between CPUs: the tile and the packing of a strip. A tile takes both operands by
+//! pointer and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of
+//! words of 32 bits: one `f32`, or two terms in `bf16`.
 //!
-//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies what it would convert. Memory has the
-//! first of two neighbours in the lower half of a word, so rows of A are copied with the halves exchanged and stay rows, and
-//! where terms lie in rows, two of them are interleaved.
+//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies instead of converting. Memory
+//! has the first of two neighbours in the lower half of a word, so rows of A are copied with the halves exchanged and
+//! stay rows; if terms are in rows, two rows are interleaved.
 //!
-//! All of B can be packed beforehand, in the very blocks that are packed above ([`pieces`]), for all threads at once.
+//! All of B can be packed beforehand, in the same blocks ([`pieces`]), for all threads at once.
 //!
 //! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
 //! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can
 //! share a product by calling this on blocks of C.
 //!
-//! Packed operands live in a buffer of the calling thread that grows to its largest product and stays (at most 128 KiB
+//! Packed operands are in a buffer of the calling thread that grows to its largest product and is kept (at most 128 KiB
 //! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
 //! depends on what the CPU can do.
 //!
@@ -80,21 +81,21 @@ pub(super) const N_BLOCK: usize = 768;
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
-/// Rows of B, or terms of a transposed A, copied at a time where they are contiguous: few streams, each long enough to be
-/// prefetched.
+/// Number of rows of B, or terms of a transposed A, copied at a time if they are contiguous: few streams, each long
+/// enough to be prefetched.
 const COPIED_ROWS: usize = 16;
 
 /// Panels of a transposed A packed at once: 112 columns, of which whole lines are read, one after the other. Together
-/// with as much that is fetched ahead they stay in the second cache.
+/// with the same amount that is fetched ahead, they stay in the L2 cache.
 const GROUP: usize = 8;
 
-/// Up to this many columns, packing A costs more than its layout may.
+/// Up to this many columns, packing A costs more than its layout can.
 const A_IN_PLACE: usize = 512;
 
-/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache: packed in any case.
+/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is always packed.
 const ALIASED: usize = 1024;
 
-/// An implementation of the product: the instructions it needs, and the precision. Elsewhere than on x86-64 there is none.
+/// An implementation of the product: the instructions it needs, and the precision. There is none except on x86-64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// `avx512f`: tiles of 14 by 32.
@@ -163,7 +164,7 @@ impl Path {
         }
     }
 
-    /// The fastest that this CPU runs, if any. Cheap: std asks the CPU once.
+    /// The fastest path that this CPU runs, if any. This is cheap, because std detects the CPU once.
     pub(super) fn best(precision: Precision) -> Option<Path> {
         Path::all(precision).iter().copied().find(|path| path.runs_here())
     }
@@ -186,16 +187,16 @@ impl Path {
     }
 }
 
-/// Where the elements of an operand begin.
+/// The start of an operand's elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Elements {
     Full(*const f32),
-    /// Rounded before, for products in [`Precision::Bf16`] alone.
+    /// Rounded before; only for products in [`Precision::Bf16`].
     Rounded(*const bf16),
 }
 
 impl Elements {
-    /// From the one so many further on.
+    /// The elements from index `at` on.
     fn from(self, at: usize) -> Elements {
         match self {
             Elements::Full(start) => Elements::Full(start.wrapping_add(at)),
@@ -237,7 +238,7 @@ impl Elements {
 /// The right operand of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Right {
-    /// As it lies.
+    /// In place.
     Strided(Elements, Strides),
     /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product needs,
     /// and no longer if the product's k is odd.
@@ -261,7 +262,7 @@ pub(super) unsafe fn product<F: Finish<f32>>(
     finish: F,
 ) {
     let a = Matrix::new(a);
-    // Of a C stored by columns, compute the transpose: the products are the same, commuted.
+    // If C is stored by columns, the transpose is computed; its products are the same, commuted.
     let by_rows = c_column == 1 || n == 1;
     debug_assert!(by_rows || c_row == 1 || m == 1, "C has a contiguous dim");
     let product = match b {
@@ -360,7 +361,7 @@ pub(super) trait Finish<T>: Copy {
     unsafe fn rows(self, c: (*mut T, usize), rows: (usize, usize), columns: (usize, usize));
 }
 
-/// What a CPU does its own way.
+/// The operations that depend on the CPU.
 ///
 /// # Safety of the functions
 /// The CPU has the instructions of the implementation.
@@ -399,12 +400,12 @@ pub(super) trait Micro {
         (1, Self::LANES)
     }
 
-    /// Words of so many terms.
+    /// Number of words for `k` terms.
     fn words(k: usize) -> usize {
         k.div_ceil(Self::TERMS)
     }
 
-    /// Columns of the panels that hold so many.
+    /// Number of columns of the panels that hold `n` columns.
     fn columns(n: usize) -> usize {
         n.next_multiple_of(2 * Self::LANES)
     }
@@ -543,7 +544,7 @@ thread_local! {
     static PACKED: RefCell<[Vec<Line>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
-/// The buffer, grown to at least so many words.
+/// The buffer, grown to at least `words` words.
 fn room(buffer: &mut Vec<Line>, words: usize) -> *mut f32 {
     let lines = words.div_ceil(Line::WORDS);
     if buffer.len() < lines {
@@ -577,7 +578,7 @@ impl Matrix {
 }
 
 impl<F: Finish<f32>> Product<F> {
-    /// Computes it all.
+    /// Computes the whole product.
     ///
     /// # Safety
     /// That of [`product`].
@@ -610,8 +611,8 @@ impl<F: Finish<f32>> Product<F> {
         });
     }
 
-    /// Terms l.. and columns j.. of B as tiles read them: a panel of k rows after the other, or in place where it is
-    /// read once and needs no transpose.
+    /// Terms l.. and columns j.. of B as tiles read them: a panel of k rows after the other, or in place if it is read
+    /// once and needs no transpose.
     ///
     /// # Safety
     /// That of [`product`]; the block lies inside it, and there are at most `K_BLOCK` terms.
@@ -737,8 +738,8 @@ impl<F: Finish<f32>> Product<F> {
         (1, M::LANES)
     }
 
-    /// What the tile that is followed by so many others before the next panels of A fetches of them, which begin at
-    /// `next`: a row of one panel, or of a transposed A one line of every `TERMS` terms of a group.
+    /// The part of the next panels of A, which begin at `next`, that a tile fetches if `tiles` tiles follow before
+    /// them: a row of one panel or, for a transposed A, one line of every `TERMS` terms of a group.
     fn ahead<M: Micro>(&self, next: Elements, tiles: usize) -> Option<(*const u8, usize)> {
         let Matrix { row: apart, column: along, .. } = self.a;
         let (_, size) = next.bytes();

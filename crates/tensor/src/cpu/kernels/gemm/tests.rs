@@ -2,7 +2,7 @@
 //! sizes that take every branch, with operands rounded before or not, and B packed whole or not; blocks of C against the
 //! whole; and against f64 with a derived bound.
 //!
-//! More than 400 lines: one oracle and the cases that every path, precision and layout is held to by it.
+//! More than 400 lines: one oracle, and the cases by which it tests every path, precision and layout.
 
 use super::super::oracle::values;
 use super::*;
@@ -58,7 +58,7 @@ impl Choices {
         if self.coin() { Precision::F32 } else { Precision::Bf16 }
     }
 
-    /// Elements as they are or, where the product may, rounded.
+    /// Elements in full or, if the product may round, rounded.
     fn kept(&mut self, x: Vec<f32>, precision: Precision) -> Kept {
         if precision == Precision::Bf16 && self.coin() { Kept::rounded(&x) } else { Kept::Full(x) }
     }
@@ -67,7 +67,7 @@ impl Choices {
         if self.coin() { Update::Overwrite } else { Update::Accumulate }
     }
 
-    /// Dims of a packed B that serves a product of these.
+    /// Dims of a packed B for a product with these dims.
     fn packed(&mut self, [k, n]: [usize; 2]) -> [usize; 2] {
         let longer = if k.is_multiple_of(2) { self.of(&[0, 0, 1, 2, 300]) } else { 0 };
         [k + longer, n + self.of(&[0, 0, 1, 40, N_BLOCK])]
@@ -169,7 +169,7 @@ impl Case {
         Case { precision, dims, a: values("a", m * k), b: values("b", k * n), c: values("c", m * n) }
     }
 
-    /// These rows and columns of C, computed alone by `path` in layouts of choice. Checks that nothing else changes.
+    /// These rows and columns of C, computed alone by `path` in chosen layouts. Checks that nothing else changes.
     fn part(
         &self,
         path: Path,
@@ -329,12 +329,13 @@ fn products_are_within_the_bound_of_their_roundings() {
     }
 }
 
-/// Operands that were rounded before make the bits that they make in full, whatever their bits: also numbers that neither
-/// [`rounded`] nor the instruction for it would make.
+/// Operands that were rounded before give the same bits as in full, also for numbers that neither [`rounded`] nor the
+/// instruction for it would produce.
 #[test]
 fn rounded_operands_have_the_bits_of_full_ones() {
     let mut choices = Choices(7);
-    // Zero of either sign, subnormals, the smallest and largest of normal size, and what has no neighbour in bf16.
+    // Zero of either sign, subnormals, the smallest and largest of normal size, and numbers without a neighbour in
+    // bf16.
     let special = [0x8000, 0, 1, 0x807f, 0x80, 0x8080, 0x3f80, 0xbf81, 0x5f00, 0xdf7f];
     for _ in 0..2000 {
         let dims @ [m, n, k] = [choices.side(), choices.side(), choices.terms()];
@@ -418,7 +419,7 @@ fn repeated_products_reuse_the_packed_buffers() {
     let held = || PACKED.with_borrow(|[a, b]| [(a.as_ptr(), a.capacity()), (b.as_ptr(), b.capacity())]);
     let mut choices = Choices(6);
     for path in PRECISIONS.into_iter().flat_map(paths) {
-        // Large first: what follows needs no more.
+        // The large case first, so that the following ones need no more memory.
         let large = Case::new(Precision::F32, [20, 2 * N_BLOCK, K_BLOCK + 1]);
         large.part(path, [(0, 20), (0, 2 * N_BLOCK)], Update::Overwrite, &mut choices);
         let before = held();
@@ -431,8 +432,8 @@ fn repeated_products_reuse_the_packed_buffers() {
     }
 }
 
-/// Every path rounds as [`rounded`] does, which is to the nearest, ties to even: what bf16 holds stays, and what lies
-/// between two neighbours goes to the nearer.
+/// Every path rounds as [`rounded`] does, which is to the nearest, ties to even: bf16 numbers do not change, and a
+/// number between two neighbours goes to the nearer one.
 #[test]
 fn operands_are_rounded_to_the_nearest() {
     let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
@@ -463,7 +464,7 @@ fn operands_are_rounded_to_the_nearest() {
         let mut got = vec![bf16::ONE; x.len()];
         round(&x, &mut got);
         assert!(x.iter().zip(&got).all(|(x, got)| got.to_bits() == (rounded(*x).to_bits() >> 16) as u16));
-        // Every length of a last vector: nothing beyond is touched.
+        // For every length of the last vector, nothing beyond it is touched.
         for len in 0..70 {
             got.fill(bf16::ONE);
             round(&x[..len], &mut got[..len]);
@@ -485,7 +486,7 @@ fn operands_are_rounded_to_the_nearest() {
     }
 }
 
-/// The one difference between the paths of a precision.
+/// The only difference between the paths of a precision.
 #[test]
 fn only_pairs_of_bf16_take_a_subnormal_sum_for_zero() {
     let tiny = 2_f32.powi(-70);

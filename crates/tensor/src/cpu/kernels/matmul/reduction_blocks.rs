@@ -1,7 +1,7 @@
 //! Products whose sums are cut into blocks and added up in the [tree].
 //!
-//! A block is a product of its terms alone. Strips of rows of C wait for each other's blocks in the cache: the first sum
-//! of a strip lies in C itself, the others in memory that each thread keeps.
+//! A block is a product of only its terms. The sums of a strip of rows of C wait in the cache for the other blocks: the
+//! first sum of a strip is in C itself, the others are in memory that each thread keeps.
 
 use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
 use super::{assert_inside, gemm_shared, pack, serial};
@@ -14,7 +14,7 @@ use std::cell::RefCell;
 /// Elements of a strip of C. A tree of eight blocks has up to four such sums at a time, which stay in the second cache.
 const WAITING: usize = 1 << 15;
 
-/// Elements of B that are packed before another thread would have woken up.
+/// Number of elements of B that are packed before another thread would have woken up.
 const PACKED_ALONE: usize = 1 << 16;
 
 /// Rows of a tile: a strip has a multiple of them.
@@ -25,7 +25,7 @@ thread_local! {
     static KEPT: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
-/// One product of a sum of some.
+/// One product in a sum of products.
 #[derive(Clone, Copy, Debug)]
 pub struct Summand<'a, T> {
     /// Length of its sums.
@@ -34,19 +34,19 @@ pub struct Summand<'a, T> {
     pub a: MatmulOperand<'a, T>,
     /// `[k, n]`.
     pub b: MatmulOperand<'a, T>,
-    /// How its sums are cut.
+    /// How its sums are cut into blocks.
     pub terms: Terms,
 }
 
-/// Some terms of a product: all that a block has of them in one run.
+/// A run of consecutive terms of a product that belong to one block.
 struct Run<'a, T> {
     a: MatmulOperand<'a, T>,
     b: MatmulOperand<'a, T>,
     len: usize,
 }
 
-/// `C = A · B` for a row-major C, shared with the threads that are free: [`gemm_shared`] but for the order of sums, which is
-/// that of the product's `terms`.
+/// `C = A · B` for a row-major C, shared with the threads that are free: like [`gemm_shared`], but with the order of
+/// sums of the product's `terms`.
 ///
 /// Panics as [`gemm_shared`] does.
 pub fn gemm_blocks<T: Float>(
@@ -63,7 +63,7 @@ pub fn gemm_blocks<T: Float>(
 /// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into the same number of blocks: block l is the sum of
 /// their blocks l, one after the other, as if they were one product of longer sums whose block l has those terms.
 ///
-/// Panics as [`gemm_shared`] does, and where the numbers of blocks differ.
+/// Panics as [`gemm_shared`] does, and if the numbers of blocks differ.
 pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summand<'_, T>], c: &mut [T]) {
     let blocks = all.first().map_or(1, |first| first.terms.blocks);
     assert!(all.iter().all(|summand| summand.terms.blocks == blocks), "products of equal numbers of blocks");
@@ -85,10 +85,12 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
     let k: usize = all.iter().map(|summand| summand.k).sum();
     assert_inside("C", m, n, (n, 1), c.len());
     let c = &mut c[..m * n];
-    // A block of one run that is summed at once is added to the sum of its left neighbour with the bits of the two added up.
+    // A block of one run that is summed at once can be added directly to the sum of its left neighbour, with the same
+    // bits.
     let at_once = runs.iter().all(|block| block.len() == 1 && block[0].len <= gemm::K_BLOCK);
     if n * k > 4 * PACKED {
-        // Too much to pack all of B for every strip of C: so long are the blocks that C need not stay in the cache.
+        // B is too large to be packed as a whole for every strip of C. The blocks are then so long that C need not stay
+        // in the cache.
         return add_up(c, blocks, at_once, |block, c, update| {
             for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
@@ -101,7 +103,7 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
     if let Some(path) = T::path(precision) {
         let room = |run: &Run<'_, T>| Packed { dims: [run.len, n], memory: kept.pop().unwrap_or_default() };
         packed.extend(runs.iter().flatten().map(room));
-        // All runs at once: each by itself would be little to share.
+        // All runs are packed at once, because each by itself would be too little work to share.
         let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
             let b = run.b;
             packed.parts(path).map(move |part| (b, part))
@@ -128,7 +130,7 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
             }
         });
     });
-    // All of it, whatever this product needed: the next one may have more blocks.
+    // All memory is kept, whatever this product needed, because the next product may have more blocks.
     kept.extend(packed.into_iter().map(|packed| packed.memory));
     KEPT.set(kept);
 }
@@ -137,7 +139,7 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
 fn add_up<T: Float>(c: &mut [T], blocks: usize, at_once: bool, product: impl Fn(usize, &mut [T], Update)) {
     // Not borrowed while other work may run on this thread.
     let mut free = T::sums().take();
-    // Sums waiting for their right neighbours, and of how many blocks; the first of them is C.
+    // Sums waiting for their right neighbours, with their numbers of blocks; the first of them is C.
     let mut waiting: Vec<(usize, Option<Vec<T>>)> = Vec::new();
     fn join<T: Float>(waiting: &mut Vec<(usize, Option<Vec<T>>)>, c: &mut [T], free: &mut Vec<Vec<T>>) {
         let Some((blocks, Some(right))) = waiting.pop() else { return };

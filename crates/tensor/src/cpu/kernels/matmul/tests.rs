@@ -79,7 +79,7 @@ fn split_case<T: Float>([m, n, k]: [usize; 3], (i, rows): (usize, usize), (j, co
     }
 }
 
-/// The splits that break other libraries: one row or column, all but one, halves, blocks' edges.
+/// Splits that change bits in other libraries: one row or column, all but one, halves, edges of blocks.
 #[test]
 fn adversarial_splits_have_the_bits_of_the_whole() {
     for k in [1, 16, 63, 255, 256, 257, 511, 513, 1024, 2048] {
@@ -95,7 +95,7 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
     }
 }
 
-/// `matrixmultiply` in `f32`, which [`gemm`] only takes on CPUs without a path of our own: rectangles of C with a
+/// `matrixmultiply` in `f32`, which [`gemm`] only uses on CPUs without a path of our own: rectangles of C with a
 /// transposed B against the whole, and that against three loops.
 #[test]
 fn portable_products_have_the_bits_of_the_whole() {
@@ -186,7 +186,7 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
         for (threads, epilogue) in
             [1, 2, 3, 7, 64].into_iter().flat_map(|threads| kinds.clone().map(move |e| (threads, e)))
         {
-            // Every combination, in one turn or another.
+            // Every combination occurs in one of the rounds.
             let rounds = |bit: usize| T::narrows(precision) && (threads + epilogue) >> bit & 1 == 1;
             let left = if rounds(0) { Rounded(&rounded_a, (k, 1)) } else { Full(&a, (k, 1)) };
             let right = if rounds(1) { Rounded(&rounded_right, right_strides) } else { Full(right, right_strides) };
@@ -241,7 +241,7 @@ fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
 }
 
-/// Of all kinds of layouts and blocks, in parts of operands that are larger.
+/// Tests all kinds of layouts and blocks, in parts of larger operands.
 #[test]
 fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
     for (i, [m, n, k]) in
@@ -318,7 +318,7 @@ fn large_operands_are_packed_in_parts() {
     assert!(terms < 1300 && columns < 3100);
 }
 
-/// Neither the least number of blocks, nor their largest size, nor the fewest rows leaves one thread with more of them.
+/// Every thread has the same number of blocks, whatever limits their number, size or rows.
 #[test]
 fn every_thread_has_as_many_blocks() {
     for dims in [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
@@ -378,8 +378,8 @@ fn overlapping_outputs_are_refused() {
     gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
 }
 
-/// A sum of two products is the product of longer sums, block by block, and without blocks where panels of terms end
-/// alike.
+/// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
+/// end at the same places.
 #[test]
 fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
     for ([m, n, k], blocks) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {

@@ -7,7 +7,7 @@ use super::{PRECISIONS, dropout, elements, naive, naive_backward, naive_in, part
 use meshwork_core::tree;
 use proptest::prelude::*;
 
-/// Shapes, groups, and whether positions turn.
+/// Shapes, groups, and whether positions rotate the rows.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     dims: Dims,
@@ -39,7 +39,8 @@ impl Case {
         (0..self.dims.seq).flat_map(row).map(T::from_f64).collect()
     }
 
-    /// `[batch, seq, 3, heads, head_dim]`: queries and keys turned, keys and values repeated for each head of queries.
+    /// `[batch, seq, 3, heads, head_dim]`: queries and keys are rotated, keys and values are repeated for each head of
+    /// queries.
     fn spread(&self, q: &[f64], kv: &[f64]) -> Vec<f64> {
         let Case { dims: d, groups, turned } = *self;
         let kv_dims = Dims { heads: groups.kv_heads, ..d };
@@ -72,7 +73,7 @@ impl Case {
         }
     }
 
-    /// The gradients of `q` and `kv` from those of what [`spread`](Self::spread) makes.
+    /// The gradients of `q` and `kv` from the gradient of the result of [`spread`](Self::spread).
     fn gather(&self, dqkv: &[f64]) -> [Vec<f64>; 2] {
         let Case { dims: d, groups, turned } = *self;
         let kv_dims = Dims { heads: groups.kv_heads, ..d };
@@ -100,7 +101,7 @@ impl Case {
             .map(|(name, len)| values(name, len))
     }
 
-    /// Output and lse. Every buffer starts as NaN: what is not overwritten shows.
+    /// Output and lse. Every buffer starts as NaN, so that elements that are not overwritten are noticed.
     fn run<T: Tiled>(&self, tiles: Tiles<T>, q: &[T], kv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
         let (d, table) = (self.dims, self.angles::<T>());
         let nan = T::from(f32::NAN);
@@ -128,7 +129,7 @@ impl Case {
     }
 }
 
-/// Groups of every kind, heads of keys and values that nobody here reads, and sides at the edges of tiles and blocks.
+/// Groups of every kind, heads of keys and values that no head here reads, and sides at the edges of tiles and blocks.
 fn cases() -> Vec<Case> {
     let shapes: [([usize; 4], usize, [usize; 2]); 8] = [
         ([1, 1, 1, 1], 2, [0, 0]),
@@ -165,7 +166,8 @@ fn every_kind_of_tiles_is_right_for_every_group() {
     }
 }
 
-/// In bf16 rows are turned before they are rounded. A turn in f32 may round the other way: bounds as for heads one by one.
+/// In bf16 rows are rotated before they are rounded. A rotation in f32 may round the other way: bounds as for heads one
+/// by one.
 #[test]
 fn bf16_rounds_what_has_been_turned() {
     for case in cases() {
@@ -177,13 +179,13 @@ fn bf16_rounds_what_has_been_turned() {
             let [got_dq, got_dkv] = case.backward(tiles, &q, &kv, &dout, None);
             let pairs = [(&case.run(tiles, &q, &kv, None)[0], &out), (&got_dq, &dq), (&got_dkv, &dkv)];
             let errors = pairs.map(|(got, want)| super::distance(got, want));
-            // One position has nothing to choose from: no gradient of its query, and none wanted.
+            // With one position there is nothing to choose from, so the gradient of its query is zero.
             assert!(errors.iter().all(|&error| error.is_nan() || error <= 5e-4), "{case:?}: {errors:?}");
         }
     }
 }
 
-/// A head for each, unturned: the bits of the fused layout.
+/// With a head of keys and values for each, and no rotation: the bits of the fused layout.
 #[test]
 fn heads_of_their_own_have_the_bits_of_the_fused_layout() {
     for precision in PRECISIONS {

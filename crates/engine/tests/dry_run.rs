@@ -1,0 +1,110 @@
+//! A dry run predicts a step of any model: what every rank holds, computes and communicates, call by call.
+
+mod noise;
+#[allow(dead_code, reason = "another test uses all of it")]
+mod tower;
+
+use meshwork_core::comm::thread;
+use meshwork_engine::dry_run::{Prediction, predict};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer};
+use meshwork_models::layers::Norm;
+use meshwork_models::resnet::ResNetConfig;
+use meshwork_nn::{Batch, Model};
+use meshwork_optim::{AdamW, Rule, Sgd};
+use meshwork_tensor::cpu::Cpu;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Holds a step of every rank against its prediction: the first, or, where steps overlap, the first that is under way with as many
+/// others as ever. Gives the names of the groups that communicated.
+#[track_caller]
+fn assert_as_predicted(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
+) -> BTreeSet<String> {
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let model_bytes = trainer.device().meter().live_bytes();
+        let (mut reports, mut before) = (Vec::new(), 0);
+        for step in 0..=trainer.steps_ahead() {
+            before = trainer.device().meter().total_flops();
+            reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
+        }
+        let flops = trainer.device().meter().total_flops() - before;
+        reports.extend(trainer.flush(|_| {})?);
+        let (report, meter) = (reports.pop().unwrap(), trainer.device().meter());
+        let measured = Prediction {
+            parameters: trainer.local_elements(),
+            model_bytes,
+            peak_bytes: meter.peak_bytes(),
+            flops,
+            records: report.records.clone(),
+        };
+        Ok::<_, TrainError>((measured, report))
+    });
+    let ranks = ranks.unwrap_or_else(|error| panic!("{error}"));
+    let predictions: Vec<_> = (0..ranks.len()).map(|rank| predict(model, plan, rank).unwrap()).collect();
+    let groups: BTreeSet<_> =
+        predictions.iter().flat_map(|rank| rank.records.iter().map(|call| call.group.clone())).collect();
+    for (rank, ((measured, report), predicted)) in ranks.iter().zip(&predictions).enumerate() {
+        for (call, (got, wanted)) in measured.records.iter().zip(&predicted.records).enumerate() {
+            assert_eq!(got, wanted, "rank {rank}, call {call}");
+        }
+        assert_eq!(measured, predicted, "rank {rank}");
+        let peaks: Vec<u64> = predictions.iter().map(|predicted| predicted.peak_bytes).collect();
+        assert_eq!(report.peak_bytes, peaks, "as reported on rank {rank}");
+        for group in &groups {
+            let mean = predictions.iter().map(|predicted| predicted.bytes_on(group)).sum::<f64>() / ranks.len() as f64;
+            assert_eq!(
+                report.comm_bytes.get(&**group).copied().unwrap_or(0.0),
+                mean,
+                "{group}, as reported on rank {rank}"
+            );
+        }
+    }
+    groups
+}
+
+/// A bound that no gradient reaches. A step that is rolled back takes more than a prediction, which knows no numbers, can say.
+const NEVER: f64 = 1e3;
+
+fn named(schedule: &str) -> ScheduleSpec {
+    ScheduleSpec::named(schedule).unwrap()
+}
+
+#[test]
+fn a_tower_takes_what_was_predicted() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    for (mesh, groups) in
+        [("dp=2", &["dp", "world"][..]), ("pp=2", &["pp", "world"]), ("dp=2,tp=2,pp=2", &["dp", "pp", "tp", "world"])]
+    {
+        for (schedule, recompute, numerics) in [
+            ("1f1b", Recompute::None, Numerics::Fast),
+            ("gpipe", Recompute::Stage, Numerics::Fast),
+            ("zb_h1", Recompute::Selective, canonical),
+            ("zb_h2", Recompute::None, Numerics::Fast),
+        ] {
+            for optimizer in [Rule::from(Sgd::default()), AdamW::default().into()] {
+                let schedule = named(schedule);
+                let plan = Plan { schedule, recompute, numerics, optimizer, max_norm: NEVER, ..tower::plan(mesh) };
+                let found = assert_as_predicted(&tower::tower(4), &plan, tower::batch);
+                assert_eq!(found.into_iter().collect::<Vec<_>>(), groups, "{mesh}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_network_with_batch_norms_takes_what_was_predicted() {
+    let network = ResNetConfig { groups: vec![(4, 2), (8, 2)], norm: Norm::Batch, ..ResNetConfig::digits() }.network();
+    let network: Arc<dyn Model> = Arc::new(network);
+    for mesh in ["dp=2", "pp=2", "dp=2,pp=2"] {
+        for recompute in [Recompute::None, Recompute::Selective, Recompute::Stage] {
+            let mesh = mesh.parse().unwrap();
+            let plan = Plan { mesh, recompute, global_batch_size: noise::BATCH, ..tower::plan("dp=1") };
+            assert_as_predicted(&network, &plan, noise::images);
+        }
+    }
+}
