@@ -110,9 +110,10 @@ impl Chunk {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
         let tape = Tape::with_policy(rank, params, device, mode, of.position, pass.recompute.policy());
-        if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
+        if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
             let at = At { stage: self.number, micro: of.micro, recomputed };
-            tape.observe(Rc::new(Watched { watch: watch.clone(), at }));
+            let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
+            tape.observe(Rc::new(Watched { watch, claims, rank, at }));
         }
         let input = input.map(|message| tape.input(message.tensor, message.types));
         if input.is_none() && self.number > 0 {

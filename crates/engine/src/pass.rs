@@ -1,5 +1,6 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
+use crate::verify::Claims;
 use crate::{Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
@@ -63,6 +64,8 @@ pub struct Pass {
     pub global_batch_size: usize,
     /// The observer of a pass that trains.
     pub watch: Option<Arc<dyn Watch>>,
+    /// The claims of a pass that is verified.
+    pub claims: Option<Arc<Claims>>,
 }
 
 impl Pass {

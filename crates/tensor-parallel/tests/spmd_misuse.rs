@@ -419,15 +419,15 @@ fn two_parameters_tied_with_different_placements() {
         |_| {
             let mut params = Declarations::new();
             VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
-            Embedding::new(&mut params, "wte", VOCAB, HIDDEN, 0.02)
+            Embedding::tied(&mut params, "wte", VOCAB, HIDDEN, 0.02)
         },
-        "parameter wte.weight is declared twice, as [12, 8] Shard(0) on tp and as [12, 8] replicated: \
-         tied parameters share one placement",
+        "parameter wte.weight is tied to itself as [12, 8] Shard(0) on tp and as [12, 8] replicated: tied parameters agree in \
+         everything",
     );
     accepted(|_| {
         let mut params = Declarations::new();
         VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
-        VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)
+        VocabParallelEmbedding::tied(&mut params, "wte", VOCAB, HIDDEN, init)
     });
 }
 

@@ -189,6 +189,12 @@ impl Tape {
         self.inner.random.borrow().iter().cloned().collect()
     }
 
+    fn show_source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
+        if let Some(observer) = self.inner.observer.get() {
+            observer.source(kind, types, tensor);
+        }
+    }
+
     /// Refuses a value of another tape.
     fn require_own(&self, op: &'static str, operand: &'static str, value: &Var) -> Result<()> {
         match Rc::ptr_eq(&self.inner, &value.tape.inner) {
@@ -204,6 +210,7 @@ impl Tape {
 
     /// A value that needs no gradient: token ids, targets.
     pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
+        self.show_source("a constant", types, &tensor);
         Var { tape: self.clone(), tensor, types, source: Source::Constant, recipe: None }
     }
 
@@ -213,6 +220,7 @@ impl Tape {
         if self.inner.mode == Mode::Evaluate {
             return self.constant(tensor, types);
         }
+        self.show_source("an input", types, &tensor);
         let node = self.push(Node::input(&tensor, types));
         Var { tape: self.clone(), tensor, types, source: Source::Node(node), recipe: None }
     }
