@@ -9,7 +9,7 @@
 //! | a gradient is `Invariant` or `Replicate` (the operand is `Invariant` or `Partial`) | the same |
 //! | a constant or input is `Invariant` or `Replicate` | the same |
 //! | a constant or input is `Partial` | not the same on all ranks: its sum would count it once per rank |
-//! | weights, optimizer states and reduced gradients of a parameter that an axis does not cut | the same bits |
+//! | weights, optimizer states and (in synchronous schedules) reduced gradients of a parameter that an axis does not cut | the same bits |
 //! | a tied weight, or that of a replicated stage | the same bits on all pp ranks that hold it |
 
 use crate::{At, TrainError};

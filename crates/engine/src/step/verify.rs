@@ -1,6 +1,6 @@
 //! When a step is verified, and what it claims about parameters.
 
-use super::Trainer;
+use super::{Driver, Trainer};
 use crate::TrainError;
 use crate::verify::{Claims, Over, of_floats};
 use meshwork_core::Axis;
@@ -55,11 +55,12 @@ impl Trainer {
                 continue;
             }
             let states = self.optimizer_states(id)?.iter().fold(0, |sum, state| combine(sum, of_floats(state)));
-            let parts = [
-                (weights, "weights", of_floats(&params.read(id)?)),
-                (weights, "optimizer states", states),
-                (gradients, "gradient", of_floats(&self.gradient(id)?)),
-            ];
+            let mut parts =
+                vec![(weights, "weights", of_floats(&params.read(id)?)), (weights, "optimizer states", states)];
+            // Asynchronous schedules have gradients of the next update under way.
+            if let Driver::Synchronous(_) = self.driver {
+                parts.push((gradients, "gradient", of_floats(&self.gradient(id)?)));
+            }
             for (over, (claims, part, hash)) in over.iter().flat_map(|over| parts.iter().map(move |part| (over, *part)))
             {
                 claims.parameter(over, part, &spec.name, hash);
