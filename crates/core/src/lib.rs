@@ -3,6 +3,7 @@
 mod buffer;
 pub mod comm;
 mod dtype;
+pub mod hash;
 mod memory;
 mod mesh;
 pub mod pool;

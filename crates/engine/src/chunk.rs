@@ -7,7 +7,7 @@ use crate::weights::WeightStore;
 use crate::{At, PlanError, Recompute, TrainError};
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::{Activation, Stage};
-use meshwork_tensor::tape::{Mode, Notes, PerSample, Weights};
+use meshwork_tensor::tape::{Mode, Normaliser, Notes, PerSample, Seed, Weights};
 use meshwork_tensor::{Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -110,9 +110,10 @@ impl Chunk {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
         let tape = Tape::with_policy(rank, params, device, mode, of.position, pass.recompute.policy());
-        if let (Some(watch), Mode::Train) = (&pass.watch, mode) {
+        if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
             let at = At { stage: self.number, micro: of.micro, recomputed };
-            tape.observe(Rc::new(Watched { watch: watch.clone(), at }));
+            let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
+            tape.observe(Rc::new(Watched { watch, claims, rank, at }));
         }
         let input = input.map(|message| tape.input(message.tensor, message.types));
         if input.is_none() && self.number > 0 {
@@ -182,13 +183,15 @@ impl Chunk {
         };
         let mut roots = Vec::new();
         match (grad, of.seeds) {
-            (Some(message), _) => roots.push((&output, message.tensor)),
-            (None, Some(seeds)) if self.is_last() => roots.push((&output, tape.loss_seed(&output, seeds.loss)?)),
+            (Some(message), _) => roots.push((&output, Seed::typed(message.tensor, message.types))),
+            (None, Some(seeds)) if self.is_last() => {
+                roots.push((&output, tape.loss_seed(&output, Normaliser::Terms(seeds.terms))?))
+            }
             _ => return Err(self.out_of_turn(number, "no gradient arrived")),
         }
         for PerSample { value, coefficient, .. } in &notes.per_sample {
             if let (Some(coefficient), Some(seeds)) = (coefficient, of.seeds) {
-                roots.push((value, tape.loss_seed(value, coefficient * seeds.auxiliary)?));
+                roots.push((value, tape.loss_seed(value, Normaliser::Scale(coefficient * seeds.auxiliary))?));
             }
         }
         let gradients = &mut store.borrow_mut().gradients;

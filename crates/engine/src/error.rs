@@ -42,6 +42,32 @@ pub enum TrainError {
         /// The step, from 1.
         step: u64,
     },
+    /// A claim about values that does not hold: see [`verify`](crate::verify). The weights were not changed.
+    #[error("step {step}: {claim}, and {broken}; {valid}")]
+    Claim {
+        /// The step, from 1.
+        step: u64,
+        /// What a program claims, of which value.
+        claim: String,
+        /// What is the case.
+        broken: String,
+        /// What would be valid.
+        valid: &'static str,
+    },
+    /// Ranks that were given different input, found by its hash.
+    #[error("step {step}: rank {rank} has {what} that differs from rank {other}'s; {valid}")]
+    Disagreement {
+        /// The step, from 1.
+        step: u64,
+        /// This rank, or the one that differs from most.
+        rank: usize,
+        /// A rank that has something else.
+        other: usize,
+        /// What differs.
+        what: &'static str,
+        /// What would be valid.
+        valid: &'static str,
+    },
     /// The loss or the gradient norm is not finite. The weights were not changed.
     #[error("step {step}: the {what} is {value}; the weights are those before this step")]
     NotFinite {

@@ -15,6 +15,7 @@ mod statistics;
 mod step;
 mod trace;
 mod transport;
+pub mod verify;
 mod watch;
 mod weights;
 
@@ -24,4 +25,5 @@ pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use state::{StateKey, StatePiece, StateSource, TrainState, WholeState};
 pub use step::{Evaluation, StepReport, Trainer};
+pub use verify::Verify;
 pub use watch::{At, Watch};

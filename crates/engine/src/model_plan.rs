@@ -78,11 +78,21 @@ impl ModelPlan {
         self.blocks.map_or_else(Declarations::new, Declarations::canonical)
     }
 
-    /// Every parameter of the model once, in the order of declaration; refuses two declarations that do not agree.
+    /// Every parameter of the model once, in the order of declaration.
+    ///
+    /// # Errors
+    /// A name that two layers declare, on whichever stages they lie; a parameter that layers tie and none declares.
     pub fn parameters(&self) -> Result<Vec<ParamSpec>> {
         let mut all = self.declarations();
         for part in &self.parts {
             self.model.stage(&mut all, &self.mesh, part)?;
+        }
+        if let Some(spec) = all.undeclared().next() {
+            return Err(Error::Declaration {
+                name: spec.name.clone(),
+                problem: "a layer ties it, and none declares it".to_owned(),
+                valid: "declare it in one layer, with Declarations::declare".to_owned(),
+            });
         }
         Ok(all.specs().to_vec())
     }

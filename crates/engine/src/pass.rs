@@ -1,5 +1,6 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
+use crate::verify::Claims;
 use crate::{Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
@@ -23,8 +24,8 @@ pub enum Purpose {
 /// The gradients that the backward of a micro-batch starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct Seeds {
-    /// Gradient of each sample's loss: 1 / N, where an update has N terms.
-    pub loss: f64,
+    /// Terms of the loss in all that an update adds up.
+    pub terms: u64,
     /// Gradient of an auxiliary loss with coefficient 1: 1 / samples of the update.
     pub auxiliary: f64,
 }
@@ -63,6 +64,8 @@ pub struct Pass {
     pub global_batch_size: usize,
     /// The observer of a pass that trains.
     pub watch: Option<Arc<dyn Watch>>,
+    /// The claims of a pass that is verified.
+    pub claims: Option<Arc<Claims>>,
 }
 
 impl Pass {

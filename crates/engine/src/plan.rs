@@ -1,5 +1,6 @@
 //! The plan of a run, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
 
+use crate::Verify;
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
@@ -56,6 +57,9 @@ pub struct Plan {
     /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on arrival
     /// (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
     pub scatter_gather: bool,
+    /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
+    /// have not drifted apart.
+    pub verify: Verify,
 }
 
 impl Default for Plan {
@@ -75,6 +79,7 @@ impl Default for Plan {
             max_norm: 1.0,
             seed: 1234,
             scatter_gather: true,
+            verify: Verify::default(),
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::{LocalModel, ModelPlan, TrainError};
 use meshwork_core::{Rank, Types};
 use meshwork_nn::Batch;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Seed, Weights};
 use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -76,7 +76,10 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
             output = stage.loss(&tape, batch, &output)?;
         }
         let notes = tape.take_notes();
-        let seed = |value: &Var| Tensor::zeros(&device, value.tensor().dtype(), value.shape());
+        let seed = |value: &Var| {
+            let zeros = Tensor::zeros(&device, value.tensor().dtype(), value.shape())?;
+            Ok::<_, Error>(Seed::typed(zeros, value.types().dual()))
+        };
         let mut roots = vec![(&output, seed(&output)?)];
         for note in notes.per_sample.iter().filter(|note| note.coefficient.is_some()) {
             roots.push((&note.value, seed(&note.value)?));

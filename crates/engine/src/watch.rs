@@ -1,5 +1,7 @@
 //! Observers of the training passes of a rank.
 
+use crate::verify::Claims;
+use meshwork_core::{Rank, Types};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::{Observer, Seen};
 use std::fmt::Debug;
@@ -22,15 +24,28 @@ pub trait Watch: Debug + Send + Sync {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error>;
 }
 
-/// The observer of one tape.
+/// The observer of one tape: the user's, and the one that notes claims in a verified step.
 #[derive(Debug)]
 pub(super) struct Watched {
-    pub(super) watch: Arc<dyn Watch>,
+    pub(super) watch: Option<Arc<dyn Watch>>,
+    pub(super) claims: Option<Arc<Claims>>,
+    pub(super) rank: Arc<Rank>,
     pub(super) at: At,
 }
 
 impl Observer for Watched {
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
-        self.watch.see(self.at, seen)
+        let by = self.watch.as_ref().map_or(Ok(None), |watch| watch.see(self.at, seen))?;
+        if let Some(claims) = &self.claims {
+            claims.see(self.rank.mesh(), self.at, seen, by.as_ref().unwrap_or(seen.tensor))?;
+        }
+        Ok(by)
+    }
+
+    fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
+        if let Some(claims) = &self.claims {
+            // A rank that could not read the value has a claim less, and the exchange refuses that.
+            _ = claims.source(self.rank.mesh(), self.at, (kind, types), tensor);
+        }
     }
 }

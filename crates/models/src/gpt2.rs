@@ -113,12 +113,11 @@ impl Model for Gpt2 {
         language::fields(self.config.seq_len)
     }
 
-    /// If tied, both ends declare `wte.weight`: one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
-        let table = |params: &mut Declarations, name| {
-            VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, Init::Normal { std: STD })
-        };
+        let init = Init::Normal { std: STD };
+        let table = |params: &mut _, name| VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, init);
         let stage = LanguageStage::declare(
             params,
             part,
@@ -131,7 +130,11 @@ impl Model for Gpt2 {
             |params, layer| Block::new(params, mesh, &self.config, layer),
             |params| {
                 let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
-                Ok((norm, table(params, if tie_embeddings { "wte" } else { "lm_head" })?))
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, init)?,
+                    false => table(params, "lm_head")?,
+                };
+                Ok((norm, head))
             },
         )?;
         Ok(Box::new(stage))

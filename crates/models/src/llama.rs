@@ -145,12 +145,11 @@ impl Model for Llama {
         language::fields(self.config.seq_len)
     }
 
-    /// Tied: both ends declare `embed_tokens.weight`, one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
-        let table = |params: &mut Declarations, name| {
-            VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, Init::Normal { std: STD })
-        };
+        let init = Init::Normal { std: STD };
+        let table = |params: &mut _, name| VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, init);
         let stage = LanguageStage::declare(
             params,
             part,
@@ -159,7 +158,11 @@ impl Model for Llama {
             |params, layer| Block::new(params, mesh, &self.config, layer),
             |params| {
                 let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
-                Ok((norm, table(params, if tie_embeddings { "embed_tokens" } else { "lm_head" })?))
+                let head = match tie_embeddings {
+                    true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, init)?,
+                    false => table(params, "lm_head")?,
+                };
+                Ok((norm, head))
             },
         )?;
         Ok(Box::new(stage))

@@ -1,5 +1,6 @@
 //! A batch: named tensors in host memory, with the samples along dim 0 of each.
 
+use meshwork_core::hash;
 use meshwork_core::{Axis, Buffer, DType, Element, Mesh, Ty, Types};
 use meshwork_tensor::{Error, Result, Shape, Tape, Tensor, Var};
 use std::ops::Range;
@@ -103,6 +104,15 @@ impl Batch {
             Ok((name.clone(), *dims, values.slice(samples.start * n..samples.end * n)?))
         };
         Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
+    }
+
+    /// A hash of the samples: their number, and name, extents and values of each field.
+    pub fn hash(&self) -> u64 {
+        let field = |(name, dims, values): &(String, Shape, Buffer)| {
+            let bytes = values.as_bytes().map_or(0, hash::hash);
+            hash::combine(hash::hash(format!("{name} {dims:?}").as_bytes()), bytes)
+        };
+        self.fields.iter().map(field).fold(self.samples as u64, hash::combine)
     }
 
     /// Refuses a batch without exactly `samples` samples of these fields, each of the type and extents that the model

@@ -15,6 +15,12 @@ impl Embedding {
         Ok(Self { weight: params.declare(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
     }
 
+    /// Shares the table that another layer, on whichever stage, declares with the same arguments: a tied head.
+    pub fn tied(params: &mut Declarations, name: &str, rows: usize, features: usize, std: f32) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+        Ok(Self { weight: params.tie(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
+    }
+
     /// `ids [..] → [.., h]`.
     pub fn forward(&self, tape: &Tape, ids: &Var) -> Result<Var> {
         ids.embedding(&tape.param(self.weight)?)

@@ -5,7 +5,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ fn train(device: &Arc<dyn Device>, steps: u64, at: &mut dyn FnMut(&str)) {
         let loss = gpt.loss(&tape, &tokens(&ids), &tokens(&ids), &mut || at("forward")).unwrap();
         let sum = Tensor::zeros(device, DType::F32, [params.flats()[0].count()]).unwrap();
         let mut sink = Flat { params: &params, sum, at_share: &mut || at("backward") };
-        tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut sink).unwrap();
+        tape.backward_from_loss(&loss, Normaliser::Scale(1.0), Weights::Now, &mut sink).unwrap();
         at("step");
     }
 }

@@ -14,12 +14,23 @@ pub struct VocabParallelEmbedding {
 }
 
 impl VocabParallelEmbedding {
-    /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary. Declaring the same name again ties both.
+    /// Declares `{name}.weight` [vocab, hidden], cut along the vocabulary.
     pub fn new(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
-        let placement =
-            Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1));
+        let placement = Self::placement(params);
         let weight = params.declare(format!("{name}.weight"), &[vocab, hidden], placement, Role::Weight, init)?;
         Ok(Self { weight, vocab })
+    }
+
+    /// Shares the table that another layer, on whichever stage, declares with the same arguments: the output head tied to the token
+    /// embedding.
+    pub fn tied(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
+        let placement = Self::placement(params);
+        let weight = params.tie(format!("{name}.weight"), &[vocab, hidden], placement, Role::Weight, init)?;
+        Ok(Self { weight, vocab })
+    }
+
+    fn placement(params: &Declarations) -> Placement {
+        Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1))
     }
 
     /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results

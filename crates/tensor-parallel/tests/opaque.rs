@@ -6,7 +6,7 @@ use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Position, Selective, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Normaliser, Position, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -143,7 +143,7 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
                 device.layout()?.copy_into(losses.tensor().buffer(), 0..samples, &mut sums, first)?;
             }
             let mut sink = Bucket { params: &params, device: &*device, all: &mut grads, empty: &mut empty };
-            tape.backward_from_loss(&losses, 1.0 / (SAMPLES * SEQ) as f64, Weights::Now, &mut sink)?;
+            tape.backward_from_loss(&losses, Normaliser::Scale(1.0 / (SAMPLES * SEQ) as f64), Weights::Now, &mut sink)?;
             reads = tape.reads();
         }
         let tp = rank.group(Axis::Tp);

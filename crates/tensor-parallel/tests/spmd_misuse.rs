@@ -8,7 +8,7 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::sync::Arc;
@@ -402,7 +402,7 @@ fn backward_from_a_loss_that_every_rank_holds_a_copy_of() {
     }
     let backward = |b: &Bench, logits: Var| {
         let loss = logits.cross_entropy(&b.tokens())?;
-        b.tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut Nowhere)
+        b.tape.backward_from_loss(&loss, Normaliser::Scale(1.0), Weights::Now, &mut Nowhere)
     };
     refused(
         |b| backward(b, b.x(S(2)).all_gather(TP, 2)?),
@@ -419,15 +419,15 @@ fn two_parameters_tied_with_different_placements() {
         |_| {
             let mut params = Declarations::new();
             VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
-            Embedding::new(&mut params, "wte", VOCAB, HIDDEN, 0.02)
+            Embedding::tied(&mut params, "wte", VOCAB, HIDDEN, 0.02)
         },
-        "parameter wte.weight is declared twice, as [12, 8] Shard(0) on tp and as [12, 8] replicated: \
-         tied parameters share one placement",
+        "parameter wte.weight is tied to itself as [12, 8] Shard(0) on tp and as [12, 8] replicated: tied parameters agree in \
+         everything",
     );
     accepted(|_| {
         let mut params = Declarations::new();
         VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
-        VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)
+        VocabParallelEmbedding::tied(&mut params, "wte", VOCAB, HIDDEN, init)
     });
 }
 

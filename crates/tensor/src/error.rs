@@ -74,8 +74,70 @@ pub enum Error {
         /// The reason.
         problem: String,
     },
+    /// A declaration that no mesh gives a meaning, or a name that is taken.
+    #[error("parameter {name}: {problem}; {valid}")]
+    Declaration {
+        /// The parameter.
+        name: String,
+        /// What is wrong.
+        problem: String,
+        /// What would be valid.
+        valid: String,
+    },
+    /// A parameter id that other declarations gave.
+    #[error(
+        "parameter #{index} was declared in other declarations than those of these weights ({problem}): use the id that these \
+         declarations gave"
+    )]
+    OtherDeclarations {
+        /// Its position among the declarations that gave it.
+        index: usize,
+        /// What it would have been taken for here.
+        problem: String,
+    },
+    /// A value of one tape that is used on another.
+    #[error(
+        "{op}: {operand} lies on another tape: its gradient would be lost or added to another value; bring its tensor over with \
+         Tape::input or Tape::constant"
+    )]
+    OtherTape {
+        /// The operation.
+        op: &'static str,
+        /// The value.
+        operand: &'static str,
+    },
+    /// A gradient that is not what backward asked an operation for.
+    #[error("{op}: the gradient of {operand} {problem}; {valid}")]
+    Gradient {
+        /// The operation.
+        op: &'static str,
+        /// The operand.
+        operand: &'static str,
+        /// What is wrong with it.
+        problem: String,
+        /// What would be valid.
+        valid: String,
+    },
+    /// A gradient of a parameter that is still to be summed over ranks.
+    #[error(
+        "the gradient of {name} is still Partial over {axes}: sum it over these axes first, as Gradients::all_reduce does"
+    )]
+    StillPartial {
+        /// The parameter.
+        name: String,
+        /// The axes, separated by commas.
+        axes: String,
+    },
+    /// Two uses of one name of randomness on one tape.
+    #[error(
+        "two operations draw their randomness under the name {name:?}: their masks would be the same; give each a name of its own"
+    )]
+    RandomName {
+        /// The name.
+        name: String,
+    },
     /// Two declarations of one parameter that do not agree.
-    #[error("parameter {name} is declared twice, as {first} and as {second}: tied parameters share one placement")]
+    #[error("parameter {name} is tied to itself as {first} and as {second}: tied parameters agree in everything")]
     Tied {
         /// The parameter.
         name: String,

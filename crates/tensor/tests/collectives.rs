@@ -7,7 +7,7 @@ use common::naive::{Array, concat, max, pad, slice, sum};
 use common::{NoParams, dot, input, integers, on_mesh, tape_of, to_f64};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::Weights;
+use meshwork_tensor::tape::{Seed, Weights};
 use meshwork_tensor::{Error, Result, Tensor, Var};
 use std::sync::Arc;
 
@@ -109,7 +109,7 @@ fn check(case: &Case, rank: &Arc<Rank>, axis: Axis) -> (f64, f64) {
 
     let gs: Vec<Array> = (0..n).map(|at| held("g", &y.shape(), case.to.dual(), rank, axis, at)).collect();
     let seed = Tensor::from_slice(tape.device(), &gs[me].data, y.shape()).unwrap();
-    tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
+    tape.backward(&y, Seed::typed(seed, y.types().dual()), Weights::Now, &mut NoParams).unwrap();
     let dx = array(&tape.take_grad(&x).unwrap());
     assert_eq!(dx, (case.backward)(&gs, me), "{name}: gradient");
 
@@ -194,7 +194,7 @@ fn a_gradient_that_is_used_twice_is_not_reduced_in_place() {
         let y = x.copy(Axis::Tp).unwrap();
         let sum = y.add(&x.copy(Axis::Tp).unwrap()).unwrap();
         let seed = Tensor::from_slice(tape.device(), &[1.0, 10.0], [2]).unwrap();
-        tape.backward(&sum, seed.clone(), Weights::Now, &mut NoParams).unwrap();
+        tape.backward(&sum, Seed::typed(seed.clone(), sum.types().dual()), Weights::Now, &mut NoParams).unwrap();
         assert_eq!(to_f64(&tape.take_grad(&x).unwrap()), [4.0, 40.0]);
         assert_eq!(to_f64(&seed), [1.0, 10.0]);
     });

@@ -13,7 +13,7 @@ use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::Rotary;
-use meshwork_tensor::tape::{Mode, Selective, Weights};
+use meshwork_tensor::tape::{Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::rc::Rc;
@@ -184,7 +184,7 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Count
         // The gradient of a matmul operand is not stored as an operand.
         let dtype = if output.tensor().dtype() == DType::Bf16 { DType::F32 } else { output.tensor().dtype() };
         let seed = Tensor::zeros(&device, dtype, output.shape()).unwrap();
-        tape.backward(&output, seed, Weights::Now, &mut NoParams).unwrap();
+        tape.backward(&output, Seed::typed(seed, output.types().dual()), Weights::Now, &mut NoParams).unwrap();
         assert!(inputs.iter().all(|input| tape.take_grad(input).is_some()), "{}", case.name);
     }
     (forward, counts(&device), rank.log().drain())
@@ -224,7 +224,8 @@ fn bits(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Vec<Vec<u64>>
             DType::F64 => Tensor::from_slice(&device, &vec![0.5_f64; shape.count()], shape),
             _ => Tensor::from_slice(&device, &host("seed", &shape), shape),
         };
-        let done = tape.backward(&output, seed.unwrap(), Weights::Now, &mut NoParams);
+        let done =
+            tape.backward(&output, Seed::typed(seed.unwrap(), output.types().dual()), Weights::Now, &mut NoParams);
         done.unwrap_or_else(|error| panic!("{}: {error}", case.name));
         all.extend(inputs.iter().map(|input| bits(&tape.take_grad(input).unwrap())));
     }

@@ -38,8 +38,8 @@ fn a_rank_drops_of_its_slice_what_one_rank_drops_of_the_whole() {
             let mut local = SHAPE;
             local[dim] /= rank.mesh().degree(Axis::Tp);
             let slice = mask(&ones(&tape, &local, on_tp(Ty::Shard(dim))));
-            // The reference is the whole mask, cut by split.
-            let dropped = ones(&tape, &SHAPE, on_tp(Ty::Invariant)).dropout(0.5, "mlp").unwrap();
+            // The reference: the whole mask, cut by split.
+            let dropped = ones(&tape_of(&rank), &SHAPE, on_tp(Ty::Invariant)).dropout(0.5, "mlp").unwrap();
             assert_eq!(to_f64(dropped.tensor()), whole(), "the same on every rank where the value is the same");
             assert_eq!(slice, to_f64(dropped.split(Axis::Tp, dim).unwrap().tensor()), "{mesh}, dim {dim}");
         });
@@ -80,11 +80,10 @@ fn attention_drops_by_global_head() {
     let qkv = values("qkv", QKV.iter().product());
     let p = Some((0.4, "attn"));
     on_mesh("tp=4", |rank| {
-        let tape = tape_of(&rank);
-        let whole = input(&tape, &qkv, &QKV, on_tp(Ty::Invariant));
-        let slice = whole.split(Axis::Tp, 3).unwrap().causal_attention(p).unwrap();
+        let whole = || input(&tape_of(&rank), &qkv, &QKV, on_tp(Ty::Invariant));
+        let slice = whole().split(Axis::Tp, 3).unwrap().causal_attention(p).unwrap();
         assert_eq!(slice.types(), on_tp(Ty::Shard(2)));
-        let reference = whole.causal_attention(p).unwrap().split(Axis::Tp, 2).unwrap();
+        let reference = whole().causal_attention(p).unwrap().split(Axis::Tp, 2).unwrap();
         assert_eq!(to_f64(slice.tensor()), to_f64(reference.tensor()));
     });
 }

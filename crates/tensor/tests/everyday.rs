@@ -5,7 +5,7 @@
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
 use meshwork_tensor::param::Gradients;
-use meshwork_tensor::tape::{Mode, Position, Weights};
+use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu};
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ fn train(rank: Arc<Rank>, steps: u64) -> Result<Vec<f64>, Error> {
             let y = hidden.linear(&tape.param(w2)?, 1)?.all_reduce(Axis::Tp)?.mul(&tape.param(gain)?)?;
             let loss = y.mean_squared_error(&targets)?;
             losses.push(loss.mean(0)?.all_reduce(Axis::Dp)?.item()?);
-            tape.backward_from_loss(&loss, 1.0 / BATCH as f64, Weights::Now, &mut gradients)?;
+            tape.backward_from_loss(&loss, Normaliser::LocalTerms(held as u64), Weights::Now, &mut gradients)?;
             gradients.all_reduce(&tape)?;
         }
         gradients.descend(&mut params, 0.2)?;
@@ -101,7 +101,7 @@ fn gradients_that_nobody_sums_are_those_of_the_rank_alone() {
         let y = x.copy(Axis::Tp)?.linear(&tape.param(w)?, 1)?.all_gather_invariant(Axis::Tp, 1)?;
         let loss = y.add(&tape.param(shift)?)?.mean_squared_error(&t)?;
         let mut gradients = Gradients::default();
-        tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut gradients)?;
+        tape.backward_from_loss(&loss, Normaliser::Scale(1.0), Weights::Now, &mut gradients)?;
         let axes = all.reduction_axes(&tape.reads());
         assert_eq!([w, shift, unread].map(|id| axes[id.index()].clone()), [vec![Axis::Dp], vec![Axis::Dp], vec![]]);
         let values = |gradients: &Gradients| [w, shift].map(|id| gradients.get(id).unwrap().to_vec::<f32>().unwrap());

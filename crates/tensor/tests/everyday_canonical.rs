@@ -5,7 +5,7 @@ mod common;
 use common::{on_mesh, values};
 use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ const SHAPE: [usize; 3] = [SAMPLES, 4, 6];
 
 /// Shares of gradients in the order of arrival: per parameter and copy, its samples and values.
 #[derive(Default)]
-struct Shares(BTreeMap<(ParamId, usize), Vec<OfSamples>>);
+struct Shares(BTreeMap<(usize, usize), Vec<OfSamples>>);
 
 /// The first of the samples, and their sum.
 type OfSamples = (u64, Vec<f32>);
@@ -26,7 +26,7 @@ impl GradSink for Shares {
         let values = grad.to_vec::<f32>()?;
         let each = values.len() / share.copies.len();
         for (copy, values) in share.copies.clone().zip(values.chunks(each)) {
-            self.0.entry((share.id, copy)).or_default().push((share.samples.start, values.to_vec()));
+            self.0.entry((share.id.index(), copy)).or_default().push((share.samples.start, values.to_vec()));
         }
         Ok(())
     }
@@ -70,15 +70,15 @@ fn run(rank: &Arc<Rank>, program: Program) -> Result<Found> {
     let [gain, shift] = [tape.param(ids[0])?, tape.param(ids[1])?];
     let loss = program(&x, [&gain, &shift], &t)?;
     let mut shares = Shares::default();
-    tape.backward_from_loss(&loss, 0.3, Weights::Now, &mut shares)?;
+    tape.backward_from_loss(&loss, Normaliser::Scale(0.3), Weights::Now, &mut shares)?;
     let losses = loss.tensor().to_vec::<f64>()?.into_iter().map(f64::to_bits).collect();
     let gradient = tape.take_grad(&x).unwrap().to_vec::<f32>()?.into_iter().map(f32::to_bits).collect();
     Ok((losses, gradient, shares))
 }
 
 /// The gradients of parameters over all samples, added up in the tree of samples and then of copies.
-fn summed(ranks: &[&Shares]) -> BTreeMap<ParamId, Vec<u32>> {
-    let mut found: BTreeMap<(ParamId, usize), BTreeMap<u64, &Vec<f32>>> = BTreeMap::new();
+fn summed(ranks: &[&Shares]) -> BTreeMap<usize, Vec<u32>> {
+    let mut found: BTreeMap<(usize, usize), BTreeMap<u64, &Vec<f32>>> = BTreeMap::new();
     for shares in ranks {
         for (key, shares) in &shares.0 {
             for (first, values) in shares {
@@ -91,7 +91,7 @@ fn summed(ranks: &[&Shares]) -> BTreeMap<ParamId, Vec<u32>> {
         let column = |at: usize| parts.iter().map(|part| part[at]).collect::<Vec<f32>>();
         (0..parts[0].len()).map(|at| tree::sum(&column(at), |a, b| a + b).unwrap()).collect()
     };
-    let mut copies: BTreeMap<ParamId, Vec<Vec<f32>>> = BTreeMap::new();
+    let mut copies: BTreeMap<usize, Vec<Vec<f32>>> = BTreeMap::new();
     for ((id, _), samples) in found {
         copies.entry(id).or_default().push(tree(samples.into_values().cloned().collect()));
     }

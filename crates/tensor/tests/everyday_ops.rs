@@ -9,7 +9,7 @@ use common::{NoParams, alone, input, integers, on_mesh, on_tp, tape_of, tape_on,
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::Weights;
+use meshwork_tensor::tape::{Normaliser, Weights};
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
 
@@ -236,7 +236,7 @@ fn a_squared_error_of_cut_elements() {
         let loss = x.split(TP, 2).unwrap().mean_squared_error(&t.split(TP, 2).unwrap()).unwrap();
         assert_eq!(loss.types(), on_tp(P));
         let loss = loss.all_reduce(TP).unwrap();
-        tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut NoParams).unwrap();
+        tape.backward_from_loss(&loss, Normaliser::Scale(1.0), Weights::Now, &mut NoParams).unwrap();
         (to_f64(loss.tensor()), [x, t].map(|input| to_f64(&tape.take_grad(&input).unwrap())))
     };
     let one = on_mesh("tp=1", run).remove(0);

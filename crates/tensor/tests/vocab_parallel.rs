@@ -6,7 +6,7 @@ mod common;
 use common::{NoParams, alone, dot, ids, input, integers, on_mesh, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Rank, Ty, Types};
 use meshwork_tensor::Tensor;
-use meshwork_tensor::tape::Weights;
+use meshwork_tensor::tape::{Normaliser, Weights};
 use meshwork_testkit::gradcheck::assert_gradient;
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ fn sharded_loss(rank: &Arc<Rank>, logits: &[f64], vocab: usize, padding: f64) ->
     let targets = ids(&tape, &targets(vocab), &[ROWS], on_tp(Ty::Invariant));
     let loss = shard.vocab_parallel_cross_entropy(&targets, Axis::Tp, vocab).unwrap();
     assert_eq!(loss.types(), on_tp(Ty::Invariant));
-    tape.backward_from_loss(&loss, 0.25, Weights::Now, &mut NoParams).unwrap();
+    tape.backward_from_loss(&loss, Normaliser::Scale(0.25), Weights::Now, &mut NoParams).unwrap();
     (to_f64(loss.tensor()).iter().sum(), to_f64(&tape.take_grad(&shard).unwrap()))
 }
 

@@ -136,11 +136,21 @@ impl Trainer {
         let ((first_micro, ahead), (actions, _)) = (driver.micros_before(), driver.actions());
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
         self.walk(&pass, actions, observe)?;
+        self.verify_claims()?;
         self.steps_begun += 1;
         let (step, numbers) = (self.steps_begun, Some(pass.numbers.into_inner()));
         let terms = terms.iter().sum();
         let (records, statistics) = (self.rank.log().drain(), StatisticSums::new());
-        self.pending.push_back(PendingStep { step, terms, numbers, statistics, records, sums: None, stats: None });
+        self.pending.push_back(PendingStep {
+            step,
+            terms,
+            numbers,
+            statistics,
+            batch: batch.hash(),
+            records,
+            sums: None,
+            stats: None,
+        });
         let lag = self.asynchronous().lag() as u64;
         self.start_completing((step + 1).saturating_sub(lag), stop)?;
         self.finish_completing((step + 1).saturating_sub(lag))
@@ -174,7 +184,7 @@ impl Trainer {
                 self.device.layout()?.copy_into(norms, 0..norms.count(), &mut numbers, self.norms_at())?;
             }
             step.sums = Some(self.start_sums(numbers, norms.map_or(1, |(updates, _)| updates))?);
-            step.stats = Some(self.start_stats(&step.records, stop())?);
+            step.stats = Some(self.start_stats(&step.records, stop(), step.batch)?);
         }
         self.pending = pending;
         Ok(())

@@ -18,6 +18,7 @@ mod evaluate;
 mod pending;
 mod state;
 mod synchronous;
+mod verify;
 
 pub use evaluate::Evaluation;
 
@@ -28,10 +29,12 @@ use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, StatisticSums};
 use crate::trace::trace;
 use crate::transport::PipeTransport;
+use crate::verify::{Claims, Verify};
 use crate::weights::WeightStore;
 use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
 use asynchronous::Asynchronous;
 use driver::Driver;
+use meshwork_core::hash::hash;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
@@ -75,6 +78,13 @@ pub struct Trainer {
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
     watch: Option<Arc<dyn Watch>>,
+    verify: Verify,
+    /// The claims of the step under way, if it is verified.
+    claims: Option<Arc<Claims>>,
+    /// Steps that this trainer has begun, whatever their numbers.
+    steps_of_trainer: u64,
+    /// Hash of what every rank must have the same: the plan and the parameters.
+    run: u64,
 }
 
 /// The report of a step, the same on every rank.
@@ -146,6 +156,7 @@ impl Trainer {
         let gradients = Gradients::new(reducer, places, readers, ordered, device.clone());
 
         let parameters = model_plan.parameters()?;
+        let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
         let shards = norm_shards(&params, &parameters, &tied, &rank);
         let (rule, lr) = (plan.optimizer.clone(), plan.lr);
         let weights = WeightStore::new(params, gradients, rule, lr, shards, kept, device.clone())?;
@@ -179,6 +190,10 @@ impl Trainer {
             pending: VecDeque::new(),
             recompute: plan.recompute,
             watch: None,
+            verify: plan.verify,
+            claims: None,
+            steps_of_trainer: 0,
+            run,
             rank,
             device,
         })
@@ -280,6 +295,7 @@ impl Trainer {
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         let terms = self.count_terms(batch)?;
+        self.begin_claims();
         if terms.contains(&0) {
             return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
         }
@@ -337,6 +353,7 @@ impl Trainer {
             numbers: RefCell::new(self.numbers(purpose)?),
             global_batch_size: self.global_batch_size,
             watch: self.watch.clone(),
+            claims: self.claims.clone(),
         })
     }
 
@@ -344,7 +361,7 @@ impl Trainer {
     fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
         let per_update = self.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
-        let seeds = |micro| Seeds { loss: 1.0 / terms[micro / per_update] as f64, auxiliary };
+        let seeds = |micro| Seeds { terms: terms[micro / per_update], auxiliary };
         Ok(Pass { seeds: (0..self.micros).map(seeds).collect(), ..self.pass(Purpose::Train, batch)? })
     }
 

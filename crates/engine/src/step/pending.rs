@@ -7,6 +7,7 @@ use super::{StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{TIED, TrainError};
+use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
 use meshwork_nn::Per;
 use meshwork_tensor::Error;
@@ -24,6 +25,8 @@ pub(super) struct PendingStep {
     pub(super) numbers: Option<Buffer>,
     /// The sums from which buffers of statistics were updated.
     pub(super) statistics: StatisticSums,
+    /// Hash of this rank's batch.
+    pub(super) batch: u64,
     /// Its communications.
     pub(super) records: Vec<Record>,
     pub(super) sums: Option<Sums>,
@@ -127,18 +130,54 @@ impl Trainer {
 
     /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, and whether
     /// some rank should stop.
-    pub(super) fn start_stats(&self, records: &[Record], stop: bool) -> Result<StepStats, TrainError> {
+    ///
+    /// Also sends the hashes of this rank's batch, and of what must be the same on every rank: plan, parameters and step.
+    pub(super) fn start_stats(&self, records: &[Record], stop: bool, batch: u64) -> Result<StepStats, TrainError> {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
         let mut values: Vec<f64> = names().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         let peaks = values.len();
-        values.resize(peaks + world.size(), 0.0);
+        values.resize(peaks + world.size() * (1 + HASHES), 0.0);
         values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
+        let hashes = peaks + world.size() + world.rank() * HASHES;
+        let run = combine(self.run, self.steps_begun);
+        values[hashes..hashes + HASHES].copy_from_slice(&[halves(run), halves(batch)].concat());
         let pending = world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?;
         self.rank.log().drain(); // the report itself does not count
         Ok(StepStats(pending))
+    }
+
+    /// Refuses a step for which ranks were given different input: another plan, another model or another number of steps on
+    /// any rank, or other samples on ranks of one dp rank. `hashes` are those of all ranks.
+    fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<(), TrainError> {
+        if !self.device.has_values() {
+            return Ok(()); // a dry run has no other ranks
+        }
+        let (mesh, own) = (self.rank.mesh(), self.rank.world_rank());
+        let hash = |rank: usize, at: usize| &hashes[rank * HASHES + at..rank * HASHES + at + 2];
+        let dp = |rank: usize| mesh.coords(rank).get(Axis::Dp);
+        let mut others = (0..mesh.world_size()).filter(|&other| other != own);
+        if let Some(other) = others.clone().find(|&other| hash(other, 0) != hash(own, 0)) {
+            return Err(TrainError::Disagreement {
+                step,
+                rank: own,
+                other,
+                what: "a plan, a model or a number of steps",
+                valid: "make every rank's Trainer of the same model and plan, and call step() as often on each",
+            });
+        }
+        match others.find(|&other| dp(other) == dp(own) && hash(other, 2) != hash(own, 2)) {
+            None => Ok(()),
+            Some(other) => Err(TrainError::Disagreement {
+                step,
+                rank: own,
+                other,
+                what: "a batch",
+                valid: "both are of one dp rank and train on the same samples: give each the Trainer::samples() of one global batch",
+            }),
+        }
     }
 
     /// The report of a step whose loss and norm are known.
@@ -153,7 +192,9 @@ impl Trainer {
         let values = all.as_slice::<f64>().map_err(Error::from)?;
         let world = self.rank.world().size() as f64;
         let comm_bytes = names().zip(values).map(|(name, bytes)| (name, bytes / world)).collect();
-        let [stop, peaks @ ..] = &values[names().count()..] else { unreachable!("sent as many values") };
+        let [stop, rest @ ..] = &values[names().count()..] else { unreachable!("sent as many values") };
+        let (peaks, hashes) = rest.split_at(self.rank.world().size());
+        self.require_agreement(step, hashes)?;
         Ok(StepReport {
             step,
             loss,
@@ -166,6 +207,13 @@ impl Trainer {
             stop: *stop > 0.0,
         })
     }
+}
+
+/// Numbers by which a rank sends its two hashes: each as two halves, which f64 holds exactly.
+const HASHES: usize = 4;
+
+fn halves(hash: u64) -> [f64; 2] {
+    [(hash >> 32) as f64, f64::from(hash as u32)]
 }
 
 /// Groups whose bytes are reported.

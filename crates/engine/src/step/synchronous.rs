@@ -96,18 +96,19 @@ impl Trainer {
         let mut numbers = pass.numbers.into_inner();
         self.weights.get_mut().gradients.finish()?;
         let statistics = self.sum_statistics()?;
+        self.verify_claims()?;
         self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
         let sums = self.start_sums(numbers, 1)?;
-        let (terms, lr) = (terms.iter().sum(), self.weights.get_mut().lr(step));
+        let (terms, lr, hash) = (terms.iter().sum(), self.weights.get_mut().lr(step), batch.hash());
 
         let driver = self.synchronous();
         if driver.overlaps() && !driver.clipped {
             self.weights.get_mut().update_tentatively(lr, 1.0, &statistics)?;
             self.steps_begun = step;
             let records = self.rank.log().drain();
-            let stats = Some(self.start_stats(&records, stop())?);
+            let stats = Some(self.start_stats(&records, stop(), hash)?);
             let (numbers, sums) = (None, Some(sums));
-            self.pending.push_back(PendingStep { step, terms, numbers, statistics, records, sums, stats });
+            self.pending.push_back(PendingStep { step, terms, numbers, statistics, batch: hash, records, sums, stats });
         } else {
             let measured = self.measure(sums, terms)?.finite(step)?;
             let factor = clip_factor(measured.grad_norm, self.max_norm);
@@ -115,7 +116,7 @@ impl Trainer {
             self.steps_begun = step;
             self.synchronous().clipped = factor != 1.0;
             let records = self.rank.log().drain();
-            let stats = self.start_stats(&records, stop())?;
+            let stats = self.start_stats(&records, stop(), hash)?;
             reports.push(self.report(step, measured, stats, records)?);
         }
         Ok(reports)

@@ -22,13 +22,16 @@ impl Var {
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let (offset, global) = self.global_position();
         let training = self.tape().mode() == Mode::Train;
-        let dropout = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| AttentionDropout {
-            p,
-            key: self.tape().random_key(name),
-            first_sample: offset[0],
-            first_head: offset[3],
-            global_heads: global[3],
+        let dropout: Option<Result<_>> = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| {
+            Ok(AttentionDropout {
+                p,
+                key: self.tape().random_key(name)?,
+                first_sample: offset[0],
+                first_head: offset[3],
+                global_heads: global[3],
+            })
         });
+        let dropout = dropout.transpose()?;
         let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
         self.tape().apply(CausalAttention { shape, dropout }, &[self])
     }

@@ -27,7 +27,7 @@ impl Var {
         let (offset, global) = self.global_position();
         let mut local = [1; MAX_DIMS];
         local[..self.shape().len()].copy_from_slice(&self.shape());
-        let key = self.tape().random_key(name);
+        let key = self.tape().random_key(name)?;
         let mask = DropoutMask { p, key, ndim: self.shape().len(), local, offset, global };
         self.tape().apply(Dropout { mask }, &[self])
     }

@@ -44,13 +44,16 @@ impl Var {
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let (offset, global) = self.global_position();
         let training = self.tape().mode() == Mode::Train;
-        let dropout = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| AttentionDropout {
-            p,
-            key: self.tape().random_key(name),
-            first_sample: offset[0],
-            first_head: offset[2],
-            global_heads: global[2],
+        let dropout: Option<Result<_>> = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| {
+            Ok(AttentionDropout {
+                p,
+                key: self.tape().random_key(name)?,
+                first_sample: offset[0],
+                first_head: offset[2],
+                global_heads: global[2],
+            })
         });
+        let dropout = dropout.transpose()?;
         let queries = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(2), head_dim: extent(3) };
         let (kv_offset, kv_global) = kv.global_position();
         let held = kv.shape().get(3).copied().unwrap_or(0);

@@ -89,6 +89,7 @@ impl Linear {
             Joined::WithPrevious(waiting) => {
                 if cx.needs(0) && cx.flows_before() {
                     waiting.replace(Some((grad.clone(), w, self.terms[1])));
+                    cx.leave_to_later(0);
                     return Ok(None);
                 }
             }

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Map;
 use crate::tape::{GradShard, GradSink, Tape};
 use crate::tensor::Tensor;
-use meshwork_core::{Axis, ReduceOp, Types};
+use meshwork_core::{Axis, ReduceOp, Ty, Types};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Declarations {
 /// ```
 /// # use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
 /// # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu};
-/// # use meshwork_tensor::{param::Gradients, tape::{Mode, Position, Weights}};
+/// # use meshwork_tensor::{param::Gradients, tape::{Mode, Normaliser, Position, Weights}};
 /// # use std::sync::Arc;
 /// # let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Dp, 1)])?, 0)?);
 /// # let (device, mut all) = (Cpu::device(), Declarations::new());
@@ -46,7 +46,7 @@ impl Declarations {
 /// let (x, t) = (data(&tape, &[1.0, 2.0], [1, 2])?, data(&tape, &[5.0], [1, 1])?);
 /// let loss = x.linear(&tape.param(w)?, 1)?.mean_squared_error(&t)?;
 /// let mut gradients = Gradients::default();
-/// tape.backward_from_loss(&loss, 1.0, Weights::Now, &mut gradients)?;
+/// tape.backward_from_loss(&loss, Normaliser::LocalTerms(1), Weights::Now, &mut gradients)?;
 /// gradients.all_reduce(&tape)?;
 /// assert_eq!(gradients.get(w).unwrap().to_vec::<f32>()?, [-4.0, -8.0]);
 ///
@@ -56,17 +56,24 @@ impl Declarations {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Default)]
-pub struct Gradients(BTreeMap<ParamId, Tensor>);
+pub struct Gradients(BTreeMap<ParamId, Gradient>);
+
+#[derive(Debug)]
+struct Gradient {
+    value: Tensor,
+    /// `Partial` where it is still to be summed.
+    types: Types,
+}
 
 impl Gradients {
     /// The gradient of a parameter, if it has one.
     pub fn get(&self, id: ParamId) -> Option<&Tensor> {
-        self.0.get(&id)
+        self.0.get(&id).map(|gradient| &gradient.value)
     }
 
     /// All gradients, in the order of declaration.
     pub fn iter(&self) -> impl Iterator<Item = (ParamId, &Tensor)> {
-        self.0.iter().map(|(&id, gradient)| (id, gradient))
+        self.0.iter().map(|(&id, gradient)| (id, &gradient.value))
     }
 
     /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is the tape
@@ -80,24 +87,31 @@ impl Gradients {
                 valid: "the trainer, or a sink that keeps subtrees of samples",
             });
         }
-        let reads = tape.reads();
-        for (id, gradient) in &mut self.0 {
-            for axis in reads.get(id).map_or_else(Vec::new, |&read| reduction_axes(read)) {
-                let (device, shape) = (Arc::clone(gradient.device()), gradient.shape());
-                let sum = tape.rank().group(axis).all_reduce(gradient.copy_buffer()?, ReduceOp::Sum)?;
-                *gradient = Tensor::from_buffer(&device, sum, shape)?;
+        for Gradient { value, types } in self.0.values_mut() {
+            for axis in reduction_axes(types.dual()) {
+                let (device, shape) = (Arc::clone(value.device()), value.shape());
+                let sum = tape.rank().group(axis).all_reduce(value.copy_buffer()?, ReduceOp::Sum)?;
+                *value = Tensor::from_buffer(&device, sum, shape)?;
+                *types = types.with(axis, Ty::Invariant);
             }
         }
         Ok(())
     }
 
-    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. It is an error while a tape
-    /// or anything else reads the weights.
+    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments.
+    ///
+    /// # Errors
+    /// A tape or anything else still reads the weights; a gradient is still to be summed over ranks.
     pub fn descend(&self, params: &mut Arc<Params>, rate: f64) -> Result<()> {
         let Some(params) = Arc::get_mut(params) else {
             return Err(Error::Backward("weights are still read: drop the tape and its values first".to_owned()));
         };
-        for (&id, gradient) in &self.0 {
+        for (&id, Gradient { value: gradient, types }) in &self.0 {
+            let spec = params.declarations().spec(id);
+            let axes: Vec<String> = types.partial_axes().map(|axis| axis.to_string()).collect();
+            if !axes.is_empty() {
+                return Err(Error::StillPartial { name: spec.name.clone(), axes: axes.join(", ") });
+            }
             let (flat, range) = params.place(id);
             let device = gradient.device();
             let change = device.elementwise()?.map(Map::Scale(-rate), gradient.buffer())?;
@@ -109,11 +123,19 @@ impl Gradients {
 
 impl GradSink for Gradients {
     fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
-        let sum = match self.0.remove(&share.id) {
+        let value = match self.0.remove(&share.id) {
             None => grad,
-            Some(sum) => sum.accumulate(&grad)?,
+            Some(sum) if sum.types == share.types => sum.value.accumulate(&grad)?,
+            Some(sum) => {
+                return Err(Error::Backward(format!(
+                    "a gradient of parameter #{} is {} and another {}: sum after all backward passes have run",
+                    share.id.index(),
+                    share.types,
+                    sum.types
+                )));
+            }
         };
-        self.0.insert(share.id, sum);
+        self.0.insert(share.id, Gradient { value, types: share.types });
         Ok(())
     }
 

@@ -21,6 +21,7 @@ use meshwork_core::{Axis, Coords, Mesh, Ty, Types};
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The role of a parameter. It determines the [group](ParamGroup) of the parameter, unless the declaration has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,7 +97,7 @@ impl fmt::Display for Placement {
 /// The declaration of a parameter, the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
-    /// Global name, unique in the model; two declarations with the same name are one (tied) parameter.
+    /// Global name, unique in the model. Layers that share the parameter [tie](Declarations::tie) it by this name.
     pub name: String,
     /// Global structural dims: a fused qkv weight is [3, heads, head_dim, hidden].
     pub dims: Shape,
@@ -146,14 +147,35 @@ impl ParamSpec {
     }
 }
 
-/// Names a parameter within its [`Declarations`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId(usize);
+/// Names a parameter within the [`Declarations`] that gave it, and no others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId {
+    index: usize,
+    registry: Registry,
+}
 
 impl ParamId {
     /// Position in the order of declaration.
     pub fn index(self) -> usize {
-        self.0
+        self.index
+    }
+}
+
+/// The position alone: the same on every run.
+impl fmt::Debug for ParamId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ParamId({})", self.index)
+    }
+}
+
+/// Tells one set of declarations from all others of the process. Clones are the same one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Registry(u64);
+
+impl Default for Registry {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
@@ -162,7 +184,10 @@ impl ParamId {
 #[derive(Clone, Debug, Default)]
 pub struct Declarations {
     blocks: Option<usize>,
+    registry: Registry,
     specs: Vec<ParamSpec>,
+    /// Per parameter, whether a layer declared it: others only tie it.
+    owned: Vec<bool>,
     by_name: HashMap<String, ParamId>,
     statistics: Vec<Statistic>,
 }
@@ -184,8 +209,11 @@ impl Declarations {
         self.blocks
     }
 
-    /// Declares a parameter. Declaring the same name again means the same parameter (weight tying), and must agree in
-    /// everything.
+    /// Declares a parameter under a name that no other layer of the model declares: two layers of one name would share a weight on
+    /// one stage and hold two when they are cut apart. Layers that mean to share a weight [tie](Self::tie) it.
+    ///
+    /// # Errors
+    /// A name that is taken, a dim that does not exist, an axis that cuts two dims.
     pub fn declare(
         &mut self,
         name: impl Into<String>,
@@ -220,24 +248,76 @@ impl Declarations {
         group: ParamGroup,
     ) -> Result<ParamId> {
         let spec = ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group };
-        if let Some((axis, dim)) = spec.placement.shards().iter().find(|(_, dim)| *dim >= dims.len()) {
-            return Err(Error::Placement {
-                what: spec.name,
-                dim: *dim,
-                extent: 0,
-                axis: *axis,
-                degree: 0,
-                problem: format!("it has only {} dims", dims.len()),
+        let id = self.enter(spec)?;
+        if std::mem::replace(&mut self.owned[id.index], true) {
+            return Err(Error::Declaration {
+                name: self.specs[id.index].name.clone(),
+                problem:
+                    "two layers declare this name: they would share it on one stage, and hold one each when cut apart"
+                        .to_owned(),
+                valid: "give each layer a name of its own, or tie them with Declarations::tie in the second".to_owned(),
             });
         }
+        Ok(id)
+    }
+
+    /// Shares the parameter that another layer [declares](Self::declare) under this name: weight tying, as of an embedding and the
+    /// head. Both must agree in everything. The other layer may lie on another stage, and so on another rank: its gradient is then
+    /// summed over both (Megatron's embedding group).
+    ///
+    /// ```
+    /// # use meshwork_tensor::{Declarations, Init, Placement, Role};
+    /// let mut params = Declarations::new();
+    /// let (whole, init) = (Placement::replicated(), Init::Normal { std: 0.02 });
+    /// let table = params.declare("wte.weight", &[256, 128], whole.clone(), Role::Weight, init)?;
+    /// assert_eq!(params.tie("wte.weight", &[256, 128], whole.clone(), Role::Weight, init)?, table);
+    /// assert!(params.declare("wte.weight", &[256, 128], whole, Role::Weight, init).is_err());
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A declaration of that name that differs; as [`declare`](Self::declare).
+    pub fn tie(
+        &mut self,
+        name: impl Into<String>,
+        dims: &[usize],
+        placement: Placement,
+        role: Role,
+        init: Init,
+    ) -> Result<ParamId> {
+        let group = ParamGroup::of(role);
+        self.enter(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
+    }
+
+    /// Parameters that layers tie and none declares: of one stage they may be another stage's, of a whole model there are none.
+    pub fn undeclared(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.specs.iter().zip(&self.owned).filter(|(_, owned)| !**owned).map(|(spec, _)| spec)
+    }
+
+    /// The id of a parameter, new or of that name.
+    fn enter(&mut self, spec: ParamSpec) -> Result<ParamId> {
+        spec.require_placement()?;
         if let Some(&id) = self.by_name.get(&spec.name) {
-            self.specs[id.0].require_tied(&spec)?;
+            self.specs[id.index].require_tied(&spec)?;
             return Ok(id);
         }
-        let id = ParamId(self.specs.len());
+        let id = ParamId { index: self.specs.len(), registry: self.registry };
         self.by_name.insert(spec.name.clone(), id);
         self.specs.push(spec);
+        self.owned.push(false);
         Ok(id)
+    }
+
+    /// Refuses an id that other declarations gave.
+    pub(crate) fn require_own(&self, id: ParamId) -> Result<()> {
+        if id.registry == self.registry {
+            return Ok(());
+        }
+        let problem = match self.specs.get(id.index) {
+            Some(spec) => format!("here that is {}", spec.name),
+            None => format!("here there are {}", self.specs.len()),
+        };
+        Err(Error::OtherDeclarations { index: id.index, problem })
     }
 
     /// Declares a statistic: a vector that each micro-batch of a training step leaves with
@@ -260,12 +340,20 @@ impl Declarations {
 
     /// Every parameter's id, in order.
     pub fn ids(&self) -> impl Iterator<Item = ParamId> + use<> {
-        (0..self.specs.len()).map(ParamId)
+        let registry = self.registry;
+        (0..self.specs.len()).map(move |index| ParamId { index, registry })
     }
 
     /// One declaration.
+    ///
+    /// # Panics
+    /// If other declarations gave the id.
+    #[track_caller]
     pub fn spec(&self, id: ParamId) -> &ParamSpec {
-        &self.specs[id.0]
+        if let Err(error) = self.require_own(id) {
+            panic!("{error}");
+        }
+        &self.specs[id.index]
     }
 
     /// The parameter with this name.
@@ -275,6 +363,22 @@ impl Declarations {
 }
 
 impl ParamSpec {
+    /// Refuses a placement that cuts a dim that is not there, or two dims by one axis.
+    fn require_placement(&self) -> Result<()> {
+        let refuse = |problem, valid| Err(Error::Declaration { name: self.name.clone(), problem, valid });
+        let (shards, dims) = (self.placement.shards(), self.dims.len());
+        if let Some((axis, dim)) = shards.iter().find(|(_, dim)| *dim >= dims) {
+            let problem = format!("{axis} cuts dim {dim}, and it has only {dims} dims");
+            return refuse(problem, format!("cut a dim below {dims}"));
+        }
+        if let Some([(axis, first), (_, second)]) = shards.array_windows().find(|[(a, _), (b, _)]| a == b) {
+            let problem =
+                format!("{axis} cuts dim {first} and dim {second}: a rank would hold the blocks of a diagonal alone");
+            return refuse(problem, format!("cut one dim over {axis}, and the other over another axis"));
+        }
+        Ok(())
+    }
+
     /// Refuses another declaration of the same name that differs in dims, placement, role or initial values.
     pub fn require_tied(&self, other: &ParamSpec) -> Result<()> {
         if self == other {
@@ -293,19 +397,53 @@ impl ParamSpec {
 mod tests {
     use super::*;
 
+    const INIT: Init = Init::Normal { std: 0.02 };
+
+    fn table(dim: usize) -> (&'static str, [usize; 2], Placement) {
+        ("wte.weight", [256, 128], Placement::replicated().shard(Axis::Tp, dim))
+    }
+
     #[test]
-    fn two_declarations_of_a_name_must_agree() {
+    fn layers_that_tie_a_parameter_must_agree() {
         let mut all = Declarations::new();
-        let vocab = Placement::replicated().shard(Axis::Tp, 0);
-        let init = Init::Normal { std: 0.02 };
-        let first = all.declare("wte.weight", &[256, 128], vocab.clone(), Role::Weight, init).unwrap();
-        assert_eq!(all.declare("wte.weight", &[256, 128], vocab, Role::Weight, init).unwrap(), first);
-        let hidden = Placement::replicated().shard(Axis::Tp, 1);
-        let error = all.declare("wte.weight", &[256, 128], hidden, Role::Weight, init).unwrap_err();
+        let (name, dims, vocab) = table(0);
+        let first = all.tie(name, &dims, vocab.clone(), Role::Weight, INIT).unwrap();
+        assert_eq!(all.undeclared().map(|spec| &*spec.name).collect::<Vec<_>>(), [name]);
+        assert_eq!(all.declare(name, &dims, vocab.clone(), Role::Weight, INIT).unwrap(), first, "in any order");
+        assert_eq!(all.tie(name, &dims, vocab, Role::Weight, INIT).unwrap(), first);
+        assert_eq!(all.undeclared().count(), 0);
+        let (_, _, hidden) = table(1);
         assert_eq!(
-            error.to_string(),
-            "parameter wte.weight is declared twice, as [256, 128] Shard(0) on tp and as [256, 128] Shard(1) on tp: \
-             tied parameters share one placement"
+            all.tie(name, &dims, hidden, Role::Weight, INIT).unwrap_err().to_string(),
+            "parameter wte.weight is tied to itself as [256, 128] Shard(0) on tp and as [256, 128] Shard(1) on tp: tied parameters \
+             agree in everything"
+        );
+    }
+
+    #[test]
+    fn a_name_is_declared_once() {
+        let mut all = Declarations::new();
+        let (name, dims, vocab) = table(0);
+        all.declare(name, &dims, vocab.clone(), Role::Weight, INIT).unwrap();
+        assert_eq!(
+            all.declare(name, &dims, vocab, Role::Weight, INIT).unwrap_err().to_string(),
+            "parameter wte.weight: two layers declare this name: they would share it on one stage, and hold one each when cut apart; \
+             give each layer a name of its own, or tie them with Declarations::tie in the second"
+        );
+    }
+
+    #[test]
+    fn an_axis_cuts_one_dim() {
+        let both = Placement::replicated().shard(Axis::Tp, 1).shard(Axis::Tp, 0);
+        assert_eq!(
+            Declarations::new().declare("w", &[4, 4], both, Role::Weight, INIT).unwrap_err().to_string(),
+            "parameter w: tp cuts dim 0 and dim 1: a rank would hold the blocks of a diagonal alone; cut one dim over tp, and the \
+             other over another axis"
+        );
+        let none = Placement::replicated().shard(Axis::Tp, 2);
+        assert_eq!(
+            Declarations::new().declare("w", &[4, 4], none, Role::Weight, INIT).unwrap_err().to_string(),
+            "parameter w: tp cuts dim 2, and it has only 2 dims; cut a dim below 2"
         );
     }
 }

@@ -39,10 +39,11 @@ impl Params {
         for (flat, members) in layout.iter().enumerate() {
             let mut end = 0;
             for &id in members {
+                declarations.require_own(id)?;
                 let local = declarations.spec(id).local(mesh, coords);
                 let range = end..end + local.stored.count();
                 end = range.end;
-                if places[id.0].replace((flat, range, local)).is_some() {
+                if places[id.index()].replace((flat, range, local)).is_some() {
                     return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
                 }
             }
@@ -83,14 +84,18 @@ impl Params {
     }
 
     /// The value of a parameter, sharing memory.
+    ///
+    /// # Errors
+    /// An id that other declarations gave.
     pub fn value(&self, id: ParamId) -> Result<Tensor> {
-        let (flat, range, shape) = &self.places[id.0];
+        self.declarations.require_own(id)?;
+        let (flat, range, shape) = &self.places[id.index()];
         Tensor::from_buffer(&self.device, self.flats[*flat].slice(range.clone())?, *shape)
     }
 
     /// Downloads the elements of a parameter as this rank holds it, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
-        self.read_from(id, &self.flats[self.places[id.0].0])
+        self.read_from(id, &self.flats[self.places[self.index(id)].0])
     }
 
     /// Replaces the elements of a parameter as this rank holds it, padding included.
@@ -98,7 +103,7 @@ impl Params {
     /// # Errors
     /// When the number of values is wrong, or when something reads the weights.
     pub fn write(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
-        let flat = self.places[id.0].0;
+        let flat = self.places[self.index(id)].0;
         let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
         let written = self.write_into(id, &mut buffer, values);
         self.flats[flat] = buffer;
@@ -108,7 +113,7 @@ impl Params {
     /// Downloads the elements at the place of a parameter in `flat`: a vector with the layout of the parameter's flat
     /// buffer, such as its bucket of gradients or its optimizer states.
     pub fn read_from(&self, id: ParamId, flat: &Buffer) -> Result<Vec<f32>> {
-        let (_, range, _) = &self.places[id.0];
+        let (_, range, _) = &self.places[self.index(id)];
         Ok(self.device.download(&flat.slice(range.clone())?)?.as_slice::<f32>()?.to_vec())
     }
 
@@ -117,7 +122,7 @@ impl Params {
     /// # Errors
     /// When the number of values is wrong, or when `flat` is shared.
     pub fn write_into(&self, id: ParamId, flat: &mut Buffer, values: &[f32]) -> Result<()> {
-        let (_, range, shape) = &self.places[id.0];
+        let (_, range, shape) = &self.places[self.index(id)];
         if values.len() != range.len() {
             return Err(Error::Shape {
                 op: "write a parameter",
@@ -128,14 +133,26 @@ impl Params {
         self.device.upload_into(&Buffer::from_slice(values), flat, range.start)
     }
 
+    /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`] does.
+    #[track_caller]
+    fn index(&self, id: ParamId) -> usize {
+        _ = self.declarations.spec(id);
+        id.index()
+    }
+
     /// Its types as an operand.
     pub fn types(&self, id: ParamId) -> Types {
-        self.types[id.0]
+        self.types[self.index(id)]
+    }
+
+    /// Its extents on this rank, padding included.
+    pub fn shape(&self, id: ParamId) -> Shape {
+        self.places[self.index(id)].2
     }
 
     /// The place of a parameter: (flat buffer, range within it).
     pub fn place(&self, id: ParamId) -> (usize, Range<usize>) {
-        let (flat, range, _) = &self.places[id.0];
+        let (flat, range, _) = &self.places[self.index(id)];
         (*flat, range.clone())
     }
 

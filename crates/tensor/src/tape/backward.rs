@@ -3,13 +3,14 @@
 use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
 use super::op::{Backward, Op};
 use super::reduction_blocks::GradShard;
+use super::seed::{Normaliser, Seed};
 use super::uses::Uses;
 use super::{Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{SpmdError, Ty, Types};
+use meshwork_core::{DType, Ty, Types};
 use std::rc::Rc;
 
 /// One recorded operation, or an input.
@@ -24,12 +25,14 @@ pub(super) struct Node {
     saved: Rc<[Saved]>,
     /// Shape of the value that it made.
     shape: Shape,
+    dtype: DType,
     types: Types,
 }
 
 impl Node {
-    pub(super) fn input(shape: Shape, types: Types) -> Self {
-        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, types }
+    pub(super) fn input(value: &Tensor, types: Types) -> Self {
+        let (shape, dtype) = (value.shape(), value.dtype());
+        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, dtype, types }
     }
 
     pub(super) fn operation(
@@ -37,10 +40,9 @@ impl Node {
         number: usize,
         sources: Vec<Source>,
         saved: Rc<[Saved]>,
-        shape: Shape,
-        types: Types,
+        (value, types): (&Tensor, Types),
     ) -> Self {
-        Self { op: Some(op), number, sources, saved, shape, types }
+        Self { op: Some(op), number, sources, saved, shape: value.shape(), dtype: value.dtype(), types }
     }
 
     fn has_param(&self) -> bool {
@@ -49,44 +51,44 @@ impl Node {
 }
 
 impl Tape {
-    /// Runs backward from the losses of samples (f64), whose gradients are `scale` on every rank: 1 / N for the mean over N
-    /// tokens.
+    /// Runs backward from the losses of samples (f64): from their mean over all terms of the batch, or their sum times a factor, as
+    /// `normaliser` says.
     ///
     /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`.
     /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
-    pub fn backward_from_loss(&self, loss: &Var, scale: f64, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
-        self.backward(loss, self.loss_seed(loss, scale)?, weights, sink)
-    }
-
-    /// The gradient from which [`backward_from_loss`](Self::backward_from_loss) starts, refused for the same types.
-    pub fn loss_seed(&self, loss: &Var, scale: f64) -> Result<Tensor> {
-        if let Some((axis, ty)) = loss.types().iter().find(|(_, ty)| matches!(ty, Ty::Replicate | Ty::Varying)) {
-            return Err(SpmdError {
-                op: "backward_from_loss".to_owned(),
-                axis,
-                problem: format!("the loss is {ty}: each rank would add a gradient of its own"),
-                fix:
-                    "end in a loss that is Invariant or Partial: gather with all_gather_invariant, sum with all_reduce"
-                        .to_owned(),
-            }
-            .into());
-        }
-        Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())
+    pub fn backward_from_loss(
+        &self,
+        loss: &Var,
+        normaliser: Normaliser,
+        weights: Weights,
+        sink: &mut dyn GradSink,
+    ) -> Result<()> {
+        self.backward(loss, self.loss_seed(loss, normaliser)?, weights, sink)
     }
 
     /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are
     /// freed as they are used. Gradients of parameters go to `sink`; [`take_grad`](Self::take_grad) returns those of
     /// inputs.
-    pub fn backward(&self, output: &Var, seed: Tensor, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+    pub fn backward(
+        &self,
+        output: &Var,
+        seed: impl Into<Seed>,
+        weights: Weights,
+        sink: &mut dyn GradSink,
+    ) -> Result<()> {
         if !output.source().takes_gradient() {
             return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
         }
-        self.backward_from(vec![(output, seed)], weights, sink)
+        self.backward_from(vec![(output, seed.into())], weights, sink)
     }
 
     /// Runs backward from several values at once: an output and auxiliary losses. Roots that do not depend on anything
     /// that needs a gradient are skipped; without roots this does nothing.
-    pub fn backward_from(&self, roots: Vec<(&Var, Tensor)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+    pub fn backward_from(&self, roots: Vec<(&Var, Seed)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        for (output, seed) in &roots {
+            self.require_own("backward", "output", output)?;
+            seed.require_gradient_of(output)?;
+        }
         let inner = &*self.inner;
         if inner.ran_backward.replace(true) {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
@@ -95,17 +97,10 @@ impl Tape {
         let mut uses = Uses::of(nodes.iter().flat_map(|node| &node.sources));
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
         for (output, seed) in roots {
-            if seed.shape() != output.shape() {
-                return Err(Error::Shape {
-                    op: "backward",
-                    problem: "the seed is the gradient of the output and has its shape".to_owned(),
-                    shapes: vec![seed.shape().to_vec(), output.shape().to_vec()],
-                });
-            }
             if let Source::Node(root) = output.source() {
                 grads[root] = Some(match grads[root].take() {
-                    None => seed,
-                    Some(sum) => sum.accumulate(&seed)?,
+                    None => seed.tensor,
+                    Some(sum) => sum.accumulate(&seed.tensor)?,
                 });
             }
         }
@@ -141,12 +136,15 @@ impl Tape {
                 params,
                 values: true,
                 summed: Vec::new(),
+                written: Vec::new(),
             };
             let name = op.name();
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
+            let input_grads = cx.checked(&**op, input_grads)?;
             let summed = cx.summed;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
+                self.require_fit(&nodes, (at, slot), &input_grad)?;
                 match nodes[at].sources[slot] {
                     Source::Constant | Source::Frozen(_) => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
@@ -170,7 +168,6 @@ impl Tape {
                             None => input_grad,
                             Some(observer) => self.show_gradient(&**observer, &nodes, (at, slot, from), input_grad)?,
                         };
-                        debug_assert_eq!(input_grad.shape(), nodes[from].shape, "gradient has the value's shape");
                         grads[from] = Some(match grads[from].take() {
                             None => input_grad,
                             Some(sum) => sum.accumulate(&input_grad)?,
@@ -232,11 +229,15 @@ impl Tape {
                 params: true,
                 values: false,
                 summed: Vec::new(),
+                written: Vec::new(),
             };
-            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(op.name()))?;
-            for (source, input_grad) in sources.iter().zip(input_grads) {
-                if let (Source::Param(id), Some(input_grad)) = (source, input_grad) {
-                    sink.accumulate(&self.whole(*id, op.name())?, input_grad)?;
+            let name = op.name();
+            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
+            let input_grads = cx.checked(&**op, input_grads)?;
+            for (slot, input_grad) in input_grads.into_iter().enumerate() {
+                if let (Source::Param(id), Some(input_grad)) = (nodes[at].sources[slot], input_grad) {
+                    self.require_fit(&nodes, (at, slot), &input_grad)?;
+                    sink.accumulate(&self.whole(id, name)?, input_grad)?;
                 }
             }
             nodes[at].saved = Rc::default();
@@ -245,11 +246,37 @@ impl Tape {
         Ok(())
     }
 
-    /// The share of all samples on this tape. An operation that returns a gradient does not tell its samples apart.
+    /// Refuses a gradient that node `at` gave of its input `slot` with another shape or dtype than the input has. The gradient of a
+    /// value stored in 16 bits is in f32.
+    fn require_fit(&self, nodes: &[Node], (at, slot): (usize, usize), grad: &Tensor) -> Result<()> {
+        let Node { op: Some(op), sources, .. } = &nodes[at] else { return Ok(()) };
+        let (shape, dtype) = match sources[slot] {
+            Source::Node(from) => (nodes[from].shape, nodes[from].dtype),
+            Source::Param(id) => (self.inner.params.shape(id), DType::F32),
+            Source::Constant | Source::Frozen(_) => return Ok(()),
+        };
+        let wanted = if dtype == DType::Bf16 { DType::F32 } else { dtype };
+        if (grad.shape(), grad.dtype()) == (shape, wanted) {
+            return Ok(());
+        }
+        Err(Error::Gradient {
+            op: op.name(),
+            operand: op.operands()[slot],
+            problem: format!("is {} of {:?}", grad.dtype(), grad.shape()),
+            valid: format!("the operand is {dtype} of {shape:?}, and its gradient must be {wanted} of that shape"),
+        })
+    }
+
+    /// The types of the gradient of a parameter: the duals of those with which it was read.
+    pub(super) fn gradient_types(&self, id: ParamId) -> Types {
+        self.inner.reads.borrow().get(&id).map_or(Types::NONE, Types::dual)
+    }
+
+    /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
     fn whole(&self, id: ParamId, op: &str) -> Result<GradShard> {
         let name = || &self.inner.params.declarations().spec(id).name;
         match self.reduction_blocks() {
-            None => Ok(GradShard { id, samples: 0..0, copies: 0..1, of: 1 }),
+            None => Ok(GradShard { id, types: self.gradient_types(id), samples: 0..0, copies: 0..1, of: 1 }),
             Some(_) => Err(Error::Backward(format!(
                 "{op} gave a gradient of {} summed over all samples, and in canonical numerics their order must not depend \
                  on the mesh: give it by write_grad or sum_blocks",
@@ -258,10 +285,12 @@ impl Tape {
         }
     }
 
-    /// The gradient of a value made by [`Tape::input`], once backward has run.
+    /// The gradient of a value made by [`Tape::input`] of this tape, once backward has run.
     pub fn take_grad(&self, input: &Var) -> Option<Tensor> {
         match input.source() {
-            Source::Node(at) => self.inner.grads.borrow_mut().remove(&at),
+            Source::Node(at) if Rc::ptr_eq(&self.inner, &input.tape().inner) => {
+                self.inner.grads.borrow_mut().remove(&at)
+            }
             _ => None,
         }
     }

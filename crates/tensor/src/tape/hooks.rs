@@ -138,6 +138,11 @@ pub enum Weights {
 pub trait Observer: Debug {
     /// Sees a value before anything reads it. A returned tensor, which must have the same dtype and shape, replaces it.
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>>;
+
+    /// Sees a value that comes to the tape from outside, `a constant` or `an input`, with the types that it is said to have.
+    fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
+        _ = (kind, types, tensor);
+    }
 }
 
 /// A value shown to an observer: the output of an operation, or the gradient that one operation returned for an input,

@@ -14,12 +14,14 @@ mod hooks;
 mod notes;
 mod op;
 pub mod reduction_blocks;
+mod seed;
 mod uses;
 
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
+pub use seed::{Normaliser, Seed};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -32,7 +34,7 @@ use hooks::Recipe;
 use meshwork_core::rules::{Operand, resolve_reads};
 use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -81,6 +83,8 @@ struct Inner {
     deferred: RefCell<Vec<(usize, Tensor)>>,
     ran_backward: Cell<bool>,
     notes: RefCell<notes::Kept>,
+    /// Names under which randomness has been drawn.
+    random: RefCell<BTreeSet<String>>,
 }
 
 /// A value on a tape: a tensor, its SPMD types, and the destination of its gradient.
@@ -143,6 +147,7 @@ impl Tape {
             deferred: RefCell::default(),
             ran_backward: Cell::new(false),
             notes: RefCell::default(),
+            random: RefCell::default(),
         };
         Self { inner: Rc::new(inner) }
     }
@@ -168,9 +173,34 @@ impl Tape {
     }
 
     /// A stream of randomness for one use, named after the layer: the same on any mesh.
-    pub fn random_key(&self, name: &str) -> random::Key {
+    ///
+    /// # Errors
+    /// A name that was used on this tape: both uses would draw the same numbers.
+    pub fn random_key(&self, name: &str) -> Result<random::Key> {
+        if !self.inner.random.borrow_mut().insert(name.to_owned()) {
+            return Err(Error::RandomName { name: name.to_owned() });
+        }
         let position = self.inner.position;
-        random::key(position.seed, &format!("{name}@{}", position.step))
+        Ok(random::key(position.seed, &format!("{name}@{}", position.step)))
+    }
+
+    /// The names under which operations drew randomness, in alphabetical order.
+    pub fn random_names(&self) -> Vec<String> {
+        self.inner.random.borrow().iter().cloned().collect()
+    }
+
+    fn show_source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
+        if let Some(observer) = self.inner.observer.get() {
+            observer.source(kind, types, tensor);
+        }
+    }
+
+    /// Refuses a value of another tape.
+    fn require_own(&self, op: &'static str, operand: &'static str, value: &Var) -> Result<()> {
+        match Rc::ptr_eq(&self.inner, &value.tape.inner) {
+            true => Ok(()),
+            false => Err(Error::OtherTape { op, operand }),
+        }
     }
 
     /// Global index of the first sample on this tape.
@@ -180,6 +210,7 @@ impl Tape {
 
     /// A value that needs no gradient: token ids, targets.
     pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
+        self.show_source("a constant", types, &tensor);
         Var { tape: self.clone(), tensor, types, source: Source::Constant, recipe: None }
     }
 
@@ -189,7 +220,8 @@ impl Tape {
         if self.inner.mode == Mode::Evaluate {
             return self.constant(tensor, types);
         }
-        let node = self.push(Node::input(tensor.shape(), types));
+        self.show_source("an input", types, &tensor);
+        let node = self.push(Node::input(&tensor, types));
         Var { tape: self.clone(), tensor, types, source: Source::Node(node), recipe: None }
     }
 
@@ -213,7 +245,14 @@ impl Tape {
         inner.rank.heartbeat();
         let number = inner.applied.replace(inner.applied.get() + 1);
         let names = op.operands();
-        debug_assert_eq!(names.len(), inputs.len(), "{} names its operands", op.name());
+        if names.len() != inputs.len() {
+            return Err(Error::Shape {
+                op: op.name(),
+                problem: format!("it takes {names:?}, and {} values were given", inputs.len()),
+                shapes: inputs.iter().map(|input| input.shape().to_vec()).collect(),
+            });
+        }
+        names.iter().zip(inputs).try_for_each(|(name, input)| self.require_own(op.name(), name, input))?;
         let mut operands: Vec<Operand<'_>> = inputs
             .iter()
             .zip(names)
@@ -262,7 +301,7 @@ impl Tape {
         };
         let source = if records {
             let sources = inputs.iter().map(|var| var.source).collect();
-            Source::Node(self.push(Node::operation(Box::new(op), number, sources, saved, tensor.shape(), types)))
+            Source::Node(self.push(Node::operation(Box::new(op), number, sources, saved, (&tensor, types))))
         } else {
             Source::Constant
         };

@@ -134,6 +134,8 @@ pub struct Backward<'a> {
     pub(super) values: bool,
     /// Inputs whose sum was taken.
     pub(super) summed: Vec<usize>,
+    /// Inputs whose gradient was written where it is kept.
+    pub(super) written: Vec<usize>,
 }
 
 impl Backward<'_> {
@@ -146,10 +148,42 @@ impl Backward<'_> {
         }
     }
 
-    /// Whether a gradient flows to the value that the operation right before this one made. If both read earlier
-    /// values, all readers of that value have already run.
+    /// The gradients that an operation gave, those that were not asked for left out; refused where one is missing.
+    pub(super) fn checked(&self, op: &dyn Op, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let operands = op.operands();
+        let refuse = |slot: usize, problem: String, valid: &str| {
+            let operand = operands.get(slot).copied().unwrap_or("an operand");
+            Err(Error::Gradient { op: op.name(), operand, problem, valid: valid.to_owned() })
+        };
+        if gradients.len() != operands.len() {
+            let (slot, given) = (gradients.len().min(operands.len()), gradients.len());
+            let problem = format!("is one of {}, and backward gave {given}", operands.len());
+            return refuse(slot, problem, "backward gives one gradient, or None, for each operand");
+        }
+        let wanted = |slot| self.needs(slot);
+        match gradients
+            .iter()
+            .enumerate()
+            .position(|(slot, given)| wanted(slot) && given.is_none() && !self.written.contains(&slot))
+        {
+            Some(slot) => refuse(
+                slot,
+                "is missing".to_owned(),
+                "backward gives the gradient of each operand that needs one (Backward::needs), a zero tensor if nothing flows",
+            ),
+            None => Ok(gradients.into_iter().enumerate().map(|(slot, given)| given.filter(|_| wanted(slot))).collect()),
+        }
+    }
+
+    /// Whether a gradient flows to the value that the operation right before this one made: if both read what was there
+    /// before, all that read that value has had its turn.
     pub(crate) fn flows_before(&self) -> bool {
         self.at.checked_sub(1).and_then(|before| self.grads.get(before)).is_some_and(Option::is_some)
+    }
+
+    /// The gradient of input `i` is part of what an operation whose turn comes later gives.
+    pub(crate) fn leave_to_later(&mut self, i: usize) {
+        self.written.push(i);
     }
 
     /// The i-th tensor that forward saved.

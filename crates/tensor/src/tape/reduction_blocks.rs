@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{Axis, Buffer, DType, Ty, tree};
+use meshwork_core::{Axis, Buffer, DType, Ty, Types, tree};
 use std::ops::Range;
 
 /// How the terms of a contraction are cut. The terms are in consecutive `segments`, and block i is the i-th of `blocks`
@@ -80,7 +80,9 @@ impl RowBlocks {
 pub struct GradShard {
     /// The parameter.
     pub id: ParamId,
-    /// The samples that it sums, numbered within the batch. In canonical numerics they are a whole subtree.
+    /// Types of the gradient on this rank: `Partial` on the axes over which it is still to be summed.
+    pub types: Types,
+    /// Numbers of the samples that it sums, within the batch. In canonical numerics a whole subtree of them.
     pub samples: Range<u64>,
     /// The copies of the gradient that it belongs to; they are one after the other in the share.
     pub copies: Range<usize>,
@@ -168,6 +170,7 @@ impl Backward<'_> {
         let (Some(all), Source::Param(id)) = (self.tape.reduction_blocks(), self.sources[i]) else {
             return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
         };
+        self.written.push(i);
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
         for samples in self.parts(tokens.samples) {
@@ -175,6 +178,7 @@ impl Backward<'_> {
             device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
             let share = GradShard {
                 id,
+                types: self.tape.gradient_types(id),
                 samples: self.numbers(&samples),
                 copies: used + first..used + first + slices,
                 of: self.uses.count(id) * all,
@@ -206,10 +210,12 @@ impl Backward<'_> {
             write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, blocks: 1 })?;
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
+        self.written.push(i);
         for samples in self.parts(samples) {
             let blocks = if canonical { samples.len() } else { 1 };
             let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
-            let share = GradShard { id, samples: self.numbers(&samples), copies: used..used + 1, of };
+            let types = self.tape.gradient_types(id);
+            let share = GradShard { id, types, samples: self.numbers(&samples), copies: used..used + 1, of };
             if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
                 write(BlockSlot { buffer, start, accumulate: !first, samples, blocks })?;
                 continue;

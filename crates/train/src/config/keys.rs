@@ -49,6 +49,8 @@ pub enum Kind {
         /// Words that are planned.
         planned: &'static [&'static str],
     },
+    /// One of these words, or a whole number of at least 1.
+    WordOrCount(&'static [&'static str]),
     /// One of these words, or a list of whole numbers of at least 0.
     WordOrCounts(&'static [&'static str]),
 }
@@ -119,7 +121,7 @@ pub enum Literal {
     Float(f64),
     /// Of a [`Kind::Switch`].
     Bool(bool),
-    /// Of a [`Kind::Text`], [`Kind::Choice`] or [`Kind::WordOrCounts`].
+    /// Of a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`] or [`Kind::WordOrCounts`].
     Str(&'static str),
 }
 

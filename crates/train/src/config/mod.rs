@@ -39,7 +39,7 @@ pub use reference::{reference, usage};
 pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
-pub use words::{DecayName, Device, Dtype, ModelKind, OptimizerName};
+pub use words::{DecayName, Device, Dtype, ModelKind, OptimizerName, VerifySteps, VerifyWord};
 
 impl Config {
     /// The configuration of a command line, without opening data or metrics; [`load`](crate::load) does both.

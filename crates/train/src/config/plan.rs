@@ -86,6 +86,7 @@ impl Config {
             max_norm: self.training.max_norm,
             seed: self.training.seed,
             scatter_gather: self.pipeline.scatter_gather,
+            verify: self.training.verify.into(),
         })
     }
 

@@ -52,6 +52,7 @@ fn values(key: &Key) -> String {
         Kind::Switch => "true or false".to_string(),
         Kind::Text => "text".to_string(),
         Kind::Choice { landed, planned: [] } => landed.join(", "),
+        Kind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
         Kind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
         Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }

@@ -8,10 +8,10 @@ use serde::Serialize;
 
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
-use super::keys::Kind::{Choice, Count, Number, Switch, Text, WordOrCounts};
+use super::keys::Kind::{Choice, Count, Number, Switch, Text, WordOrCount, WordOrCounts};
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
-use super::words::{DecayName, Device, Dtype, ModelKind, OptimizerName};
+use super::words::{DecayName, Device, Dtype, ModelKind, OptimizerName, VerifySteps, VerifyWord};
 use super::{partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
@@ -158,6 +158,9 @@ sections! {
         /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number of
         /// micro-batches gives the same bits, at a price in time and memory.
         numerics: String = is("fast"), one_of(&["fast", "canonical"]);
+        /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations, gradients,
+        /// weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches are compared in every step.
+        verify: VerifySteps = is("first_step"), WordOrCount(VerifyWord::WORDS);
     }
 
     /// The update rule.

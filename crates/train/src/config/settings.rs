@@ -229,6 +229,16 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         (Kind::Choice { landed, .. }, _) => {
             return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
         }
+        (Kind::WordOrCount(known), Value::String(word)) if known.contains(&word.as_str()) => value,
+        (Kind::WordOrCount(_), Value::Integer(count)) if *count >= 1 => value,
+        (Kind::WordOrCount(known), _) => {
+            let problem = match &value {
+                Value::String(_) => "unknown".to_string(),
+                Value::Integer(_) => "is below 1".to_string(),
+                _ => wrong("a whole number"),
+            };
+            return Err((problem, format!("use {}, or a whole number of at least 1", quoted(known))));
+        }
         (Kind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
         (Kind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
         (Kind::WordOrCounts(known), _) => {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use meshwork_engine::Verify;
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::Serialize;
 use toml::Value;
@@ -43,10 +44,47 @@ words! {
         Cosine = "cosine",
     }
 
+    /// `training.verify`, unless it is a number.
+    VerifyWord {
+        /// In no step.
+        Off = "off",
+        /// In the first step.
+        FirstStep = "first_step",
+    }
+
     /// Where the ranks compute: `--device`.
     Device {
         /// The threads of this process.
         Cpu = "cpu",
+    }
+}
+
+/// `training.verify`: a word, or a number of steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum VerifySteps {
+    /// `"off"` or `"first_step"`.
+    Word(VerifyWord),
+    /// In every N-th step.
+    Every(u64),
+}
+
+impl Setting for VerifySteps {
+    fn read(value: Option<&Value>) -> Option<Self> {
+        match value? {
+            Value::String(_) => VerifyWord::read(value).map(Self::Word),
+            _ => u64::read(value).map(Self::Every),
+        }
+    }
+}
+
+impl From<VerifySteps> for Verify {
+    fn from(steps: VerifySteps) -> Self {
+        match steps {
+            VerifySteps::Word(VerifyWord::Off) => Self::Off,
+            VerifySteps::Word(VerifyWord::FirstStep) => Self::FirstStep,
+            VerifySteps::Every(steps) => Self::Every(steps),
+        }
     }
 }
 

@@ -45,7 +45,7 @@ use compare::Pair;
 pub use compare::SIDES;
 pub use comparison::Comparison;
 use meshwork_core::{Axis, Communicator, Coords};
-use meshwork_engine::{Plan, TrainError, Trainer};
+use meshwork_engine::{Plan, TrainError, Trainer, Verify};
 use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::cpu::Precision;
@@ -110,8 +110,9 @@ impl<'a> Side<'a> {
         Ok(Self { note, timeout, ..Self::of(config.model(), config.plan()?, data) })
     }
 
-    /// A run of any model.
+    /// A run of any model. Its steps are not [verified](Verify): what differs between ranks is in the report.
     pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
+        let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;
         Self { model, plan, data, note: String::new(), timeout, hook: None, before_step: None, communicator: None }
     }

@@ -1,0 +1,71 @@
+//! When a step is verified, and what it claims about parameters.
+
+use super::{Driver, Trainer};
+use crate::TrainError;
+use crate::verify::{Claims, Over, of_floats};
+use meshwork_core::Axis;
+use meshwork_core::hash::combine;
+use std::sync::Arc;
+
+impl Trainer {
+    /// Begins to note claims, if this step is verified.
+    pub(super) fn begin_claims(&mut self) {
+        let verified = self.verify.includes(self.steps_of_trainer) && self.device.has_values();
+        self.steps_of_trainer += 1;
+        self.claims = (verified && self.rank.world().size() > 1).then(Arc::default);
+    }
+
+    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over each axis.
+    ///
+    /// # Errors
+    /// The first claim that does not hold.
+    pub(super) fn verify_claims(&mut self) -> Result<(), TrainError> {
+        let Some(values) = self.claims.take() else { return Ok(()) };
+        // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
+        let weights = Claims::default();
+        self.claim_parameters(&weights, &values)?;
+        // The exchange is no part of the step.
+        let records = self.rank.log().drain();
+        let step = self.steps_begun + 1;
+        for claims in [&weights, &*values] {
+            for axis in self.rank.mesh().value_axes().filter(|&axis| self.rank.mesh().degree(axis) > 1) {
+                claims.compare(self.rank.group(axis), &Over::Axis(axis), step)?;
+            }
+            for (pp_ranks, group) in self.tied_groups.iter().filter(|(_, group)| group.size() > 1) {
+                claims.compare(group, &Over::Tied(pp_ranks.clone()), step)?;
+            }
+        }
+        self.rank.log().drain();
+        records.into_iter().for_each(|record| self.rank.log().push(record));
+        Ok(())
+    }
+
+    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients.
+    fn claim_parameters(&self, weights: &Claims, gradients: &Claims) -> Result<(), TrainError> {
+        let params = self.params();
+        let mesh = self.rank.mesh();
+        for id in params.declarations().ids() {
+            let spec = params.declarations().spec(id);
+            let uncut =
+                |&axis: &Axis| mesh.degree(axis) > 1 && spec.placement.shards().iter().all(|(cut, _)| *cut != axis);
+            let mut over: Vec<Over> = mesh.value_axes().filter(uncut).map(Over::Axis).collect();
+            let tied = self.tied.iter().find(|tied| tied.name == spec.name);
+            over.extend(tied.map(|tied| Over::Tied(tied.pp_ranks.clone())));
+            if over.is_empty() {
+                continue;
+            }
+            let states = self.optimizer_states(id)?.iter().fold(0, |sum, state| combine(sum, of_floats(state)));
+            let mut parts =
+                vec![(weights, "weights", of_floats(&params.read(id)?)), (weights, "optimizer states", states)];
+            // Asynchronous schedules have gradients of the next update under way.
+            if let Driver::Synchronous(_) = self.driver {
+                parts.push((gradients, "gradient", of_floats(&self.gradient(id)?)));
+            }
+            for (over, (claims, part, hash)) in over.iter().flat_map(|over| parts.iter().map(move |part| (over, *part)))
+            {
+                claims.parameter(over, part, &spec.name, hash);
+            }
+        }
+        Ok(())
+    }
+}
