@@ -193,7 +193,7 @@ fn weights_that_have_drifted_apart_are_named() {
                 "{error}"
             );
         }
-        assert!(run(&plan("dp=2,tp=2", Verify::Every(2)), right, 3, drift(part)).len() > 0, "step 3 is verified");
+        assert!(!run(&plan("dp=2,tp=2", Verify::Every(2)), right, 3, drift(part)).is_empty(), "step 3 is verified");
         assert!(run(&plan("dp=2,tp=2", Verify::FirstStep), right, 3, drift(part)).is_empty(), "only the first step is");
     }
 }
