@@ -9,7 +9,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, Types};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::tape::{Mode, Position};
-use meshwork_tensor::{Declarations, Init, Params, Tape, Tensor};
+use meshwork_tensor::{Declarations, Init, Params, Placement, Role, Tape, Tensor};
 use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region};
 use std::sync::Arc;
 
@@ -106,4 +106,44 @@ fn parts_of_a_group_that_are_no_subtrees_are_refused() {
         "grouped_attention: dim 2 of extent 6 cannot be cut over tp=2: in canonical numerics the ranks that share a group of 6 \
          heads, here 2, must be a power of two, and hold a power of two of them each"
     );
+}
+
+/// Behind `copy` a value's gradient comes in one share per rank. Parameters that tp does not cut, read there, once gave other bits
+/// on two ranks than on one, because each rank rounded its share.
+#[test]
+fn an_operation_that_would_round_shares_of_a_gradient_is_refused() {
+    let apply = |name: &str, behind_copy: bool, degree: usize| {
+        let mut all = Declarations::canonical(BLOCKS);
+        let mut declare = |name: &str, dims: &[usize]| {
+            all.declare(name, dims, Placement::replicated(), Role::Weight, Init::Ones).unwrap()
+        };
+        let (square, pairs) = (declare("square", &[HIDDEN, HIDDEN]), declare("pairs", &[HIDDEN, 2, HIDDEN]));
+        let (table, gain) = (declare("table", &[4, HIDDEN]), declare("gain", &[HIDDEN]));
+        let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Tp, degree)]).unwrap(), 0).unwrap());
+        let (device, layout) = (Meta::device(), [all.ids().collect()]);
+        let params = Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
+        let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+        let types = Types::all(tape.rank().mesh(), Region::Invariant.ty());
+        let x = tape.input(Tensor::zeros(tape.device(), DType::F32, [2, 4, HIDDEN]).unwrap(), types);
+        let x = if behind_copy { x.copy(Axis::Tp).unwrap() } else { x };
+        let param = |id| tape.param(id).unwrap();
+        match name {
+            "linear" => x.linear(&param(square), 1),
+            "linear_gelu" => x.linear_gelu(&param(square), None, 1),
+            "linear_swiglu" => x.linear_swiglu(&param(pairs), 1),
+            "positions" => x.positions(&param(table)),
+            "layer_norm" => x.layer_norm(&param(gain), None, 1e-5),
+            "rms_norm" => x.rms_norm(&param(gain), 1e-5),
+            _ => x.transpose(1, 2), // only moves elements
+        }
+    };
+    for degree in [1, 2] {
+        for name in ["linear", "linear_gelu", "linear_swiglu", "positions", "layer_norm", "rms_norm"] {
+            apply(name, false, degree).unwrap();
+            let error = apply(name, true, degree).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{name} has no canonical numerics: ")), "{error}");
+            assert!(error.ends_with("before copy or all_gather"), "{error}");
+        }
+        apply("transpose", true, degree).unwrap();
+    }
 }

@@ -134,6 +134,10 @@ impl Op for Collective {
         self.name
     }
 
+    fn only_moves(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x"]
     }

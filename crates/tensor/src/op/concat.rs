@@ -41,6 +41,10 @@ impl Op for Concat {
         "concat"
     }
 
+    fn only_moves(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x", "y"]
     }

@@ -118,6 +118,10 @@ impl Op for Reshaped {
         }
     }
 
+    fn only_moves(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x"]
     }

@@ -272,6 +272,14 @@ impl Tape {
         }
 
         let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source.takes_gradient());
+        let replicate = |types: Types| types.iter().any(|(_, ty)| ty == Ty::Replicate);
+        if records && self.reduction_blocks().is_some() && replicate(types) && !op.only_moves() {
+            return Err(Error::NotCanonical {
+                op: op.name(),
+                problem: "its result is Replicate, and each rank would round its share of the gradient before the shares are added up",
+                valid: "it on the Invariant or Shard value, before copy or all_gather",
+            });
+        }
         let mut forward = Forward::new(self, op.name(), inputs, records);
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
         let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;

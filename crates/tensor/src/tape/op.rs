@@ -23,6 +23,13 @@ pub trait Op: Debug {
     /// The types of the result, or a refusal. Reads of parameters have been resolved.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;
 
+    /// Whether forward and backward only move elements, as a transpose does, or sum them over ranks. In canonical numerics the
+    /// result of any other operation must not be `Replicate`: its gradient comes in one share per rank, and backward would round
+    /// each share before they are added up.
+    fn only_moves(&self) -> bool {
+        false
+    }
+
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 
