@@ -115,48 +115,20 @@ fn a_gradient_times_the_number_of_ranks_is_found() {
     );
 }
 
-/// `x · y` where the rule takes an Invariant x with a sharded y: each rank's gradient of x is only its share.
+/// `copy` without the sum of its gradient over the ranks.
 #[test]
 fn a_forgotten_sum_of_a_gradient_is_found() {
-    let error = message(&[OpInput::value("x", &[3]), OpInput::value("y", &[5, 3])], |v| {
-        let rule: Rule = |op, operands| {
-            let used = |(axis, ty)| (axis, if ty == Ty::Invariant { Ty::Replicate } else { ty });
-            let types = Types::of(&operands[0].types.iter().map(used).collect::<Vec<_>>());
-            rules::contract(op, Operand { types, ..operands[0] }, operands[1], 1)
-        };
-        let product = |a: &[f64], b: &[f64], n: usize, k: usize, by_row: bool| -> Vec<f64> {
-            let at = |i: usize, j: usize| if by_row { a[j] * b[i * k + j] } else { a[i] * b[i * k + j] };
-            match by_row {
-                true => (0..n).map(|i| (0..k).map(|j| at(i, j)).sum()).collect(),
-                false => (0..k).map(|j| (0..n).map(|i| at(i, j)).sum()).collect(),
-            }
-        };
-        let forward = move |inputs: &[&Tensor]| {
-            let (n, k) = (inputs[1].shape()[0], inputs[1].shape()[1]);
-            Tensor::from_slice(
-                inputs[0].device(),
-                &product(&inputs[0].to_vec()?, &inputs[1].to_vec()?, n, k, true),
-                [n],
-            )
-        };
-        let backward = move |inputs: &[Tensor], _: &Tensor, grad: &Tensor| {
-            let (x, y, dz) = (inputs[0].to_vec::<f64>()?, inputs[1].to_vec::<f64>()?, grad.to_vec::<f64>()?);
-            let outer: Vec<f64> = dz.iter().flat_map(|dz| x.iter().map(move |x| dz * x)).collect();
-            let dx = product(&dz, &y, dz.len(), x.len(), false);
-            Ok(vec![
-                Tensor::from_slice(grad.device(), &dx, [x.len()])?,
-                Tensor::from_slice(grad.device(), &outer, [dz.len(), x.len()])?,
-            ])
-        };
-        v[0].tape().custom("planted", &["x", "y"], &[&v[0], &v[1]], rule, forward, backward)
-    });
-    assert_says(
-        &error,
-        &[
-            "tp=2, x Invariant, y Replicate: the gradient of x is Invariant, and the ranks hold different values, or values of \
-             different extents; the ranks' values add up to the right one: a sum over the ranks is missing",
-            "the same with x Invariant, y Shard(0)",
-        ],
+    let used: Rule = |op, operands| {
+        rules::per_axis(op, operands, |_, types| match types[0] {
+            Ty::Invariant => Ok(Ty::Replicate),
+            _ => Err(("x is no Invariant".to_owned(), "give it one".to_owned())),
+        })
+    };
+    let error = message(&matrix(), |v| custom(&v[0], used, |x| times(x, 1.0), |grad, _| times(grad, 1.0)));
+    assert_eq!(
+        error,
+        "planted is wrong in 1 of its cases:\n  tp=2, x Invariant: the gradient of x is Invariant, and the ranks hold different \
+         values, or values of different extents; the ranks' values add up to the right one: a sum over the ranks is missing"
     );
 }
 

@@ -113,7 +113,7 @@ pub enum Problem {
         /// The refusal.
         refusal: String,
     },
-    /// An error that is no refusal of the types.
+    /// An error.
     Fails(String),
     /// The one-rank gradient is not what finite differences give.
     FiniteDifference {
@@ -144,7 +144,7 @@ impl fmt::Display for Problem {
                 f,
                 "the types are accepted on tp={accepted} and refused here; a rule must not depend on the number of ranks ({refusal})"
             ),
-            Self::Fails(error) => write!(f, "it does not refuse the types, and fails: {error}"),
+            Self::Fails(error) => write!(f, "it fails: {error}"),
             Self::FiniteDifference { input, element, got, want } => write!(
                 f,
                 "element {element} of the gradient of {input} is {got}, and by finite differences {want}; this is wrong on one \
