@@ -184,10 +184,10 @@ fn images() {
 fn batch_norm_depends_on_the_mesh_where_samples_are_cut() {
     let inputs = [x(&[3, 1, 3, 3]), OpInput::value("gamma", &[3]), OpInput::value("beta", &[3])];
     let error = check_op("batch_norm", &inputs, |v| Ok(v[0].batch_norm(&v[1], &v[2], 1e-2)?.0)).unwrap_err();
-    let CheckError::Wrong { faults, .. } = &error else { panic!("{error}") };
-    assert_eq!(faults.len(), 1, "{error}");
-    assert!(faults[0].types[0].1 == Ty::Shard(0) && faults[0].degree == 2, "{error}");
-    assert!(matches!(&faults[0].problem, Problem::Differs { what, .. } if what == "the output"), "{error}");
+    let CheckError::Wrong { cases, .. } = &error else { panic!("{error}") };
+    assert_eq!(cases.len(), 1, "{error}");
+    assert!(cases[0].types[0].1 == Ty::Shard(0) && cases[0].degree == 2, "{error}");
+    assert!(matches!(&cases[0].problem, Problem::Differs { what, .. } if what == "the output"), "{error}");
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn a_wrong_output_type_is_found_with_the_right_one() {
 
 #[test]
 fn a_gradient_times_the_number_of_ranks_is_found() {
-    let error = message(&matrix(), |v| custom(&v[0], linear, |x| times(x, 1.0), |grad, ranks| times(grad, ranks)));
+    let error = message(&matrix(), |v| custom(&v[0], linear, |x| times(x, 1.0), times));
     assert_says(
         &error,
         &[
@@ -194,7 +194,7 @@ fn a_layer_whose_parameter_is_used_twice_is_found() {
         &error,
         &[
             "tp=3, x Shard(1): the output is Invariant, and it is 3 times that of one rank",
-            "tp=3, x Shard(1): the gradient of w is Partial, and it is 3 times",
+            "tp=3, x Shard(1): the gradient of w is Shard(1), and it is 3 times",
         ],
     );
 }

@@ -1,7 +1,7 @@
 //! A layer on several ranks against itself on one.
 
 use super::array::{Array, number};
-use super::report::{CheckError, Fault, Problem, Report, difference};
+use super::report::{CheckError, Problem, Report, WrongCase, difference};
 use super::run::{Local, Program, RankResult, without_peers};
 use super::{DEGREES, TOLERANCE_F32};
 use meshwork_core::{DType, Mesh, Ty};
@@ -78,10 +78,10 @@ pub fn check_layer<L>(
         };
         inputs.iter().map(local).collect()
     };
-    let mut faults = Vec::new();
+    let mut cases = Vec::new();
     let mut push = |degree: usize, problem: Problem| {
         let types = inputs.iter().map(|input| (input.name.to_owned(), input.ty)).collect();
-        faults.push(Fault { degree, types, problem });
+        cases.push(WrongCase { degree, types, problem });
     };
     match program.run(&without_peers(1), &locals(0, 1), None) {
         Err(error) => push(1, Problem::Fails(error.to_string())),
@@ -94,9 +94,9 @@ pub fn check_layer<L>(
             }
         }
     }
-    match faults.is_empty() {
+    match cases.is_empty() {
         true => Ok(Report { name: name.to_owned(), accepted: vec![types], refused: 0 }),
-        false => Err(CheckError::Wrong { name: name.to_owned(), faults }),
+        false => Err(CheckError::Wrong { name: name.to_owned(), cases }),
     }
 }
 
@@ -108,22 +108,28 @@ pub(super) fn ids(name: &str, shape: &[usize], below: usize) -> Array {
 }
 
 fn compare(inputs: &[LayerInput], ranks: &[RankResult], reference: &RankResult, mut wrong: impl FnMut(Problem)) {
-    let mut check = |what: String, parts: Vec<Array>, ty: Ty, want: &Array| {
-        if let Some(difference) = difference(&parts, ty, want, TOLERANCE_F32) {
+    // `joined` is the type by which the parts make the whole.
+    let mut check = |what: String, parts: Vec<Array>, [ty, joined]: [Ty; 2], want: &Array| {
+        if let Some(difference) = difference(&parts, joined, want, TOLERANCE_F32) {
             wrong(Problem::Differs { what, ty, difference });
         }
     };
     let all = |part: &dyn Fn(&RankResult) -> Option<Array>| ranks.iter().filter_map(part).collect::<Vec<_>>();
-    check("the output".to_owned(), all(&|rank| Some(rank.output.clone())), ranks[0].ty, &reference.output);
+    check("the output".to_owned(), all(&|rank| Some(rank.output.clone())), [ranks[0].ty; 2], &reference.output);
     for (i, (input, want)) in inputs.iter().zip(&reference.inputs).enumerate() {
         let Some(want) = want else { continue };
         let parts = all(&|rank| rank.inputs[i].clone());
-        check(format!("the gradient of {}", input.name), parts, input.ty.dual(), want);
+        check(format!("the gradient of {}", input.name), parts, [input.ty.dual(); 2], want);
     }
     for (name, (_, want)) in &reference.params {
         let ty = ranks[0].params.get(name).map_or(Ty::Partial, |(ty, _)| *ty);
         // Slices lie in whole arrays of zeros.
-        let held = if let Ty::Shard(_) = ty { Ty::Partial } else { ty };
-        check(format!("the gradient of {name}"), all(&|rank| Some(rank.params.get(name)?.1.clone())), held, want);
+        let joined = if let Ty::Shard(_) = ty { Ty::Partial } else { ty };
+        check(
+            format!("the gradient of {name}"),
+            all(&|rank| Some(rank.params.get(name)?.1.clone())),
+            [ty, joined],
+            want,
+        );
     }
 }

@@ -11,7 +11,7 @@ mod run;
 
 pub use layer::{LayerInput, check_layer};
 pub use op::{OpInput, check_op};
-pub use report::{CheckError, Difference, Fault, Problem, Report};
+pub use report::{CheckError, Difference, Problem, Report, WrongCase};
 
 /// The numbers of ranks that are tried.
 const DEGREES: [usize; 4] = [1, 2, 3, 4];

@@ -2,12 +2,13 @@
 
 use super::array::Array;
 use super::layer::ids;
-use super::report::{CheckError, Difference, Fault, Problem, Report, difference};
+use super::report::{CheckError, Difference, Problem, Report, WrongCase, difference};
 use super::run::{Local, Program, RankResult, download, without_peers};
 use super::{DEGREES, TOLERANCE_F32, TOLERANCE_F64};
 use crate::gradcheck::{self, central_difference};
 use meshwork_core::{Axis, DType, Mesh, Ty};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
+use std::slice;
 
 /// An operand of an operation.
 ///
@@ -115,7 +116,7 @@ pub fn check_op(
     inputs: &[OpInput],
     op: impl Fn(&[Var]) -> Result<Var> + Sync,
 ) -> std::result::Result<Report, CheckError> {
-    let (mut accepted, mut refused, mut faults, mut last) = (Vec::new(), 0, Vec::new(), String::new());
+    let (mut accepted, mut refused, mut cases, mut last) = (Vec::new(), 0, Vec::new(), String::new());
     for types in combinations(inputs) {
         let case = Case { inputs, types: &types, op: &op };
         let verdicts = DEGREES.map(|degree| case.verdict(degree));
@@ -137,13 +138,13 @@ pub fn check_op(
         });
         if let Some((degree, problems)) = found {
             let of_inputs: Vec<_> = inputs.iter().zip(&types).map(|(input, &ty)| (input.name.to_owned(), ty)).collect();
-            faults.extend(problems.into_iter().map(|problem| Fault { degree, types: of_inputs.clone(), problem }));
+            cases.extend(problems.into_iter().map(|problem| WrongCase { degree, types: of_inputs.clone(), problem }));
         }
         accepted.push(types);
     }
     let name = name.to_owned();
-    match (faults.is_empty(), accepted.is_empty()) {
-        (false, _) => Err(CheckError::Wrong { name, faults }),
+    match (cases.is_empty(), accepted.is_empty()) {
+        (false, _) => Err(CheckError::Wrong { name, cases }),
         (_, true) => Err(CheckError::NothingAccepted { name, refusal: last }),
         _ => Ok(Report { name, accepted, refused }),
     }
@@ -174,6 +175,11 @@ impl Verdict {
     }
 }
 
+/// The parameter that an operand is, if it is one.
+type Ids = Vec<Option<ParamId>>;
+type Declare<'a> = Box<dyn Fn(&mut Declarations, &Mesh) -> Result<Ids> + Sync + 'a>;
+type Apply<'a> = Box<dyn Fn(&Ids, &Tape, &[Var]) -> Result<Var> + Sync + 'a>;
+
 /// One combination of types.
 struct Case<'a, F> {
     inputs: &'a [OpInput],
@@ -193,37 +199,35 @@ impl<F: Fn(&[Var]) -> Result<Var> + Sync> Case<'_, F> {
     }
 
     /// With the parameters as parameters.
-    fn on_ranks(
-        &self,
-    ) -> Program<
-        impl Fn(&mut Declarations, &Mesh) -> Result<Vec<Option<ParamId>>> + Sync,
-        impl Fn(&Vec<Option<ParamId>>, &Tape, &[Var]) -> Result<Var> + Sync,
-    > {
-        let declare = |params: &mut Declarations, mesh: &Mesh| {
-            let mut declared = |(input, ty): (&OpInput, Ty)| {
-                let placement = match ty {
-                    Ty::Shard(dim) => Placement::replicated().shard(Axis::Tp, dim),
-                    _ => Placement::replicated(),
-                };
+    fn on_ranks(&self) -> Program<Declare<'_>, Apply<'_>> {
+        self.program(if self.has_params() { DType::F32 } else { DType::F64 }, |input| input.kind == Kind::Parameter)
+    }
+
+    /// With the parameters as values, in f64.
+    fn on_one_rank(&self) -> Program<Declare<'_>, Apply<'_>> {
+        self.program(DType::F64, |_| false)
+    }
+
+    fn program(&self, dtype: DType, declares: fn(&OpInput) -> bool) -> Program<Declare<'_>, Apply<'_>> {
+        let declare = move |params: &mut Declarations, mesh: &Mesh| {
+            let declared = |(input, ty): (&OpInput, Ty)| {
+                let whole = Placement::replicated();
+                let placement = ty.dim().map_or(whole.clone(), |dim| whole.shard(Axis::Tp, dim));
                 let extents = input.extents(ty, mesh.degree(Axis::Tp));
-                params.declare(input.name, &extents, placement, Role::Weight, Init::Zeros)
+                let declared = || params.declare(input.name, &extents, placement, Role::Weight, Init::Zeros);
+                declares(input).then(declared).transpose()
             };
-            let mut if_parameter = |operand: (&OpInput, Ty)| match operand.0.kind {
-                Kind::Parameter => declared(operand).map(Some),
-                _ => Ok(None),
-            };
-            self.operands().map(&mut if_parameter).collect()
+            self.operands().map(declared).collect()
         };
-        let forward = |ids: &Vec<Option<ParamId>>, tape: &Tape, values: &[Var]| {
+        let apply = |ids: &Ids, tape: &Tape, values: &[Var]| {
             let mut values = values.iter();
             let operand = |id: &Option<ParamId>| match id {
                 Some(id) => tape.param(*id),
                 None => Ok(values.next().expect("one for each operand that is no parameter").clone()),
             };
-            let all: Vec<Var> = ids.iter().map(operand).collect::<Result<_>>()?;
-            (self.op)(&all)
+            (self.op)(&ids.iter().map(operand).collect::<Result<Vec<Var>>>()?)
         };
-        Program { declare, forward, dtype: if self.has_params() { DType::F32 } else { DType::F64 } }
+        Program { declare: Box::new(declare), forward: Box::new(apply), dtype }
     }
 
     fn has_params(&self) -> bool {
@@ -321,20 +325,13 @@ impl<F: Fn(&[Var]) -> Result<Var> + Sync> Case<'_, F> {
         Ok(Reference { own, ranks })
     }
 
-    /// With the parameters as values, in f64.
-    fn on_one_rank(
-        &self,
-    ) -> Program<impl Fn(&mut Declarations, &Mesh) -> Result<()>, impl Fn(&(), &Tape, &[Var]) -> Result<Var>> {
-        let declare = |_: &mut Declarations, _: &Mesh| Ok(());
-        let forward = |(): &(), _: &Tape, operands: &[Var]| (self.op)(operands);
-        Program { declare, forward, dtype: DType::F64 }
-    }
-
     fn difference(&self, reference: &Reference, parts: &[Array], ty: Ty, want: &[Array]) -> Option<Difference> {
         let tolerance = if self.has_params() { TOLERANCE_F32 } else { TOLERANCE_F64 };
         if reference.own && matches!(ty, Ty::Varying | Ty::Shard(_)) {
             let each = parts.iter().zip(want);
-            return each.filter_map(|(part, want)| difference(&[part.clone()], Ty::Replicate, want, tolerance)).next();
+            return each
+                .filter_map(|(part, want)| difference(slice::from_ref(part), Ty::Replicate, want, tolerance))
+                .next();
         }
         let (first, others) = want.split_first()?;
         let sum = others.iter().fold(first.clone(), |sum, part| sum.plus(part, 1.0));
@@ -365,8 +362,9 @@ impl<F: Fn(&[Var]) -> Result<Var> + Sync> Case<'_, F> {
             if let Some(error) = error {
                 return Err(error);
             }
+            let is_right = |difference: f64| difference.abs() <= bound; // and a number
             let mut pairs = gradient.values.iter().copied().zip(wanted).enumerate();
-            if let Some((element, (got, want))) = pairs.find(|(_, (got, want))| !((got - want).abs() <= bound)) {
+            if let Some((element, (got, want))) = pairs.find(|(_, (got, want))| !is_right(got - want)) {
                 problems.push(Problem::FiniteDifference { input: self.inputs[i].name.to_owned(), element, got, want });
             }
         }

@@ -31,12 +31,12 @@ impl fmt::Display for Report {
 #[non_exhaustive]
 pub enum CheckError {
     /// Some combinations of types are wrong.
-    #[error("{name} is wrong in {} of its cases:{}", faults.len(), lines(faults))]
+    #[error("{name} is wrong in {} of its cases:{}", cases.len(), lines(cases))]
     Wrong {
         /// The name that was given to the check.
         name: String,
         /// Each wrong case.
-        faults: Vec<Fault>,
+        cases: Vec<WrongCase>,
     },
     /// Nothing could be tried.
     #[error("{name} refuses every combination of types, so nothing was checked; the last refusal: {refusal}")]
@@ -63,16 +63,16 @@ pub enum CheckError {
 }
 
 /// A line for each problem, with its first case, and one for each other case that has it.
-fn lines(faults: &[Fault]) -> String {
-    let mut groups: Vec<Vec<&Fault>> = Vec::new();
-    for fault in faults {
-        match groups.iter_mut().find(|group| (group[0].degree, &group[0].problem) == (fault.degree, &fault.problem)) {
-            Some(group) => group.push(fault),
-            None => groups.push(vec![fault]),
+fn lines(cases: &[WrongCase]) -> String {
+    let mut groups: Vec<Vec<&WrongCase>> = Vec::new();
+    for case in cases {
+        match groups.iter_mut().find(|group| (group[0].degree, &group[0].problem) == (case.degree, &case.problem)) {
+            Some(group) => group.push(case),
+            None => groups.push(vec![case]),
         }
     }
-    let line = |group: Vec<&Fault>| {
-        let same: String = group[1..].iter().map(|fault| format!("\n    the same with {}", fault.operands())).collect();
+    let line = |group: Vec<&WrongCase>| {
+        let same: String = group[1..].iter().map(|case| format!("\n    the same with {}", case.operands())).collect();
         format!("\n  {}{same}", group[0])
     };
     groups.into_iter().map(line).collect()
@@ -80,7 +80,7 @@ fn lines(faults: &[Fault]) -> String {
 
 /// One wrong case.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Fault {
+pub struct WrongCase {
     /// The number of ranks.
     pub degree: usize,
     /// The inputs, with their types.
@@ -89,14 +89,14 @@ pub struct Fault {
     pub problem: Problem,
 }
 
-impl Fault {
+impl WrongCase {
     fn operands(&self) -> String {
         let types: Vec<String> = self.types.iter().map(|(name, ty)| format!("{name} {ty}")).collect();
         types.join(", ")
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for WrongCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "tp={}, {}: {}", self.degree, self.operands(), self.problem)
     }
