@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "device")]
+pub mod check;
 pub mod faults;
 pub mod gradcheck;
 #[cfg(feature = "device")]

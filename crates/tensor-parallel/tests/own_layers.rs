@@ -1,0 +1,111 @@
+//! Every parallel layer on 1 to 4 ranks against itself on one, with and without sequence parallelism: testkit's `check_layer`.
+
+use meshwork_core::{Mesh, Ty};
+use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
+use meshwork_tensor_parallel::{
+    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region, RowLinear,
+    VocabParallelEmbedding,
+};
+use meshwork_testkit::check::{LayerInput, check_layer};
+
+/// Extents that 1 to 4 ranks share.
+const SEQ: usize = 12;
+const HIDDEN: usize = 12;
+const FFN: usize = 36;
+
+fn init() -> Init {
+    Init::Normal { std: 0.02 }
+}
+
+#[track_caller]
+fn check<L>(
+    name: &str,
+    input: impl Fn(Region) -> LayerInput,
+    declare: impl Fn(&mut Declarations, &Mesh) -> Result<L> + Sync,
+    forward: impl Fn(&L, &Tape, &[Var], Region) -> Result<Var> + Sync,
+) {
+    for region in [Region::Invariant, Region::SequenceParallel] {
+        let checked = check_layer(&format!("{name}, {region:?}"), &[input(region)], &declare, |layer, tape, v| {
+            forward(layer, tape, v, region)
+        });
+        checked.unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+fn hidden(region: Region) -> LayerInput {
+    LayerInput::value("x", &[1, SEQ, HIDDEN], region.ty())
+}
+
+#[test]
+fn linear_layers() {
+    check(
+        "column",
+        hidden,
+        |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
+        |layer, tape, v, region| layer.forward(tape, &region.enter(&v[0])?),
+    );
+    check(
+        "row",
+        |_| LayerInput::value("x", &[1, SEQ, FFN], Ty::Shard(2)),
+        |params, mesh| RowLinear::new(params, mesh, "down", (&[FFN], 0), HIDDEN, true, init()),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, None, 0.0),
+    );
+}
+
+#[test]
+fn blocks() {
+    check(
+        "mlp",
+        hidden,
+        |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, true, [init(); 2]),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
+    );
+    check(
+        "swiglu",
+        hidden,
+        |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, FFN, false, [init(); 2]),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+    );
+    check(
+        "attention",
+        hidden,
+        |params, mesh| ParallelAttention::new(params, mesh, "attn", HIDDEN, 12, true, [init(); 2]),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
+    );
+    // Groups of whole heads, and one group that all ranks share.
+    for kv_heads in [12, 1] {
+        let of = GroupedHeads { heads: 12, kv_heads, head_dim: 12, rotary: Some(Rotary::new(10.0)) };
+        check(
+            "grouped attention",
+            hidden,
+            |params, mesh| ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, true, [init(); 2]),
+            |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+        );
+    }
+}
+
+/// A vocabulary that 4 ranks pad and 3 do not.
+#[test]
+fn the_table() {
+    check(
+        "embedding",
+        |_| LayerInput::ids("ids", &[1, SEQ], Ty::Invariant, 21),
+        |params, _| VocabParallelEmbedding::new(params, "wte", 21, HIDDEN, init()),
+        |table, tape, v, region| table.embed(tape, &v[0], region),
+    );
+}
+
+/// A collective that is forgotten is refused by the types, and the check says so.
+#[test]
+fn a_forgotten_copy_is_reported() {
+    let checked = check_layer(
+        "column",
+        &[hidden(Region::Invariant)],
+        |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
+        |layer, tape, v| layer.forward(tape, &v[0]),
+    );
+    let error = checked.unwrap_err().to_string();
+    assert!(error.contains("tp=1, x Invariant: it fails: linear"), "{error}");
+    assert!(error.contains("copy(I→R)"), "{error}");
+}

@@ -1,0 +1,212 @@
+//! Every operation of `Var` over all types of its operands, on 1 to 4 ranks: testkit's `check_op` accepts what their rules accept.
+
+use meshwork_core::{Axis, Ty};
+use meshwork_tensor::op::{Moments, Rotary};
+use meshwork_tensor::{Result, Tensor, Var};
+use meshwork_testkit::check::{CheckError, OpInput, Problem, Report, check_op};
+
+fn x(shape: &[usize]) -> OpInput {
+    OpInput::value("x", shape)
+}
+
+fn y(shape: &[usize]) -> OpInput {
+    OpInput::value("y", shape)
+}
+
+#[track_caller]
+fn check(name: &str, inputs: &[OpInput], op: impl Fn(&[Var]) -> Result<Var> + Sync) -> Report {
+    check_op(name, inputs, op).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// With each operand but the first a value, then a parameter.
+#[track_caller]
+fn check_weights(
+    name: &str,
+    x: OpInput,
+    weights: &[(&'static str, &[usize])],
+    op: impl Fn(&[Var]) -> Result<Var> + Sync,
+) {
+    for kind in [OpInput::value, OpInput::parameter] {
+        let weights = weights.iter().map(|&(name, shape)| kind(name, shape));
+        check(name, &[x.clone()].into_iter().chain(weights).collect::<Vec<_>>(), &op);
+    }
+}
+
+#[test]
+fn functions_of_one_number() {
+    type Op = fn(&Var) -> Result<Var>;
+    let pointwise: [(&str, Op); 6] = [
+        ("exp", Var::exp),
+        ("tanh", Var::tanh),
+        ("sigmoid", Var::sigmoid),
+        ("silu", Var::silu),
+        ("gelu", Var::gelu),
+        ("relu", Var::relu),
+    ];
+    for (name, op) in pointwise {
+        // Replicate, Invariant, Varying and two shards; Partial is refused.
+        let report = check(name, &[x(&[3, 5])], |v| op(&v[0]));
+        assert_eq!((report.accepted.len(), report.refused), (5, 1), "{report}");
+    }
+    let report = check("scale", &[x(&[3, 5])], |v| v[0].scale(-0.3));
+    assert_eq!((report.accepted.len(), report.refused), (6, 0), "{report}");
+    check("map", &[x(&[3, 5])], |v| v[0].map("cube", |x| x * x * x, |x, _| 3.0 * x * x));
+    check("dropout", &[x(&[3, 5])], |v| v[0].dropout(0.5, "layer"));
+}
+
+#[test]
+fn functions_of_two_values() {
+    for shape in [&[3, 5][..], &[5]] {
+        check("mul", &[x(&[3, 5]), y(shape)], |v| v[0].mul(&v[1]));
+        check("div", &[x(&[3, 5]), y(shape)], |v| v[0].div(&v[1]));
+        check("sub", &[x(&[3, 5]), y(shape)], |v| v[0].sub(&v[1]));
+    }
+    check("add", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].add(&v[1]));
+    check_weights("bias", x(&[1, 3, 5]), &[("b", &[5])], |v| v[0].bias(&v[1]));
+    check_weights("structural bias", x(&[3, 1, 5]), &[("b", &[1, 5])], |v| v[0].bias(&v[1]));
+    check("bias_residual", &[x(&[1, 3]), OpInput::value("b", &[3]), y(&[1, 3])], |v| v[0].bias_residual(&v[1], &v[2]));
+    check("bias_residual", &[x(&[1, 3]), OpInput::parameter("b", &[3]), y(&[1, 3])], |v| {
+        v[0].bias_residual(&v[1], &v[2])
+    });
+    check("mean_squared_error", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].mean_squared_error(&v[1]));
+}
+
+#[test]
+fn functions_along_a_dim() {
+    check("softmax", &[x(&[3, 5])], |v| v[0].softmax());
+    check("sum", &[x(&[3, 1, 5])], |v| v[0].sum(1));
+    check("mean", &[x(&[3, 1, 5])], |v| v[0].mean(0));
+    check("sum_per_sample", &[x(&[3, 1, 5])], |v| v[0].sum_per_sample());
+    check("mean_per_sample", &[x(&[3, 1, 5])], |v| v[0].mean_per_sample());
+    check_weights("layer_norm", x(&[1, 3, 5]), &[("gamma", &[5]), ("beta", &[5])], |v| {
+        v[0].layer_norm(&v[1], &v[2], 1e-2)
+    });
+    check_weights("layer_norm without beta", x(&[1, 3, 5]), &[("gamma", &[5])], |v| v[0].layer_norm(&v[1], None, 1e-2));
+    check_weights("rms_norm", x(&[1, 3, 5]), &[("weight", &[5])], |v| v[0].rms_norm(&v[1], 1e-2));
+}
+
+#[test]
+fn other_dims() {
+    let local = |v: &Var| v.shape().to_vec();
+    check("reshape to fewer", &[x(&[3, 1, 5])], |v| {
+        let [a, b, c] = local(&v[0])[..] else { unreachable!() };
+        v[0].reshape(&[a, b * c])
+    });
+    check("reshape to more", &[x(&[3, 10]).fixed(&[1])], |v| v[0].reshape(&[local(&v[0])[0], local(&v[0])[1] / 5, 5]));
+    check("transpose", &[x(&[3, 1, 5])], |v| v[0].transpose(1, 2));
+    check("narrow", &[x(&[3, 5, 1])], |v| v[0].narrow(1, 1..4));
+    for dim in 1..3 {
+        check("concat", &[x(&[1, 3, 5]), y(&[1, 3, 5])], |v| v[0].concat(&v[1], dim));
+    }
+}
+
+#[test]
+fn products() {
+    check_weights("linear", x(&[1, 3, 5]), &[("w", &[3, 5])], |v| v[0].linear(&v[1], 1));
+    check_weights("linear over two dims", x(&[3, 1, 5]), &[("w", &[3, 1, 5])], |v| v[0].linear(&v[1], 2));
+    let with_bias: [(_, &[usize]); 2] = [("w", &[3, 5]), ("b", &[3])];
+    check_weights("linear_bias", x(&[1, 3, 5]), &with_bias, |v| v[0].linear_bias(&v[1], &v[2], 1));
+    check_weights("linear_gelu", x(&[1, 3, 5]), &with_bias, |v| v[0].linear_gelu(&v[1], &v[2], 1));
+    check_weights("linear_gelu without bias", x(&[1, 5]), &with_bias[..1], |v| v[0].linear_gelu(&v[1], None, 1));
+    for which in 0..2 {
+        check_weights("linear_pair", x(&[3, 5]), &[("v", &[3, 5]), ("w", &[3, 5]), ("b", &[3])], |v| {
+            let pair = v[0].linear_pair([(&v[1], None), (&v[2], Some(&v[3]))], 1)?;
+            // Both are read: the gradient of x is that of both.
+            pair[which].add(&pair[1 - which])
+        });
+    }
+}
+
+#[test]
+fn swiglu() {
+    check("swiglu", &[x(&[3, 5, 2]).fixed(&[2])], |v| v[0].swiglu());
+    for kind in [OpInput::value, OpInput::parameter] {
+        check("linear_swiglu", &[x(&[1, 3, 5]), kind("w", &[3, 2, 5]).fixed(&[1])], |v| v[0].linear_swiglu(&v[1], 1));
+    }
+}
+
+#[test]
+fn attention() {
+    let qkv = || OpInput::value("qkv", &[1, 3, 3, 1, 3]).fixed(&[2]);
+    check("causal_attention", &[qkv()], |v| v[0].causal_attention(None));
+    check("causal_attention with dropout", &[qkv()], |v| v[0].causal_attention(Some((0.4, "attn"))));
+    let (q, kv) = (OpInput::value("q", &[1, 3, 3, 2]).fixed(&[3]), OpInput::value("kv", &[1, 3, 2, 2]).fixed(&[2]));
+    for rotary in [None, Some(Rotary::new(10.0))] {
+        check("grouped_attention", &[q.clone(), kv.clone()], |v| v[0].grouped_attention(&v[1], rotary, None));
+    }
+}
+
+#[test]
+fn tables() {
+    for kind in [OpInput::value, OpInput::parameter] {
+        check("embedding", &[OpInput::ids("ids", &[3, 1], 5), kind("table", &[5, 3])], |v| v[0].embedding(&v[1]));
+        check("positions", &[x(&[1, 3, 5]), kind("table", &[7, 5])], |v| v[0].positions(&v[1]));
+        check("vocab_parallel_embedding", &[OpInput::ids("ids", &[3, 1], 5), kind("table", &[5, 3])], |v| {
+            let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
+            v[0].vocab_parallel_embedding(&v[1], Axis::Tp, v[1].shape()[0] * tp)
+        });
+    }
+    let logits = || OpInput::value("logits", &[3, 1, 5]);
+    let targets = || OpInput::ids("targets", &[3, 1], 5);
+    check("cross_entropy", &[logits(), targets()], |v| v[0].cross_entropy(&v[1]));
+    check("vocab_parallel_cross_entropy", &[logits(), targets()], |v| {
+        let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
+        v[0].vocab_parallel_cross_entropy(&v[1], Axis::Tp, v[0].shape()[2] * tp)
+    });
+}
+
+#[test]
+fn images() {
+    let images = || x(&[1, 3, 3, 1]);
+    for kind in [OpInput::value, OpInput::parameter] {
+        let w = || kind("w", &[3, 3, 1, 1]).fixed(&[1, 2]);
+        check("conv2d", &[images(), w()], |v| v[0].conv2d(&v[1], None, 1, 1));
+        check("conv2d with bias", &[images(), w(), kind("b", &[3])], |v| v[0].conv2d(&v[1], Some(&v[2]), 2, 1));
+    }
+    check("max_pool", &[images()], |v| v[0].max_pool([2, 3], 1, 1));
+    check("average_pool", &[images()], |v| v[0].average_pool([2, 3], 1, 1));
+    check("global_average_pool", &[images()], |v| v[0].global_average_pool());
+    let vectors: [(_, &[usize]); 2] = [("gamma", &[3]), ("beta", &[3])];
+    check_weights("group_norm", x(&[1, 1, 3, 3]), &vectors, |v| v[0].group_norm(3, &v[1], &v[2], 1e-2));
+    check_weights("batch_norm_with", x(&[1, 1, 3, 3]), &vectors, |v| {
+        let vector = |value: f64| match v[0].tensor().dtype() {
+            meshwork_core::DType::F64 => {
+                Tensor::from_slice(v[0].tape().device(), &vec![value; v[0].shape()[3]], [v[0].shape()[3]])
+            }
+            _ => Tensor::from_slice(v[0].tape().device(), &vec![value as f32; v[0].shape()[3]], [v[0].shape()[3]]),
+        };
+        v[0].batch_norm_with(&v[1], &v[2], &Moments { mean: vector(0.5)?, variance: vector(2.0)? }, 1e-2)
+    });
+}
+
+/// Its statistics are those of the samples of a rank: the one operation that depends on the mesh, as its documentation says.
+#[test]
+fn batch_norm_depends_on_the_mesh_where_samples_are_cut() {
+    let inputs = [x(&[3, 1, 3, 3]), OpInput::value("gamma", &[3]), OpInput::value("beta", &[3])];
+    let error = check_op("batch_norm", &inputs, |v| Ok(v[0].batch_norm(&v[1], &v[2], 1e-2)?.0)).unwrap_err();
+    let CheckError::Wrong { cases, .. } = &error else { panic!("{error}") };
+    assert_eq!(cases.len(), 1, "{error}");
+    assert!(cases[0].types[0].1 == Ty::Shard(0) && cases[0].degree == 2, "{error}");
+    assert!(matches!(&cases[0].problem, Problem::Differs { what, .. } if what == "the output"), "{error}");
+}
+
+#[test]
+fn collectives() {
+    type Op = fn(&Var) -> Result<Var>;
+    let collectives: [(&str, Op); 10] = [
+        ("copy", |x| x.copy(Axis::Tp)),
+        ("all_reduce", |x| x.all_reduce(Axis::Tp)),
+        ("all_reduce_replicate", |x| x.all_reduce_replicate(Axis::Tp)),
+        ("all_gather", |x| x.all_gather(Axis::Tp, 1)),
+        ("all_gather_invariant", |x| x.all_gather_invariant(Axis::Tp, 1)),
+        ("reduce_scatter", |x| x.reduce_scatter(Axis::Tp, 1)),
+        ("split", |x| x.split(Axis::Tp, 1)),
+        ("slice", |x| x.slice(Axis::Tp, 1)),
+        ("all_to_all", |x| x.all_to_all(Axis::Tp, 1, 2)),
+        ("as_partial", |x| x.as_partial(Axis::Tp)),
+    ];
+    for (name, op) in collectives {
+        let report = check(name, &[x(&[3, 5, 1])], |v| op(&v[0]));
+        assert_eq!(report.accepted.len(), 1, "{report}");
+    }
+}
