@@ -152,7 +152,7 @@ fn what_has_no_canonical_numerics_is_refused() {
             "scale has no canonical numerics: each rank would round its share of a Partial value; use it after all_reduce or reduce_scatter",
         ),
         (
-            |x, _, _| x.split(TP, 1)?.sum(1)?.mul(&x.copy(TP)?.mean(1)?),
+            |x, _, _| x.split(TP, 1)?.sum(1)?.mul(&x.mean(1)?.copy(TP)?),
             "mul has no canonical numerics: each rank would round its share of a Partial value; use it after all_reduce or reduce_scatter",
         ),
         (
