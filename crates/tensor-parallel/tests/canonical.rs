@@ -142,7 +142,7 @@ fn an_operation_that_would_round_shares_of_a_gradient_is_refused() {
             apply(name, false, degree).unwrap();
             let error = apply(name, true, degree).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{name} has no canonical numerics: ")), "{error}");
-            assert!(error.ends_with("before copy or all_gather"), "{error}");
+            assert!(error.contains("before copy or all_gather"), "{error}");
         }
         apply("transpose", true, degree).unwrap();
     }

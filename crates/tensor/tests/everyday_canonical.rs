@@ -198,7 +198,9 @@ fn what_has_no_canonical_numerics_is_refused() {
         ),
         (
             |x, [gain, _], _| x.sub(&gain.scale(-1.0)?.mul(gain)?),
-            "mul has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round its share; use it before copy or all_gather",
+            "scale has no canonical numerics: its result is Replicate, and each rank would round its share of the gradient before the \
+             shares are added up; use it on an Invariant or Shard value: before copy or all_gather, or on samples in place of a \
+             parameter",
         ),
         (
             |x, [gain, _], _| {

@@ -277,7 +277,7 @@ impl Tape {
             return Err(Error::NotCanonical {
                 op: op.name(),
                 problem: "its result is Replicate, and each rank would round its share of the gradient before the shares are added up",
-                valid: "it on the Invariant or Shard value, before copy or all_gather",
+                valid: "it on an Invariant or Shard value: before copy or all_gather, or on samples in place of a parameter",
             });
         }
         let mut forward = Forward::new(self, op.name(), inputs, records);
