@@ -3,25 +3,28 @@
 
 mod gradients;
 mod group;
+mod id;
 mod piece;
+mod placement;
 mod slice;
 mod statistic;
 mod values;
 
 pub use gradients::{Gradients, reduction_axes};
 pub use group::ParamGroup;
+pub use id::ParamId;
 pub use piece::{Conflict, Piece, assemble};
+pub use placement::Placement;
 pub use slice::LocalSlice;
 pub use statistic::{Statistic, StatisticId, StatisticRule};
 pub use values::Params;
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;
-use meshwork_core::{Axis, Coords, Mesh, Ty, Types};
+use id::Registry;
+use meshwork_core::{Coords, Mesh, Ty, Types};
 use std::collections::HashMap;
-use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The role of a parameter. It determines the [group](ParamGroup) of the parameter, unless the declaration has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,49 +52,6 @@ pub enum Init {
     Zeros,
     /// All one.
     Ones,
-}
-
-/// How a parameter is distributed over the mesh: which axis cuts which dim. It is replicated over all other axes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
-pub struct Placement {
-    shards: Vec<(Axis, usize)>,
-    multiple: Option<usize>,
-}
-
-impl Placement {
-    /// Whole on every rank.
-    pub fn replicated() -> Self {
-        Self::default()
-    }
-
-    /// Cut along `dim` over `axis`, in addition to earlier cuts.
-    pub fn shard(mut self, axis: Axis, dim: usize) -> Self {
-        self.shards.push((axis, dim));
-        self.shards.sort_unstable();
-        self
-    }
-
-    /// Stores a cut dim as if its extent were the next multiple of `multiple`, so that blocks have the same size for
-    /// any degree.
-    pub fn in_multiples_of(mut self, multiple: usize) -> Self {
-        self.multiple = Some(multiple);
-        self
-    }
-
-    /// The (axis, dim) pairs.
-    pub fn shards(&self) -> &[(Axis, usize)] {
-        &self.shards
-    }
-}
-
-impl fmt::Display for Placement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.shards.is_empty() {
-            return f.write_str("replicated");
-        }
-        let parts: Vec<String> = self.shards.iter().map(|(axis, dim)| format!("Shard({dim}) on {axis}")).collect();
-        f.write_str(&parts.join(", "))
-    }
 }
 
 /// The declaration of a parameter, the same on every rank.
@@ -123,7 +83,7 @@ impl ParamSpec {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
         for &(axis, dim) in self.placement.shards() {
-            let whole = stored[dim].next_multiple_of(self.placement.multiple.unwrap_or(1));
+            let whole = stored[dim].next_multiple_of(self.placement.multiple());
             let held = whole.div_ceil(mesh.degree(axis));
             let start = ranges[dim].start + coords.get(axis) * held;
             let end = (start + held).min(ranges[dim].end);
@@ -144,38 +104,6 @@ impl ParamSpec {
 
     fn summary(&self) -> String {
         format!("{:?} {}", self.dims, self.placement)
-    }
-}
-
-/// Names a parameter within the [`Declarations`] that gave it, and no others.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId {
-    index: usize,
-    registry: Registry,
-}
-
-impl ParamId {
-    /// Position in the order of declaration.
-    pub fn index(self) -> usize {
-        self.index
-    }
-}
-
-/// The position alone: the same on every run.
-impl fmt::Debug for ParamId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ParamId({})", self.index)
-    }
-}
-
-/// Tells one set of declarations from all others of the process. Clones are the same one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct Registry(u64);
-
-impl Default for Registry {
-    fn default() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
@@ -396,6 +324,7 @@ impl ParamSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use meshwork_core::Axis;
 
     const INIT: Init = Init::Normal { std: 0.02 };
 

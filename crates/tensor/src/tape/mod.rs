@@ -16,6 +16,7 @@ mod op;
 pub mod reduction_blocks;
 mod seed;
 mod uses;
+mod var;
 
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
@@ -27,12 +28,11 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::param::{ParamId, Params};
 use crate::random;
-use crate::shape::{MAX_DIMS, Shape};
 use crate::tensor::Tensor;
 use backward::Node;
 use hooks::Recipe;
 use meshwork_core::rules::{Operand, resolve_reads};
-use meshwork_core::{Axis, DType, Rank, Ty, Types};
+use meshwork_core::{Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -365,70 +365,4 @@ fn replaced(seen: &Seen<'_>, by: Option<Tensor>) -> Result<Tensor> {
         ),
         shapes: vec![tensor.shape().to_vec(), seen.tensor.shape().to_vec()],
     })
-}
-
-impl Var {
-    /// The value on this rank.
-    pub fn tensor(&self) -> &Tensor {
-        &self.tensor
-    }
-
-    /// The value on this rank, taken out.
-    pub fn into_tensor(self) -> Tensor {
-        self.tensor
-    }
-
-    /// The value of a scalar, for reports. Refused if no rank holds the true value.
-    pub fn item(&self) -> Result<f64> {
-        self.types.require_final("item")?;
-        match self.tensor.dtype() {
-            DType::F64 => Ok(self.tensor.to_vec::<f64>()?.first().copied().unwrap_or(f64::NAN)),
-            _ => Ok(self.tensor.to_vec::<f32>()?.first().copied().map_or(f64::NAN, f64::from)),
-        }
-    }
-
-    /// Its SPMD types.
-    pub fn types(&self) -> Types {
-        self.types
-    }
-
-    /// Its type on one axis; `Invariant` where the mesh lacks the axis (one rank does all the work).
-    pub fn ty(&self, axis: Axis) -> Ty {
-        self.types.get(axis).unwrap_or(Ty::Invariant)
-    }
-
-    /// Extents on this rank.
-    pub fn shape(&self) -> Shape {
-        self.tensor.shape()
-    }
-
-    /// The tape of the value.
-    pub fn tape(&self) -> &Tape {
-        &self.tape
-    }
-
-    pub(crate) fn source(&self) -> Source {
-        self.source
-    }
-
-    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples from the tape's first one.
-    pub(crate) fn global_position(&self) -> ([u64; MAX_DIMS], [u64; MAX_DIMS]) {
-        let rank = self.tape.rank();
-        let mut offset = [0; MAX_DIMS];
-        let mut global = [1; MAX_DIMS];
-        for (dim, &extent) in self.shape().iter().enumerate() {
-            global[dim] = extent as u64;
-            for (axis, ty) in self.types.iter() {
-                if ty == Ty::Shard(dim) {
-                    offset[dim] = offset[dim] * rank.mesh().degree(axis) as u64 + rank.coords().get(axis) as u64;
-                    global[dim] *= rank.mesh().degree(axis) as u64;
-                }
-            }
-            offset[dim] *= extent as u64;
-        }
-        // Samples have no upper limit.
-        offset[0] = self.tape.first_sample();
-        global[0] = offset[0] + self.shape().first().map_or(1, |&samples| samples as u64);
-        (offset, global)
-    }
 }

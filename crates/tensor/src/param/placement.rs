@@ -1,0 +1,52 @@
+//! How a parameter is cut over the mesh.
+
+use meshwork_core::Axis;
+use std::fmt;
+
+/// How a parameter is distributed over the mesh: which axis cuts which dim. It is replicated over all other axes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Placement {
+    shards: Vec<(Axis, usize)>,
+    multiple: Option<usize>,
+}
+
+impl Placement {
+    /// Whole on every rank.
+    pub fn replicated() -> Self {
+        Self::default()
+    }
+
+    /// Cut along `dim` over `axis`, in addition to earlier cuts.
+    pub fn shard(mut self, axis: Axis, dim: usize) -> Self {
+        self.shards.push((axis, dim));
+        self.shards.sort_unstable();
+        self
+    }
+
+    /// Stores a cut dim as if its extent were the next multiple of `multiple`, so that blocks have the same size for
+    /// any degree.
+    pub fn in_multiples_of(mut self, multiple: usize) -> Self {
+        self.multiple = Some(multiple);
+        self
+    }
+
+    /// The multiple to which a cut dim is rounded up: 1 if none was given.
+    pub(super) fn multiple(&self) -> usize {
+        self.multiple.unwrap_or(1)
+    }
+
+    /// The (axis, dim) pairs.
+    pub fn shards(&self) -> &[(Axis, usize)] {
+        &self.shards
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.shards.is_empty() {
+            return f.write_str("replicated");
+        }
+        let parts: Vec<String> = self.shards.iter().map(|(axis, dim)| format!("Shard({dim}) on {axis}")).collect();
+        f.write_str(&parts.join(", "))
+    }
+}
