@@ -47,14 +47,14 @@ pub enum TrainError {
     Claim {
         /// The step, from 1.
         step: u64,
-        /// What a program claims, of which value.
+        /// The claim, and the value that it is about.
         claim: String,
         /// What is the case.
         broken: String,
         /// What would be valid.
         valid: &'static str,
     },
-    /// Ranks that were given different input, found by its hash.
+    /// Ranks that were given different input, found by its hash with the report of the step, after its update.
     #[error("step {step}: rank {rank} has {what} that differs from rank {other}'s; {valid}")]
     Disagreement {
         /// The step, from 1.

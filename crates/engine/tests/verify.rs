@@ -186,7 +186,7 @@ fn weights_that_have_drifted_apart_are_named() {
         for error in found {
             assert!(
                 error.starts_with(&format!("step 3: the {named} of w should be the same over "))
-                    && error.contains(" 2 ")
+                    && error.contains("ranks 2, 3 have different bits")
                     && error.ends_with(
                         "load the same weights and states on every rank, and let only the trainer change them"
                     ),
@@ -194,6 +194,11 @@ fn weights_that_have_drifted_apart_are_named() {
             );
         }
         assert!(!run(&plan("dp=2,tp=2", Verify::Every(2)), right, 3, drift(part)).is_empty(), "step 3 is verified");
+        let of_four = run(&plan("dp=4", Verify::Every(1)), right, 4, drift(part));
+        let one = format!(
+            "step 3: the {named} of w should be the same over dp, and the bits of rank 2 differ from those of the others;"
+        );
+        assert!(of_four.iter().all(|error| error.starts_with(&one)) && !of_four.is_empty(), "{of_four:?}");
         assert!(run(&plan("dp=2,tp=2", Verify::FirstStep), right, 3, drift(part)).is_empty(), "only the first step is");
     }
 }
@@ -210,8 +215,8 @@ fn a_constant_that_differs_is_not_invariant() {
     let found = run(&plan("tp=2", Verify::FirstStep), wrong, 1, |_, _, _| 1.0);
     assert_eq!(
         found[0],
-        "step 1: a constant of [8, 4] (stage 0, micro-batch 0) is Invariant over tp, and the bits of rank 0 differ from those of the \
-         others; give every rank of the axis the same values, or type it Shard or Varying"
+        "step 1: a constant of [8, 4] (stage 0, micro-batch 0) is Invariant over tp, and ranks 0, 1 have \
+         different bits; give every rank of the axis the same values, or type it Shard or Varying"
     );
     assert!(run(&plan("tp=2", Verify::FirstStep), corrected, 1, |_, _, _| 1.0).is_empty());
     assert!(run(&plan("tp=2", Verify::Off), wrong, 1, |_, _, _| 1.0).is_empty(), "unnoticed without");
@@ -286,8 +291,8 @@ fn an_operation_that_lies_about_its_type_is_named() {
         run(&plan("tp=2", Verify::FirstStep), |tape, y| tape.apply(Times([by_rank, two]), &[y]), 1, |_, _, _| 1.0);
     assert_eq!(
         found[0],
-        "step 1: the output of times (operation 1 of stage 0, micro-batch 0) is Invariant over tp, and the bits of rank 0 differ \
-         from those of the others; correct the types that the operation infers, or give it inputs that are what their types say"
+        "step 1: the output of times (operation 1 of stage 0, micro-batch 0) is Invariant over tp, and ranks 0, 1 have \
+         different bits; correct the types that the operation infers, or give it inputs that are what their types say"
     );
     let right = |tape: &Tape, y: &Var| tape.apply(Times([two, two]), &[y]);
     assert!(run(&plan("tp=2", Verify::FirstStep), right, 1, |_, _, _| 1.0).is_empty());
@@ -299,8 +304,8 @@ fn an_operation_whose_gradient_differs_between_ranks_is_named() {
         run(&plan("tp=2", Verify::FirstStep), |tape, y| tape.apply(Times([two, by_rank]), &[y]), 1, |_, _, _| 1.0);
     assert_eq!(
         found[0],
-        "step 1: the gradient that times gives of x (operation 1 of stage 0, micro-batch 0) is Invariant over tp, and the bits of \
-         rank 0 differ from those of the others; correct the operation's backward: each rank must give the same gradient, summed \
+        "step 1: the gradient that times gives of x (operation 1 of stage 0, micro-batch 0) is Invariant over tp, and ranks 0, 1 \
+         have different bits; correct the operation's backward: each rank must give the same gradient, summed \
          over the axis if ranks hold parts"
     );
 }

@@ -295,10 +295,10 @@ impl Trainer {
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         let terms = self.count_terms(batch)?;
-        self.begin_claims();
         if terms.contains(&0) {
             return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
         }
+        self.begin_claims();
         match self.driver {
             Driver::Synchronous(_) => self.step_synchronously(batch, &terms, &stop, &mut observe),
             Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, &stop, &mut observe),

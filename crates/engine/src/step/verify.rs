@@ -4,7 +4,6 @@ use super::{Driver, Trainer};
 use crate::TrainError;
 use crate::verify::{Claims, Over, of_floats};
 use meshwork_core::Axis;
-use meshwork_core::hash::combine;
 use std::sync::Arc;
 
 impl Trainer {
@@ -54,12 +53,12 @@ impl Trainer {
             if over.is_empty() {
                 continue;
             }
-            let states = self.optimizer_states(id)?.iter().fold(0, |sum, state| combine(sum, of_floats(state)));
+            let states = of_floats(self.optimizer_states(id)?.concat())?;
             let mut parts =
-                vec![(weights, "weights", of_floats(&params.read(id)?)), (weights, "optimizer states", states)];
+                vec![(weights, "weights", of_floats(params.read(id)?)?), (weights, "optimizer states", states)];
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.driver {
-                parts.push((gradients, "gradient", of_floats(&self.gradient(id)?)));
+                parts.push((gradients, "gradient", of_floats(self.gradient(id)?)?));
             }
             for (over, (claims, part, hash)) in over.iter().flat_map(|over| parts.iter().map(move |part| (over, *part)))
             {
