@@ -20,8 +20,7 @@ pub struct ResNetConfig {
 }
 
 impl ResNetConfig {
-    /// A ResNet for 8×8 grey images of the ten digits: 6 layers, of which the stem has 1, two groups have 2 each, and
-    /// the head has 1.
+    /// A ResNet for 8×8 grey images of the ten digits. It has 6 layers: a stem, two groups of 2 layers, and a head.
     pub fn digits() -> Self {
         Self { image: [8, 8, 1], classes: 10, groups: vec![(16, 2), (32, 2)], norm: Norm::Batch }
     }

@@ -1,9 +1,9 @@
 //! The step of asynchronous schedules: weights change while the schedule runs, and the pipeline is not drained between steps
 //! (PipeDream: Narayanan et al. 2019; PipeDream-2BW: Narayanan et al. 2021).
 //!
-//! A rank's part of step t ends with its last forward of that step's batch: backwards and updates of the youngest
-//! micro-batches, of which the first rank has the most in flight, fall into its part of step t+1 (or later, where a
-//! step has fewer of them than there are ranks). So a step's loss is complete at its end, but its last updates only at
+//! A rank's part of step t ends with its last forward of that step's batch. The backwards and updates of the youngest
+//! micro-batches fall into its part of step t+1, or later if a step has fewer micro-batches than there are ranks. The
+//! first rank has the most micro-batches in flight. So a step's loss is complete at its end, but its last updates only at
 //! the end of the next one, and it is reported one step later still, when no rank has to wait for the sums.
 //!
 //! ```text

@@ -129,7 +129,7 @@ pub enum PlanError {
         /// A layer outside it.
         to: String,
     },
-    /// The model has so many parallel branches that there are too many places for a cut.
+    /// The model has too many places for a cut, because of its parallel branches.
     TooManyStates {
         /// The largest number that is allowed.
         most: usize,

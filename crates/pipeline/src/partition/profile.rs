@@ -63,7 +63,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// A chain of layers, each of which reads from the previous one.
+    /// A chain of layers: each one reads from the previous one.
     ///
     /// # Errors
     /// The first layer that the format cannot represent.

@@ -86,12 +86,12 @@ impl Row {
             let action = if i < up_to { self.backward(chunk) } else { self.input_gradient(chunk) };
             actions.push(action);
         }
-        // 7. The rest of the first chunk, between weight gradients ..
+        // 7. The rest of the first chunk, between weight gradients.
         for _ in 0..behind {
             actions.extend(self.late.pop_front());
             actions.push(self.input_gradient(0));
         }
-        // 8. .. the last of which come at the end.
+        // 8. The remaining weight gradients.
         actions.extend(self.late.drain(..));
         actions
     }
