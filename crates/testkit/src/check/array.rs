@@ -49,9 +49,8 @@ impl Array {
             return None;
         }
         match ty {
-            Ty::Invariant | Ty::Replicate => {
-                others.iter().all(|part| part.is(first, tolerance)).then(|| first.clone()) //
-            }
+            Ty::Invariant | Ty::Replicate if others.iter().all(|part| part.is(first, tolerance)) => Some(first.clone()),
+            Ty::Invariant | Ty::Replicate => None,
             Ty::Partial => Some(others.iter().fold(first.clone(), |sum, part| sum.plus(part, 1.0))),
             Ty::Shard(dim) => {
                 let mut shape = first.shape.clone();
