@@ -57,7 +57,7 @@ impl Model for Parallel {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.seq)
+        language::fields(self.seq, self.vocab)
     }
 
     fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {

@@ -143,7 +143,9 @@ impl Chunk {
         if !self.is_last() {
             message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
         } else if pass.purpose == Purpose::Predict {
-            self.prediction = Some(self.stage.predict(&run.output)?.into_tensor());
+            let prediction = self.stage.predict(&run.output)?;
+            prediction.require_unpadded("predict", "the prediction")?;
+            self.prediction = Some(prediction.into_tensor());
         } else {
             pass.count(0, first_sample, &run.output)?;
         }
@@ -226,7 +228,7 @@ impl Chunk {
 }
 
 /// A stage's output as a message, refused if it is not what the next stage expects.
-fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
+pub(crate) fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
     let op = || format!("send from stage {stage} to {}", stage + 1);
     for (axis, ty) in output.types().iter() {
         let wanted = expected.types.get(axis);
@@ -246,6 +248,7 @@ fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message
             .into());
         }
     }
+    output.require_unpadded("a cut between stages", "the activation")?;
     let tensor = output.tensor().clone();
     if (tensor.shape(), tensor.dtype()) != (expected.shape, expected.dtype) {
         return Err(TrainError::Activation {

@@ -1,7 +1,7 @@
 //! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
 use crate::TrainError;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, Types};
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
@@ -15,6 +15,9 @@ pub struct Gradients {
     reducer: Reducer,
     /// Per parameter: (bucket, member within it).
     places: Vec<(usize, usize)>,
+    /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets' reductions
+    /// follow.
+    traced: Vec<(String, Option<Types>)>,
     /// Per parameter: how many tapes of a step read it.
     readers: Vec<usize>,
     /// Per parameter: how many of those have not added their share yet.
@@ -30,11 +33,12 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `readers` counts, per parameter, the tapes that read it before each
+    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient; `readers` counts, per parameter, the tapes that read it before each
     /// reduction. `ordered` has the sums of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
+        traced: Vec<(String, Option<Types>)>,
         readers: Vec<usize>,
         ordered: Option<OrderedSums>,
         device: Arc<dyn Device>,
@@ -44,6 +48,7 @@ impl Gradients {
         Self {
             reducer,
             places,
+            traced,
             missing: readers.clone(),
             empty,
             readers,
@@ -222,6 +227,21 @@ impl Gradients {
     }
 }
 
+impl Gradients {
+    /// Refuses a gradient of other types than those that its reduction was made for.
+    fn require_traced(&self, share: &GradShard) -> Result<()> {
+        match &self.traced[share.id.index()] {
+            (_, Some(types)) if *types == share.types => Ok(()),
+            (name, traced) => Err(Error::Backward(format!(
+                "the gradient of {name} has the types {}, and before the first step it had {}: its reduction would be another \
+                 one; a model reads a parameter in the same way in every micro-batch",
+                share.types,
+                traced.map_or("none".to_owned(), |types| types.to_string())
+            ))),
+        }
+    }
+}
+
 impl GradSink for Gradients {
     fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()> {
         let device = Arc::clone(&self.device);
@@ -233,6 +253,7 @@ impl GradSink for Gradients {
     }
 
     fn place(&mut self, share: &GradShard) -> Result<Option<GradSlot<'_>>> {
+        self.require_traced(share)?;
         let first = std::mem::replace(&mut self.empty[share.id.index()], false);
         if self.ordered.is_some() {
             return self.place_in_order(share).map(Some);

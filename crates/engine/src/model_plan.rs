@@ -74,6 +74,14 @@ impl ModelPlan {
         Ok(LocalModel { declarations, stages })
     }
 
+    /// All stages, as one rank would hold them.
+    pub fn whole_model(&self) -> Result<LocalModel> {
+        let mut declarations = self.declarations();
+        let stage = |part| self.model.stage(&mut declarations, &self.mesh, part);
+        let stages = self.parts.iter().map(stage).collect::<Result<Vec<_>>>()?;
+        Ok(LocalModel { declarations, stages: stages.into_iter().enumerate().collect() })
+    }
+
     fn declarations(&self) -> Declarations {
         self.blocks.map_or_else(Declarations::new, Declarations::canonical)
     }
@@ -83,10 +91,7 @@ impl ModelPlan {
     /// # Errors
     /// A name that two layers declare, on whichever stages they lie; a parameter that layers tie and none declares.
     pub fn parameters(&self) -> Result<Vec<ParamSpec>> {
-        let mut all = self.declarations();
-        for part in &self.parts {
-            self.model.stage(&mut all, &self.mesh, part)?;
-        }
+        let all = self.whole_model()?.declarations;
         if let Some(spec) = all.undeclared().next() {
             return Err(Error::Declaration {
                 name: spec.name.clone(),

@@ -1,13 +1,15 @@
-//! The types-only pass before step 1: runs this rank's stages on the meta device, and so finds on which axes each parameter's
-//! gradient is Partial, and the order in which gradients become final.
+//! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each parameter's
+//! gradient is Partial, and the order in which gradients become final. One over all stages finds names of randomness that are used
+//! twice.
 
+use crate::chunk::outgoing;
 use crate::{LocalModel, ModelPlan, TrainError};
 use meshwork_core::{Rank, Types};
-use meshwork_nn::Batch;
+use meshwork_nn::{Activation, Batch, Stage};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Seed, Weights};
-use meshwork_tensor::{Error, ParamId, Params, Tape, Tensor, Var};
-use std::collections::BTreeMap;
+use meshwork_tensor::{Declarations, Device, Error, ParamId, Params, Tape, Tensor, Var};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// The results of the pass.
@@ -17,6 +19,8 @@ pub struct Trace {
     pub reads: BTreeMap<ParamId, Types>,
     /// Per parameter: the stages of this rank that read it.
     pub readers: Vec<Vec<usize>>,
+    /// Per parameter: the types of its gradient; `None` if nothing reads it.
+    pub types: Vec<Option<Types>>,
     /// The parameters in the order in which their gradients become final.
     pub ready: Vec<ParamId>,
     /// Per parameter: the copies in which its gradient is kept until it is reduced.
@@ -28,12 +32,14 @@ pub struct Trace {
 #[derive(Debug, Default)]
 struct Order {
     ready: Vec<ParamId>,
+    types: BTreeMap<ParamId, Types>,
     /// Copies that the current stage fills.
     copies: BTreeMap<ParamId, usize>,
 }
 
 impl GradSink for Order {
     fn accumulate(&mut self, share: &GradShard, _grad: Tensor) -> Result<(), Error> {
+        self.types.insert(share.id, share.types);
         self.copies.insert(share.id, share.of);
         Ok(())
     }
@@ -46,19 +52,70 @@ impl GradSink for Order {
     }
 }
 
+/// Runs stages forward without computing anything.
+struct Forward<'a> {
+    batch: &'a Batch,
+    rank: Arc<Rank>,
+    device: Arc<dyn Device>,
+    params: Arc<Params>,
+    activations: Vec<Activation>,
+}
+
+impl<'a> Forward<'a> {
+    fn new(
+        plan: &ModelPlan,
+        declarations: Arc<Declarations>,
+        world_rank: usize,
+        batch: &'a Batch,
+    ) -> Result<Self, TrainError> {
+        let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
+        let (device, layout) = (Meta::device(), [declarations.ids().collect::<Vec<_>>()]);
+        let params = Arc::new(Params::new(declarations, plan.mesh(), rank.coords(), &device, &layout, 0)?);
+        Ok(Self { batch, rank, device, params, activations: plan.activations(batch)? })
+    }
+
+    /// The tape of a stage, and its output: of the last one the losses.
+    fn stage(&self, number: usize, stage: &dyn Stage) -> Result<(Tape, Var), TrainError> {
+        let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
+        let tape = Tape::new(rank, params, device, Mode::Train, Position::default());
+        let input = match number.checked_sub(1).map(|before| self.activations[before]) {
+            None => None,
+            Some(cut) => Some(tape.input(Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types)),
+        };
+        let mut output = stage.forward(&tape, self.batch, input.as_ref())?;
+        match self.activations.get(number) {
+            Some(activation) => drop(outgoing(number, &output, activation)?),
+            None => output = stage.loss(&tape, self.batch, &output)?,
+        }
+        Ok((tape, output))
+    }
+}
+
+/// Refuses a model two of whose operations draw randomness under one name, on whichever stages they lie: on one stage the tape
+/// would refuse them, and cut apart they would draw the same numbers.
+pub fn require_random_names(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> Result<(), TrainError> {
+    let LocalModel { declarations, stages } = plan.whole_model()?;
+    let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch)?;
+    let mut drawn = BTreeSet::new();
+    for (number, stage) in &stages {
+        let (tape, _) = forward.stage(*number, &**stage)?;
+        if let Some(name) = tape.random_names().into_iter().find(|name| !drawn.insert(name.clone())) {
+            return Err(Error::RandomName { name }.into());
+        }
+    }
+    Ok(())
+}
+
 /// Traces the stages of one rank on a micro-batch like `batch`.
 pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace, TrainError> {
-    let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
-    let device = Meta::device();
     let declarations = Arc::new(model.declarations.clone());
-    let layout = [declarations.ids().collect::<Vec<_>>()];
-    let params = Arc::new(Params::new(declarations.clone(), plan.mesh(), rank.coords(), &device, &layout, 0)?);
-    let activations = plan.activations(batch)?;
-
+    let forward = Forward::new(plan, declarations.clone(), world_rank, batch)?;
+    let device = forward.device.clone();
     let parameters = declarations.specs().len();
     let mut found = Trace {
         reads: BTreeMap::new(),
         readers: vec![Vec::new(); parameters],
+        types: vec![None; parameters],
         ready: Vec::new(),
         copies: vec![0; parameters],
         first_copy: BTreeMap::new(),
@@ -66,15 +123,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
     let mut order = Order::default();
     // Later stages go backward first.
     for (number, stage) in model.stages.iter().rev() {
-        let tape = Tape::new(rank.clone(), params.clone(), device.clone(), Mode::Train, Position::default());
-        let input = match number.checked_sub(1).map(|before| activations[before]) {
-            None => None,
-            Some(cut) => Some(tape.input(Tensor::zeros(&device, cut.dtype, cut.shape)?, cut.types)),
-        };
-        let mut output = stage.forward(&tape, batch, input.as_ref())?;
-        if number + 1 == plan.stages().len() {
-            output = stage.loss(&tape, batch, &output)?;
-        }
+        let (tape, output) = forward.stage(*number, &**stage)?;
         let notes = tape.take_notes();
         let seed = |value: &Var| {
             let zeros = Tensor::zeros(&device, value.tensor().dtype(), value.shape())?;
@@ -111,6 +160,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
         }
     }
     found.ready = order.ready;
+    order.types.into_iter().for_each(|(id, types)| found.types[id.index()] = Some(types));
     found.copies.iter_mut().for_each(|copies| *copies = (*copies).max(1));
     Ok(found)
 }

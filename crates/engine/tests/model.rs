@@ -213,9 +213,36 @@ fn a_model_that_contradicts_itself_is_refused() {
             "size is f32 of 2 dims: an auxiliary loss or metric is one f64 for each sample",
         ),
         (Mistake::Activation, "pp=2", "the activation is "),
+        (
+            Mistake::SharedMask,
+            "dp=1",
+            "two operations draw their randomness under the name \"mask\": their masks would be the same",
+        ),
+        // One block a stage: each tape draws the name once.
+        (Mistake::SharedMask, "pp=2", "two operations draw their randomness under the name \"mask\""),
     ] {
         let error = refused(mistake, mesh);
         assert!(error.contains(says), "{mistake:?}: {error}");
+    }
+}
+
+/// The reductions of gradients follow a pass before step 1. A model that reads a weight otherwise later would have its gradient
+/// summed too little or too often.
+#[test]
+fn a_gradient_of_other_types_than_before_the_first_step_is_refused() {
+    let run = |mistake, mesh: &str| {
+        let model: Arc<dyn Model> = Arc::new(Tower { layers: 2, mistake });
+        let plan = Plan { num_microbatches: Some(2), ..plan(mesh) };
+        let ended = thread::run_mesh(&plan.mesh, |rank| {
+            Trainer::new(model.clone(), &plan, rank, Cpu::device())?.step(&batch(0, 0..BATCH)).map(drop)
+        });
+        ended.map(drop).map_err(|error| error.to_string())
+    };
+    for mesh in ["tp=1,dp=1", "tp=2,dp=1"] {
+        let error = run(Mistake::DependsOnSamples, mesh).unwrap_err();
+        let says = "the gradient of head has the types ";
+        assert!(error.contains(says) && error.contains("before the first step"), "{error}");
+        assert_eq!(run(Mistake::None, mesh), Ok(()));
     }
 }
 

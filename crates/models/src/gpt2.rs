@@ -110,7 +110,7 @@ impl Model for Gpt2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len)
+        language::fields(self.config.seq_len, self.config.vocab_size)
     }
 
     /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.

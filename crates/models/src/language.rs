@@ -18,9 +18,10 @@ pub const TOKENS: &str = "tokens";
 /// The field of targets, `[seq]` for each sample; negative ones are masked.
 pub const TARGETS: &str = "targets";
 
-/// The fields of sequences of `seq_len` tokens.
-pub fn fields(seq_len: usize) -> Vec<Field> {
-    [TOKENS, TARGETS].map(|name| Field::new(name, DType::I32, [seq_len])).to_vec()
+/// The fields of sequences of `seq_len` tokens of a vocabulary.
+pub fn fields(seq_len: usize, vocab: usize) -> Vec<Field> {
+    let vocab = i32::try_from(vocab).unwrap_or(i32::MAX);
+    vec![Field::ids(TOKENS, [seq_len], 0..vocab), Field::ids(TARGETS, [seq_len], i32::MIN..vocab)]
 }
 
 /// A batch of sequences of `seq_len` token ids, one after another, with the target of each.
@@ -91,7 +92,7 @@ impl HiddenModule for RmsNorm {
 
 /// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and the output
 /// head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets; predictions are the whole
-/// logits `[samples, seq, vocab]`, padding, if any, at the end.
+/// logits `[samples, seq, vocab]`.
 #[derive(Clone, Debug)]
 pub struct LanguageStage<E, B, N> {
     region: Region,

@@ -142,7 +142,7 @@ impl Model for Llama {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len)
+        language::fields(self.config.seq_len, self.config.vocab_size)
     }
 
     /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.

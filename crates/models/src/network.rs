@@ -101,7 +101,8 @@ impl Model for Network {
     }
 
     fn fields(&self) -> Vec<Field> {
-        vec![Field::new(IMAGES, DType::F32, self.input), Field::new(LABELS, DType::I32, [])]
+        let classes = self.boundary(self.layers()).first().map_or(i32::MAX, |&classes| classes as i32);
+        vec![Field::new(IMAGES, DType::F32, self.input), Field::ids(LABELS, [], i32::MIN..classes)]
     }
 
     fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {

@@ -14,12 +14,20 @@ pub struct Field {
     pub dtype: DType,
     /// Extents of one sample; empty for a single number.
     pub dims: Shape,
+    /// The ids that there are, of a field of ids: a batch with another one is refused.
+    pub ids: Option<Range<i32>>,
 }
 
 impl Field {
-    /// A field.
+    /// A field of any numbers.
     pub fn new(name: &'static str, dtype: DType, dims: impl Into<Shape>) -> Self {
-        Self { name, dtype, dims: dims.into() }
+        Self { name, dtype, dims: dims.into(), ids: None }
+    }
+
+    /// A field of i32 ids, all of them in `ids`: tokens are in `0..vocab`, targets whose negative ids are masked in
+    /// `i32::MIN..vocab`.
+    pub fn ids(name: &'static str, dims: impl Into<Shape>, ids: Range<i32>) -> Self {
+        Self { ids: Some(ids), ..Self::new(name, DType::I32, dims) }
     }
 }
 
@@ -116,7 +124,7 @@ impl Batch {
     }
 
     /// Refuses a batch without exactly `samples` samples of these fields, each of the type and extents that the model
-    /// declares.
+    /// declares, and ids that it has.
     pub fn require(&self, fields: &[Field], samples: usize) -> Result<()> {
         let refuse = |problem: String| Err(Error::Shape { op: "batch", problem, shapes: Vec::new() });
         if self.samples != samples {
@@ -131,6 +139,18 @@ impl Batch {
                     values.dtype(),
                     wanted.dtype,
                     wanted.dims
+                ));
+            }
+            let Some(ids) = &wanted.ids else { continue };
+            if let Some((at, id)) = values.as_slice::<i32>()?.iter().enumerate().find(|(_, id)| !ids.contains(id)) {
+                let (sample, place) = (at / dims.count().max(1), at % dims.count().max(1));
+                let valid = match ids.start {
+                    i32::MIN => format!("ids below {}, negative ones masked", ids.end),
+                    start => format!("ids from {start} to {}", ids.end - 1),
+                };
+                return refuse(format!(
+                    "{} has the id {id} at place {place} of sample {sample}: the model takes {valid}",
+                    wanted.name
                 ));
             }
         }
@@ -164,4 +184,38 @@ pub trait BatchSource: Sync {
     /// # Errors
     /// Samples that do not exist or cannot be read.
     fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_that_the_model_does_not_have_are_refused_on_entry() {
+        let fields = [Field::ids("tokens", [3], 0..5), Field::ids("targets", [3], i32::MIN..5)];
+        let refused = |tokens: [i32; 6], targets: [i32; 6]| {
+            let batch = Batch::new(2).with("tokens", [3], tokens.to_vec())?.with("targets", [3], targets.to_vec())?;
+            batch.require(&fields, 2)
+        };
+        assert!(refused([0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, -1]).is_ok());
+        for (tokens, targets, says) in [
+            (
+                [0, 1, 2, 3, 5, 0],
+                [0; 6],
+                "batch: tokens has the id 5 at place 1 of sample 1: the model takes ids from 0 to 4",
+            ),
+            (
+                [0, 1, -1, 3, 0, 0],
+                [0; 6],
+                "batch: tokens has the id -1 at place 2 of sample 0: the model takes ids from 0 to 4",
+            ),
+            (
+                [0; 6],
+                [0, 0, 0, 5, 0, 0],
+                "batch: targets has the id 5 at place 0 of sample 1: the model takes ids below 5, negative ones masked",
+            ),
+        ] {
+            assert_eq!(refused(tokens, targets).unwrap_err().to_string(), says);
+        }
+    }
 }

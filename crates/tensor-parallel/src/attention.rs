@@ -1,6 +1,7 @@
 //! Self-attention with the heads cut over tp: with keys and values for each head, and with groups of heads that share
 //! them.
 
+use crate::linear::require_even;
 use crate::{ColumnLinear, Region, RowLinear};
 use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
@@ -29,6 +30,7 @@ impl ParallelAttention {
     ) -> Result<Self> {
         let head_dim = hidden / heads;
         let (qkv_name, out_name) = (format!("{name}.qkv"), format!("{name}.out"));
+        require_even(mesh, &qkv_name, &[3, heads, head_dim], 1)?;
         Ok(Self {
             name: name.to_owned(),
             qkv: ColumnLinear::new(params, mesh, &qkv_name, hidden, (&[3, heads, head_dim], 1), bias, qkv)?,
@@ -89,6 +91,7 @@ impl ParallelGroupedAttention {
     ) -> Result<Self> {
         let GroupedHeads { heads, kv_heads, head_dim, rotary } = of;
         let [q_name, kv_name, out_name] = ["q", "kv", "out"].map(|part| format!("{name}.{part}"));
+        require_even(mesh, &q_name, &[heads, head_dim], 0)?;
         let q = ColumnLinear::new(params, mesh, &q_name, hidden, (&[heads, head_dim], 0), bias, init)?;
         let kv = ColumnLinear::new(params, mesh, &kv_name, hidden, (&[2, kv_heads * head_dim], 1), bias, init)?;
         require_groups(mesh, name, of)?;

@@ -26,7 +26,7 @@ impl ColumnLinear {
         bias: bool,
         init: Init,
     ) -> Result<Self> {
-        require_even(mesh, name, out, cut)?;
+        require_even_blocks(params, mesh, name, out, cut)?;
         let placement = || Placement::replicated().shard(Axis::Tp, cut);
         let dims = [out, &[input]].concat();
         let weight = params.declare(format!("{name}.weight"), &dims, placement(), Role::Weight, init)?;
@@ -94,7 +94,7 @@ impl RowLinear {
         bias: bool,
         init: Init,
     ) -> Result<Self> {
-        require_even(mesh, name, input, cut)?;
+        require_even_blocks(params, mesh, name, input, cut)?;
         let dims = [&[output], input].concat();
         let placement = Placement::replicated().shard(Axis::Tp, cut + 1);
         let weight = params.declare(format!("{name}.weight"), &dims, placement, Role::Weight, init)?;
@@ -126,17 +126,20 @@ impl RowLinear {
     }
 }
 
-fn require_even(mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
-    let (extent, degree) = (dims[cut], mesh.degree(Axis::Tp));
-    if extent.is_multiple_of(degree) {
-        return Ok(());
+/// Refuses features that tp does not divide in canonical numerics, where the order of their sum would depend on it. In fast
+/// numerics the last ranks hold zeros beyond them.
+fn require_even_blocks(params: &Declarations, mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
+    match params.reduction_blocks() {
+        Some(_) => require_even(mesh, name, dims, cut),
+        None => Ok(()),
     }
-    Err(Error::Placement {
-        what: name.to_owned(),
-        dim: cut,
-        extent,
-        axis: Axis::Tp,
-        degree,
-        problem: "the degree must divide it".to_owned(),
-    })
+}
+
+/// Refuses a dim that tp does not divide.
+pub(crate) fn require_even(mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
+    let (extent, degree) = (dims[cut], mesh.degree(Axis::Tp));
+    match extent.is_multiple_of(degree) {
+        true => Ok(()),
+        false => Err(Error::uneven(name, cut, extent, Axis::Tp, degree)),
+    }
 }

@@ -55,18 +55,21 @@ fn linear_layers() {
 
 #[test]
 fn blocks() {
-    check(
-        "mlp",
-        hidden,
-        |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, true, [init(); 2]),
-        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
-    );
-    check(
-        "swiglu",
-        hidden,
-        |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, FFN, false, [init(); 2]),
-        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
-    );
+    // Inner features that all ranks share evenly, and that leave the last ones with padding.
+    for ffn in [FFN, FFN - 1] {
+        check(
+            "mlp",
+            hidden,
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, ffn, true, [init(); 2]),
+            |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
+        );
+        check(
+            "swiglu",
+            hidden,
+            |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, ffn, false, [init(); 2]),
+            |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+        );
+    }
     check(
         "attention",
         hidden,

@@ -393,9 +393,16 @@ fn features_that_tp_does_not_divide_are_refused_by_name() {
     let mesh = meshwork_core::Mesh::new([(Axis::Tp, 5)]).unwrap();
     let mut params = meshwork_tensor::Declarations::new();
     let heads = ParallelAttention::new(&mut params, &mesh, "h.0.attn", HIDDEN, HEADS, true, [init(); 2]).unwrap_err();
-    assert_eq!(heads.to_string(), "h.0.attn.qkv: dim 1 of extent 4 cannot be cut over tp=5: the degree must divide it");
-    let mlp = ParallelMlp::new(&mut params, &mesh, "h.0.mlp", HIDDEN, FFN, true, [init(); 2]).unwrap_err();
-    assert_eq!(mlp.to_string(), "h.0.mlp.up: dim 0 of extent 24 cannot be cut over tp=5: the degree must divide it");
+    assert_eq!(
+        heads.to_string(),
+        "h.0.attn.qkv: dim 1 of extent 4 cannot be cut over tp=5: the degree must divide it: 1, 2, 4"
+    );
+    let mut canonical = meshwork_tensor::Declarations::canonical(8);
+    let mlp = ParallelMlp::new(&mut canonical, &mesh, "h.0.mlp", HIDDEN, FFN, true, [init(); 2]).unwrap_err();
+    assert_eq!(
+        mlp.to_string(),
+        "h.0.mlp.up: dim 0 of extent 24 cannot be cut over tp=5: the degree must divide it: 1, 2, 3, 4, 6, 8, 12, 24"
+    );
     // Three ranks hold two heads each, of groups of three.
     let mesh = meshwork_core::Mesh::new([(Axis::Tp, 3)]).unwrap();
     let of = GroupedHeads { heads: 6, kv_heads: 2, head_dim: 3, rotary: None };

@@ -16,7 +16,7 @@
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Tape, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
 use meshwork_core::{Axis, Group, ReduceOp, SpmdError, Ty, Types};
@@ -46,6 +46,30 @@ struct Collective {
     to: Ty,
     forward: Move,
     backward: Move,
+    /// What is gathered beyond the true extent, where the shards are padded with zeros.
+    zeros: Option<Zeros>,
+}
+
+/// Zeros at the end of a dim: `stored` elements, of which `extent` are real.
+#[derive(Clone, Copy, Debug)]
+struct Zeros {
+    dim: usize,
+    extent: usize,
+    stored: usize,
+}
+
+impl Zeros {
+    fn cut_off(self, x: &Tensor) -> Result<Tensor> {
+        let (outer, stored, inner) = x.shape().around(self.dim);
+        let real = x.device().layout()?.narrow(x.buffer(), outer, stored, inner, 0..self.extent)?;
+        Tensor::from_buffer(x.device(), real, x.shape().with(self.dim, self.extent))
+    }
+
+    fn append(self, x: &Tensor) -> Result<Tensor> {
+        let (outer, extent, inner) = x.shape().around(self.dim);
+        let padded = x.device().layout()?.widen(x.buffer(), outer, self.stored, inner, 0..extent)?;
+        Tensor::from_buffer(x.device(), padded, x.shape().with(self.dim, self.stored))
+    }
 }
 
 impl Var {
@@ -95,6 +119,7 @@ impl Var {
 
     /// S(from)→S(to).
     pub fn all_to_all(&self, axis: Axis, from: usize, to: usize) -> Result<Var> {
+        self.require_unpadded("all_to_all", "x")?;
         let (there, back) = (Move::Exchange(from, to), Move::Exchange(to, from));
         self.convert("all_to_all", axis, Ty::Shard(from), Ty::Shard(to), there, back)
     }
@@ -117,6 +142,7 @@ impl Var {
         if !matches!(ty, Ty::Varying | Ty::Shard(_)) {
             return Err(refuse(ty).into());
         }
+        self.require_unpadded("max_reduce", "x")?;
         let input = self.tensor();
         let out = input.device().alloc(input.dtype(), input.count())?;
         let reduced = group.all_reduce_into(input.buffer().clone(), out, ReduceOp::Max)?;
@@ -125,7 +151,14 @@ impl Var {
     }
 
     fn convert(&self, name: &'static str, axis: Axis, from: Ty, to: Ty, forward: Move, backward: Move) -> Result<Var> {
-        self.tape().apply(Collective { name, axis, from, to, forward, backward }, &[self])
+        let zeros = match (forward, self.padding().extent(axis), from == self.ty(axis)) {
+            (Move::Gather(dim), Some(extent), true) => {
+                let stored = self.shape()[dim] * self.tape().rank().mesh().degree(axis);
+                Some(Zeros { dim, extent, stored })
+            }
+            _ => None,
+        };
+        self.tape().apply(Collective { name, axis, from, to, forward, backward, zeros }, &[self])
     }
 }
 
@@ -175,16 +208,34 @@ impl Op for Collective {
         Ok(types.with(axis, self.to))
     }
 
+    fn padded(&self) -> Padded {
+        match self.zeros {
+            Some(Zeros { extent, .. }) => Padded::Knows { axis: self.axis, extent },
+            None => Padded::Zeros,
+        }
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        if self.forward == Move::Identity || cx.tape().rank().group(self.axis).size() == 1 {
+        let moves = self.forward != Move::Identity && cx.tape().rank().group(self.axis).size() > 1;
+        if !moves && self.zeros.is_none() {
             cx.same_as(0);
         }
-        self.forward.run(self, cx.tape(), inputs[0].clone())
+        let moved = self.forward.run(self, cx.tape(), inputs[0].clone())?;
+        match self.zeros {
+            Some(zeros) => zeros.cut_off(&moved),
+            None => Ok(moved),
+        }
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         match cx.needs(0) {
-            true => Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)]),
+            true => {
+                let grad = match self.zeros {
+                    Some(zeros) => zeros.append(&grad)?,
+                    None => grad,
+                };
+                Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
+            }
             false => Ok(vec![None]),
         }
     }
@@ -279,14 +330,7 @@ impl Move {
 fn even(op: &Collective, group: &Group, shape: Shape, dim: usize) -> Result<(usize, usize, usize)> {
     let (outer, extent, inner) = shape.around(dim);
     if extent % group.size() != 0 {
-        return Err(Error::Placement {
-            what: op.name.to_owned(),
-            dim,
-            extent,
-            axis: op.axis,
-            degree: group.size(),
-            problem: "the degree must divide it".to_owned(),
-        });
+        return Err(Error::uneven(op.name, dim, extent, op.axis, group.size()));
     }
     Ok((outer, extent / group.size(), inner))
 }

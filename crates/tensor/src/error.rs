@@ -74,6 +74,28 @@ pub enum Error {
         /// The reason.
         problem: String,
     },
+    /// An operand whose true extent the operation does not take: its shards are padded with zeros, or it was told another one.
+    #[error("{op}: {operand} has {extent} elements along dim {dim} over {axis}={degree}{}, and {problem}; {valid}", padded(*extent, *stored))]
+    Extent {
+        /// The operation.
+        op: &'static str,
+        /// The operand.
+        operand: &'static str,
+        /// Its true extent.
+        extent: usize,
+        /// The dim.
+        dim: usize,
+        /// The axis that cuts it.
+        axis: meshwork_core::Axis,
+        /// The degree of that axis.
+        degree: usize,
+        /// Elements that all ranks store.
+        stored: usize,
+        /// What does not fit.
+        problem: String,
+        /// What would be valid.
+        valid: String,
+    },
     /// A declaration that no mesh gives a meaning, or a name that is taken.
     #[error("parameter {name}: {problem}; {valid}")]
     Declaration {
@@ -210,6 +232,12 @@ pub enum Error {
 }
 
 impl Error {
+    /// A dim that the degree of an axis does not divide, where it must: with the degrees that do.
+    pub fn uneven(what: &str, dim: usize, extent: usize, axis: meshwork_core::Axis, degree: usize) -> Self {
+        let problem = format!("the degree must divide it: {}", divisors(extent));
+        Self::Placement { what: what.to_owned(), dim, extent, axis, degree, problem }
+    }
+
     /// The same error with the name of the operation, if the device could not know it.
     pub(crate) fn during(self, op: &'static str) -> Self {
         match self {
@@ -227,6 +255,17 @@ impl From<CommError> for Error {
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The degrees that divide an extent: the first twelve.
+pub(crate) fn divisors(extent: usize) -> String {
+    let divisors = (1..=extent).filter(|degree| extent.is_multiple_of(*degree)).take(12);
+    divisors.map(|degree| degree.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// How many elements are stored, if these are more than there are.
+fn padded(extent: usize, stored: usize) -> String {
+    if extent == stored { String::new() } else { format!(", padded with zeros to {stored}") }
+}
 
 /// The shapes of an error's operands, if it has any.
 fn in_brackets(shapes: &[Vec<usize>]) -> String {

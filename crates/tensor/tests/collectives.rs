@@ -261,6 +261,6 @@ fn a_dim_that_the_degree_does_not_divide_cannot_be_cut() {
     refused(Ty::Shard(0), |x| x.all_to_all(Axis::Tp, 0, 1));
     assert_eq!(
         refused(Ty::Invariant, |x| x.split(Axis::Tp, 1)),
-        "split: dim 1 of extent 4 cannot be cut over tp=3: the degree must divide it"
+        "split: dim 1 of extent 4 cannot be cut over tp=3: the degree must divide it: 1, 2, 4"
     );
 }

@@ -39,6 +39,7 @@ fn sharded_loss(rank: &Arc<Rank>, logits: &[f64], vocab: usize, padding: f64) ->
     let stored = held(rank, vocab).2;
     let shard = input(&tape, &columns(rank, logits, vocab, padding), &[ROWS, stored], on_tp(Ty::Shard(1)));
     let targets = ids(&tape, &targets(vocab), &[ROWS], on_tp(Ty::Invariant));
+    let shard = shard.padded(Axis::Tp, vocab).unwrap();
     let loss = shard.vocab_parallel_cross_entropy(&targets, Axis::Tp, vocab).unwrap();
     assert_eq!(loss.types(), on_tp(Ty::Invariant));
     tape.backward_from_loss(&loss, Normaliser::Scale(0.25), Weights::Now, &mut NoParams).unwrap();
@@ -127,6 +128,7 @@ fn the_lookup_is_that_of_the_whole_table_and_so_is_its_gradient() {
             let tape = tape_of(&rank);
             let shard = input(&tape, &shard, &[stored, WIDTH], on_tp(Ty::Shard(0)));
             let ids = ids(&tape, &words, &[words.len()], on_tp(Ty::Invariant));
+            let shard = shard.padded(Axis::Tp, vocab).unwrap();
             let share = ids.vocab_parallel_embedding(&shard, Axis::Tp, vocab).unwrap();
             assert_eq!(share.types(), on_tp(Ty::Partial));
             let out = share.all_reduce(Axis::Tp).unwrap();

@@ -27,7 +27,7 @@ use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{buckets, join_tied, norm_shards, reducer};
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, StatisticSums};
-use crate::trace::trace;
+use crate::trace::{require_random_names, trace};
 use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
 use crate::weights::WeightStore;
@@ -144,6 +144,7 @@ impl Trainer {
         };
 
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
+        require_random_names(&model_plan, rank.world_rank(), &micro)?;
         let found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
         let (layout, keys) = buckets(&local, &found, &tied, &rank)?;
         let LocalModel { declarations, stages } = local;
@@ -153,7 +154,9 @@ impl Trainer {
         let ordered = declarations.reduction_blocks().map(|_| OrderedSums::new(found.copies, found.first_copy));
         let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / driver.updates();
         let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
-        let gradients = Gradients::new(reducer, places, readers, ordered, device.clone());
+        let names = declarations.specs().iter().map(|spec| spec.name.clone());
+        let traced = names.zip(found.types).collect();
+        let gradients = Gradients::new(reducer, places, traced, readers, ordered, device.clone());
 
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());

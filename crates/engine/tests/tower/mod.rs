@@ -33,6 +33,10 @@ pub enum Mistake {
     ShapeOfMetric,
     /// A stage that makes another activation than the model says.
     Activation,
+    /// Blocks that draw their dropout masks under one name.
+    SharedMask,
+    /// A head whose read is Invariant on tp for the first samples, and Replicate for others.
+    DependsOnSamples,
 }
 
 /// A residual tower for regression: a frozen stem, blocks whose outputs are kept small by an auxiliary loss, and a head. Each
@@ -139,6 +143,9 @@ impl Stage for Part {
             tape.note(block.positive, x.shape()[0] as f64, &[x.tensor()]);
             let read = x.sub(&tape.param(block.rate)?)?.copy(Axis::Tp)?;
             let inner = read.linear(&tape.param(block.up)?, 1)?.relu()?;
+            if self.mistake == Mistake::SharedMask {
+                x = x.dropout(0.5, "mask")?;
+            }
             x = x.add(&inner.linear(&tape.param(block.down)?, 1)?.all_reduce(Axis::Tp)?)?;
             let penalty = size(tape, &x)?;
             match self.mistake {
@@ -149,6 +156,10 @@ impl Stage for Part {
             }
         }
         let Some(head) = self.head else { return Ok(x) };
+        if self.mistake == Mistake::DependsOnSamples && tape.first_sample() > 0 {
+            let output = x.copy(Axis::Tp)?.linear(&tape.param(head)?, 1)?;
+            return output.slice(Axis::Tp, 1)?.all_gather_invariant(Axis::Tp, 1);
+        }
         x.linear(&tape.param(head)?, 1)
     }
 

@@ -3,7 +3,7 @@
 use super::whole::require_whole_values;
 use crate::error::Result;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -34,6 +34,10 @@ impl Op for Bias {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::add(self.name(), operands[0], operands[1])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

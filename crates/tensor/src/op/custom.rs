@@ -5,7 +5,7 @@
 use super::whole::require_whole;
 use crate::error::{Error, Result};
 use crate::kernel::HostFn;
-use crate::tape::{Backward, Forward, Op, Tape, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -73,6 +73,14 @@ impl<F: Fn(f64) -> f64 + Sync, D: Fn(f64, f64) -> f64 + Sync> Op for HostMap<F, 
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name, operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        let at_zero = (self.f)(0.0);
+        match at_zero == 0.0 && (self.derivative)(0.0, at_zero).is_finite() {
+            true => Padded::Zeros,
+            false => Padded::Refused,
+        }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

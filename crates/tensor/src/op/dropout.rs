@@ -5,7 +5,7 @@ use super::whole::require_whole;
 use crate::error::Result;
 use crate::kernel::DropoutMask;
 use crate::shape::MAX_DIMS;
-use crate::tape::{Backward, Forward, Mode, Op, Var};
+use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -50,6 +50,10 @@ impl Op for Dropout {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::linear_map(self.name(), operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -5,7 +5,7 @@ use super::whole::{require_whole, require_whole_values};
 use crate::error::Result;
 use crate::kernel::{Map, Zip};
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -94,6 +94,13 @@ impl Op for Zipped {
             Zip::Sub => rules::add(self.name(), operands[0], operands[1]),
             Zip::Mul => rules::product(self.name(), operands[0], operands[1]),
             Zip::Div => rules::elementwise(self.name(), operands),
+        }
+    }
+
+    fn padded(&self) -> Padded {
+        match self.f {
+            Zip::Sub | Zip::Mul => Padded::Zeros,
+            Zip::Div => Padded::Refused, // 0/0
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::kernel::TableGrad;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, SpmdError, Ty, Types};
@@ -67,6 +67,13 @@ impl Op for Lookup {
                 problem: format!("ids are {} and table is {}", show(ti), show(tt)),
                 fix: format!("give every rank of {cut} the same ids, and a table Shard(0) on {cut}"),
             }),
+        }
+    }
+
+    fn padded(&self) -> Padded {
+        match self.cut_over {
+            None => Padded::Refused,
+            Some(axis) => Padded::Knows { axis, extent: self.vocab },
         }
     }
 

@@ -6,7 +6,7 @@ use super::swiglu;
 use crate::error::Result;
 use crate::kernel::Gemm;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, RowBlocks, Terms, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Padded, RowBlocks, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -225,6 +225,10 @@ impl Op for Linear {
             }
             Then::Swiglu(_) => swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim)),
         }
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::VocabShard;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Tape, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::tree::Counter;
@@ -117,6 +117,13 @@ impl Op for VocabLoss {
                 "targets differ between ranks that share a token".to_owned(),
                 "give every rank the same targets",
             )),
+        }
+    }
+
+    fn padded(&self) -> Padded {
+        match self.cut_over {
+            None => Padded::Refused,
+            Some(axis) => Padded::Knows { axis, extent: self.shard.vocab },
         }
     }
 

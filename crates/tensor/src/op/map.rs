@@ -3,7 +3,7 @@
 use super::whole::require_whole;
 use crate::error::Result;
 use crate::kernel::Map;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -76,6 +76,13 @@ impl Op for Mapped {
         match self.0 {
             Map::Scale(_) => rules::linear_map(self.name(), operands[0]),
             _ => rules::pointwise(self.name(), operands[0]),
+        }
+    }
+
+    fn padded(&self) -> Padded {
+        match self.0 {
+            Map::Scale(_) | Map::Tanh | Map::Silu => Padded::Zeros,
+            Map::Exp | Map::Sigmoid => Padded::Refused, // e^0 is not 0
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::whole::require_whole;
 use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -33,6 +33,10 @@ impl Op for Relu {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name(), operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -4,7 +4,7 @@ use super::bias::bias_grad;
 use super::whole::require_whole_values;
 use crate::error::Result;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -53,6 +53,10 @@ impl Op for Add {
         rules::add(self.name(), operands[0], operands[1])
     }
 
+    fn padded(&self) -> Padded {
+        Padded::Zeros
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, y) = (inputs[0], inputs[1]);
         cx.require(x.shape() == y.shape(), || "a sum of different shapes".to_owned(), inputs)?;
@@ -76,6 +80,10 @@ impl Op for BiasResidual {
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let sum = rules::add(self.name(), operands[0], operands[1])?;
         rules::add(self.name(), Operand::value("x + bias", sum, operands[0].ndim), operands[2])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

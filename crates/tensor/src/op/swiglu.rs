@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Types};
@@ -49,6 +49,10 @@ impl Op for Swiglu {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         infer(self.name(), operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -5,7 +5,7 @@ use super::op::{Backward, Op};
 use super::reduction_blocks::GradShard;
 use super::seed::{Normaliser, Seed};
 use super::uses::Uses;
-use super::{Source, Tape, Var, replaced};
+use super::{Padding, Source, Tape, Var, replaced};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
@@ -27,12 +27,14 @@ pub(super) struct Node {
     shape: Shape,
     dtype: DType,
     types: Types,
+    padding: Padding,
 }
 
 impl Node {
     pub(super) fn input(value: &Tensor, types: Types) -> Self {
         let (shape, dtype) = (value.shape(), value.dtype());
-        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, dtype, types }
+        let padding = Padding::default();
+        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, dtype, types, padding }
     }
 
     pub(super) fn operation(
@@ -40,9 +42,9 @@ impl Node {
         number: usize,
         sources: Vec<Source>,
         saved: Rc<[Saved]>,
-        (value, types): (&Tensor, Types),
+        (value, types, padding): (&Tensor, Types, Padding),
     ) -> Self {
-        Self { op: Some(op), number, sources, saved, shape: value.shape(), dtype: value.dtype(), types }
+        Self { op: Some(op), number, sources, saved, shape: value.shape(), dtype: value.dtype(), types, padding }
     }
 
     fn has_param(&self) -> bool {
@@ -76,6 +78,7 @@ impl Tape {
         weights: Weights,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
+        output.require_unpadded("backward", "the output")?;
         if !output.source().takes_gradient() {
             return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
         }
@@ -203,6 +206,7 @@ impl Tape {
             inputs: &[],
             position: self.inner.position,
             types: maker.types.dual(),
+            padding: &maker.padding,
             tensor: &tensor,
         };
         replaced(&seen, observer.see(&seen)?)

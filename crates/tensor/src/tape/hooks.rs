@@ -1,7 +1,7 @@
 //! The hooks of the tape.
 
-use super::Position;
 use super::reduction_blocks::GradShard;
+use super::{Padding, Position};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::tensor::Tensor;
@@ -166,6 +166,8 @@ pub struct Seen<'a> {
     pub position: Position,
     /// Types of the value; for a gradient, the duals of the operand's types.
     pub types: Types,
+    /// True extents of its dims that are padded with zeros.
+    pub padding: &'a Padding,
     /// The value on this rank.
     pub tensor: &'a Tensor,
 }

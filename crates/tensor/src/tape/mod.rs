@@ -13,6 +13,7 @@ mod backward;
 mod hooks;
 mod notes;
 mod op;
+mod padding;
 pub mod reduction_blocks;
 mod seed;
 mod uses;
@@ -21,6 +22,7 @@ mod var;
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
+pub use padding::{Padded, Padding};
 pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
 pub use seed::{Normaliser, Seed};
 
@@ -93,6 +95,7 @@ pub struct Var {
     tape: Tape,
     tensor: Tensor,
     types: Types,
+    padding: Padding,
     source: Source,
     /// How it is recomputed in backward, if it need not be kept.
     recipe: Option<Rc<Recipe>>,
@@ -211,7 +214,7 @@ impl Tape {
     /// A value that needs no gradient: token ids, targets.
     pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
         self.show_source("a constant", types, &tensor);
-        Var { tape: self.clone(), tensor, types, source: Source::Constant, recipe: None }
+        self.value(tensor, types, Source::Constant)
     }
 
     /// A value from outside, such as one that a previous pipeline stage sent. [`take_grad`](Self::take_grad) returns
@@ -222,7 +225,12 @@ impl Tape {
         }
         self.show_source("an input", types, &tensor);
         let node = self.push(Node::input(&tensor, types));
-        Var { tape: self.clone(), tensor, types, source: Source::Node(node), recipe: None }
+        self.value(tensor, types, Source::Node(node))
+    }
+
+    /// A value from outside.
+    fn value(&self, tensor: Tensor, types: Types, source: Source) -> Var {
+        Var { tape: self.clone(), tensor, types, padding: Padding::default(), source, recipe: None }
     }
 
     /// Reads a parameter. A [frozen](crate::param::ParamGroup::frozen) one gets no gradient.
@@ -231,7 +239,7 @@ impl Tape {
         let (tensor, types) = (params.value(id)?, params.types(id));
         let frozen = params.declarations().spec(id).group.frozen;
         let source = if frozen { Source::Frozen(id) } else { Source::Param(id) };
-        Ok(Var { tape: self.clone(), tensor, types, source, recipe: None })
+        Ok(Var { padding: self.padding_of(id)?, ..self.value(tensor, types, source) })
     }
 
     /// The types with which each parameter was read. On axes where that is `Replicate` its gradient is `Partial`.
@@ -265,6 +273,7 @@ impl Tape {
             .collect();
         resolve_reads(&mut operands);
         let types = op.infer(&operands)?;
+        let padding = padding::of_result(&op, inputs, types)?;
         for (var, operand) in inputs.iter().zip(&operands) {
             if let Source::Param(id) = var.source {
                 self.note_read(id, operand.types)?;
@@ -298,6 +307,7 @@ impl Tape {
                     inputs: &tensors,
                     position,
                     types,
+                    padding: &padding,
                     tensor: &tensor,
                 };
                 let by = observer.see(&seen)?;
@@ -309,11 +319,17 @@ impl Tape {
         };
         let source = if records {
             let sources = inputs.iter().map(|var| var.source).collect();
-            Source::Node(self.push(Node::operation(Box::new(op), number, sources, saved, (&tensor, types))))
+            Source::Node(self.push(Node::operation(
+                Box::new(op),
+                number,
+                sources,
+                saved,
+                (&tensor, types, padding.clone()),
+            )))
         } else {
             Source::Constant
         };
-        Ok(Var { tape: self.clone(), tensor, types, source, recipe })
+        Ok(Var { padding, recipe, ..self.value(tensor, types, source) })
     }
 
     fn push(&self, node: Node) -> usize {

@@ -110,7 +110,7 @@ impl Tape {
     pub fn take_notes(&self) -> Notes {
         let Kept { per_sample, statistics } = self.inner.notes.take();
         let with_tape = |(name, coefficient, tensor, types, source)| {
-            let value = Var { tape: self.clone(), tensor, types, source, recipe: None };
+            let value = self.value(tensor, types, source);
             PerSample { name, value, coefficient }
         };
         Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics }

@@ -1,6 +1,7 @@
 //! The trait of operations.
 
 use super::hooks::{GradSink, Make, Recipe, Saved};
+use super::padding::Padded;
 use super::uses::Uses;
 use super::{Source, Tape, Var};
 use crate::error::{Error, Result};
@@ -28,6 +29,11 @@ pub trait Op: Debug {
     /// each share before they are added up.
     fn only_moves(&self) -> bool {
         false
+    }
+
+    /// What it makes of operands whose shards are padded with zeros, because the degree does not divide their extent.
+    fn padded(&self) -> Padded {
+        Padded::Refused
     }
 
     /// Computes the result, and saves the tensors that backward needs.

@@ -1,6 +1,6 @@
 //! What a value on a tape says of itself.
 
-use super::{Source, Tape, Var};
+use super::{Padding, Source, Tape, Var};
 use crate::error::Result;
 use crate::shape::{MAX_DIMS, Shape};
 use crate::tensor::Tensor;
@@ -36,7 +36,12 @@ impl Var {
         self.types.get(axis).unwrap_or(Ty::Invariant)
     }
 
-    /// Extents on this rank.
+    /// The true extents of dims whose shards are padded with zeros.
+    pub fn padding(&self) -> &Padding {
+        &self.padding
+    }
+
+    /// Extents on this rank, padding included.
     pub fn shape(&self) -> Shape {
         self.tensor.shape()
     }
@@ -61,6 +66,9 @@ impl Var {
                 if ty == Ty::Shard(dim) {
                     offset[dim] = offset[dim] * rank.mesh().degree(axis) as u64 + rank.coords().get(axis) as u64;
                     global[dim] *= rank.mesh().degree(axis) as u64;
+                    if let Some(extent) = self.padding.extent(axis) {
+                        global[dim] = extent as u64;
+                    }
                 }
             }
             offset[dim] *= extent as u64;

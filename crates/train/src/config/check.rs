@@ -19,18 +19,23 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
 
     // (key, value, must be a multiple of this key, its value, whether it must)
     let split = mesh.sequence_parallel && mesh.tp > 1;
+    let canonical = config.reduction_blocks().is_some(); // fast numerics pad the last ranks
     let is_llama = model.kind == ModelKind::Llama;
     let divisions = [
         ("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads, true),
         ("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads, is_llama),
         ("model.hidden_size", model.hidden_size, "parallelism.tp", mesh.tp, true),
         ("model.num_heads", model.num_heads, "parallelism.tp", mesh.tp, true),
-        ("model.ffn_hidden_size", model.ffn_hidden_size, "parallelism.tp", mesh.tp, true),
+        ("model.ffn_hidden_size", model.ffn_hidden_size, "parallelism.tp", mesh.tp, canonical),
         ("model.seq_len", model.seq_len, "parallelism.tp", mesh.tp, split),
     ];
     for (key, value, by, divisor, applies) in divisions {
         if applies && settings.sound(&[key, by]) && !value.is_multiple_of(divisor) {
-            let why = if key == "model.seq_len" { " (sequence_parallel is on)" } else { "" };
+            let why = match key {
+                "model.seq_len" => " (sequence_parallel is on)",
+                "model.ffn_hidden_size" => " (training.numerics is canonical)",
+                _ => "",
+            };
             let problem = format!("is not divisible by {by} = {divisor}{why}");
             fail(Fault::new(key, value, problem, multiple(value, divisor)));
         }

@@ -4,7 +4,7 @@
 use super::{Error, Key, Side};
 use meshwork_core::{Axis, Mesh, Ty, Types};
 use meshwork_engine::{At, ModelPlan, TrainError, Watch, dry_run};
-use meshwork_tensor::tape::Seen;
+use meshwork_tensor::tape::{Padding, Seen};
 use meshwork_tensor::{ParamSpec, Shape, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -40,9 +40,8 @@ pub(super) struct Op {
 pub(super) struct Value {
     /// `None` for the output, else the operand whose gradient this is.
     pub(super) operand: Option<&'static str>,
-    /// For a gradient, the operation that made the operand; `None` if another stage did.
-    pub(super) maker: Option<usize>,
     pub(super) types: Types,
+    pub(super) padding: Padding,
     pub(super) shape: Shape,
 }
 
@@ -87,25 +86,11 @@ impl Program {
         (op.stage, op.number, op.values[value].operand)
     }
 
-    /// Per dim of an assembled value: its extent without padding, if ranks store padding at its end. A slice of a value
-    /// is padded if the operation that made the value reads a parameter whose slice is padded.
+    /// Per dim of an assembled value: its true extent, where ranks store padding at its end.
     pub(super) fn real(&self, op: usize, value: usize) -> Vec<Option<usize>> {
-        let Op { stage, values, .. } = &self.ops[op];
-        let Value { operand, maker, types, shape } = &values[value];
-        let made_by = match (operand, maker) {
-            (None, _) => Some(&self.ops[op]),
-            (Some(_), Some(maker)) => self.ops.iter().find(|op| (op.stage, op.number) == (*stage, *maker)),
-            (Some(_), None) => None,
-        };
-        let params = made_by.map_or(&[][..], |op| &op.params);
-        let cut_as = |axis: Axis| {
-            let specs = self.parameters.iter().filter(|spec| params.contains(&spec.name));
-            specs
-                .flat_map(move |spec| spec.placement.shards().iter().map(move |&shard| (spec, shard)))
-                .find_map(|(spec, (cut, dim))| (cut == axis).then_some(spec.dims[dim]))
-        };
-        let real = |dim| types.iter().find_map(|(axis, ty)| (ty == Ty::Shard(dim)).then(|| cut_as(axis)).flatten());
-        (0..shape.len()).map(real).collect()
+        let Value { types, padding, shape, .. } = &self.ops[op].values[value];
+        let extent = |dim| padding.iter().find(|&(axis, _)| types.get(axis) == Some(Ty::Shard(dim)));
+        (0..shape.len()).map(|dim| extent(dim).map(|(_, extent)| extent)).collect()
     }
 
     /// Refuses two programs whose operations do not correspond.
@@ -162,12 +147,12 @@ struct List(Mutex<Vec<Op>>);
 impl Watch for List {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let At { stage, micro, recomputed } = at;
-        let &Seen { op: name, number, operand, maker, params, types, tensor, .. } = seen;
+        let &Seen { op: name, number, operand, params, types, padding, tensor, .. } = seen;
         if micro > 0 || recomputed && operand.is_none() {
             return Ok(None);
         }
         let mut ops = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let value = Value { operand, maker, types, shape: tensor.shape() };
+        let value = Value { operand, types, padding: padding.clone(), shape: tensor.shape() };
         match ops.iter_mut().find(|op| (op.stage, op.number) == (stage, number)) {
             Some(op) => op.values.push(value),
             None => {

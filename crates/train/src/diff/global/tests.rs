@@ -3,26 +3,15 @@
 use super::super::program::Op;
 use super::*;
 use meshwork_core::{Mesh, Types};
-use meshwork_tensor::param::{LocalSlice, ParamGroup};
-use meshwork_tensor::{Init, ParamSpec, Placement, Role, Shape};
+use meshwork_tensor::Shape;
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::tape::Padding;
 
-/// A program of one operation with one value, in micro-batches of 2 samples. The operation reads a parameter of these
-/// dims, cut over tp.
-pub(in super::super) fn program(
-    mesh: &str,
-    types: &[(Axis, Ty)],
-    local: &[usize],
-    parameter: Option<(&[usize], usize)>,
-) -> Program {
-    let spec = |(dims, dim): (&[usize], usize)| ParamSpec {
-        name: "w".to_owned(),
-        dims: Shape::new(dims),
-        placement: Placement::replicated().shard(Axis::Tp, dim),
-        role: Role::Weight,
-        init: Init::Zeros,
-        group: ParamGroup::of(Role::Weight),
-    };
-    let value = Value { operand: None, maker: None, types: Types::of(types), shape: Shape::new(local) };
+/// A program of one operation with one value, in micro-batches of 2 samples, whose true extent over tp is `extent` where its
+/// shards are padded.
+pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize], extent: Option<usize>) -> Program {
+    let padding = Padding::new(extent.map(|extent| (Axis::Tp, extent)));
+    let value = Value { operand: None, types: Types::of(types), padding, shape: Shape::new(local) };
     let op = Op {
         name: "op",
         layer: "layer".to_owned(),
@@ -32,7 +21,7 @@ pub(in super::super) fn program(
         values: vec![value],
     };
     let mesh: Mesh = mesh.parse().unwrap();
-    Program { mesh, ops: vec![op], parameters: parameter.map(spec).into_iter().collect(), samples: 2, batch: 8 }
+    Program { mesh, ops: vec![op], parameters: Vec::new(), samples: 2, batch: 8 }
 }
 
 /// The records of all ranks in each micro-batch, with the elements `value(coords, first sample, place)`.
@@ -101,10 +90,10 @@ fn shares_add_up_in_the_tree_of_reductions() {
 }
 
 #[test]
-fn padding_of_a_parameters_slices_is_cut_off() {
+fn padding_is_cut_off() {
     let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
-    for (parameter, wanted) in [(Some((&[7, 4][..], 0)), 7), (Some((&[8, 4][..], 0)), 8), (None, 8)] {
-        let program = program("tp=4,dp=1", &types, &[2, 2], parameter);
+    for (extent, wanted) in [(Some(7), 7), (None, 8)] {
+        let program = program("tp=4,dp=1", &types, &[2, 2], extent);
         let records = records(&program, 1, |coords, _, place| (coords.get(Axis::Tp) * 2 + place % 2) as f32);
         let (pieces, _) = assemble(&program, (0, 0), &records);
         let numbers = numbers(&pieces[&Unit::Sample(1)]);

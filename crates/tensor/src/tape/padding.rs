@@ -1,0 +1,203 @@
+//! Padded shards and their true extents.
+//!
+//! Where the degree of an axis does not divide a dim of a parameter, each rank stores ⌈extent / degree⌉ of it, and the last
+//! ranks store zeros at the end. A value that is made of such a parameter is padded in the same way. It carries its true extent,
+//! so that gathering it gives exactly that, and an operation that would count the zeros is refused.
+
+use super::{Op, Tape, Var};
+use crate::error::{Error, Result, divisors};
+use meshwork_core::{Axis, Ty, Types};
+
+/// The true extents of the dims that are cut, where the shards are padded with zeros: at most one for each axis.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Padding(Vec<(Axis, usize)>);
+
+impl Padding {
+    /// From the extents of what is cut over each axis.
+    pub fn new(extents: impl IntoIterator<Item = (Axis, usize)>) -> Self {
+        Self(extents.into_iter().collect())
+    }
+
+    /// Whether nothing is padded.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The true extent of the dim that `axis` cuts, if its shards are padded.
+    pub fn extent(&self, axis: Axis) -> Option<usize> {
+        self.iter().find(|&(padded, _)| padded == axis).map(|(_, extent)| extent)
+    }
+
+    /// Each padded axis, and the true extent of the dim that it cuts.
+    pub fn iter(&self) -> impl Iterator<Item = (Axis, usize)> + '_ {
+        self.0.iter().copied()
+    }
+}
+
+/// What an [operation](Op::padded) makes of operands whose shards are padded with zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Padded {
+    /// It would compute with the zeros as if they were elements: such operands are refused.
+    Refused,
+    /// Zeros at the end of the operands give zeros at the end of the result, and nothing where they are summed over; in backward
+    /// too. The operands must have the same true extents.
+    Zeros,
+    /// It knows the extent of the dim that is cut over `axis`, and leaves out what lies beyond. An operand of another extent
+    /// is refused.
+    Knows {
+        /// The axis.
+        axis: Axis,
+        /// The extent over all of its ranks.
+        extent: usize,
+    },
+}
+
+/// One operand that is cut over an axis.
+struct Cut<'a> {
+    name: &'static str,
+    value: &'a Var,
+    axis: Axis,
+    dim: usize,
+}
+
+impl Cut<'_> {
+    fn degree(&self) -> usize {
+        self.value.tape.rank().mesh().degree(self.axis)
+    }
+
+    /// The elements that all ranks store.
+    fn stored(&self) -> usize {
+        self.value.shape()[self.dim] * self.degree()
+    }
+
+    /// The elements that there are; `None` where another axis cuts the same dim, and nothing is padded.
+    fn extent(&self) -> Option<usize> {
+        let nested = self.value.types.iter().any(|(axis, ty)| axis != self.axis && ty == Ty::Shard(self.dim));
+        self.value.padding.extent(self.axis).or_else(|| (!nested).then(|| self.stored()))
+    }
+
+    fn refuse_zeros(&self, op: &'static str) -> Error {
+        let extent = self.extent().unwrap_or_default();
+        let problem = "the zeros would count as elements".to_owned();
+        let gather = format!("all_gather {} over {} first, which gives the {extent}", self.name, self.axis);
+        self.refuse(op, problem, format!("{gather}, or use a degree that divides them: {}", divisors(extent)))
+    }
+
+    fn refuse(&self, op: &'static str, problem: String, valid: String) -> Error {
+        let (dim, axis, degree) = (self.dim, self.axis, self.degree());
+        let extent = self.extent().unwrap_or_default();
+        Error::Extent { op, operand: self.name, extent, dim, axis, degree, stored: self.stored(), problem, valid }
+    }
+}
+
+/// The operands that are cut over `axis`.
+fn cuts<'a>(op: &dyn Op, inputs: &'a [&Var], axis: Axis) -> impl Iterator<Item = Cut<'a>> {
+    op.operands().iter().zip(inputs).filter_map(move |(name, value)| match value.types.get(axis) {
+        Some(Ty::Shard(dim)) if dim < value.shape().len() => Some(Cut { name, value, axis, dim }),
+        _ => None,
+    })
+}
+
+/// The padding of the result of an operation.
+///
+/// # Errors
+/// Operands whose extents the operation does not take.
+pub(super) fn of_result(op: &dyn Op, inputs: &[&Var], types: Types) -> Result<Padding> {
+    let padded = op.padded();
+    if let Padded::Knows { axis, extent } = padded {
+        for cut in cuts(op, inputs, axis) {
+            if cut.extent().is_some_and(|has| has != extent) {
+                let problem = format!("{} was told {extent}", op.name());
+                return Err(cut.refuse(op.name(), problem, "name the extent that was declared".to_owned()));
+            }
+        }
+    }
+    let mut kept = Padding::default();
+    for (axis, extent) in inputs.iter().flat_map(|input| input.padding.iter()) {
+        let Some(cut) = cuts(op, inputs, axis).find(|cut| cut.value.padding.extent(axis).is_some()) else { continue };
+        match padded {
+            Padded::Knows { axis: known, .. } if known == axis => continue,
+            Padded::Knows { .. } if op.only_moves() => {}
+            Padded::Refused | Padded::Knows { .. } => {
+                return Err(cut.refuse_zeros(op.name()));
+            }
+            Padded::Zeros => {
+                if let Some(other) =
+                    cuts(op, inputs, axis).find(|other| other.extent().is_some_and(|has| has != extent))
+                {
+                    let has = other.extent().unwrap_or_default();
+                    let problem = format!("{} has {has}", other.name);
+                    return Err(cut.refuse(op.name(), problem, "operands of one extent".to_owned()));
+                }
+            }
+        }
+        if matches!(types.get(axis), Some(Ty::Shard(_))) && kept.extent(axis).is_none() {
+            kept.0.push((axis, extent));
+        }
+    }
+    Ok(kept)
+}
+
+impl Var {
+    /// Says that a value from outside has only `extent` elements along the dim that `axis` cuts, and that what the shards store
+    /// beyond is zero. Parameters and what is made of them need no word.
+    ///
+    /// # Errors
+    /// A value that `axis` does not cut, or whose ranks store fewer elements.
+    pub fn padded(&self, axis: Axis, extent: usize) -> Result<Var> {
+        let cut = |dim| Cut { name: "x", value: self, axis, dim };
+        let Some(cut) = self.ty(axis).dim().filter(|&dim| dim < self.shape().len()).map(cut) else {
+            return Err(Error::Shape {
+                op: "padded",
+                problem: format!("x is {} on {axis}: only a Shard can be padded", self.ty(axis)),
+                shapes: vec![self.shape().to_vec()],
+            });
+        };
+        let stored = cut.stored();
+        if extent > stored {
+            return Err(cut.refuse(
+                "padded",
+                format!("cannot have {extent}"),
+                "name the elements that there are".to_owned(),
+            ));
+        }
+        let others = self.padding.iter().filter(|&(padded, _)| padded != axis);
+        let padding = Padding::new(others.chain((extent < stored).then_some((axis, extent))));
+        Ok(Var { padding, ..self.clone() })
+    }
+
+    /// Refuses a value whose shards are padded, where something beyond the tape would take the zeros for elements.
+    ///
+    /// # Errors
+    /// [`Error::Extent`] with the axis and the true extent.
+    pub fn require_unpadded(&self, op: &'static str, name: &'static str) -> Result<()> {
+        let cut = |(axis, ty): (Axis, Ty)| ty.dim().map(|dim| Cut { name, value: self, axis, dim });
+        let padded = |cut: &Cut<'_>| self.padding.extent(cut.axis).is_some();
+        self.types.iter().filter_map(cut).find(padded).map_or(Ok(()), |cut| Err(cut.refuse_zeros(op)))
+    }
+}
+
+impl Tape {
+    /// The padding of a parameter as this rank holds it.
+    pub(super) fn padding_of(&self, id: crate::param::ParamId) -> Result<Padding> {
+        let (spec, mesh) = (self.inner.params.declarations().spec(id), self.rank().mesh());
+        let (stored, shards) = (self.inner.params.shape(id), spec.placement.shards());
+        let padded = shards.iter().filter(|&&(_, dim)| {
+            let ranks: usize =
+                shards.iter().filter(|(_, cut)| *cut == dim).map(|&(axis, _)| mesh.degree(axis)).product();
+            stored[dim] * ranks != spec.dims[dim]
+        });
+        let padding = Padding::new(padded.map(|&(axis, dim)| (axis, spec.dims[dim])));
+        let unknown = padding.iter().find(|&(axis, _)| !mesh.has(axis));
+        match unknown {
+            None => Ok(padding),
+            Some((axis, extent)) => Err(Error::Declaration {
+                name: spec.name.clone(),
+                problem: format!(
+                    "its {extent} elements over {axis} are padded, and a mesh without {axis} does not know of it"
+                ),
+                valid: format!("use a mesh that has this axis: {axis}=1"),
+            }),
+        }
+    }
+}
