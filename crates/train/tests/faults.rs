@@ -438,8 +438,9 @@ fn the_model_must_fit_the_mesh() {
              model.hidden_size = 130: is not divisible by parallelism.tp = 4; use a multiple of 4, such as 128 or 132",
         ),
         (
-            "--mesh tp=2 --set model.ffn_hidden_size=511",
-            "model.ffn_hidden_size = 511: is not divisible by parallelism.tp = 2; use a multiple of 2, such as 510 or 512",
+            "--mesh tp=2 --set model.ffn_hidden_size=511 --set training.numerics=canonical",
+            "model.ffn_hidden_size = 511: is not divisible by parallelism.tp = 2 (training.numerics is canonical); use a multiple of 2, \
+             such as 510 or 512",
         ),
         (
             "--mesh tp=4 --set parallelism.sequence_parallel=true --set model.seq_len=126",

@@ -52,6 +52,9 @@ mod models {
     // Fewer heads of keys and values than there are ranks in tp=4.
     pub static LLAMA: Model = Model { name: "llama", vocab: 61, layers: 4, tied: false, dropout: 0.0, masked: true,
                                       more: "kind = 'llama'\nnum_kv_heads = 2\nffn_hidden_size = 64\n" };
+    // Inner features that leave the last of four ranks with padding, and the last of two of Llama's.
+    pub static PADDED: Model = Model { name: "padded", vocab: 61, layers: 4, tied: false, dropout: 0.2, masked: true, more: "ffn_hidden_size = 126\n" };
+    pub static PADDED_LLAMA: Model = Model { name: "padded llama", more: "kind = 'llama'\nnum_kv_heads = 2\nffn_hidden_size = 61\n", ..LLAMA };
     pub static LARGE_HEAD: Model = Model { name: "large head", vocab: 509, layers: 6, tied: true, dropout: 0.0, masked: true, more: "" };
 }
 pub use models::*;

@@ -1,7 +1,7 @@
 //! One step on every mesh of the table against the run of one rank. Plain gradient descent with rate 1, so that the step is the
 //! gradient; different data on every row; with masks, token counts that differ between ranks and micro-batches.
 
-use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, LLAMA, Model, PLAIN, SGD, UNEVEN, UNTIED};
+use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, LLAMA, Model, PADDED, PADDED_LLAMA, PLAIN, SGD, UNEVEN, UNTIED};
 use crate::split_work;
 use crate::world::{Stepped, one_step};
 use meshwork_testkit::parity::{assert_close, norm, norm_of_all};
@@ -71,6 +71,20 @@ fn untied_embeddings() {
 #[test]
 fn llama() {
     check(&LLAMA);
+}
+
+/// In fast numerics the last ranks hold zeros beyond them.
+#[test]
+fn inner_features_that_tp_does_not_divide() {
+    for (model, like) in [(&PADDED, &UNTIED), (&PADDED_LLAMA, &LLAMA)] {
+        let reference = one_step(&Case::alone(model), SGD);
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, like) && case.tp > 1) {
+            let case = Case { model, ..*case };
+            let got = one_step(&case, SGD);
+            assert_parity(&case.to_string(), &got, &reference);
+            split_work::assert_as_predicted(&case, SGD, &got);
+        }
+    }
 }
 
 #[test]
