@@ -1,0 +1,98 @@
+//! A random case: a program, and the plan of a run of it on a mesh.
+
+use crate::generate::{self, Target};
+use crate::program::Program;
+use meshwork_core::{Axis, Mesh, tree};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Verify};
+use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_pipeline::Generator;
+use meshwork_tensor::cpu::Precision;
+use meshwork_testkit::Rng;
+
+/// A program and its runs.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What it was drawn from.
+    pub seed: u64,
+    pub program: Program,
+    /// On a mesh.
+    pub plan: Plan,
+    /// On one rank.
+    pub alone: Plan,
+}
+
+/// The case of a seed.
+pub fn case(seed: u64) -> Case {
+    let mut rng = Rng::new(seed.wrapping_mul(0x2545_f491_4f6c_dd1d));
+    let mut plan = loop {
+        if let Some(plan) = plan(&mut rng, seed) {
+            break plan;
+        }
+    };
+    let stages = plan.schedule.stages(plan.mesh.degree(Axis::Pp));
+    let target = Target { mesh: &plan.mesh, blocks: plan.blocks(), layers: stages };
+    let program = generate::program(&mut rng, &target);
+    if rng.below(2) == 0 {
+        plan.partition = (0..stages).map(|_| 0).collect();
+        (0..program.layers()).for_each(|_| plan.partition[rng.below(stages)] += 1);
+    }
+    let divisors: Vec<usize> = (1..=plan.global_batch_size).filter(|n| plan.global_batch_size.is_multiple_of(*n)).collect();
+    let alone = Plan {
+        mesh: mesh([1; 4]),
+        schedule: ScheduleSpec::default(),
+        partition: Vec::new(),
+        num_microbatches: Some(rng.pick(&divisors)),
+        recompute: Recompute::None,
+        ..plan.clone()
+    };
+    Case { seed, program, plan, alone }
+}
+
+fn mesh([dp, tp, cp, pp]: [usize; 4]) -> Mesh {
+    Mesh::new([(Axis::Dp, dp), (Axis::Tp, tp), (Axis::Cp, cp), (Axis::Pp, pp)]).expect("four axes")
+}
+
+/// A random plan of two to eight ranks, if what was drawn goes together.
+fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
+    let degrees = [[1, 1, 2, 2, 3, 4], [1, 2, 2, 2, 3, 4], [1, 1, 1, 1, 2, 3], [1, 1, 2, 2, 3, 4]];
+    let degrees @ [dp, tp, cp, pp] = degrees.map(|of| rng.pick(&of));
+    let ranks: usize = degrees.iter().product();
+    // Worlds of few ranks are quicker, and as wrong.
+    if !(2..=8).contains(&ranks) || (ranks > 4 && rng.below(3) > 0) {
+        return None;
+    }
+    let generator = rng.pick(&Generator::ALL);
+    let replicated = pp > 1 && rng.below(8) == 0;
+    let schedule = match replicated {
+        true => {
+            let first = 1 + rng.below(pp - 1);
+            ScheduleSpec::Replicated(vec![first, pp - first])
+        }
+        false => ScheduleSpec::Named { generator, virtual_stages: None, vertical_sync: false },
+    };
+    let (micros, micro_batch) = (1 + rng.below(4), 1 + rng.below(3));
+    let global_batch_size = dp * micros * micro_batch;
+    let blocks = rng.pick(&[4, 8]);
+    let canonical = rng.below(3) == 0;
+    let fits = tree::fits(blocks, tp) && tree::fits(blocks, cp) && tree::fits(global_batch_size, dp);
+    if !generator.is_synchronous() || schedule.build(pp, micros).is_err() || (canonical && !fits) {
+        return None;
+    }
+    Some(Plan {
+        mesh: mesh(degrees),
+        schedule,
+        partition: Vec::new(),
+        global_batch_size,
+        num_microbatches: Some(micros),
+        numerics: if canonical { Numerics::Canonical { blocks } } else { Numerics::Fast },
+        precision: if !canonical && rng.below(8) == 0 { Precision::Bf16 } else { Precision::F32 },
+        recompute: rng.pick(&[Recompute::None, Recompute::Selective, Recompute::Stage]),
+        // The momentum after the first step is the gradient, as it was clipped.
+        optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),
+        lr: LrSchedule { base: 0.125, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
+        max_norm: rng.pick(&[0.0, 0.5]),
+        seed,
+        scatter_gather: rng.below(2) == 0,
+        verify: Verify::Every(1),
+    })
+}

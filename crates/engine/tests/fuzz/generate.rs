@@ -1,0 +1,572 @@
+//! Random programs that are right: the generator knows the type of each value, and inserts the collectives that the next operation
+//! needs.
+
+use crate::program::{Block, Cut, Data, Group, Holds, Instr, Lie, Map, Op, Param, Program, Terms};
+use meshwork_core::{Axis, Mesh, Ty};
+use meshwork_tensor::{Init, Role};
+use meshwork_testkit::Rng;
+
+/// The dim of a sequence and that of the features of `[samples, seq, width]`.
+const SEQ: Ty = Ty::Shard(1);
+const FEATURES: Ty = Ty::Shard(2);
+
+/// What programs are generated for.
+pub struct Target<'a> {
+    pub mesh: &'a Mesh,
+    /// Reduction blocks, in canonical numerics, which refuse part of what is right in fast ones.
+    pub blocks: Option<usize>,
+    /// The fewest layers.
+    pub layers: usize,
+}
+
+/// A random program.
+pub fn program(rng: &mut Rng, target: &Target<'_>) -> Program {
+    // Every extent that an axis may cut is a multiple of its degree, and else odd as often as not.
+    let degrees = [Axis::Tp, Axis::Cp].map(|axis| target.mesh.degree(axis));
+    let unit = lcm(lcm(degrees[0], degrees[1]), target.blocks.unwrap_or(1));
+    let width = unit * (4usize.div_ceil(unit) + rng.below(3));
+    let seq = unit * (2usize.div_ceil(unit) + rng.below(3));
+    let layers = target.layers + rng.below(3);
+    let data = match rng.below(2) {
+        0 => Data::Tokens { vocab: 5 + rng.below(12) },
+        _ => Data::Floats { width: unit * (1 + rng.below(3)) },
+    };
+    let mut generator = Generator {
+        rng,
+        unit,
+        seq,
+        width,
+        careful: target.blocks.is_some(),
+        axes: [Axis::Tp, Axis::Cp].into_iter().filter(|&axis| target.mesh.degree(axis) > 1).collect(),
+        names: 0,
+        shared: Vec::new(),
+        table: None,
+        code: Block::default(),
+    };
+    let mut blocks = vec![];
+    let mut cuts = vec![];
+    let x = generator.front(data);
+    let mut cut = generator.end(x, &mut blocks, &mut cuts);
+    for _ in 0..layers {
+        let x = generator.layer(cut);
+        cut = generator.end(x, &mut blocks, &mut cuts);
+    }
+    let output = generator.back(data, cut);
+    blocks.push(std::mem::take(&mut generator.code));
+    generator.loss(data, output);
+    blocks.push(generator.code);
+    Program { data, seq, blocks, cuts, terms: Terms::Right }
+}
+
+fn lcm(a: usize, b: usize) -> usize {
+    (1..=b).map(|times| a * times).find(|multiple| multiple.is_multiple_of(b)).unwrap_or(a * b)
+}
+
+/// A value `[samples, seq, width]` of the block under construction; `Invariant` on every axis but `axis` and dp.
+#[derive(Clone, Copy)]
+struct Value {
+    at: usize,
+    axis: Axis,
+    ty: Ty,
+    width: usize,
+}
+
+struct Generator<'a> {
+    rng: &'a mut Rng,
+    unit: usize,
+    seq: usize,
+    width: usize,
+    /// Whether to leave out what canonical numerics refuse.
+    careful: bool,
+    /// The axes of a degree above 1 that may cut a value.
+    axes: Vec<Axis>,
+    names: usize,
+    /// Weights that a later linear may tie: parameter, and the axis and type of what it was applied to.
+    shared: Vec<(Param, Axis, Ty)>,
+    /// The table of tokens, and the axis that cuts it.
+    table: Option<(Param, Option<Axis>)>,
+    code: Block,
+}
+
+impl Generator<'_> {
+    fn chance(&mut self, of: usize) -> bool {
+        self.rng.below(of) == 0
+    }
+
+    fn name(&mut self, what: &str) -> String {
+        self.names += 1;
+        format!("{what}{}", self.names)
+    }
+
+    fn axis(&mut self) -> Axis {
+        match self.axes.len() {
+            0 => Axis::Tp,
+            count => self.axes[self.rng.below(count)],
+        }
+    }
+
+    fn push(&mut self, op: Op, args: &[usize]) -> usize {
+        self.code.code.push(Instr { op, args: args.to_vec() });
+        self.code.code.len()
+    }
+
+    fn on(&mut self, x: Value, op: Op) -> Value {
+        Value { at: self.push(op, &[x.at]), ..x }
+    }
+
+    fn declare(&mut self, what: &str, dims: &[usize], cut: Option<(Axis, usize)>, role: Role, init: Init) -> usize {
+        let name = self.name(what);
+        let group = match (role, self.rng.below(12)) {
+            (Role::Buffer, _) => Group::Usual,
+            (_, 0) => Group::Frozen,
+            (_, 1) => Group::Slow,
+            _ => Group::Usual,
+        };
+        let param = Param { name, dims: dims.to_vec(), cut, padded: false, role, init, group, tied: false };
+        self.code.params.push(param);
+        self.code.params.len() - 1
+    }
+
+    /// A weight that is applied to `x`, new or tied.
+    fn weight(&mut self, x: Value, dims: &[usize], cut: Option<(Axis, usize)>) -> usize {
+        let fan_in = dims.iter().skip(1).product::<usize>().max(1);
+        let init = Init::Normal { std: 1.0 / (fan_in as f32).sqrt() };
+        let alike = |(param, axis, ty): &&(Param, Axis, Ty)| {
+            param.dims == dims && param.cut == cut && *ty == x.ty && (*axis == x.axis || x.ty == Ty::Invariant)
+        };
+        if let Some((param, ..)) = self.shared.iter().find(alike).cloned()
+            && self.chance(3)
+        {
+            let known = self.code.params.iter().position(|known| known.name == param.name);
+            return known.unwrap_or_else(|| {
+                self.code.params.push(Param { tied: true, ..param });
+                self.code.params.len() - 1
+            });
+        }
+        let number = self.declare("w", dims, cut, Role::Weight, init);
+        if self.code.params[number].group == Group::Usual {
+            self.shared.push((self.code.params[number].clone(), x.axis, x.ty));
+        }
+        number
+    }
+
+    fn bias_of(&mut self, dims: &[usize], cut: Option<(Axis, usize)>) -> usize {
+        let init = if self.chance(2) { Init::Zeros } else { Init::Normal { std: 0.5 } };
+        self.declare("b", dims, cut, Role::Bias, init)
+    }
+
+    /// Ends the block with an activation, of the hidden width, that may cross stages.
+    fn end(&mut self, x: Value, blocks: &mut Vec<Block>, cuts: &mut Vec<Cut>) -> Cut {
+        let rough = !self.careful && self.chance(8);
+        let to = match self.rng.below(4) {
+            _ if rough && x.width == self.width => x.ty,
+            0 => SEQ,
+            1 => FEATURES,
+            _ => Ty::Invariant,
+        };
+        let mut x = x;
+        if x.width != self.width {
+            x = self.bring(x, Ty::Invariant);
+            let weight = self.weight(x, &[self.width, x.width], None);
+            x = Value { width: self.width, ..self.on(x, Op::Linear { weight, contract: 1 }) };
+        }
+        let x = self.bring(x, to);
+        // The result of a block is its last value.
+        if x.at != self.code.code.len() || x.at == 0 {
+            self.on(x, Op::Same);
+        }
+        blocks.push(std::mem::take(&mut self.code));
+        let cut = Cut { axis: x.axis, ty: x.ty, width: x.width };
+        cuts.push(cut);
+        cut
+    }
+
+    /// Collectives that bring `x` to a type. `Partial` and, in canonical numerics, `Replicate` are no type to bring it to.
+    fn bring(&mut self, x: Value, to: Ty) -> Value {
+        let axis = x.axis;
+        let op = match (x.ty, to) {
+            (from, to) if from == to => return x,
+            (Ty::Invariant, Ty::Replicate) => Op::Copy(axis),
+            (Ty::Invariant, Ty::Shard(dim)) => Op::Split(axis, dim),
+            (Ty::Shard(dim), Ty::Invariant) => Op::AllGatherInvariant(axis, dim),
+            (Ty::Shard(dim), Ty::Replicate) => Op::AllGather(axis, dim),
+            (Ty::Shard(from), Ty::Shard(to)) => Op::AllToAll(axis, from, to),
+            (Ty::Partial, Ty::Invariant) => Op::AllReduce(axis),
+            (Ty::Partial, Ty::Replicate) => Op::AllReduceReplicate(axis),
+            (Ty::Partial, Ty::Shard(dim)) => Op::ReduceScatter(axis, dim),
+            (Ty::Replicate, Ty::Shard(dim)) => Op::Slice(axis, dim),
+            (Ty::Replicate, Ty::Invariant) => {
+                let cut = self.bring(x, SEQ);
+                return self.bring(cut, to);
+            }
+            (from, to) => unreachable!("a program never needs {from} as {to}"),
+        };
+        Value { ty: to, ..self.on(x, op) }
+    }
+
+    fn front(&mut self, data: Data) -> Value {
+        let axis = self.axis();
+        let x = Value { at: 0, axis, ty: Ty::Invariant, width: self.width };
+        let width = self.width;
+        let x = match data {
+            Data::Tokens { vocab } => {
+                let cut = (!self.chance(3)).then_some(axis);
+                let init = Init::Normal { std: 0.5 };
+                let table = self.declare("table", &[vocab, width], cut.map(|axis| (axis, 0)), Role::Weight, init);
+                let param = &mut self.code.params[table];
+                (param.padded, param.group) = (cut.is_some(), Group::Usual);
+                self.table = Some((param.clone(), cut));
+                match cut {
+                    Some(axis) => Value { ty: Ty::Partial, ..self.on(x, Op::VocabEmbedding { table, axis, vocab }) },
+                    None => self.on(x, Op::Embedding { table }),
+                }
+            }
+            Data::Floats { width: given } => {
+                let x = Value { width: given, ..x };
+                match self.rng.below(2) {
+                    0 => {
+                        let weight = self.weight(x, &[width, given], None);
+                        Value { width, ..self.on(x, Op::Linear { weight, contract: 1 }) }
+                    }
+                    _ => self.column(x),
+                }
+            }
+        };
+        if self.chance(2) {
+            return x;
+        }
+        let to = if self.chance(2) { SEQ } else { Ty::Invariant };
+        let x = self.bring(x, to);
+        let table = self.declare("at", &[self.seq, x.width], None, Role::Weight, Init::Normal { std: 0.5 });
+        self.on(x, Op::Positions { table })
+    }
+
+    fn layer(&mut self, cut: Cut) -> Value {
+        let first = Value { at: 0, axis: cut.axis, ty: cut.ty, width: cut.width };
+        let mut x = first;
+        for _ in 0..1 + self.rng.below(4) {
+            if x.ty == Ty::Invariant {
+                x.axis = self.axis();
+            }
+            x = self.piece(x);
+        }
+        // A residual, of values that both may be read twice.
+        let sums = !self.careful || !matches!(first.ty, Ty::Partial | Ty::Replicate);
+        let comes_back = first.ty != Ty::Partial && (x.axis == first.axis || first.ty == Ty::Invariant);
+        if sums && comes_back && x.width == first.width && self.chance(2) {
+            x = self.bring(x, first.ty);
+            let at = match self.rng.below(4) {
+                0 if matches!(x.ty, Ty::Invariant | SEQ) => {
+                    let bias = self.bias_of(&[x.width], None);
+                    self.push(Op::BiasResidual { bias }, &[x.at, 0])
+                }
+                _ => self.push(Op::Add, &[x.at, 0]),
+            };
+            x = Value { at, ..x };
+        }
+        x
+    }
+
+    /// Some operations that are right for the type of `x`.
+    fn piece(&mut self, x: Value) -> Value {
+        match x.ty {
+            Ty::Partial if self.careful || self.chance(2) => self.leave(x),
+            Ty::Partial => match self.rng.below(3) {
+                0 => self.on(x, Op::Scale(0.5)),
+                1 => self.linear(x),
+                _ => self.dropout(x),
+            },
+            Ty::Replicate if self.careful || self.chance(2) => self.column(x),
+            Ty::Replicate => match self.rng.below(4) {
+                0 => self.linear(x),
+                1 => self.norm(x),
+                2 => self.bring(x, FEATURES),
+                _ => self.pointwise(x),
+            },
+            Ty::Shard(2) => match self.rng.below(8) {
+                0 => self.pointwise(x),
+                1 => {
+                    let bias = self.bias_of(&[x.width], Some((x.axis, 0)));
+                    self.on(x, Op::Bias { bias })
+                }
+                2 => self.bring(x, SEQ),
+                3 => self.bring(x, Ty::Invariant),
+                4 => self.cut_and_merged(x),
+                5 => {
+                    let x = self.bring(x, Ty::Replicate);
+                    self.column(x)
+                }
+                _ => self.row(x),
+            },
+            _ => match self.rng.below(13) {
+                0 => self.norm(x),
+                1 => self.linear_or_norm(x),
+                2 => {
+                    let bias = self.bias_of(&[x.width], None);
+                    self.on(x, Op::Bias { bias })
+                }
+                3 => self.gated(x),
+                4 => self.widened(x),
+                5 | 6 => self.attention(x),
+                7 if x.ty == Ty::Invariant => self.centred(x),
+                8 => {
+                    let to = if x.ty == SEQ { [Ty::Invariant, FEATURES] } else { [SEQ, FEATURES] };
+                    let to = self.rng.pick(&to);
+                    self.bring(x, to)
+                }
+                9..=11 => self.column(x),
+                _ => self.pointwise(x),
+            },
+        }
+    }
+
+    /// What works element by element on any type but `Partial`.
+    fn pointwise(&mut self, x: Value) -> Value {
+        match self.rng.below(7) {
+            0 => self.on(x, Op::Scale(1.5)),
+            1 => self.dropout(x),
+            2 => self.on(x, Op::User(Lie::None)),
+            3 if x.ty != Ty::Replicate => {
+                let op = if self.chance(2) { Op::Penalty } else { Op::Report };
+                self.on(x, op)
+            }
+            4 => self.times_constant(x),
+            _ => self.activation(x),
+        }
+    }
+
+    fn activation(&mut self, x: Value) -> Value {
+        let map = self.rng.pick(&[Map::Relu, Map::Gelu, Map::Silu, Map::Tanh, Map::Sigmoid]);
+        self.on(x, Op::Map(map))
+    }
+
+    fn dropout(&mut self, x: Value) -> Value {
+        let name = self.name("dropout");
+        self.on(x, Op::Dropout { p: 0.25, name })
+    }
+
+    /// `x · c` or `x + c` of a constant that lies as `x` does: of one sample, or of the features alone.
+    fn times_constant(&mut self, x: Value) -> Value {
+        let dims = if self.chance(2) { vec![x.width] } else { vec![self.seq, x.width] };
+        let lead = 3 - dims.len();
+        let (holds, says) = match x.ty {
+            Ty::Shard(dim) if dim < lead => (Holds::Whole, Ty::Replicate),
+            Ty::Shard(dim) => (Holds::Slice(dim - lead), Ty::Shard(dim - lead)),
+            ty => (Holds::Whole, ty),
+        };
+        let constant = Op::Constant { salt: self.rng.next_u64(), dims, axis: x.axis, holds, says };
+        let constant = self.push(constant, &[]);
+        let op = if self.chance(2) { Op::Mul } else { Op::Add };
+        Value { at: self.push(op, &[x.at, constant]), ..x }
+    }
+
+    fn norm(&mut self, x: Value) -> Value {
+        let dims = [x.width];
+        match self.rng.below(3) {
+            0 => {
+                let weight = self.declare("g", &dims, None, Role::Norm, Init::Ones);
+                self.on(x, Op::RmsNorm { weight })
+            }
+            1 => {
+                let x = self.on(x, Op::Softmax);
+                self.on(x, Op::Scale(4.0))
+            }
+            _ => {
+                let gamma = self.declare("g", &dims, None, Role::Norm, Init::Ones);
+                let beta = self.chance(2).then(|| self.declare("b", &dims, None, Role::Norm, Init::Zeros));
+                self.on(x, Op::LayerNorm { gamma, beta })
+            }
+        }
+    }
+
+    /// A linear layer that is not split.
+    fn linear(&mut self, x: Value) -> Value {
+        let width = self.unit * (1 + self.rng.below(3));
+        let weight = self.weight(x, &[width, x.width], None);
+        let op = match self.rng.below(3) {
+            0 if x.ty != Ty::Partial => Op::LinearBias { weight, bias: self.bias_of(&[width], None) },
+            _ => Op::Linear { weight, contract: 1 },
+        };
+        Value { width, ..self.on(x, op) }
+    }
+
+    /// Canonical numerics have no order for the sum over a cut sequence that the gradient of a weight is.
+    fn linear_or_norm(&mut self, x: Value) -> Value {
+        if self.careful && x.ty == SEQ { self.norm(x) } else { self.linear(x) }
+    }
+
+    /// `x · sigmoid(x)`, in two instructions, or minus it.
+    fn gated(&mut self, x: Value) -> Value {
+        let gate = self.activation(x);
+        let op = self.rng.pick(&[0, 1]);
+        let op = if op == 0 { Op::Mul } else { Op::Sub };
+        Value { at: self.push(op, &[x.at, gate.at]), ..x }
+    }
+
+    /// `[x, f(x)]` along the features, and some of them.
+    fn widened(&mut self, x: Value) -> Value {
+        let other = self.activation(x);
+        let wide = Value { at: self.push(Op::Concat { dim: 2 }, &[x.at, other.at]), width: 2 * x.width, ..x };
+        let start = self.rng.below(x.width + 1);
+        Value { width: x.width, ..self.on(wide, Op::Narrow { dim: 2, range: start..start + x.width }) }
+    }
+
+    /// The same elements with the features in two dims, in front of the sequence and back.
+    fn cut_and_merged(&mut self, x: Value) -> Value {
+        let inner = x.width / self.unit;
+        let split = self.on(x, Op::SplitDim { dim: 2, inner });
+        let turned = self.on(split, Op::Transpose(1, 2));
+        let changed = self.activation(turned);
+        let back = self.on(changed, Op::Transpose(1, 2));
+        self.on(back, Op::MergeDims { dim: 2 })
+    }
+
+    fn centred(&mut self, x: Value) -> Value {
+        let buffer = self.declare("rate", &[x.width], None, Role::Buffer, Init::Zeros);
+        self.on(x, Op::Centred { buffer })
+    }
+
+    /// A column-parallel layer, and after a fused activation the row-parallel one that alone may read it.
+    fn column(&mut self, x: Value) -> Value {
+        let x = self.bring(x, Ty::Replicate);
+        let width = self.unit * (1 + self.rng.below(3));
+        let cut = Some((x.axis, 0));
+        let cut_to = |x: Value| Value { ty: FEATURES, width, ..x };
+        match self.rng.below(4) {
+            0 => {
+                let weight = self.weight(x, &[width, x.width], cut);
+                let bias = self.chance(2).then(|| self.bias_of(&[width], cut));
+                let x = cut_to(self.on(x, Op::LinearGelu { weight, bias }));
+                self.row(x)
+            }
+            1 => {
+                let weight = self.weight(x, &[width, 2, x.width], cut);
+                let x = cut_to(self.on(x, Op::LinearSwiglu { weight }));
+                self.row(x)
+            }
+            2 => {
+                let weight = self.weight(x, &[width, x.width], cut);
+                let bias = self.bias_of(&[width], cut);
+                cut_to(self.on(x, Op::LinearBias { weight, bias }))
+            }
+            _ => {
+                let weight = self.weight(x, &[width, x.width], cut);
+                cut_to(self.on(x, Op::Linear { weight, contract: 1 }))
+            }
+        }
+    }
+
+    /// A row-parallel layer, whose result stays `Partial` or not.
+    fn row(&mut self, x: Value) -> Value {
+        let weight = self.weight(x, &[self.width, x.width], Some((x.axis, 1)));
+        let x = Value { ty: Ty::Partial, width: self.width, ..self.on(x, Op::Linear { weight, contract: 1 }) };
+        if self.careful || !self.chance(4) { self.leave(x) } else { x }
+    }
+
+    fn leave(&mut self, x: Value) -> Value {
+        let to = match self.rng.below(8) {
+            0 if !self.careful => Ty::Replicate,
+            1 | 2 => SEQ,
+            3 => FEATURES,
+            _ => Ty::Invariant,
+        };
+        self.bring(x, to)
+    }
+
+    /// Attention with its heads split, or with grouped heads of which keys and values are gathered.
+    fn attention(&mut self, x: Value) -> Value {
+        let (heads, features) = (self.unit * (1 + self.rng.below(2)), 1 + self.rng.below(3));
+        let axis = x.axis;
+        let x = self.bring(x, Ty::Replicate);
+        let dropout = self.chance(2).then(|| (0.25, self.name("attention")));
+        let mixed = match self.rng.below(3) {
+            0 if !self.careful => {
+                let q = self.weight(x, &[heads, features, x.width], Some((axis, 0)));
+                let kv = self.weight(x, &[2, heads * features, x.width], Some((axis, 1)));
+                let q = self.push(Op::Linear { weight: q, contract: 1 }, &[x.at]);
+                let mut kv = self.push(Op::Linear { weight: kv, contract: 1 }, &[x.at]);
+                if self.chance(2) {
+                    kv = self.push(Op::AllGather(axis, 3), &[kv]);
+                }
+                self.push(Op::GroupedAttention, &[q, kv])
+            }
+            _ => {
+                let weight = self.weight(x, &[3, heads, features, x.width], Some((axis, 1)));
+                let qkv = self.push(Op::Linear { weight, contract: 1 }, &[x.at]);
+                self.push(Op::Attention { dropout }, &[qkv])
+            }
+        };
+        let of_heads = Value { at: mixed, ty: FEATURES, ..x };
+        let weight = self.weight(of_heads, &[self.width, heads, features], Some((axis, 1)));
+        let sum = self.on(of_heads, Op::Linear { weight, contract: 2 });
+        self.leave(Value { ty: Ty::Partial, width: self.width, ..sum })
+    }
+
+    /// The output of the model: logits, whole or cut over the vocabulary, or predictions.
+    fn back(&mut self, data: Data, cut: Cut) -> Value {
+        let mut x = Value { at: 0, axis: cut.axis, ty: cut.ty, width: cut.width };
+        if matches!(x.ty, Ty::Invariant | SEQ) {
+            x = self.norm(x);
+        }
+        match data {
+            Data::Tokens { vocab } => self.head(x, vocab),
+            Data::Floats { width } => {
+                let to = match self.rng.below(3) {
+                    0 if !self.careful => SEQ,
+                    1 => Ty::Invariant,
+                    _ => FEATURES,
+                };
+                let (from, cut) = match to {
+                    FEATURES => (Ty::Replicate, Some((x.axis, 0))),
+                    to => (to, None),
+                };
+                let x = self.bring(x, from);
+                let weight = self.weight(x, &[width, x.width], cut);
+                Value { ty: to, width, ..self.on(x, Op::Linear { weight, contract: 1 }) }
+            }
+        }
+    }
+
+    fn head(&mut self, x: Value, vocab: usize) -> Value {
+        let over_vocab = !self.chance(3);
+        let from = match self.rng.below(2) {
+            _ if over_vocab => Ty::Replicate,
+            0 if !self.careful => SEQ,
+            _ => Ty::Invariant,
+        };
+        let x = self.bring(x, from);
+        let tied = self.table.clone().filter(|(_, cut)| match (cut, over_vocab) {
+            (Some(axis), true) => *axis == x.axis,
+            (None, false) => from == Ty::Invariant,
+            _ => false,
+        });
+        let weight = match tied {
+            Some((table, _)) if self.chance(2) => {
+                self.code.params.push(Param { tied: true, ..table });
+                self.code.params.len() - 1
+            }
+            _ => {
+                let cut = over_vocab.then_some((x.axis, 0));
+                let init = Init::Normal { std: 0.5 };
+                let head = self.declare("head", &[vocab, x.width], cut, Role::Weight, init);
+                self.code.params[head].padded = over_vocab;
+                head
+            }
+        };
+        let ty = if over_vocab { FEATURES } else { from };
+        Value { ty, width: vocab, ..self.on(x, Op::Linear { weight, contract: 1 }) }
+    }
+
+    fn loss(&mut self, data: Data, output: Value) {
+        let mut targets = self.push(Op::Targets, &[0]);
+        if let (Data::Tokens { vocab }, FEATURES) = (data, output.ty) {
+            self.push(Op::VocabCrossEntropy { axis: output.axis, vocab }, &[0, targets]);
+            return;
+        }
+        if let Ty::Shard(dim) = output.ty {
+            targets = self.push(Op::Split(output.axis, dim), &[targets]);
+        }
+        let op = if let Data::Tokens { .. } = data { Op::CrossEntropy } else { Op::SquaredError };
+        self.push(op, &[0, targets]);
+    }
+}

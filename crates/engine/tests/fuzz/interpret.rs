@@ -1,0 +1,359 @@
+//! Runs a program: the one implementation of `Model` behind every program, on any mesh.
+
+use crate::program::{Block, Data, Group, Holds, Lie, Map, Op, Param, Program, Terms};
+use meshwork_core::{Axis, DType, Mesh, Ty, rules};
+use meshwork_nn::model::{Metric, Per};
+use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
+use meshwork_tensor::param::{ParamGroup, StatisticId, StatisticRule};
+use meshwork_tensor::{Declarations, Error, ParamId, Placement, Result, Shape, Tape, Tensor, Var, random};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The factor of an auxiliary loss.
+const PENALTY: f64 = 0.25;
+/// The factor on the learning rate of [`Group::Slow`].
+const SLOW: f64 = 0.5;
+
+const INPUTS: &str = "inputs";
+const TARGETS: &str = "targets";
+
+/// A program as a model.
+#[derive(Debug)]
+pub struct Net(pub Arc<Program>);
+
+#[derive(Debug)]
+struct Part {
+    program: Arc<Program>,
+    spec: StageSpec,
+    /// What each block of this part declared, by the number of the block.
+    declared: Vec<(usize, Declared)>,
+}
+
+#[derive(Debug, Default)]
+struct Declared {
+    params: Vec<Option<ParamId>>,
+    /// The statistic that updates a buffer.
+    statistics: Vec<(usize, StatisticId)>,
+}
+
+impl Model for Net {
+    fn num_layers(&self) -> usize {
+        self.0.layers()
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        let seq = self.0.seq;
+        let field = |name| match self.0.data {
+            Data::Tokens { .. } => Field::new(name, DType::I32, [seq]),
+            Data::Floats { width } => Field::new(name, DType::F32, [seq, width]),
+        };
+        [INPUTS, TARGETS].map(field).to_vec()
+    }
+
+    fn stage(&self, params: &mut Declarations, _: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+        let back = self.0.back();
+        let front = part.first.then_some(0);
+        let last = if part.last { back..back + 2 } else { 0..0 };
+        let blocks = front.into_iter().chain(part.layers.clone().map(|layer| layer + 1)).chain(last);
+        let declared = blocks.map(|number| Ok((number, declare(&self.0.blocks[number], params)?)));
+        let declared = declared.collect::<Result<_>>()?;
+        Ok(Box::new(Part { program: self.0.clone(), spec: part.clone(), declared }))
+    }
+
+    fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
+        let cut = self.0.cuts[at];
+        let mut shape = Shape::new(&[batch.samples(), self.0.seq, cut.width]);
+        if let Ty::Shard(dim) = cut.ty {
+            shape = shape.with(dim, shape[dim] / mesh.degree(cut.axis));
+        }
+        Ok(Activation { dtype: DType::F32, shape, types: sample_types(mesh).with(cut.axis, cut.ty) })
+    }
+
+    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
+        let part = batch.part(samples)?;
+        let right = match self.0.data {
+            Data::Tokens { .. } => part.values::<i32>(TARGETS)?.iter().filter(|&&target| target >= 0).count(),
+            Data::Floats { .. } => part.samples(),
+        };
+        Ok(match self.0.terms {
+            Terms::Right => right,
+            Terms::Samples => part.samples(),
+            Terms::Twice => 2 * right,
+        } as u64)
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        ["penalty", "size"].map(|name| Metric { name, per: Per::Sample }).to_vec()
+    }
+}
+
+fn declare(block: &Block, params: &mut Declarations) -> Result<Declared> {
+    let mut declared = Declared::default();
+    for (number, param) in block.params.iter().enumerate() {
+        let id = block.reads(number).then(|| declare_param(param, params)).transpose()?;
+        declared.params.push(id);
+    }
+    for instr in &block.code {
+        if let (Op::Centred { buffer }, [..]) = (&instr.op, &instr.args[..])
+            && let Some(id) = declared.params[*buffer]
+        {
+            let features = block.params[*buffer].dims[0];
+            declared.statistics.push((*buffer, params.declare_statistic(vec![id], PositiveRate(features))));
+        }
+    }
+    Ok(declared)
+}
+
+fn declare_param(param: &Param, params: &mut Declarations) -> Result<ParamId> {
+    let Param { name, dims, cut, padded, role, init, group, tied } = param;
+    let mut placement = cut.map_or(Placement::replicated(), |(axis, dim)| Placement::replicated().shard(axis, dim));
+    if *padded {
+        placement = placement.in_multiples_of(params.reduction_blocks().unwrap_or(1));
+    }
+    if *tied {
+        return params.tie(name, dims, placement, *role, *init);
+    }
+    let group = match group {
+        Group::Usual => ParamGroup::of(*role),
+        Group::Slow => ParamGroup { learning_rate: SLOW, ..ParamGroup::of(*role) },
+        Group::Frozen => ParamGroup::FROZEN,
+    };
+    params.declare_in(name, dims, placement, *role, *init, group)
+}
+
+/// How often each feature is positive: counts, which add up exactly in any order, and their moving average.
+#[derive(Debug)]
+struct PositiveRate(usize);
+
+impl StatisticRule for PositiveRate {
+    fn terms(&self, tokens: f64, values: &[f32]) -> Vec<f64> {
+        let count = |feature| values.iter().skip(feature).step_by(self.0).filter(|&&x| x > 0.0).count() as f64;
+        (0..self.0).map(count).chain([tokens]).collect()
+    }
+
+    fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]) {
+        for (rate, count) in buffers[0].iter_mut().zip(sums) {
+            *rate += 0.25 * ((count / sums[self.0]) as f32 - *rate);
+        }
+    }
+}
+
+impl Stage for Part {
+    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let mut x = match (self.spec.first, input) {
+            (false, Some(input)) => input.clone(),
+            _ => batch.var(tape, INPUTS)?,
+        };
+        for (number, declared) in self.declared.iter().filter(|(number, _)| *number <= self.program.back()) {
+            x = self.run(*number, declared, tape, batch, x)?;
+        }
+        Ok(x)
+    }
+
+    fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
+        let (number, declared) = self.declared.last().ok_or_else(|| misfit("a stage without blocks has no loss"))?;
+        self.run(*number, declared, tape, batch, output.clone())
+    }
+}
+
+impl Part {
+    fn run(&self, number: usize, declared: &Declared, tape: &Tape, batch: &Batch, input: Var) -> Result<Var> {
+        let mut values = vec![input];
+        for instr in &self.program.blocks[number].code {
+            let args: Vec<&Var> = instr.args.iter().map(|&arg| &values[arg]).collect();
+            let value = apply(&instr.op, &args, declared, tape, batch)?;
+            values.push(value);
+        }
+        values.pop().ok_or_else(|| misfit("a block has its input at least"))
+    }
+}
+
+fn misfit(problem: &str) -> Error {
+    Error::Shape { op: "program", problem: problem.to_owned(), shapes: Vec::new() }
+}
+
+fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch) -> Result<Var> {
+    let param = |number: usize| match declared.params[number] {
+        Some(id) => tape.param(id),
+        None => Err(misfit("a parameter that is read was not declared")),
+    };
+    let x = args.first().copied();
+    let x = || x.ok_or_else(|| misfit("an operation without its operand"));
+    let y = || args.get(1).copied().ok_or_else(|| misfit("an operation without its second operand"));
+    match op {
+        Op::Same => Ok(x()?.clone()),
+        Op::Targets => batch.var(tape, TARGETS),
+        Op::Constant { salt, dims, axis, holds, says } => constant(tape, *salt, dims, *axis, *holds, *says),
+        Op::Retyped { axis, says } => Ok(tape.constant(x()?.tensor().clone(), x()?.types().with(*axis, *says))),
+
+        Op::Copy(axis) => x()?.copy(*axis),
+        Op::AllReduce(axis) => x()?.all_reduce(*axis),
+        Op::AllReduceReplicate(axis) => x()?.all_reduce_replicate(*axis),
+        Op::AllGather(axis, dim) => x()?.all_gather(*axis, *dim),
+        Op::AllGatherInvariant(axis, dim) => x()?.all_gather_invariant(*axis, *dim),
+        Op::ReduceScatter(axis, dim) => x()?.reduce_scatter(*axis, *dim),
+        Op::Split(axis, dim) => x()?.split(*axis, *dim),
+        Op::Slice(axis, dim) => x()?.slice(*axis, *dim),
+        Op::AllToAll(axis, from, to) => x()?.all_to_all(*axis, *from, *to),
+
+        Op::Linear { weight, contract } => x()?.linear(&param(*weight)?, *contract),
+        Op::LinearBias { weight, bias } => x()?.linear_bias(&param(*weight)?, &param(*bias)?, 1),
+        Op::LinearGelu { weight, bias } => {
+            let bias = bias.map(param).transpose()?;
+            x()?.linear_gelu(&param(*weight)?, bias.as_ref(), 1)
+        }
+        Op::LinearSwiglu { weight } => x()?.linear_swiglu(&param(*weight)?, 1),
+        Op::Bias { bias } => x()?.bias(&param(*bias)?),
+        Op::BiasResidual { bias } => x()?.bias_residual(&param(*bias)?, y()?),
+        Op::LayerNorm { gamma, beta } => {
+            let beta = beta.map(param).transpose()?;
+            x()?.layer_norm(&param(*gamma)?, beta.as_ref(), 1e-5)
+        }
+        Op::RmsNorm { weight } => x()?.rms_norm(&param(*weight)?, 1e-5),
+        Op::Map(Map::Relu) => x()?.relu(),
+        Op::Map(Map::Gelu) => x()?.gelu(),
+        Op::Map(Map::Silu) => x()?.silu(),
+        Op::Map(Map::Tanh) => x()?.tanh(),
+        Op::Map(Map::Sigmoid) => x()?.sigmoid(),
+        Op::Scale(factor) => x()?.scale(*factor),
+        Op::Dropout { p, name } => x()?.dropout(*p, name),
+        Op::Softmax => x()?.softmax(),
+        Op::Add => x()?.add(y()?),
+        Op::Sub => x()?.sub(y()?),
+        Op::Mul => x()?.mul(y()?),
+        Op::Concat { dim } => x()?.concat(y()?, *dim),
+        Op::Narrow { dim, range } => x()?.narrow(*dim, range.clone()),
+        Op::Transpose(a, b) => x()?.transpose(*a, *b),
+        Op::SplitDim { dim, inner } => {
+            let mut dims = x()?.shape().to_vec();
+            let extent = *dims.get(*dim).ok_or_else(|| misfit("a dim to cut in two that does not exist"))?;
+            dims.splice(*dim..=*dim, [extent / inner, *inner]);
+            x()?.reshape(&dims)
+        }
+        Op::MergeDims { dim } => {
+            let mut dims = x()?.shape().to_vec();
+            if dims.len() < dim + 2 {
+                return Err(misfit("two dims to merge that do not exist"));
+            }
+            dims.splice(*dim..dim + 2, [dims[*dim] * dims[dim + 1]]);
+            x()?.reshape(&dims)
+        }
+        Op::Attention { dropout } => x()?.causal_attention(dropout.as_ref().map(|(p, name)| (*p, &**name))),
+        Op::GroupedAttention => x()?.grouped_attention(y()?, None, None),
+        Op::Embedding { table } => x()?.embedding(&param(*table)?),
+        Op::VocabEmbedding { table, axis, vocab } => x()?.vocab_parallel_embedding(&param(*table)?, *axis, *vocab),
+        Op::Positions { table } => x()?.positions(&param(*table)?),
+        Op::User(lie) => sine(tape, x()?, *lie),
+
+        Op::Penalty => {
+            tape.add_loss("penalty", PENALTY, &mean_square(tape, x()?)?)?;
+            Ok(x()?.clone())
+        }
+        Op::Report => {
+            tape.report("size", &mean_square(tape, x()?)?)?;
+            Ok(x()?.clone())
+        }
+        Op::Centred { buffer } => {
+            let id = declared.statistics.iter().find(|(of, _)| of == buffer).map(|(_, id)| *id);
+            let tokens = x()?.shape()[..2].iter().product::<usize>();
+            tape.note(id.ok_or_else(|| misfit("a buffer without its statistic"))?, tokens as f64, &[x()?.tensor()]);
+            x()?.sub(&param(*buffer)?)
+        }
+
+        Op::LocalMean => x()?.scale(1.0 / x()?.shape()[0] as f64),
+        Op::CrossEntropy => x()?.cross_entropy(y()?),
+        Op::VocabCrossEntropy { axis, vocab } => x()?.vocab_parallel_cross_entropy(y()?, *axis, *vocab),
+        Op::SquaredError => x()?.mean_squared_error(y()?),
+    }
+}
+
+fn mean_square(tape: &Tape, x: &Var) -> Result<Var> {
+    x.mean_squared_error(&tape.constant(Tensor::zeros(tape.device(), DType::F32, x.shape())?, x.types()))
+}
+
+fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds, says: Ty) -> Result<Var> {
+    let (degree, at) = (tape.rank().mesh().degree(axis), tape.rank().coords().get(axis));
+    let mut whole = vec![0f32; dims.iter().product()];
+    random::fill_uniform(random::key(salt, "constant"), 0, &mut whole);
+    let mut dims = dims.to_vec();
+    let held = match holds {
+        Holds::Whole => whole,
+        Holds::Own => whole.into_iter().map(|value| value + at as f32).collect(),
+        // Of shares 1, 2 .. n.
+        Holds::Part => {
+            let share = (at + 1) as f32 / (degree * (degree + 1) / 2) as f32;
+            whole.into_iter().map(|value| value * share).collect()
+        }
+        Holds::Slice(dim) => {
+            let (extent, inner) = (dims[dim], dims[dim + 1..].iter().product::<usize>());
+            let held = extent / degree;
+            dims[dim] = held;
+            let of_rank = |index: usize| (at * held..(at + 1) * held).contains(&(index / inner % extent));
+            whole.into_iter().enumerate().filter(|(index, _)| of_rank(*index)).map(|(_, value)| value).collect()
+        }
+    };
+    // Of one sample: the same for every sample, and so on every rank of dp.
+    let types = sample_types(tape.rank().mesh()).with(Axis::Dp, Ty::Replicate).with(axis, says);
+    Ok(tape.constant(Tensor::from_slice(tape.device(), &held, &dims[..])?, types))
+}
+
+/// `sin x`, or what a careless user makes of it.
+fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
+    let own = 1.0 + tape.rank().world_rank() as f32;
+    let degree = [Axis::Tp, Axis::Cp].map(|axis| tape.rank().mesh().degree(axis)).iter().product::<usize>() as f32;
+    let forward = match lie {
+        Lie::ForwardByRank => own,
+        Lie::Degree => degree,
+        _ => 1.0,
+    };
+    let backward = match lie {
+        Lie::GradientByRank => own,
+        Lie::Gradient => 0.5,
+        Lie::NoGradient => 0.0,
+        Lie::Degree => degree,
+        _ => 1.0,
+    };
+    let each = |x: &Tensor, y: &Tensor, f: &dyn Fn(f32, f32) -> f32| {
+        let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
+        Tensor::from_slice(x.device(), &values, x.shape())
+    };
+    tape.custom(
+        "sine",
+        &["x"],
+        &[x],
+        |name, operands| rules::pointwise(name, operands[0]),
+        move |inputs| each(inputs[0], inputs[0], &|x, _| forward * x.sin()),
+        move |inputs, _, grad| Ok(vec![each(&inputs[0], grad, &|x, grad| grad * backward * x.cos())?]),
+    )
+}
+
+/// The samples `samples` of the batch of a step.
+pub fn batch(program: &Program, seed: u64, step: u64, global_batch: usize, samples: Range<usize>) -> Batch {
+    let first = step * global_batch as u64 + samples.start as u64;
+    let uniform = |name: &str, per_sample: usize| {
+        let mut values = vec![0f32; samples.len() * per_sample];
+        random::fill_uniform(random::key(seed, name), first * per_sample as u64, &mut values);
+        values
+    };
+    let seq = program.seq;
+    let batch = Batch::new(samples.len());
+    let made = match program.data {
+        Data::Tokens { vocab } => {
+            let ids = |name| uniform(name, seq).into_iter().map(|u| (u * vocab as f32) as i32).collect::<Vec<i32>>();
+            // One in three is masked, and of every third sample all but the first.
+            let masked = |(i, u): (usize, f32)| match (samples.start + i / seq).is_multiple_of(3) {
+                true => !i.is_multiple_of(seq),
+                false => u < 0.33,
+            };
+            let masks: Vec<bool> = uniform("masks", seq).into_iter().enumerate().map(masked).collect();
+            let targets = ids(TARGETS).into_iter().zip(masks).map(|(id, masked)| if masked { -1 } else { id }).collect();
+            batch.with(INPUTS, [seq], ids(INPUTS)).and_then(|batch| batch.with(TARGETS, [seq], targets))
+        }
+        Data::Floats { width } => {
+            let floats = |name| uniform(name, seq * width).into_iter().map(|u| 2.0 * u - 1.0).collect::<Vec<f32>>();
+            let dims = [seq, width];
+            batch.with(INPUTS, dims, floats(INPUTS)).and_then(|batch| batch.with(TARGETS, dims, floats(TARGETS)))
+        }
+    };
+    made.expect("as many values as the samples have")
+}

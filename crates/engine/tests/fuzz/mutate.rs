@@ -1,0 +1,359 @@
+//! Mutations: small mistakes in a program, in its plan or in what a rank is given, as data.
+
+use crate::case::Case;
+use crate::program::{Block, Group, Holds, Lie, Op, Param, Program, Terms};
+use meshwork_core::{Axis, Ty};
+use meshwork_engine::Plan;
+use meshwork_testkit::Rng;
+use std::fmt;
+
+/// A mistake.
+#[derive(Clone, Debug)]
+pub struct Mutant {
+    pub kind: Kind,
+    pub change: Change,
+    /// The world rank that makes it; `None`: all of them.
+    pub on: Option<usize>,
+}
+
+/// What is changed.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// An instruction is another one.
+    Instr { block: usize, place: usize, op: Op },
+    /// There is one more behind an instruction.
+    Behind { block: usize, place: usize, op: Op },
+    /// An instruction and the next one are swapped.
+    Swapped { block: usize, place: usize },
+    /// A parameter is declared in another way.
+    Param { block: usize, param: usize, to: Param },
+    /// Terms of the loss are counted in another way.
+    Terms(Terms),
+    /// The samples are those of another step.
+    Batch,
+    /// A setting of the plan.
+    Plan(Setting),
+    /// A weight changes between two steps.
+    Weight { name: String, element: usize },
+}
+
+/// A setting of a plan.
+#[derive(Clone, Copy, Debug)]
+pub enum Setting {
+    Seed,
+    LearningRate,
+    MaxNorm,
+    Optimizer,
+}
+
+/// The kinds of mistakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    Drop,
+    Twice,
+    OtherType,
+    OtherAxis,
+    OtherDim,
+    Superfluous,
+    Order,
+    Placement,
+    Constant,
+    Input,
+    Extent,
+    Dropout,
+    UserOp,
+    Terms,
+    LossScale,
+    Batch,
+    Plan,
+    Weight,
+}
+
+impl Kind {
+    /// All, as the table lists them.
+    pub const ALL: [Self; 18] = [
+        Self::Drop,
+        Self::Twice,
+        Self::OtherType,
+        Self::OtherAxis,
+        Self::OtherDim,
+        Self::Superfluous,
+        Self::Order,
+        Self::Placement,
+        Self::Constant,
+        Self::Input,
+        Self::Extent,
+        Self::Dropout,
+        Self::UserOp,
+        Self::Terms,
+        Self::LossScale,
+        Self::Batch,
+        Self::Plan,
+        Self::Weight,
+    ];
+
+    /// What it is, in words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Drop => "a collective is left out",
+            Self::Twice => "a collective runs twice",
+            Self::OtherType => "a collective of another type",
+            Self::OtherAxis => "a collective over another axis",
+            Self::OtherDim => "a collective along another dim",
+            Self::Superfluous => "one collective too many",
+            Self::Order => "a collective after the next operation",
+            Self::Placement => "a parameter is placed in another way",
+            Self::Constant => "a constant that is not what its type says",
+            Self::Input => "inputs or targets that are not what their type says",
+            Self::Extent => "an extent that is not that of the value",
+            Self::Dropout => "two dropouts of one name",
+            Self::UserOp => "a user's operation with a wrong result or gradient",
+            Self::Terms => "terms of the loss are miscounted",
+            Self::LossScale => "a loss that is divided by the samples of its micro-batch",
+            Self::Batch => "another batch on one rank",
+            Self::Plan => "another plan on one rank",
+            Self::Weight => "another weight on one of its holders",
+        }
+    }
+}
+
+impl fmt::Display for Mutant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {:?}", self.kind.name(), self.change)?;
+        self.on.map_or(Ok(()), |rank| write!(f, " on rank {rank}"))
+    }
+}
+
+impl Mutant {
+    /// The program with the mistake.
+    pub fn program(&self, program: &Program) -> Program {
+        let mut program = program.clone();
+        match &self.change {
+            Change::Instr { block, place, op } => program.blocks[*block].code[*place].op = op.clone(),
+            Change::Behind { block, place, op } => program.blocks[*block].insert_behind(*place, op.clone()),
+            Change::Swapped { block, place } => {
+                let code = &mut program.blocks[*block].code;
+                let first = code[*place].op.clone();
+                code[*place].op = std::mem::replace(&mut code[place + 1].op, first);
+            }
+            Change::Param { block, param, to } => program.blocks[*block].params[*param] = to.clone(),
+            Change::Terms(terms) => program.terms = *terms,
+            Change::Batch | Change::Plan(_) | Change::Weight { .. } => {}
+        }
+        program
+    }
+
+    /// The plan with the mistake.
+    pub fn plan(&self, plan: &Plan) -> Plan {
+        let mut plan = plan.clone();
+        match self.change {
+            Change::Plan(Setting::Seed) => plan.seed += 1,
+            Change::Plan(Setting::LearningRate) => plan.lr.base *= 2.0,
+            Change::Plan(Setting::MaxNorm) => plan.max_norm += 0.125,
+            Change::Plan(Setting::Optimizer) => plan.optimizer = meshwork_optim::AdamW::default().into(),
+            _ => {}
+        }
+        plan
+    }
+}
+
+/// `count` random mutants of a case, every site as likely as every other.
+pub fn mutants(rng: &mut Rng, case: &Case, count: usize) -> Vec<Mutant> {
+    let mut all = sites(case);
+    rng.shuffle(&mut all);
+    all.truncate(count);
+    // Mistakes in the program are made on all ranks, or now and then on one.
+    let ranks = case.plan.mesh.world_size();
+    for mutant in &mut all {
+        let of_program = !matches!(mutant.change, Change::Batch | Change::Plan(_) | Change::Weight { .. });
+        if !of_program || rng.below(6) == 0 {
+            mutant.on = Some(rng.below(ranks));
+        }
+    }
+    all
+}
+
+/// Every mistake of this list that the case can have.
+fn sites(case: &Case) -> Vec<Mutant> {
+    let program = &case.program;
+    let mut all = Vec::new();
+    let mut add = |kind, change| all.push(Mutant { kind, change, on: None });
+    let dropouts: Vec<&String> = program
+        .sites()
+        .filter_map(|(block, place)| match &program.blocks[block].code[place].op {
+            Op::Dropout { name, .. } => Some(name),
+            _ => None,
+        })
+        .collect();
+    for (block, place) in program.sites() {
+        let instr = &program.blocks[block].code[place];
+        let op = &instr.op;
+        let other = |op: Op| Change::Instr { block, place, op };
+        let behind = |op: Op| Change::Behind { block, place, op };
+        if op.collective().is_some() {
+            add(Kind::Drop, other(Op::Same));
+            add(Kind::Twice, behind(op.clone()));
+            other_types(op).into_iter().for_each(|op| add(Kind::OtherType, other(op)));
+            other_axes(op).into_iter().for_each(|op| add(Kind::OtherAxis, other(op)));
+            other_dims(op).into_iter().for_each(|op| add(Kind::OtherDim, other(op)));
+            if follows_alone(&program.blocks[block], place) {
+                add(Kind::Order, Change::Swapped { block, place });
+            }
+        }
+        match op {
+            Op::Linear { .. } | Op::LinearBias { .. } | Op::Map(_) | Op::LayerNorm { .. } => {
+                for op in [Op::AllReduce(Axis::Tp), Op::Copy(Axis::Tp), Op::AllReduce(Axis::Dp)] {
+                    add(Kind::Superfluous, behind(op));
+                }
+            }
+            Op::Constant { salt, dims, axis, holds, says } => {
+                let constant = |holds, says| {
+                    other(Op::Constant { salt: *salt, dims: dims.clone(), axis: *axis, holds, says })
+                };
+                add(Kind::Constant, constant(Holds::Own, *says));
+                for lie in [Ty::Invariant, Ty::Replicate, Ty::Partial, Ty::Varying, Ty::Shard(0), Ty::Shard(1)] {
+                    if lie != *says {
+                        add(Kind::Constant, constant(*holds, lie));
+                    }
+                }
+                add(Kind::Constant, constant(Holds::Part, *says));
+            }
+            Op::VocabEmbedding { table, axis, vocab } => {
+                for vocab in [vocab - 1, vocab + 1, 2 * vocab] {
+                    add(Kind::Extent, other(Op::VocabEmbedding { table: *table, axis: *axis, vocab }));
+                }
+            }
+            Op::VocabCrossEntropy { axis, vocab } => {
+                for vocab in [vocab - 1, vocab + 1, 2 * vocab] {
+                    add(Kind::Extent, other(Op::VocabCrossEntropy { axis: *axis, vocab }));
+                }
+                add(Kind::LossScale, behind(Op::LocalMean));
+            }
+            Op::CrossEntropy | Op::SquaredError => add(Kind::LossScale, behind(Op::LocalMean)),
+            Op::Targets => {
+                for says in [Ty::Invariant, Ty::Replicate] {
+                    add(Kind::Input, behind(Op::Retyped { axis: Axis::Dp, says }));
+                }
+                add(Kind::Input, behind(Op::Retyped { axis: Axis::Tp, says: Ty::Varying }));
+            }
+            Op::Dropout { p, name } => {
+                let others = dropouts.iter().filter(|other| **other != name).take(2);
+                others.for_each(|other_name| {
+                    add(Kind::Dropout, other(Op::Dropout { p: *p, name: (*other_name).clone() }));
+                });
+            }
+            Op::User(_) => {
+                for lie in [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree] {
+                    add(Kind::UserOp, other(Op::User(lie)));
+                }
+            }
+            _ => {}
+        }
+    }
+    for (block, it) in program.blocks.iter().enumerate() {
+        for (param, declared) in it.params.iter().enumerate().filter(|(param, _)| it.reads(*param)) {
+            other_placements(declared).into_iter().for_each(|to| {
+                add(Kind::Placement, Change::Param { block, param, to });
+            });
+            if declared.padded {
+                let mut to = declared.clone();
+                to.dims[0] += 1;
+                add(Kind::Extent, Change::Param { block, param, to });
+            }
+            if has_replicas(declared, case) {
+                add(Kind::Weight, Change::Weight { name: declared.name.clone(), element: 5 });
+            }
+        }
+    }
+    add(Kind::Terms, Change::Terms(Terms::Twice));
+    if !matches!(program.data, crate::program::Data::Floats { .. }) {
+        add(Kind::Terms, Change::Terms(Terms::Samples));
+    }
+    add(Kind::Batch, Change::Batch);
+    for setting in [Setting::Seed, Setting::LearningRate, Setting::MaxNorm, Setting::Optimizer] {
+        add(Kind::Plan, Change::Plan(setting));
+    }
+    all
+}
+
+fn other_types(op: &Op) -> Vec<Op> {
+    let all = |axis: Axis, dim: usize| {
+        [
+            Op::Copy(axis),
+            Op::AllReduce(axis),
+            Op::AllReduceReplicate(axis),
+            Op::AllGather(axis, dim),
+            Op::AllGatherInvariant(axis, dim),
+            Op::ReduceScatter(axis, dim),
+            Op::Split(axis, dim),
+            Op::Slice(axis, dim),
+        ]
+    };
+    let dim = match *op {
+        Op::AllGather(_, dim)
+        | Op::AllGatherInvariant(_, dim)
+        | Op::ReduceScatter(_, dim)
+        | Op::Split(_, dim)
+        | Op::Slice(_, dim)
+        | Op::AllToAll(_, dim, _) => dim,
+        _ => 1,
+    };
+    op.collective().map_or(Vec::new(), |axis| all(axis, dim).into_iter().filter(|other| other != op).collect())
+}
+
+fn other_axes(op: &Op) -> Vec<Op> {
+    let with = |axis| match *op {
+        Op::Copy(_) => Op::Copy(axis),
+        Op::AllReduce(_) => Op::AllReduce(axis),
+        Op::AllReduceReplicate(_) => Op::AllReduceReplicate(axis),
+        Op::AllGather(_, dim) => Op::AllGather(axis, dim),
+        Op::AllGatherInvariant(_, dim) => Op::AllGatherInvariant(axis, dim),
+        Op::ReduceScatter(_, dim) => Op::ReduceScatter(axis, dim),
+        Op::Split(_, dim) => Op::Split(axis, dim),
+        Op::Slice(_, dim) => Op::Slice(axis, dim),
+        Op::AllToAll(_, from, to) => Op::AllToAll(axis, from, to),
+        ref other => other.clone(),
+    };
+    [Axis::Tp, Axis::Cp, Axis::Dp].into_iter().filter(|&axis| op.collective() != Some(axis)).map(with).collect()
+}
+
+fn other_dims(op: &Op) -> Vec<Op> {
+    let others = |dim: usize, make: &dyn Fn(usize) -> Op| (0..3).filter(|&other| other != dim).map(make).collect();
+    match *op {
+        Op::AllGather(axis, dim) => others(dim, &|dim| Op::AllGather(axis, dim)),
+        Op::AllGatherInvariant(axis, dim) => others(dim, &|dim| Op::AllGatherInvariant(axis, dim)),
+        Op::ReduceScatter(axis, dim) => others(dim, &|dim| Op::ReduceScatter(axis, dim)),
+        Op::Split(axis, dim) => others(dim, &|dim| Op::Split(axis, dim)),
+        Op::Slice(axis, dim) => others(dim, &|dim| Op::Slice(axis, dim)),
+        Op::AllToAll(axis, from, to) => vec![Op::AllToAll(axis, to, from)],
+        _ => Vec::new(),
+    }
+}
+
+/// Whether the next instruction reads the result of this one, and nothing else does.
+fn follows_alone(block: &Block, place: usize) -> bool {
+    let result = place + 1;
+    let Some(next) = block.code.get(place + 1) else { return false };
+    next.args == [result] && !block.code[place + 2..].iter().any(|later| later.args.contains(&result))
+}
+
+fn other_placements(param: &Param) -> Vec<Param> {
+    let with = |cut| Param { cut, ..param.clone() };
+    match param.cut {
+        None if param.group == Group::Usual => {
+            (0..param.dims.len()).map(|dim| with(Some((Axis::Tp, dim)))).collect()
+        }
+        None => Vec::new(),
+        Some((axis, dim)) => {
+            let dims = (0..param.dims.len()).filter(|&other| other != dim).map(|dim| with(Some((axis, dim))));
+            let axes = [Axis::Tp, Axis::Cp, Axis::Dp].into_iter().filter(|&other| other != axis);
+            std::iter::once(with(None)).chain(dims).chain(axes.map(|axis| with(Some((axis, dim))))).collect()
+        }
+    }
+}
+
+/// Whether more than one rank holds each element of a parameter.
+fn has_replicas(param: &Param, case: &Case) -> bool {
+    let whole = |axis: &Axis| param.cut.is_none_or(|(cut, _)| cut != *axis);
+    [Axis::Dp, Axis::Tp, Axis::Cp].iter().any(|axis| whole(axis) && case.plan.mesh.degree(*axis) > 1)
+}

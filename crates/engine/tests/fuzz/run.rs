@@ -1,0 +1,187 @@
+//! Runs of a case, and the comparison of two of them.
+
+use crate::case::Case;
+use crate::interpret::{self, Net};
+use crate::mutate::{Change, Mutant};
+use crate::program::Program;
+use meshwork_core::comm::thread::{self, RankEnd};
+use meshwork_engine::{Numerics, Plan, StepReport, TrainError, TrainState, Trainer, Verify, WholeState};
+use meshwork_nn::Model;
+use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_testkit::parity::norm;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// Steps of a run.
+const STEPS: u64 = 2;
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub enum Ended {
+    /// With these numbers.
+    Numbers(Box<Numbers>),
+    /// With a claim that did not hold.
+    Claim(String),
+    /// With another error.
+    Refused(String),
+    /// With a panic, which is an error of ours.
+    Panicked(String),
+}
+
+/// The numbers of a run.
+#[derive(Clone, Debug)]
+pub struct Numbers {
+    /// Of each step: loss, gradient norm and metrics.
+    reports: Vec<Vec<f64>>,
+    /// Weights, momenta and buffers behind the last step.
+    state: BTreeMap<String, Vec<f32>>,
+    /// Ranks that hold different numbers where they should hold the same.
+    conflict: Option<String>,
+}
+
+/// One difference between two runs.
+#[derive(Clone, Debug)]
+pub struct Difference {
+    pub what: String,
+    /// Distance over the norm of the reference.
+    pub relative: f64,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} differs by a relative {:.1e}", self.what, self.relative)
+    }
+}
+
+/// On one rank: the oracle.
+pub fn alone(case: &Case, program: &Program) -> Ended {
+    run(program, &case.alone, case.seed, None)
+}
+
+/// On the mesh.
+pub fn on_mesh(case: &Case) -> Ended {
+    run(&case.program, &case.plan, case.seed, None)
+}
+
+/// On the mesh, with a mutation, verified or not.
+pub fn mutated(case: &Case, mutant: &Mutant, verify: Verify) -> Ended {
+    let plan = Plan { verify, ..case.plan.clone() };
+    run(&case.program, &plan, case.seed, Some(mutant))
+}
+
+fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> Ended {
+    let right = Arc::new(program.clone());
+    let wrong = mutant.map(|mutant| Arc::new(mutant.program(program)));
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mutant = mutant.filter(|mutant| mutant.on.is_none_or(|on| on == rank.world_rank()));
+        let program = wrong.as_ref().filter(|_| mutant.is_some()).unwrap_or(&right);
+        let model: Arc<dyn Model> = Arc::new(Net(program.clone()));
+        let plan = mutant.map_or(plan.clone(), |mutant| mutant.plan(plan));
+        let mut trainer = Trainer::new(model, &plan, rank, Arc::new(Cpu::new(plan.precision)))?;
+        let mut reports = Vec::new();
+        for step in 0..STEPS {
+            let change = mutant.map(|mutant| &mutant.change);
+            if let (Some(Change::Weight { name, element }), 1) = (change, step) {
+                reports.extend(trainer.flush(|_| {})?);
+                change_weight(&mut trainer, name, *element)?;
+            }
+            let of = if matches!(change, Some(Change::Batch)) { step + 7 } else { step };
+            let batch = interpret::batch(program, seed, of, plan.global_batch_size, trainer.samples());
+            reports.extend(trainer.start_step(&batch, || false, |_| {})?);
+        }
+        reports.extend(trainer.flush(|_| {})?);
+        Ok::<_, TrainError>((reports, trainer.state()?))
+    });
+    match ranks {
+        Ok(ranks) => Ended::Numbers(Box::new(Numbers::of(ranks))),
+        Err(error) => {
+            let ends = || error.ends.iter().flatten();
+            let panicked = ends().any(|end| matches!(end, RankEnd::Panic(_)));
+            let claim = ends().find_map(|end| match end {
+                RankEnd::Error(claim @ TrainError::Claim { .. }) => Some(claim.to_string()),
+                _ => None,
+            });
+            match claim {
+                _ if panicked => Ended::Panicked(error.to_string()),
+                Some(claim) => Ended::Claim(claim),
+                None => Ended::Refused(error.cause),
+            }
+        }
+    }
+}
+
+/// Changes an element of what this rank holds of a parameter.
+fn change_weight(trainer: &mut Trainer, name: &str, element: usize) -> Result<(), TrainError> {
+    let mut state = trainer.state()?;
+    let held = state.pieces.iter_mut().find(|held| held.key.parameter == name && held.key.state.is_none());
+    let Some(held) = held.filter(|held| !held.piece.values.is_empty()) else { return Ok(()) };
+    let count = held.piece.values.len();
+    held.piece.values[element % count] += 0.25;
+    let whole = WholeState::merge(&[state])?;
+    trainer.load_state(&whole)
+}
+
+impl Numbers {
+    fn of(ranks: Vec<(Vec<StepReport>, TrainState)>) -> Self {
+        let (reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+        let numbers = |report: &StepReport| {
+            let metrics = report.metrics.iter().map(|(_, mean)| *mean);
+            [report.loss, report.grad_norm].into_iter().chain(metrics).collect::<Vec<f64>>()
+        };
+        let reports: Vec<Vec<Vec<f64>>> =
+            reports.iter().map(|reports: &Vec<StepReport>| reports.iter().map(numbers).collect()).collect();
+        let disagree = reports.iter().any(|other| *other != reports[0]).then(|| "the reports of two ranks".to_owned());
+        let (state, conflict) = match WholeState::merge(&states) {
+            Ok(whole) => {
+                let vector = |key| (format!("{key}"), whole.vector(key).unwrap_or_default().to_vec());
+                (whole.keys().map(vector).collect(), None)
+            }
+            Err(error) => (BTreeMap::new(), Some(error.to_string())),
+        };
+        Self { reports: reports.into_iter().next().unwrap_or_default(), state, conflict: conflict.or(disagree) }
+    }
+
+    /// The first difference from the run on one rank: of a bit in canonical numerics, else of more than rounding.
+    pub fn differ_from(&self, alone: &Self, plan: &Plan) -> Option<Difference> {
+        // The numbers of small networks, of two steps: a few roundings of f32 or bf16.
+        let tolerance: f64 = match (plan.numerics, plan.precision) {
+            (Numerics::Canonical { .. }, _) => 0.0,
+            (_, Precision::F32) => 2e-4,
+            (_, Precision::Bf16) => 0.1,
+        };
+        if let Some(what) = &self.conflict {
+            return Some(Difference { what: what.clone(), relative: f64::NAN });
+        }
+        if !self.state.keys().eq(alone.state.keys()) {
+            return Some(Difference { what: "the set of parameters".to_owned(), relative: f64::NAN });
+        }
+        let all = norm(&alone.state.values().flatten().copied().collect::<Vec<f32>>());
+        for (step, (got, want)) in self.reports.iter().zip(&alone.reports).enumerate() {
+            for (what, (got, want)) in ["the loss", "the gradient norm", "a metric", "a metric"].iter().zip(got.iter().zip(want)) {
+                // The sum of an auxiliary loss over stages is in the order of the ranks: its last bit may differ.
+                let tolerance = if *what == "a metric" { tolerance.max(1e-14) } else { tolerance };
+                let floor = if tolerance > 0.0 { 1e-3 } else { 0.0 };
+                let what = format!("{what} of step {}", step + 1);
+                if let Some(found) = difference(what, &[*got], &[*want], floor, tolerance) {
+                    return Some(found);
+                }
+            }
+        }
+        // A gradient that is zero except for rounding has no relative error: it is held against all numbers.
+        let floor = if tolerance > 0.0 { 1e-3 * all } else { 0.0 };
+        let mut differences =
+            self.state.iter().filter_map(|(name, got)| difference(name.clone(), got, &alone.state[name], floor, tolerance));
+        differences.next()
+    }
+}
+
+fn difference<T: Copy + Into<f64>>(what: String, got: &[T], want: &[T], floor: f64, tolerance: f64) -> Option<Difference> {
+    if got.len() != want.len() {
+        return Some(Difference { what: format!("the extent of {what}"), relative: f64::NAN });
+    }
+    let apart: Vec<f64> = got.iter().zip(want).map(|(&got, &want)| got.into() - want.into()).collect();
+    let (distance, size) = (norm(&apart), norm(want).max(floor));
+    let within = distance <= tolerance * size; // and a number
+    (!within).then(|| Difference { what, relative: distance / size })
+}
