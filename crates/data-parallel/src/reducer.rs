@@ -31,6 +31,9 @@ pub struct Bucket {
     /// The gradients are summed over the first of these groups, the result over the second, and so on. Only the first
     /// round overlaps. Without rounds, the gradients are not changed. See [`rounds`].
     pub rounds: Vec<Group>,
+    /// A group to sum over after the rounds whose ranks make their buckets ready in different orders. It never overlaps:
+    /// [`Reducer::finish`] sums over it, bucket by bucket. The ranks of the group must have such buckets in one order.
+    pub last: Option<Group>,
 }
 
 /// What happened to a bucket, for the timeline.
@@ -96,12 +99,14 @@ struct Slot {
     members: Vec<Range<usize>>,
     is_final: Vec<bool>,
     rounds: Vec<Group>,
+    last: Option<Group>,
 }
 
 /// Reduces buckets of gradients, each once per step, as early as possible.
 ///
 /// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) once for each when it is final, then
-/// [`finish`](Self::finish). Every rank of a bucket's groups must make its buckets ready in the same order.
+/// [`finish`](Self::finish). Every rank of a bucket's rounds must make its buckets ready in the same order; the ranks of
+/// [`Bucket::last`] need not.
 #[derive(Debug)]
 pub struct Reducer {
     slots: Vec<Slot>,
@@ -117,6 +122,7 @@ impl Reducer {
                 is_final: vec![false; bucket.members.len()],
                 members: bucket.members,
                 rounds: bucket.rounds,
+                last: bucket.last,
             })
             .collect();
         Self { slots }
@@ -167,12 +173,12 @@ impl Reducer {
         let slot = &self.slots[bucket];
         match &slot.state {
             State::Reducing(pending) => pending.is_done(),
-            State::Filling(_) => slot.rounds.is_empty() && !slot.is_final.contains(&false),
+            State::Filling(_) => slot.rounds.is_empty() && slot.last.is_none() && !slot.is_final.contains(&false),
             State::Lost => false,
         }
     }
 
-    /// Waits for every bucket, and runs the rounds after the first. Afterwards buckets hold the sums and can be filled
+    /// Waits for every bucket, and runs the rounds after the first and the last sum. Afterwards buckets hold the sums and can be filled
     /// again.
     pub fn finish(&mut self, mut on_event: impl FnMut(BucketEvent)) -> Result<(), ReduceError> {
         for (bucket, slot) in self.slots.iter_mut().enumerate() {
@@ -184,7 +190,7 @@ impl Reducer {
                 State::Filling(buffer) => buffer,
                 State::Lost => return Err(ReduceError::Lost { bucket }),
             };
-            for group in slot.rounds.iter().skip(1) {
+            for group in slot.rounds.iter().skip(1).chain(&slot.last) {
                 buffer = group.all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
             }
             slot.is_final.fill(false);

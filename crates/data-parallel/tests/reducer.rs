@@ -6,7 +6,7 @@ use meshwork_data_parallel::{Bucket, BucketEvent, ReduceError, Reducer, rounds};
 
 fn bucket(elements: usize, rounds: Vec<meshwork_core::Group>) -> Bucket {
     let gradients = Buffer::from_vec(vec![0f32; elements]);
-    Bucket { gradients, members: vec![0..elements / 2, elements / 2..elements], rounds }
+    Bucket { gradients, members: vec![0..elements / 2, elements / 2..elements], rounds, last: None }
 }
 
 /// Adds `value` to all elements of both members, the second one first.

@@ -66,7 +66,7 @@ pub fn buckets(
     let frozen: (Vec<ParamId>, Vec<ParamId>) =
         model.declarations.ids().filter(|&id| specs(id).group.frozen).partition(updated);
     let ids: BTreeMap<usize, ParamId> = found.ready.iter().map(|&id| (id.index(), id)).collect();
-    let (shared, single): (Vec<_>, Vec<_>) = found
+    let (mut shared, single): (Vec<_>, Vec<_>) = found
         .ready
         .iter()
         .map(|&id| {
@@ -79,6 +79,8 @@ pub fn buckets(
             Member { id: id.index(), elements, key: Key { axes, tied_ranks, copies } }
         })
         .partition(|member| member.key.tied_ranks.is_some());
+    // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
+    shared.sort_by_key(|member| &specs(ids[&member.id]).name);
     let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&shared, 0));
     let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
     let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
@@ -102,14 +104,14 @@ pub fn reducer(
         for (member, id) in members.iter().enumerate() {
             places[id.index()] = (bucket, member);
         }
-        let mut rounds = rounds(rank, key.axes.iter().copied());
-        rounds.extend(key.tied_ranks.as_ref().and_then(|tied_ranks| embedding_groups.get(tied_ranks).cloned()));
+        let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| embedding_groups.get(tied_ranks).cloned());
         // Each member has its copies one after the other. Their sums have the layout of the weights.
         let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
         filled.push(Bucket {
             gradients: device.zeros(DType::F32, key.copies * params.flats()[bucket].count())?,
             members: members.iter().map(|&id| with_copies(params.place(id).1)).collect(),
-            rounds,
+            rounds: rounds(rank, key.axes.iter().copied()),
+            last: tied.filter(|group| group.size() > 1),
         });
     }
     Ok((Reducer::new(filled), places))

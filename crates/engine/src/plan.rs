@@ -308,6 +308,14 @@ pub enum PlanError {
         /// The schedule.
         schedule: String,
     },
+    /// Stages on several ranks that do not go with the rest of the plan.
+    #[error("stages on {replicas:?} ranks {problem}")]
+    Replicas {
+        /// Ranks of each stage.
+        replicas: Vec<usize>,
+        /// What does not go with them, and what would be valid.
+        problem: String,
+    },
     /// A combination that has no meaning with an asynchronous schedule.
     #[error("{what} does not go with schedule {schedule}, which updates weights within a step: {fix}")]
     Asynchronous {
@@ -366,9 +374,26 @@ impl Plan {
     /// The schedule of one step.
     ///
     /// # Errors
-    /// As [`num_microbatches`](Self::num_microbatches), and a shape that the schedule does not take.
+    /// As [`num_microbatches`](Self::num_microbatches), a shape that the schedule does not take, and replicas of a stage that have
+    /// no micro-batch or, in canonical numerics, no subtree of the samples.
     pub fn build_schedule(&self) -> Result<Schedule, PlanError> {
-        Ok(self.schedule.build(self.mesh.degree(Axis::Pp), self.num_microbatches()?)?)
+        let micros = self.num_microbatches()?;
+        let schedule = self.schedule.build(self.mesh.degree(Axis::Pp), micros)?;
+        let most = schedule.replicas.iter().copied().max().unwrap_or(1);
+        let refuse = |problem: String| Err(PlanError::Replicas { replicas: schedule.replicas.clone(), problem });
+        if most > micros {
+            return refuse(format!(
+                "take micro-batches in turn, and {most} replicas of a stage need one each of {micros}: use more micro-batches"
+            ));
+        }
+        if most > 1 && self.blocks().is_some() {
+            return refuse(
+                "take micro-batches in turn: none holds a whole subtree of the samples, as canonical numerics needs; use numerics \
+                 Fast, or dp for replicas of the whole pipeline"
+                    .to_owned(),
+            );
+        }
+        Ok(schedule)
     }
 
     /// The part of the model in each stage.

@@ -4,6 +4,7 @@ use super::{Driver, Trainer};
 use crate::TrainError;
 use crate::verify::{Claims, Over, of_floats};
 use meshwork_core::Axis;
+use meshwork_tensor::ParamId;
 use std::sync::Arc;
 
 impl Trainer {
@@ -43,7 +44,10 @@ impl Trainer {
     fn claim_parameters(&self, weights: &Claims, gradients: &Claims) -> Result<(), TrainError> {
         let params = self.params();
         let mesh = self.rank.mesh();
-        for id in params.declarations().ids() {
+        // Stages declare what they share in orders of their own: claims are compared in the order of the names.
+        let mut ids: Vec<ParamId> = params.declarations().ids().collect();
+        ids.sort_by_key(|&id| &params.declarations().spec(id).name);
+        for id in ids {
             let spec = params.declarations().spec(id);
             let uncut =
                 |&axis: &Axis| mesh.degree(axis) > 1 && spec.placement.shards().iter().all(|(cut, _)| *cut != axis);

@@ -73,12 +73,13 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
     let (micros, micro_batch) = (1 + rng.below(4), 1 + rng.below(3));
     let global_batch_size = dp * micros * micro_batch;
     let blocks = rng.pick(&[4, 8]);
-    let canonical = rng.below(3) == 0;
+    // Replicas of a stage need a micro-batch each, and have no canonical order of samples.
+    let canonical = !replicated && rng.below(3) == 0;
     let fits = tree::fits(blocks, tp) && tree::fits(blocks, cp) && tree::fits(global_batch_size, dp);
-    if !generator.is_synchronous() || schedule.build(pp, micros).is_err() || (canonical && !fits) {
+    if !generator.is_synchronous() || (canonical && !fits) {
         return None;
     }
-    Some(Plan {
+    let plan = Plan {
         mesh: mesh(degrees),
         schedule,
         partition: Vec::new(),
@@ -94,5 +95,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         seed,
         scatter_gather: rng.below(2) == 0,
         verify: Verify::Every(1),
-    })
+        ..Plan::default()
+    };
+    plan.build_schedule().is_ok().then_some(plan)
 }

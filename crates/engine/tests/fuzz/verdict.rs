@@ -13,10 +13,8 @@ use std::fmt;
 pub enum Fate {
     /// The mesh has the numbers of one rank, which are these.
     Right(Box<Numbers>),
-    /// The mesh or one rank refused it.
-    Refused(String),
-    /// The mesh has other numbers.
-    Differs(String),
+    /// The mesh has other numbers, or a right program is refused.
+    Wrong(String),
 }
 
 /// What became of a mutant.
@@ -36,18 +34,20 @@ pub enum Verdict {
 pub fn fate(case: &Case) -> Fate {
     let said = |who: &str, ended: &Ended| match ended {
         Ended::Numbers(_) => None,
-        Ended::Claim(text) | Ended::Refused(text) | Ended::Panicked(text) => Some(format!("{who}: {text}")),
+        Ended::Claim(text) | Ended::Refused(text) | Ended::Panicked(text) => {
+            Some(format!("a right program is refused {who}: {text}"))
+        }
     };
     let alone = run::alone(case, &case.program);
     let mesh = run::on_mesh(case);
     match (alone, mesh) {
         (Ended::Numbers(alone), Ended::Numbers(mesh)) => match mesh.differ_from(&alone, &case.plan) {
             None => Fate::Right(alone),
-            Some(difference) => Fate::Differs(difference.to_string()),
+            Some(difference) => Fate::Wrong(difference.to_string()),
         },
         (alone, mesh) => {
             let text = said("on one rank", &alone).or(said("on the mesh", &mesh));
-            Fate::Refused(text.expect("one of them gave no numbers"))
+            Fate::Wrong(text.expect("one of them gave no numbers"))
         }
     }
 }

@@ -85,8 +85,9 @@ impl Op for LayerNorm {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
-        // Both are parameters or neither.
-        let blocks = if cx.needs(1) { cx.row_blocks(1, self.tokens) } else { RowBlocks::WHOLE };
+        // Of gamma and beta either may be frozen: both sums have the blocks of the one that is trained.
+        let trained = (1..=1 + usize::from(self.shifted)).find(|&i| cx.needs(i));
+        let blocks = trained.map_or(RowBlocks::WHOLE, |i| cx.row_blocks(i, self.tokens));
         let norm = grad.device().norm()?;
         let sum = cx.take_sum(0).map(Tensor::into_buffer);
         let (dx, dgamma, dbeta) = norm.layer_norm_grad(
