@@ -3,9 +3,10 @@
 //! twice.
 
 use crate::chunk::outgoing;
-use crate::{LocalModel, ModelPlan, TrainError};
-use meshwork_core::{Rank, Types};
+use crate::{LocalModel, ModelPlan, TiedWeight, TrainError};
+use meshwork_core::{Axis, Rank, Types};
 use meshwork_nn::{Activation, Batch, Stage};
+use meshwork_pipeline::Schedule;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Device, Error, ParamId, Params, Tape, Tensor, Var};
@@ -27,6 +28,8 @@ pub struct Trace {
     pub copies: Vec<usize>,
     /// The first of them that a stage fills, for stages where this is not copy 0.
     pub first_copy: BTreeMap<(usize, ParamId), usize>,
+    /// The number of copies that each stage fills.
+    filled: BTreeMap<(usize, ParamId), usize>,
 }
 
 #[derive(Debug, Default)]
@@ -119,6 +122,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
         ready: Vec::new(),
         copies: vec![0; parameters],
         first_copy: BTreeMap::new(),
+        filled: BTreeMap::new(),
     };
     let mut order = Order::default();
     // Later stages go backward first.
@@ -135,6 +139,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
         }
         tape.backward_from(roots, Weights::Now, &mut order)?;
         for (id, copies) in std::mem::take(&mut order.copies) {
+            found.filled.insert((*number, id), copies);
             let of_stage = &mut found.copies[id.index()];
             match (declarations.reduction_blocks(), *of_stage) {
                 (_, 0) => *of_stage = copies,
@@ -163,4 +168,55 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
     order.types.into_iter().for_each(|(id, types)| found.types[id.index()] = Some(types));
     found.copies.iter_mut().for_each(|copies| *copies = (*copies).max(1));
     Ok(found)
+}
+
+impl Trace {
+    /// In canonical numerics, numbers the copies of tied weights over the stages of all ranks, later stages first, as one rank does. Two
+    /// uses on two ranks need no copies: the order of two summands does not matter.
+    pub fn number_tied_copies(
+        &mut self,
+        plan: &ModelPlan,
+        model: &LocalModel,
+        schedule: &Schedule,
+        tied: &[TiedWeight],
+        rank: &Rank,
+        batch: &Batch,
+    ) -> Result<(), TrainError> {
+        if model.declarations.reduction_blocks().is_none() || tied.is_empty() {
+            return Ok(());
+        }
+        let own = rank.coords().get(Axis::Pp);
+        // By name: the copies that each stage of the whole model fills.
+        let mut filled: BTreeMap<String, BTreeMap<usize, usize>> = BTreeMap::new();
+        for pp_rank in 0..rank.mesh().degree(Axis::Pp) {
+            let (there, found);
+            let (model, found) = match pp_rank == own {
+                true => (model, &*self),
+                false => {
+                    there = plan.local_model(schedule, pp_rank)?;
+                    let world_rank = rank.mesh().rank_at(rank.coords().with(Axis::Pp, pp_rank));
+                    found = trace(plan, &there, world_rank, batch)?;
+                    (&there, &found)
+                }
+            };
+            for (&(stage, id), &copies) in &found.filled {
+                let name = model.declarations.spec(id).name.clone();
+                filled.entry(name).or_default().insert(stage, copies);
+            }
+        }
+        for TiedWeight { name, .. } in tied {
+            let (Some(id), Some(stages)) = (model.declarations.find(name), filled.get(name)) else { continue };
+            let copies: usize = stages.values().sum();
+            if copies == 2 && stages.len() == 2 {
+                continue;
+            }
+            self.copies[id.index()] = copies;
+            let mut before = 0;
+            for (&stage, &copies) in stages.iter().rev() {
+                self.first_copy.insert((stage, id), before);
+                before += copies;
+            }
+        }
+        Ok(())
+    }
 }

@@ -145,7 +145,8 @@ impl Trainer {
 
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
         require_random_names(&model_plan, rank.world_rank(), &micro)?;
-        let found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
+        let mut found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
+        found.number_tied_copies(&model_plan, &local, &schedule, &tied, &rank, &micro)?;
         let (layout, keys) = buckets(&local, &found, &tied, &rank)?;
         let LocalModel { declarations, stages } = local;
         let declarations = Arc::new(declarations);

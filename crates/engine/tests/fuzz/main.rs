@@ -47,6 +47,9 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
     };
     let canonical = usize::from(case.plan.blocks().is_some());
     let mut score = Score { programs: 1, canonical, ..Score::default() };
+    if setting("MESHWORK_FUZZ_SEED").is_some() {
+        println!("{}", verdict::told(&case));
+    }
     for mutant in mutate::mutants(&mut Rng::new(!seed), &case, mutants) {
         let verdict = verdict::verdict(&case, &mutant, &alone)
             .map_err(|panic| format!("{}{mutant}: a rank panicked: {panic}", verdict::told(&case)))?;

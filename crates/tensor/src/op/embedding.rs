@@ -169,7 +169,7 @@ impl Op for Positions {
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (samples, seq, width) = (self.x_shape[0], self.x_shape[1], self.x_shape[2]);
-        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, samples, |room| {
+        let dtable = cx.write_own_rows(1, grad.dtype(), self.table_shape, samples, |room| {
             let sample = seq * width;
             let dout = grad.buffer().slice(room.samples.start * sample..room.samples.end * sample)?;
             let dtable = TableGrad::new(room, self.table_shape[0]);

@@ -128,7 +128,9 @@ impl Tape {
             }
             let params = weights == Weights::Now;
             let grads_so_far = &mut grads[..];
+            let name = op.name();
             let mut cx = Backward {
+                op: name,
                 tape: self,
                 sink: &mut *sink,
                 saved,
@@ -141,7 +143,6 @@ impl Tape {
                 summed: Vec::new(),
                 written: Vec::new(),
             };
-            let name = op.name();
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
             let input_grads = cx.checked(&**op, input_grads)?;
             let summed = cx.summed;
@@ -222,7 +223,9 @@ impl Tape {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
+            let name = op.name();
             let mut cx = Backward {
+                op: name,
                 tape: self,
                 sink: &mut *sink,
                 saved,
@@ -235,7 +238,6 @@ impl Tape {
                 summed: Vec::new(),
                 written: Vec::new(),
             };
-            let name = op.name();
             let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
             let input_grads = cx.checked(&**op, input_grads)?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {

@@ -133,6 +133,8 @@ impl<'a> Forward<'a> {
 
 /// The context of an operation in backward.
 pub struct Backward<'a> {
+    /// The operation.
+    pub(super) op: &'static str,
     pub(super) tape: &'a Tape,
     pub(super) sink: &'a mut dyn GradSink,
     pub(super) saved: &'a mut Rc<[Saved]>,

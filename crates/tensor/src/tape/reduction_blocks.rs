@@ -15,7 +15,7 @@
 //! each of these sums has one block.
 
 use super::{Backward, GradSlot, Source, Tape, Var};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -170,6 +170,7 @@ impl Backward<'_> {
         let (Some(all), Source::Param(id)) = (self.tape.reduction_blocks(), self.sources[i]) else {
             return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
         };
+        self.require_order(id, tokens.cut_over)?;
         self.written.push(i);
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
@@ -192,7 +193,25 @@ impl Backward<'_> {
     /// The gradient of input `i`, of this dtype and shape, summed over `samples` samples. `write` computes it into new
     /// memory, or directly into the memory of the parameter's gradient, and is called once for each share. `None` if
     /// the gradient is not needed, or has been passed to the sink.
+    ///
+    /// # Errors
+    /// In canonical numerics a gradient that ranks sum over slices of the sequence: it has no order that all meshes share.
     pub fn write_grad(
+        &mut self,
+        i: usize,
+        dtype: DType,
+        shape: Shape,
+        samples: usize,
+        write: impl FnMut(BlockSlot<'_>) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
+            self.require_order(id, None)?;
+        }
+        self.write_own_rows(i, dtype, shape, samples, write)
+    }
+
+    /// The same for a gradient of which ranks that cut the sequence have different elements, and zeros elsewhere: their sum is exact.
+    pub(crate) fn write_own_rows(
         &mut self,
         i: usize,
         dtype: DType,
@@ -225,6 +244,21 @@ impl Backward<'_> {
             self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
         }
         Ok(None)
+    }
+
+    /// Refuses, in canonical numerics, a gradient that is Partial on another axis than that of the samples and `ordered`, the one
+    /// over whose slices it is summed in blocks.
+    fn require_order(&self, id: ParamId, ordered: Option<Axis>) -> Result<()> {
+        let summed = |axis: &Axis| *axis != Axis::Dp && ordered != Some(*axis);
+        let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
+        match found {
+            None => Ok(()),
+            Some(_) => Err(Error::NotCanonical {
+                op: self.op,
+                problem: "the gradient of a parameter would be a sum over slices of the tokens, in an order that depends on the mesh",
+                valid: "it on a value whose tokens are whole on each rank: all_gather first, or cut the features",
+            }),
+        }
     }
 
     /// The shares in which `samples` samples are summed: all together, or the subtrees that they consist of.
