@@ -10,10 +10,11 @@
 //! | a constant or input is `Invariant` or `Replicate` | the same |
 //! | a constant or input is `Partial` | not the same on all ranks: its sum would count it once per rank |
 //! | weights, optimizer states and (in synchronous schedules) reduced gradients of a parameter that an axis does not cut | the same bits |
+//! | the sums of statistics from which a buffer is updated | the same bits on all ranks that hold it |
 //! | a tied weight, or that of a replicated stage | the same bits on all pp ranks that hold it |
 
 use crate::{At, TrainError};
-use meshwork_core::hash::hash;
+use meshwork_core::hash::{combine, hash};
 use meshwork_core::{Axis, Buffer, Group, Mesh, Ty, Types};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
@@ -208,6 +209,11 @@ pub(crate) fn of_floats(values: Vec<f32>) -> Result<u64, meshwork_tensor::Error>
     Ok(hash(Buffer::from_vec(values).as_bytes()?))
 }
 
+/// The hash of the sums of a statistic.
+pub(crate) fn of_doubles(values: &[f64]) -> u64 {
+    values.iter().map(|value| value.to_bits()).fold(values.len() as u64, combine)
+}
+
 impl What {
     /// What would be valid.
     fn advice(&self) -> &'static str {
@@ -222,6 +228,9 @@ impl What {
             Self::Source { .. } => "give every rank of the axis the same values, or type it Shard or Varying",
             Self::Parameter { part: "gradient", .. } => {
                 "correct the backward of the operations that read the parameter: one of them gives ranks different gradients"
+            }
+            Self::Parameter { part: "statistics", .. } => {
+                "note the same values on all ranks that hold the same samples: gather what the axis cuts before Tape::note"
             }
             Self::Parameter { .. } => {
                 "load the same weights and states on every rank, and let only the trainer change them"

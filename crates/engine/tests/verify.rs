@@ -133,7 +133,7 @@ fn another_batch_on_one_rank_is_refused_at_the_first_step() {
         let swapped = run(&plan, right, 3, |_, rank, step| if step == 2 && rank.world_rank() == 1 { 2.0 } else { 1.0 });
         assert!(
             swapped.contains(
-                &"step 2: rank 0 has a batch that differs from rank 1's; both are of one dp rank and train on the same samples: \
+                &"step 2: rank 0 has a batch, or a count of its terms, that differs from rank 1's; both are of one dp rank and train on the same samples: \
                   give each the Trainer::samples() of one global batch"
                     .to_owned()
             ),

@@ -11,7 +11,7 @@
 //!                         └ the first step ─┴ every later one ┴ drain
 //! ```
 
-use super::pending::PendingStep;
+use super::pending::{PendingStep, hash_of_input};
 use super::{Driver, StepReport, Trainer};
 use crate::pass::{Pass, Purpose};
 use crate::statistics::StatisticSums;
@@ -136,17 +136,17 @@ impl Trainer {
         let ((first_micro, ahead), (actions, _)) = (driver.micros_before(), driver.actions());
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
         self.walk(&pass, actions, observe)?;
-        self.verify_claims()?;
+        self.verify_claims(&StatisticSums::new())?;
         self.steps_begun += 1;
         let (step, numbers) = (self.steps_begun, Some(pass.numbers.into_inner()));
-        let terms = terms.iter().sum();
+        let (batch, terms) = (hash_of_input(batch, terms), terms.iter().sum());
         let (records, statistics) = (self.rank.log().drain(), StatisticSums::new());
         self.pending.push_back(PendingStep {
             step,
             terms,
             numbers,
             statistics,
-            batch: batch.hash(),
+            batch,
             records,
             sums: None,
             stats: None,

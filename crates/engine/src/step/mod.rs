@@ -333,8 +333,17 @@ impl Trainer {
     /// Terms of the loss in the global batch, per update: integer sums over dp.
     fn count_terms(&self, batch: &Batch) -> Result<Vec<u64>, TrainError> {
         let share = batch.samples() / self.driver.updates();
-        let of_update = |update: usize| self.plan.model().loss_terms(batch, update * share..(update + 1) * share);
-        let counts = (0..self.driver.updates()).map(of_update).collect::<Result<Vec<u64>, _>>()?;
+        let count = |samples: Range<usize>| self.plan.model().loss_terms(batch, samples);
+        let of_update = |update: usize| {
+            let samples = update * share..(update + 1) * share;
+            let terms = count(samples.clone())?;
+            if self.verify.includes(self.steps_of_trainer) {
+                let alone: u64 = samples.clone().map(|sample| count(sample..sample + 1)).sum::<Result<u64, _>>()?;
+                self.require_additive(samples, terms, alone)?;
+            }
+            Ok(terms)
+        };
+        let counts = (0..self.driver.updates()).map(of_update).collect::<Result<Vec<u64>, TrainError>>()?;
         let mut counts: Vec<i64> = counts.into_iter().map(|count| count as i64).collect();
         self.rank.group(Axis::Dp).all_reduce_slice(&mut counts, ReduceOp::Sum)?;
         Ok(counts.into_iter().map(|count| count as u64).collect())

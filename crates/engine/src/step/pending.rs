@@ -9,7 +9,7 @@ use crate::statistics::StatisticSums;
 use crate::{TIED, TrainError};
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
-use meshwork_nn::Per;
+use meshwork_nn::{Batch, Per};
 use meshwork_tensor::Error;
 
 /// Name of the group of all ranks.
@@ -25,7 +25,7 @@ pub(super) struct PendingStep {
     pub(super) numbers: Option<Buffer>,
     /// The sums from which buffers of statistics were updated.
     pub(super) statistics: StatisticSums,
-    /// Hash of this rank's batch.
+    /// Hash of this rank's batch and of the number of its terms.
     pub(super) batch: u64,
     /// Its communications.
     pub(super) records: Vec<Record>,
@@ -131,7 +131,7 @@ impl Trainer {
     /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, and whether
     /// some rank should stop.
     ///
-    /// Also sends the hashes of this rank's batch, and of what must be the same on every rank: plan, parameters and step.
+    /// Also sends the hashes of this rank's [input](hash_of_input), and of what must be the same on every rank: plan, parameters and step.
     pub(super) fn start_stats(&self, records: &[Record], stop: bool, batch: u64) -> Result<StepStats, TrainError> {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
@@ -174,7 +174,7 @@ impl Trainer {
                 step,
                 rank: own,
                 other,
-                what: "a batch",
+                what: "a batch, or a count of its terms,",
                 valid: "both are of one dp rank and train on the same samples: give each the Trainer::samples() of one global batch",
             }),
         }
@@ -207,6 +207,11 @@ impl Trainer {
             stop: *stop > 0.0,
         })
     }
+}
+
+/// Hash of what ranks of one dp rank must have the same: the batch, and the terms of each update's loss.
+pub(super) fn hash_of_input(batch: &Batch, terms: &[u64]) -> u64 {
+    terms.iter().copied().fold(batch.hash(), combine)
 }
 
 /// Numbers by which a rank sends its two hashes: each as two halves, which f64 holds exactly.

@@ -13,7 +13,7 @@
 //!                                               └ roll back ─ update, clipped ─ forwards again ─┘
 //! ```
 
-use super::pending::PendingStep;
+use super::pending::{PendingStep, hash_of_input};
 use super::{Driver, StepReport, Trainer};
 use crate::TrainError;
 use meshwork_nn::Batch;
@@ -96,10 +96,11 @@ impl Trainer {
         let mut numbers = pass.numbers.into_inner();
         self.weights.get_mut().gradients.finish()?;
         let statistics = self.sum_statistics()?;
-        self.verify_claims()?;
+        self.verify_claims(&statistics)?;
         self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
         let sums = self.start_sums(numbers, 1)?;
-        let (terms, lr, hash) = (terms.iter().sum(), self.weights.get_mut().lr(step), batch.hash());
+        let (hash, lr) = (hash_of_input(batch, terms), self.weights.get_mut().lr(step));
+        let terms = terms.iter().sum();
 
         let driver = self.synchronous();
         if driver.overlaps() && !driver.clipped {

@@ -2,9 +2,12 @@
 
 use super::{Driver, Trainer};
 use crate::TrainError;
-use crate::verify::{Claims, Over, of_floats};
+use crate::statistics::StatisticSums;
+use crate::verify::{Claims, Over, of_doubles, of_floats};
 use meshwork_core::Axis;
 use meshwork_tensor::ParamId;
+use meshwork_tensor::param::StatisticId;
+use std::ops::Range;
 use std::sync::Arc;
 
 impl Trainer {
@@ -19,11 +22,11 @@ impl Trainer {
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn verify_claims(&mut self) -> Result<(), TrainError> {
+    pub(super) fn verify_claims(&mut self, statistics: &StatisticSums) -> Result<(), TrainError> {
         let Some(values) = self.claims.take() else { return Ok(()) };
         // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
         let weights = Claims::default();
-        self.claim_parameters(&weights, &values)?;
+        self.claim_parameters(&weights, &values, statistics)?;
         // The exchange is no part of the step.
         let records = self.rank.log().drain();
         let step = self.steps_begun + 1;
@@ -40,8 +43,26 @@ impl Trainer {
         Ok(())
     }
 
-    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients.
-    fn claim_parameters(&self, weights: &Claims, gradients: &Claims) -> Result<(), TrainError> {
+    /// Refuses a count of terms that depends on how samples are put together, and so on the mesh.
+    pub(super) fn require_additive(&self, samples: Range<usize>, terms: u64, alone: u64) -> Result<(), TrainError> {
+        if terms == alone {
+            return Ok(());
+        }
+        Err(TrainError::Claim {
+            step: self.steps_begun + 1,
+            claim: format!("the loss of samples {samples:?} of this rank has {terms} terms"),
+            broken: format!("those of the samples one by one add up to {alone}"),
+            valid: "count in Model::loss_terms the terms of each sample, whatever samples there are beside it",
+        })
+    }
+
+    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums that update buffers.
+    fn claim_parameters(
+        &self,
+        weights: &Claims,
+        gradients: &Claims,
+        statistics: &StatisticSums,
+    ) -> Result<(), TrainError> {
         let params = self.params();
         let mesh = self.rank.mesh();
         // Stages declare what they share in orders of their own: claims are compared in the order of the names.
@@ -64,6 +85,9 @@ impl Trainer {
             if let Driver::Synchronous(_) = self.driver {
                 parts.push((gradients, "gradient", of_floats(self.gradient(id)?)?));
             }
+            let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);
+            let sums = statistics.iter().filter(|(of, _)| updates(of)).map(|(_, sums)| of_doubles(sums));
+            parts.extend(sums.map(|hash| (gradients, "statistics", hash)));
             for (over, (claims, part, hash)) in over.iter().flat_map(|over| parts.iter().map(move |part| (over, *part)))
             {
                 claims.parameter(over, part, &spec.name, hash);

@@ -77,8 +77,9 @@ impl Model for Net {
         };
         Ok(match self.0.terms {
             Terms::Right => right,
-            Terms::Samples => part.samples(),
             Terms::Twice => 2 * right,
+            Terms::One => 1,
+            Terms::Half => right.div_ceil(2),
         } as u64)
     }
 
@@ -298,7 +299,7 @@ fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds, sa
 }
 
 /// `sin x`, or what a careless user makes of it.
-fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
+pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
     let own = 1.0 + tape.rank().world_rank() as f32;
     let degree = [Axis::Tp, Axis::Cp].map(|axis| tape.rank().mesh().degree(axis)).iter().product::<usize>() as f32;
     let forward = match lie {

@@ -265,9 +265,8 @@ fn sites(case: &Case) -> Vec<Mutant> {
             }
         }
     }
-    add(Kind::Terms, Change::Terms(Terms::Twice));
-    if !matches!(program.data, crate::program::Data::Floats { .. }) {
-        add(Kind::Terms, Change::Terms(Terms::Samples));
+    for terms in [Terms::Twice, Terms::One, Terms::Half] {
+        add(Kind::Terms, Change::Terms(terms));
     }
     add(Kind::Batch, Change::Batch);
     for setting in [Setting::Seed, Setting::LearningRate, Setting::MaxNorm, Setting::Optimizer] {

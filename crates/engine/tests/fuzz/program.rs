@@ -26,10 +26,12 @@ pub struct Program {
 pub enum Terms {
     /// Unmasked tokens, or samples.
     Right,
-    /// Samples, whatever is masked.
-    Samples,
     /// Each term twice.
     Twice,
+    /// One for all samples together.
+    One,
+    /// Half of them, rounded up.
+    Half,
 }
 
 /// What a sample is made of.

@@ -55,8 +55,14 @@ impl fmt::Display for Difference {
 }
 
 /// On one rank: the oracle.
-pub fn alone(case: &Case, program: &Program) -> Ended {
-    run(program, &case.alone, case.seed, None)
+pub fn alone(case: &Case) -> Ended {
+    run(&case.program, &case.alone, case.seed, None)
+}
+
+/// On one rank, with a mutation.
+pub fn mutated_alone(case: &Case, mutant: &Mutant) -> Ended {
+    let plan = Plan { verify: Verify::Off, ..case.alone.clone() };
+    run(&case.program, &plan, case.seed, Some(mutant))
 }
 
 /// On the mesh.

@@ -1,10 +1,13 @@
 //! What became of a case and of its mutants.
 
 use crate::case::Case;
-use crate::mutate::{Kind, Mutant};
+use crate::interpret;
+use crate::mutate::{Change, Kind, Mutant};
 use crate::program::{Op, Program};
 use crate::run::{self, Ended, Numbers};
 use meshwork_engine::{Plan, Verify};
+use meshwork_tensor::Var;
+use meshwork_testkit::check::{OpInput, check_op};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -24,8 +27,12 @@ pub enum Verdict {
     Refused,
     /// The numbers are those of one rank; whether verify mode complained.
     Harmless { claimed: bool },
+    /// The numbers are others, and on one rank they are the same others: not a mistake, but another program.
+    Another,
     /// Verify mode found it, and without it the numbers are wrong.
     Found,
+    /// The check of the user's operation found it: `testkit::check::check_op`.
+    Checked,
     /// The numbers are wrong and nobody said so.
     Survived(String),
 }
@@ -38,7 +45,7 @@ pub fn fate(case: &Case) -> Fate {
             Some(format!("a right program is refused {who}: {text}"))
         }
     };
-    let alone = run::alone(case, &case.program);
+    let alone = run::alone(case);
     let mesh = run::on_mesh(case);
     match (alone, mesh) {
         (Ended::Numbers(alone), Ended::Numbers(mesh)) => match mesh.differ_from(&alone, &case.plan) {
@@ -64,11 +71,24 @@ pub fn verdict(case: &Case, mutant: &Mutant, alone: &Numbers) -> Result<Verdict,
         Ended::Numbers(numbers) => Ok(match numbers.differ_from(alone, &case.plan) {
             None => Verdict::Harmless { claimed },
             Some(_) if claimed => Verdict::Found,
-            Some(difference) => Verdict::Survived(difference.to_string()),
+            Some(_) if checks_find(mutant) => Verdict::Checked,
+            Some(difference) => match run::mutated_alone(case, mutant) {
+                Ended::Numbers(other) if mutant.on.is_none() && numbers.differ_from(&other, &case.plan).is_none() => {
+                    Verdict::Another
+                }
+                _ => Verdict::Survived(difference.to_string()),
+            },
         }),
         // Without verify mode an error ends the run, so nobody trains on wrong numbers.
         _ => Ok(Verdict::Refused),
     }
+}
+
+/// Whether the check that a user runs on an operation of their own refuses this one.
+fn checks_find(mutant: &Mutant) -> bool {
+    let &Change::Instr { op: Op::User(lie), .. } = &mutant.change else { return false };
+    let sine = |values: &[Var]| interpret::sine(values[0].tape(), &values[0], lie);
+    check_op("sine", &[OpInput::value("x", &[3, 2])], sine).is_err()
 }
 
 /// A smaller case that fails alike: instructions are taken out one by one while it does.
@@ -122,6 +142,8 @@ pub struct Score {
 pub struct Counts {
     pub refused: usize,
     pub found: usize,
+    pub checked: usize,
+    pub another: usize,
     pub harmless: usize,
     /// Of the harmless ones, those of which verify mode complained.
     pub claimed: usize,
@@ -133,6 +155,8 @@ impl Counts {
         match verdict {
             Verdict::Refused => self.refused += 1,
             Verdict::Found => self.found += 1,
+            Verdict::Checked => self.checked += 1,
+            Verdict::Another => self.another += 1,
             Verdict::Harmless { claimed } => {
                 self.harmless += 1;
                 self.claimed += usize::from(*claimed);
@@ -145,21 +169,23 @@ impl Counts {
         Self {
             refused: self.refused + other.refused,
             found: self.found + other.found,
+            checked: self.checked + other.checked,
+            another: self.another + other.another,
             harmless: self.harmless + other.harmless,
             claimed: self.claimed + other.claimed,
             survived: self.survived + other.survived,
         }
     }
 
-    /// Of the mutants that are not harmless, the share that is refused or found.
+    /// Of the mutants by which a mesh differs from one rank, the share that is refused or found.
     pub fn share(self) -> f64 {
-        let caught = self.refused + self.found;
+        let caught = self.refused + self.found + self.checked;
         caught as f64 / (caught + self.survived).max(1) as f64
     }
 
     /// Mutants.
     pub fn all(self) -> usize {
-        self.refused + self.found + self.harmless + self.survived
+        self.refused + self.found + self.checked + self.another + self.harmless + self.survived
     }
 }
 
@@ -184,13 +210,16 @@ impl Score {
 impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let row = |f: &mut fmt::Formatter<'_>, name: &str, counts: Counts| {
-            let Counts { refused, found, harmless, survived, .. } = counts;
-            let share = 100.0 * counts.share();
-            writeln!(f, "| {name} | {} | {refused} | {found} | {harmless} | {survived} | {share:.1}% |", counts.all())
+            let Counts { refused, found, checked, another, harmless, survived, .. } = counts;
+            let (all, share) = (counts.all(), 100.0 * counts.share());
+            writeln!(
+                f,
+                "| {name} | {all} | {refused} | {found} | {checked} | {harmless} | {another} | {survived} | {share:.1}% |"
+            )
         };
         writeln!(f, "{} programs, {} of them in canonical numerics", self.programs, self.canonical)?;
-        writeln!(f, "| mutation | mutants | refused | found | harmless | survived | refused or found of those that matter |")?;
-        writeln!(f, "|---|---|---|---|---|---|---|")?;
+        writeln!(f, "| mutation | mutants | refused | verify mode | `check_op` | harmless | another program | survived | score |")?;
+        writeln!(f, "|---|---|---|---|---|---|---|---|---|")?;
         for kind in Kind::ALL {
             if let Some(counts) = self.by_kind.get(&kind) {
                 row(f, kind.name(), *counts)?;
