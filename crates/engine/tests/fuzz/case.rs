@@ -36,7 +36,8 @@ pub fn case(seed: u64) -> Case {
         plan.partition = (0..stages).map(|_| 0).collect();
         (0..program.layers()).for_each(|_| plan.partition[rng.below(stages)] += 1);
     }
-    let divisors: Vec<usize> = (1..=plan.global_batch_size).filter(|n| plan.global_batch_size.is_multiple_of(*n)).collect();
+    let divisors: Vec<usize> =
+        (1..=plan.global_batch_size).filter(|n| plan.global_batch_size.is_multiple_of(*n)).collect();
     let alone = Plan {
         mesh: mesh([1; 4]),
         schedule: ScheduleSpec::default(),

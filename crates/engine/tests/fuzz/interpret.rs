@@ -347,7 +347,8 @@ pub fn batch(program: &Program, seed: u64, step: u64, global_batch: usize, sampl
                 false => u < 0.33,
             };
             let masks: Vec<bool> = uniform("masks", seq).into_iter().enumerate().map(masked).collect();
-            let targets = ids(TARGETS).into_iter().zip(masks).map(|(id, masked)| if masked { -1 } else { id }).collect();
+            let targets =
+                ids(TARGETS).into_iter().zip(masks).map(|(id, masked)| if masked { -1 } else { id }).collect();
             batch.with(INPUTS, [seq], ids(INPUTS)).and_then(|batch| batch.with(TARGETS, [seq], targets))
         }
         Data::Floats { width } => {

@@ -2,6 +2,7 @@
 //! refused, found by verify mode, or harmless. `docs/fuzzing.md` says what is generated and how to run more of it.
 
 mod case;
+mod found;
 mod generate;
 mod interpret;
 mod mutate;
@@ -10,7 +11,9 @@ mod run;
 mod verdict;
 
 use case::case;
+use meshwork_core::Axis;
 use meshwork_testkit::Rng;
+use program::{Lie, Op};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use verdict::{Counts, Fate, Score, Verdict};
@@ -18,7 +21,7 @@ use verdict::{Counts, Fate, Score, Verdict};
 /// Programs of an ordinary run.
 const PROGRAMS: u64 = 300;
 /// Mutants of each program.
-const MUTANTS: usize = 5;
+const MUTANTS: usize = 12;
 
 fn setting(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -40,8 +43,11 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
         Fate::Right(alone) => alone,
         Fate::Wrong(why) => {
             // The numbers of a message, ranks and extents, may change with the case.
-            let words = |why: &str| why.split_whitespace().filter(|word| !word.contains(|c: char| c.is_numeric())).collect::<String>();
-            let alike = |case: &case::Case| matches!(verdict::fate(case), Fate::Wrong(other) if words(&other) == words(&why));
+            let words = |why: &str| {
+                why.split_whitespace().filter(|word| !word.contains(|c: char| c.is_numeric())).collect::<String>()
+            };
+            let alike =
+                |case: &case::Case| matches!(verdict::fate(case), Fate::Wrong(other) if words(&other) == words(&why));
             return Err(format!("{}{why}\n", verdict::told(&verdict::shrink(&case, alike))));
         }
     };
@@ -59,6 +65,35 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
         }
     }
     Ok(score)
+}
+
+/// The fuzzer finds what it is for: an operation that is wrong on several ranks, and only there, in an otherwise right program.
+#[test]
+fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
+    let planted = Op::User(Lie::Degree);
+    let plant = |seed: u64| {
+        let mut case = case(seed);
+        let sites: Vec<_> = case.program.sites().collect();
+        let of_user =
+            |&(block, place): &(usize, usize)| case.program.blocks[block].code[place].op == Op::User(Lie::None);
+        let (block, place) = sites.into_iter().find(of_user)?;
+        let degrees = [Axis::Tp, Axis::Cp].map(|axis| case.plan.mesh.degree(axis));
+        if degrees == [1, 1] || matches!(verdict::fate(&case), Fate::Wrong(_)) {
+            return None;
+        }
+        case.program.blocks[block].code[place].op = planted.clone();
+        Some(case)
+    };
+    let case = (0..).find_map(plant).expect("some program has an operation of the user's own");
+    let Fate::Wrong(why) = verdict::fate(&case) else { panic!("not found in\n{}", verdict::told(&case)) };
+    assert!(why.contains("differs by a relative"), "{why}");
+    let small =
+        verdict::shrink(&case, |case| matches!(verdict::fate(case), Fate::Wrong(why) if why.contains("differs")));
+    let live = |case: &case::Case| -> Vec<Op> {
+        let instrs = case.program.blocks.iter().flat_map(|block| &block.code);
+        instrs.map(|instr| instr.op.clone()).filter(|op| *op != Op::Same).collect()
+    };
+    assert!(live(&small).contains(&planted) && live(&small).len() < live(&case).len(), "{}", verdict::told(&small));
 }
 
 /// Random programs on random meshes have the numbers of one rank, and mistakes in them do not go unnoticed.
@@ -91,5 +126,13 @@ fn random_programs_have_the_numbers_of_one_rank_and_their_mutants_are_noticed() 
     println!("{score}");
     assert!(failures.is_empty(), "{} programs failed:\n{}", failures.len(), failures.join("\n\n"));
     let total = score.total();
-    assert!(total.share() >= 0.99, "{:.2}% of the mutants that matter are refused or found\n{score}", 100.0 * total.share());
+    if end - seeds.start >= PROGRAMS {
+        let matter = total.all() - total.harmless - total.another;
+        assert!(matter >= 1_000, "a score of {matter} mutants says little");
+    }
+    assert!(
+        total.share() >= 0.99,
+        "{:.2}% of the mutants that matter are refused or found\n{score}",
+        100.0 * total.share()
+    );
 }

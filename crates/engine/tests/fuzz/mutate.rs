@@ -207,9 +207,8 @@ fn sites(case: &Case) -> Vec<Mutant> {
                 }
             }
             Op::Constant { salt, dims, axis, holds, says } => {
-                let constant = |holds, says| {
-                    other(Op::Constant { salt: *salt, dims: dims.clone(), axis: *axis, holds, says })
-                };
+                let constant =
+                    |holds, says| other(Op::Constant { salt: *salt, dims: dims.clone(), axis: *axis, holds, says });
                 add(Kind::Constant, constant(Holds::Own, *says));
                 for lie in [Ty::Invariant, Ty::Replicate, Ty::Partial, Ty::Varying, Ty::Shard(0), Ty::Shard(1)] {
                     if lie != *says {
@@ -339,9 +338,7 @@ fn follows_alone(block: &Block, place: usize) -> bool {
 fn other_placements(param: &Param) -> Vec<Param> {
     let with = |cut| Param { cut, ..param.clone() };
     match param.cut {
-        None if param.group == Group::Usual => {
-            (0..param.dims.len()).map(|dim| with(Some((Axis::Tp, dim)))).collect()
-        }
+        None if param.group == Group::Usual => (0..param.dims.len()).map(|dim| with(Some((Axis::Tp, dim)))).collect(),
         None => Vec::new(),
         Some((axis, dim)) => {
             let dims = (0..param.dims.len()).filter(|&other| other != dim).map(|dim| with(Some((axis, dim))));

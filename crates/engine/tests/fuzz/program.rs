@@ -96,10 +96,19 @@ pub enum Op {
     /// The targets of the batch.
     Targets,
     /// Numbers that depend on `salt` alone, of one sample or of its last dims.
-    Constant { salt: u64, dims: Vec<usize>, axis: Axis, holds: Holds, says: Ty },
+    Constant {
+        salt: u64,
+        dims: Vec<usize>,
+        axis: Axis,
+        holds: Holds,
+        says: Ty,
+    },
 
     /// The operand as a constant of another type.
-    Retyped { axis: Axis, says: Ty },
+    Retyped {
+        axis: Axis,
+        says: Ty,
+    },
 
     Copy(Axis),
     AllReduce(Axis),
@@ -111,33 +120,76 @@ pub enum Op {
     Slice(Axis, usize),
     AllToAll(Axis, usize, usize),
 
-    Linear { weight: usize, contract: usize },
-    LinearBias { weight: usize, bias: usize },
-    LinearGelu { weight: usize, bias: Option<usize> },
-    LinearSwiglu { weight: usize },
-    Bias { bias: usize },
-    BiasResidual { bias: usize },
-    LayerNorm { gamma: usize, beta: Option<usize> },
-    RmsNorm { weight: usize },
+    Linear {
+        weight: usize,
+        contract: usize,
+    },
+    LinearBias {
+        weight: usize,
+        bias: usize,
+    },
+    LinearGelu {
+        weight: usize,
+        bias: Option<usize>,
+    },
+    LinearSwiglu {
+        weight: usize,
+    },
+    Bias {
+        bias: usize,
+    },
+    BiasResidual {
+        bias: usize,
+    },
+    LayerNorm {
+        gamma: usize,
+        beta: Option<usize>,
+    },
+    RmsNorm {
+        weight: usize,
+    },
     Map(Map),
     Scale(f64),
-    Dropout { p: f32, name: String },
+    Dropout {
+        p: f32,
+        name: String,
+    },
     Softmax,
     Add,
     Sub,
     Mul,
-    Concat { dim: usize },
-    Narrow { dim: usize, range: Range<usize> },
+    Concat {
+        dim: usize,
+    },
+    Narrow {
+        dim: usize,
+        range: Range<usize>,
+    },
     Transpose(usize, usize),
     /// Cuts `dim` into `[.., inner]`.
-    SplitDim { dim: usize, inner: usize },
+    SplitDim {
+        dim: usize,
+        inner: usize,
+    },
     /// Merges `dim` with the next one.
-    MergeDims { dim: usize },
-    Attention { dropout: Option<(f32, String)> },
+    MergeDims {
+        dim: usize,
+    },
+    Attention {
+        dropout: Option<(f32, String)>,
+    },
     GroupedAttention,
-    Embedding { table: usize },
-    VocabEmbedding { table: usize, axis: Axis, vocab: usize },
-    Positions { table: usize },
+    Embedding {
+        table: usize,
+    },
+    VocabEmbedding {
+        table: usize,
+        axis: Axis,
+        vocab: usize,
+    },
+    Positions {
+        table: usize,
+    },
     /// `sin x`, an operation of the user's own.
     User(Lie),
 
@@ -145,12 +197,17 @@ pub enum Op {
     Penalty,
     Report,
     /// The operand less how often each feature was positive in the steps before.
-    Centred { buffer: usize },
+    Centred {
+        buffer: usize,
+    },
 
     /// The operand divided by the samples on this rank's tape.
     LocalMean,
     CrossEntropy,
-    VocabCrossEntropy { axis: Axis, vocab: usize },
+    VocabCrossEntropy {
+        axis: Axis,
+        vocab: usize,
+    },
     SquaredError,
 }
 
@@ -269,7 +326,8 @@ impl fmt::Display for Program {
                 _ => writeln!(f, "layer {}", number - 1)?,
             }
             for (at, instr) in block.code.iter().enumerate().filter(|(_, instr)| instr.op != Op::Same) {
-                let params: Vec<String> = instr.op.params().iter().map(|&param| block.params[param].to_string()).collect();
+                let params: Vec<String> =
+                    instr.op.params().iter().map(|&param| block.params[param].to_string()).collect();
                 let args: Vec<String> = instr.args.iter().map(|&arg| format!("v{}", block.source(arg))).collect();
                 writeln!(f, "  v{} = {:?} of {} {}", at + 1, instr.op, args.join(", "), params.join(", "))?;
             }

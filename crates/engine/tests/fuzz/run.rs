@@ -164,7 +164,9 @@ impl Numbers {
         }
         let all = norm(&alone.state.values().flatten().copied().collect::<Vec<f32>>());
         for (step, (got, want)) in self.reports.iter().zip(&alone.reports).enumerate() {
-            for (what, (got, want)) in ["the loss", "the gradient norm", "a metric", "a metric"].iter().zip(got.iter().zip(want)) {
+            for (what, (got, want)) in
+                ["the loss", "the gradient norm", "a metric", "a metric"].iter().zip(got.iter().zip(want))
+            {
                 // The sum of an auxiliary loss over stages is in the order of the ranks: its last bit may differ.
                 let tolerance = if *what == "a metric" { tolerance.max(1e-14) } else { tolerance };
                 let floor = if tolerance > 0.0 { 1e-3 } else { 0.0 };
@@ -176,13 +178,21 @@ impl Numbers {
         }
         // A gradient that is zero except for rounding has no relative error: it is held against all numbers.
         let floor = if tolerance > 0.0 { 1e-3 * all } else { 0.0 };
-        let mut differences =
-            self.state.iter().filter_map(|(name, got)| difference(name.clone(), got, &alone.state[name], floor, tolerance));
+        let mut differences = self
+            .state
+            .iter()
+            .filter_map(|(name, got)| difference(name.clone(), got, &alone.state[name], floor, tolerance));
         differences.next()
     }
 }
 
-fn difference<T: Copy + Into<f64>>(what: String, got: &[T], want: &[T], floor: f64, tolerance: f64) -> Option<Difference> {
+fn difference<T: Copy + Into<f64>>(
+    what: String,
+    got: &[T],
+    want: &[T],
+    floor: f64,
+    tolerance: f64,
+) -> Option<Difference> {
     if got.len() != want.len() {
         return Some(Difference { what: format!("the extent of {what}"), relative: f64::NAN });
     }

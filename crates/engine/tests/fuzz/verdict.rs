@@ -218,7 +218,10 @@ impl fmt::Display for Score {
             )
         };
         writeln!(f, "{} programs, {} of them in canonical numerics", self.programs, self.canonical)?;
-        writeln!(f, "| mutation | mutants | refused | verify mode | `check_op` | harmless | another program | survived | score |")?;
+        writeln!(
+            f,
+            "| mutation | mutants | refused | verify mode | `check_op` | harmless | another program | survived | score |"
+        )?;
         writeln!(f, "|---|---|---|---|---|---|---|---|---|")?;
         for kind in Kind::ALL {
             if let Some(counts) = self.by_kind.get(&kind) {
