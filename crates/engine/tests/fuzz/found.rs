@@ -94,7 +94,7 @@ fn two_weights_that_stages_tie_in_different_orders_are_summed_each_with_itself()
 #[test]
 fn weights_that_different_stages_share_do_not_wait_for_each_other() {
     let layers = vec![linears(&["a", "b"], false), linears(&["b", "a"], true), linears(&["b"], true)];
-    right(program(layers), plan("pp=3", Numerics::Fast));
+    right(program(layers), plan("dp=2,pp=3", Numerics::Fast));
 }
 
 /// Three uses on two ranks and more: the sum over uses was that over ranks, in another order than on one rank, or between buffers
