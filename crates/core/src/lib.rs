@@ -11,6 +11,10 @@ pub mod profile;
 mod rank;
 pub mod simd;
 mod spmd;
+#[cfg(not(shuttle))]
+mod sync;
+#[cfg(shuttle)]
+pub mod sync;
 pub mod tree;
 
 pub use buffer::{Buffer, BufferError};

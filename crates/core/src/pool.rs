@@ -17,10 +17,12 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::PoisonError;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 
 /// How long a thread looks for work before it sleeps: about as long as a wake-up takes.
 const SPIN: Duration = Duration::from_micros(10);
@@ -31,8 +33,10 @@ pub const THREADS_VARIABLE: &str = "MESHWORK_THREADS";
 /// Threads that may compute at once: the value of [`THREADS_VARIABLE`] if that is a whole number of at least 1, else the
 /// cores that this process may use. Read once.
 pub fn threads() -> usize {
-    static THREADS: OnceLock<usize> = OnceLock::new();
-    *THREADS.get_or_init(|| {
+    #[cfg(shuttle)]
+    return sync::model::threads();
+    #[cfg(not(shuttle))]
+    sync::once!(usize, {
         let asked = std::env::var(THREADS_VARIABLE).ok().and_then(|value| value.parse().ok());
         asked.filter(|&threads| threads > 0).unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
     })
@@ -64,10 +68,17 @@ where
 /// Calls `wait`, during which this thread does not compute: its core works for others. It is for a rank that waits for
 /// something other than its peers; waits for peers yield already.
 pub fn yield_core<R>(wait: impl FnOnce() -> R) -> R {
-    if HOLDS_CORE.get() { Pool::of_process().yield_core(wait) } else { wait() }
+    if HOLDS_CORE.with(Cell::get) { Pool::of_process().yield_core(wait) } else { wait() }
 }
 
-thread_local! {
+/// Whether no thread computes and no work is listed.
+#[cfg(shuttle)]
+pub fn is_idle() -> bool {
+    let pool = Pool::of_process();
+    pool.busy.load(Ordering::Relaxed) == 0 && pool.lock().jobs.is_empty()
+}
+
+sync::thread_local! {
     /// Whether this thread is counted among those that compute.
     static HOLDS_CORE: Cell<bool> = const { Cell::new(false) };
     /// Whether this thread is inside an item.
@@ -87,7 +98,7 @@ impl Core {
     }
 
     fn enter(pool: &'static Pool) -> Core {
-        let pool = (!HOLDS_CORE.replace(true)).then_some(pool);
+        let pool = (!HOLDS_CORE.with(|holds| holds.replace(true))).then_some(pool);
         if let Some(pool) = pool {
             pool.busy.fetch_add(1, Ordering::Relaxed);
         }
@@ -98,7 +109,7 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         if let Some(pool) = self.pool {
-            HOLDS_CORE.set(false);
+            HOLDS_CORE.with(|holds| holds.set(false));
             pool.leave();
         }
     }
@@ -119,10 +130,10 @@ impl Job<'_> {
         struct Inside;
         impl Drop for Inside {
             fn drop(&mut self) {
-                IN_ITEM.set(false);
+                IN_ITEM.with(|inside| inside.set(false));
             }
         }
-        IN_ITEM.set(true);
+        IN_ITEM.with(|inside| inside.set(true));
         let _inside = Inside;
         // Unwind safe: after a panic the items are only dropped.
         catch_unwind(AssertUnwindSafe(|| (self.drain)(helping)))
@@ -160,8 +171,7 @@ struct Pool {
 impl Pool {
     /// The pool of the process, which [`share`] uses.
     fn of_process() -> &'static Pool {
-        static POOL: OnceLock<&'static Pool> = OnceLock::new();
-        POOL.get_or_init(|| Pool::start(threads()))
+        sync::once!(&'static Pool, Pool::start(threads()))
     }
 
     /// A pool for `threads` threads that compute at once, with one worker fewer. It lives as long as the process.
@@ -176,7 +186,7 @@ impl Pool {
         }));
         for i in 1..threads {
             // If a worker does not start, there is one helper fewer.
-            let _ = thread::Builder::new().name(format!("worker {i}")).spawn(|| pool.serve());
+            let _ = sync::spawn_daemon(format!("worker {i}"), || pool.serve());
         }
         pool
     }
@@ -184,7 +194,7 @@ impl Pool {
     /// [`share`].
     fn share<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
         let single = items.size_hint().1.is_some_and(|most| most <= 1);
-        if single || self.threads == 1 || IN_ITEM.get() {
+        if single || self.threads == 1 || IN_ITEM.with(Cell::get) {
             return items.for_each(work);
         }
         let items = Mutex::new(items.fuse());
@@ -198,8 +208,12 @@ impl Pool {
             }
             true
         };
-        let _core = Core::enter(self);
-        self.run(&Job { drain: &drain, helpers: AtomicUsize::new(0), panic: Mutex::new(None) });
+        let core = Core::enter(self);
+        let done = self.run(&Job { drain: &drain, helpers: AtomicUsize::new(0), panic: Mutex::new(None) });
+        drop(core);
+        if let Err(panic) = done {
+            resume_unwind(panic);
+        }
     }
 
     /// [`yield_core`].
@@ -231,8 +245,8 @@ impl Pool {
         }
     }
 
-    /// Runs a job, with help from free cores. Panics if an item did.
-    fn run(&self, job: &Job<'_>) {
+    /// Runs a job, with help from free cores. Returns the panic of an item, if one panicked.
+    fn run(&self, job: &Job<'_>) -> thread::Result<()> {
         let listed = Listed(std::ptr::from_ref(job).cast());
         let at = listed.0;
         let mut state = self.lock();
@@ -251,8 +265,14 @@ impl Pool {
         let out = || job.helpers.load(Ordering::Acquire) == 0;
         if !spin_until(out) {
             self.yield_core(|| {
+                #[cfg(shuttle)]
+                let planted = sync::model::planted(sync::model::Bug::OwnerSleepsLate) && !out();
                 let mut state = self.lock();
                 state.owners += 1;
+                #[cfg(shuttle)]
+                if planted {
+                    state = self.out.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
                 while !out() {
                     state = self.out.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
@@ -260,9 +280,7 @@ impl Pool {
             });
         }
         let theirs = job.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(panic) = mine.err().or(theirs) {
-            resume_unwind(panic);
-        }
+        mine.err().or(theirs).map_or(Ok(()), Err)
     }
 
     /// Takes a job off the list, if it is still there.
@@ -318,9 +336,7 @@ fn spin_until(seen: impl Fn() -> bool) -> bool {
     }
     let start = Instant::now();
     loop {
-        for _ in 0..16 {
-            std::hint::spin_loop();
-        }
+        sync::pause();
         if seen() {
             return true;
         }
@@ -330,5 +346,5 @@ fn spin_until(seen: impl Fn() -> bool) -> bool {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(shuttle)))]
 mod tests;

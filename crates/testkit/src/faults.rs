@@ -106,18 +106,29 @@ pub enum ProgramError {
 impl Program {
     /// A program of 2 to 8 ranks.
     pub fn random(rng: &mut Rng) -> Program {
-        let ranks = 2 + rng.below(7);
+        // Mostly small; sometimes large enough to be shared out between ranks.
+        let count = |rng: &mut Rng| if rng.below(16) == 0 { 100_000 } else { 1 + rng.below(50) };
+        Program::of(rng, 8, 12, count)
+    }
+
+    /// A program of 2 or 3 ranks, for a checker that runs it over many schedules.
+    pub fn small(rng: &mut Rng) -> Program {
+        Program::of(rng, 3, 5, |rng| 1 + rng.below(100))
+    }
+
+    /// A program of up to `most_ranks` ranks and `most_steps` steps.
+    fn of(rng: &mut Rng, most_ranks: usize, most_steps: usize, count: impl Fn(&mut Rng) -> usize) -> Program {
+        let ranks = 2 + rng.below(most_ranks - 1);
         let mut cuts = vec![vec![(0..ranks).collect()]];
         cuts.extend((0..1 + rng.below(3)).map(|_| random_cut(rng, ranks)));
         let step = |rng: &mut Rng| Step {
             cut: rng.below(cuts.len()),
             kind: rng.pick(&KINDS),
             dtype: rng.pick(&[DType::F32, DType::Bf16, DType::I64]),
-            // Mostly small; sometimes large enough to be shared out between ranks.
-            count: if rng.below(16) == 0 { 100_000 } else { 1 + rng.below(50) },
+            count: count(rng),
             wait: rng.below(3) > 0,
         };
-        let steps = (0..3 + rng.below(10)).map(|_| step(rng)).collect();
+        let steps = (0..3 + rng.below(most_steps - 2)).map(|_| step(rng)).collect();
         Program { ranks, cuts, steps }
     }
 

@@ -88,7 +88,7 @@ fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
         }));
         let panic = shared.expect_err("an item panicked");
         assert_eq!(panic.downcast_ref::<String>(), Some(&format!("item {}", round % 3)));
-        assert!(!IN_ITEM.get());
+        assert!(!IN_ITEM.with(Cell::get));
         let sum = AtomicUsize::new(0);
         pool.share(0..100, |item| {
             sum.fetch_add(item, Ordering::Relaxed);

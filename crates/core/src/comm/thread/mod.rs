@@ -25,7 +25,6 @@ use std::any::Any;
 use std::fmt::{self, Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use self::world::{RankLife, ThreadComm, World};
@@ -34,6 +33,7 @@ use super::{Activity, CommError, Communicator, Fault, Group};
 use crate::mesh::Mesh;
 use crate::pool;
 use crate::rank::Rank;
+use crate::sync;
 
 /// Settings of a world of threads.
 #[derive(Clone, Copy, Debug)]
@@ -92,7 +92,7 @@ where
 {
     let world = Arc::new(World::new(n, options.timeout));
     let groups: Vec<_> = (0..n).map(|rank| Group::from(communicator(&world, rank))).collect();
-    let ends: Vec<Result<T, RankEnd<E>>> = thread::scope(|scope| {
+    let ends: Vec<Result<T, RankEnd<E>>> = sync::scope(|scope| {
         let start = |(rank, group)| {
             let (world, body) = (&world, &body);
             // Outlives a thread that does not start, so that the report says this, and not that its communicators were
@@ -103,7 +103,7 @@ where
                 let _life = Group::clone(&group);
                 run_rank(world, rank, || body(group))
             };
-            let started = thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, run);
+            let started = sync::spawn_scoped(scope, format!("rank {rank}"), run);
             started.map_err(|error| {
                 // Reported at once, because the ranks already started may be waiting for this one.
                 let error = format!("its thread did not start: {error}");
@@ -112,7 +112,7 @@ where
             })
         };
         let threads: Vec<_> = groups.into_iter().enumerate().map(start).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+        let join = |thread: sync::ScopedJoinHandle<'_, _>| {
             thread.join().unwrap_or_else(|panic| Err(RankEnd::Panic(message(&*panic))))
         };
         threads.into_iter().map(|thread| thread.and_then(join)).collect()

@@ -11,6 +11,8 @@ use std::sync::Arc;
 use super::work::{Plan, Post};
 use crate::comm::{Op, OpInfo, OpKind, Peer};
 use crate::pool;
+#[cfg(shuttle)]
+use crate::sync;
 
 /// Identifies an operation. Messages have a sequence of their own for each sender and receiver: their order relative to
 /// collectives does not matter.
@@ -90,11 +92,19 @@ impl Operation {
 
     /// Whether the result is complete.
     pub(super) fn is_done(&self) -> bool {
+        #[cfg(shuttle)]
+        if sync::model::planted(sync::model::Bug::DoneWhenClaimed) {
+            return self.plan.as_ref().is_some_and(|plan| self.claimed == plan.len());
+        }
         self.plan.as_ref().is_some_and(|plan| self.done == plan.len())
     }
 
     /// Whether no rank works on the memory now.
     pub(super) fn idle(&self) -> bool {
+        #[cfg(shuttle)]
+        if sync::model::planted(sync::model::Bug::DoneWhenClaimed) {
+            return true;
+        }
         self.active == 0
     }
 

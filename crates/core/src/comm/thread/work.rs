@@ -17,8 +17,9 @@ use crate::dtype::DType;
 use crate::simd::Wide;
 
 /// Bytes read and written per claim: large compared with a wake-up, small compared with a bucket. An operation of at
-/// most this size is done by the rank that arrives last, and no rank is woken to help.
-const CLAIM_BYTES: usize = 256 << 10;
+/// most this size is done by the rank that arrives last, and no rank is woken to help. For the model checker, small
+/// operations have several claims.
+const CLAIM_BYTES: usize = if cfg!(shuttle) { 256 } else { 256 << 10 };
 
 /// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
 const PIECES: usize = 32;

@@ -1,8 +1,7 @@
 //! The world that its ranks share, and the communicator that each of them holds.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::operation::Key;
@@ -15,6 +14,8 @@ use crate::comm::{
     Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, ReductionOrder, Site, check_members,
 };
 use crate::pool;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{self, Condvar, Mutex, MutexGuard};
 
 /// The state shared by the ranks of a world.
 pub(super) struct World {
@@ -100,10 +101,15 @@ impl World {
                     state = self.lock();
                 }
                 Step::Park => {
-                    let parked = pool::yield_core(|| self.ranks[rank].wake.wait_timeout(state, tick));
+                    #[cfg(shuttle)]
+                    if sync::model::planted(sync::model::Bug::RankSleepsLate) {
+                        drop(state);
+                        state = self.lock();
+                    }
                     let timed_out;
-                    (state, timed_out) = parked.unwrap_or_else(PoisonError::into_inner);
-                    if timed_out.timed_out() {
+                    let wake = &self.ranks[rank].wake;
+                    (state, timed_out) = pool::yield_core(|| sync::wait_timeout(wake, &self.state, state, tick));
+                    if timed_out {
                         let beats = |rank: usize| self.ranks[rank].beats.load(Ordering::Relaxed);
                         // The next step finds the fault, if there is one.
                         let _ = watch.look(&mut state, site, beats, self.timeout);
