@@ -3,6 +3,80 @@
 //! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide`]
 //! compiles a loop again for AVX2 and AVX-512 and picks at run time. The arithmetic is the same, operation by operation
 //! (Rust never fuses a multiplication with an addition by itself, and `mul_add` rounds once everywhere), so the bits are too.
+//!
+//! [`level`] says which instructions that is, for this and for all kernels written in instructions.
+
+use std::ffi::OsString;
+use std::sync::OnceLock;
+
+use thiserror::Error;
+
+/// The environment variable for the widest instructions that may be used: `portable`, `avx2` or `avx512`. It is for tests
+/// of the paths that this CPU would not take.
+pub const SIMD_VARIABLE: &str = "MESHWORK_SIMD";
+
+/// Vector instructions, each level with those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// What every CPU of the target has.
+    Portable,
+    /// AVX2 with FMA.
+    Avx2,
+    /// AVX-512: F, BW, DQ and VL.
+    Avx512,
+}
+
+/// A value of [`SIMD_VARIABLE`] that names no level.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{SIMD_VARIABLE} = {}: no vector instructions of that name; use portable, avx2 or avx512", value.display())]
+pub struct UnknownLevel {
+    /// The value.
+    pub value: OsString,
+}
+
+impl Level {
+    /// The widest of this CPU.
+    fn of_cpu() -> Level {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            match is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                true if avx512 => return Level::Avx512,
+                true => return Level::Avx2,
+                false => {}
+            }
+        }
+        Level::Portable
+    }
+
+    /// The level that a value of [`SIMD_VARIABLE`] names; without one, the widest.
+    ///
+    /// # Errors
+    /// A value that names none.
+    pub fn named(value: Option<OsString>) -> Result<Level, UnknownLevel> {
+        let Some(value) = value else { return Ok(Level::Avx512) };
+        match value.to_str() {
+            Some("portable") => Ok(Level::Portable),
+            Some("avx2") => Ok(Level::Avx2),
+            Some("avx512") => Ok(Level::Avx512),
+            _ => Err(UnknownLevel { value }),
+        }
+    }
+}
+
+/// The instructions in use: the widest that this CPU has and that [`SIMD_VARIABLE`] allows. A value that names no level
+/// allows all. Read once.
+#[inline]
+pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| {
+        let allowed = Level::named(std::env::var_os(SIMD_VARIABLE)).unwrap_or(Level::Avx512);
+        allowed.min(Level::of_cpu())
+    })
+}
 
 /// Runs `f` with the widest vectors this CPU has.
 ///
@@ -42,22 +116,15 @@ pub trait Wide: Sized {
     /// Runs it with the widest vectors this CPU has.
     #[inline(always)]
     fn wide(self) -> Self::Output {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-            {
-                // SAFETY: the CPU has all four.
-                return unsafe { avx512(self) };
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                // SAFETY: the CPU has both.
-                return unsafe { avx2(self) };
-            }
+        match level() {
+            // SAFETY: the CPU has the instructions of its level.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => unsafe { avx512(self) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => unsafe { avx2(self) },
+            _ => self.run(),
         }
-        self.run()
     }
 }
 
@@ -80,6 +147,18 @@ unsafe fn avx2<W: Wide>(work: W) -> W::Output {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Also when the whole suite runs at one level: a misspelt variable would test another one.
+    #[test]
+    fn the_level_is_the_one_asked_for() {
+        let asked = Level::named(std::env::var_os(SIMD_VARIABLE)).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(level(), asked.min(Level::of_cpu()));
+        let named = |name: &str| Level::named(Some(name.into()));
+        assert_eq!(["portable", "avx2", "avx512"].map(named), [Level::Portable, Level::Avx2, Level::Avx512].map(Ok));
+        assert_eq!(Level::named(None), Ok(Level::Avx512));
+        let wrong = named("AVX2").unwrap_err().to_string();
+        assert_eq!(wrong, "MESHWORK_SIMD = AVX2: no vector instructions of that name; use portable, avx2 or avx512");
+    }
 
     struct Poly<'a> {
         x: &'a [f32],

@@ -1,6 +1,6 @@
 //! From settings to a whole configuration: presets, derived defaults, the mesh string.
 
-use meshwork_core::pool;
+use meshwork_core::{pool, simd};
 use meshwork_pipeline::{Generator, by_name};
 use std::ffi::OsString;
 use toml::Value;
@@ -42,6 +42,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     split_batch(&mut config, &mut settings);
     size::check(&config, &mut settings);
     settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
+    settings.faults.extend(simd_fault(std::env::var_os(simd::SIMD_VARIABLE)));
     partition::resolve_by_cost(&mut config, &mut settings);
     (config, settings)
 }
@@ -51,6 +52,13 @@ fn thread_fault(value: Option<OsString>) -> Option<Fault> {
     let value = value?.to_string_lossy().into_owned();
     let sound = value.parse::<usize>().is_ok_and(|threads| threads > 0);
     (!sound).then(|| Fault::new(pool::THREADS_VARIABLE, value, "no number of threads", "a whole number of at least 1"))
+}
+
+/// The fault of the vector instructions to use, which is one too.
+fn simd_fault(value: Option<OsString>) -> Option<Fault> {
+    let value = simd::Level::named(value).err()?.value;
+    let problem = "no vector instructions of that name";
+    Some(Fault::new(simd::SIMD_VARIABLE, value.to_string_lossy(), problem, "use portable, avx2 or avx512"))
 }
 
 /// The mesh string is the whole mesh: axes that it does not name have degree 1.
@@ -192,5 +200,14 @@ mod tests {
             let fault = thread_fault(Some(wrong.into())).unwrap().to_string();
             assert!(fault.ends_with("no number of threads; a whole number of at least 1"), "{fault}");
         }
+    }
+
+    #[test]
+    fn vector_instructions_that_do_not_exist_are_a_fault() {
+        for sound in [None, Some("portable"), Some("avx2"), Some("avx512")] {
+            assert_eq!(simd_fault(sound.map(OsString::from)), None);
+        }
+        let fault = simd_fault(Some("sse".into())).unwrap().to_string();
+        assert_eq!(fault, "MESHWORK_SIMD = sse: no vector instructions of that name; use portable, avx2 or avx512");
     }
 }

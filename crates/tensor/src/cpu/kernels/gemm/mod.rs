@@ -64,6 +64,8 @@ mod tests;
 use super::precision::{Precision, Strides, Update};
 use half::bf16;
 use meshwork_core::simd::wide;
+#[cfg(target_arch = "x86_64")]
+use meshwork_core::simd::{Level, level};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 #[cfg(target_arch = "x86_64")]
@@ -164,20 +166,20 @@ impl Path {
         }
     }
 
-    /// The fastest path that this CPU runs, if any. This is cheap, because std detects the CPU once.
+    /// The fastest path that runs here, if any. This is cheap, because the CPU is detected once.
     pub(super) fn best(precision: Precision) -> Option<Path> {
         Path::all(precision).iter().copied().find(|path| path.runs_here())
     }
 
-    /// Whether this CPU has the instructions.
+    /// Whether this CPU has the instructions, and they may be used.
     pub(super) fn runs_here(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 | Path::Avx512Rounded => is_x86_feature_detected!("avx512f"),
+            Path::Avx512 | Path::Avx512Rounded => level() >= Level::Avx512,
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 | Path::Avx2Rounded => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Path::Avx2 | Path::Avx2Rounded => level() >= Level::Avx2,
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw"),
+            Path::Avx512Bf16 => level() >= Level::Avx512 && is_x86_feature_detected!("avx512bf16"),
         }
     }
 
