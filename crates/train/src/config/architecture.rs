@@ -50,6 +50,19 @@ fn check_llama(model: &Model, tp: usize, settings: &Settings, fail: &mut impl Fn
         let problem = format!("can be neither split nor replicated evenly over parallelism.tp = {tp}");
         fail(Fault::new(kv_heads, model.num_kv_heads, problem, format!("use a multiple or a divisor of {tp}")));
     }
+    // Ranks that share a key and value head hold a part of its weights each.
+    if settings.sound(&["model.kind", hidden, heads, kv_heads, "parallelism.tp"])
+        && model.hidden_size.is_multiple_of(model.num_heads)
+        && tp.is_multiple_of(model.num_kv_heads)
+        && !(model.hidden_size / model.num_heads).is_multiple_of(tp / model.num_kv_heads)
+    {
+        let (width, sharing) = (model.hidden_size / model.num_heads, tp / model.num_kv_heads);
+        let problem = format!(
+            "makes {sharing} ranks of parallelism.tp = {tp} share each key and value head, whose width of {width} they cannot split evenly"
+        );
+        let valid = format!("use more {kv_heads}, or heads whose width is a multiple of {sharing}");
+        fail(Fault::new(kv_heads, model.num_kv_heads, problem, valid));
+    }
     if settings.sound(&["model.kind", low, high, "model.rope_scaling_factor"])
         && model.rope_scaling_factor != 1.0
         && model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor

@@ -59,6 +59,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&[key, layers, "parallelism.pp", "pipeline.partition"])
         && chunks > 1
         && uniform
+        && settings.given::<String>("pipeline.schedule_file").is_none()
         && model.num_layers >= stages
         && !model.num_layers.is_multiple_of(stages)
     {
@@ -80,7 +81,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             let problem = format!("has no meaning with {key} = {name:?}, {problem}");
             fail(Fault::new(other, value, problem, format!("use {valid}, or a synchronous schedule")));
         };
-        if settings.sound(&["model.tie_embeddings"]) && model.tie_embeddings {
+        let two_stages = !settings.sound(&["parallelism.pp"]) || mesh.pp > 1; // that the table would be on
+        if settings.sound(&["model.tie_embeddings"]) && model.tie_embeddings && two_stages {
             let problem =
                 "whose stages hold different versions of the weights: two uses of one table would not be one table";
             refuse("model.tie_embeddings", &true, problem, "model.tie_embeddings = false");

@@ -115,9 +115,11 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     let stages = config.pipeline.stages(config.parallelism.pp);
     let whose = if stages == config.parallelism.pp { STAGES } else { "the schedule's" };
     let list = listed(settings);
+    // By cost, a stage may have no layer.
+    let enough = layers >= stages || is_by_cost(settings) && stages <= MAX_LAYERS;
     let mut faults = match &list {
         Some(list) => list_faults(list, (whose, stages), settings.sound(&[LAYERS]).then_some(layers)),
-        None if layers < stages && settings.sound(&[LAYERS, KEY]) => {
+        None if !enough && settings.sound(&[LAYERS, KEY]) => {
             let (problem, valid) = match config.parallelism.pp == stages {
                 true => (
                     format!("fewer layers than stages: {STAGES} = {stages} needs a layer for each"),
@@ -134,7 +136,7 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
     };
     config.pipeline.partition = match list {
         Some(list) if faults.is_empty() => list,
-        _ if stages <= layers.min(MAX_LAYERS) => uniform(layers, stages),
+        _ if enough && stages <= MAX_LAYERS => uniform(layers, stages),
         _ => vec![],
     };
     settings.faults.append(&mut faults);

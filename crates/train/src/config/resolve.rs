@@ -159,7 +159,7 @@ fn split_batch(config: &mut Config, settings: &mut Settings) {
     }
     let own = config.pipeline.own_schedule.as_ref().map(|own| own.micros);
     let schedule = match by_name(&config.pipeline.schedule) {
-        // A schedule of the user's own fixes the number of micro-batches, which is passed below.
+        // A schedule of the user's own fixes its stages and the number of micro-batches, which is passed below.
         _ if own.is_some() => Generator::Gpipe,
         Ok(schedule) => schedule,
         Err(error) => {
@@ -172,7 +172,7 @@ fn split_batch(config: &mut Config, settings: &mut Settings) {
         dp: config.parallelism.dp,
         pp: config.parallelism.pp,
         schedule,
-        virtual_stages: config.pipeline.virtual_stages,
+        virtual_stages: if own.is_some() { 1 } else { config.pipeline.virtual_stages },
         num_microbatches: own.or(settings.given(keys[5])),
         micro_batch_size: settings.given(keys[6]),
     };

@@ -12,6 +12,7 @@ use super::settings::Settings;
 const FILE: &str = "pipeline.schedule_file";
 const NAME: &str = "pipeline.schedule";
 const MICROS: &str = "pipeline.num_microbatches";
+const CHUNKS: &str = "pipeline.virtual_stages";
 const REPLICATION: &str = "pipeline.replication";
 const VERTICAL: &str = "pipeline.vertical_sync";
 const STAGES: &str = "parallelism.pp";
@@ -120,6 +121,14 @@ fn own(path: &str, canonical: bool, config: &Config, settings: &Settings) -> Res
         return Err((
             format!("has {} micro-batches, not {MICROS} = {micros}", schedule.micros),
             format!("use {MICROS} = {}, or leave it out", schedule.micros),
+        ));
+    }
+    if let Some(chunks) =
+        settings.given::<usize>(CHUNKS).filter(|&chunks| pp.saturating_mul(chunks) != schedule.stages())
+    {
+        return Err((
+            format!("has {} stages over {} ranks, not {CHUNKS} = {chunks} on each", schedule.stages(), schedule.ranks),
+            format!("leave out {CHUNKS}"),
         ));
     }
     if canonical && (!lowered.weight_gradients_in_order() || schedule.replicas.iter().any(|&count| count > 1)) {

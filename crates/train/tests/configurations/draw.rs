@@ -1,0 +1,441 @@
+//! Draws configurations: a value, or none, for every key.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fmt;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use meshwork_pipeline::{Generator, Shape};
+use meshwork_testkit::Rng;
+use meshwork_train::config::keys::{self, Fallback, Key, Kind, Literal};
+
+/// Tokens of the `.bin` file, and characters of the text.
+pub const TOKENS: usize = 1200;
+/// One more than the largest id of the `.bin` file.
+pub const IDS: usize = 61;
+
+/// A configuration: what is given, by key.
+#[derive(Clone, Debug, Default)]
+pub struct Case {
+    pub keys: BTreeMap<String, String>,
+    /// Whether some targets are masked, a number of them that differs from sample to sample.
+    pub masked: bool,
+}
+
+/// What the values have to agree on, so that most configurations are valid.
+struct Frame {
+    dp: usize,
+    tp: usize,
+    pp: usize,
+    llama: bool,
+    schedule: Pipeline,
+    chunks: usize,
+    /// Ranks of each stage, where the schedule is replicated.
+    replicas: Vec<usize>,
+    layers: usize,
+    heads: usize,
+    micros: usize,
+    batch: usize,
+    canonical: bool,
+    data: Data,
+    profile: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Pipeline {
+    Named(Generator),
+    /// A file with the schedule that this generator makes.
+    File(Generator),
+    Replicated,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Data {
+    Cicero,
+    Text,
+    Folder,
+    Bin,
+}
+
+/// The folder of the files that configurations name, made once per process.
+pub fn folder() -> &'static PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = env::temp_dir().join(format!("meshwork-configurations-{}", std::process::id()));
+        fs::create_dir_all(folder.join("texts")).expect("a folder for files");
+        let mut rng = Rng::new(3);
+        let tokens: Vec<u8> = (0..TOKENS).flat_map(|_| (rng.below(IDS) as u16).to_le_bytes()).collect();
+        let text: String = (0..TOKENS).map(|_| char::from(b'a' + rng.below(26) as u8)).collect();
+        let (first, second) = text.split_at(TOKENS / 2);
+        for (name, content) in [
+            ("tokens.bin", &tokens[..]),
+            ("text.txt", text.as_bytes()),
+            ("texts/a.md", first.as_bytes()),
+            ("texts/b.txt", second.as_bytes()),
+        ] {
+            fs::write(folder.join(name), content).expect("a file of tokens");
+        }
+        folder
+    })
+}
+
+fn path(name: &str) -> String {
+    folder().join(name).display().to_string()
+}
+
+impl Case {
+    /// The configuration of a seed.
+    pub fn draw(seed: u64) -> Case {
+        let mut rng = Rng::new(seed);
+        let frame = Frame::draw(&mut rng);
+        let mut case = Case { masked: rng.below(2) == 0, ..Case::default() };
+        for (section, key) in keys::all() {
+            let name = format!("{section}.{}", key.name);
+            let value = match key.awaits {
+                Some(_) => planned(&mut rng, key),
+                None => frame.value(&mut rng, &name, key),
+            };
+            if let Some(value) = value {
+                case.keys.insert(name, value);
+            }
+        }
+        case
+    }
+
+    /// The value of a key, if it is given.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.keys.get(key).map(String::as_str)
+    }
+
+    /// The same value, read.
+    pub fn read<T: std::str::FromStr>(&self, key: &str) -> Option<T> {
+        self.get(key).map(|value| value.parse().ok().unwrap_or_else(|| panic!("{key} = {value}")))
+    }
+
+    /// The numbers of a list, if one is given.
+    pub fn list(&self, key: &str) -> Option<Vec<usize>> {
+        let numbers = self.get(key)?.strip_prefix('[')?.strip_suffix(']')?;
+        Some(numbers.split(',').filter(|number| !number.is_empty()).map(|it| it.trim().parse().unwrap()).collect())
+    }
+
+    /// The same configuration with other values; `None` leaves a key out.
+    pub fn with(&self, values: &[(&str, Option<&str>)]) -> Case {
+        let mut case = self.clone();
+        for &(key, value) in values {
+            case.keys.remove(key);
+            case.keys.extend(value.map(|value| (key.to_owned(), value.to_owned())));
+        }
+        case
+    }
+
+    /// As command-line flags.
+    pub fn flags(&self) -> Vec<String> {
+        self.keys.iter().flat_map(|(key, value)| ["--set".to_owned(), format!("{key}={value}")]).collect()
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.flags().join(" "))?;
+        if self.masked { f.write_str(" (masked)") } else { Ok(()) }
+    }
+}
+
+/// One time in `many`.
+fn rarely(rng: &mut Rng, many: usize) -> bool {
+    rng.below(many) == 0
+}
+
+/// One of the values, or none.
+fn one_of(rng: &mut Rng, values: &[&str]) -> Option<String> {
+    Some(rng.below(values.len() + 1)).filter(|&at| at > 0).map(|at| values[at - 1].to_owned())
+}
+
+/// A key of a planned feature: mostly none, sometimes its default, rarely another value, which is refused.
+fn planned(rng: &mut Rng, key: &Key) -> Option<String> {
+    let default = match key.default {
+        Fallback::Is(Literal::Int(value)) => value.to_string(),
+        Fallback::Is(Literal::Bool(value)) => value.to_string(),
+        Fallback::Is(Literal::Str(value)) => value.to_owned(),
+        Fallback::Is(Literal::Float(value)) => value.to_string(),
+        Fallback::Derived(_) | Fallback::Unset => return rarely(rng, 1000).then(|| "somewhere".to_owned()),
+    };
+    match rng.below(1000) {
+        0 => Some(match key.kind {
+            Kind::Count(_) => "3".to_owned(),
+            Kind::Switch => (default == "false").to_string(),
+            _ => "another".to_owned(),
+        }),
+        1..20 => Some(default),
+        _ => None,
+    }
+}
+
+/// Numbers that add up to `sum`, `len` of them, each at least `least`.
+fn parts(rng: &mut Rng, sum: usize, len: usize, least: usize) -> Vec<usize> {
+    let mut parts = vec![least; len];
+    for _ in 0..sum.saturating_sub(least * len) {
+        parts[rng.below(len)] += 1;
+    }
+    parts
+}
+
+impl Frame {
+    fn draw(rng: &mut Rng) -> Frame {
+        let (dp, tp, pp) = loop {
+            let degree = |rng: &mut Rng| rng.pick(&[1, 1, 1, 2, 2, 2, 3, 4]);
+            let (dp, tp, pp) = (degree(rng), degree(rng), degree(rng));
+            if dp * tp * pp <= 8 {
+                break (dp, tp, pp);
+            }
+        };
+        let generator = rng.pick(&Generator::ALL);
+        let synchronous = if generator.is_synchronous() { generator } else { Generator::OneFOneB };
+        let schedule = match rng.below(8) {
+            0 => Pipeline::File(synchronous),
+            1 if pp > 1 => Pipeline::Replicated,
+            _ => Pipeline::Named(generator),
+        };
+        let generator = match schedule {
+            Pipeline::Named(generator) | Pipeline::File(generator) => generator,
+            Pipeline::Replicated => Generator::OneFOneB,
+        };
+        let chunks = match generator.chooses_virtual_stages() {
+            true => 1 + rng.below(3),
+            false => generator.default_virtual_stages(),
+        };
+        let replicas = {
+            let (stages, off) = (1 + rng.below(pp), usize::from(rarely(rng, 20)));
+            parts(rng, pp + off, stages, 1 - off)
+        };
+        let stages = if schedule == Pipeline::Replicated { replicas.len() } else { pp * chunks };
+        let layers = if rarely(rng, 4) { 1 + rng.below(6) } else { stages * (1 + rng.below(2)) };
+        let takes = generator.micros(pp);
+        let micros = takes.min.next_multiple_of(takes.multiple_of) + takes.multiple_of * rng.below(3);
+        let canonical = rng.below(3) == 0 && (generator.is_synchronous() || rarely(rng, 8));
+        let mut batch = dp * micros * (1 + rng.below(2));
+        if canonical && !rarely(rng, 8) {
+            batch = dp * micros.next_power_of_two() * (1 + rng.below(2));
+        }
+        Frame {
+            dp,
+            tp,
+            pp,
+            llama: rng.below(2) == 0,
+            schedule,
+            chunks,
+            replicas,
+            layers,
+            heads: tp * (1 + rng.below(2)),
+            micros,
+            batch,
+            canonical,
+            data: rng.pick(&[Data::Cicero, Data::Text, Data::Folder, Data::Bin, Data::Bin]),
+            profile: rarely(rng, 20),
+        }
+    }
+
+    fn asynchronous(&self) -> bool {
+        matches!(self.schedule, Pipeline::Named(generator) if !generator.is_synchronous())
+    }
+
+    fn stages(&self) -> usize {
+        if self.schedule == Pipeline::Replicated { self.replicas.len() } else { self.pp * self.chunks }
+    }
+
+    /// A degree, left out where it is the default, or not.
+    fn degree(rng: &mut Rng, degree: usize) -> Option<String> {
+        (degree > 1 || rarely(rng, 3)).then(|| degree.to_string())
+    }
+
+    /// The value of a key, or none.
+    fn value(&self, rng: &mut Rng, name: &str, key: &Key) -> Option<String> {
+        let some = |value: &dyn fmt::Display| Some(value.to_string());
+        match name {
+            "model.preset" => {
+                let Kind::Choice { landed, .. } = key.kind else { panic!("{name} is a choice") };
+                if rarely(rng, 3) { some(&rng.pick(landed)) } else { None }
+            }
+            "model.kind" => some(&if self.llama { "llama" } else { "gpt2" }).filter(|_| self.llama || !rarely(rng, 3)),
+            "model.vocab_size" => match self.data {
+                Data::Bin => some(&rng.pick(&[IDS, 64, 100])),
+                _ if rarely(rng, 40) => some(&200),
+                _ => some(&rng.pick(&[256, 259])),
+            },
+            "model.num_layers" => some(&self.layers),
+            "model.hidden_size" => match rng.below(30) {
+                0 => some(&rng.pick(&[10, 12, 20, 25])),
+                _ => some(&(self.heads * rng.pick(&[4, 6, 8]))),
+            },
+            "model.num_heads" => match rng.below(30) {
+                0 => some(&(1 + rng.below(6))),
+                _ => some(&self.heads),
+            },
+            "model.num_kv_heads" => match rng.below(6) {
+                0 => some(&self.heads),
+                1 | 2 if self.llama => some(&(1 + rng.below(self.heads))),
+                3 if rarely(rng, 10) => some(&2),
+                // A preset of llama gives 8 heads, or so.
+                _ if self.llama => some(&rng.pick(&[1, self.heads])),
+                _ => None,
+            },
+            "model.ffn_hidden_size" => match rng.below(4) {
+                0 if rarely(rng, 8) => some(&30),
+                0 => None,
+                _ => some(&(self.tp * rng.pick(&[8, 12]))),
+            },
+            "model.seq_len" => match rng.below(20) {
+                0 => some(&rng.pick(&[9, 10, 14])),
+                _ => some(&(self.tp * rng.pick(&[8, 4, 5]).max(8 / self.tp))),
+            },
+            "model.tie_embeddings" => match self.asynchronous() && !rarely(rng, 8) {
+                true => some(&false),
+                false => one_of(rng, &["true", "false"]),
+            },
+            "model.dropout" => one_of(rng, &["0", "0.1", "0.3"]),
+            "model.norm_eps" => one_of(rng, &["1e-6", "1e-3"]),
+            "model.rope_theta" => one_of(rng, &["100.0", "500000.0"]),
+            "model.rope_scaling_factor" => one_of(rng, &["1", "8.0"]),
+            "model.rope_scaling_low_freq_factor" => one_of(rng, &["1.0", "2.0"]).filter(|_| rng.below(2) == 0),
+            "model.rope_scaling_high_freq_factor" => one_of(rng, &["4.0", "1.5"]).filter(|_| rng.below(2) == 0),
+            "model.rope_scaling_original_seq_len" => one_of(rng, &["4", "16"]),
+            "parallelism.dp" => Self::degree(rng, self.dp),
+            "parallelism.tp" => Self::degree(rng, self.tp),
+            "parallelism.pp" => Self::degree(rng, self.pp),
+            "parallelism.sequence_parallel" => one_of(rng, &["true", "false"]),
+            "pipeline.schedule" => match self.schedule {
+                Pipeline::Named(Generator::OneFOneB) if rarely(rng, 2) => None,
+                Pipeline::Named(generator) => some(&generator.name()),
+                Pipeline::File(generator) => rarely(rng, 20).then(|| generator.name().to_owned()),
+                Pipeline::Replicated if rarely(rng, 12) => some(&"gpipe"),
+                Pipeline::Replicated => one_of(rng, &["1f1b"]),
+            },
+            "pipeline.schedule_file" => match self.schedule {
+                Pipeline::File(generator) => {
+                    let (pp, chunks, micros) = (self.pp, self.chunks, self.micros);
+                    let schedule =
+                        generator.build(Shape { pp, virtual_stages: chunks, micros }).expect("a valid shape");
+                    let file = path(&format!("{}-{pp}-{chunks}-{micros}.txt", generator.name()));
+                    fs::write(&file, schedule.to_string()).expect("a file for a schedule");
+                    Some(file)
+                }
+                _ => None,
+            },
+            "pipeline.virtual_stages" => match self.schedule {
+                Pipeline::Named(generator) if self.chunks != generator.default_virtual_stages() => some(&self.chunks),
+                _ if rarely(rng, 60) => some(&(1 + rng.below(3))),
+                _ => rarely(rng, 3).then(|| self.chunks.to_string()),
+            },
+            "pipeline.num_microbatches" => match rng.below(30) {
+                0 => some(&(1 + rng.below(8))),
+                1..20 => some(&self.micros),
+                _ => None,
+            },
+            "pipeline.partition" => match rng.below(6) {
+                0 => None,
+                1 => some(&"uniform"),
+                2 | 3 => some(&"cost"),
+                _ => {
+                    let off = usize::from(rarely(rng, 20));
+                    some(&format!("{:?}", parts(rng, self.layers + off, self.stages(), 0)))
+                }
+            },
+            "pipeline.replication" => match self.schedule {
+                Pipeline::Replicated => some(&format!("{:?}", self.replicas)),
+                _ if rarely(rng, 100) => some(&format!("{:?}", vec![1; self.pp])),
+                _ => rarely(rng, 8).then(|| "none".to_owned()),
+            },
+            "pipeline.vertical_sync" => match self.schedule {
+                Pipeline::Named(Generator::PipeDream) => one_of(rng, &["true", "false"]),
+                _ if rarely(rng, 60) => some(&true),
+                _ => rarely(rng, 8).then(|| "false".to_owned()),
+            },
+            "pipeline.scatter_gather" => one_of(rng, &["true", "false"]),
+            "training.steps" => {
+                some(&rng.pick(&["2", "2", "2", "3", "0"])).filter(|_| !rarely(rng, 10) || self.profile)
+            }
+            "training.global_batch_size" => match rng.below(40) {
+                0 => some(&(1 + rng.below(32))),
+                _ => some(&self.batch),
+            },
+            "training.micro_batch_size" => match rng.below(30) {
+                0 => some(&(1 + rng.below(4))),
+                1..10 => some(&(self.batch / (self.dp * self.micros))),
+                _ => None,
+            },
+            "training.seed" => rarely(rng, 2).then(|| rng.below(1000).to_string()),
+            "training.dtype" => one_of(rng, &["f32", "f32", "bf16"]),
+            "training.max_norm" => match self.asynchronous() && !rarely(rng, 8) {
+                true => some(&0),
+                false => one_of(rng, &["0", "0.05", "1", "100.0"]),
+            },
+            "training.numerics" => match self.canonical {
+                true => some(&"canonical"),
+                false => one_of(rng, &["fast"]),
+            },
+            "training.verify" => {
+                one_of(rng, &["off", "first_step", "1", "2"]).map(|value| match value.parse::<u64>() {
+                    Ok(_) => value,
+                    Err(_) => format!("{value:?}"),
+                })
+            }
+            "optimizer.name" => one_of(rng, &["adamw", "sgd"]),
+            "optimizer.lr" => one_of(rng, &["0", "1e-3", "3e-3"]),
+            "optimizer.beta1" => one_of(rng, &["0", "0.5"]),
+            "optimizer.beta2" => one_of(rng, &["0.9", "0.999"]),
+            "optimizer.eps" => one_of(rng, &["1e-6", "1e-3"]),
+            "optimizer.weight_decay" => one_of(rng, &["0", "0.5"]),
+            "optimizer.momentum" => one_of(rng, &["0", "0.9"]),
+            "lr_scheduler.warmup_steps" => one_of(rng, &["0", "1", "5"]),
+            "lr_scheduler.decay" => one_of(rng, &["none", "linear", "cosine"]),
+            "lr_scheduler.decay_steps" => one_of(rng, &["1", "4", "10"]).filter(|_| rng.below(2) == 0),
+            "lr_scheduler.min_lr_factor" => one_of(rng, &["0", "0.1", "1"]),
+            "data.path" => match self.data {
+                Data::Cicero => None,
+                Data::Text => Some(path("text.txt")),
+                Data::Folder => Some(path("texts")),
+                Data::Bin => Some(path("tokens.bin")),
+            },
+            "data.tokenizer" => match rng.below(200) {
+                0 => some(&"gpt2"),
+                1..50 => some(&"bytes"),
+                _ => None,
+            },
+            "data.shuffle" => one_of(rng, &["true", "false"]),
+            "validation.every" => one_of(rng, &["0", "1", "2"]),
+            "validation.steps" => one_of(rng, &["0", "1", "2"]),
+            "validation.fraction" => match rng.below(30) {
+                0 if self.data != Data::Cicero => some(&0.002),
+                _ => one_of(rng, &["0.1", "0.5"]),
+            },
+            "memory.recompute" => one_of(rng, &["none", "selective"]),
+            "metrics.profile" => match self.profile {
+                true => some(&true),
+                false => rarely(rng, 8).then(|| "false".to_owned()),
+            },
+            "metrics.profile_steps" => one_of(rng, &["1", "2"]),
+            "metrics.trace" => match self.profile {
+                true => Some(path("trace.json")),
+                false => rarely(rng, 8).then(|| "nowhere.json".to_owned()),
+            },
+            "metrics.schedule" => match self.profile {
+                true if rarely(rng, 8) => Some(path("trace.json")),
+                true => Some(path("schedule.svg")),
+                false => rarely(rng, 8).then(|| "nowhere.svg".to_owned()),
+            },
+            "metrics.layer_profile" => match self.profile && rng.below(2) == 0 {
+                true => Some(path("layers.txt")),
+                false => None,
+            },
+            "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
+            "numerics.reduction_blocks" => match rng.below(20) {
+                0 => some(&rng.pick(&[6, 12, 5000])),
+                _ if self.tp == 3 => some(&rng.pick(&[12, 24])),
+                _ => one_of(rng, &["4", "8", "16"]),
+            },
+            _ => panic!("no values are drawn for {name}: add the key to this list, and its constraints to rules.rs"),
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What makes a configuration wrong, from the meaning of the keys: each rule says when, and why nothing else would do.
+
+use meshwork_pipeline::Generator;
+use meshwork_train::config::keys::{self, Fallback, Literal};
+
+use crate::draw::{Case, IDS, TOKENS};
+
+/// The rules that a configuration breaks.
+pub fn broken(case: &Case) -> Vec<String> {
+    let mut broken = Vec::new();
+    let mut rule = |wrong: bool, why: &str| {
+        if wrong {
+            broken.push(why.to_owned());
+        }
+    };
+    planned(case, &mut rule);
+    model(case, &mut rule);
+    pipeline(case, &mut rule);
+    batch(case, &mut rule);
+    canonical(case, &mut rule);
+    data(case, &mut rule);
+    files(case, &mut rule);
+    let warmup: u64 = case.read("lr_scheduler.warmup_steps").unwrap_or(0);
+    let decays = case.get("lr_scheduler.decay").is_some_and(|decay| decay != "none");
+    let end: Option<u64> = case.read("lr_scheduler.decay_steps");
+    rule(decays && end.is_some_and(|end| end <= warmup), "the rate decays before it is warm");
+    broken
+}
+
+/// A key of a planned feature takes only its default.
+fn planned(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    for (section, key) in keys::all().filter(|(_, key)| key.awaits.is_some()) {
+        let default = match key.default {
+            Fallback::Is(Literal::Int(value)) => value.to_string(),
+            Fallback::Is(Literal::Bool(value)) => value.to_string(),
+            Fallback::Is(Literal::Str(value)) => value.to_owned(),
+            Fallback::Is(Literal::Float(value)) => value.to_string(),
+            Fallback::Derived(_) | Fallback::Unset => String::new(),
+        };
+        let given = case.get(&format!("{section}.{}", key.name));
+        rule(given.is_some_and(|given| given != default), &format!("{section}.{} is planned", key.name));
+    }
+}
+
+/// A number that is given, or else a default.
+fn count(case: &Case, key: &str, default: usize) -> usize {
+    case.read(key).unwrap_or(default)
+}
+
+fn degrees(case: &Case) -> [usize; 3] {
+    ["parallelism.dp", "parallelism.tp", "parallelism.pp"].map(|key| count(case, key, 1))
+}
+
+fn is_llama(case: &Case) -> bool {
+    let preset = case.get("model.preset").is_some_and(|preset| preset.starts_with("llama"));
+    case.get("model.kind").map_or(preset, |kind| kind == "llama")
+}
+
+fn tied(case: &Case) -> bool {
+    case.read("model.tie_embeddings").unwrap_or(!is_llama(case))
+}
+
+fn divides(by: usize, value: usize) -> bool {
+    value.is_multiple_of(by)
+}
+
+/// Heads, widths and positions are whole on every tp rank.
+fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let [_, tp, _] = degrees(case);
+    let [hidden, heads, seq_len] =
+        ["hidden_size", "num_heads", "seq_len"].map(|key| count(case, &format!("model.{key}"), 0));
+    let llama = is_llama(case);
+    let of_preset = match case.get("model.preset") {
+        Some("llama-tiny") if llama => 2,
+        Some("llama3-8b" | "llama3-70b" | "llama3-405b") if llama => 8,
+        _ => heads,
+    };
+    let kv_heads = count(case, "model.num_kv_heads", of_preset);
+    // 4 times the width; llama: 8/3 of it, in steps of 256. The widths here are no preset's.
+    let ffn = if llama { (hidden * 8 / 3).next_multiple_of(256) } else { 4 * hidden };
+    let ffn = count(case, "model.ffn_hidden_size", ffn);
+    rule(!divides(heads, hidden), "heads have no whole width");
+    for (what, value) in [("width", hidden), ("heads", heads), ("ffn", ffn)] {
+        rule(!divides(tp, value), &format!("{what} of {value} over tp={tp}"));
+    }
+    let sequence_parallel = case.read("parallelism.sequence_parallel").unwrap_or(false);
+    rule(sequence_parallel && !divides(tp, seq_len), "positions are not whole on every tp rank");
+    if llama {
+        rule(!divides(kv_heads, heads), "heads share no whole number of key and value heads");
+        rule(divides(heads, hidden) && !divides(2, hidden / heads), "rotary embeddings turn pairs");
+        rule(!divides(tp, kv_heads) && !divides(kv_heads, tp), "key and value heads over tp");
+        let width = if divides(heads, hidden) { hidden / heads } else { tp };
+        rule(divides(kv_heads, tp) && !divides(tp, kv_heads * width), "ranks that share a head share its weights");
+        let number = |key: &str, default: f64| case.read(&format!("model.rope_scaling_{key}")).unwrap_or(default);
+        let [low, high] = [number("low_freq_factor", 1.0), number("high_freq_factor", 4.0)];
+        rule(number("factor", 1.0) != 1.0 && high <= low, "no frequencies between low and high");
+    } else {
+        rule(kv_heads != heads, "gpt2 has a key and value head for each head");
+    }
+}
+
+fn generator(case: &Case) -> Generator {
+    let name = case.get("pipeline.schedule").unwrap_or("1f1b");
+    Generator::ALL.into_iter().find(|generator| generator.name() == name).expect("a schedule")
+}
+
+/// Of a schedule in a file: its name, and pp, stages per rank and micro-batches.
+fn own(case: &Case) -> Option<(String, [usize; 3])> {
+    let file = case.get("pipeline.schedule_file")?.rsplit('/').next()?.strip_suffix(".txt")?;
+    let mut parts = file.rsplitn(4, '-');
+    let mut number = || parts.next()?.parse().ok();
+    let (micros, chunks, pp) = (number()?, number()?, number()?);
+    Some((parts.next()?.to_owned(), [pp, chunks, micros]))
+}
+
+/// Stages per rank that a schedule has, and whether it takes another number.
+fn chunks(generator: Generator) -> (usize, bool) {
+    match generator {
+        Generator::Interleaved | Generator::BreadthFirst => (2, true),
+        Generator::ZbV | Generator::DualPipeV => (2, false),
+        _ => (1, false),
+    }
+}
+
+fn pipeline(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let [_, _, pp] = degrees(case);
+    let (generator, own, layers) = (generator(case), own(case), count(case, "model.num_layers", 0));
+    let replication = case.list("pipeline.replication");
+    let given: Option<usize> = case.read("pipeline.virtual_stages");
+    let (of_schedule, choose) = chunks(generator);
+    let per_rank = match &own {
+        Some((_, [_, chunks, _])) => {
+            rule(given.is_some_and(|given| given != *chunks), "virtual_stages are not those of the file");
+            rule(case.get("pipeline.schedule").is_some(), "two schedules");
+            *chunks
+        }
+        None => {
+            rule(!choose && given.is_some_and(|given| given != of_schedule), "the schedule fixes its virtual_stages");
+            given.unwrap_or(of_schedule)
+        }
+    };
+    if let Some(replicas) = &replication {
+        rule(replicas.contains(&0) || replicas.iter().sum::<usize>() != pp, "replicas are not the ranks");
+        rule(generator != Generator::OneFOneB || own.is_some(), "only 1f1b has replicas");
+        let most = replicas.iter().max().copied().unwrap_or(0);
+        let samples = count(case, "training.global_batch_size", 16) / degrees(case)[0];
+        rule(most > micros(case).unwrap_or(samples), "a replica without a micro-batch");
+        rule(is_canonical(case) && replicas.iter().any(|&count| count > 1), "replicas hold no whole subtree");
+    }
+    let stages = replication.as_ref().map_or(pp * per_rank, Vec::len);
+    match (case.list("pipeline.partition"), case.get("pipeline.partition")) {
+        (Some(list), _) => {
+            rule(list.len() != stages, "a list for other stages");
+            rule(list.iter().sum::<usize>() != layers, "a list of other layers");
+        }
+        // A stage may be left without a layer.
+        (None, Some("cost")) => {}
+        _ => {
+            rule(layers < stages, "a stage without a layer");
+            rule(own.is_none() && per_rank > 1 && !divides(stages, layers), "chunks of different sizes by default");
+        }
+    }
+    rule(case.get("pipeline.vertical_sync") == Some("true") && generator != Generator::PipeDream, "only pipedream");
+    if own.is_none() && !generator.is_synchronous() {
+        rule(tied(case) && pp > 1, "one table in two versions");
+        rule(case.read("training.max_norm").unwrap_or(1.0) > 0.0, "no norm of a whole gradient");
+        rule(is_canonical(case), "no run of one rank to be equal to");
+    }
+}
+
+/// The least number of micro-batches, and what it is a multiple of.
+fn takes(generator: Generator, pp: usize) -> (usize, usize) {
+    match generator {
+        Generator::ZbH2 | Generator::ZbV | Generator::PipeDream2Bw => (pp, 1),
+        Generator::DualPipeV => (2 * pp, 1),
+        Generator::Interleaved => (pp, pp),
+        _ => (1, 1),
+    }
+}
+
+/// The number of micro-batches, where it is fixed by what is given.
+fn micros(case: &Case) -> Option<usize> {
+    let [dp, _, _] = degrees(case);
+    let (batch, size) =
+        (count(case, "training.global_batch_size", 16), case.read::<usize>("training.micro_batch_size"));
+    let given = own(case).map(|(_, [_, _, micros])| micros).or(case.read("pipeline.num_microbatches"));
+    given.or(size.map(|size| batch / (dp * size)))
+}
+
+fn batch(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let [dp, _, pp] = degrees(case);
+    let (batch, size) =
+        (count(case, "training.global_batch_size", 16), case.read::<usize>("training.micro_batch_size"));
+    let given: Option<usize> = case.read("pipeline.num_microbatches");
+    let own = own(case);
+    if let Some((_, [ranks, _, micros])) = &own {
+        rule(*ranks != pp, "a file for other ranks");
+        rule(given.is_some_and(|given| given != *micros), "a file with other micro-batches");
+    }
+    let (least, step) = if own.is_some() { (1, 1) } else { takes(generator(case), pp) };
+    match (micros(case), size) {
+        (Some(micros), size) => {
+            rule(!divides(dp * size.unwrap_or(micros), batch), "the batch is not cut evenly");
+            rule(size.is_some_and(|size| dp * micros * size != batch), "the batch is another product");
+            rule(!divides(dp * micros.max(1), batch), "the batch is not cut evenly");
+            rule(micros < least || !divides(step, micros), "micro-batches that the schedule does not take");
+        }
+        (None, _) => {
+            let some = |micros: usize| divides(dp * micros, batch) && divides(step, micros);
+            rule(!(least..=batch).any(some), "no number of micro-batches fits");
+        }
+    }
+}
+
+fn is_canonical(case: &Case) -> bool {
+    case.get("training.numerics") == Some("canonical")
+}
+
+/// Each rank of canonical sums holds a whole subtree.
+fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    if !is_canonical(case) {
+        return;
+    }
+    let [dp, tp, _] = degrees(case);
+    let blocks = count(case, "numerics.reduction_blocks", 8);
+    let whole = |count: usize, ranks: usize| ranks == 1 || divides(ranks, count) && (count / ranks).is_power_of_two();
+    rule(!whole(blocks, tp), "tp ranks without a subtree");
+    rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
+    rule(blocks > 4096, "more blocks than any tp has use for");
+}
+
+fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let binary = case.get("data.path").is_some_and(|path| path.ends_with(".bin"));
+    let vocab = count(case, "model.vocab_size", 0);
+    let tokenizer = case.get("data.tokenizer").unwrap_or("bytes");
+    let ids = match (binary, tokenizer) {
+        (true, _) => IDS,
+        (false, "bytes") => 256,
+        (false, _) => 50257,
+    };
+    rule(vocab < ids, "tokens beyond the vocabulary");
+    rule(tokenizer == "gpt2" && !cfg!(feature = "tokenizers"), "a build without tokenizers");
+    if case.read("validation.every").unwrap_or(0) > 0 && case.get("data.path").is_some() {
+        let held_out = (TOKENS as f64 * case.read("validation.fraction").unwrap_or(0.05)) as usize;
+        rule(held_out <= count(case, "model.seq_len", 0), "too little is held out");
+    }
+}
+
+fn files(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let [_, _, pp] = degrees(case);
+    let profile = case.get("metrics.profile") == Some("true");
+    let same = case.get("metrics.trace") == case.get("metrics.schedule");
+    rule(profile && pp > 1 && same, "one file for two reports");
+}
