@@ -3,6 +3,7 @@
 #![warn(missing_docs)]
 
 pub mod gpt2;
+pub mod huggingface;
 pub mod language;
 pub mod layers;
 pub mod llama;

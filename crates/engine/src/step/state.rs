@@ -3,7 +3,8 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::state::{StateKey, StatePiece, StateSource, TrainState};
-use meshwork_tensor::param::Piece;
+use meshwork_tensor::ParamSpec;
+use meshwork_tensor::param::{LocalSlice, Piece};
 
 impl Trainer {
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
@@ -27,6 +28,33 @@ impl Trainer {
         let local = spec.local(self.rank.mesh(), self.rank.coords());
         let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
         Ok(params.write(id, &piece.values)?)
+    }
+
+    /// Replaces the weights of every parameter that this rank holds by those that `read` gives: the elements of the slice that lies
+    /// here, as they are stored, padding zero. This is how a run starts from a model of elsewhere; optimizer states and counters stay
+    /// as they are.
+    ///
+    /// Not collective, but ranks that hold the same elements must be given the same values.
+    ///
+    /// # Errors
+    /// Weights that cannot be read, or of another number; while steps are under way.
+    pub fn load_weights<E: std::fmt::Display>(
+        &mut self,
+        mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
+    ) -> Result<(), TrainError> {
+        self.require_complete()?;
+        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
+        let refuse = |name: &str, problem: String| TrainError::Parameter { name: name.to_owned(), problem };
+        let params = self.weights.get_mut().params_mut();
+        let params = params.ok_or_else(|| refuse("of every name", "the weights are being read".to_owned()))?;
+        let declarations = params.declarations().clone();
+        for id in declarations.ids() {
+            let spec = declarations.spec(id);
+            let values =
+                read(spec, &spec.local(mesh, coords)).map_err(|error| refuse(&spec.name, error.to_string()))?;
+            params.write(id, &values)?;
+        }
+        Ok(())
     }
 
     /// This rank's part of the state of the run, by global name and slice: weights, buffers, optimizer states and

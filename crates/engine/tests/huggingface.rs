@@ -1,0 +1,123 @@
+//! Models as Hugging Face stores them, on any mesh: the logits are those of `transformers`, each rank reads its own slices, and what
+//! is written again is what was read. `crates/models/tests/fixtures/make_huggingface_fixtures.py` made the folders.
+
+use meshwork_core::comm::thread;
+use meshwork_engine::{Plan, ScheduleSpec, TrainError, Trainer, WholeState};
+use meshwork_models::huggingface::{Dtype, Pretrained, export};
+use meshwork_models::language;
+use meshwork_tensor::cpu::Cpu;
+use meshwork_testkit::parity::assert_close;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const MODELS: [&str; 4] = ["gpt2", "gpt2_untied_bf16", "llama_scaled", "llama_tied_f16_shards"];
+/// Logits of `transformers` in f32, of numbers around 1.
+const TOLERANCE: f64 = 1e-4;
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/huggingface").join(name)
+}
+
+fn plan(mesh: &str) -> Plan {
+    let schedule = ScheduleSpec::named(if mesh.contains("pp") { "1f1b" } else { "gpipe" }).unwrap();
+    Plan { mesh: mesh.parse().unwrap(), schedule, global_batch_size: 2, num_microbatches: Some(1), ..Plan::default() }
+}
+
+/// Token ids of each sample, and the logits of `transformers`.
+fn wanted(folder: &Path) -> (Vec<Vec<i32>>, Vec<Vec<Vec<f32>>>) {
+    let text = std::fs::read_to_string(folder.join("logits.json")).unwrap();
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let rows = |value: &serde_json::Value| value.as_array().unwrap().clone();
+    let ids = |row: &serde_json::Value| rows(row).iter().map(|id| id.as_i64().unwrap() as i32).collect();
+    let numbers = |row: &serde_json::Value| rows(row).iter().map(|x| x.as_f64().unwrap() as f32).collect();
+    let tokens = rows(&value["tokens"]).iter().map(ids).collect();
+    let logits = rows(&value["logits"]).iter().map(|sample| rows(sample).iter().map(numbers).collect()).collect();
+    (tokens, logits)
+}
+
+/// The trainer of a rank, with the weights of a folder.
+fn load(read: &Pretrained, plan: &Plan, rank: Arc<meshwork_core::Rank>) -> Result<Trainer, TrainError> {
+    let mut trainer = Trainer::new(read.architecture().model(), plan, rank, Cpu::device())?;
+    trainer.load_weights(|spec, slice| read.read(spec, slice))?;
+    Ok(trainer)
+}
+
+#[test]
+fn logits_are_those_of_transformers_on_any_mesh() {
+    for name in MODELS {
+        let folder = folder(name);
+        let (tokens, logits) = wanted(&folder);
+        for mesh in ["dp=1", "tp=2", "tp=4", "pp=2", "tp=2,pp=2"] {
+            let plan = plan(mesh);
+            let read = Pretrained::open(&folder).unwrap();
+            let (seq, vocab) = (tokens[0].len(), logits[0][0].len());
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let mut trainer = load(&read, &plan, rank)?;
+                let mut rows = Vec::new();
+                for row in 0..2 * seq {
+                    let all = tokens.concat();
+                    let batch = language::batch(all, vec![-1; 2 * seq], seq)?;
+                    rows.push(trainer.predict(&batch, row, vocab)?);
+                }
+                Ok::<_, TrainError>(rows)
+            });
+            let ranks = ranks.unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"));
+            for (rank, rows) in ranks.iter().enumerate() {
+                for (got, want) in rows.iter().zip(logits.concat()) {
+                    let apart = got.iter().zip(&want).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+                    assert!(apart < TOLERANCE, "{name} on {mesh}, rank {rank}: {apart:e} apart");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn each_rank_reads_the_bytes_of_its_slices() {
+    for name in MODELS {
+        let folder = folder(name);
+        for mesh in ["dp=1", "tp=2", "tp=4,pp=2"] {
+            let plan = plan(mesh);
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let read = Pretrained::open(&folder).expect("a fixture");
+                let trainer = load(&read, &plan, rank)?;
+                Ok::<_, TrainError>((read.bytes_read(), trainer.local_elements() as u64))
+            });
+            let bytes = if name.contains("16") { 2 } else { 4 };
+            for (rank, (read, held)) in ranks.unwrap().into_iter().enumerate() {
+                assert_eq!(read, bytes * held, "{name} on {mesh}, rank {rank}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_is_written_as_it_was_read() {
+    for (name, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16]) {
+        let original = Pretrained::open(&folder(name)).unwrap();
+        let plan = plan("tp=2,pp=2");
+        let states = thread::run_mesh(&plan.mesh, |rank| load(&original, &plan, rank)?.state()).unwrap();
+        let whole = WholeState::merge(&states).unwrap();
+        let written = tempfile::tempdir().unwrap();
+        export(written.path(), original.architecture(), dtype, |spec| {
+            let key = meshwork_engine::StateKey { parameter: spec.name.clone(), state: None };
+            whole.vector(&key).map(<[f32]>::to_vec).ok_or_else(|| "the run has none".into())
+        })
+        .unwrap();
+        let again = Pretrained::open(written.path()).unwrap();
+        assert_eq!(again.architecture(), original.architecture());
+        for spec in original.architecture().parameters().unwrap() {
+            let slice = spec.local(&"dp=1".parse().unwrap(), Default::default());
+            let [first, second] = [&original, &again].map(|read| read.read(&spec, &slice).unwrap());
+            assert_eq!(first, second, "{name}: {}", spec.name);
+            assert_close(
+                &spec.name,
+                &first,
+                whole.vector(&meshwork_engine::StateKey { parameter: spec.name.clone(), state: None }).unwrap(),
+                0.0,
+            );
+        }
+        let left: Vec<_> = std::fs::read_dir(written.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".part")), "{left:?}");
+    }
+}

@@ -1,0 +1,261 @@
+//! Models in the folders of Hugging Face: `config.json`, and `model.safetensors` or its shards. Read straight into any mesh, and
+//! written so that `transformers` loads them. No Python is involved.
+//!
+//! ```
+//! use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
+//! use meshwork_models::llama::{LlamaConfig, PRESETS};
+//!
+//! # let folder = std::env::temp_dir().join(format!("meshwork-huggingface-{}", std::process::id()));
+//! let tiny = LlamaConfig { num_layers: 1, hidden_size: 8, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 12, ..PRESETS[0].1 };
+//! let specs = Architecture::Llama(tiny).parameters()?;
+//! // Every parameter is 1, 2, 3, ...
+//! export(&folder, &Architecture::Llama(tiny), Dtype::F32, |spec| Ok((1..=spec.dims.count()).map(|i| i as f32).collect()))?;
+//!
+//! let read = Pretrained::open(&folder)?;
+//! assert_eq!(read.architecture(), &Architecture::Llama(tiny));
+//! let norm = specs.iter().find(|spec| spec.name == "norm.weight").unwrap();
+//! let whole = norm.local(&"dp=1".parse()?, Default::default());
+//! assert_eq!(read.read(norm, &whole)?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+//! # std::fs::remove_dir_all(&folder)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod config;
+mod export;
+mod layout;
+mod tensors;
+
+pub use export::export;
+pub use tensors::Dtype;
+
+use crate::gpt2::{Gpt2, Gpt2Config};
+use crate::llama::{Llama, LlamaConfig};
+use layout::Part;
+use meshwork_core::Mesh;
+use meshwork_nn::{Model, StageSpec};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Declarations, ParamSpec};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tensors::Tensors;
+
+/// A folder that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file or folder that cannot be opened, read or written.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// A file that is not what its name says.
+    #[error("{}: {problem}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Settings of `config.json` that are missing or not supported: all of them.
+    #[error("config.json: {}", .0.join("; "))]
+    Config(Vec<String>),
+    /// Tensors that are missing, misshapen or not of this model: all of them.
+    #[error("model.safetensors: {}", .0.join("; "))]
+    Tensors(Vec<String>),
+    /// A model that cannot be declared.
+    #[error(transparent)]
+    Model(#[from] meshwork_tensor::Error),
+    /// Weights that the caller could not give.
+    #[error("the weights of {name}: {source}")]
+    Weights {
+        /// The parameter.
+        name: String,
+        /// The caller's error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// A model that can be read and written, with its sizes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Architecture {
+    /// `GPT2LMHeadModel`.
+    Gpt2(Gpt2Config),
+    /// `LlamaForCausalLM`.
+    Llama(LlamaConfig),
+}
+
+impl Architecture {
+    /// The model.
+    pub fn model(&self) -> Arc<dyn Model> {
+        match *self {
+            Self::Gpt2(config) => Arc::new(Gpt2::new(config)),
+            Self::Llama(config) => Arc::new(Llama::new(config)),
+        }
+    }
+
+    /// Every parameter, in the order of declaration.
+    ///
+    /// # Errors
+    /// Sizes that no model has.
+    pub fn parameters(&self) -> Result<Vec<ParamSpec>, Error> {
+        let model = self.model();
+        let mut all = Declarations::new();
+        let whole = StageSpec { layers: 0..model.num_layers(), first: true, last: true };
+        model.stage(&mut all, &Mesh::default(), &whole)?;
+        Ok(all.specs().to_vec())
+    }
+}
+
+/// A model in a folder, its files open for reading.
+#[derive(Debug)]
+pub struct Pretrained {
+    architecture: Architecture,
+    tensors: Tensors,
+    /// What the names of the tensors begin with in these files.
+    prefix: &'static str,
+}
+
+impl Pretrained {
+    /// Opens a folder: reads `config.json` and the headers, and checks that they have exactly the tensors of the model.
+    ///
+    /// # Errors
+    /// Files that are missing or damaged; settings that are not supported; tensors that are missing, misshapen, of another type
+    /// than f32, bf16 and f16, or that the model does not have.
+    pub fn open(folder: &Path) -> Result<Self, Error> {
+        let path = folder.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|source| Error::File { path, source })?;
+        let architecture = config::read(&text)?;
+        let tensors = Tensors::open(folder)?;
+        let prefix = layout::prefix(&architecture);
+        let prefixed = tensors.names().any(|name| name.starts_with(prefix));
+        let read = Self { architecture, tensors, prefix: if prefixed { prefix } else { "" } };
+        read.require_tensors()?;
+        Ok(read)
+    }
+
+    /// The model.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
+    }
+
+    /// Bytes of weights read so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.tensors.bytes_read()
+    }
+
+    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero. Only their bytes are read.
+    ///
+    /// # Errors
+    /// A file that cannot be read, a parameter that the model does not have.
+    pub fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, Error> {
+        let mut values = vec![0.0; slice.stored.count()];
+        let parts = layout::parts(&self.architecture, &spec.name, spec.dims);
+        if parts.is_empty() {
+            return Err(Error::Tensors(vec![format!("the model has no parameter {}", spec.name)]));
+        }
+        for part in parts {
+            let ranges = slice.ranges.iter().cloned().enumerate().map(|(dim, range)| match part.at {
+                Some((of, at)) if of == dim => at.clamp(range.start, range.end)..(at + 1).clamp(range.start, range.end),
+                _ => range,
+            });
+            let ranges: Vec<_> = ranges.collect();
+            if ranges.iter().any(|range| range.is_empty()) {
+                continue;
+            }
+            let name = self.name(&part);
+            let tensor = self.tensors.find(&name).ok_or_else(|| Error::Tensors(vec![format!("{name} is missing")]))?;
+            let (mut bytes, mut run) = (Vec::new(), Vec::new());
+            for_each_run(&part, slice, &ranges, |start, base, places| {
+                self.tensors.read(tensor, start..start + places.len(), &mut bytes, &mut run)?;
+                places.iter().zip(&run).for_each(|(&place, &value)| values[base + place] = value);
+                Ok(())
+            })?;
+        }
+        Ok(values)
+    }
+
+    /// The name of a part's tensor in these files. The head lies beside the model that the prefix names.
+    fn name(&self, part: &Part) -> String {
+        match &*part.tensor {
+            "lm_head.weight" => part.tensor.clone(),
+            tensor => format!("{}{tensor}", self.prefix),
+        }
+    }
+
+    /// Refuses files that do not have exactly the tensors of the model.
+    fn require_tensors(&self) -> Result<(), Error> {
+        let (mut problems, mut known) = (Vec::new(), BTreeSet::new());
+        for spec in self.architecture.parameters()? {
+            for part in layout::parts(&self.architecture, &spec.name, spec.dims) {
+                let name = self.name(&part);
+                match self.tensors.find(&name) {
+                    None => problems.push(format!("{name} {:?} is missing", part.shape)),
+                    Some(tensor) if tensor.shape != part.shape => {
+                        problems.push(format!("{name} is {:?}, and the model's is {:?}", tensor.shape, part.shape));
+                    }
+                    Some(tensor) if tensor.dtype.is_none() => {
+                        problems.push(format!("{name} is of a type that is not supported: F32, BF16 and F16 are"));
+                    }
+                    Some(_) => {}
+                }
+                known.insert(name);
+            }
+        }
+        let beside = |name: &str| layout::is_beside(&self.architecture, name.strip_prefix(self.prefix).unwrap_or(name));
+        let extra = self.tensors.names().filter(|&name| !known.contains(name) && !beside(name));
+        problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
+        match problems.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Tensors(problems)),
+        }
+    }
+}
+
+/// Neighbouring elements of a tensor that are read at once: at most this many, but for a single dim.
+const RUN: usize = 1 << 22;
+
+/// Calls `visit(first element in the tensor, base, places)` for each run of neighbouring elements of a part that a slice has, of
+/// which `ranges` lie in this part: element i of the run lies at `base + places[i]` of the slice's memory.
+fn for_each_run(
+    part: &Part,
+    slice: &LocalSlice,
+    ranges: &[Range<usize>],
+    mut visit: impl FnMut(usize, usize, &[usize]) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let local: Vec<usize> = (0..ranges.len()).map(|dim| slice.stored[dim + 1..].iter().product()).collect();
+    let start = |dim: usize| ranges[dim].start * part.strides[dim];
+    let base: usize = (0..ranges.len()).map(|dim| (ranges[dim].start - slice.ranges[dim].start) * local[dim]).sum();
+    // From the dim whose neighbours are nearest in the tensor to the farthest; the dim of `at` has one index here.
+    let mut dims: Vec<usize> = (0..ranges.len()).filter(|&dim| part.strides[dim] > 0).collect();
+    dims.sort_by_key(|&dim| part.strides[dim]);
+    // Dims whose elements follow each other in the tensor make up a run.
+    let (mut places, mut joined) = (vec![0], 0);
+    for &dim in &dims {
+        let follows = places.len() == part.strides[dim];
+        if !follows || joined > 0 && places.len() * ranges[dim].len() > RUN {
+            break;
+        }
+        let step = local[dim];
+        let moved = |at: usize| places.iter().map(move |place| place + at * step);
+        places = (0..ranges[dim].len()).flat_map(moved).collect();
+        joined += 1;
+    }
+    let first: usize = dims.iter().map(|&dim| start(dim)).sum();
+    let outer = &dims[joined..];
+    for number in 0..outer.iter().map(|&dim| ranges[dim].len()).product() {
+        let (mut rest, mut element, mut place) = (number, first, base);
+        for &dim in outer {
+            let at = rest % ranges[dim].len();
+            rest /= ranges[dim].len();
+            element += at * part.strides[dim];
+            place += at * local[dim];
+        }
+        visit(element, place, &places)?;
+    }
+    Ok(())
+}
