@@ -2,6 +2,7 @@
 
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
+use meshwork_models::huggingface;
 use meshwork_pipeline::partition::ProfileError;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,9 @@ pub enum RunError {
     /// A layer profile that its format cannot hold.
     #[error("the layers cannot be written as a profile: {0}")]
     Layers(#[from] ProfileError),
+    /// The weights to start from.
+    #[error("model.init_from: {0}")]
+    Pretrained(#[from] huggingface::Error),
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),

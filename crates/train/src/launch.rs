@@ -11,6 +11,7 @@ use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
 use meshwork_engine::{ModelPlan, StepReport, TrainError, Trainer};
+use meshwork_models::huggingface::Pretrained;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -110,6 +111,10 @@ fn run(
     };
     let device = probe.device(config.device.open(config.training.dtype));
     let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
+    if let Some(folder) = &config.model.init_from {
+        let pretrained = Pretrained::open(Path::new(folder))?;
+        trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
+    }
     let mut outcome = Outcome::default();
     let mut begun = 0;
     let mut began = Instant::now();

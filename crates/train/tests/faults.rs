@@ -266,7 +266,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "checkpoint.keep=3",
         "checkpoint.resume=true",
         "checkpoint.export=/tmp",
-        "model.init_from=gpt2",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {

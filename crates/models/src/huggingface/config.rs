@@ -66,7 +66,8 @@ impl Settings<'_> {
     fn only(&mut self, key: &str, valid: &[Value]) {
         if let Some(value) = self.value(key).filter(|value| !valid.contains(value)) {
             let valid: Vec<String> = valid.iter().map(Value::to_string).collect();
-            self.problems.push(format!("{key} is {value}: supported is {}", valid.join(" or ")));
+            let valid = if valid.is_empty() { "none".to_owned() } else { valid.join(" or ") };
+            self.problems.push(format!("{key} is {value}: supported is {valid}"));
         }
     }
 }
@@ -164,7 +165,7 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
 }
 
 fn heads_divide(settings: &mut Settings<'_>, hidden: usize, heads: usize, hidden_key: &str, heads_key: &str) {
-    if !hidden.is_multiple_of(heads) {
+    if settings.problems.is_empty() && !hidden.is_multiple_of(heads) {
         settings.problems.push(format!("{heads_key} {heads} does not divide {hidden_key} {hidden}"));
     }
 }

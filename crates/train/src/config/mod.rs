@@ -22,6 +22,7 @@ mod mesh;
 mod partition;
 mod plan;
 mod preset;
+mod pretrained;
 mod reference;
 mod resolve;
 mod schedule;

@@ -31,7 +31,7 @@ impl Config {
         }
     }
 
-    fn gpt2(&self) -> Gpt2Config {
+    pub(super) fn gpt2(&self) -> Gpt2Config {
         let model = &self.model;
         Gpt2Config {
             vocab_size: model.vocab_size,
@@ -45,7 +45,7 @@ impl Config {
         }
     }
 
-    fn llama(&self) -> LlamaConfig {
+    pub(super) fn llama(&self) -> LlamaConfig {
         let model = &self.model;
         let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling {
             factor: model.rope_scaling_factor,

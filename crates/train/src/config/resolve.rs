@@ -14,6 +14,7 @@ use super::idle;
 use super::mesh::{AXES, parse_mesh};
 use super::partition;
 use super::preset::{self, preset};
+use super::pretrained;
 use super::schedule;
 use super::settings::Settings;
 use super::size;
@@ -127,6 +128,8 @@ fn derive(settings: &mut Settings) {
     settings.derive("model.ffn_hidden_size", &["model.preset", "model.kind", "model.hidden_size"], int(ffn));
     settings.derive("model.tie_embeddings", &["model.kind"], kind == ModelKind::Gpt2);
     settings.derive("model.rope_theta", PRESET, llama.map_or(preset::ROPE_THETA, |llama| llama.rope_theta));
+
+    pretrained::derive(settings);
 
     let steps: Value = settings.get("training.steps");
     settings.derive("lr_scheduler.decay_steps", &["training.steps"], steps);

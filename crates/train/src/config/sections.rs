@@ -85,8 +85,8 @@ sections! {
         rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive);
         /// Sequence length before scaling.
         rope_scaling_original_seq_len: usize = int(8192), Count(1);
-        /// Weights to start from.
-        init_from: Option<String> = Unset, Text, awaits "starting from given weights";
+        /// A Hugging Face folder (config.json, model.safetensors) of a GPT-2 or Llama to start from: sizes and weights.
+        init_from: Option<String> = Unset, Text;
     }
 
     /// Degrees of the axes of the mesh, with the mesh string merged in.

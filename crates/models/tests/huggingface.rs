@@ -1,0 +1,145 @@
+//! Hugging Face folders that are damaged, incomplete or of a model that is not supported: each is refused with everything that is
+//! wrong, and nothing panics.
+
+use meshwork_models::huggingface::{Error, Pretrained};
+use meshwork_testkit::Rng;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+/// A copy of a fixture.
+fn copy(name: &str) -> tempfile::TempDir {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/huggingface").join(name);
+    let folder = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::write(folder.path().join(entry.file_name()), fs::read(entry.path()).unwrap()).unwrap();
+    }
+    folder
+}
+
+/// Changes an object of JSON in a file.
+fn edit(path: &Path, change: impl Fn(&mut Value)) {
+    let mut value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    change(&mut value);
+    fs::write(path, value.to_string()).unwrap();
+}
+
+/// Changes the header of a file of tensors; the bytes of the tensors stay.
+fn edit_header(path: &Path, change: impl Fn(&mut Value)) {
+    let bytes = fs::read(path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    change(&mut header);
+    let header = header.to_string().into_bytes();
+    let all = [&(header.len() as u64).to_le_bytes()[..], &header, &bytes[8 + length..]].concat();
+    fs::write(path, all).unwrap();
+}
+
+fn refused(folder: &tempfile::TempDir) -> String {
+    Pretrained::open(folder.path()).map(drop).unwrap_err().to_string()
+}
+
+#[test]
+fn settings_that_are_not_supported_are_listed_together() {
+    let llama = copy("llama_scaled");
+    edit(&llama.path().join("config.json"), |config| {
+        config["hidden_act"] = json!("gelu");
+        config["sliding_window"] = json!(4096);
+        config["attention_bias"] = json!(true);
+        config["rope_parameters"]["rope_type"] = json!("yarn");
+        config["num_hidden_layers"] = json!("two");
+    });
+    assert_eq!(
+        refused(&llama),
+        "config.json: hidden_act is \"gelu\": supported is \"silu\"; attention_bias is true: supported is false; sliding_window is \
+         4096: supported is none; rope_parameters: rope_type is \"yarn\": supported is \"default\" or \"llama3\"; num_hidden_layers is \
+         \"two\": it must be a whole number above 0"
+    );
+    let gpt2 = copy("gpt2");
+    edit(&gpt2.path().join("config.json"), |config| {
+        config["activation_function"] = json!("relu");
+        config["attn_pdrop"] = json!(0.5);
+        config.as_object_mut().unwrap().remove("n_embd");
+    });
+    assert_eq!(
+        refused(&gpt2),
+        "config.json: n_embd is missing; attn_pdrop is 0.5 and resid_pdrop 0: supported is one probability for all; \
+         activation_function is \"relu\": supported is \"gelu_new\" or \"gelu_pytorch_tanh\" or \"gelu_fast\""
+    );
+    edit(&gpt2.path().join("config.json"), |config| config["architectures"] = json!(["MambaForCausalLM"]));
+    assert_eq!(
+        refused(&gpt2),
+        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel and LlamaForCausalLM are supported"
+    );
+}
+
+#[test]
+fn missing_extra_and_misshapen_tensors_are_listed_together() {
+    let folder = copy("gpt2");
+    edit_header(&folder.path().join("model.safetensors"), |header| {
+        let header = header.as_object_mut().unwrap();
+        let moved = header.remove("transformer.h.1.ln_2.bias").unwrap();
+        header.insert("transformer.h.1.ln_3.bias".to_owned(), moved);
+        header["transformer.h.0.mlp.c_fc.weight"]["shape"] = json!([20, 16]);
+    });
+    assert_eq!(
+        refused(&folder),
+        "model.safetensors: transformer.h.0.mlp.c_fc.weight is [20, 16], and the model's is [16, 20]; transformer.h.1.ln_2.bias \
+         [16] is missing; the model has no tensor transformer.h.1.ln_3.bias"
+    );
+    let integers = copy("gpt2");
+    edit_header(&integers.path().join("model.safetensors"), |header| {
+        header["transformer.ln_f.weight"]["dtype"] = json!("I32");
+    });
+    assert!(
+        refused(&integers)
+            .contains("transformer.ln_f.weight is of a type that is not supported: F32, BF16 and F16 are")
+    );
+}
+
+#[test]
+fn files_that_lie_about_themselves_are_refused() {
+    let truncated = copy("gpt2");
+    let path = truncated.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 100]).unwrap();
+    assert!(refused(&truncated).contains("lies in bytes"), "{}", refused(&truncated));
+    fs::write(&path, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
+    assert!(refused(&truncated).contains("its header has 18446744073709551615 bytes, in a file of"));
+
+    let shards = copy("llama_tied_f16_shards");
+    edit(&shards.path().join("model.safetensors.index.json"), |index| {
+        index["weight_map"]["model.norm.weight"] = json!("../../etc/passwd");
+    });
+    assert!(refused(&shards).contains("is not the name of a file beside it"), "{}", refused(&shards));
+    let lost = copy("llama_tied_f16_shards");
+    fs::remove_file(lost.path().join("model-00002-of-00003.safetensors")).unwrap();
+    assert!(
+        matches!(Pretrained::open(lost.path()), Err(Error::File { path, .. }) if path.ends_with("model-00002-of-00003.safetensors"))
+    );
+}
+
+/// Random damage: an error or, where it hits numbers, a model; never a panic.
+#[test]
+fn random_damage_does_not_panic() {
+    let mut rng = Rng::new(11);
+    for _ in 0..300 {
+        let folder = copy("gpt2");
+        let name = ["config.json", "model.safetensors"][rng.below(2)];
+        let path = folder.path().join(name);
+        let mut bytes = fs::read(&path).unwrap();
+        for _ in 0..=rng.below(4) {
+            let at = rng.below(bytes.len().min(4000));
+            bytes[at] = rng.below(256) as u8;
+        }
+        bytes.truncate(bytes.len() - rng.below(2) * rng.below(bytes.len()));
+        fs::write(&path, bytes).unwrap();
+        if let Ok(read) = Pretrained::open(folder.path()) {
+            for spec in read.architecture().parameters().unwrap_or_default() {
+                let slice = spec.local(&"dp=1".parse().unwrap(), Default::default());
+                _ = read.read(&spec, &slice);
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]`.
+
+use super::Config;
+use super::settings::Settings;
+use super::words::ModelKind;
+use meshwork_models::huggingface::{Architecture, Pretrained};
+use meshwork_tensor::op::Rotary;
+use std::path::Path;
+use toml::Value;
+
+const KEY: &str = "model.init_from";
+
+/// Takes the sizes of the folder, if one is given. A size that the user gave too must be that of the folder; the sequences of a Llama
+/// may have any length, and dropout any probability.
+pub(crate) fn derive(settings: &mut Settings) {
+    let Some(folder) = settings.given::<String>(KEY) else { return };
+    let pretrained = match Pretrained::open(Path::new(&folder)) {
+        Ok(pretrained) => pretrained,
+        Err(error) => {
+            let valid = "use a folder of Hugging Face with config.json and model.safetensors of a GPT-2 or Llama";
+            return settings.fault(KEY, &folder, error.to_string(), valid);
+        }
+    };
+    for (key, value) in sizes(pretrained.architecture()) {
+        let free = key == "model.dropout"
+            || key == "model.seq_len" && matches!(pretrained.architecture(), Architecture::Llama(_));
+        match settings.given::<Value>(key).filter(|given| !free && !same(given, &value)) {
+            Some(given) => {
+                let problem = format!("the model in {folder} has {value}");
+                settings.fault(key, given, problem, format!("use {value}, or leave the key out"));
+            }
+            None => settings.derive(key, &[KEY], value),
+        }
+    }
+}
+
+/// Whether a number or word as the user wrote it means a size: 1 is 1.0.
+fn same(given: &Value, size: &Value) -> bool {
+    let number = |value: &Value| value.as_float().or(value.as_integer().map(|number| number as f64));
+    given == size || number(given).is_some_and(|given| number(size) == Some(given))
+}
+
+/// The keys that an architecture fixes, with their values.
+fn sizes(architecture: &Architecture) -> Vec<(&'static str, Value)> {
+    let int = |size: usize| Value::Integer(i64::try_from(size).unwrap_or(i64::MAX));
+    match *architecture {
+        Architecture::Gpt2(config) => vec![
+            ("model.kind", ModelKind::Gpt2.name().into()),
+            ("model.vocab_size", int(config.vocab_size)),
+            ("model.num_layers", int(config.num_layers)),
+            ("model.hidden_size", int(config.hidden_size)),
+            ("model.num_heads", int(config.num_heads)),
+            ("model.num_kv_heads", int(config.num_heads)),
+            ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
+            ("model.seq_len", int(config.seq_len)),
+            ("model.tie_embeddings", config.tie_embeddings.into()),
+            ("model.dropout", f64::from(config.dropout).into()),
+        ],
+        Architecture::Llama(config) => {
+            let Rotary { theta, scaling } = config.rotary;
+            let mut sizes = vec![
+                ("model.kind", ModelKind::Llama.name().into()),
+                ("model.vocab_size", int(config.vocab_size)),
+                ("model.num_layers", int(config.num_layers)),
+                ("model.hidden_size", int(config.hidden_size)),
+                ("model.num_heads", int(config.num_heads)),
+                ("model.num_kv_heads", int(config.num_kv_heads)),
+                ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
+                ("model.seq_len", int(config.seq_len)),
+                ("model.tie_embeddings", config.tie_embeddings.into()),
+                ("model.norm_eps", config.norm_eps.into()),
+                ("model.rope_theta", theta.into()),
+                ("model.rope_scaling_factor", scaling.map_or(1.0, |scaling| scaling.factor).into()),
+            ];
+            if let Some(scaling) = scaling {
+                sizes.extend([
+                    ("model.rope_scaling_low_freq_factor", scaling.low_frequency_factor.into()),
+                    ("model.rope_scaling_high_freq_factor", scaling.high_frequency_factor.into()),
+                    ("model.rope_scaling_original_seq_len", int(scaling.original_positions)),
+                ]);
+            }
+            sizes
+        }
+    }
+}
+
+impl Config {
+    /// The model in the form in which Hugging Face folders describe it.
+    pub fn architecture(&self) -> Architecture {
+        match self.model.kind {
+            ModelKind::Gpt2 => Architecture::Gpt2(self.gpt2()),
+            ModelKind::Llama => Architecture::Llama(self.llama()),
+        }
+    }
+}

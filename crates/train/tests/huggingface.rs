@@ -1,0 +1,75 @@
+//! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh.
+
+use meshwork_train::config::{Args, Config};
+use meshwork_train::{Data, train};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/huggingface").join(name)
+}
+
+fn parse(name: &str, more: &str) -> Result<Config, String> {
+    let text = format!("--set model.init_from={} {more}", folder(name).display());
+    Config::from_args(&Args::parse(text.split_whitespace())).map_err(|error| error.to_string())
+}
+
+#[test]
+fn the_sizes_of_the_folder_are_the_defaults() {
+    let llama = parse("llama_scaled", "--set model.seq_len=8").unwrap().model;
+    assert_eq!((llama.vocab_size, llama.num_layers, llama.hidden_size, llama.num_kv_heads), (29, 2, 16, 2));
+    assert_eq!((llama.rope_theta, llama.rope_scaling_factor, llama.rope_scaling_original_seq_len), (100.0, 8.0, 48));
+    assert_eq!((llama.ffn_hidden_size, llama.seq_len, llama.tie_embeddings), (20, 8, false));
+    let gpt2 = parse("gpt2", "--set model.dropout=0.25 --set model.hidden_size=16").unwrap().model;
+    assert_eq!((gpt2.seq_len, gpt2.tie_embeddings, gpt2.dropout, gpt2.hidden_size), (12, true, 0.25, 16));
+}
+
+#[test]
+fn other_sizes_and_other_folders_are_refused() {
+    let gpt2 = parse("gpt2", "--set model.seq_len=8 --set model.num_layers=3").unwrap_err();
+    let lines: Vec<&str> = gpt2.lines().collect();
+    assert_eq!(lines.len(), 2, "{gpt2}");
+    assert!(
+        lines[0].starts_with("model.num_layers = 3: the model in ")
+            && lines[0].ends_with("has 2; use 2, or leave the key out"),
+        "{gpt2}"
+    );
+    assert!(lines[1].starts_with("model.seq_len = 8: "), "{gpt2}");
+    let nowhere = parse("nowhere", "").unwrap_err();
+    assert!(nowhere.contains("config.json") && nowhere.contains("use a folder of Hugging Face"), "{nowhere}");
+}
+
+/// The mean cross entropy of the next token, of the logits that `transformers` computed of the first sample.
+fn wanted(name: &str) -> (Vec<i32>, f64) {
+    let text = std::fs::read_to_string(folder(name).join("logits.json")).unwrap();
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let ids = |row: usize| value["tokens"][row].as_array().unwrap().iter().map(|id| id.as_i64().unwrap() as i32);
+    let tokens: Vec<i32> = ids(0).chain(ids(1)).collect();
+    let rows = value["logits"][0].as_array().unwrap();
+    let loss = |(at, row): (usize, &serde_json::Value)| {
+        let logits: Vec<f64> = row.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+        logits.iter().map(|x| x.exp()).sum::<f64>().ln() - logits[tokens[at + 1] as usize]
+    };
+    let mean = rows.iter().enumerate().map(loss).sum::<f64>() / rows.len() as f64;
+    (tokens, mean)
+}
+
+#[test]
+fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
+    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards"] {
+        let (tokens, loss) = wanted(name);
+        let run = |mesh: &str, steps: u64| {
+            let more = "--set training.global_batch_size=1 --set training.numerics=canonical --set optimizer.lr=0.01";
+            let config = parse(name, &format!("--mesh {mesh} {more} --set training.steps={steps}")).unwrap();
+            let data = Data::from_tokens(tokens[..13].to_vec(), 12);
+            train(&config, &data, None, &AtomicBool::new(false))
+                .unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"))
+                .loss
+        };
+        let first = run("dp=1", 1).unwrap();
+        assert!((first - loss).abs() < 1e-5 * loss, "{name}: {first}, and transformers has {loss}");
+        let (third, on_mesh) = (run("dp=1", 3), run("tp=2,pp=2", 3));
+        assert_eq!(third, on_mesh, "{name}");
+        assert!(third.unwrap() < first, "{name}: it learns");
+    }
+}
