@@ -284,8 +284,8 @@ impl Frame {
                 _ => None,
             },
             "model.ffn_hidden_size" => match rng.below(4) {
-                0 if rarely(rng, 8) => some(&30),
                 0 => None,
+                1 if !self.canonical || rarely(rng, 20) => some(&(1 + rng.below(30))),
                 _ => some(&(self.tp * rng.pick(&[8, 12]))),
             },
             "model.seq_len" => match rng.below(20) {
