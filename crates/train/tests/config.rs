@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use meshwork_train::config::keys::{self, Kind};
 use meshwork_train::config::{Args, Config, DecayName, Dtype, ModelKind, OptimizerName, reference, usage};
+use meshwork_train::load;
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())
@@ -99,6 +100,16 @@ fn a_llama_of_any_size() {
 
 #[test]
 fn a_llama_that_cannot_be_is_refused() {
+    assert_eq!(
+        load(&args(
+            "--mesh tp=3 --set model.kind=llama --set model.hidden_size=12 --set model.num_heads=3 \
+             --set model.num_kv_heads=1"
+        ))
+        .unwrap_err()
+        .to_string(),
+        "model.num_kv_heads = 1: makes 3 ranks of parallelism.tp = 3 share each key and value head, whose width of 4 they \
+         cannot split evenly; use more model.num_kv_heads, or heads whose width is a multiple of 3"
+    );
     let refused = |line: &str| Config::from_args(&args(line)).unwrap_err().to_string();
     let tiny = "--set model.preset=llama-tiny --set";
     for (line, fault) in [
@@ -202,6 +213,25 @@ fn layers_are_dealt_by_cost_for_a_schedule_of_ones_own() {
     let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=16 --mesh pp=2";
     let line = format!("{line} --set pipeline.schedule_file={}", path.display());
     assert_eq!(config(&line).pipeline.partition, [4, 6, 6, 0]);
+}
+
+/// Configurations that were refused and have a meaning; `tests/configurations` found them.
+#[test]
+fn what_was_once_wrongly_refused_is_accepted() {
+    // By cost a stage may have no layer, even where there are fewer layers than stages.
+    let dealt = config("--mesh pp=4 --set model.num_layers=1 --set pipeline.partition=cost").pipeline.partition;
+    assert_eq!((dealt.len(), dealt.iter().sum::<usize>()), (4, 1));
+    // virtual_stages goes with a file that has as many, and its stages need not be even.
+    let shape = meshwork_pipeline::Shape { pp: 2, virtual_stages: 2, micros: 4 };
+    let text = meshwork_pipeline::Generator::Interleaved.build(shape).unwrap().to_string();
+    let path = file("two_chunks.txt", &text);
+    let own = format!("--mesh pp=2 --set model.num_layers=5 --set pipeline.schedule_file={}", path.display());
+    assert_eq!(config(&format!("{own} --set pipeline.virtual_stages=2")).pipeline.partition, [2, 1, 1, 1]);
+    let refusal = load(&args(&format!("{own} --set pipeline.virtual_stages=3"))).unwrap_err().to_string();
+    let told = "has 4 stages over 2 ranks, not pipeline.virtual_stages = 3 on each; leave out pipeline.virtual_stages";
+    assert!(refusal.contains(told), "{refusal}");
+    // One stage has its tied table in one version.
+    config("--set pipeline.schedule=pipedream --set training.max_norm=0");
 }
 
 #[test]

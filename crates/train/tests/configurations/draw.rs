@@ -1,7 +1,6 @@
 //! Draws configurations: a value, or none, for every key.
 
 use std::collections::BTreeMap;
-use std::env;
 use std::fmt;
 use std::fs;
 use std::path::PathBuf;
@@ -59,11 +58,11 @@ enum Data {
     Bin,
 }
 
-/// The folder of the files that configurations name, made once per process.
+/// The folder of the files that configurations name.
 pub fn folder() -> &'static PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
-        let folder = env::temp_dir().join(format!("meshwork-configurations-{}", std::process::id()));
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("configurations");
         fs::create_dir_all(folder.join("texts")).expect("a folder for files");
         let mut rng = Rng::new(3);
         let tokens: Vec<u8> = (0..TOKENS).flat_map(|_| (rng.below(IDS) as u16).to_le_bytes()).collect();
