@@ -27,6 +27,9 @@ struct Line([u8; 64]);
 /// a huge page on x86-64 and most others.
 const HUGE: usize = 2 << 20;
 
+/// Whether every block is an allocation of its own, so that a sanitizer sees where it begins and ends.
+const PLAIN: bool = cfg!(any(plain_blocks, miri));
+
 /// Smaller blocks of at least this many bytes, a page, are parts of a slab.
 const PAGE: usize = 4 << 10;
 
@@ -94,6 +97,9 @@ impl Block {
     /// At least `bytes` bytes, all zero. Large blocks come from the system already zeroed, so this touches nothing.
     pub fn zeroed(bytes: usize) -> Block {
         let lines = bytes.div_ceil(64);
+        if PLAIN {
+            return Block(Bytes::Lines(bytemuck::allocation::zeroed_vec(lines)));
+        }
         if bytes >= HUGE
             // Whole huge pages are mapped where a huge page begins.
             && let Ok(pages) = MmapMut::map_anon((lines * 64).next_multiple_of(HUGE))

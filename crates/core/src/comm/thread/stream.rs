@@ -5,7 +5,7 @@
 /// # Safety
 ///
 /// `bytes` can be read from `from` and written to `to`, and these do not overlap.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
@@ -28,7 +28,7 @@ pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// Makes streamed bytes visible to every thread that sees what this one does next.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 pub(super) fn fence() {
     // SAFETY: SSE is part of the architecture.
     unsafe { std::arch::x86_64::_mm_sfence() }
@@ -39,7 +39,7 @@ pub(super) fn fence() {
 /// # Safety
 ///
 /// `bytes` can be read from `from` and written to `to`, and these do not overlap.
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
 #[inline(always)]
 pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise is the same.
@@ -47,7 +47,7 @@ pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// Nothing to wait for.
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
 pub(super) fn fence() {}
 
 #[cfg(test)]
