@@ -1,4 +1,6 @@
 //! Draws configurations: a value, or none, for every key.
+//!
+//! More than 400 lines: one entry per key, to be read beside the table of keys.
 
 use std::collections::BTreeMap;
 use std::fmt;
