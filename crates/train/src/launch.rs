@@ -7,6 +7,7 @@ use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::Progress;
+use crate::tensorboard::TensorBoard;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
@@ -169,6 +170,7 @@ fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, 
 /// The output of rank 0: metrics and progress.
 struct Reporter {
     metrics: Option<Metrics>,
+    tensorboard: Option<TensorBoard>,
     progress: Progress,
 }
 
@@ -180,7 +182,9 @@ impl Reporter {
         if let Some(metrics) = &mut metrics {
             metrics.write(&Event::Start(Start::new(config, parameters, data.hash())))?;
         }
-        Ok(Self { metrics, progress: Progress::new(config.training.steps) })
+        let folder = config.metrics.tensorboard.as_deref().map(Path::new);
+        let tensorboard = folder.map(TensorBoard::create).transpose()?;
+        Ok(Self { metrics, tensorboard, progress: Progress::new(config.training.steps) })
     }
 
     fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RunError> {
@@ -196,6 +200,10 @@ impl Reporter {
             peak_bytes: report.peak_bytes.clone(),
         };
         self.progress.step(&step);
+        if let Some(tensorboard) = &mut self.tensorboard {
+            let scalars = step.scalars();
+            tensorboard.scalars(step.step, scalars.iter().map(|(tag, value)| (&**tag, *value)))?;
+        }
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&Event::Step(step))?;
         }
@@ -204,6 +212,9 @@ impl Reporter {
 
     fn validation(&mut self, step: u64, loss: f64) -> Result<(), RunError> {
         self.progress.validation(step, loss);
+        if let Some(tensorboard) = &mut self.tensorboard {
+            tensorboard.scalars(step, [("validation/loss", loss)])?;
+        }
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&Event::Validation { step, loss })?;
         }

@@ -12,10 +12,13 @@ pub mod metrics;
 pub mod plan;
 pub mod profile;
 pub mod progress;
+mod tensorboard;
 
 pub use data::Data;
 pub use error::{OutputError, RunError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, run_rank, train};
 pub use load::load;
+pub use tensorboard::TensorBoard;
+
 pub use meshwork_engine::{StepReport, TrainError, Trainer};

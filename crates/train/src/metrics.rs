@@ -95,6 +95,24 @@ pub struct Step {
     pub peak_bytes: Vec<u64>,
 }
 
+impl Step {
+    /// Its numbers by the tags under which TensorBoard shows them.
+    pub fn scalars(&self) -> Vec<(String, f64)> {
+        let named = [
+            ("train/loss", self.loss),
+            ("train/gradient_norm", self.grad_norm),
+            ("train/learning_rate", self.lr),
+            ("speed/step_ms", self.step_ms),
+            ("speed/tokens_per_s", self.tokens_per_s),
+        ];
+        let communication =
+            self.comm_bytes.iter().map(|(axis, bytes)| (format!("communication/{axis}"), *bytes as f64));
+        let memory =
+            self.peak_bytes.iter().enumerate().map(|(rank, &bytes)| (format!("memory/rank {rank}"), bytes as f64));
+        named.map(|(tag, value)| (tag.to_owned(), value)).into_iter().chain(communication).chain(memory).collect()
+    }
+}
+
 fn map<S: Serializer>(pairs: &[(&'static str, u64)], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(pairs.iter().copied())
 }

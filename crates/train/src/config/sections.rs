@@ -253,6 +253,8 @@ sections! {
         /// File for the time and memory of each layer, measured on one rank before the run, in PipeDream's format:
         /// examples/partition reads it.
         layer_profile: Option<String> = Unset, Text;
+        /// Folder for event files that TensorBoard reads: loss, norm, learning rate, speed, memory and communication of every step.
+        tensorboard: Option<String> = Unset, Text;
     }
 
     /// Communication between ranks.

@@ -257,6 +257,8 @@ impl Frame {
         match name {
             // It fixes the sizes that the other keys of the section draw: tests/huggingface.rs has it.
             "model.init_from" => None,
+            // It writes a file beside the run: tests/tensorboard.rs has it.
+            "metrics.tensorboard" => None,
             "model.preset" => {
                 let Kind::Choice { landed, .. } = key.kind else { panic!("{name} is a choice") };
                 if rarely(rng, 3) { some(&rng.pick(landed)) } else { None }
