@@ -1,7 +1,8 @@
 //! Runs a program: the one implementation of `Model` behind every program, on any mesh.
 
-use crate::program::{Block, Data, Group, Holds, Lie, Map, Op, Param, Program, Terms};
-use meshwork_core::{Axis, DType, Mesh, Ty, rules};
+use crate::program::{Block, Data, Group, Map, Op, Param, Program, Terms};
+use crate::user::{constant, sine, unsent};
+use meshwork_core::{DType, Mesh, Ty};
 use meshwork_nn::model::{Metric, Per};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
 use meshwork_tensor::param::{ParamGroup, StatisticId, StatisticRule};
@@ -169,7 +170,7 @@ impl Part {
     }
 }
 
-fn misfit(problem: &str) -> Error {
+pub fn misfit(problem: &str) -> Error {
     Error::Shape { op: "program", problem: problem.to_owned(), shapes: Vec::new() }
 }
 
@@ -187,6 +188,7 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::Constant { salt, dims, axis, holds, says } => constant(tape, *salt, dims, *axis, *holds, *says),
         Op::Retyped { axis, says } => Ok(tape.constant(x()?.tensor().clone(), x()?.types().with(*axis, *says))),
 
+        Op::Unsent(collective) => unsent(tape, x()?, collective),
         Op::Copy(axis) => x()?.copy(*axis),
         Op::AllReduce(axis) => x()?.all_reduce(*axis),
         Op::AllReduceReplicate(axis) => x()?.all_reduce_replicate(*axis),
@@ -270,62 +272,6 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
 
 fn mean_square(tape: &Tape, x: &Var) -> Result<Var> {
     x.mean_squared_error(&tape.constant(Tensor::zeros(tape.device(), DType::F32, x.shape())?, x.types()))
-}
-
-fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds, says: Ty) -> Result<Var> {
-    let (degree, at) = (tape.rank().mesh().degree(axis), tape.rank().coords().get(axis));
-    let mut whole = vec![0f32; dims.iter().product()];
-    random::fill_uniform(random::key(salt, "constant"), 0, &mut whole);
-    let mut dims = dims.to_vec();
-    let held = match holds {
-        Holds::Whole => whole,
-        Holds::Own => whole.into_iter().map(|value| value + at as f32).collect(),
-        // Of shares 1, 2 .. n.
-        Holds::Part => {
-            let share = (at + 1) as f32 / (degree * (degree + 1) / 2) as f32;
-            whole.into_iter().map(|value| value * share).collect()
-        }
-        Holds::Slice(dim) => {
-            let (extent, inner) = (dims[dim], dims[dim + 1..].iter().product::<usize>());
-            let held = extent / degree;
-            dims[dim] = held;
-            let of_rank = |index: usize| (at * held..(at + 1) * held).contains(&(index / inner % extent));
-            whole.into_iter().enumerate().filter(|(index, _)| of_rank(*index)).map(|(_, value)| value).collect()
-        }
-    };
-    // Of one sample: the same for every sample, and so on every rank of dp.
-    let types = sample_types(tape.rank().mesh()).with(Axis::Dp, Ty::Replicate).with(axis, says);
-    Ok(tape.constant(Tensor::from_slice(tape.device(), &held, &dims[..])?, types))
-}
-
-/// `sin x`, or what a careless user makes of it.
-pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
-    let own = 1.0 + tape.rank().world_rank() as f32;
-    let degree = [Axis::Tp, Axis::Cp].map(|axis| tape.rank().mesh().degree(axis)).iter().product::<usize>() as f32;
-    let forward = match lie {
-        Lie::ForwardByRank => own,
-        Lie::Degree => degree,
-        _ => 1.0,
-    };
-    let backward = match lie {
-        Lie::GradientByRank => own,
-        Lie::Gradient => 0.5,
-        Lie::NoGradient => 0.0,
-        Lie::Degree => degree,
-        _ => 1.0,
-    };
-    let each = |x: &Tensor, y: &Tensor, f: &dyn Fn(f32, f32) -> f32| {
-        let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
-        Tensor::from_slice(x.device(), &values, x.shape())
-    };
-    tape.custom(
-        "sine",
-        &["x"],
-        &[x],
-        |name, operands| rules::pointwise(name, operands[0]),
-        move |inputs| each(inputs[0], inputs[0], &|x, _| forward * x.sin()),
-        move |inputs, _, grad| Ok(vec![each(&inputs[0], grad, &|x, grad| grad * backward * x.cos())?]),
-    )
 }
 
 /// The samples `samples` of the batch of a step.

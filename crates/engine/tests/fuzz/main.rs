@@ -8,6 +8,7 @@ mod interpret;
 mod mutate;
 mod program;
 mod run;
+mod user;
 mod verdict;
 
 use case::case;

@@ -50,6 +50,7 @@ pub enum Setting {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     Drop,
+    Unsent,
     Twice,
     OtherType,
     OtherAxis,
@@ -71,8 +72,9 @@ pub enum Kind {
 
 impl Kind {
     /// All, as the table lists them.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Drop,
+        Self::Unsent,
         Self::Twice,
         Self::OtherType,
         Self::OtherAxis,
@@ -96,6 +98,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Drop => "a collective is left out",
+            Self::Unsent => "a collective of the user's own that claims its types and does not communicate",
             Self::Twice => "a collective runs twice",
             Self::OtherType => "a collective of another type",
             Self::OtherAxis => "a collective over another axis",
@@ -192,6 +195,7 @@ fn sites(case: &Case) -> Vec<Mutant> {
         let behind = |op: Op| Change::Behind { block, place, op };
         if op.collective().is_some() {
             add(Kind::Drop, other(Op::Same));
+            add(Kind::Unsent, other(Op::Unsent(Box::new(op.clone()))));
             add(Kind::Twice, behind(op.clone()));
             other_types(op).into_iter().for_each(|op| add(Kind::OtherType, other(op)));
             other_axes(op).into_iter().for_each(|op| add(Kind::OtherAxis, other(op)));

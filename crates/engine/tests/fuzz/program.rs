@@ -119,6 +119,8 @@ pub enum Op {
     Split(Axis, usize),
     Slice(Axis, usize),
     AllToAll(Axis, usize, usize),
+    /// This collective without its communication, of the same types.
+    Unsent(Box<Op>),
 
     Linear {
         weight: usize,
@@ -298,20 +300,25 @@ impl Op {
         }
     }
 
-    /// The axis over which it is a collective that changes a type.
+    /// The axis over which it is a collective, and the type that it makes into another.
+    pub fn conversion(&self) -> Option<(Axis, Ty, Ty)> {
+        Some(match *self {
+            Self::Copy(axis) => (axis, Ty::Invariant, Ty::Replicate),
+            Self::AllReduce(axis) => (axis, Ty::Partial, Ty::Invariant),
+            Self::AllReduceReplicate(axis) => (axis, Ty::Partial, Ty::Replicate),
+            Self::AllGather(axis, dim) => (axis, Ty::Shard(dim), Ty::Replicate),
+            Self::AllGatherInvariant(axis, dim) => (axis, Ty::Shard(dim), Ty::Invariant),
+            Self::ReduceScatter(axis, dim) => (axis, Ty::Partial, Ty::Shard(dim)),
+            Self::Split(axis, dim) => (axis, Ty::Invariant, Ty::Shard(dim)),
+            Self::Slice(axis, dim) => (axis, Ty::Replicate, Ty::Shard(dim)),
+            Self::AllToAll(axis, from, to) => (axis, Ty::Shard(from), Ty::Shard(to)),
+            _ => return None,
+        })
+    }
+
+    /// The axis over which it is a collective.
     pub fn collective(&self) -> Option<Axis> {
-        match *self {
-            Self::Copy(axis)
-            | Self::AllReduce(axis)
-            | Self::AllReduceReplicate(axis)
-            | Self::AllGather(axis, _)
-            | Self::AllGatherInvariant(axis, _)
-            | Self::ReduceScatter(axis, _)
-            | Self::Split(axis, _)
-            | Self::Slice(axis, _)
-            | Self::AllToAll(axis, ..) => Some(axis),
-            _ => None,
-        }
+        self.conversion().map(|(axis, ..)| axis)
     }
 }
 

@@ -1,10 +1,10 @@
 //! What became of a case and of its mutants.
 
 use crate::case::Case;
-use crate::interpret;
 use crate::mutate::{Change, Kind, Mutant};
 use crate::program::{Op, Program};
 use crate::run::{self, Ended, Numbers};
+use crate::user;
 use meshwork_engine::{Plan, Verify};
 use meshwork_tensor::Var;
 use meshwork_testkit::check::{OpInput, check_op};
@@ -87,7 +87,7 @@ pub fn verdict(case: &Case, mutant: &Mutant, alone: &Numbers) -> Result<Verdict,
 /// Whether the check that a user runs on an operation of their own refuses this one.
 fn checks_find(mutant: &Mutant) -> bool {
     let &Change::Instr { op: Op::User(lie), .. } = &mutant.change else { return false };
-    let sine = |values: &[Var]| interpret::sine(values[0].tape(), &values[0], lie);
+    let sine = |values: &[Var]| user::sine(values[0].tape(), &values[0], lie);
     check_op("sine", &[OpInput::value("x", &[3, 2])], sine).is_err()
 }
 
