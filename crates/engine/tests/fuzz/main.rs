@@ -97,6 +97,20 @@ fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
     assert!(live(&small).contains(&planted) && live(&small).len() < live(&case).len(), "{}", verdict::told(&small));
 }
 
+/// The check of an operation of the user's own, which counts as a find, accepts the right one and says what is wrong with others.
+#[test]
+fn the_check_of_the_users_operation_tells_right_from_wrong() {
+    assert_eq!(verdict::check_of_user(&Op::User(Lie::None)), Ok(()));
+    for lie in [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree] {
+        let error = verdict::check_of_user(&Op::User(lie)).unwrap_err();
+        assert!(error.contains("times that of one rank") || error.contains("differ"), "{lie:?}: {error}");
+    }
+    for collective in [Op::AllToAll(Axis::Tp, 1, 2), Op::AllReduce(Axis::Tp), Op::Slice(Axis::Tp, 1)] {
+        let error = verdict::check_of_user(&Op::Unsent(Box::new(collective.clone()))).unwrap_err();
+        assert!(error.contains("the output is") || error.contains("the gradient of x is"), "{collective:?}: {error}");
+    }
+}
+
 /// Random programs on random meshes have the numbers of one rank, and mistakes in them do not go unnoticed.
 #[test]
 fn random_programs_have_the_numbers_of_one_rank_and_their_mutants_are_noticed() {

@@ -304,19 +304,8 @@ fn other_types(op: &Op) -> Vec<Op> {
 }
 
 fn other_axes(op: &Op) -> Vec<Op> {
-    let with = |axis| match *op {
-        Op::Copy(_) => Op::Copy(axis),
-        Op::AllReduce(_) => Op::AllReduce(axis),
-        Op::AllReduceReplicate(_) => Op::AllReduceReplicate(axis),
-        Op::AllGather(_, dim) => Op::AllGather(axis, dim),
-        Op::AllGatherInvariant(_, dim) => Op::AllGatherInvariant(axis, dim),
-        Op::ReduceScatter(_, dim) => Op::ReduceScatter(axis, dim),
-        Op::Split(_, dim) => Op::Split(axis, dim),
-        Op::Slice(_, dim) => Op::Slice(axis, dim),
-        Op::AllToAll(_, from, to) => Op::AllToAll(axis, from, to),
-        ref other => other.clone(),
-    };
-    [Axis::Tp, Axis::Cp, Axis::Dp].into_iter().filter(|&axis| op.collective() != Some(axis)).map(with).collect()
+    let others = [Axis::Tp, Axis::Cp, Axis::Dp].into_iter().filter(|&axis| op.collective() != Some(axis));
+    others.map(|axis| op.over(axis)).collect()
 }
 
 fn other_dims(op: &Op) -> Vec<Op> {

@@ -316,6 +316,22 @@ impl Op {
         })
     }
 
+    /// The same collective over another axis.
+    pub fn over(&self, axis: Axis) -> Op {
+        match *self {
+            Self::Copy(_) => Self::Copy(axis),
+            Self::AllReduce(_) => Self::AllReduce(axis),
+            Self::AllReduceReplicate(_) => Self::AllReduceReplicate(axis),
+            Self::AllGather(_, dim) => Self::AllGather(axis, dim),
+            Self::AllGatherInvariant(_, dim) => Self::AllGatherInvariant(axis, dim),
+            Self::ReduceScatter(_, dim) => Self::ReduceScatter(axis, dim),
+            Self::Split(_, dim) => Self::Split(axis, dim),
+            Self::Slice(_, dim) => Self::Slice(axis, dim),
+            Self::AllToAll(_, from, to) => Self::AllToAll(axis, from, to),
+            ref other => other.clone(),
+        }
+    }
+
     /// The axis over which it is a collective.
     pub fn collective(&self) -> Option<Axis> {
         self.conversion().map(|(axis, ..)| axis)

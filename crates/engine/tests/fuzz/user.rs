@@ -2,7 +2,7 @@
 
 use crate::interpret::misfit;
 use crate::program::{Holds, Lie, Op};
-use meshwork_core::{Axis, SpmdError, Ty, rules};
+use meshwork_core::{Axis, DType, SpmdError, Ty, rules};
 use meshwork_nn::sample_types;
 use meshwork_tensor::{Result, Tape, Tensor, Var, random};
 
@@ -35,8 +35,8 @@ pub fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds
 
 /// `sin x`, or what a careless user makes of it.
 pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
-    let own = 1.0 + tape.rank().world_rank() as f32;
-    let degree = [Axis::Tp, Axis::Cp].map(|axis| tape.rank().mesh().degree(axis)).iter().product::<usize>() as f32;
+    let own = 1.0 + tape.rank().world_rank() as f64;
+    let degree = [Axis::Tp, Axis::Cp].map(|axis| tape.rank().mesh().degree(axis)).iter().product::<usize>() as f64;
     let forward = match lie {
         Lie::ForwardByRank => own,
         Lie::Degree => degree,
@@ -49,9 +49,9 @@ pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
         Lie::Degree => degree,
         _ => 1.0,
     };
-    let each = |x: &Tensor, y: &Tensor, f: &dyn Fn(f32, f32) -> f32| {
-        let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
-        Tensor::from_slice(x.device(), &values, x.shape())
+    let each = |x: &Tensor, grad: &Tensor, f: &dyn Fn(f64, f64) -> f64| {
+        let values: Vec<f64> = numbers(x)?.into_iter().zip(numbers(grad)?).map(|(x, grad)| f(x, grad)).collect();
+        like(x, &values, &x.shape())
     };
     tape.custom(
         "sine",
@@ -125,9 +125,9 @@ fn along(x: &Tensor, dim: usize, extent: usize, from: impl Fn(usize) -> usize) -
     let shape = x.shape().to_vec();
     let inner: usize = shape[dim + 1..].iter().product();
     let outer: usize = shape[..dim].iter().product();
-    let old = x.to_vec::<f32>()?;
+    let old = numbers(x)?;
     let rows = (0..outer).flat_map(|row| (0..extent).map(move |place| (row, place)));
-    let values: Vec<f32> = rows
+    let values: Vec<f64> = rows
         .flat_map(|(row, place)| {
             let start = (row * shape[dim] + from(place)) * inner;
             old[start..start + inner].iter().copied()
@@ -135,7 +135,22 @@ fn along(x: &Tensor, dim: usize, extent: usize, from: impl Fn(usize) -> usize) -
         .collect();
     let mut dims = shape.clone();
     dims[dim] = extent;
-    Tensor::from_slice(x.device(), &values, &dims[..])
+    like(x, &values, &dims)
+}
+
+/// The elements of a value in f32, as in a run, or in f64, as where an operation is checked.
+fn numbers(x: &Tensor) -> Result<Vec<f64>> {
+    match x.dtype() {
+        DType::F64 => x.to_vec(),
+        _ => Ok(x.to_vec::<f32>()?.into_iter().map(f64::from).collect()),
+    }
+}
+
+fn like(x: &Tensor, values: &[f64], dims: &[usize]) -> Result<Tensor> {
+    match x.dtype() {
+        DType::F64 => Tensor::from_slice(x.device(), values, dims),
+        _ => Tensor::from_slice(x.device(), &values.iter().map(|&value| value as f32).collect::<Vec<_>>(), dims),
+    }
 }
 
 fn cut(x: &Tensor, dim: usize, degree: usize, at: usize) -> Result<Tensor> {

@@ -5,6 +5,7 @@ use crate::mutate::{Change, Kind, Mutant};
 use crate::program::{Op, Program};
 use crate::run::{self, Ended, Numbers};
 use crate::user;
+use meshwork_core::Axis;
 use meshwork_engine::{Plan, Verify};
 use meshwork_tensor::Var;
 use meshwork_testkit::check::{OpInput, check_op};
@@ -86,9 +87,20 @@ pub fn verdict(case: &Case, mutant: &Mutant, alone: &Numbers) -> Result<Verdict,
 
 /// Whether the check that a user runs on an operation of their own refuses this one.
 fn checks_find(mutant: &Mutant) -> bool {
-    let &Change::Instr { op: Op::User(lie), .. } = &mutant.change else { return false };
-    let sine = |values: &[Var]| user::sine(values[0].tape(), &values[0], lie);
-    check_op("sine", &[OpInput::value("x", &[3, 2])], sine).is_err()
+    match &mutant.change {
+        Change::Instr { op: op @ (Op::User(_) | Op::Unsent(_)), .. } => check_of_user(op).is_err(),
+        _ => false,
+    }
+}
+
+/// The check of an operation of the user's own.
+pub fn check_of_user(op: &Op) -> Result<(), String> {
+    let apply = |values: &[Var]| match op {
+        Op::User(lie) => user::sine(values[0].tape(), &values[0], *lie),
+        Op::Unsent(collective) => user::unsent(values[0].tape(), &values[0], &collective.over(Axis::Tp)),
+        other => unreachable!("{other:?} is not the user's"),
+    };
+    check_op("user", &[OpInput::value("x", &[3, 2, 2])], apply).map(drop).map_err(|error| error.to_string())
 }
 
 /// A smaller case that fails alike: instructions are taken out one by one while it does.
