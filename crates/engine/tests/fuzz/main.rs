@@ -29,12 +29,10 @@ fn setting(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// The seeds to run: one, or as many as were asked for.
+/// The seeds to run.
 fn seeds() -> std::ops::Range<u64> {
-    match setting("MESHWORK_FUZZ_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..setting("MESHWORK_FUZZ_PROGRAMS").unwrap_or(PROGRAMS),
-    }
+    let first = setting("MESHWORK_FIRST").unwrap_or(0);
+    first..first + setting("MESHWORK_PROGRAMS").unwrap_or(PROGRAMS)
 }
 
 /// Runs the program of a seed, and its mutants.
@@ -54,7 +52,7 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
     };
     let canonical = usize::from(case.plan.blocks().is_some());
     let mut score = Score { programs: 1, canonical, ..Score::default() };
-    if setting("MESHWORK_FUZZ_SEED").is_some() {
+    if setting("MESHWORK_PROGRAMS") == Some(1) {
         println!("{}", verdict::told(&case));
     }
     for mutant in mutate::mutants(&mut Rng::new(!seed), &case, mutants) {

@@ -131,7 +131,7 @@ pub fn told(case: &Case) -> String {
     let Plan { mesh, schedule, partition, global_batch_size, num_microbatches, numerics, precision, .. } = &case.plan;
     let Plan { recompute, max_norm, scatter_gather, .. } = &case.plan;
     format!(
-        "MESHWORK_FUZZ_SEED={} runs this case again\n{mesh}, {schedule:?}, partition {partition:?}, {global_batch_size} samples in \
+        "MESHWORK_FIRST={} MESHWORK_PROGRAMS=1 runs this case again\n{mesh}, {schedule:?}, partition {partition:?}, {global_batch_size} samples in \
          {num_microbatches:?} micro-batches, {numerics:?}, {precision:?}, recompute {recompute:?}, clipped to {max_norm}, \
          scatter_gather {scatter_gather}\n{}",
         case.seed, case.program

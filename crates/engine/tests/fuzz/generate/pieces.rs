@@ -168,10 +168,12 @@ impl Generator<'_> {
     /// A column-parallel layer, and after a fused activation the row-parallel one that alone may read it.
     pub(super) fn column(&mut self, x: Value) -> Value {
         let x = self.bring(x, Ty::Replicate);
-        let width = self.unit * (1 + self.rng.below(3));
+        // What is read by a row-parallel layer alone may be padded, in fast numerics.
+        let (kind, even) = (self.rng.below(4), self.unit * (1 + self.rng.below(3)));
+        let width = if kind < 2 && !self.careful && self.chance(3) { even + self.rng.below(self.unit) } else { even };
         let cut = Some((x.axis, 0));
         let cut_to = |x: Value| Value { ty: FEATURES, width, ..x };
-        match self.rng.below(4) {
+        match kind {
             0 => {
                 let weight = self.weight(x, &[width, x.width], cut);
                 let bias = self.chance(2).then(|| self.bias_of(&[width], cut));
