@@ -21,9 +21,9 @@ pub struct Case {
     pub alone: Plan,
 }
 
-/// The case of a seed.
-pub fn case(seed: u64) -> Case {
-    let mut rng = Rng::new(seed.wrapping_mul(0x2545_f491_4f6c_dd1d));
+/// A case of a seed.
+pub fn case(seed: u64, attempt: u64) -> Case {
+    let mut rng = Rng::new(seed.wrapping_add(attempt << 48).wrapping_mul(0x2545_f491_4f6c_dd1d));
     let mut plan = loop {
         if let Some(plan) = plan(&mut rng, seed) {
             break plan;
@@ -96,7 +96,6 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         seed,
         scatter_gather: rng.below(2) == 0,
         verify: Verify::Every(1),
-        ..Plan::default()
     };
     plan.build_schedule().is_ok().then_some(plan)
 }

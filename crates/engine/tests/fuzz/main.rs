@@ -17,7 +17,7 @@ use meshwork_testkit::Rng;
 use program::{Lie, Op};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use verdict::{Counts, Fate, Score, Verdict};
+use verdict::{Fate, Score, Verdict};
 
 /// Programs of an ordinary run.
 const PROGRAMS: u64 = 300;
@@ -35,9 +35,19 @@ fn seeds() -> std::ops::Range<u64> {
     first..first + setting("MESHWORK_PROGRAMS").unwrap_or(PROGRAMS)
 }
 
+/// The first case of a seed that rounding does not upset.
+fn steady(seed: u64) -> case::Case {
+    let is_steady = |case: &case::Case| match run::alone(case) {
+        run::Ended::Numbers(alone) => run::is_steady(case, &alone),
+        run::Ended::NotFinite(_) => false,
+        _ => true, // and wrong
+    };
+    (0..).map(|attempt| case(seed, attempt)).find(is_steady).expect("most cases are")
+}
+
 /// Runs the program of a seed, and its mutants.
 fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
-    let case = case(seed);
+    let case = steady(seed);
     let alone = match verdict::fate(&case) {
         Fate::Right(alone) => alone,
         Fate::Wrong(why) => {
@@ -58,7 +68,7 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
     for mutant in mutate::mutants(&mut Rng::new(!seed), &case, mutants) {
         let verdict = verdict::verdict(&case, &mutant, &alone)
             .map_err(|panic| format!("{}{mutant}: a rank panicked: {panic}", verdict::told(&case)))?;
-        score.by_kind.entry(mutant.kind).or_insert_with(Counts::default).add(&verdict);
+        score.by_kind.entry(mutant.kind).or_default().add(&verdict);
         if let Verdict::Survived(difference) = verdict {
             score.survivors.push((seed, mutant.to_string(), difference));
         }
@@ -71,7 +81,7 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
 fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
     let planted = Op::User(Lie::Degree);
     let plant = |seed: u64| {
-        let mut case = case(seed);
+        let mut case = steady(seed);
         let sites: Vec<_> = case.program.sites().collect();
         let of_user =
             |&(block, place): &(usize, usize)| case.program.blocks[block].code[place].op == Op::User(Lie::None);

@@ -13,6 +13,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+/// The largest relative difference of numbers that differ by rounding, in f32: those of small networks after two steps.
+const TOLERANCE: f64 = 2e-4;
+/// The same where the operands of products are bf16.
+const TOLERANCE_BF16: f64 = 0.1;
+
 /// Steps of a run.
 const STEPS: u64 = 2;
 
@@ -23,6 +28,8 @@ pub enum Ended {
     Numbers(Box<Numbers>),
     /// With a claim that did not hold.
     Claim(String),
+    /// With a loss or norm that is not finite.
+    NotFinite(String),
     /// With another error.
     Refused(String),
     /// With a panic, which is an error of ours.
@@ -59,6 +66,20 @@ pub fn alone(case: &Case) -> Ended {
     run(&case.program, &case.alone, case.seed, None)
 }
 
+/// Whether a rounding of the weights stays a rounding in every number. A program that makes more of it, such as the norm of numbers that
+/// are all but equal, tells nothing: its numbers differ between meshes as well.
+pub fn is_steady(case: &Case, alone: &Numbers) -> bool {
+    let (nudge, bound) = match (case.plan.numerics, case.plan.precision) {
+        (Numerics::Canonical { .. }, _) => return true,
+        (_, Precision::F32) => (1e-6, TOLERANCE / 4.0),
+        (_, Precision::Bf16) => (4e-3, TOLERANCE_BF16 / 4.0),
+    };
+    match run_nudged(&case.program, &case.alone, case.seed, None, nudge) {
+        Ended::Numbers(nudged) => nudged.apart_by(alone, bound).is_none(),
+        _ => false,
+    }
+}
+
 /// On one rank, with a mutation.
 pub fn mutated_alone(case: &Case, mutant: &Mutant) -> Ended {
     let plan = Plan { verify: Verify::Off, ..case.alone.clone() };
@@ -77,6 +98,11 @@ pub fn mutated(case: &Case, mutant: &Mutant, verify: Verify) -> Ended {
 }
 
 fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> Ended {
+    run_nudged(program, plan, seed, mutant, 0.0)
+}
+
+/// A run whose initial weights are changed by a relative `nudge`.
+fn run_nudged(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>, nudge: f32) -> Ended {
     let right = Arc::new(program.clone());
     let wrong = mutant.map(|mutant| Arc::new(mutant.program(program)));
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
@@ -85,6 +111,14 @@ fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> En
         let model: Arc<dyn Model> = Arc::new(Net(program.clone()));
         let plan = mutant.map_or(plan.clone(), |mutant| mutant.plan(plan));
         let mut trainer = Trainer::new(model, &plan, rank, Arc::new(Cpu::new(plan.precision)))?;
+        if nudge != 0.0 {
+            let mut state = trainer.state()?;
+            for held in state.pieces.iter_mut().filter(|held| held.key.state.is_none()) {
+                let signs = (0u32..).map(|i| if (i ^ i >> 1).is_multiple_of(2) { nudge } else { -nudge });
+                held.piece.values.iter_mut().zip(signs).for_each(|(value, nudge)| *value += *value * nudge);
+            }
+            trainer.load_state(&WholeState::merge(&[state])?)?;
+        }
         let mut reports = Vec::new();
         for step in 0..STEPS {
             let change = mutant.map(|mutant| &mutant.change);
@@ -104,6 +138,7 @@ fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> En
         Err(error) => {
             let ends = || error.ends.iter().flatten();
             let panicked = ends().any(|end| matches!(end, RankEnd::Panic(_)));
+            let not_finite = ends().any(|end| matches!(end, RankEnd::Error(TrainError::NotFinite { .. })));
             let claim = ends().find_map(|end| match end {
                 RankEnd::Error(claim @ TrainError::Claim { .. }) => Some(claim.to_string()),
                 _ => None,
@@ -111,6 +146,7 @@ fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> En
             match claim {
                 _ if panicked => Ended::Panicked(error.to_string()),
                 Some(claim) => Ended::Claim(claim),
+                None if not_finite => Ended::NotFinite(error.cause),
                 None => Ended::Refused(error.cause),
             }
         }
@@ -150,12 +186,15 @@ impl Numbers {
 
     /// The first difference from the run on one rank: of a bit in canonical numerics, else of more than rounding.
     pub fn differ_from(&self, alone: &Self, plan: &Plan) -> Option<Difference> {
-        // The numbers of small networks, of two steps: a few roundings of f32 or bf16.
         let tolerance: f64 = match (plan.numerics, plan.precision) {
             (Numerics::Canonical { .. }, _) => 0.0,
-            (_, Precision::F32) => 2e-4,
-            (_, Precision::Bf16) => 0.1,
+            (_, Precision::F32) => TOLERANCE,
+            (_, Precision::Bf16) => TOLERANCE_BF16,
         };
+        self.apart_by(alone, tolerance)
+    }
+
+    fn apart_by(&self, alone: &Self, tolerance: f64) -> Option<Difference> {
         if let Some(what) = &self.conflict {
             return Some(Difference { what: what.clone(), relative: f64::NAN });
         }

@@ -42,7 +42,7 @@ pub enum Verdict {
 pub fn fate(case: &Case) -> Fate {
     let said = |who: &str, ended: &Ended| match ended {
         Ended::Numbers(_) => None,
-        Ended::Claim(text) | Ended::Refused(text) | Ended::Panicked(text) => {
+        Ended::Claim(text) | Ended::NotFinite(text) | Ended::Refused(text) | Ended::Panicked(text) => {
             Some(format!("a right program is refused {who}: {text}"))
         }
     };
