@@ -1,4 +1,6 @@
 //! The plan of a run, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
+//!
+//! More than 400 lines: what a plan can be refused for stands beside it.
 
 use crate::Verify;
 use meshwork_core::{Axis, Mesh, tree};
