@@ -12,6 +12,7 @@ pub mod metrics;
 pub mod plan;
 pub mod profile;
 pub mod progress;
+pub mod report;
 mod tensorboard;
 
 pub use data::Data;

@@ -1,0 +1,172 @@
+//! A run as its metrics file has it.
+
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The metrics of a run, by step. A file to which a resumed run appended is one run: of a step that ran twice the last one counts.
+#[derive(Clone, Debug, Default)]
+pub struct Run {
+    /// Its name on the page.
+    pub name: String,
+    /// Version of meshwork that wrote it.
+    pub version: String,
+    /// Degree of each axis of the mesh.
+    pub mesh: Vec<(String, u64)>,
+    /// Elements of all parameters.
+    pub parameters: u64,
+    /// Fingerprint of the data.
+    pub data: String,
+    /// Every key of the configuration, as `section.key`, with its value.
+    pub config: BTreeMap<String, String>,
+    /// Its steps, by number.
+    pub steps: BTreeMap<u64, Step>,
+    /// Validation loss after a step.
+    pub validation: BTreeMap<u64, f64>,
+    /// Wall time in seconds, if the run ended by itself.
+    pub seconds: Option<f64>,
+}
+
+/// The numbers of a step; one that JSON cannot hold is not a number.
+#[derive(Clone, Debug, Default)]
+pub struct Step {
+    /// Mean over the terms of the global batch.
+    pub loss: f64,
+    /// Norm of the whole gradient.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Milliseconds.
+    pub step_ms: f64,
+    /// Tokens per second.
+    pub tokens_per_s: f64,
+    /// Bytes communicated on each axis, averaged over ranks.
+    pub comm_bytes: Vec<(String, f64)>,
+    /// Peak memory of each rank.
+    pub peak_bytes: Vec<f64>,
+}
+
+/// A metrics file that cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunFileError {
+    /// It cannot be opened.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The error of the system.
+        source: std::io::Error,
+    },
+    /// A line that is not an event.
+    #[error("{}, line {line}: {problem}; use a file that --metrics wrote", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file without a start or without a step.
+    #[error("{}: {problem}; use a file that --metrics wrote", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// What it lacks.
+        problem: &'static str,
+    },
+}
+
+impl Run {
+    /// Reads a metrics file. The last line may be cut off, as a run that was killed leaves it.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or whose lines are not those of a run.
+    pub fn read(path: &Path) -> Result<Self, RunFileError> {
+        let text = fs::read_to_string(path).map_err(|source| RunFileError::Read { path: path.to_owned(), source })?;
+        let name =
+            path.file_stem().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut run = Self { name, ..Self::default() };
+        let lines: Vec<&str> = text.lines().collect();
+        let mut started = false;
+        for (at, line) in lines.iter().enumerate() {
+            let refuse = |problem: String| RunFileError::Line { path: path.to_owned(), line: at + 1, problem };
+            let event: Value = match serde_json::from_str(line) {
+                Ok(event) => event,
+                Err(_) if at + 1 == lines.len() && !text.ends_with('\n') => break,
+                Err(error) => return Err(refuse(error.to_string())),
+            };
+            let whole = |key: &str| event[key].as_u64().ok_or_else(|| refuse(format!("there is no number {key:?}")));
+            match event["event"].as_str() {
+                Some("start") => {
+                    started = true;
+                    run.start(&event);
+                }
+                Some("step") => _ = run.steps.insert(whole("step")?, Step::of(&event)),
+                Some("validation") => _ = run.validation.insert(whole("step")?, number(&event["loss"])),
+                Some("end") => run.seconds = Some(run.seconds.unwrap_or(0.0) + number(&event["seconds"])),
+                // A later version may have more of them.
+                Some(_) => {}
+                None => return Err(refuse("there is no \"event\"".to_owned())),
+            }
+        }
+        let refuse = |problem| Err(RunFileError::Empty { path: path.to_owned(), problem });
+        match (started, run.steps.is_empty()) {
+            (false, _) => refuse("it has no start"),
+            (_, true) => refuse("it has no step"),
+            _ => Ok(run),
+        }
+    }
+
+    fn start(&mut self, event: &Value) {
+        let text = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
+        (self.version, self.data) = (text("version"), text("data_hash"));
+        self.parameters = event["parameters"].as_u64().unwrap_or_default();
+        self.mesh = pairs(&event["mesh"]).map(|(axis, degree)| (axis.clone(), degree.as_u64().unwrap_or(1))).collect();
+        self.config.clear();
+        for (section, keys) in pairs(&event["config"]) {
+            match keys.as_object() {
+                Some(keys) => {
+                    self.config.extend(keys.iter().map(|(key, value)| (format!("{section}.{key}"), value.to_string())))
+                }
+                None => _ = self.config.insert(section.clone(), keys.to_string()),
+            }
+        }
+    }
+
+    /// The mesh in the form of `--mesh`, axes of degree 1 left out.
+    pub fn mesh_text(&self) -> String {
+        let axes = self.mesh.iter().filter(|(_, degree)| *degree > 1).map(|(axis, degree)| format!("{axis}={degree}"));
+        let text = axes.collect::<Vec<_>>().join(",");
+        if text.is_empty() { "one rank".to_owned() } else { text }
+    }
+
+    /// The degree of an axis.
+    pub fn degree(&self, axis: &str) -> u64 {
+        self.mesh.iter().find(|(name, _)| name == axis).map_or(1, |(_, degree)| *degree)
+    }
+}
+
+impl Step {
+    fn of(event: &Value) -> Self {
+        Self {
+            loss: number(&event["loss"]),
+            grad_norm: number(&event["grad_norm"]),
+            lr: number(&event["lr"]),
+            step_ms: number(&event["step_ms"]),
+            tokens_per_s: number(&event["tokens_per_s"]),
+            comm_bytes: pairs(&event["comm_bytes"]).map(|(axis, bytes)| (axis.clone(), number(bytes))).collect(),
+            peak_bytes: event["peak_bytes"].as_array().into_iter().flatten().map(number).collect(),
+        }
+    }
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(f64::NAN)
+}
+
+fn pairs(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    value.as_object().into_iter().flat_map(Map::iter)
+}
