@@ -14,8 +14,42 @@ use meshwork_train::config::keys::{self, Fallback, Key, Kind, Literal};
 
 /// Tokens of the `.bin` file, and characters of the text.
 pub const TOKENS: usize = 1200;
-/// One more than the largest id of the `.bin` file.
+/// One more than the largest id of the `.bin` file, and of the one for models from a folder.
 pub const IDS: usize = 61;
+pub const FEW_IDS: usize = 29;
+
+/// Models of Hugging Face in folders of this repository, with their sizes; a drawn configuration gives all of them.
+const PRETRAINED: [(&str, &[(&str, &str)]); 2] = [
+    (
+        "gpt2",
+        &[
+            ("model.kind", "gpt2"),
+            ("model.vocab_size", "29"),
+            ("model.num_layers", "2"),
+            ("model.hidden_size", "16"),
+            ("model.num_heads", "4"),
+            ("model.ffn_hidden_size", "20"),
+            ("model.seq_len", "12"),
+            ("model.tie_embeddings", "true"),
+        ],
+    ),
+    (
+        "llama_scaled",
+        &[
+            ("model.kind", "llama"),
+            ("model.vocab_size", "29"),
+            ("model.num_layers", "2"),
+            ("model.hidden_size", "16"),
+            ("model.num_heads", "4"),
+            ("model.num_kv_heads", "2"),
+            ("model.ffn_hidden_size", "20"),
+            ("model.seq_len", "12"),
+            ("model.tie_embeddings", "false"),
+            ("model.rope_theta", "100.0"),
+            ("model.rope_scaling_factor", "8.0"),
+        ],
+    ),
+];
 
 /// A configuration: what is given, by key.
 #[derive(Clone, Debug, Default)]
@@ -42,6 +76,7 @@ struct Frame {
     canonical: bool,
     data: Data,
     profile: bool,
+    pretrained: Option<usize>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -58,6 +93,7 @@ enum Data {
     Text,
     Folder,
     Bin,
+    Few,
 }
 
 /// The folder of the files that configurations name.
@@ -67,11 +103,14 @@ pub fn folder() -> &'static PathBuf {
         let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("configurations");
         fs::create_dir_all(folder.join("texts")).expect("a folder for files");
         let mut rng = Rng::new(3);
-        let tokens: Vec<u8> = (0..TOKENS).flat_map(|_| (rng.below(IDS) as u16).to_le_bytes()).collect();
+        let mut tokens =
+            |ids: usize| -> Vec<u8> { (0..TOKENS).flat_map(|_| (rng.below(ids) as u16).to_le_bytes()).collect() };
+        let (few, tokens) = (tokens(FEW_IDS), tokens(IDS));
         let text: String = (0..TOKENS).map(|_| char::from(b'a' + rng.below(26) as u8)).collect();
         let (first, second) = text.split_at(TOKENS / 2);
         for (name, content) in [
             ("tokens.bin", &tokens[..]),
+            ("few.bin", &few[..]),
             ("text.txt", text.as_bytes()),
             ("texts/a.md", first.as_bytes()),
             ("texts/b.txt", second.as_bytes()),
@@ -80,6 +119,11 @@ pub fn folder() -> &'static PathBuf {
         }
         folder
     })
+}
+
+/// The path of a file of this crate.
+fn of_crate(name: &str) -> String {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name).display().to_string()
 }
 
 fn path(name: &str) -> String {
@@ -94,9 +138,18 @@ impl Case {
         let mut case = Case { masked: rng.below(2) == 0, ..Case::default() };
         for (section, key) in keys::all() {
             let name = format!("{section}.{}", key.name);
-            let value = match key.awaits {
-                Some(_) => planned(&mut rng, key),
-                None => frame.value(&mut rng, &name, key),
+            let value = match (key.awaits, frame.pretrained) {
+                (Some(_), _) => planned(&mut rng, key),
+                (None, Some(at)) if section == "model" => {
+                    let given = PRETRAINED[at].1.iter().find(|(key, _)| *key == name);
+                    let folder = || format!("../models/tests/fixtures/huggingface/{}", PRETRAINED[at].0);
+                    match &*name {
+                        "model.init_from" => Some(of_crate(&folder())),
+                        "model.dropout" => frame.value(&mut rng, &name, key),
+                        _ => given.map(|(_, value)| (*value).to_owned()),
+                    }
+                }
+                _ => frame.value(&mut rng, &name, key),
             };
             if let Some(value) = value {
                 case.keys.insert(name, value);
@@ -212,6 +265,7 @@ impl Frame {
             parts(rng, pp + off, stages, 1 - off)
         };
         let stages = if schedule == Pipeline::Replicated { replicas.len() } else { pp * chunks };
+        let pretrained = rarely(rng, 12).then(|| rng.below(PRETRAINED.len()));
         let layers = if rarely(rng, 4) { 1 + rng.below(6) } else { stages * (1 + rng.below(2)) };
         let takes = generator.micros(pp);
         let micros = takes.min.next_multiple_of(takes.multiple_of) + takes.multiple_of * rng.below(3);
@@ -228,13 +282,17 @@ impl Frame {
             schedule,
             chunks,
             replicas,
-            layers,
+            layers: if pretrained.is_some() { 2 } else { layers },
             heads: tp * (1 + rng.below(2)),
             micros,
             batch,
             canonical,
-            data: rng.pick(&[Data::Cicero, Data::Text, Data::Folder, Data::Bin, Data::Bin]),
+            data: match pretrained {
+                Some(_) => Data::Few,
+                None => rng.pick(&[Data::Cicero, Data::Text, Data::Folder, Data::Bin, Data::Bin]),
+            },
             profile: rarely(rng, 20),
+            pretrained,
         }
     }
 
@@ -255,15 +313,12 @@ impl Frame {
     fn value(&self, rng: &mut Rng, name: &str, key: &Key) -> Option<String> {
         let some = |value: &dyn fmt::Display| Some(value.to_string());
         match name {
-            // It fixes the sizes that the other keys of the section draw: tests/huggingface.rs has it.
-            "model.init_from" => None,
-            // It writes a file beside the run: tests/tensorboard.rs has it.
-            "metrics.tensorboard" => None,
             "model.preset" => {
                 let Kind::Choice { landed, .. } = key.kind else { panic!("{name} is a choice") };
                 if rarely(rng, 3) { some(&rng.pick(landed)) } else { None }
             }
             "model.kind" => some(&if self.llama { "llama" } else { "gpt2" }).filter(|_| self.llama || !rarely(rng, 3)),
+            "model.init_from" => rarely(rng, 200).then(|| path("texts")),
             "model.vocab_size" => match self.data {
                 Data::Bin => some(&rng.pick(&[IDS, 64, 100])),
                 _ if rarely(rng, 40) => some(&200),
@@ -402,6 +457,7 @@ impl Frame {
                 Data::Text => Some(path("text.txt")),
                 Data::Folder => Some(path("texts")),
                 Data::Bin => Some(path("tokens.bin")),
+                Data::Few => Some(path("few.bin")),
             },
             "data.tokenizer" => match rng.below(200) {
                 0 => some(&"gpt2"),
@@ -434,6 +490,7 @@ impl Frame {
                 true => Some(path("layers.txt")),
                 false => None,
             },
+            "metrics.tensorboard" => rarely(rng, 8).then(|| path("events")),
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),

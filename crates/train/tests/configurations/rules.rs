@@ -3,7 +3,7 @@
 use meshwork_pipeline::Generator;
 use meshwork_train::config::keys::{self, Fallback, Literal};
 
-use crate::draw::{Case, IDS, TOKENS};
+use crate::draw::{Case, FEW_IDS, IDS, TOKENS};
 
 /// The rules that a configuration breaks.
 pub fn broken(case: &Case) -> Vec<String> {
@@ -79,6 +79,7 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     // 4 times the width; llama: 8/3 of it, in steps of 256. The widths here are no preset's.
     let ffn = if llama { (hidden * 8 / 3).next_multiple_of(256) } else { 4 * hidden };
     let ffn = count(case, "model.ffn_hidden_size", ffn);
+    rule(case.get("model.init_from").is_some_and(|folder| folder.ends_with("texts")), "no model in the folder");
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");
     rule(!divides(tp, heads), "heads over tp");
@@ -234,8 +235,15 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let binary = case.get("data.path").is_some_and(|path| path.ends_with(".bin"));
     let vocab = count(case, "model.vocab_size", 0);
     let tokenizer = case.get("data.tokenizer").unwrap_or("bytes");
+    let few = case.get("data.path").is_some_and(|path| path.ends_with("few.bin"));
     let ids = match (binary, tokenizer) {
-        (true, _) => IDS,
+        (true, _) => {
+            if few {
+                FEW_IDS
+            } else {
+                IDS
+            }
+        }
         (false, "bytes") => 256,
         (false, _) => 50257,
     };
