@@ -1,5 +1,6 @@
 //! Trains two steps as a configuration says and compares them with those of one rank.
 
+use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,7 +11,7 @@ use meshwork_engine::{ScheduleSpec, dry_run};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
 use meshwork_train::config::{Args, Config, Dtype};
-use meshwork_train::{Data, RunError, TrainError, Trainer, load};
+use meshwork_train::{Data, TrainError, Trainer, load};
 
 use crate::draw::Case;
 
@@ -107,14 +108,14 @@ fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let data = data.masked(|at| case.masked && at % seq_len < at / seq_len % 5);
     let options = Options { timeout: config.comm.timeout() };
     let ranks = thread::run(mesh.world_size(), options, |world| {
-        let rank = Arc::new(Rank::new(&mesh, world.communicator().clone()).map_err(TrainError::from)?);
+        let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let device = config.device.open(config.training.dtype);
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
         if let Some(folder) = &config.model.init_from {
             let pretrained = Pretrained::open(Path::new(folder))?;
             trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
         }
-        Ok::<_, RunError>(numbers(trainer, config, &data)?)
+        Ok::<_, Box<dyn Error + Send + Sync>>(numbers(trainer, config, &data)?)
     });
     let ranks = ranks.map_err(|error| error.to_string())?;
     match ranks.iter().position(|rank| bits(rank) != bits(&ranks[0])) {
