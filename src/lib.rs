@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub use meshwork_checkpoint as checkpoint;
 pub use meshwork_core as core;
 pub use meshwork_data_parallel as data_parallel;
 pub use meshwork_engine as engine;

@@ -1,0 +1,129 @@
+//! How the writers of a checkpoint tell each other that they are done.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// One rank's end of a line between the writers of all ranks. Writers run beside training, on threads of their own, so this must not be a
+/// communicator that training uses.
+///
+/// [`threads`] connects the threads of one process. An adapter of MPI is one `Allgatherv` on a communicator of its own.
+pub trait Exchange: Send + 'static {
+    /// Gives the message of every rank to every rank, in the order of the ranks. Waits for all of them; ranks call it equally often.
+    ///
+    /// # Errors
+    /// A rank that will not come any more.
+    fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError>;
+}
+
+/// A rank that left the others.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the writers lost each other: {problem}")]
+pub struct ExchangeError {
+    /// Which rank, and what is known of it.
+    pub problem: String,
+}
+
+/// The exchange of a run on one rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Alone;
+
+impl Exchange for Alone {
+    fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError> {
+        Ok([message].into())
+    }
+}
+
+/// The exchange of ranks that are threads of one process.
+#[derive(Debug)]
+pub struct ThreadExchange {
+    rank: usize,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    round: Mutex<Round>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Round {
+    number: u64,
+    messages: Vec<Option<Vec<u8>>>,
+    /// The messages of the round before. A rank that has not seen them has not given its message of this round.
+    last: Arc<[Vec<u8>]>,
+    left: Vec<bool>,
+}
+
+/// An end for each of `world` ranks. A rank that drops its end makes the others' waits an error.
+pub fn threads(world: usize) -> Vec<ThreadExchange> {
+    let round = Round { number: 0, messages: vec![None; world], last: Arc::default(), left: vec![false; world] };
+    let shared = Arc::new(Shared { round: Mutex::new(round), changed: Condvar::new() });
+    (0..world).map(|rank| ThreadExchange { rank, shared: shared.clone() }).collect()
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Round> {
+        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Exchange for ThreadExchange {
+    fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError> {
+        let mut round = self.shared.lock();
+        let mine = round.number;
+        round.messages[self.rank] = Some(message);
+        if round.messages.iter().all(Option::is_some) {
+            round.last = round.messages.iter_mut().filter_map(Option::take).collect();
+            round.number += 1;
+            self.shared.changed.notify_all();
+        }
+        while round.number == mine {
+            let gone = |(rank, left): (usize, &bool)| *left && round.messages[rank].is_none();
+            if let Some(rank) = round.left.iter().enumerate().position(gone) {
+                return Err(ExchangeError { problem: format!("rank {rank} ended") });
+            }
+            round = self.shared.changed.wait(round).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(round.last.clone())
+    }
+}
+
+impl Drop for ThreadExchange {
+    fn drop(&mut self) {
+        self.shared.lock().left[self.rank] = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn every_rank_gets_the_messages_of_every_round() {
+        let ends: Vec<_> = threads(5).into_iter().enumerate().collect();
+        let ranks: Vec<_> = ends
+            .into_iter()
+            .map(|(rank, mut end)| {
+                thread::spawn(move || {
+                    for round in 0..100u8 {
+                        let all = end.all_gather(vec![round, rank as u8]).unwrap();
+                        assert_eq!(*all, [0, 1, 2, 3, 4].map(|other| vec![round, other]));
+                    }
+                })
+            })
+            .collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    }
+
+    #[test]
+    fn a_rank_that_left_is_named() {
+        let mut ends = threads(3);
+        let (last, mut middle) = (ends.pop(), ends.pop().unwrap());
+        let waiting = thread::spawn(move || middle.all_gather(Vec::new()));
+        drop(last);
+        assert_eq!(waiting.join().unwrap().unwrap_err().problem, "rank 2 ended");
+        assert_eq!(ends[0].all_gather(Vec::new()).unwrap_err().problem, "rank 2 ended");
+    }
+}

@@ -1,0 +1,174 @@
+//! The index of a checkpoint: one JSON file that says what is in it, and where.
+//!
+//! ```text
+//! {"checksum":"0f5e..","format":1,"step":10,"metadata":{..},
+//!  "files":[{"name":"rank-00000.safetensors","bytes":4096,"header_bytes":512,"header_checksum":".."},..],
+//!  "tensors":[{"name":"wte.weight","kind":"weight","dtype":"F32","dims":[61,32],
+//!              "pieces":[{"slice":[[0,61],[0,32]],"file":0,"bytes":[512,8320],"checksum":".."},..]},..]}
+//! ```
+//! The checksum at its head is that of all bytes that follow its comma.
+
+use crate::{Checksum, Slice, Tensor};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Component, Path};
+
+/// The version of the format that this crate writes, and the only one that it reads.
+pub const FORMAT: u32 = 1;
+/// The name of the file.
+pub(crate) const FILE: &str = "index.json";
+
+/// What is in a checkpoint, and where.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Index {
+    /// The version of the format.
+    pub format: u32,
+    /// The step after which it was taken.
+    pub step: u64,
+    /// What the caller wants to keep beside the tensors.
+    pub metadata: Value,
+    /// The files.
+    pub files: Vec<File>,
+    /// The tensors.
+    pub tensors: Vec<StoredTensor>,
+}
+
+/// A file of a checkpoint, in the format safetensors: a header, then the pieces.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct File {
+    /// Its name in the folder.
+    pub name: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// The bytes of its header, length included.
+    pub header_bytes: u64,
+    /// The checksum of these.
+    pub header_checksum: Checksum,
+}
+
+/// A tensor with its pieces.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StoredTensor {
+    /// The tensor as a whole.
+    #[serde(flatten)]
+    pub tensor: Tensor,
+    /// Its slices: disjoint, and together all of it.
+    pub pieces: Vec<Piece>,
+}
+
+/// A slice of a tensor, and its bytes: row-major, without padding.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Piece {
+    /// The slice.
+    pub slice: Slice,
+    /// The file, by its place in the index.
+    pub file: usize,
+    /// First byte in the file, and the byte behind the last.
+    pub bytes: (u64, u64),
+    /// The checksum of the bytes.
+    pub checksum: Checksum,
+}
+
+const HEAD: &[u8] = b"{\"checksum\":\"";
+const NECK: &[u8] = b"\",";
+const DIGITS: usize = 16;
+
+impl Index {
+    /// The bytes of the file.
+    pub(crate) fn encode(&self) -> serde_json::Result<Vec<u8>> {
+        let mut body = serde_json::to_vec(self)?;
+        body.push(b'\n');
+        let body = &body[1..];
+        Ok([HEAD, Checksum::of(body).to_string().as_bytes(), NECK, body].concat())
+    }
+
+    /// Reads the bytes of the file. Says what is wrong with them.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        /// The one field that every version of the format has.
+        #[derive(Deserialize)]
+        struct Version {
+            format: u64,
+        }
+
+        let head = HEAD.len() + DIGITS + NECK.len();
+        let Some((head, body)) = bytes.split_at_checked(head) else { return Err("it ends in its checksum".to_owned()) };
+        let digits = head.strip_prefix(HEAD).and_then(|rest| rest.strip_suffix(NECK));
+        let stated = digits.and_then(|digits| Checksum::parse(std::str::from_utf8(digits).ok()?));
+        let Some(stated) = stated else { return Err("it does not begin with a checksum".to_owned()) };
+        let found = Checksum::of(body);
+        if stated != found {
+            return Err(format!("its checksum is {found}, and it says {stated}"));
+        }
+        let text = [b"{", body].concat();
+        let problem = |error: serde_json::Error| error.to_string();
+        match serde_json::from_slice::<Version>(&text).map_err(problem)?.format {
+            format if format == u64::from(FORMAT) => {}
+            format => return Err(format!("it has format {format}, and this program reads {FORMAT}")),
+        }
+        let index: Self = serde_json::from_slice(&text).map_err(problem)?;
+        index.require_sound()?;
+        Ok(index)
+    }
+
+    /// The tensor of a name.
+    pub fn tensor(&self, name: &str) -> Option<&StoredTensor> {
+        self.tensors.iter().find(|stored| stored.tensor.name == name)
+    }
+
+    /// The bytes of all tensors.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensors.iter().filter_map(|stored| stored.tensor.size()).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Checks that every element of every tensor, and every byte of every file, lies in one piece.
+    fn require_sound(&self) -> Result<(), String> {
+        let mut names = BTreeSet::new();
+        for File { name, bytes, header_bytes, .. } in &self.files {
+            let plain = Path::new(name).components().eq([Component::Normal(name.as_ref())]);
+            if !plain || name == FILE || !names.insert(name) {
+                return Err(format!("{name:?} is no name of one file in its folder"));
+            }
+            if header_bytes > bytes {
+                return Err(format!("{name} has {bytes} bytes, and a header of {header_bytes}"));
+            }
+        }
+        let (mut names, mut ranges) = (BTreeSet::new(), vec![Vec::new(); self.files.len()]);
+        for StoredTensor { tensor, pieces } in &self.tensors {
+            let (name, dims) = (&tensor.name, &tensor.dims);
+            if !names.insert(name) {
+                return Err(format!("two tensors are called {name}"));
+            }
+            let Some((elements, _)) = tensor.size() else {
+                return Err(format!("{name} {dims:?} has more bytes than can be counted"));
+            };
+            let mut held = 0u64;
+            for (at, Piece { slice, file, bytes: (start, end), .. }) in pieces.iter().enumerate() {
+                let fits = slice.fits(dims) && slice.elements() > 0;
+                let sized = end.checked_sub(*start) == slice.elements().checked_mul(tensor.dtype.size());
+                let (true, true, Some(of_file)) = (fits, sized, ranges.get_mut(*file)) else {
+                    return Err(format!("{name} {dims:?} has slice {slice} at bytes {start} to {end} of file {file}"));
+                };
+                if let Some(other) = pieces[..at].iter().find(|other| other.slice.overlap(slice).is_some()) {
+                    return Err(format!("{name} has the slices {} and {slice}, which overlap", other.slice));
+                }
+                of_file.push((*start, *end));
+                held += slice.elements(); // at most `elements`, because slices are disjoint
+            }
+            if held != elements {
+                return Err(format!("the pieces of {name} {dims:?} have {held} elements"));
+            }
+        }
+        for (file, ranges) in self.files.iter().zip(&mut ranges) {
+            ranges.sort_unstable();
+            let end = ranges.iter().try_fold(file.header_bytes, |end, &(from, to)| (from == end).then_some(to));
+            if end != Some(file.bytes) {
+                return Err(format!("the pieces of {} do not follow each other from its header to its end", file.name));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! Finds the newest checkpoint that is whole.
+
+use crate::{Checkpoint, Damage, folder_name, steps};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The newest checkpoint of a folder that is whole.
+#[derive(Debug)]
+pub struct Latest {
+    /// It, if there is one.
+    pub checkpoint: Option<Checkpoint>,
+    /// Newer ones that are damaged.
+    pub passed_over: Vec<PassedOver>,
+}
+
+/// A checkpoint that is damaged.
+#[derive(Debug)]
+pub struct PassedOver {
+    /// Its folder.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub damage: Vec<Damage>,
+}
+
+/// The newest checkpoint of a folder all of whose bytes are as they were written, with the damaged ones before it. A folder that is not
+/// there has none.
+///
+/// # Errors
+/// A folder that cannot be read.
+pub fn latest_complete(dir: &Path) -> io::Result<Latest> {
+    let mut passed_over = Vec::new();
+    for step in steps(dir)? {
+        let path = dir.join(folder_name(step));
+        let damage = match Checkpoint::open_step(dir, step) {
+            Err(damage) => vec![damage],
+            Ok(checkpoint) => match checkpoint.verify(&checkpoint.units()) {
+                damage if damage.is_empty() => return Ok(Latest { checkpoint: Some(checkpoint), passed_over }),
+                damage => damage,
+            },
+        };
+        passed_over.push(PassedOver { path, damage });
+    }
+    Ok(Latest { checkpoint: None, passed_over })
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint of a step in a folder of checkpoints.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and a checkpoint of another step.
+    pub fn open_step(dir: &Path, step: u64) -> Result<Self, Damage> {
+        let checkpoint = Self::open(&dir.join(folder_name(step)))?;
+        match checkpoint.index().step {
+            found if found == step => Ok(checkpoint),
+            found => Err(Damage::Step { path: checkpoint.path().to_path_buf(), step: found }),
+        }
+    }
+}

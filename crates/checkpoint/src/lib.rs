@@ -1,0 +1,36 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod checksum;
+mod diff;
+mod exchange;
+mod folder;
+mod index;
+mod latest;
+mod lock;
+mod piece_file;
+mod plan;
+mod reader;
+mod slice;
+mod snapshot;
+mod summary;
+mod tensor;
+mod verify;
+mod writer;
+
+pub use checksum::Checksum;
+pub use diff::{DiffError, Difference, JsonDifference, TensorDifference, diff, json_differences};
+pub use exchange::{Alone, Exchange, ExchangeError, ThreadExchange, threads};
+pub use folder::{folder_name, steps};
+pub use index::{FORMAT, File, Index, Piece, StoredTensor};
+pub use latest::{Latest, PassedOver, latest_complete};
+pub use lock::{Lock, LockError};
+pub use plan::{Held, PlanError, PlannedPiece, SavePlan};
+pub use reader::{Checkpoint, ReadError};
+pub use slice::{Block, Slice};
+pub use snapshot::{Snapshot, SnapshotError};
+pub use summary::Summary;
+pub use tensor::{Dtype, Kind, Tensor};
+pub use verify::{Damage, Unit, share};
+pub use writer::{SaveError, Saved, Writer};

@@ -1,0 +1,129 @@
+//! The lock of a folder of checkpoints: one run at a time writes there.
+
+use crate::folder::remove_leftovers;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// The right to write to a folder, until it is dropped or the process ends, however it ends: the system holds the lock.
+#[derive(Debug)]
+pub struct Lock {
+    dir: PathBuf,
+    removed: Vec<PathBuf>,
+    _file: File,
+}
+
+/// Why a folder cannot be written to.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LockError {
+    /// Another run writes there.
+    #[error("{} is the checkpoint folder of another run, {holder}: wait for it, end it, or use another folder", dir.display())]
+    Held {
+        /// The folder.
+        dir: PathBuf,
+        /// The process and host that hold it, as they wrote them down.
+        holder: String,
+    },
+    /// The folder cannot be used.
+    #[error("the checkpoint folder {} cannot be used: {source}", dir.display())]
+    Io {
+        /// The folder.
+        dir: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+struct Holder {
+    pid: u32,
+    host: String,
+}
+
+/// The name of the file.
+const FILE: &str = "lock";
+/// A file of more bytes was not written here.
+const MOST_BYTES: u64 = 4096;
+
+impl Lock {
+    /// Takes the lock of a folder, which is made if it is not there, and removes what runs that were killed left over.
+    ///
+    /// # Errors
+    /// A folder that another run holds, in this process or in another one; a folder that cannot be made or written to.
+    pub fn take(dir: &Path) -> Result<Self, LockError> {
+        let failed = |source| LockError::Io { dir: dir.to_path_buf(), source };
+        fs::create_dir_all(dir).map_err(failed)?;
+        let mut open = File::options();
+        let open = open.read(true).write(true).create(true).truncate(false);
+        let mut file = open.open(dir.join(FILE)).map_err(failed)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(failed(error)),
+            Err(TryLockError::WouldBlock) => {
+                return Err(LockError::Held { dir: dir.to_path_buf(), holder: holder(&mut file) });
+            }
+        }
+        let me = Holder { pid: std::process::id(), host: gethostname::gethostname().to_string_lossy().into_owned() };
+        write_holder(&mut file, &me).map_err(failed)?;
+        let removed = remove_leftovers(dir).map_err(failed)?;
+        Ok(Self { dir: dir.to_path_buf(), removed, _file: file })
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// What was left over from runs that were killed, and was removed.
+    pub fn removed(&self) -> &[PathBuf] {
+        &self.removed
+    }
+}
+
+fn write_holder(file: &mut File, holder: &Holder) -> io::Result<()> {
+    file.set_len(0)?;
+    file.seek(SeekFrom::Start(0))?;
+    file.write_all(&serde_json::to_vec(holder)?)
+}
+
+fn holder(file: &mut File) -> String {
+    let mut text = Vec::new();
+    _ = file.take(MOST_BYTES).read_to_end(&mut text);
+    match serde_json::from_slice(&text) {
+        Ok(Holder { pid, host }) => format!("process {pid} on {host}"),
+        Err(_) => "which did not say who it is".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_second_run_is_told_who_has_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/folder");
+        let first = Lock::take(&path).unwrap();
+        assert_eq!((first.dir(), first.removed()), (&*path, &[][..]));
+        let error = Lock::take(&path).unwrap_err();
+        assert!(matches!(error, LockError::Held { .. }));
+        let (pid, host) = (std::process::id(), gethostname::gethostname().to_string_lossy().into_owned());
+        assert!(error.to_string().contains(&format!("another run, process {pid} on {host}: wait for it")), "{error}");
+        drop(first);
+        fs::create_dir(path.join("step-00000007.partial")).unwrap();
+        assert_eq!(Lock::take(&path).unwrap().removed(), [path.join("step-00000007.partial")]);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        let error = Lock::take(&dir.path().join("file/folder")).unwrap_err();
+        assert!(
+            matches!(error, LockError::Io { .. }) && error.to_string().contains("file/folder cannot be used: "),
+            "{error}"
+        );
+    }
+}

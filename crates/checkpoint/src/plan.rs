@@ -1,0 +1,325 @@
+//! Who writes what. A pure function of what every rank holds, so that all ranks compute the same plan and need not talk.
+//!
+//! Ranks that hold the same elements share the work of writing them: large slices are cut, and each part goes to the holder with the
+//! fewest bytes so far. Slices with few holders come first, because they leave no choice; then the largest.
+
+use crate::{Dtype, Slice, Tensor};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// A slice of a tensor, and ranks that hold it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// The tensor, by its place among the tensors of the plan.
+    pub tensor: usize,
+    /// The slice.
+    pub slice: Slice,
+    /// The ranks that hold all of it.
+    pub ranks: Vec<usize>,
+}
+
+/// A slice with its only writer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedPiece {
+    /// The tensor, by its place among the tensors of the plan.
+    pub tensor: usize,
+    /// The slice.
+    pub slice: Slice,
+    /// The rank that writes it.
+    pub writer: usize,
+    /// Where its bytes lie in the writer's data.
+    pub bytes: Range<u64>,
+}
+
+/// Which rank writes which slice of which tensor, and where to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavePlan {
+    tensors: Vec<Tensor>,
+    names: BTreeMap<String, usize>,
+    /// By writer, in the order of the writer's file.
+    pieces: Vec<Vec<PlannedPiece>>,
+}
+
+/// Why a state cannot be saved.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// Two tensors of one name.
+    #[error("two tensors are called {name}: give each a name of its own")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A tensor with more bytes than a file can hold.
+    #[error("{name} of {dims:?} has more bytes than can be counted")]
+    Size {
+        /// Its name.
+        name: String,
+        /// Its extents.
+        dims: Vec<u64>,
+    },
+    /// A slice of another tensor, or of none.
+    #[error("slice {slice} of {name} does not lie in its extents {dims:?}")]
+    Slice {
+        /// The tensor.
+        name: String,
+        /// The slice.
+        slice: Slice,
+        /// The extents of the tensor.
+        dims: Vec<u64>,
+    },
+    /// A tensor or a rank that is not there.
+    #[error("slice {slice} is of tensor {tensor} on ranks {ranks:?}; there are {tensors} tensors and {world} ranks")]
+    Holder {
+        /// The place of the tensor.
+        tensor: usize,
+        /// The slice.
+        slice: Slice,
+        /// Its holders.
+        ranks: Vec<usize>,
+        /// The number of tensors.
+        tensors: usize,
+        /// The number of ranks.
+        world: usize,
+    },
+    /// Elements that no rank holds.
+    #[error("no rank holds {missing} of the {elements} elements of {name} {dims:?}")]
+    Missing {
+        /// The tensor.
+        name: String,
+        /// Its extents.
+        dims: Vec<u64>,
+        /// Elements that no rank holds.
+        missing: u64,
+        /// All elements.
+        elements: u64,
+    },
+}
+
+/// A rank writes about this many pieces or more, so that the last one that is given out changes the balance by little.
+const PIECES_PER_WRITER: u64 = 32;
+/// Pieces of fewer bytes are not cut: each costs a line of the index.
+const SMALLEST_CUT: u64 = 4096;
+
+impl SavePlan {
+    /// The plan of `world` ranks that hold these slices. Slices of one tensor may overlap; together they must be all of it.
+    ///
+    /// # Errors
+    /// Names that are not unique, slices outside of their tensor, elements that no rank holds.
+    pub fn new(world: usize, tensors: Vec<Tensor>, held: &[Held]) -> Result<Self, PlanError> {
+        let mut names = BTreeMap::new();
+        for (at, Tensor { name, dims, .. }) in tensors.iter().enumerate() {
+            if names.insert(name.clone(), at).is_some() {
+                return Err(PlanError::Name { name: name.clone() });
+            }
+            if tensors[at].size().is_none() {
+                return Err(PlanError::Size { name: name.clone(), dims: dims.clone() });
+            }
+        }
+        let mut holders: Vec<BTreeMap<&Slice, BTreeSet<usize>>> = vec![BTreeMap::new(); tensors.len()];
+        for Held { tensor, slice, ranks } in held {
+            let Some(of) = tensors.get(*tensor).filter(|_| !ranks.is_empty() && ranks.iter().all(|&rank| rank < world))
+            else {
+                let (tensor, slice, ranks, tensors) = (*tensor, slice.clone(), ranks.clone(), tensors.len());
+                return Err(PlanError::Holder { tensor, slice, ranks, tensors, world });
+            };
+            if !slice.fits(&of.dims) {
+                let (name, slice, dims) = (of.name.clone(), slice.clone(), of.dims.clone());
+                return Err(PlanError::Slice { name, slice, dims });
+            }
+            holders[*tensor].entry(slice).or_default().extend(ranks);
+        }
+        let mut regions = Vec::new();
+        for (tensor, held) in holders.iter().enumerate() {
+            let regions_of_it = disjoint(held);
+            let covered: u64 = regions_of_it.iter().map(|(slice, _)| slice.elements()).sum();
+            let of = &tensors[tensor];
+            let elements = of.size().map_or(0, |(elements, _)| elements);
+            if covered != elements {
+                let (name, dims, missing) = (of.name.clone(), of.dims.clone(), elements - covered);
+                return Err(PlanError::Missing { name, dims, missing, elements });
+            }
+            regions.extend(regions_of_it.into_iter().map(|(slice, ranks)| (tensor, slice, ranks)));
+        }
+        let pieces = shared_out(world, &tensors, regions);
+        Ok(Self { tensors, names, pieces })
+    }
+
+    /// The tensors.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// The place of a tensor among the tensors.
+    pub fn tensor(&self, name: &str) -> Option<usize> {
+        self.names.get(name).copied()
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// What a rank writes, in the order of its file.
+    pub fn pieces(&self, rank: usize) -> &[PlannedPiece] {
+        self.pieces.get(rank).map_or(&[], Vec::as_slice)
+    }
+
+    /// The bytes that a rank writes, which are also those of its snapshot.
+    pub fn bytes(&self, rank: usize) -> u64 {
+        self.pieces(rank).last().map_or(0, |piece| piece.bytes.end)
+    }
+}
+
+/// The elements that are held, each in one slice, with the ranks that hold that slice.
+fn disjoint(held: &BTreeMap<&Slice, BTreeSet<usize>>) -> Vec<(Slice, BTreeSet<usize>)> {
+    let mut regions: Vec<(Slice, BTreeSet<usize>)> = Vec::new();
+    let mut seen: Vec<&Slice> = Vec::new();
+    for &slice in held.keys() {
+        if slice.elements() == 0 {
+            continue;
+        }
+        let new = seen.iter().fold(vec![slice.clone()], |parts, other| {
+            parts.iter().flat_map(|part| part.minus(other)).collect::<Vec<_>>()
+        });
+        for part in new {
+            let ranks = held.iter().filter(|(other, _)| other.contains(&part)).flat_map(|(_, ranks)| ranks).copied();
+            regions.push((part.clone(), ranks.collect()));
+        }
+        seen.push(slice);
+    }
+    regions
+}
+
+/// Gives each region a writer, cut where it is large, and each writer the order of its file.
+fn shared_out(
+    world: usize,
+    tensors: &[Tensor],
+    regions: Vec<(usize, Slice, BTreeSet<usize>)>,
+) -> Vec<Vec<PlannedPiece>> {
+    let size = |tensor: usize, slice: &Slice| slice.elements() * tensors[tensor].dtype.size();
+    let total: u64 = regions.iter().map(|(tensor, slice, _)| size(*tensor, slice)).sum();
+    let most = (total / (PIECES_PER_WRITER * world.max(1) as u64)).max(SMALLEST_CUT);
+    let mut parts = Vec::new();
+    for (tensor, slice, ranks) in regions {
+        let most = if ranks.len() > 1 { most / tensors[tensor].dtype.size() } else { u64::MAX };
+        parts.extend(slice.cut(most).into_iter().map(|part| (tensor, part, ranks.clone())));
+    }
+    parts.sort_by_cached_key(|(tensor, slice, ranks)| {
+        (ranks.len(), Reverse(size(*tensor, slice)), *tensor, slice.clone())
+    });
+    let mut load = vec![0; world];
+    let mut written: Vec<Vec<PlannedPiece>> = vec![Vec::new(); world];
+    for (tensor, slice, ranks) in parts {
+        let Some(writer) = ranks.into_iter().min_by_key(|&rank| load[rank]) else { continue };
+        load[writer] += size(tensor, &slice);
+        written[writer].push(PlannedPiece { tensor, slice, writer, bytes: 0..0 });
+    }
+    for pieces in &mut written {
+        // Wide elements first, so that each piece is aligned.
+        let width = |piece: &PlannedPiece| Reverse(Dtype::size(tensors[piece.tensor].dtype));
+        pieces.sort_by(|a, b| (width(a), a.tensor, &a.slice).cmp(&(width(b), b.tensor, &b.slice)));
+        let mut end = 0;
+        for piece in pieces {
+            let start = end;
+            end += size(piece.tensor, &piece.slice);
+            piece.bytes = start..end;
+        }
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+
+    fn tensor(name: &str, dims: &[u64]) -> Tensor {
+        Tensor { name: name.to_owned(), kind: Kind::Weight, dtype: Dtype::F32, dims: dims.to_vec() }
+    }
+
+    fn whole(tensor: usize, dims: &[u64], ranks: &[usize]) -> Held {
+        Held { tensor, slice: Slice::whole(dims), ranks: ranks.to_vec() }
+    }
+
+    #[test]
+    fn what_is_refused_says_why() {
+        let plan =
+            |tensors: &[Tensor], held: &[Held]| SavePlan::new(2, tensors.to_vec(), held).unwrap_err().to_string();
+        let w = [tensor("w", &[4, 2])];
+        assert_eq!(plan(&w, &[]), "no rank holds 8 of the 8 elements of w [4, 2]");
+        let half = Held { tensor: 0, slice: Slice::new([0..2, 0..2]), ranks: vec![0] };
+        assert_eq!(plan(&w, &[half]), "no rank holds 4 of the 8 elements of w [4, 2]");
+        assert_eq!(plan(&w, &[whole(0, &[4, 3], &[0])]), "slice [0:4, 0:3] of w does not lie in its extents [4, 2]");
+        let nobody = plan(&w, &[whole(0, &[4, 2], &[2])]);
+        assert_eq!(nobody, "slice [0:4, 0:2] is of tensor 0 on ranks [2]; there are 1 tensors and 2 ranks");
+        assert_eq!(plan(&[w[0].clone(), w[0].clone()], &[]), "two tensors are called w: give each a name of its own");
+        let huge = [tensor("huge", &[1 << 40, 1 << 40])];
+        assert!(plan(&huge, &[]).contains("more bytes than can be counted"));
+    }
+
+    /// A vocabulary table that is one large matrix, narrow rows, and many small vectors, all on every rank.
+    #[test]
+    fn replicas_share_the_bytes_evenly() {
+        for world in [1, 2, 3, 4, 7, 8, 16] {
+            let all: Vec<usize> = (0..world).collect();
+            let mut tensors = vec![tensor("table", &[50_257, 64]), tensor("qkv", &[3, 4, 16, 64])];
+            tensors.extend((0..50).map(|layer| tensor(&format!("bias.{layer}"), &[256 + 3 * layer])));
+            let held: Vec<Held> = tensors.iter().enumerate().map(|(at, of)| whole(at, &of.dims, &all)).collect();
+            let plan = SavePlan::new(world, tensors, &held).unwrap();
+            let bytes: Vec<u64> = (0..world).map(|rank| plan.bytes(rank)).collect();
+            let total: u64 = plan.tensors().iter().filter_map(|of| of.size()).map(|(_, bytes)| bytes).sum();
+            assert_eq!(bytes.iter().sum::<u64>(), total);
+            let (most, mean) = (*bytes.iter().max().unwrap() as f64, total as f64 / world as f64);
+            assert!(most <= 1.01 * mean, "{world} ranks write {bytes:?}, {mean} on average");
+        }
+    }
+
+    /// tp=2 cuts the matrix, dp=2 replicates both, and the norm is on all four ranks. Rank = 2 · dp rank + tp rank.
+    #[test]
+    fn every_element_has_one_writer_that_holds_it() {
+        let (dims, tensors) = ([64, 256], vec![tensor("w", &[64, 256]), tensor("norm", &[700]), tensor("one", &[])]);
+        let columns = |tp: u64| Slice::new([0..64, 128 * tp..128 * (tp + 1)]);
+        let held = [
+            Held { tensor: 0, slice: columns(0), ranks: vec![0, 2] },
+            Held { tensor: 0, slice: columns(1), ranks: vec![1, 3] },
+            whole(1, &[700], &[0, 1, 2, 3]),
+            whole(2, &[], &[3]),
+        ];
+        let plan = SavePlan::new(4, tensors, &held).unwrap();
+        let mut seen = vec![0; 64 * 256];
+        for rank in 0..4 {
+            let mut end = 0;
+            for piece in plan.pieces(rank) {
+                assert_eq!((piece.writer, piece.bytes.start), (rank, end), "no holes");
+                end = piece.bytes.end;
+                let holds = |held: &Held| held.tensor == piece.tensor && held.slice.contains(&piece.slice);
+                assert!(held.iter().any(|held| holds(held) && held.ranks.contains(&rank)), "{piece:?}");
+                if piece.tensor == 0 {
+                    let whole = crate::Block::of(&Slice::whole(&dims));
+                    crate::slice::for_each_run(&piece.slice, &whole, &crate::Block::of(&piece.slice), |at, _, run| {
+                        seen[at as usize..(at + run) as usize].iter_mut().for_each(|count| *count += 1);
+                        Ok::<_, ()>(())
+                    })
+                    .unwrap();
+                }
+            }
+            assert_eq!(end, plan.bytes(rank));
+        }
+        assert!(seen.iter().all(|&count| count == 1));
+        let bytes: Vec<u64> = (0..4).map(|rank| plan.bytes(rank)).collect();
+        assert!(bytes.iter().max().unwrap() - bytes.iter().min().unwrap() <= 4096, "{bytes:?}");
+    }
+
+    #[test]
+    fn slices_that_overlap_are_written_once() {
+        let held = [
+            Held { tensor: 0, slice: Slice::new(std::iter::once(0..6)), ranks: vec![0] },
+            Held { tensor: 0, slice: Slice::new(std::iter::once(4..8)), ranks: vec![1] },
+        ];
+        let plan = SavePlan::new(2, vec![tensor("w", &[8])], &held).unwrap();
+        let written = |rank| plan.pieces(rank).iter().map(|piece| piece.slice.to_string()).collect::<Vec<_>>();
+        assert_eq!((written(0), written(1)), (vec!["[0:6]".to_owned()], vec!["[6:8]".to_owned()]));
+    }
+}

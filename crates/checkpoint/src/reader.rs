@@ -1,0 +1,195 @@
+//! Reads a checkpoint, slice by slice.
+//!
+//! A read takes from the files the bytes of the slice and no others. Pieces that lie in the slice whole are checked against their checksum
+//! on the way. The others cannot be, so whoever reads them checks them before, in pieces: [`Checkpoint::units_not_read_whole`].
+
+use crate::index::{self, FORMAT};
+use crate::slice::for_each_run;
+use crate::{Block, Checksum, Damage, Index, Piece, Slice, Tensor};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A checkpoint whose index is sound and whose files have the sizes that it states.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    index: Index,
+    names: BTreeMap<String, usize>,
+    bytes_read: AtomicU64,
+}
+
+/// Why a slice cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// A tensor that is not there.
+    #[error("{} has no tensor {name}", path.display())]
+    Unknown {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The name.
+        name: String,
+    },
+    /// A slice that does not fit, or memory that does not fit the slice.
+    #[error("{given} bytes of extents {extents:?} cannot take slice {slice} of {name} {dims:?}")]
+    Misfit {
+        /// The tensor.
+        name: String,
+        /// Its extents.
+        dims: Vec<u64>,
+        /// The slice.
+        slice: Slice,
+        /// The extents of the memory.
+        extents: Vec<u64>,
+        /// The bytes of the memory.
+        given: usize,
+    },
+    /// A file that is not as it was written.
+    #[error(transparent)]
+    Damage(#[from] Damage),
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in a folder: reads its index, and compares the sizes of its files. Takes no more memory than the index has
+    /// bytes, times a small factor.
+    ///
+    /// # Errors
+    /// An index that is missing, damaged or contradicts itself; files that are missing or have another size.
+    pub fn open(path: &Path) -> Result<Self, Damage> {
+        let file = path.join(index::FILE);
+        let bytes = fs::read(&file).map_err(|source| Damage::Io { path: file.clone(), source })?;
+        let index = Index::decode(&bytes).map_err(|problem| Damage::Index { path: file, problem })?;
+        debug_assert_eq!(index.format, FORMAT);
+        for of in &index.files {
+            let path = path.join(&of.name);
+            let found = fs::metadata(&path).map_err(|source| Damage::Io { path: path.clone(), source })?;
+            if !found.is_file() || found.len() != of.bytes {
+                return Err(Damage::Size { path, found: found.len(), written: of.bytes });
+            }
+        }
+        let names = index.tensors.iter().enumerate().map(|(at, stored)| (stored.tensor.name.clone(), at)).collect();
+        Ok(Self { path: path.to_path_buf(), index, names, bytes_read: AtomicU64::new(0) })
+    }
+
+    /// Its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is in it.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// The tensor of a name.
+    pub fn tensor(&self, name: &str) -> Option<&Tensor> {
+        self.names.get(name).map(|&at| &self.index.tensors[at].tensor)
+    }
+
+    /// The pieces of a tensor.
+    pub(crate) fn pieces(&self, name: &str) -> &[Piece] {
+        self.names.get(name).map_or(&[], |&at| &self.index.tensors[at].pieces)
+    }
+
+    /// Bytes of tensors that reads took from the files so far. Those that were only verified do not count.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// The elements of a slice, row-major.
+    ///
+    /// # Errors
+    /// As [`read_into`](Self::read_into).
+    pub fn read(&self, name: &str, slice: &Slice) -> Result<Vec<u8>, ReadError> {
+        let size = self.tensor(name).map_or(0, |tensor| tensor.dtype.size());
+        let fits = self.tensor(name).is_some_and(|tensor| slice.fits(&tensor.dims));
+        // A slice that does not fit is refused below; its size must not be believed.
+        let mut bytes = vec![0; if fits { (slice.elements() * size) as usize } else { 0 }];
+        self.read_into(name, slice, &slice.extents(), &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads a slice into a row-major array of `extents`, which may be larger than the slice: padding at the end of a dim, which stays as
+    /// it is.
+    ///
+    /// # Errors
+    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was written.
+    pub fn read_into(&self, name: &str, slice: &Slice, extents: &[u64], into: &mut [u8]) -> Result<(), ReadError> {
+        let Some(tensor) = self.tensor(name) else {
+            return Err(ReadError::Unknown { path: self.path.clone(), name: name.to_owned() });
+        };
+        let size = tensor.dtype.size();
+        let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
+        let wanted = Block::padded(slice, extents.to_vec());
+        if !slice.fits(&tensor.dims)
+            || !large
+            || extents.len() != tensor.dims.len()
+            || wanted.elements().checked_mul(size) != Some(into.len() as u64)
+        {
+            let (name, dims, given) = (name.to_owned(), tensor.dims.clone(), into.len());
+            return Err(ReadError::Misfit { name, dims, slice: slice.clone(), extents: extents.to_vec(), given });
+        }
+        let bytes = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
+        for piece in self.pieces(name) {
+            let Some(both) = slice.overlap(&piece.slice) else { continue };
+            let stored = Block::of(&piece.slice);
+            if both == piece.slice {
+                let whole = self.piece(tensor, piece)?;
+                for_each_run(&both, &stored, &wanted, |from, to, run| {
+                    into[bytes(to, run)].copy_from_slice(&whole[bytes(from, run)]);
+                    Ok::<_, ReadError>(())
+                })?;
+            } else {
+                let path = self.file_path(piece.file);
+                let mut file = File::open(&path).map_err(|source| Damage::Io { path: path.clone(), source })?;
+                for_each_run(&both, &stored, &wanted, |from, to, run| {
+                    let taken = &mut into[bytes(to, run)];
+                    self.bytes_read.fetch_add(taken.len() as u64, Ordering::Relaxed);
+                    let read =
+                        file.seek(SeekFrom::Start(piece.bytes.0 + from * size)).and_then(|_| file.read_exact(taken));
+                    read.map_err(|source| ReadError::from(Damage::Io { path: path.clone(), source }))
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of a piece, which are those that were written.
+    fn piece(&self, tensor: &Tensor, piece: &Piece) -> Result<Vec<u8>, Damage> {
+        let bytes = self.file_bytes(piece.file, piece.bytes)?;
+        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.require_written(tensor, piece, &bytes)?;
+        Ok(bytes)
+    }
+
+    pub(crate) fn require_written(&self, tensor: &Tensor, piece: &Piece, bytes: &[u8]) -> Result<(), Damage> {
+        let found = Checksum::of(bytes);
+        if found == piece.checksum {
+            return Ok(());
+        }
+        let (path, tensor, slice) = (self.file_path(piece.file), tensor.name.clone(), piece.slice.clone());
+        Err(Damage::Piece { path, tensor, slice, found, written: piece.checksum })
+    }
+
+    pub(crate) fn file_path(&self, file: usize) -> PathBuf {
+        self.path.join(&self.index.files[file].name)
+    }
+
+    /// Some bytes of a file. The index is sound, so there are no more of them than the file had when it was opened.
+    pub(crate) fn file_bytes(&self, file: usize, (start, end): (u64, u64)) -> Result<Vec<u8>, Damage> {
+        let path = self.file_path(file);
+        let mut bytes = vec![0; (end - start) as usize];
+        let read = |into: &mut [u8]| -> io::Result<()> {
+            let mut file = File::open(&path)?;
+            file.seek(SeekFrom::Start(start))?;
+            file.read_exact(into)
+        };
+        match read(&mut bytes) {
+            Ok(()) => Ok(bytes),
+            Err(source) => Err(Damage::Io { path, source }),
+        }
+    }
+}

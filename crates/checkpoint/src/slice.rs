@@ -1,0 +1,268 @@
+//! Slices of tensors: a range per dim. What is cut, shared out, written and read is a slice.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::Range;
+
+/// A slice of a tensor: a range per dim. A tensor without dims has one element, and one slice.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Slice(Vec<(u64, u64)>);
+
+impl Slice {
+    /// A slice of these ranges, outermost dim first.
+    pub fn new(ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
+        Self(ranges.into_iter().map(|range| (range.start, range.end)).collect())
+    }
+
+    /// The slice that is the whole tensor.
+    pub fn whole(dims: &[u64]) -> Self {
+        Self::new(dims.iter().map(|&dim| 0..dim))
+    }
+
+    /// The range of each dim.
+    pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<u64>> + '_ {
+        self.0.iter().map(|&(start, end)| start..end)
+    }
+
+    /// The extent in each dim.
+    pub fn extents(&self) -> Vec<u64> {
+        self.0.iter().map(|&(start, end)| end.saturating_sub(start)).collect()
+    }
+
+    /// The number of elements.
+    pub fn elements(&self) -> u64 {
+        self.0.iter().fold(1, |product, &(start, end)| product.saturating_mul(end.saturating_sub(start)))
+    }
+
+    /// Whether it is a slice of a tensor of these extents.
+    pub fn fits(&self, dims: &[u64]) -> bool {
+        self.0.len() == dims.len() && self.0.iter().zip(dims).all(|(&(start, end), &dim)| start <= end && end <= dim)
+    }
+
+    /// Whether it holds all of `other`.
+    pub fn contains(&self, other: &Self) -> bool {
+        let inside = |(&(start, end), &(from, to)): (&(u64, u64), &(u64, u64))| start <= from && to <= end;
+        other.elements() == 0 || self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(inside)
+    }
+
+    /// What both hold; `None` if that is nothing.
+    pub fn overlap(&self, other: &Self) -> Option<Self> {
+        if self.0.len() != other.0.len() {
+            return None;
+        }
+        let both = self.0.iter().zip(&other.0).map(|(&(start, end), &(from, to))| (start.max(from), end.min(to)));
+        let both: Vec<_> = both.collect();
+        both.iter().all(|(start, end)| start < end).then_some(Self(both))
+    }
+
+    /// What it holds and `other` does not, in disjoint slices.
+    pub fn minus(&self, other: &Self) -> Vec<Self> {
+        let Some(both) = self.overlap(other) else {
+            return if self.elements() == 0 { Vec::new() } else { vec![self.clone()] };
+        };
+        let (mut left, mut rest) = (self.clone(), Vec::new());
+        for dim in 0..left.0.len() {
+            let ((start, end), (from, to)) = (left.0[dim], both.0[dim]);
+            for part in [(start, from), (to, end)] {
+                if part.0 < part.1 {
+                    rest.push(left.with(dim, part));
+                }
+            }
+            left.0[dim] = (from, to);
+        }
+        rest
+    }
+
+    /// Cuts it into slices of at most `most` elements, as equal as they can be, along the outermost dims.
+    pub fn cut(&self, most: u64) -> Vec<Self> {
+        let elements = self.elements();
+        let wide = self.0.iter().position(|&(start, end)| end.saturating_sub(start) > 1);
+        let Some(dim) = wide.filter(|_| elements > most.max(1)) else { return vec![self.clone()] };
+        let (start, end) = self.0[dim];
+        let extent = end - start;
+        let parts = elements.div_ceil(most.max(1)).min(extent);
+        let at = |part: u64| start + (u128::from(extent) * u128::from(part) / u128::from(parts)) as u64;
+        (0..parts).flat_map(|part| self.with(dim, (at(part), at(part + 1))).cut(most)).collect()
+    }
+
+    fn with(&self, dim: usize, range: (u64, u64)) -> Self {
+        let mut other = self.clone();
+        other.0[dim] = range;
+        other
+    }
+}
+
+/// As Python writes it: `[0:32, 0:768]`.
+impl fmt::Display for Slice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (dim, (start, end)) in self.0.iter().enumerate() {
+            write!(f, "{}{start}:{end}", if dim > 0 { ", " } else { "" })?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// A row-major array in memory or in a file that holds a slice from its first element on. Its extents may be larger than those of the
+/// slice: padding at the end of a dim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    origin: Vec<u64>,
+    extents: Vec<u64>,
+}
+
+impl Block {
+    /// The array that holds a slice and nothing else.
+    pub fn of(slice: &Slice) -> Self {
+        Self::padded(slice, slice.extents())
+    }
+
+    /// The array of `extents` that holds a slice; `extents` are at least those of the slice.
+    pub fn padded(slice: &Slice, extents: Vec<u64>) -> Self {
+        Self { origin: slice.ranges().map(|range| range.start).collect(), extents }
+    }
+
+    /// The elements of the array.
+    pub fn elements(&self) -> u64 {
+        self.extents.iter().fold(1, |product, &extent| product.saturating_mul(extent))
+    }
+}
+
+/// Calls `visit(first element in from, first element in to, elements)` for each run of elements of `slice` that is contiguous in both
+/// arrays, in order. Both hold the slice.
+pub(crate) fn for_each_run<E>(
+    slice: &Slice,
+    from: &Block,
+    to: &Block,
+    mut visit: impl FnMut(u64, u64, u64) -> Result<(), E>,
+) -> Result<(), E> {
+    if slice.elements() == 0 {
+        return Ok(());
+    }
+    let extents = slice.extents();
+    // The innermost dims that both arrays hold whole are part of the run of the dim before them.
+    let whole = |&dim: &usize| extents[dim] == from.extents[dim] && extents[dim] == to.extents[dim];
+    let inner = (0..extents.len()).rev().take_while(whole).count();
+    let outer = (extents.len() - inner).saturating_sub(1);
+    let run: u64 = extents[outer..].iter().product();
+    let (from_strides, to_strides) = (strides(&from.extents), strides(&to.extents));
+    let start = |block: &Block, strides: &[u64]| -> u64 {
+        slice
+            .ranges()
+            .zip(&block.origin)
+            .zip(strides)
+            .map(|((range, origin), stride)| (range.start - origin) * stride)
+            .sum()
+    };
+    let (mut at, mut from, mut to) = (vec![0; outer], start(from, &from_strides), start(to, &to_strides));
+    loop {
+        visit(from, to, run)?;
+        let mut dim = outer;
+        loop {
+            let Some(next) = dim.checked_sub(1) else { return Ok(()) };
+            dim = next;
+            at[dim] += 1;
+            from += from_strides[dim];
+            to += to_strides[dim];
+            if at[dim] < extents[dim] {
+                break;
+            }
+            from -= from_strides[dim] * extents[dim];
+            to -= to_strides[dim] * extents[dim];
+            at[dim] = 0;
+        }
+    }
+}
+
+/// The distance of neighbours along each dim.
+fn strides(extents: &[u64]) -> Vec<u64> {
+    let mut strides = vec![1; extents.len()];
+    for dim in (1..extents.len()).rev() {
+        strides[dim - 1] = strides[dim] * extents[dim];
+    }
+    strides
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Every element of a slice, by its place in the whole tensor.
+    fn places(slice: &Slice) -> Vec<Vec<u64>> {
+        slice.ranges().fold(vec![Vec::new()], |all, range| {
+            all.iter().flat_map(|place| range.clone().map(move |at| [&place[..], &[at]].concat())).collect()
+        })
+    }
+
+    fn slice(dims: usize) -> impl Strategy<Value = Slice> {
+        prop::collection::vec((0u64..5, 0u64..5), dims)
+            .prop_map(|ends| Slice::new(ends.into_iter().map(|(a, b)| a.min(b)..a.max(b))))
+    }
+
+    fn two() -> impl Strategy<Value = (Slice, Slice)> {
+        (0usize..4).prop_flat_map(|dims| (slice(dims), slice(dims)))
+    }
+
+    proptest! {
+        #[test]
+        fn overlap_and_rest_make_up_the_slice((a, b) in two()) {
+            let mut parts = a.minus(&b);
+            parts.extend(a.overlap(&b));
+            let mut found: Vec<_> = parts.iter().flat_map(places).collect();
+            found.sort();
+            prop_assert_eq!(found, places(&a)); // each place once
+            prop_assert!(a.minus(&b).iter().all(|part| part.overlap(&b).is_none() && part.elements() > 0));
+            prop_assert_eq!(a.contains(&b), places(&b).iter().all(|place| places(&a).contains(place)));
+        }
+
+        #[test]
+        fn a_cut_slice_has_small_parts_in_order(a in (0usize..4).prop_flat_map(slice), most in 0u64..20) {
+            let parts = a.cut(most);
+            prop_assert_eq!(parts.iter().flat_map(places).collect::<Vec<_>>(), places(&a));
+            if a.elements() > 0 {
+                prop_assert!(parts.iter().all(|part| part.elements() <= most.max(1) && part.elements() > 0));
+            }
+        }
+
+        #[test]
+        fn runs_copy_each_element_to_its_place((a, b) in two(), padding in prop::collection::vec(0u64..3, 6)) {
+            let Some(both) = a.overlap(&b) else { return Ok(()) };
+            let grown = |slice: &Slice, by: &[u64]| slice.extents().iter().zip(by).map(|(extent, by)| extent + by).collect();
+            let (from, to) = (Block::padded(&a, grown(&a, &padding)), Block::padded(&b, grown(&b, &padding[3..])));
+            let place = |block: &Block, at: &[u64]| {
+                at.iter().zip(&block.origin).zip(&block.extents).fold(0, |sum, ((at, origin), extent)| sum * extent + (at - origin))
+            };
+            let mut found = Vec::new();
+            let add = |from, to, run| -> Result<(), ()> {
+                found.extend((0..run).map(|at| (from + at, to + at)));
+                Ok(())
+            };
+            for_each_run(&both, &from, &to, add).unwrap();
+            let wanted: Vec<_> = places(&both).iter().map(|at| (place(&from, at), place(&to, at))).collect();
+            prop_assert_eq!(found, wanted);
+        }
+    }
+
+    #[test]
+    fn a_single_number_is_a_slice() {
+        let one = Slice::whole(&[]);
+        assert_eq!((one.elements(), one.to_string()), (1, "[]".to_owned()));
+        assert_eq!(one.overlap(&one), Some(one.clone()));
+        assert_eq!((one.minus(&one), one.cut(1)), (vec![], vec![one.clone()]));
+    }
+
+    #[test]
+    fn whole_rows_are_one_run() {
+        let rows = Slice::new([1..3, 0..4]);
+        let mut runs = Vec::new();
+        let whole = Block::of(&Slice::whole(&[8, 4]));
+        for_each_run(&rows, &whole, &Block::of(&rows), |from, to, run| -> Result<(), ()> {
+            runs.push((from, to, run));
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(runs, [(4, 0, 8)]);
+    }
+}

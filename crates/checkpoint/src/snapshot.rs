@@ -1,0 +1,119 @@
+//! A copy of what one rank writes, laid out as its file is.
+
+use crate::slice::for_each_run;
+use crate::{Block, SavePlan, Slice};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A copy of what one rank writes, in the order of its file: [`SavePlan::bytes`] of memory, whatever else the rank holds.
+#[derive(Debug)]
+pub struct Snapshot {
+    plan: Arc<SavePlan>,
+    rank: usize,
+    data: Vec<u8>,
+    /// Elements of each piece that are not there yet.
+    missing: Vec<u64>,
+    /// The pieces of each tensor.
+    of_tensor: BTreeMap<usize, Vec<usize>>,
+}
+
+/// Why a tensor cannot go into a snapshot, or a snapshot cannot be written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// A tensor that the plan does not have.
+    #[error("the plan of the checkpoint has no tensor {name}")]
+    Unknown {
+        /// Its name.
+        name: String,
+    },
+    /// A slice that does not fit its tensor, or memory that does not fit the slice.
+    #[error("{given} bytes of extents {extents:?} are not slice {slice} of {name} {dims:?}")]
+    Misfit {
+        /// The tensor.
+        name: String,
+        /// Its extents.
+        dims: Vec<u64>,
+        /// The slice.
+        slice: Slice,
+        /// The extents of the memory.
+        extents: Vec<u64>,
+        /// Bytes that were given.
+        given: usize,
+    },
+    /// Elements that this rank is to write and was not given.
+    #[error("rank {rank} was not given {missing} elements of slice {slice} of {name}, which it writes")]
+    Missing {
+        /// The rank.
+        rank: usize,
+        /// The tensor.
+        name: String,
+        /// The slice.
+        slice: Slice,
+        /// The number of elements.
+        missing: u64,
+    },
+}
+
+impl Snapshot {
+    /// An empty snapshot in the memory of an older one.
+    pub(crate) fn new(plan: Arc<SavePlan>, rank: usize, mut memory: Vec<u8>) -> Self {
+        memory.resize(plan.bytes(rank) as usize, 0);
+        let mut of_tensor: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (at, piece) in plan.pieces(rank).iter().enumerate() {
+            of_tensor.entry(piece.tensor).or_default().push(at);
+        }
+        let missing = plan.pieces(rank).iter().map(|piece| piece.slice.elements()).collect();
+        Self { plan, rank, data: memory, missing, of_tensor }
+    }
+
+    /// Whether this rank writes any part of a tensor. What it does not write need not be fetched.
+    pub fn wants(&self, name: &str) -> bool {
+        self.plan.tensor(name).is_some_and(|tensor| self.of_tensor.contains_key(&tensor))
+    }
+
+    /// Copies what this rank writes of a tensor from the slice that it holds. `bytes` are the elements of that slice as a row-major array
+    /// of `extents`, which may be larger than the slice: padding at the end of each dim.
+    ///
+    /// # Errors
+    /// A tensor that the plan does not have, or a slice that does not fit.
+    pub fn put(&mut self, name: &str, slice: &Slice, extents: &[u64], bytes: &[u8]) -> Result<(), SnapshotError> {
+        let Some(tensor) = self.plan.tensor(name) else {
+            return Err(SnapshotError::Unknown { name: name.to_owned() });
+        };
+        let of = &self.plan.tensors()[tensor];
+        let size = of.dtype.size();
+        let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
+        let held = Block::padded(slice, extents.to_vec());
+        if !slice.fits(&of.dims)
+            || !large
+            || extents.len() != of.dims.len()
+            || held.elements().checked_mul(size) != Some(bytes.len() as u64)
+        {
+            let (name, dims, given) = (of.name.clone(), of.dims.clone(), bytes.len());
+            return Err(SnapshotError::Misfit { name, dims, slice: slice.clone(), extents: extents.to_vec(), given });
+        }
+        for &at in self.of_tensor.get(&tensor).into_iter().flatten() {
+            let piece = &self.plan.pieces(self.rank)[at];
+            let Some(both) = slice.overlap(&piece.slice) else { continue };
+            let into = &mut self.data[piece.bytes.start as usize..piece.bytes.end as usize];
+            let range = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
+            let copied = for_each_run(&both, &held, &Block::of(&piece.slice), |from, to, run| {
+                into[range(to, run)].copy_from_slice(&bytes[range(from, run)]);
+                Ok::<_, std::convert::Infallible>(())
+            });
+            copied.unwrap_or_else(|never| match never {});
+            self.missing[at] = self.missing[at].saturating_sub(both.elements());
+        }
+        Ok(())
+    }
+
+    /// The bytes of the snapshot, if it is complete.
+    pub(crate) fn into_data(self) -> Result<Vec<u8>, SnapshotError> {
+        let Some(at) = self.missing.iter().position(|&missing| missing > 0) else { return Ok(self.data) };
+        let piece = &self.plan.pieces(self.rank)[at];
+        let name = self.plan.tensors()[piece.tensor].name.clone();
+        let (rank, missing) = (self.rank, self.missing[at]);
+        Err(SnapshotError::Missing { rank, name, slice: piece.slice.clone(), missing })
+    }
+}

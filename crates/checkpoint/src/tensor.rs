@@ -1,0 +1,93 @@
+//! What a checkpoint holds, by name: plain data.
+
+use serde::{Deserialize, Serialize};
+
+/// A tensor as a whole, whatever the mesh that holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tensor {
+    /// Its global name, unique in the checkpoint.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// The type of its elements.
+    pub dtype: Dtype,
+    /// Its extents, outermost first; none for a single number.
+    pub dims: Vec<u64>,
+}
+
+impl Tensor {
+    /// The number of elements, and of bytes; `None` if there are more than a file can hold.
+    pub fn size(&self) -> Option<(u64, u64)> {
+        let elements = self.dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim))?;
+        Some((elements, elements.checked_mul(self.dtype.size())?))
+    }
+}
+
+/// What a tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// A weight.
+    Weight,
+    /// A state of the optimizer that goes with a weight.
+    OptimizerState,
+    /// Neither trained nor a state of the optimizer: a running mean.
+    Buffer,
+    /// A counter of the run.
+    Counter,
+}
+
+impl Kind {
+    /// The kind in words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Weight => "weight",
+            Self::OptimizerState => "optimizer state",
+            Self::Buffer => "buffer",
+            Self::Counter => "counter",
+        }
+    }
+}
+
+/// The type of an element, little-endian. The names are those of safetensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum Dtype {
+    F64,
+    I64,
+    U64,
+    F32,
+    I32,
+    U32,
+    F16,
+    Bf16,
+    U8,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub const fn size(self) -> u64 {
+        match self {
+            Self::F64 | Self::I64 | Self::U64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// Its name in safetensors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F64 => "F64",
+            Self::I64 => "I64",
+            Self::U64 => "U64",
+            Self::F32 => "F32",
+            Self::I32 => "I32",
+            Self::U32 => "U32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::U8 => "U8",
+        }
+    }
+}

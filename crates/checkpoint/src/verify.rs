@@ -1,0 +1,172 @@
+//! Checks that files are as they were written. The work is a list of units, which ranks can share.
+
+use crate::index::StoredTensor;
+use crate::{Checkpoint, Checksum, Slice, piece_file};
+use std::io;
+use std::path::PathBuf;
+
+/// A file of a checkpoint that is not as it was written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Damage {
+    /// A file that is missing or cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// An index that cannot be trusted.
+    #[error("{}: {problem}", path.display())]
+    Index {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file that was cut, or is another one.
+    #[error("{}: has {found} bytes, and was written with {written}", path.display())]
+    Size {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        found: u64,
+        /// Its bytes by the index.
+        written: u64,
+    },
+    /// A header that was changed, or is that of another file.
+    #[error("{}: its header is not the one that was written: {problem}", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What the header says.
+        problem: String,
+    },
+    /// A piece that was changed.
+    #[error("{}: slice {slice} of {tensor} has checksum {found}, and was written with {written}", path.display())]
+    Piece {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The slice.
+        slice: Slice,
+        /// The checksum of its bytes.
+        found: Checksum,
+        /// The checksum by the index.
+        written: Checksum,
+    },
+    /// A checkpoint in the folder of another step.
+    #[error("{}: holds step {step}", path.display())]
+    Step {
+        /// The folder.
+        path: PathBuf,
+        /// The step by the index.
+        step: u64,
+    },
+}
+
+/// Something that can be verified by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Unit {
+    /// The header of a file.
+    Header {
+        /// The file, by its place in the index.
+        file: usize,
+    },
+    /// A piece.
+    Piece {
+        /// The tensor, by its place in the index.
+        tensor: usize,
+        /// The piece, by its place in the tensor.
+        piece: usize,
+    },
+}
+
+impl Checkpoint {
+    /// Everything that can be verified: all bytes of all files.
+    pub fn units(&self) -> Vec<Unit> {
+        let headers = (0..self.index().files.len()).map(|file| Unit::Header { file });
+        headers.chain(self.piece_units(|_, _| true)).collect()
+    }
+
+    /// What is left to verify where these slices are read, by whichever rank: the headers, and the pieces that no slice holds whole. The
+    /// reads verify the others.
+    pub fn units_not_read_whole<'a>(&self, slices: impl IntoIterator<Item = (&'a str, &'a Slice)>) -> Vec<Unit> {
+        let mut read: std::collections::BTreeMap<&str, Vec<&Slice>> = std::collections::BTreeMap::new();
+        for (name, slice) in slices {
+            read.entry(name).or_default().push(slice);
+        }
+        let partly = |of: &StoredTensor, piece: usize| {
+            let slices = read.get(&*of.tensor.name).into_iter().flatten();
+            !slices.into_iter().any(|slice| slice.contains(&of.pieces[piece].slice))
+        };
+        let headers = (0..self.index().files.len()).map(|file| Unit::Header { file });
+        headers.chain(self.piece_units(partly)).collect()
+    }
+
+    fn piece_units(&self, take: impl Fn(&StoredTensor, usize) -> bool) -> Vec<Unit> {
+        let tensors = self.index().tensors.iter().enumerate();
+        let units = tensors.flat_map(|(tensor, of)| (0..of.pieces.len()).map(move |piece| (tensor, of, piece)));
+        units
+            .filter(|(_, of, piece)| take(of, *piece))
+            .map(|(tensor, _, piece)| Unit::Piece { tensor, piece })
+            .collect()
+    }
+
+    /// The damage among these units.
+    pub fn verify(&self, units: &[Unit]) -> Vec<Damage> {
+        units.iter().filter_map(|&unit| self.verify_one(unit).err()).collect()
+    }
+
+    fn verify_one(&self, unit: Unit) -> Result<(), Damage> {
+        match unit {
+            Unit::Header { file } => {
+                let of = &self.index().files[file];
+                let header = self.file_bytes(file, (0, of.header_bytes))?;
+                if Checksum::of(&header) == of.header_checksum {
+                    return Ok(());
+                }
+                // A header of another length is read as far as the file goes, to say whose it is.
+                let length = header.first_chunk::<8>().map_or(0, |length| u64::from_le_bytes(*length));
+                let end = length.saturating_add(8).min(of.bytes);
+                let problem = piece_file::describe(&self.file_bytes(file, (0, end))?);
+                Err(Damage::Header { path: self.file_path(file), problem })
+            }
+            Unit::Piece { tensor, piece } => {
+                let StoredTensor { tensor, pieces } = &self.index().tensors[tensor];
+                let piece = &pieces[piece];
+                self.require_written(tensor, piece, &self.file_bytes(piece.file, piece.bytes)?)
+            }
+        }
+    }
+
+    /// The bytes of a unit.
+    fn unit_bytes(&self, unit: Unit) -> u64 {
+        match unit {
+            Unit::Header { file } => self.index().files[file].header_bytes,
+            Unit::Piece { tensor, piece } => {
+                let (start, end) = self.index().tensors[tensor].pieces[piece].bytes;
+                end - start
+            }
+        }
+    }
+}
+
+/// The units that one of `ranks` ranks verifies, where they share them by bytes.
+pub fn share(checkpoint: &Checkpoint, units: &[Unit], rank: usize, ranks: usize) -> Vec<Unit> {
+    let total: u64 = units.iter().map(|&unit| checkpoint.unit_bytes(unit)).sum();
+    let mut before = 0;
+    let mut taken = Vec::new();
+    for &unit in units {
+        let bytes = checkpoint.unit_bytes(unit);
+        // A unit goes to the rank in whose part of all bytes its middle lies.
+        let middle = u128::from(before + bytes / 2);
+        if middle * ranks as u128 / u128::from(total.max(1)) == rank as u128 {
+            taken.push(unit);
+        }
+        before += bytes;
+    }
+    taken
+}

@@ -1,0 +1,323 @@
+//! Writes checkpoints in the background, and commits them atomically.
+//!
+//! ```text
+//! training thread   snapshot ─┐ step, step, step ...            ┌─ outcome
+//! writer's thread             └ write, sync ─ all done? ─ commit ┘
+//! ```
+//! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an older checkpoint is
+//! touched before.
+
+use crate::exchange::{Exchange, ExchangeError};
+use crate::index::{self, FORMAT, File as IndexFile, Index, Piece, StoredTensor};
+use crate::piece_file::{file_name, header};
+use crate::{Checksum, Lock, SavePlan, Snapshot, SnapshotError, folder};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Writes one rank's part of each checkpoint, on a thread of its own. One checkpoint is under way at a time.
+#[derive(Debug)]
+pub struct Writer {
+    plan: Arc<SavePlan>,
+    rank: usize,
+    /// The memory of the last snapshot, for the next one.
+    memory: Vec<u8>,
+    saving: bool,
+    jobs: Option<SyncSender<Job>>,
+    results: Receiver<(Vec<u8>, Result<Saved, SaveError>)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A checkpoint that is complete. The same on every rank, but for `bytes` and `seconds`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Saved {
+    /// Its step.
+    pub step: u64,
+    /// Its folder.
+    pub path: PathBuf,
+    /// Bytes that this rank wrote.
+    pub bytes: u64,
+    /// Seconds from the snapshot until it was complete.
+    pub seconds: f64,
+    /// Older checkpoints that were removed.
+    pub removed: Vec<PathBuf>,
+    /// Why older ones could not be removed.
+    pub not_removed: Option<String>,
+}
+
+/// Why there is no checkpoint of a step. Those before are as they were, and the next one may succeed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SaveError {
+    /// A rank could not write. Every rank is told.
+    #[error("no checkpoint of step {step}: rank {rank} failed: {problem}")]
+    Write {
+        /// The step.
+        step: u64,
+        /// The rank.
+        rank: usize,
+        /// What it could not do.
+        problem: String,
+    },
+    /// The ranks lost each other.
+    #[error("no checkpoint of step {step}: {source}")]
+    Exchange {
+        /// The step.
+        step: u64,
+        /// What is known.
+        source: ExchangeError,
+    },
+    /// The thread of the writer ended.
+    #[error("the writer of checkpoints ended")]
+    Ended,
+}
+
+struct Job {
+    step: u64,
+    metadata: Value,
+    snapshot: Result<Vec<u8>, SnapshotError>,
+    began: Instant,
+}
+
+/// What only the leader does.
+struct Leader {
+    /// Held while the run may write.
+    _lock: Lock,
+    keep: usize,
+}
+
+/// What a rank tells the others when its file is on disk.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    header_bytes: u64,
+    header_checksum: Checksum,
+    /// Of each piece, in the order of the file.
+    checksums: Vec<Checksum>,
+}
+
+/// What the leader tells the others at the end.
+#[derive(Serialize, Deserialize)]
+struct Committed {
+    path: PathBuf,
+    removed: Vec<PathBuf>,
+    not_removed: Option<String>,
+}
+
+impl Writer {
+    /// The writer of rank 0, which commits checkpoints and keeps the newest `keep`, at least one.
+    pub fn lead(lock: Lock, keep: usize, plan: Arc<SavePlan>, exchange: impl Exchange) -> Self {
+        let dir = lock.dir().to_path_buf();
+        Self::start(dir, 0, Some(Leader { _lock: lock, keep }), plan, exchange)
+    }
+
+    /// The writer of another rank, into the folder whose lock rank 0 has.
+    pub fn follow(dir: &Path, rank: usize, plan: Arc<SavePlan>, exchange: impl Exchange) -> Self {
+        Self::start(dir.to_path_buf(), rank, None, plan, exchange)
+    }
+
+    fn start(
+        dir: PathBuf,
+        rank: usize,
+        leader: Option<Leader>,
+        plan: Arc<SavePlan>,
+        mut exchange: impl Exchange,
+    ) -> Self {
+        let (jobs, todo) = sync_channel::<Job>(1);
+        let (done, results) = sync_channel(1);
+        let task = Task { dir, rank, leader, plan: plan.clone() };
+        let thread = std::thread::spawn(move || {
+            for job in todo {
+                let result = task.save(&job, &mut exchange);
+                if done.send((job.snapshot.unwrap_or_default(), result)).is_err() {
+                    return;
+                }
+            }
+        });
+        let (memory, saving, jobs, thread) = (Vec::new(), false, Some(jobs), Some(thread));
+        Self { plan, rank, memory, saving, jobs, results, thread }
+    }
+
+    /// The plan of who writes what.
+    pub fn plan(&self) -> &Arc<SavePlan> {
+        &self.plan
+    }
+
+    /// An empty snapshot to fill. Waits for the save under way, if there is one, and also returns its outcome: a run that saves more often
+    /// than its disk can write is slowed down here, and holds no more than one snapshot.
+    pub fn snapshot(&mut self) -> (Snapshot, Option<Result<Saved, SaveError>>) {
+        let before = self.wait();
+        (Snapshot::new(self.plan.clone(), self.rank, std::mem::take(&mut self.memory)), before)
+    }
+
+    /// Starts to save a snapshot, and returns. All ranks save the same steps; of their `metadata`, that of rank 0 is kept. Where a snapshot
+    /// lacks elements that its rank writes, all ranks are told, and there is no checkpoint of that step.
+    pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
+        let job = Job { step, metadata, snapshot: snapshot.into_data(), began: Instant::now() };
+        if let Some(jobs) = &self.jobs {
+            // A thread that ended takes no job and gives no result, which is what the caller is told.
+            _ = jobs.send(job);
+        }
+        self.saving = true;
+    }
+
+    /// Whether a save is under way whose outcome was not returned yet.
+    pub fn is_saving(&self) -> bool {
+        self.saving
+    }
+
+    /// The outcome of the save under way, if it is known by now. Does not wait.
+    pub fn poll(&mut self) -> Option<Result<Saved, SaveError>> {
+        match self.results.try_recv() {
+            Err(TryRecvError::Empty) => None,
+            received => self.saving.then(|| self.receive(received.ok())),
+        }
+    }
+
+    /// The outcome of the save under way, if there is one. Waits for it.
+    pub fn wait(&mut self) -> Option<Result<Saved, SaveError>> {
+        self.saving.then(|| {
+            let received = self.results.recv().ok();
+            self.receive(received)
+        })
+    }
+
+    fn receive(&mut self, received: Option<(Vec<u8>, Result<Saved, SaveError>)>) -> Result<Saved, SaveError> {
+        self.saving = false;
+        let (memory, result) = received.unwrap_or_else(|| (Vec::new(), Err(SaveError::Ended)));
+        self.memory = memory;
+        result
+    }
+}
+
+/// Waits for the save under way.
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.wait();
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            _ = thread.join();
+        }
+    }
+}
+
+/// The part of a rank, on the writer's thread.
+struct Task {
+    dir: PathBuf,
+    rank: usize,
+    leader: Option<Leader>,
+    plan: Arc<SavePlan>,
+}
+
+impl Task {
+    fn save(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
+        let result = self.write_and_commit(job, exchange);
+        if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. })) {
+            // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at the next start.
+            _ = fs::remove_dir_all(folder::partial(&self.dir, job.step));
+        }
+        result
+    }
+
+    fn write_and_commit(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
+        let step = job.step;
+        let written = agree(step, &self.write(job), exchange)?;
+        let committed = match &self.leader {
+            None => Ok(None),
+            Some(leader) => self.commit(job, leader, written).map(Some),
+        };
+        let committed = agree(step, &committed, exchange)?.into_iter().flatten().next();
+        let Some(Committed { path, removed, not_removed }) = committed else {
+            let problem = "no rank leads the others: the writer of rank 0 is made with Writer::lead".to_owned();
+            return Err(SaveError::Write { step, rank: 0, problem });
+        };
+        let bytes = self.plan.bytes(self.rank);
+        Ok(Saved { step, path, bytes, seconds: job.began.elapsed().as_secs_f64(), removed, not_removed })
+    }
+
+    /// Writes this rank's file, through to the disk.
+    fn write(&self, job: &Job) -> Result<Written, String> {
+        let data = job.snapshot.as_ref().map_err(SnapshotError::to_string)?;
+        let header = header(&self.plan, self.rank, job.step);
+        let bytes = |range: &std::ops::Range<u64>| &data[range.start as usize..range.end as usize];
+        let checksums = self.plan.pieces(self.rank).iter().map(|piece| Checksum::of(bytes(&piece.bytes))).collect();
+        let written = Written { header_bytes: header.len() as u64, header_checksum: Checksum::of(&header), checksums };
+        let partial = folder::partial(&self.dir, job.step);
+        match fs::create_dir(&partial) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(told(&partial)(error)),
+            _ => {}
+        }
+        let path = partial.join(file_name(self.rank));
+        let write = || -> io::Result<()> {
+            let mut file = File::create(&path)?;
+            file.write_all(&header)?;
+            file.write_all(data)?;
+            file.sync_all()?;
+            folder::sync(&partial)
+        };
+        write().map_err(told(&path))?;
+        Ok(written)
+    }
+
+    /// Writes the index, and makes the folder a checkpoint.
+    fn commit(&self, job: &Job, leader: &Leader, written: Vec<Written>) -> Result<Committed, String> {
+        let partial = folder::partial(&self.dir, job.step);
+        let path = partial.join(index::FILE);
+        let index = self.index(job, written).encode().map_err(|error| format!("{}: {error}", path.display()))?;
+        let write = || -> io::Result<()> {
+            let mut file = File::create(&path)?;
+            file.write_all(&index)?;
+            file.sync_all()
+        };
+        write().map_err(told(&path))?;
+        let path = folder::commit(&self.dir, job.step).map_err(told(&partial))?;
+        let (removed, not_removed) = match folder::prune(&self.dir, job.step, leader.keep) {
+            Ok(removed) => (removed, None),
+            Err(error) => (Vec::new(), Some(told(&self.dir)(error))),
+        };
+        Ok(Committed { path, removed, not_removed })
+    }
+
+    fn index(&self, job: &Job, written: Vec<Written>) -> Index {
+        let mut files = Vec::new();
+        let tensors = self.plan.tensors().iter();
+        let mut tensors: Vec<_> =
+            tensors.map(|tensor| StoredTensor { tensor: tensor.clone(), pieces: Vec::new() }).collect();
+        for (rank, Written { header_bytes, header_checksum, checksums }) in written.into_iter().enumerate() {
+            for (piece, checksum) in self.plan.pieces(rank).iter().zip(checksums) {
+                let bytes = (header_bytes + piece.bytes.start, header_bytes + piece.bytes.end);
+                let piece_of_index = Piece { slice: piece.slice.clone(), file: rank, bytes, checksum };
+                tensors[piece.tensor].pieces.push(piece_of_index);
+            }
+            let bytes = header_bytes + self.plan.bytes(rank);
+            files.push(IndexFile { name: file_name(rank), bytes, header_bytes, header_checksum });
+        }
+        tensors.iter_mut().for_each(|of| of.pieces.sort_by(|a, b| a.slice.cmp(&b.slice)));
+        Index { format: FORMAT, step: job.step, metadata: job.metadata.clone(), files, tensors }
+    }
+}
+
+/// The error of the system, with the file.
+fn told(path: &Path) -> impl Fn(io::Error) -> String + '_ {
+    move |error| format!("{}: {error}", path.display())
+}
+
+/// What each rank has done, if all could; else the failure of the first that could not.
+fn agree<T: Serialize + for<'de> Deserialize<'de>>(
+    step: u64,
+    mine: &Result<T, String>,
+    exchange: &mut impl Exchange,
+) -> Result<Vec<T>, SaveError> {
+    let message = serde_json::to_vec(mine).unwrap_or_default();
+    let all = exchange.all_gather(message).map_err(|source| SaveError::Exchange { step, source })?;
+    let read = |(rank, message): (usize, &Vec<u8>)| match serde_json::from_slice::<Result<T, String>>(message) {
+        Ok(result) => result.map_err(|problem| SaveError::Write { step, rank, problem }),
+        Err(error) => Err(SaveError::Write { step, rank, problem: format!("its message is not one: {error}") }),
+    };
+    all.iter().enumerate().map(read).collect()
+}
