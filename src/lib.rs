@@ -17,6 +17,8 @@ pub use meshwork_train as train;
 /// The programs in the guides.
 #[cfg(doctest)]
 mod guides {
+    #[doc = include_str!("../docs/checkpoints.md")]
+    mod checkpoints {}
     #[doc = include_str!("../docs/mesh_diff.md")]
     mod mesh_diff {}
     #[doc = include_str!("../docs/partition.md")]

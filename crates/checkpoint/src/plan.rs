@@ -39,6 +39,8 @@ pub struct SavePlan {
     names: BTreeMap<String, usize>,
     /// By writer, in the order of the writer's file.
     pieces: Vec<Vec<PlannedPiece>>,
+    /// Of each tensor.
+    writers: Vec<BTreeSet<usize>>,
 }
 
 /// Why a state cannot be saved.
@@ -143,7 +145,9 @@ impl SavePlan {
             regions.extend(regions_of_it.into_iter().map(|(slice, ranks)| (tensor, slice, ranks)));
         }
         let pieces = shared_out(world, &tensors, regions);
-        Ok(Self { tensors, names, pieces })
+        let mut writers = vec![BTreeSet::new(); tensors.len()];
+        pieces.iter().flatten().for_each(|piece| _ = writers[piece.tensor].insert(piece.writer));
+        Ok(Self { tensors, names, pieces, writers })
     }
 
     /// The tensors.
@@ -164,6 +168,11 @@ impl SavePlan {
     /// What a rank writes, in the order of its file.
     pub fn pieces(&self, rank: usize) -> &[PlannedPiece] {
         self.pieces.get(rank).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether a rank writes any part of a tensor.
+    pub fn writes(&self, rank: usize, name: &str) -> bool {
+        self.tensor(name).is_some_and(|tensor| self.writers[tensor].contains(&rank))
     }
 
     /// The bytes that a rank writes, which are also those of its snapshot.

@@ -67,11 +67,6 @@ impl Snapshot {
         Self { plan, rank, data: memory, missing, of_tensor }
     }
 
-    /// Whether this rank writes any part of a tensor. What it does not write need not be fetched.
-    pub fn wants(&self, name: &str) -> bool {
-        self.plan.tensor(name).is_some_and(|tensor| self.of_tensor.contains_key(&tensor))
-    }
-
     /// Copies what this rank writes of a tensor from the slice that it holds. `bytes` are the elements of that slice as a row-major array
     /// of `extents`, which may be larger than the slice: padding at the end of each dim.
     ///

@@ -132,8 +132,10 @@ impl Writer {
         let (done, results) = sync_channel(1);
         let task = Task { dir, rank, leader, plan: plan.clone() };
         let thread = std::thread::spawn(move || {
+            // Until all are here, rank 0 may still be removing what a killed run left over.
+            let mut met = false;
             for job in todo {
-                let result = task.save(&job, &mut exchange);
+                let result = task.meet(&mut met, &job, &mut exchange).and_then(|()| task.save(&job, &mut exchange));
                 if done.send((job.snapshot.unwrap_or_default(), result)).is_err() {
                     return;
                 }
@@ -215,6 +217,15 @@ struct Task {
 }
 
 impl Task {
+    /// Waits once until every rank has its writer: then rank 0 has the lock.
+    fn meet(&self, met: &mut bool, job: &Job, exchange: &mut impl Exchange) -> Result<(), SaveError> {
+        if !*met {
+            exchange.all_gather(Vec::new()).map_err(|source| SaveError::Exchange { step: job.step, source })?;
+            *met = true;
+        }
+        Ok(())
+    }
+
     fn save(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
         let result = self.write_and_commit(job, exchange);
         if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. })) {
@@ -268,7 +279,15 @@ impl Task {
     fn commit(&self, job: &Job, leader: &Leader, written: Vec<Written>) -> Result<Committed, String> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
-        let index = self.index(job, written).encode().map_err(|error| format!("{}: {error}", path.display()))?;
+        let index = self.index(job, written);
+        for IndexFile { name, bytes, .. } in &index.files {
+            let path = partial.join(name);
+            let found = fs::metadata(&path).map_err(told(&path))?.len();
+            if found != *bytes {
+                return Err(format!("{}: has {found} bytes, and {bytes} were written", path.display()));
+            }
+        }
+        let index = index.encode().map_err(|error| format!("{}: {error}", path.display()))?;
         let write = || -> io::Result<()> {
             let mut file = File::create(&path)?;
             file.write_all(&index)?;

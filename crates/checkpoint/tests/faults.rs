@@ -3,7 +3,9 @@
 
 mod world;
 
-use meshwork_checkpoint::{Lock, LockError, SaveError, Writer, latest_complete, threads};
+use meshwork_checkpoint::{
+    Exchange, ExchangeError, Lock, LockError, SaveError, ThreadExchange, Writer, latest_complete, threads,
+};
 use serde_json::json;
 use std::fs;
 use std::path::Path;
@@ -91,23 +93,78 @@ fn a_step_is_saved_again() {
     assert_eq!((left(dir.path()), newest(dir.path())), (vec!["lock".to_owned(), "step-00000010".to_owned()], 10));
 }
 
+/// A rank that is early must not write before rank 0 has the lock, which removes what it takes for leftovers.
+#[test]
+fn no_rank_writes_before_the_folder_is_locked() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, mut ends) = (Arc::new(plan()), threads(WORLD).into_iter());
+    let first = ends.next().unwrap();
+    let mut early: Vec<_> =
+        (1..).zip(ends).map(|(rank, end)| Writer::follow(dir.path(), rank, plan.clone(), end)).collect();
+    for (rank, writer) in (1..).zip(&mut early) {
+        start_save(writer, rank, 10, json!({}), true);
+    }
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert!(left(dir.path()).is_empty());
+    let mut leader = Writer::lead(Lock::take(dir.path()).unwrap(), 2, plan, first);
+    start_save(&mut leader, 0, 10, json!({}), true);
+    assert!(early.iter_mut().chain([&mut leader]).all(|writer| writer.wait().unwrap().is_ok()));
+    assert_eq!(newest(dir.path()), 10);
+}
+
+/// An exchange that does something before some round.
+struct Meddling<F>(ThreadExchange, u32, F);
+
+impl<F: FnMut(u32) + Send + 'static> Exchange for Meddling<F> {
+    fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError> {
+        let Self(end, round, meddle) = self;
+        meddle(*round);
+        *round += 1;
+        end.all_gather(message)
+    }
+}
+
+/// Rank 1's file goes away after it was written, before rank 0 commits.
+#[test]
+fn a_file_that_went_away_fails_the_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, lock) = (Arc::new(plan()), Lock::take(dir.path()).unwrap());
+    let mut ends = threads(WORLD).into_iter();
+    let mut writers = vec![Writer::lead(lock, 2, plan.clone(), ends.next().unwrap())];
+    for (rank, end) in (1..).zip(ends) {
+        let file = dir.path().join(format!("step-00000010.partial/rank-{rank:05}.safetensors"));
+        // Round 0: all are there. Round 1: all have written.
+        let meddle = move |round| {
+            if (rank, round) == (1, 1) {
+                fs::remove_file(&file).unwrap()
+            }
+        };
+        writers.push(Writer::follow(dir.path(), rank, plan.clone(), Meddling(end, 0, meddle)));
+    }
+    let told = try_save(&mut writers, 10).unwrap();
+    assert!(told.starts_with("no checkpoint of step 10: rank 0 failed: "), "{told}");
+    assert!(told.contains("rank-00001.safetensors: No such file"), "{told}");
+    assert_eq!(try_save(&mut writers, 20), None);
+}
+
 #[test]
 fn a_rank_that_ends_fails_the_save_of_the_others() {
     let dir = tempfile::tempdir().unwrap();
     let mut writers = writers(dir.path());
+    assert_eq!(try_save(&mut writers, 10), None);
     drop(writers.pop());
     for (rank, writer) in writers.iter_mut().enumerate() {
-        start_save(writer, rank, 10, json!({}), true);
+        start_save(writer, rank, 20, json!({}), true);
     }
     for writer in &mut writers {
         let error = writer.wait().unwrap().unwrap_err();
-        assert!(matches!(error, SaveError::Exchange { step: 10, .. }), "{error}");
+        assert!(matches!(error, SaveError::Exchange { step: 20, .. }), "{error}");
         assert!(error.to_string().ends_with("the writers lost each other: rank 3 ended"), "{error}");
     }
     drop(writers);
-    assert_eq!(left(dir.path()), ["lock", "step-00000010.partial"]);
+    assert_eq!(left(dir.path()), ["lock", "step-00000010", "step-00000020.partial"]);
     let lock = Lock::take(dir.path()).unwrap();
-    assert_eq!(lock.removed(), [dir.path().join("step-00000010.partial")], "at the next start");
+    assert_eq!(lock.removed(), [dir.path().join("step-00000020.partial")], "at the next start");
 }
 
 #[test]

@@ -148,8 +148,8 @@ fn a_snapshot_holds_what_its_rank_writes_and_no_more() {
     let mut ends = threads(1);
     let mut writer = Writer::follow(dir.path(), 1, plan, ends.remove(0));
     let (mut snapshot, _) = writer.snapshot();
-    let wanted: Vec<bool> = tensors().iter().map(|tensor| snapshot.wants(&tensor.name)).collect();
-    assert!(wanted.iter().any(|&wanted| wanted) && !snapshot.wants("updates"), "rank 3 alone has the counter");
+    let wanted: Vec<bool> = tensors().iter().map(|tensor| writer.plan().writes(1, &tensor.name)).collect();
+    assert!(wanted.iter().any(|&wanted| wanted) && !writer.plan().writes(1, "updates"), "rank 3 alone has the counter");
     let unknown = snapshot.put("tables", &Slice::new([]), &[], &[0; 8]).unwrap_err().to_string();
     assert_eq!(unknown, "the plan of the checkpoint has no tensor tables");
     let short = snapshot.put("norm", &Slice::new(std::iter::once(0..33)), &[33], &[0; 65]).unwrap_err().to_string();

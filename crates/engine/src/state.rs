@@ -1,10 +1,14 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
-use crate::TrainError;
-use meshwork_tensor::Shape;
+use crate::{ModelPlan, Plan, TrainError};
+use meshwork_core::Axis;
+use meshwork_nn::Model;
+use meshwork_optim::Rule;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
+use meshwork_tensor::{ParamSpec, Role, Shape};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 /// Names one vector of the state.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -42,6 +46,50 @@ pub struct TrainState {
     pub updates: u64,
     /// Weights, buffers and optimizer states.
     pub pieces: Vec<StatePiece>,
+}
+
+/// A slice of one vector of the state, and a rank that holds it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateSlice {
+    /// The name of the vector.
+    pub key: StateKey,
+    /// The role of its parameter.
+    pub role: Role,
+    /// Extents of the whole vector.
+    pub dims: Shape,
+    /// The slice.
+    pub slice: LocalSlice,
+    /// The world rank that holds it.
+    pub rank: usize,
+}
+
+/// What every rank holds of the state of a run: a pure function of model and plan, so that all ranks know it of each other.
+///
+/// # Errors
+/// A plan that does not fit the model.
+pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>, TrainError> {
+    let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
+    let mut layout = Vec::new();
+    for pp_rank in 0..plan.mesh.degree(Axis::Pp) {
+        let local = model.local_model(&schedule, pp_rank)?;
+        let ranks = (0..plan.mesh.world_size()).filter(|&rank| plan.mesh.coords(rank).get(Axis::Pp) == pp_rank);
+        for rank in ranks {
+            for spec in local.declarations.specs() {
+                let slice = spec.local(&plan.mesh, plan.mesh.coords(rank));
+                let of = |(key, _)| StateSlice { key, role: spec.role, dims: spec.dims, slice: slice.clone(), rank };
+                layout.extend(vectors(spec, &plan.optimizer).map(of));
+            }
+        }
+    }
+    Ok(layout)
+}
+
+/// The vectors of a parameter in the state of a run: its weights, then the states of the update rule, with their places.
+pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> impl Iterator<Item = (StateKey, Option<usize>)> {
+    let key = |state: Option<&str>| StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+    let states = if spec.group.frozen { &[] } else { rule.state_names() };
+    let states = states.iter().enumerate().map(move |(at, name)| (key(Some(name)), Some(at)));
+    std::iter::once((key(None), None)).chain(states)
 }
 
 /// A source of state: a run on another mesh, a checkpoint.

@@ -133,9 +133,17 @@ impl WeightStore {
 
     /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        let params = self.params();
-        let states = self.states.get(params.place(id).0).into_iter().flatten();
-        states.map(|state| Ok(params.read_from(id, state)?)).collect()
+        (0..self.states_of(id).len()).map(|at| self.state(id, at)).collect()
+    }
+
+    /// One of the update rule's states of a parameter, by its place in [`Rule::state_names`].
+    pub fn state(&self, id: ParamId, at: usize) -> Result<Vec<f32>, TrainError> {
+        Ok(self.params().read_from(id, &self.states_of(id)[at])?)
+    }
+
+    /// The flat buffers that hold the states of a parameter; none for a frozen one.
+    fn states_of(&self, id: ParamId) -> &[Buffer] {
+        self.states.get(self.params().place(id).0).map_or(&[], Vec::as_slice)
     }
 
     /// The update rule.

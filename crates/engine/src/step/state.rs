@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::TrainError;
-use crate::state::{StateKey, StatePiece, StateSource, TrainState};
+use crate::state::{StateKey, StatePiece, StateSource, TrainState, vectors};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::{LocalSlice, Piece};
 
@@ -63,23 +63,45 @@ impl Trainer {
     /// # Errors
     /// While steps are under way: [`flush`](Self::flush) completes them.
     pub fn state(&self) -> Result<TrainState, TrainError> {
+        let mut pieces = Vec::new();
+        let (step, updates) = self.visit_state(
+            |_| true,
+            |piece| {
+                pieces.push(piece);
+                Ok::<_, TrainError>(())
+            },
+        )?;
+        Ok(TrainState { step, updates, pieces })
+    }
+
+    /// The same, vector by vector, of those that `wanted` picks: no two are in host memory at once. Returns the complete steps and the
+    /// updates.
+    ///
+    /// # Errors
+    /// As [`state`](Self::state), and those of `visit`.
+    pub fn visit_state<E: From<TrainError>>(
+        &self,
+        wanted: impl Fn(&StateKey) -> bool,
+        mut visit: impl FnMut(StatePiece) -> Result<(), E>,
+    ) -> Result<(u64, u64), E> {
         self.require_complete()?;
-        let (weights, mut pieces) = (self.weights.borrow(), Vec::new());
+        let weights = self.weights.borrow();
         let declarations = weights.params().declarations().clone();
         for id in declarations.ids() {
             let spec = declarations.spec(id);
             let slice = spec.local(self.rank.mesh(), self.rank.coords());
-            let mut push = |state: Option<&str>, values| {
-                let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-                let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
-                pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
-            };
-            push(None, weights.params().read(id)?);
-            for (name, values) in weights.rule().state_names().iter().zip(weights.states(id)?) {
-                push(Some(*name), values);
+            for (key, state) in vectors(spec, weights.rule()) {
+                if wanted(&key) {
+                    let values = match state {
+                        None => weights.params().read(id).map_err(TrainError::from)?,
+                        Some(at) => weights.state(id, at)?,
+                    };
+                    let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
+                    visit(StatePiece { key, piece: Piece { rank, dims, slice, values } })?;
+                }
             }
         }
-        Ok(TrainState { step: self.steps_begun, updates: weights.updates(), pieces })
+        Ok((self.steps_begun, weights.updates()))
     }
 
     /// Continues from the state of another run of the same model and update rule. That run may have had any mesh,

@@ -1,0 +1,100 @@
+//! Checkpoints of a trainer: its state by global name and slice, in the files of [`meshwork_checkpoint`].
+//!
+//! ```text
+//! Trainer ── visit_state ──▶ Snapshot ── Writer ──▶ files ── Checkpoint ──▶ StateSource ── load_state ──▶ Trainer on any mesh
+//!    └── state_layout ──▶ SavePlan: who writes what
+//! ```
+//! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and resharded.
+
+mod resume;
+mod save;
+
+pub use resume::{Resumed, misfits, resume};
+pub use save::{save, save_plan};
+
+use meshwork_checkpoint::{Damage, PlanError, SaveError, Slice, SnapshotError};
+use meshwork_core::CommError;
+use meshwork_engine::{StateKey, TrainError};
+use meshwork_tensor::Shape;
+use meshwork_tensor::param::LocalSlice;
+use std::path::PathBuf;
+
+/// Why a trainer cannot be saved or resumed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The trainer.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// A state that cannot be shared out among writers.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A state that the plan of the checkpoint does not have.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    /// A checkpoint that could not be written.
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    /// A folder that cannot be read.
+    #[error("the checkpoint folder {} cannot be read: {problem}", dir.display())]
+    Folder {
+        /// The folder.
+        dir: PathBuf,
+        /// The error of the system.
+        problem: String,
+    },
+    /// A state that is not that of this model and update rule.
+    #[error("{} does not fit this run:\n  {}", path.display(), misfits.join("\n  "))]
+    Misfit {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What does not fit.
+        misfits: Vec<String>,
+    },
+    /// A checkpoint without the counters of a trainer.
+    #[error("{} was not written by a trainer: its metadata has no number {key:?}", path.display())]
+    Foreign {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What is missing.
+        key: &'static str,
+    },
+    /// Not one checkpoint of the folder is whole.
+    #[error("every checkpoint in {} is damaged:\n  {}", dir.display(), damage.join("\n  "))]
+    AllDamaged {
+        /// The folder.
+        dir: PathBuf,
+        /// The damage of each, the newest first.
+        damage: Vec<String>,
+    },
+    /// A file that is not as it was written.
+    #[error(transparent)]
+    Damage(#[from] Damage),
+}
+
+impl From<CommError> for CheckpointError {
+    fn from(error: CommError) -> Self {
+        Self::Train(error.into())
+    }
+}
+
+/// The updates of the weights so far, in the metadata.
+const UPDATES: &str = "updates";
+/// What the caller keeps beside the state, in the metadata.
+const RUN: &str = "run";
+
+/// The name of a vector in a checkpoint: `wte.weight`, and `wte.weight:exp_avg` for a state of the optimizer.
+fn name_of(key: &StateKey) -> String {
+    match &key.state {
+        None => key.parameter.clone(),
+        Some(state) => format!("{}:{state}", key.parameter),
+    }
+}
+
+fn dims_of(shape: Shape) -> Vec<u64> {
+    shape.iter().map(|&extent| extent as u64).collect()
+}
+
+fn slice_of(slice: &LocalSlice) -> Slice {
+    Slice::new(slice.ranges.iter().map(|range| range.start as u64..range.end as u64))
+}

@@ -1,0 +1,182 @@
+//! Resumes a trainer from the newest checkpoint that is whole, on any mesh.
+//!
+//! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share. Then they agree: if
+//! any of them found damage, all go on to the checkpoint before.
+
+use super::save::little_endian;
+use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
+use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, ReadError, share, steps};
+use meshwork_core::{Group, ReduceOp};
+use meshwork_engine::{Plan, StateKey, StateSlice, StateSource, TrainError, Trainer, state_layout};
+use meshwork_tensor::Shape;
+use meshwork_tensor::param::LocalSlice;
+use serde_json::Value;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a run goes on from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resumed {
+    /// Steps that are complete.
+    pub step: u64,
+    /// What the caller gave to [`save`](super::save()).
+    pub run: Value,
+    /// Bytes of tensors that this rank read.
+    pub bytes_read: u64,
+    /// Newer checkpoints that are damaged: what is wrong with each, as the first rank that found it says. The same on every rank.
+    pub passed_over: Vec<String>,
+}
+
+/// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the trainer. The checkpoint
+/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its `run` before anything is loaded, and may refuse it.
+///
+/// Collective: every rank of the trainer's mesh calls it.
+///
+/// # Errors
+/// A state that does not fit, with everything that does not; checkpoints that are all damaged. The trainer cannot be used any more.
+pub fn resume<E: From<CheckpointError>>(
+    trainer: &mut Trainer,
+    plan: &Plan,
+    dir: &Path,
+    accept: impl Fn(&Value) -> Result<(), E>,
+) -> Result<Option<Resumed>, E> {
+    let world = trainer.rank().world().clone();
+    let layout = state_layout(trainer.plan().model(), plan).map_err(CheckpointError::from)?;
+    let mut passed_over = Vec::new();
+    for step in agreed_steps(&world, dir)? {
+        let opened = Checkpoint::open_step(dir, step);
+        if let Some(damage) = agree(&world, opened.as_ref().err())? {
+            passed_over.push(damage);
+            continue;
+        }
+        let checkpoint = opened.map_err(CheckpointError::from)?;
+        // The index is the same for all ranks, and so is the answer.
+        accept(checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
+        let misfits = misfits(checkpoint.index(), &layout);
+        if !misfits.is_empty() {
+            return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
+        }
+        let loaded = load(trainer, &layout, &checkpoint)?;
+        match agree(&world, loaded.as_ref().err())? {
+            Some(damage) => passed_over.push(damage),
+            None => {
+                let run = checkpoint.index().metadata.get(RUN).cloned().unwrap_or_default();
+                return Ok(Some(Resumed { step, run, bytes_read: checkpoint.bytes_read(), passed_over }));
+            }
+        }
+    }
+    match passed_over.is_empty() {
+        true => Ok(None),
+        false => Err(CheckpointError::AllDamaged { dir: dir.to_path_buf(), damage: passed_over }.into()),
+    }
+}
+
+/// Everything in which the state of a checkpoint differs from what ranks hold: vectors that only one of them has, other extents.
+pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
+    let wanted: BTreeMap<String, Shape> = layout.iter().map(|of| (name_of(&of.key), of.dims)).collect();
+    let stored: BTreeMap<&str, _> = index.tensors.iter().map(|of| (&*of.tensor.name, &of.tensor)).collect();
+    let mut misfits = Vec::new();
+    for (name, &dims) in &wanted {
+        match stored.get(&**name) {
+            None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
+            Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != Dtype::F32 => {
+                let (found, dtype) = (&tensor.dims, tensor.dtype.name());
+                misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model F32 {dims:?}"));
+            }
+            Some(_) => {}
+        }
+    }
+    let extra = stored.iter().filter(|(name, _)| !wanted.contains_key(**name));
+    misfits.extend(extra.map(|(name, tensor)| format!("{name}: the checkpoint has {:?}, the model none", tensor.dims)));
+    misfits
+}
+
+/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner error is damage.
+fn load(
+    trainer: &mut Trainer,
+    layout: &[StateSlice],
+    checkpoint: &Checkpoint,
+) -> Result<Result<(), Damage>, CheckpointError> {
+    let slices: Vec<_> = layout.iter().map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
+    let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
+    let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());
+    if let Some(damage) = checkpoint.verify(&share(checkpoint, &units, rank, ranks)).into_iter().next() {
+        return Ok(Err(damage));
+    }
+    let Some(updates) = checkpoint.index().metadata.get(UPDATES).and_then(Value::as_u64) else {
+        return Err(CheckpointError::Foreign { path: checkpoint.path().to_path_buf(), key: UPDATES });
+    };
+    let source = Source { checkpoint, updates, damage: RefCell::default() };
+    let loaded = trainer.load_state(&source);
+    match source.damage.into_inner() {
+        Some(damage) => Ok(Err(damage)),
+        None => Ok(Ok(loaded?)),
+    }
+}
+
+/// The state in a checkpoint, as the engine reads it.
+struct Source<'a> {
+    checkpoint: &'a Checkpoint,
+    updates: u64,
+    /// What reading found, for which the engine's errors have no place.
+    damage: RefCell<Option<Damage>>,
+}
+
+impl StateSource for Source<'_> {
+    fn step(&self) -> u64 {
+        self.checkpoint.index().step
+    }
+
+    fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    fn read(&self, key: &StateKey, _: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+        let mut values = vec![0f32; slice.stored.count()];
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        let read = self.checkpoint.read_into(&name_of(key), &slice_of(slice), &dims_of(slice.stored), bytes);
+        match read {
+            Ok(()) => Ok(little_endian(values)),
+            Err(error) => {
+                let (name, problem) = (key.to_string(), error.to_string());
+                if let ReadError::Damage(damage) = error {
+                    self.damage.replace(Some(damage));
+                }
+                Err(TrainError::State { name, problem })
+            }
+        }
+    }
+}
+
+/// The steps of the checkpoints in a folder, the newest first, as rank 0 sees them.
+fn agreed_steps(world: &Group, dir: &Path) -> Result<Vec<u64>, CheckpointError> {
+    let mut found = Vec::new();
+    if world.rank() == 0 {
+        let folder =
+            |error: std::io::Error| CheckpointError::Folder { dir: dir.to_path_buf(), problem: error.to_string() };
+        found = steps(dir).map_err(folder)?.into_iter().map(|step| step as i64).collect();
+    }
+    let mut count = [found.len() as i64];
+    world.broadcast_slice(&mut count, 0)?;
+    found.resize(count[0] as usize, 0);
+    world.broadcast_slice(&mut found, 0)?;
+    Ok(found.into_iter().map(|step| step as u64).collect())
+}
+
+/// What the first rank says that has something to say; the same on every rank.
+fn agree(world: &Group, mine: Option<&Damage>) -> Result<Option<String>, CheckpointError> {
+    let (rank, ranks) = (world.rank() as i64, world.size() as i64);
+    let mut first = [if mine.is_some() { ranks - rank } else { 0 }];
+    world.all_reduce_slice(&mut first, ReduceOp::Max)?;
+    if first[0] == 0 {
+        return Ok(None);
+    }
+    let root = (ranks - first[0]) as usize;
+    let mut text = mine.map(|damage| damage.to_string().into_bytes()).unwrap_or_default();
+    let mut length = [text.len() as i64];
+    world.broadcast_slice(&mut length, root)?;
+    text.resize(length[0] as usize, 0);
+    world.broadcast_slice(&mut text, root)?;
+    Ok(Some(String::from_utf8_lossy(&text).into_owned()))
+}

@@ -1,0 +1,69 @@
+//! Saves the state of a trainer.
+
+use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
+use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
+use meshwork_engine::{Plan, StatePiece, Trainer, state_layout};
+use meshwork_nn::Model;
+use meshwork_tensor::Role;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Which rank writes what of the state of a run: a pure function of model and plan. [`SavePlan::bytes`] is the memory that saving takes on a
+/// rank.
+///
+/// # Errors
+/// A plan that does not fit the model.
+pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, CheckpointError> {
+    let (mut tensors, mut places, mut held): (Vec<Tensor>, BTreeMap<String, usize>, Vec<Held>) = Default::default();
+    for of in state_layout(model, plan)? {
+        let name = name_of(&of.key);
+        let tensor = *places.entry(name.clone()).or_insert_with(|| {
+            let kind = match (&of.key.state, of.role) {
+                (Some(_), _) => Kind::OptimizerState,
+                (None, Role::Buffer) => Kind::Buffer,
+                (None, _) => Kind::Weight,
+            };
+            tensors.push(Tensor { name, kind, dtype: Dtype::F32, dims: dims_of(of.dims) });
+            tensors.len() - 1
+        });
+        held.push(Held { tensor, slice: slice_of(&of.slice), ranks: vec![of.rank] });
+    }
+    Ok(SavePlan::new(plan.mesh.world_size(), tensors, &held)?)
+}
+
+/// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is copied. The writer is
+/// made with the [`save_plan`] of the trainer's model and plan. Every rank calls this after the same step.
+///
+/// Also returns the outcome of the save before, if that was still under way; it is waited for.
+///
+/// # Errors
+/// While steps are under way; a writer for another model or plan.
+pub fn save(
+    writer: &mut Writer,
+    trainer: &Trainer,
+    run: Value,
+) -> Result<Option<Result<Saved, SaveError>>, CheckpointError> {
+    let (mut snapshot, before) = writer.snapshot();
+    let wanted = writer.plan().clone();
+    let rank = trainer.rank().world_rank();
+    let (step, updates) = trainer.visit_state(
+        |key| wanted.writes(rank, &name_of(key)),
+        |StatePiece { key, piece }| {
+            let values: Vec<f32> = little_endian(piece.values);
+            let extents = dims_of(piece.slice.stored);
+            snapshot.put(&name_of(&key), &slice_of(&piece.slice), &extents, bytemuck::cast_slice(&values))?;
+            Ok::<_, CheckpointError>(())
+        },
+    )?;
+    writer.save(step, json!({ UPDATES: updates, RUN: run }), snapshot);
+    Ok(before)
+}
+
+/// Numbers whose bytes in memory are little-endian, from numbers, or the other way round. Costs nothing where memory is little-endian.
+pub(super) fn little_endian(mut values: Vec<f32>) -> Vec<f32> {
+    if cfg!(target_endian = "big") {
+        values.iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));
+    }
+    values
+}

@@ -1,0 +1,288 @@
+//! A run that is saved, and goes on from its files on another mesh.
+
+use meshwork_checkpoint::{Lock, Writer, folder_name, threads};
+use meshwork_core::comm::thread::{self, WorldError};
+use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, Trainer, state_layout};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_nn::{Batch, Model};
+use meshwork_optim::{Rule, Sgd};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::random;
+use meshwork_train::checkpoint::{CheckpointError, Resumed, resume, save, save_plan};
+use serde_json::{Value, json};
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use tempfile::TempDir;
+
+const SEQ: usize = 8;
+const VOCAB: usize = 61;
+const BATCH: usize = 24;
+
+/// With a vocabulary that no degree divides, and a layer for each stage of an interleaved pipeline.
+fn gpt2() -> Gpt2Config {
+    Gpt2Config {
+        vocab_size: VOCAB,
+        num_layers: 8,
+        hidden_size: 16,
+        ffn_hidden_size: 32,
+        seq_len: SEQ,
+        dropout: 0.1,
+        ..Gpt2Config::default()
+    }
+}
+
+fn model() -> Arc<dyn Model> {
+    Arc::new(Gpt2::new(gpt2()))
+}
+
+/// With fewer heads of keys and values than there are ranks in `tp=4`.
+fn llama() -> Arc<dyn Model> {
+    let sizes = LlamaConfig {
+        vocab_size: VOCAB,
+        num_layers: 8,
+        hidden_size: 32,
+        ffn_hidden_size: 64,
+        seq_len: SEQ,
+        ..PRESETS[0].1
+    };
+    Arc::new(Llama::new(sizes))
+}
+
+/// Random tokens, different in each step.
+fn batch(step: u64, samples: Range<usize>) -> Batch {
+    let key = random::key(5, "tokens");
+    let token = |sample: usize, at: usize| {
+        (random::uniform(key, (step * 64 + sample as u64) * 100 + at as u64) * VOCAB as f32) as i32
+    };
+    let row =
+        |shift: usize| samples.clone().flat_map(|sample| (0..SEQ).map(move |at| token(sample, at + shift))).collect();
+    language::batch(row(0), row(1), SEQ).unwrap()
+}
+
+fn plan(mesh: &str, schedule: &str, numerics: Numerics) -> Plan {
+    let schedule = ScheduleSpec::named(schedule).unwrap();
+    let global_batch_size = if numerics == Numerics::Fast { BATCH } else { 16 };
+    Plan { mesh: mesh.parse().unwrap(), schedule, numerics, global_batch_size, ..Plan::default() }
+}
+
+fn fast(mesh: &str) -> Plan {
+    plan(mesh, "1f1b", Numerics::Fast)
+}
+
+/// What a rank saw.
+struct Run {
+    reports: Vec<StepReport>,
+    resumed: Option<Resumed>,
+}
+
+/// Trains from the newest checkpoint in a folder to `steps` steps, and saves after the last one.
+fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<Vec<Run>, WorldError<CheckpointError>> {
+    let ends: Vec<_> = threads(plan.mesh.world_size()).into_iter().map(|end| Mutex::new(Some(end))).collect();
+    let files = Arc::new(save_plan(model, plan).unwrap());
+    thread::run_mesh(&plan.mesh, |rank| {
+        let number = rank.world_rank();
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let resumed = resume(&mut trainer, plan, dir, |run| {
+            assert_eq!(run["note"], "as it was given");
+            Ok::<_, CheckpointError>(())
+        })?;
+        let done = trainer.steps_done();
+        assert_eq!(done, resumed.as_ref().map_or(0, |resumed| resumed.step));
+        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        let reports = (done..steps).map(step).collect::<Result<Vec<_>, _>>()?;
+        let exchange = ends[number].lock().unwrap().take().unwrap();
+        let mut writer = match number {
+            0 => Writer::lead(Lock::take(dir).unwrap(), 2, files.clone(), exchange),
+            _ => Writer::follow(dir, number, files.clone(), exchange),
+        };
+        save(&mut writer, &trainer, json!({"note": "as it was given", "steps": steps}))?;
+        let saved = writer.wait().unwrap()?;
+        assert_eq!((saved.step, saved.bytes), (steps, files.bytes(number)));
+        Ok(Run { reports, resumed })
+    })
+}
+
+fn uninterrupted(model: &Arc<dyn Model>, plan: &Plan, steps: u64) -> Vec<StepReport> {
+    let mut ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        (0..steps).map(step).collect::<Result<Vec<_>, meshwork_engine::TrainError>>()
+    });
+    ranks.as_mut().unwrap().swap_remove(0)
+}
+
+/// Meshes, each with its schedule. In canonical numerics a rank holds a power of two of the batch.
+fn chain(numerics: Numerics) -> [Plan; 5] {
+    let last = if numerics == Numerics::Fast { "dp=3" } else { "dp=4" };
+    [("dp=2,tp=2,pp=2", "1f1b"), ("tp=4", "1f1b"), ("dp=1", "1f1b"), ("pp=4", "interleaved_1f1b"), (last, "1f1b")]
+        .map(|(mesh, schedule)| plan(mesh, schedule, numerics))
+}
+
+#[test]
+fn a_run_goes_on_from_its_files_on_any_mesh_and_each_rank_reads_its_slices_alone() {
+    let (model, dir) = (model(), tempfile::tempdir().unwrap());
+    let alone = uninterrupted(&model, &fast("dp=1"), 10);
+    for (part, plan) in chain(Numerics::Fast).into_iter().enumerate() {
+        let done = 2 * part as u64;
+        let ranks = go_on(&model, &plan, dir.path(), done + 2).unwrap();
+        let layout = state_layout(&model, &plan).unwrap();
+        for (rank, Run { reports, resumed }) in ranks.into_iter().enumerate() {
+            let resumed = resumed.map_or((0, 0), |resumed| (resumed.step, resumed.bytes_read));
+            let slices = layout.iter().filter(|of| of.rank == rank);
+            let bytes: usize = slices.map(|of| of.slice.elements() * size_of::<f32>()).sum();
+            let wanted = if part == 0 { 0 } else { bytes as u64 };
+            assert_eq!(resumed, (done, wanted), "rank {rank} of {}", plan.mesh);
+            for (report, wanted) in reports.iter().zip(&alone[done as usize..]) {
+                assert_eq!((report.step, report.lr), (wanted.step, wanted.lr));
+                let off = (report.loss - wanted.loss).abs() / wanted.loss;
+                assert!(
+                    off < 1e-5,
+                    "{}: step {} has {}, uninterrupted {}",
+                    plan.mesh,
+                    report.step,
+                    report.loss,
+                    wanted.loss
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn in_canonical_numerics_every_chain_of_meshes_has_the_bits_of_the_uninterrupted_run() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    for model in [model(), llama()] {
+        let dir = tempfile::tempdir().unwrap();
+        let alone = uninterrupted(&model, &plan("dp=1", "1f1b", canonical), 5);
+        for (done, plan) in chain(canonical).into_iter().enumerate() {
+            let ranks = go_on(&model, &plan, dir.path(), done as u64 + 1).unwrap();
+            let numbers = |report: &StepReport| (report.step, report.loss, report.grad_norm);
+            assert_eq!(numbers(&ranks[0].reports[0]), numbers(&alone[done]), "{model:?} on {}", plan.mesh);
+        }
+    }
+}
+
+#[test]
+fn the_same_mesh_has_the_bits_of_the_uninterrupted_run() {
+    let model = model();
+    for schedule in ["1f1b", "zb_h2", "zb_v"] {
+        let plan = Plan { num_microbatches: Some(6), ..plan("dp=2,pp=2", schedule, Numerics::Fast) };
+        let dir = tempfile::tempdir().unwrap();
+        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+        let alone = losses(&uninterrupted(&model, &plan, 4));
+        let first = go_on(&model, &plan, dir.path(), 2).unwrap();
+        let second = go_on(&model, &plan, dir.path(), 4).unwrap();
+        assert_eq!([losses(&first[0].reports), losses(&second[0].reports)].concat(), alone, "{schedule}");
+    }
+}
+
+/// Trains two steps on `dp=2` and saves both.
+fn two_checkpoints(model: &Arc<dyn Model>) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    go_on(model, &fast("dp=2"), dir.path(), 1).unwrap();
+    go_on(model, &fast("dp=2"), dir.path(), 2).unwrap();
+    dir
+}
+
+fn flip(dir: &Path, step: u64, name: &str, at: impl Fn(usize) -> usize) {
+    let path = dir.join(folder_name(step)).join(name);
+    let mut bytes = fs::read(&path).unwrap();
+    let at = at(bytes.len());
+    bytes[at] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn every_rank_goes_back_to_the_checkpoint_before_a_damaged_one_and_is_told_why() {
+    let model = model();
+    // On the same mesh reads find it; on another one, what no rank reads whole is verified first.
+    for mesh in ["dp=2", "tp=4"] {
+        for (name, at) in [("rank-00001.safetensors", usize::MAX), ("rank-00000.safetensors", 20), ("index.json", 99)] {
+            let dir = two_checkpoints(&model);
+            flip(dir.path(), 2, name, |length| at.min(length - 1));
+            for Run { resumed, .. } in go_on(&model, &fast(mesh), dir.path(), 2).unwrap() {
+                let resumed = resumed.unwrap();
+                assert_eq!((resumed.step, resumed.passed_over.len()), (1, 1), "{mesh}, {name}");
+                let told = &resumed.passed_over[0];
+                assert!(told.contains("step-00000002") && told.contains(name), "{told}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_folder_where_all_is_damaged_is_an_error_and_an_empty_one_a_fresh_start() {
+    let model = model();
+    let dir = two_checkpoints(&model);
+    flip(dir.path(), 1, "index.json", |_| 50);
+    fs::remove_file(dir.path().join("step-00000002/index.json")).unwrap();
+    let error = go_on(&model, &fast("dp=2"), dir.path(), 3).err().unwrap().to_string();
+    assert!(
+        error.contains("every checkpoint in ") && error.contains("step-00000001/index.json: its checksum is"),
+        "{error}"
+    );
+    assert!(error.contains("step-00000002/index.json: No such file"), "{error}");
+    let empty = tempfile::tempdir().unwrap();
+    assert!(go_on(&model, &fast("dp=2"), empty.path(), 1).unwrap()[0].resumed.is_none());
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_with_everything_that_does_not() {
+    let dir = two_checkpoints(&model());
+    let refused = |config: Gpt2Config, optimizer: Rule| {
+        let plan = Plan { optimizer, ..fast("pp=2") };
+        go_on(&(Arc::new(Gpt2::new(config)) as Arc<dyn Model>), &plan, dir.path(), 3).err().unwrap().to_string()
+    };
+    let adamw = fast("pp=2").optimizer;
+    let wider = refused(Gpt2Config { vocab_size: 64, num_layers: 9, ..gpt2() }, adamw.clone());
+    for told in [
+        "step-00000002 does not fit this run:",
+        "wte.weight: the checkpoint has F32 [61, 16], the model F32 [64, 16]",
+        "wte.weight:exp_avg: the checkpoint has F32 [61, 16], the model F32 [64, 16]",
+        "h.8.ln_1.weight: the checkpoint has none, the model [16]",
+    ] {
+        assert!(wider.contains(told), "{told}: {wider}");
+    }
+    let shallower = refused(Gpt2Config { num_layers: 7, ..gpt2() }, adamw);
+    assert!(shallower.contains("h.7.ln_1.weight: the checkpoint has [16], the model none"), "{shallower}");
+    let sgd = refused(gpt2(), Sgd { momentum: 0.9, weight_decay: 0.0 }.into());
+    assert!(sgd.contains("wte.weight:exp_avg: the checkpoint has [61, 16], the model none"), "{sgd}");
+}
+
+#[test]
+fn the_caller_may_refuse_a_checkpoint_by_what_it_kept() {
+    let (model, dir) = (model(), two_checkpoints(&model()));
+    let plan = fast("dp=2");
+    let error = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+        resume(&mut trainer, &plan, dir.path(), |run: &Value| {
+            let problem = format!("{} steps are too few", run["steps"]);
+            Err(CheckpointError::Folder { dir: dir.path().to_path_buf(), problem })
+        })
+    });
+    assert!(error.unwrap_err().to_string().contains("cannot be read: 2 steps are too few"));
+}
+
+/// Nobody writes twice what several ranks hold: with Adam, three vectors of each weight, whatever the mesh.
+#[test]
+fn the_bytes_are_those_of_one_copy_and_shared_evenly() {
+    let wide = Gpt2Config { hidden_size: 64, ffn_hidden_size: 256, ..gpt2() };
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(wide));
+    let total = |plan: &Plan| -> (u64, Vec<u64>) {
+        let files = save_plan(&model, plan).unwrap();
+        let bytes: Vec<u64> = (0..plan.mesh.world_size()).map(|rank| files.bytes(rank)).collect();
+        (bytes.iter().sum(), bytes)
+    };
+    let (wanted, _) = total(&fast("dp=1"));
+    for mesh in ["dp=2", "dp=8", "tp=4", "dp=2,tp=2", "dp=2,tp=2,pp=2", "dp=4,pp=2"] {
+        let (found, bytes) = total(&fast(mesh));
+        assert_eq!(found, wanted, "{mesh}");
+        let (most, least) = (bytes.iter().max().unwrap(), bytes.iter().min().unwrap());
+        // The two stages are not equally large: the tied table, on both, evens that out.
+        assert!(most - least <= found / bytes.len() as u64 / 20, "{mesh}: {bytes:?}");
+    }
+}

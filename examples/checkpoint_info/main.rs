@@ -1,0 +1,88 @@
+//! Says what is in a checkpoint, verifies every byte of it, and compares it with another one:
+//! `cargo run --release --example checkpoint_info -- DIR [--diff DIR2]`. docs/checkpoints.md describes the format.
+
+use clap::Parser;
+use meshwork::checkpoint::{Checkpoint, Damage, Summary, diff, folder_name, json_differences, steps};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Bad input.
+const BAD_INPUT: u8 = 2;
+/// A damaged checkpoint.
+const DAMAGED: u8 = 1;
+
+/// Says what is in a checkpoint, and verifies every byte of it.
+#[derive(Parser)]
+#[command(after_help = "Exit code: 2 on bad input, 1 if the checkpoint is damaged, else 0.")]
+struct Options {
+    /// A checkpoint (DIR/step-00000010), or the folder of a run, whose newest one is taken
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// Another one: says which tensors and which metadata differ, and by how much
+    #[arg(long, value_name = "DIR2")]
+    diff: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    let options = Options::parse();
+    let first = match open(&options.dir) {
+        Ok(checkpoint) => checkpoint,
+        Err(code) => return code,
+    };
+    let Some(other) = options.diff else {
+        let summary = Summary::of(&first);
+        let shown = show(&summary);
+        return if summary.damage.is_empty() { shown } else { ExitCode::from(DAMAGED) };
+    };
+    let second = match open(&other) {
+        Ok(checkpoint) => checkpoint,
+        Err(code) => return code,
+    };
+    let tensors = match diff(&first, &second) {
+        Ok(tensors) => tensors,
+        Err(error) => return fail(DAMAGED, &error),
+    };
+    let (a, b) = (first.index(), second.index());
+    let mut text =
+        format!("{}: step {}\n{}: step {}\n", first.path().display(), a.step, second.path().display(), b.step);
+    let same = a.tensors.iter().filter(|of| tensors.iter().all(|other| other.name != of.tensor.name)).count();
+    text += &format!("{} tensors differ, {same} are the same\n", tensors.len());
+    tensors.iter().for_each(|tensor| text += &format!("  {tensor}\n"));
+    let metadata = json_differences(&a.metadata, &b.metadata);
+    text += &format!("{} values of the metadata differ\n", metadata.len());
+    metadata.iter().for_each(|value| text += &format!("  {value}\n"));
+    show(&text)
+}
+
+/// The checkpoint in a folder, or the newest one of a run.
+fn open(dir: &Path) -> Result<Checkpoint, ExitCode> {
+    let newest = steps(dir).map_err(|error| fail(BAD_INPUT, &format_args!("{}: {error}", dir.display())))?;
+    let path = newest.first().map_or(dir.to_path_buf(), |&step| dir.join(folder_name(step)));
+    Checkpoint::open(&path).map_err(|damage| match &damage {
+        Damage::Io { path: missing, source } if !missing.exists() && source.kind() == ErrorKind::NotFound => {
+            let advice = "give a checkpoint, such as DIR/step-00000010, or a folder that holds some";
+            fail(BAD_INPUT, &format_args!("{damage}; {advice}"))
+        }
+        _ => fail(DAMAGED, &damage),
+    })
+}
+
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
+fn show(text: &dyn Display) -> ExitCode {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(DAMAGED, &format_args!("cannot write to standard output: {error}"))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    // A closed standard error is ignored.
+    _ = writeln!(io::stderr(), "error: {error}");
+    ExitCode::from(code)
+}
