@@ -1,5 +1,6 @@
 //! The program `gpt_train` as a user runs it: flags and files in; standard output, metrics and exit codes out.
 
+mod checkpoints;
 #[cfg(unix)]
 mod ending;
 mod inputs;

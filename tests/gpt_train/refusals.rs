@@ -185,7 +185,10 @@ fn a_bad_configuration_file() {
         ("[data]\npath = 3\n", "data.path = 3: is a whole number, not a string"),
         ("model = 3\n", "model = 3: is a whole number, not a section"),
         ("[training]\nnumerics = \"exact\"\n", "training.numerics = \"exact\": unknown; the nearest is fast"),
-        ("[checkpoint]\nevery = 10\n", "checkpoint.every = 10: checkpointing has not landed yet; use 0"),
+        (
+            "[checkpoint]\nresume = true\n",
+            "checkpoint.resume = true: there is no folder to resume from; set checkpoint.dir",
+        ),
         ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": has not landed yet; use none or selective"),
         ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
         ("[model]\nnum_heads = \n", "--config "),

@@ -14,6 +14,12 @@ pub trait Exchange: Send + 'static {
     fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError>;
 }
 
+impl Exchange for Box<dyn Exchange> {
+    fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError> {
+        (**self).all_gather(message)
+    }
+}
+
 /// A rank that left the others.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the writers lost each other: {problem}")]

@@ -1,5 +1,7 @@
 //! Errors that end a run.
 
+use crate::checkpoint::CheckpointError;
+use meshwork_checkpoint::SaveError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
 use meshwork_models::huggingface;
@@ -20,6 +22,12 @@ pub enum RunError {
     /// The weights to start from.
     #[error("model.init_from: {0}")]
     Pretrained(#[from] huggingface::Error),
+    /// A checkpoint could not be read, or does not fit.
+    #[error(transparent)]
+    Checkpoint(#[from] Box<CheckpointError>),
+    /// The last state of the run could not be saved.
+    #[error("the run ended, and its last state was not saved: {0}")]
+    Unsaved(SaveError),
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),
@@ -41,6 +49,15 @@ impl OutputError {
     /// Makes the error of a failed write of `what` to `path`.
     pub(crate) fn of<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
         move |source| Self { what, path: path.to_path_buf(), source }
+    }
+}
+
+impl From<CheckpointError> for RunError {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Train(error) => Self::Train(error),
+            error => Self::Checkpoint(Box::new(error)),
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
+use crate::checkpoint::Resumed;
+use crate::checkpoint::run::{Saver, described, resume_run};
 use crate::config::Config;
 use crate::data::Data;
 use crate::error::RunError;
@@ -8,14 +10,15 @@ use crate::metrics::{Event, Metrics, Start, Step};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::Progress;
 use crate::tensorboard::TensorBoard;
+use meshwork_checkpoint::{Exchange, threads};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
 use meshwork_engine::{ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 /// How a run ended.
@@ -53,9 +56,12 @@ pub fn train(
     }
     let (steps, profiled) = (config.training.steps, config.metrics.profile_steps);
     let profiler = config.metrics.profile.then(|| Profiler::new(steps, profiled, &*device()));
+    let writers: Vec<_> = threads(world_size).into_iter().map(|end| Mutex::new(Some(end))).collect();
     let ends = thread::run(world_size, options, |world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
-        run_probed(config, data, metrics, stop, world.communicator().clone(), &probe)
+        let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
+        run_probed(config, data, metrics, stop, world.communicator().clone(), writers, &probe)
     })?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
     let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
@@ -66,7 +72,8 @@ pub fn train(
 
 /// Runs one rank over a given communicator of the world, which may connect threads, processes or machines. [`train`]
 /// uses threads. Collective: each rank of the mesh calls it with the same configuration and data; rank 0 writes the
-/// metrics and the progress.
+/// metrics and the progress. `writers` connects the writers of checkpoints of all ranks, beside `world`; without it, no checkpoints
+/// are saved.
 ///
 /// # Errors
 /// A world of another size than the mesh, and any error of training.
@@ -76,8 +83,9 @@ pub fn run_rank(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     world: Arc<dyn Communicator>,
+    writers: Option<Box<dyn Exchange>>,
 ) -> Result<Outcome, RunError> {
-    Ok(run_probed(config, data, metrics, stop, world, &Probe::off())?.0)
+    Ok(run_probed(config, data, metrics, stop, world, writers, &Probe::off())?.0)
 }
 
 /// The same with a probe. Also returns what the probe recorded.
@@ -87,11 +95,12 @@ fn run_probed(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     world: Arc<dyn Communicator>,
+    writers: Option<Box<dyn Exchange>>,
     probe: &Probe,
 ) -> Result<(Outcome, Option<Track>), RunError> {
     let mesh = config.mesh().map_err(TrainError::from)?;
     let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-    let outcome = run(config, data, metrics, stop, rank.clone(), probe)?;
+    let outcome = run(config, data, metrics, stop, rank.clone(), writers, probe)?;
     Ok((outcome, probe.track(&rank)))
 }
 
@@ -101,23 +110,35 @@ fn run(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     rank: Arc<Rank>,
+    writers: Option<Box<dyn Exchange>>,
     probe: &Probe,
 ) -> Result<Outcome, RunError> {
     let steps = config.training.steps;
     let started = Instant::now();
     // Dropped last, because dropping it waits for the reader of the progress, and the other ranks must not wait too.
-    let mut reporter = match rank.world_rank() {
-        0 => Some(Reporter::new(config, data, metrics)?),
-        _ => None,
-    };
+    let mut reporter = None;
+    let (plan, number) = (config.plan()?, rank.world_rank());
     let device = probe.device(config.device.open(config.training.dtype));
-    let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
-    if let Some(folder) = &config.model.init_from {
+    let mut trainer = Trainer::new(config.model(), &plan, rank, device)?;
+    let (mut saver, mut resumed) = (None, None);
+    if let (Some(dir), Some(writers)) = (&config.checkpoint.dir, writers) {
+        // What rank 0 says of the run is kept, and compared.
+        let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
+        let dir = Path::new(dir);
+        saver = Some(Saver::new(config, &plan, dir, number, run.clone(), writers)?);
+        if config.checkpoint.resume {
+            resumed = resume_run(&mut trainer, config, &plan, dir, &run)?;
+        }
+    }
+    if let (Some(folder), None) = (&config.model.init_from, &resumed) {
         let pretrained = Pretrained::open(Path::new(folder))?;
         trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
     }
-    let mut outcome = Outcome::default();
-    let mut begun = 0;
+    if number == 0 {
+        reporter = Some(Reporter::new(config, data, metrics, resumed.as_ref())?);
+    }
+    let mut begun = trainer.steps_done();
+    let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let mut began = Instant::now();
     while begun < steps && !outcome.stopped {
         let asked = || stop.load(Ordering::Relaxed);
@@ -129,7 +150,8 @@ fn run(
         })?;
         begun += 1;
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
-        if validates || stopped || begun == steps {
+        let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
+        if validates || saves || stopped || begun == steps {
             reports.extend(trainer.flush(|event| probe.observe(event))?);
         }
         if let (Some(reporter), false) = (&mut reporter, reports.is_empty()) {
@@ -144,6 +166,10 @@ fn run(
         if let Some(last) = reports.last() {
             outcome = Outcome { steps: last.step, loss: Some(last.loss), stopped, ..outcome };
         }
+        if let Some(saver) = &mut saver {
+            let told = if saves { saver.save(&trainer)? } else { saver.poll() };
+            reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
+        }
         if validates {
             let loss = validate(config, data, &mut trainer)?;
             if let Some(reporter) = &mut reporter {
@@ -151,9 +177,12 @@ fn run(
             }
         }
     }
+    let (told, saved) = saver.map_or((Vec::new(), Ok(())), Saver::finish);
     if let Some(reporter) = &mut reporter {
+        reporter.notes(told);
         reporter.end(&outcome, started)?;
     }
+    saved.map_err(RunError::Unsaved)?;
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
     }
@@ -175,16 +204,34 @@ struct Reporter {
 }
 
 impl Reporter {
-    fn new(config: &Config, data: &Data, metrics: Option<&Path>) -> Result<Self, RunError> {
+    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Resumed>) -> Result<Self, RunError> {
         let parameters = ModelPlan::new(config.model(), &config.plan()?)?.parameters()?;
         let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
-        let mut metrics = metrics.map(Metrics::create).transpose()?;
+        let open = if from.is_some() { Metrics::append } else { Metrics::create };
+        let mut metrics = metrics.map(open).transpose()?;
         if let Some(metrics) = &mut metrics {
-            metrics.write(&Event::Start(Start::new(config, parameters, data.hash())))?;
+            let start = Start::new(config, parameters, data.hash()).resumed(from.map(|resumed| resumed.step));
+            metrics.write(&Event::Start(start))?;
         }
         let folder = config.metrics.tensorboard.as_deref().map(Path::new);
         let tensorboard = folder.map(TensorBoard::create).transpose()?;
-        Ok(Self { metrics, tensorboard, progress: Progress::new(config.training.steps) })
+        let mut reporter = Self { metrics, tensorboard, progress: Progress::new(config.training.steps) };
+        match (from, &config.checkpoint.dir) {
+            (Some(Resumed { step, passed_over, .. }), _) => {
+                let damaged =
+                    passed_over.iter().map(|damage| format!("warning: a damaged checkpoint is not used: {damage}"));
+                reporter.notes(damaged.chain([format!("resumed after step {step}")]).collect());
+            }
+            (None, Some(dir)) if config.checkpoint.resume => {
+                reporter.notes(vec![format!("no checkpoint in {dir}: the run starts anew")]);
+            }
+            _ => {}
+        }
+        Ok(reporter)
+    }
+
+    fn notes(&mut self, notes: Vec<String>) {
+        notes.into_iter().for_each(|note| self.progress.note(note));
     }
 
     fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RunError> {

@@ -45,6 +45,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
             settings.fault(key, path.display(), format!("is the file of {other} too"), "use another file");
         }
     }
+    settings.faults.extend(folder_of_checkpoints(&config));
     let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 {
         settings.faults.extend(too_large(&config));
@@ -73,6 +74,19 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
     let (reader, _) = read.into_iter().find(|(_, path)| reads(*path))?;
     let problem = format!("would replace what {reader} reads");
     Some(Fault::new(key, written.display(), problem, "use another file"))
+}
+
+/// The fault of a folder of checkpoints that a run would mix its own into, or that cannot be read.
+fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
+    let (key, dir) = ("checkpoint.dir", config.checkpoint.dir.as_deref()?);
+    match meshwork_checkpoint::steps(Path::new(dir)) {
+        Err(error) => Some(Fault::new(key, dir, format!("cannot be read: {error}"), "use a folder")),
+        Ok(steps) if steps.is_empty() || config.checkpoint.resume => None,
+        Ok(steps) => {
+            let problem = format!("has checkpoints of another run, up to step {}", steps[0]);
+            Some(Fault::new(key, dir, problem, "use checkpoint.resume = true to go on from them, or another folder"))
+        }
+    }
 }
 
 /// The fault of a run that needs more memory than the machine has.

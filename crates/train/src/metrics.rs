@@ -60,6 +60,9 @@ pub struct Start<'a> {
     data_hash: String,
     /// Every key, resolved.
     config: &'a Config,
+    /// The steps that were complete, where the run goes on from a checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    resumed: Option<u64>,
 }
 
 impl<'a> Start<'a> {
@@ -69,7 +72,13 @@ impl<'a> Start<'a> {
         let mesh = &config.parallelism;
         let degrees = [mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep];
         let mesh = AXES.into_iter().zip(degrees.map(|degree| degree as u64)).collect();
-        Self { version: env!("CARGO_PKG_VERSION"), mesh, parameters, data_hash, config }
+        Self { version: env!("CARGO_PKG_VERSION"), mesh, parameters, data_hash, config, resumed: None }
+    }
+
+    /// The same, of a run that goes on after `step` steps.
+    #[must_use]
+    pub fn resumed(self, step: Option<u64>) -> Self {
+        Self { resumed: step, ..self }
     }
 }
 
@@ -131,6 +140,15 @@ impl Metrics {
     /// When it cannot be written.
     pub fn create(path: &Path) -> Result<Self, OutputError> {
         let file = File::create(path).map_err(OutputError::of(WHAT, path))?;
+        Ok(Self { path: path.to_path_buf(), file })
+    }
+
+    /// The file at `path`, to go on after its last line; a new one if there is none.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn append(path: &Path) -> Result<Self, OutputError> {
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::of(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 

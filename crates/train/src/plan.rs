@@ -1,6 +1,8 @@
 //! The cost of a run before it runs: the report of `--steps 0`.
 
+use crate::checkpoint::save_plan;
 use crate::config::Config;
+use crate::error::RunError;
 use meshwork_core::{Axis, Mesh};
 use meshwork_engine::dry_run;
 pub use meshwork_engine::dry_run::Prediction;
@@ -49,7 +51,19 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
 /// together.
-pub fn report(config: &Config) -> Result<String, TrainError> {
+pub fn report(config: &Config) -> Result<String, RunError> {
+    let mut text = report_steps(config)?;
+    if config.checkpoint.dir.is_some() {
+        let plan = config.plan().map_err(TrainError::from)?;
+        let files = save_plan(&config.model(), &plan)?;
+        let bytes: Vec<u64> = (0..files.world()).map(|rank| files.bytes(rank)).collect();
+        let (all, most) = (bytes.iter().sum::<u64>() as f64, bytes.iter().max().copied().unwrap_or(0) as f64);
+        text += &format!("checkpoints of {}; to save one, up to {} of host memory on a rank\n", size(all), size(most));
+    }
+    Ok(text)
+}
+
+fn report_steps(config: &Config) -> Result<String, TrainError> {
     let plan = config.plan()?;
     let mesh = &plan.mesh;
     let parameters: usize =

@@ -25,6 +25,7 @@ pub struct Progress {
 enum Event {
     Step(Step),
     Validation { step: u64, loss: f64 },
+    Note(String),
 }
 
 impl Progress {
@@ -58,6 +59,11 @@ impl Progress {
     /// Shows a validation after `step`.
     pub fn validation(&self, step: u64, loss: f64) {
         self.send(Event::Validation { step, loss });
+    }
+
+    /// Shows a line of text.
+    pub fn note(&self, text: String) {
+        self.send(Event::Note(text));
     }
 
     /// Whether the reader of standard output has closed it, as `| head` does.
@@ -98,14 +104,19 @@ impl Screen {
             }
             (Event::Step(step), None) if shown(step.step, self.steps) => print(&line(step, self.steps)),
             (Event::Step(_), None) => Ok(()),
-            (Event::Validation { step, loss }, bar) => {
-                let text = format!("step {step}/{}  validation loss {loss:.4}", self.steps);
-                match bar {
-                    // `ProgressBar::println` would drop the line where the bar is hidden.
-                    Some(bar) => bar.suspend(|| print(&text)),
-                    None => print(&text),
-                }
+            (Event::Validation { step, loss }, _) => {
+                self.print(&format!("step {step}/{}  validation loss {loss:.4}", self.steps))
             }
+            (Event::Note(text), _) => self.print(text),
+        }
+    }
+
+    /// A line above the bar.
+    fn print(&self, text: &str) -> io::Result<()> {
+        match &self.bar {
+            // `ProgressBar::println` would drop the line where the bar is hidden.
+            Some(bar) => bar.suspend(|| print(text)),
+            None => print(text),
         }
     }
 }

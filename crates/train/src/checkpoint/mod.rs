@@ -7,12 +7,13 @@
 //! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and resharded.
 
 mod resume;
+pub(crate) mod run;
 mod save;
 
 pub use resume::{Resumed, misfits, resume};
 pub use save::{save, save_plan};
 
-use meshwork_checkpoint::{Damage, PlanError, SaveError, Slice, SnapshotError};
+use meshwork_checkpoint::{Damage, LockError, PlanError, SaveError, Slice, SnapshotError};
 use meshwork_core::CommError;
 use meshwork_engine::{StateKey, TrainError};
 use meshwork_tensor::Shape;
@@ -35,6 +36,20 @@ pub enum CheckpointError {
     /// A checkpoint that could not be written.
     #[error(transparent)]
     Save(#[from] SaveError),
+    /// A folder that cannot be written to, or that another run writes to.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// A run that differs from the one that was saved.
+    #[error(
+        "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, permit them, or start anew in another folder",
+        dir.display(), differences.join("\n  ")
+    )]
+    Different {
+        /// The folder.
+        dir: PathBuf,
+        /// What differs.
+        differences: Vec<String>,
+    },
     /// A folder that cannot be read.
     #[error("the checkpoint folder {} cannot be read: {problem}", dir.display())]
     Folder {

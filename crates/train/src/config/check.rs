@@ -1,11 +1,12 @@
 //! Checks across keys. Each check names the keys that it reads. It is skipped if one of them is at fault, because a
 //! message about a default that the user did not choose would mislead.
 
+use crate::checkpoint::run::{PERMITS, words};
 use meshwork_core::tree;
 use meshwork_pipeline::by_name;
 
 use super::batch::multiple;
-use super::fault::Fault;
+use super::fault::{Fault, choose_from};
 use super::partition;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind};
@@ -116,6 +117,17 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
                 fail(Fault::new(key, degree, problem, choose_degree(blocks, by)));
             }
         }
+    }
+
+    let (key, checkpoint) = ("checkpoint.permit", &config.checkpoint);
+    for word in words(&checkpoint.permit).filter(|_| settings.sound(&[key])) {
+        let known = PERMITS.map(|(word, _)| word);
+        if !known.contains(&word) {
+            fail(Fault::new(key, word, "unknown", choose_from(word, &known)));
+        }
+    }
+    if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {
+        fail(Fault::new("checkpoint.resume", true, "there is no folder to resume from", "set checkpoint.dir"));
     }
 
     let schedule = &config.lr_scheduler;

@@ -37,6 +37,13 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ),
         ("model.kind", true, by_kind, unread("model.kind", kind.name())),
         ("model.rope_scaling_factor", unscaled, &LLAMA[3..], "model.rope_scaling_factor is 1".to_owned()),
+        (
+            "checkpoint.dir",
+            config.checkpoint.dir.is_none(),
+            &["checkpoint.every", "checkpoint.keep"],
+            "checkpoint.dir is not set".to_owned(),
+        ),
+        ("checkpoint.resume", !config.checkpoint.resume, &["checkpoint.permit"], "checkpoint.resume is off".to_owned()),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
         ("optimizer.name", true, by_rule, unread("optimizer.name", rule.name())),
     ];

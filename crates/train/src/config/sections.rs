@@ -228,14 +228,16 @@ sections! {
 
     /// Checkpoints of a run.
     [checkpoint] Checkpoint {
-        /// Folder of the checkpoints.
-        dir: Option<String> = Unset, Text, awaits "checkpointing";
-        /// Steps between checkpoints; 0 = never.
-        every: u64 = int(0), Count(0), awaits "checkpointing";
+        /// Folder of the checkpoints. One is saved at the end of the run too, also when it is stopped.
+        dir: Option<String> = Unset, Text;
+        /// Steps between checkpoints; 0 = only at the end.
+        every: u64 = int(0), Count(0);
         /// Checkpoints to keep.
-        keep: u64 = int(2), Count(1), awaits "checkpointing";
-        /// Whether to continue from the newest checkpoint.
-        resume: bool = OFF, Switch, awaits "checkpointing";
+        keep: u64 = int(2), Count(1);
+        /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run starts anew.
+        resume: bool = OFF, Switch;
+        /// What may differ from the run that is resumed: words with commas, of model, optimizer, data, batch and seed.
+        permit: String = is(""), Text;
         /// Folder of the final model in Hugging Face format.
         export: Option<String> = Unset, Text, awaits "exporting the model";
     }

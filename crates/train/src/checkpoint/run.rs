@@ -1,0 +1,161 @@
+//! Checkpoints of a configured run: section `[checkpoint]`.
+
+use super::{CheckpointError, Resumed, resume, save, save_plan};
+use crate::config::Config;
+use crate::data::Data;
+use meshwork_checkpoint::{Exchange, Lock, SaveError, Saved, Writer, json_differences};
+use meshwork_engine::{Plan, Trainer};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What a resumed run may change if `checkpoint.permit` has the word, with the values that it is about.
+pub(crate) const PERMITS: [(&str, &[&str]); 5] = [
+    ("model", &["config.model"]),
+    ("optimizer", &["config.optimizer"]),
+    ("data", &["data_hash", "config.data.shuffle", "config.validation.every", "config.validation.fraction"]),
+    ("batch", &["config.training.global_batch_size"]),
+    ("seed", &["config.training.seed"]),
+];
+
+/// Saves a run, and says what became of it.
+pub(crate) struct Saver {
+    writer: Writer,
+    every: u64,
+    run: Value,
+    /// Whether the newest state that was to be saved was not.
+    failed: Option<SaveError>,
+}
+
+impl Saver {
+    /// The saver of this rank. Rank 0 takes the lock of the folder.
+    pub fn new(
+        config: &Config,
+        plan: &Plan,
+        dir: &Path,
+        rank: usize,
+        run: Value,
+        exchange: Box<dyn Exchange>,
+    ) -> Result<Self, CheckpointError> {
+        let files = Arc::new(save_plan(&config.model(), plan)?);
+        let keep = usize::try_from(config.checkpoint.keep).unwrap_or(usize::MAX);
+        let writer = match rank {
+            0 => Writer::lead(Lock::take(dir)?, keep, files, exchange),
+            _ => Writer::follow(dir, rank, files, exchange),
+        };
+        Ok(Self { writer, every: config.checkpoint.every, run, failed: None })
+    }
+
+    /// Whether there is a checkpoint after `step` steps of `steps`.
+    pub fn is_due(&self, step: u64, steps: u64) -> bool {
+        step == steps || self.every > 0 && step.is_multiple_of(self.every)
+    }
+
+    /// Starts to save a trainer whose steps are complete. What there is to say of the save before.
+    pub fn save(&mut self, trainer: &Trainer) -> Result<Vec<String>, CheckpointError> {
+        let before = save(&mut self.writer, trainer, self.run.clone())?;
+        Ok(self.told(before))
+    }
+
+    /// What there is to say of the save under way, if it is over.
+    pub fn poll(&mut self) -> Vec<String> {
+        let outcome = self.writer.poll();
+        self.told(outcome)
+    }
+
+    /// Waits for the save under way: what there is to say of it. An error if the newest state was not saved.
+    pub fn finish(mut self) -> (Vec<String>, Result<(), SaveError>) {
+        let outcome = self.writer.wait();
+        let told = self.told(outcome);
+        (told, self.failed.map_or(Ok(()), Err))
+    }
+
+    fn told(&mut self, outcome: Option<Result<Saved, SaveError>>) -> Vec<String> {
+        let mut told = Vec::new();
+        match outcome {
+            None => {}
+            Some(Ok(saved)) => {
+                self.failed = None;
+                told.push(format!("step {}  saved in {} ({:.2} s)", saved.step, saved.path.display(), saved.seconds));
+                let old = |problem| format!("warning: an old checkpoint could not be removed: {problem}");
+                told.extend(saved.not_removed.map(old));
+            }
+            Some(Err(error)) => {
+                told.push(format!("warning: {error}"));
+                self.failed = Some(error);
+            }
+        }
+        told
+    }
+}
+
+/// What a run keeps beside its state, to compare with when it is resumed.
+pub(crate) fn described(config: &Config, data: &Data) -> Value {
+    json!({"version": env!("CARGO_PKG_VERSION"), "data_hash": data.hash(), "config": config})
+}
+
+/// Resumes from the newest checkpoint in `dir`. Rank 0 compares what was saved with `run`.
+pub(crate) fn resume_run(
+    trainer: &mut Trainer,
+    config: &Config,
+    plan: &Plan,
+    dir: &Path,
+    run: &Value,
+) -> Result<Option<Resumed>, CheckpointError> {
+    let compares = trainer.rank().world_rank() == 0;
+    resume(trainer, plan, dir, |saved| match differences(saved, run, &config.checkpoint.permit) {
+        differences if compares && !differences.is_empty() => {
+            Err(CheckpointError::Different { dir: dir.to_path_buf(), differences })
+        }
+        _ => Ok(()),
+    })
+}
+
+/// In what a saved run differs from this one, but for what is permitted.
+fn differences(saved: &Value, run: &Value, permit: &str) -> Vec<String> {
+    let permitted: Vec<&str> = words(permit).collect();
+    let of = |key: &str| PERMITS.iter().find(|(_, prefixes)| prefixes.iter().any(|prefix| is_within(key, prefix)));
+    json_differences(saved, run)
+        .into_iter()
+        .filter_map(|difference| {
+            let (word, _) = of(&difference.key)?;
+            let shown = |value: Option<Value>| value.map_or_else(|| "nothing".to_owned(), |value| value.to_string());
+            let key = difference.key.strip_prefix("config.").unwrap_or(&difference.key);
+            let (first, second) = (shown(difference.first), shown(difference.second));
+            let text = format!("{key}: the checkpoint has {first}, this run {second} (checkpoint.permit = {word:?})");
+            (!permitted.contains(word)).then_some(text)
+        })
+        .collect()
+}
+
+fn is_within(key: &str, prefix: &str) -> bool {
+    key.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// The words of `checkpoint.permit`.
+pub(crate) fn words(permit: &str) -> impl Iterator<Item = &str> {
+    permit.split(',').map(str::trim).filter(|word| !word.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_are_told_with_the_word_that_permits_them() {
+        let config = |text: &str| serde_json::to_value(Config::from_toml(text).unwrap()).unwrap();
+        let run = |text, hash| json!({"version": "0", "data_hash": hash, "config": config(text)});
+        let saved = run("", "a");
+        assert!(differences(&saved, &run("[parallelism]\ndp = 2\n[training]\nsteps = 7", "a"), "").is_empty());
+        let other = run("[model]\nnorm_eps = 0.1\n[optimizer]\nlr = 1.0\n[training]\nseed = 1", "b");
+        let found = differences(&saved, &other, "seed, optimizer");
+        assert_eq!(
+            found,
+            [
+                "data_hash: the checkpoint has \"a\", this run \"b\" (checkpoint.permit = \"data\")",
+                "model.norm_eps: the checkpoint has 1e-5, this run 0.1 (checkpoint.permit = \"model\")",
+            ]
+        );
+        assert!(differences(&saved, &other, "seed,optimizer,data,model").is_empty());
+    }
+}

@@ -1,0 +1,161 @@
+//! Runs that are saved, stopped, killed and resumed.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::program::{Running, SMALL, command, events, folder, lines, metrics, numbers, run, succeed, wait_for};
+
+/// The flags of a run that is saved in `folder`, in numerics whose bits no mesh changes.
+fn saved(folder: &Path) -> String {
+    let dir = folder.join("run");
+    format!("{SMALL} --set training.numerics=canonical --set model.dropout=0.1 --set checkpoint.dir={}", dir.display())
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(folder.join("run"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+fn losses(lines: &[Value]) -> Vec<(f64, f64)> {
+    numbers(lines, "step", "step").into_iter().zip(numbers(lines, "step", "loss")).collect()
+}
+
+#[test]
+fn a_run_goes_on_from_mesh_to_mesh_and_its_metrics_too() {
+    let (folder, alone) = (folder("resume"), folder("resume_alone"));
+    let flags = saved(&folder);
+    let wanted =
+        metrics(&alone, &format!("{SMALL} --set training.numerics=canonical --set model.dropout=0.1 --steps 6"));
+    let first = succeed(&format!(
+        "{flags} --set checkpoint.every=1 --mesh dp=2,tp=2 --steps 6 --set lr_scheduler.decay_steps=6"
+    ));
+    assert!(first.contains("step 6  saved in "), "{first}");
+    assert_eq!(names(&folder), ["lock", "step-00000005", "step-00000006"], "the newest two, and the last step once");
+
+    // The same in three parts; the last one has nothing to do but a sample.
+    fs::remove_dir_all(folder.join("run")).unwrap();
+    metrics(&folder, &format!("{flags} --mesh dp=2,tp=2 --steps 2"));
+    for (mesh, steps) in [("pp=2", 5), ("dp=1", 6), ("tp=2", 6)] {
+        metrics(&folder, &format!("{flags} --mesh {mesh} --steps {steps} --set checkpoint.resume=true"));
+    }
+    let found = lines(&folder.join("metrics.jsonl"));
+    assert_eq!(losses(&found), losses(&wanted));
+    let resumed: Vec<_> = events(&found, "start").iter().map(|start| start["resumed"].as_u64()).collect();
+    assert_eq!(resumed, [None, Some(2), Some(5), Some(6)]);
+}
+
+#[test]
+fn resume_says_from_where() {
+    let folder = folder("resume_says");
+    let flags = format!("{} --set checkpoint.resume=true", saved(&folder));
+    let new = succeed(&format!("{flags} --steps 1"));
+    let dir = folder.join("run");
+    assert!(new.starts_with(&format!("no checkpoint in {}: the run starts anew\n", dir.display())), "{new}");
+    let next = succeed(&format!("{flags} --steps 2"));
+    assert!(next.starts_with("resumed after step 1\nstep 2/2  loss "), "{next}");
+    fs::write(dir.join("step-00000002/index.json"), "").unwrap();
+    let damaged = succeed(&format!("{flags} --steps 2"));
+    assert!(damaged.starts_with("warning: a damaged checkpoint is not used: "), "{damaged}");
+    assert!(
+        damaged.contains("step-00000002/index.json: it ends in its checksum\nresumed after step 1\nstep 2/2  loss "),
+        "{damaged}"
+    );
+}
+
+#[test]
+fn another_run_is_refused_with_what_differs() {
+    let folder = folder("resume_other");
+    let flags = saved(&folder);
+    succeed(&format!("{flags} --steps 1"));
+    let anew = run(&format!("{flags} --steps 1"));
+    assert_eq!(anew.code, Some(2), "{}", anew.err);
+    assert!(
+        anew.err.contains("has checkpoints of another run, up to step 1; use checkpoint.resume = true"),
+        "{}",
+        anew.err
+    );
+
+    let other =
+        "--steps 2 --set checkpoint.resume=true --set optimizer.lr=1e-2 --set training.seed=9 --set data.shuffle=false";
+    let different = run(&format!("{flags} {other}"));
+    assert_eq!(different.code, Some(1), "{}", different.err);
+    for told in [
+        "is of another run:",
+        "optimizer.lr: the checkpoint has 0.0003, this run 0.01 (checkpoint.permit = \"optimizer\")",
+        "training.seed: the checkpoint has 1234, this run 9 (checkpoint.permit = \"seed\")",
+        "data.shuffle: the checkpoint has true, this run false (checkpoint.permit = \"data\")",
+    ] {
+        assert!(different.err.contains(told), "{told}: {}", different.err);
+    }
+    succeed(&format!("{flags} {other} --set checkpoint.permit=optimizer,seed,data"));
+
+    let permitted = format!("{flags} {other} --set checkpoint.permit=model,optimizer,seed,data");
+    let wider = run(&format!("{permitted} --set model.hidden_size=32"));
+    assert!(wider.err.contains("wpe.weight: the checkpoint has F32 [16, 16], the model F32 [16, 32]"), "{}", wider.err);
+    let unknown = run(&format!("{flags} --set checkpoint.resume=true --set checkpoint.permit=modle"));
+    assert_eq!(unknown.code, Some(2));
+    assert!(unknown.err.contains("checkpoint.permit = modle: unknown; the nearest is model"), "{}", unknown.err);
+}
+
+/// SIGTERM is what schedulers send before they kill.
+#[cfg(unix)]
+#[test]
+fn a_run_that_is_told_to_end_saves_and_goes_on_later() {
+    let folder = folder("resume_term");
+    let path = folder.join("run.jsonl");
+    let flags = format!("{} --metrics {} --mesh dp=2", saved(&folder), path.display());
+    let running = Running::start(command(&format!("{flags} --steps 1000000")));
+    wait_for("some steps", || (lines(&path).len() > 5).then_some(()));
+    let second = run(&format!("{flags} --steps 3 --set checkpoint.resume=true"));
+    assert_eq!(second.code, Some(1), "{}", second.err);
+    assert!(second.err.contains(&format!("of another run, process {} on ", running.child.id())), "{}", second.err);
+    let kill = std::process::Command::new("kill").args(["-TERM", &running.child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let ended = running.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let last = *numbers(&lines(&path), "step", "step").last().unwrap() as u64;
+    assert!(ended.out.ends_with(&format!("stopped after step {last} as asked\n")), "{}", ended.out);
+    assert_eq!(names(&folder), ["lock".to_owned(), format!("step-{last:08}")]);
+    let out = succeed(&format!("{flags} --set checkpoint.resume=true --steps {}", last + 1));
+    assert!(out.starts_with(&format!("resumed after step {last}\n")), "{out}");
+}
+
+/// The folder goes away while the run is on: it trains to its end, and says with its exit code that the end was not kept.
+#[test]
+fn a_run_whose_folder_went_away_trains_on() {
+    let folder = folder("resume_gone");
+    let path = folder.join("run.jsonl");
+    let flags = format!("{} --metrics {} --set checkpoint.every=2", saved(&folder), path.display());
+    let running = Running::start(command(&format!("{flags} --steps 200")));
+    wait_for("some steps", || (lines(&path).len() > 5).then_some(()));
+    fs::rename(folder.join("run"), folder.join("away")).unwrap();
+    let ended = running.end();
+    assert_eq!(numbers(&lines(&path), "step", "step").len(), 200);
+    assert!(ended.out.contains("warning: no checkpoint of step "), "{}", ended.out);
+    assert_eq!(ended.code, Some(1), "{}", ended.out);
+    assert!(
+        ended
+            .err
+            .contains("the run ended, and its last state was not saved: no checkpoint of step 200: rank 0 failed: "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn a_dry_run_tells_what_a_checkpoint_takes() {
+    let folder = folder("resume_dry");
+    let out = succeed(&format!("{} --mesh dp=2 --steps 0", saved(&folder)));
+    // Three vectors of 4-byte numbers for each of 10,944 parameters, and half of it on each rank.
+    assert!(
+        out.contains("\ncheckpoints of 128.2 KiB; to save one, up to 6") && out.contains(" of host memory on a rank\n"),
+        "{out}"
+    );
+    assert!(!folder.join("run").exists());
+}
