@@ -3,7 +3,7 @@
 
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{RunError, load, plan, train};
+use meshwork::train::{load, plan, train};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
@@ -58,8 +58,11 @@ fn main() -> ExitCode {
 /// Prints where the time of a step went, and writes the pictures of the profile to files.
 fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     let (trace, schedule) = (Path::new(&config.metrics.trace), Path::new(&config.metrics.schedule));
-    let plan = config.plan().map_err(RunError::from);
-    match plan.and_then(|plan| profile::report(profile, &plan, trace, schedule)) {
+    let plan = match config.plan() {
+        Ok(plan) => plan,
+        Err(error) => return fail(FAILED, &error),
+    };
+    match profile::report(profile, &plan, trace, schedule) {
         Ok(text) => show(&format_args!("\n{text}")),
         Err(error) => fail(FAILED, &error),
     }

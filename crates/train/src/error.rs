@@ -27,7 +27,7 @@ pub enum RunError {
     Checkpoint(#[from] Box<CheckpointError>),
     /// The last state of the run could not be saved.
     #[error("the run ended, and its last state was not saved: {0}")]
-    Unsaved(SaveError),
+    Unsaved(Box<SaveError>),
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),

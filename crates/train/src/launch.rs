@@ -182,7 +182,7 @@ fn run(
         reporter.notes(told);
         reporter.end(&outcome, started)?;
     }
-    saved.map_err(RunError::Unsaved)?;
+    saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
     }

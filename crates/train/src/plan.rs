@@ -54,7 +54,7 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
     if config.checkpoint.dir.is_some() {
-        let plan = config.plan().map_err(TrainError::from)?;
+        let plan = config.plan()?;
         let files = save_plan(&config.model(), &plan)?;
         let bytes: Vec<u64> = (0..files.world()).map(|rank| files.bytes(rank)).collect();
         let (all, most) = (bytes.iter().sum::<u64>() as f64, bytes.iter().max().copied().unwrap_or(0) as f64);
