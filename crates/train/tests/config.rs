@@ -316,7 +316,7 @@ fn the_reference_and_the_help_name_every_key() {
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | Full learning rate. |",
         "| `kind` | by preset | gpt2, llama | Architecture. |",
-        "| `keep` | 2 | whole number of at least 1 | Checkpoints to keep. Not yet: takes only its default. |",
+        "| `export` | unset | text | Folder of the final model in Hugging Face format. Not yet: takes only its default. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");
     }

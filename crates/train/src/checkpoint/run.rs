@@ -153,7 +153,7 @@ mod tests {
             found,
             [
                 "data_hash: the checkpoint has \"a\", this run \"b\" (checkpoint.permit = \"data\")",
-                "model.norm_eps: the checkpoint has 1e-5, this run 0.1 (checkpoint.permit = \"model\")",
+                "model.norm_eps: the checkpoint has 0.00001, this run 0.1 (checkpoint.permit = \"model\")",
             ]
         );
         assert!(differences(&saved, &other, "seed,optimizer,data,model").is_empty());
