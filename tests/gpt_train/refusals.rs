@@ -84,9 +84,9 @@ fn a_model_or_batch_that_does_not_fit_the_mesh() {
                 "128 or 132",
             ),
             (
-                "--mesh tp=3 --set model.num_heads=6 --set model.hidden_size=126 --set model.ffn_hidden_size=500",
-                "model.ffn_hidden_size = 500: is not divisible by parallelism.tp = 3; ",
-                "498 or 501",
+                "--mesh tp=2 --set model.ffn_hidden_size=501 --set training.numerics=canonical",
+                "model.ffn_hidden_size = 501: is not divisible by parallelism.tp = 2 (training.numerics is canonical); ",
+                "500 or 502",
             ),
             ("--mesh pp=8", "model.num_layers = 4: fewer layers than stages", "pp of at most 4"),
             ("--mesh dp=3", "training.global_batch_size = 16: is not divisible by dp = 3; ", "15 or 18"),
