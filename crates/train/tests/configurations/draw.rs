@@ -491,6 +491,21 @@ impl Frame {
                 false => None,
             },
             "metrics.tensorboard" => rarely(rng, 8).then(|| path("events")),
+            // A folder of its own for each run: a folder with checkpoints of another one is refused, which tests/checkpoint.rs has.
+            "checkpoint.dir" => {
+                rarely(rng, 4).then(|| path(&format!("saves/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
+            }
+            "checkpoint.every" => one_of(rng, &["0", "1", "2"]),
+            "checkpoint.keep" => one_of(rng, &["1", "3"]),
+            "checkpoint.resume" => match rng.below(20) {
+                0 => some(&true),
+                1..5 => some(&false),
+                _ => None,
+            },
+            "checkpoint.permit" => match rng.below(60) {
+                0 => some(&"weights"),
+                _ => one_of(rng, &["model", "optimizer,data", "seed, batch"]).filter(|_| rng.below(4) == 0),
+            },
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),

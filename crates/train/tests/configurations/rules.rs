@@ -20,6 +20,9 @@ pub fn broken(case: &Case) -> Vec<String> {
     canonical(case, &mut rule);
     data(case, &mut rule);
     files(case, &mut rule);
+    let resumes = case.read("checkpoint.resume").unwrap_or(false);
+    rule(resumes && case.get("checkpoint.dir").is_none(), "no folder to resume from");
+    rule(case.get("checkpoint.permit") == Some("weights"), "no such difference can be permitted");
     let warmup: u64 = case.read("lr_scheduler.warmup_steps").unwrap_or(0);
     let decays = case.get("lr_scheduler.decay").is_some_and(|decay| decay != "none");
     let end: Option<u64> = case.read("lr_scheduler.decay_steps");
