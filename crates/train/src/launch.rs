@@ -1,6 +1,6 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
-use crate::checkpoint::Resumed;
+use crate::checkpoint::{Resumed, export};
 use crate::checkpoint::run::{Saver, described, resume_run};
 use crate::config::Config;
 use crate::data::Data;
@@ -183,6 +183,12 @@ fn run(
         reporter.end(&outcome, started)?;
     }
     saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
+    if let (Some(dir), Some(out), 0) = (&config.checkpoint.dir, &config.checkpoint.export, number)
+        && trainer.steps_done() == steps
+    {
+        export(config, Path::new(dir), steps, Path::new(out))?;
+        reporter.iter_mut().for_each(|reporter| reporter.notes(vec![format!("step {steps}  exported to {out}")]));
+    }
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
     }

@@ -261,7 +261,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "memory.recompute=full",
         "memory.offload=cpu",
         "memory.limit_bytes=1",
-        "checkpoint.export=/tmp",
         "moe.num_experts=8",
         "compress.kind=topk",
     ] {

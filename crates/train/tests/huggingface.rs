@@ -1,5 +1,9 @@
-//! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh.
+//! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh. `checkpoint.export`: it ends in one.
 
+mod small;
+
+use meshwork_checkpoint::{Checkpoint, Slice};
+use meshwork_models::huggingface::Pretrained;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::{Data, train};
 use std::path::{Path, PathBuf};
@@ -72,4 +76,44 @@ fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
         assert_eq!(third, on_mesh, "{name}");
         assert!(third.unwrap() < first, "{name}: it learns");
     }
+}
+
+#[test]
+fn the_last_step_is_exported_bit_by_bit() {
+    for kind in ["gpt2", "llama"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, out) = (folder.path().join("run"), folder.path().join("model"));
+        let flags = |mesh: &str, steps: u64| {
+            small::config(&format!(
+                "{mesh} --set model.kind={kind} --set training.steps={steps} --set checkpoint.dir={} --set checkpoint.export={}",
+                dir.display(),
+                out.display()
+            ))
+        };
+        let stop = AtomicBool::new(false);
+        train(&flags("dp=2,tp=2,pp=2", 2), &small::data(), None, &stop).unwrap();
+        let compare = |step: u64| {
+            let (saved, written) = (Checkpoint::open_step(&dir, step).unwrap(), Pretrained::open(&out).unwrap());
+            for spec in written.architecture().parameters().unwrap() {
+                let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
+                let bytes = saved.read(&spec.name, &Slice::whole(&dims)).unwrap();
+                let values = written.read(&spec, &spec.local(&"dp=1".parse().unwrap(), Default::default())).unwrap();
+                let written: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                assert_eq!(written, bytes, "{kind}: {}", spec.name);
+            }
+        };
+        compare(2);
+        // A run that is stopped before its last step exports nothing; one that goes on replaces the model.
+        let stopped = AtomicBool::new(true);
+        std::fs::remove_dir_all(&out).unwrap();
+        let mut config = flags("tp=2", 4);
+        config.checkpoint.resume = true;
+        assert!(train(&config, &small::data(), None, &stopped).unwrap().stopped && !out.exists());
+        train(&config, &small::data(), None, &stop).unwrap();
+        compare(4);
+        let next = small::config(&format!("pp=2 --set model.init_from={} --set training.steps=1", out.display()));
+        assert!(train(&next, &small::data(), None, &stop).is_ok());
+    }
+    let alone = parse("gpt2", "--set checkpoint.export=somewhere").unwrap_err();
+    assert!(alone.starts_with("checkpoint.export = somewhere: ") && alone.ends_with("set checkpoint.dir"), "{alone}");
 }

@@ -6,16 +6,19 @@
 //! ```
 //! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and resharded.
 
+mod export;
 mod resume;
 pub(crate) mod run;
 mod save;
 
+pub(crate) use export::export;
 pub use resume::{Resumed, misfits, resume};
 pub use save::{save, save_plan};
 
 use meshwork_checkpoint::{Damage, LockError, PlanError, SaveError, Slice, SnapshotError};
 use meshwork_core::CommError;
 use meshwork_engine::{StateKey, TrainError};
+use meshwork_models::huggingface;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use std::path::PathBuf;
@@ -82,6 +85,9 @@ pub enum CheckpointError {
         /// The damage of each, the newest first.
         damage: Vec<String>,
     },
+    /// A model that could not be written for Hugging Face.
+    #[error("checkpoint.export: {0}")]
+    Export(#[source] Box<huggingface::Error>),
     /// A file that is not as it was written.
     #[error(transparent)]
     Damage(#[from] Damage),

@@ -129,6 +129,10 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {
         fail(Fault::new("checkpoint.resume", true, "there is no folder to resume from", "set checkpoint.dir"));
     }
+    if let (Some(folder), None) = (&checkpoint.export, &checkpoint.dir) {
+        let problem = "the model is written from the checkpoint of the last step, and none is saved";
+        fail(Fault::new("checkpoint.export", folder, problem, "set checkpoint.dir"));
+    }
 
     let schedule = &config.lr_scheduler;
     let keys = ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"];

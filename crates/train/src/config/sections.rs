@@ -238,8 +238,8 @@ sections! {
         resume: bool = OFF, Switch;
         /// What may differ from the run that is resumed: words with commas, of model, optimizer, data, batch and seed.
         permit: String = is(""), Text;
-        /// Folder of the final model in Hugging Face format.
-        export: Option<String> = Unset, Text, awaits "exporting the model";
+        /// Folder for the model in Hugging Face format, written from the checkpoint of the last step.
+        export: Option<String> = Unset, Text;
     }
 
     /// What a run measures, and where it writes it.

@@ -506,6 +506,9 @@ impl Frame {
                 0 => some(&"weights"),
                 _ => one_of(rng, &["model", "optimizer,data", "seed, batch"]).filter(|_| rng.below(4) == 0),
             },
+            "checkpoint.export" => {
+                rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
+            }
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),

@@ -22,6 +22,8 @@ pub fn broken(case: &Case) -> Vec<String> {
     files(case, &mut rule);
     let resumes = case.read("checkpoint.resume").unwrap_or(false);
     rule(resumes && case.get("checkpoint.dir").is_none(), "no folder to resume from");
+    let exports = case.get("checkpoint.export").is_some();
+    rule(exports && case.get("checkpoint.dir").is_none(), "no checkpoint to export");
     rule(case.get("checkpoint.permit") == Some("weights"), "no such difference can be permitted");
     let warmup: u64 = case.read("lr_scheduler.warmup_steps").unwrap_or(0);
     let decays = case.get("lr_scheduler.decay").is_some_and(|decay| decay != "none");

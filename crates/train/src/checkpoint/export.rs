@@ -1,0 +1,19 @@
+//! The model of a checkpoint as a Hugging Face folder.
+
+use super::CheckpointError;
+use crate::config::Config;
+use meshwork_checkpoint::{Checkpoint, Slice};
+use meshwork_models::huggingface::{self, Dtype};
+use std::path::Path;
+
+/// Writes the weights of the checkpoint after `step` in `dir` into the folder `out`, in f32: one parameter in memory at a time, whatever
+/// mesh has trained it.
+pub(crate) fn export(config: &Config, dir: &Path, step: u64, out: &Path) -> Result<(), CheckpointError> {
+    let checkpoint = Checkpoint::open_step(dir, step)?;
+    huggingface::export(out, &config.architecture(), Dtype::F32, |spec| {
+        let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
+        let bytes = checkpoint.read(&spec.name, &Slice::whole(&dims))?;
+        Ok(bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
+    })
+    .map_err(|source| CheckpointError::Export(Box::new(source)))
+}
