@@ -1,7 +1,7 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
-use crate::checkpoint::{Resumed, export};
 use crate::checkpoint::run::{Saver, described, resume_run};
+use crate::checkpoint::{Resumed, export};
 use crate::config::Config;
 use crate::data::Data;
 use crate::error::RunError;
