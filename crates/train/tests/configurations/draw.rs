@@ -101,6 +101,10 @@ pub fn folder() -> &'static PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("configurations");
+        // Of an earlier call of the test: checkpoints of another run are refused.
+        for kept in ["saves", "exported"] {
+            _ = fs::remove_dir_all(folder.join(kept));
+        }
         fs::create_dir_all(folder.join("texts")).expect("a folder for files");
         let mut rng = Rng::new(3);
         let mut tokens =
