@@ -32,7 +32,7 @@ pub struct PlannedPiece {
     pub bytes: Range<u64>,
 }
 
-/// Which rank writes which slice of which tensor, and where to.
+/// The slices of each tensor that each rank writes, and their places in the rank's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavePlan {
     tensors: Vec<Tensor>,

@@ -1,7 +1,7 @@
 //! Reads a checkpoint, slice by slice.
 //!
-//! A read takes from the files the bytes of the slice and no others. Pieces that lie in the slice whole are checked against their checksum
-//! on the way. The others cannot be, so whoever reads them checks them before, in pieces: [`Checkpoint::units_not_read_whole`].
+//! A read takes only the bytes of the slice from the files. It verifies the checksum of each piece that the slice covers whole. A piece
+//! that is covered in part must be verified before the read: [`Checkpoint::units_not_read_whole`] lists these.
 
 use crate::index::{self, FORMAT};
 use crate::slice::for_each_run;
