@@ -1,4 +1,4 @@
-//! Sharing work: every item once, whoever does it; panics come out; waiting threads lend their core.
+//! Shared work: each item is done exactly once, a panic reaches the owner of the job, and a waiting thread lends its core.
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -1,7 +1,7 @@
 //! Training on a device whose memory the host cannot read gives the CPU's bits: reports, weights, gradients and optimizer states, on any
 //! mesh, with schedules whose steps overlap or whose weights change while they run, in bf16 and in canonical numerics.
 
-use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, UNTIED};
+use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, PADDED, UNTIED};
 use crate::world::{Piece, assert_same_pieces, assert_same_report, on_mesh, pieces, train};
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
@@ -43,6 +43,7 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
         (mesh, "dtype = 'bf16'\n"),
         (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n"),
         (Case { model: &LLAMA, dp: 1, tp: 4, ..mesh }, ""),
+        (Case { model: &PADDED, dp: 1, tp: 4, ..mesh }, ""),
         // An update that may be rolled back, and versions of the weights.
         (Case { pp: 2, micros: 4, schedule: "zb_h2", ..Case::alone(&DROPOUT) }, ""),
         (Case { pp: 2, micros: 4, schedule: "pipedream", ..Case::alone(&UNTIED) }, "max_norm = 0.0\n"),
