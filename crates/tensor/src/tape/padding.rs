@@ -18,11 +18,6 @@ impl Padding {
         Self(extents.into_iter().collect())
     }
 
-    /// Whether nothing is padded.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// The true extent of the dim that `axis` cuts, if its shards are padded.
     pub fn extent(&self, axis: Axis) -> Option<usize> {
         self.iter().find(|&(padded, _)| padded == axis).map(|(_, extent)| extent)
