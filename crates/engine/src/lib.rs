@@ -3,6 +3,7 @@
 #![warn(missing_docs)]
 
 mod chunk;
+mod decoder;
 pub mod dry_run;
 mod error;
 mod gradients;
@@ -19,6 +20,7 @@ pub mod verify;
 mod watch;
 mod weights;
 
+pub use decoder::Decoder;
 pub use error::TrainError;
 pub use layout::TIED;
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};

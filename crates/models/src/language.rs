@@ -131,6 +131,11 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
         };
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.region))?;
         let Some((norm, head)) = &self.head else { return Ok(x) };
+        // Decoding needs the logits of the last token alone.
+        let x = match (tape.decodes(), x.shape()[1]) {
+            (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
+            _ => x,
+        };
         head.logits(tape, &norm.forward(tape, &x, self.region)?, self.region)
     }
 

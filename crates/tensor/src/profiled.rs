@@ -509,6 +509,10 @@ impl Attention for Profiled {
         self.span(Class::Attention, "grouped", &[q, kv], |device| device.attention()?.grouped(shape, q, kv, dropout))
     }
 
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        self.span(Class::Attention, "decode", &[q, kv], |device| device.attention()?.decode(shape, q, kv, cache))
+    }
+
     fn grouped_grad(
         &self,
         shape: GroupedShape,

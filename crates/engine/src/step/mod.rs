@@ -413,7 +413,7 @@ impl Trainer {
 }
 
 /// Refuses a rank or a device that is not what the plan is for.
-fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), PlanError> {
+pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), PlanError> {
     let same = |axis| plan.mesh.degree(axis) == rank.mesh().degree(axis);
     if !Axis::ALL.into_iter().all(same) {
         return Err(PlanError::Mesh { plan: plan.mesh.to_string(), rank: rank.mesh().to_string() });

@@ -2,7 +2,7 @@ use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::kernel::{Attention, AttentionDropout, AttentionShape, GroupedShape, Rotary};
+use crate::kernel::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape, Rotary};
 use attention::{Angles, Groups, SavedGrouped};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};
@@ -112,6 +112,22 @@ impl Attention for Cpu {
                 attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, dropout);
             })?;
             Ok((out, lse))
+        })
+    }
+
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        let DecodeShape { new, past, capacity } = shape;
+        let (of, groups, cached) = (dims(new.queries), groups(new), attention::Cached { past, capacity });
+        for_float!(self, "attention", q, T => {
+            let angles = new.rotary.map(|rotary| self.angles.of::<T>(rotary, past + of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            attention::append(of, groups, cached, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
+            if past == 0 && of.seq > 1 {
+                return Ok(self.grouped(new, q, kv, None)?.0);
+            }
+            self.meter().add_flops(Work::Attention, shape.flops());
+            let (q, cache) = (q.as_slice::<T>()?, cache.as_slice::<T>()?);
+            self.output::<T>(q.len(), |out| attention::attend(of, groups, cached, angles, q, cache, out))
         })
     }
 

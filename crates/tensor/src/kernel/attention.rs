@@ -53,6 +53,39 @@ pub struct GroupedShape {
     pub rotary: Option<Rotary>,
 }
 
+impl GroupedShape {
+    /// Every head with keys and values of its own.
+    pub fn alone(queries: AttentionShape) -> Self {
+        Self { queries, group: 1, kv_heads: queries.heads, first_kv_head: 0, rotary: None }
+    }
+}
+
+/// Attention of new tokens to those in a cache, and to each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DecodeShape {
+    /// Extents of the new tokens' queries, keys and values.
+    pub new: GroupedShape,
+    /// Tokens of each sequence in the cache.
+    pub past: usize,
+    /// Tokens of each sequence for which the cache has room.
+    pub capacity: usize,
+}
+
+impl DecodeShape {
+    /// Elements of the cache, `[batch, capacity, 2, kv_heads, head_dim]`.
+    pub fn cache_elements(&self) -> usize {
+        let GroupedShape { queries, kv_heads, .. } = self.new;
+        queries.batch * self.capacity * 2 * kv_heads * queries.head_dim
+    }
+
+    /// Two products of each new token with those before it and itself.
+    pub fn flops(&self) -> u64 {
+        let of = self.new.queries;
+        let earlier = (of.batch * of.heads * of.seq * self.past) as u64;
+        4 * of.head_dim as u64 * (earlier + of.pairs())
+    }
+}
+
 /// Dropout of attention probabilities, by global position: (sample, head, query, key).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {
@@ -97,6 +130,10 @@ pub trait Attention: Debug {
         kv: &Buffer,
         dropout: Option<&AttentionDropout>,
     ) -> Result<(Buffer, Buffer)>;
+
+    /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their queries.
+    /// The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>;
 
     /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for
     /// heads of keys and values that no head here reads.

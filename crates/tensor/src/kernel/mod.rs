@@ -16,7 +16,7 @@ mod reduction;
 mod rotary;
 mod windows;
 
-pub use attention::{Attention, AttentionDropout, AttentionShape, GroupedShape};
+pub use attention::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::kernel::{Attention, AttentionDropout, AttentionShape, GroupedShape};
+use crate::kernel::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape};
 use meshwork_core::Buffer;
 
 impl Attention for Meta {
@@ -40,6 +40,11 @@ impl Attention for Meta {
         self.meter().add_flops(Work::Attention, of.forward_flops());
         let lse = self.alloc(q.dtype(), of.batch * of.heads * of.seq)?;
         Ok((self.alloc(q.dtype(), q.count())?, lse))
+    }
+
+    fn decode(&self, shape: DecodeShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
+        self.meter().add_flops(Work::Attention, shape.flops());
+        self.alloc(q.dtype(), q.count())
     }
 
     fn grouped_grad(

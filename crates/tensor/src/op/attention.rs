@@ -1,7 +1,7 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
 use crate::error::Result;
-use crate::kernel::{AttentionDropout, AttentionShape};
+use crate::kernel::{AttentionDropout, AttentionShape, GroupedShape};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;
@@ -65,6 +65,13 @@ impl Op for CausalAttention {
             inputs,
         )?;
         let s = self.shape;
+        if let Some(cache) = cx.tape().cache() {
+            let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
+            let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
+            let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
+            let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv)?;
+            return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
+        }
         let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.dropout.as_ref())?;
         let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
         cx.save_input(0)?;

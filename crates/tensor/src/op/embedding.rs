@@ -115,10 +115,11 @@ struct Positions {
 }
 
 impl Var {
-    /// `x[b, s, h] + table[first + s, h]`, where `first` is the global position of this rank's first token: 0, or the start of
-    /// its slice where dim 1 is sharded. The table is whole on every rank.
+    /// `x[b, s, h] + table[first + s, h]`, where `first` is the global position of this rank's first token: 0, the start of its
+    /// slice where dim 1 is sharded, or the tokens before on a tape that [decodes](crate::Tape::decoding). The table is whole on
+    /// every rank.
     pub fn positions(&self, table: &Var) -> Result<Var> {
-        let first = self.global_position().0[1] as usize;
+        let first = self.global_position().0[1] as usize + self.tape().past();
         let op = Positions { first, table_shape: table.shape(), x_shape: self.shape() };
         self.tape().apply(op, &[self, table])
     }

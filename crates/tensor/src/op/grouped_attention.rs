@@ -170,6 +170,10 @@ impl Op for GroupedAttention {
             || "features turn in pairs: head_dim is even".to_owned(),
             inputs,
         )?;
+        if let Some(cache) = cx.tape().cache() {
+            let out = cache.attend(q.device(), s, q.buffer(), kv.buffer())?;
+            return Tensor::from_buffer(q.device(), out, q_shape);
+        }
         let (out, lse) = q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), self.dropout.as_ref())?;
         let out = Tensor::from_buffer(q.device(), out, q_shape)?;
         cx.save_input(0)?;

@@ -10,6 +10,7 @@
 //! - *observer* ([`Observer`]): sees every output and every gradient of an input, and may replace it.
 
 mod backward;
+mod decoding;
 mod hooks;
 mod notes;
 mod op;
@@ -19,6 +20,7 @@ mod seed;
 mod uses;
 mod var;
 
+pub use decoding::KeyValueCache;
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
@@ -76,6 +78,8 @@ struct Inner {
     position: Position,
     policy: Rc<dyn SavedPolicy>,
     observer: OnceCell<Rc<dyn Observer>>,
+    /// Earlier tokens, on a tape that decodes.
+    cache: OnceCell<KeyValueCache>,
     /// Number of operations applied so far.
     applied: Cell<usize>,
     nodes: RefCell<Vec<Node>>,
@@ -143,6 +147,7 @@ impl Tape {
             position,
             policy,
             observer: OnceCell::new(),
+            cache: OnceCell::new(),
             applied: Cell::new(0),
             nodes: RefCell::default(),
             reads: RefCell::default(),

@@ -263,6 +263,11 @@ impl Attention for Opaque {
         hidden(self.inner.attention()?.grouped(shape, &host(q), &host(kv), dropout))
     }
 
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        let attention = self.inner.attention()?;
+        hidden(with_host(cache, |cache| attention.decode(shape, &host(q), &host(kv), cache)))
+    }
+
     fn grouped_grad(
         &self,
         shape: GroupedShape,

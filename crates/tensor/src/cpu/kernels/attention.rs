@@ -47,6 +47,7 @@
 
 mod ahead;
 mod backward;
+mod decode;
 mod forward;
 mod heads;
 mod layout;
@@ -58,6 +59,7 @@ mod tiles;
 
 use super::dropout::Mask;
 use super::matmul::Precision;
+pub use decode::{Cached, append, attend};
 use heads::heads_mut;
 use layout::{Call, Layout};
 use meshwork_core::pool;

@@ -17,6 +17,11 @@ impl<T: Float> Angles<'_, T> {
         assert!(self.0.len() >= seq * head_dim, "angles of {} elements for {seq} rows of {head_dim}", self.0.len());
     }
 
+    /// The angles from a position on.
+    pub(super) fn from(self, position: usize, head_dim: usize) -> Self {
+        Self(&self.0[position * head_dim..])
+    }
+
     /// Rotates the rows of one head, `row` apart, by their positions; `to` gets them one after the other.
     pub(super) fn turn(self, (from, row): (&[T], usize), head_dim: usize, to: &mut [T]) {
         let half = head_dim / 2;

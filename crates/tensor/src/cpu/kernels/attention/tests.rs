@@ -5,6 +5,7 @@ use super::*;
 use crate::random::key;
 use proptest::prelude::*;
 
+mod decode;
 mod grouped;
 
 const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];

@@ -9,19 +9,24 @@ use proptest::prelude::*;
 
 /// Shapes, groups, and whether positions rotate the rows.
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    dims: Dims,
-    groups: Groups,
+pub(super) struct Case {
+    pub(super) dims: Dims,
+    pub(super) groups: Groups,
     turned: bool,
 }
 
 impl Case {
-    fn new([batch, seq, used, size]: [usize; 4], head_dim: usize, [before, after]: [usize; 2], turned: bool) -> Self {
+    pub(super) fn new(
+        [batch, seq, used, size]: [usize; 4],
+        head_dim: usize,
+        [before, after]: [usize; 2],
+        turned: bool,
+    ) -> Self {
         let dims = Dims { batch, seq, heads: used * size, head_dim };
         Case { dims, groups: Groups { size, kv_heads: before + used + after, first: before }, turned }
     }
 
-    fn kv_elements(&self) -> usize {
+    pub(super) fn kv_elements(&self) -> usize {
         self.dims.batch * self.dims.seq * 2 * self.groups.kv_heads * self.dims.head_dim
     }
 
@@ -30,7 +35,7 @@ impl Case {
         i as f64 * 50_f64.powf(-2.0 * pair as f64 / self.dims.head_dim as f64)
     }
 
-    fn angles<T: Float>(&self) -> Vec<T> {
+    pub(super) fn angles<T: Float>(&self) -> Vec<T> {
         let half = self.dims.head_dim / 2;
         let row = |i: usize| {
             let angle = move |pair| self.angle(i, pair);

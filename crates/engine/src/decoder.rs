@@ -1,0 +1,178 @@
+//! A trained model that continues sequences, on any mesh: each token goes through the model once, and the keys and
+//! values of the earlier ones are cached.
+
+use crate::chunk::{Message, outgoing};
+use crate::step::require_fit;
+use crate::transport::PipeTransport;
+use crate::{LocalModel, ModelPlan, Plan, TrainError};
+use meshwork_core::{Axis, Rank};
+use meshwork_nn::{Batch, Model, Stage};
+use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::tape::KeyValueCache;
+use meshwork_tensor::{Device, Error, ParamSpec, Params, Tape, Var};
+use std::sync::Arc;
+
+/// One rank of a model that continues sequences. It holds weights and cached keys and values; nothing that only training needs.
+#[derive(Debug)]
+pub struct Decoder {
+    rank: Arc<Rank>,
+    device: Arc<dyn Device>,
+    plan: ModelPlan,
+    schedule: Schedule,
+    scatter: bool,
+    params: Arc<Params>,
+    /// The stages of this rank, with the number of each and its cache.
+    stages: Vec<(usize, Box<dyn Stage>, KeyValueCache)>,
+    capacity: usize,
+    past: usize,
+}
+
+impl Decoder {
+    /// This rank's part of a model, with the weights that `read` gives: the elements of the slice that lies here, as they are stored,
+    /// padding zero. Sequences may have `capacity` tokens. Of `plan`, the mesh, the placement of the stages and the numerics count.
+    ///
+    /// Collective: every rank of the mesh creates one with the same model and plan.
+    ///
+    /// # Errors
+    /// A rank of a different mesh than the plan's; a plan that does not fit the model or the device; weights that cannot be read, or of
+    /// another number.
+    pub fn new<E: std::fmt::Display>(
+        model: Arc<dyn Model>,
+        plan: &Plan,
+        rank: Arc<Rank>,
+        device: Arc<dyn Device>,
+        capacity: usize,
+        mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, TrainError> {
+        require_fit(plan, &rank, &*device)?;
+        let (schedule, model_plan) = (plan.build_schedule()?, ModelPlan::new(model, plan)?);
+        let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
+        let declarations = Arc::new(declarations);
+        let layout = [declarations.ids().collect::<Vec<_>>()];
+        let (mesh, coords) = (rank.mesh(), rank.coords());
+        let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;
+        for id in declarations.ids() {
+            let spec = declarations.spec(id);
+            let values = read(spec, &spec.local(mesh, coords))
+                .map_err(|error| TrainError::Parameter { name: spec.name.clone(), problem: error.to_string() })?;
+            params.write(id, &values)?;
+        }
+        let cached = |(number, stage)| (number, stage, KeyValueCache::new(capacity));
+        Ok(Self {
+            rank,
+            device,
+            plan: model_plan,
+            schedule,
+            scatter: plan.scatter_gather,
+            params: Arc::new(params),
+            stages: stages.into_iter().map(cached).collect(),
+            capacity,
+            past: 0,
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> &Arc<Rank> {
+        &self.rank
+    }
+
+    /// Tokens of each sequence so far.
+    pub fn past(&self) -> usize {
+        self.past
+    }
+
+    /// Tokens that a sequence may have.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Bytes of cached keys and values on this rank.
+    pub fn cache_bytes(&self) -> usize {
+        self.stages.iter().map(|(.., cache)| cache.bytes()).sum()
+    }
+
+    /// Begins new sequences.
+    pub fn clear(&mut self) {
+        self.past = 0;
+        self.stages.iter().for_each(|(.., cache)| cache.clear());
+    }
+
+    /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of the model's output
+    /// for the last of them, `[samples, columns]`: the logits of the next token. `batch` has the samples of this dp rank.
+    ///
+    /// Collective: every rank calls it with as many tokens. The ranks of one dp rank give the same tokens and get the same result.
+    ///
+    /// # Errors
+    /// More tokens than a sequence may have; more columns than the output has; a model with no attention that caches.
+    pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
+        let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() }.into());
+        if self.past + tokens > self.capacity {
+            return refuse(format!("{} and {tokens} tokens, of at most {}", self.past, self.capacity));
+        }
+        let me = self.rank.coords().get(Axis::Pp);
+        let activations = self.plan.activations(batch)?;
+        let mut transport =
+            PipeTransport::new(&self.rank, self.device.clone(), activations.clone().into(), self.scatter, 1);
+        let holder = |stage: usize| self.schedule.rank_of(stage, 0);
+        let (mut here, mut values) = (None, vec![0f32; batch.samples() * columns]);
+        for (number, stage, cache) in &self.stages {
+            let tag = |stage| Tag { direction: Direction::Activation, stage, micro: 0 };
+            let input: Option<Message> = match number.checked_sub(1) {
+                None => None,
+                Some(before) if holder(before) == me => here.take(),
+                Some(before) => Some(transport.recv(holder(before), tag(before))?),
+            };
+            let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
+            let input = input.map(|message| tape.input(message.tensor, message.types));
+            let output = stage.forward(&tape, batch, input.as_ref())?;
+            cache.advance(tokens);
+            if cache.attentions() == 0 && !self.plan.stages()[*number].layers.is_empty() {
+                return refuse(format!(
+                    "stage {number} has layers and no attention that caches: each token would see itself alone"
+                ));
+            }
+            match activations.get(*number) {
+                Some(activation) => {
+                    let message = outgoing(*number, &output, activation)?;
+                    match holder(number + 1) {
+                        next if next == me => here = Some(message),
+                        next => transport.send(next, tag(*number), message)?,
+                    }
+                }
+                None => self.read_logits(&**stage, &output, columns, &mut values)?,
+            }
+        }
+        transport.finish()?;
+        let last = self.schedule.stages() - 1;
+        self.rank.group(Axis::Pp).broadcast_slice(&mut values, holder(last))?;
+        self.rank.log().drain();
+        self.past += tokens;
+        Ok(values)
+    }
+
+    /// The first `columns` of the last row of each sample.
+    fn read_logits(
+        &self,
+        stage: &dyn Stage,
+        output: &Var,
+        columns: usize,
+        values: &mut [f32],
+    ) -> Result<(), TrainError> {
+        let prediction = stage.predict(output)?;
+        prediction.require_unpadded("decode", "the prediction")?;
+        let (samples, shape) = (values.len() / columns.max(1), prediction.shape());
+        let (width, all) = (shape.last().copied().unwrap_or(1), shape.count());
+        if columns > width || samples == 0 || !all.is_multiple_of(samples * width.max(1)) {
+            let problem = format!("{columns} numbers of the last row of each of {samples} samples");
+            return Err(Error::Shape { op: "decode", problem, shapes: vec![shape.to_vec()] }.into());
+        }
+        let each = all / samples;
+        for (sample, values) in values.chunks_exact_mut(columns).enumerate() {
+            let first = (sample + 1) * each - width;
+            let part = prediction.tensor().buffer().slice(first..first + columns).map_err(Error::from)?;
+            values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
+        }
+        Ok(())
+    }
+}

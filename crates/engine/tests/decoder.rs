@@ -1,0 +1,187 @@
+//! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
+
+use meshwork_core::comm::thread;
+use meshwork_core::{Axis, Rank};
+use meshwork_engine::{Decoder, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_nn::Model;
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::op::{Rotary, RotaryScaling};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Device, ParamSpec};
+use meshwork_testkit::opaque::{self, Opaque};
+use meshwork_testkit::parity::assert_close;
+use std::sync::Arc;
+
+const SEQ: usize = 24;
+const VOCAB: usize = 61;
+
+fn gpt2() -> Arc<dyn Model> {
+    let config =
+        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
+    Arc::new(Gpt2::new(config))
+}
+
+/// Fewer heads of keys and values than there are ranks in `tp=4`, and scaled rotations.
+fn llama() -> Arc<dyn Model> {
+    let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
+    let config =
+        LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 };
+    Arc::new(Llama::new(config))
+}
+
+fn tokens(sample: usize) -> impl Iterator<Item = i32> {
+    (0..SEQ).map(move |at| ((at * 7 + sample * 13 + at * at) % VOCAB) as i32)
+}
+
+fn plan(mesh: &str, numerics: Numerics) -> Plan {
+    Plan { mesh: mesh.parse().unwrap(), numerics, global_batch_size: 2, ..Plan::default() }
+}
+
+/// The logits after each of the passes over one or two sequences, as one rank of the mesh has them.
+fn decoded(model: &Arc<dyn Model>, plan: &Plan, passes: &[usize]) -> Vec<Vec<f32>> {
+    decoded_on(model, plan, passes, Cpu::device, |rank| rank)
+}
+
+/// The same on a device, and on ranks made of those of the world.
+fn decoded_on(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    passes: &[usize],
+    device: fn() -> Arc<dyn Device>,
+    wrap: fn(Arc<Rank>) -> Arc<Rank>,
+) -> Vec<Vec<f32>> {
+    let whole = initial(model);
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let rank = wrap(rank);
+        let samples: Vec<usize> = match plan.mesh.degree(Axis::Dp) {
+            1 => vec![0, 1],
+            _ => vec![rank.coords().get(Axis::Dp)],
+        };
+        let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
+        let mut decoder = Decoder::new(model.clone(), plan, rank, device(), SEQ, read)?;
+        let mut at = 0;
+        let mut logits = Vec::new();
+        for &count in passes {
+            let now = samples.iter().flat_map(|&sample| tokens(sample).skip(at).take(count)).collect();
+            let batch = language::batch(now, vec![-1; count * samples.len()], count)?;
+            logits.push(decoder.next(&batch, count, VOCAB)?);
+            at += count;
+        }
+        assert_eq!(decoder.past(), at);
+        Ok::<_, TrainError>((samples, logits))
+    });
+    let mut ranks = ranks.unwrap_or_else(|error| panic!("{error}"));
+    // Ranks of one dp rank agree; the samples of two are put together.
+    let (_, first) = ranks[0].clone();
+    match ranks.iter().position(|(samples, _)| samples[..] == [1]) {
+        None => {
+            assert!(ranks.iter().all(|(_, logits)| *logits == first));
+            first
+        }
+        Some(second) => {
+            let (_, second) = ranks.swap_remove(second);
+            first.into_iter().zip(second).map(|(a, b)| [a, b].concat()).collect()
+        }
+    }
+}
+
+/// The initial weights of a model, which one rank has drawn.
+struct Initial(WholeState);
+
+impl Initial {
+    fn slice(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+        let key = StateKey { parameter: spec.name.clone(), state: None };
+        self.0.read(&key, spec.dims, slice)
+    }
+}
+
+fn initial(model: &Arc<dyn Model>) -> Initial {
+    let plan = plan("dp=1", Numerics::Fast);
+    let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.state());
+    Initial(WholeState::merge(&states.unwrap_or_else(|error| panic!("{error}"))).unwrap())
+}
+
+/// The logits after `at` tokens, from one pass over all of them.
+fn whole_pass(model: &Arc<dyn Model>, at: usize) -> Vec<f32> {
+    let plan = plan("dp=1", Numerics::Fast);
+    let logits = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+        let mut logits = Vec::new();
+        for sample in 0..2 {
+            let batch = language::batch(tokens(sample).take(at).collect(), vec![-1; at], at)?;
+            logits.extend(trainer.predict(&batch, at - 1, VOCAB)?);
+        }
+        Ok::<_, TrainError>(logits)
+    });
+    logits.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+}
+
+const PASSES: [usize; 6] = [9, 1, 1, 4, 1, 8];
+
+#[test]
+fn cached_tokens_have_the_logits_of_whole_passes() {
+    for model in [gpt2(), llama()] {
+        let cached = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
+        let mut at = 0;
+        for (count, logits) in PASSES.into_iter().zip(cached) {
+            at += count;
+            assert_close("logits", &logits, &whole_pass(&model, at), 0.0);
+        }
+    }
+}
+
+#[test]
+fn canonical_decoding_has_one_ranks_bits_on_every_mesh() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    for model in [gpt2(), llama()] {
+        let one = decoded(&model, &plan("dp=1", canonical), &PASSES);
+        for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2"] {
+            assert_eq!(decoded(&model, &plan(mesh, canonical), &PASSES), one, "{mesh}");
+        }
+    }
+}
+
+#[test]
+fn fast_decoding_on_a_mesh_is_close_to_one_rank() {
+    for model in [gpt2(), llama()] {
+        let one = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
+        for mesh in ["tp=4", "tp=2,pp=2"] {
+            let there = decoded(&model, &plan(mesh, Numerics::Fast), &PASSES);
+            one.iter().zip(there).for_each(|(one, there)| assert_close(mesh, &there, one, 0.0));
+        }
+    }
+}
+
+#[test]
+fn decoding_reads_no_memory_of_the_device() {
+    let device = || Opaque::device(Cpu::device());
+    let wrap = |rank: Arc<Rank>| {
+        let world = opaque::communicator(rank.world().communicator().clone());
+        Arc::new(Rank::new(rank.mesh(), world).unwrap())
+    };
+    for model in [gpt2(), llama()] {
+        let plan = plan("tp=2,pp=2", Numerics::Fast);
+        assert_eq!(decoded_on(&model, &plan, &PASSES, device, wrap), decoded(&model, &plan, &PASSES));
+    }
+}
+
+#[test]
+fn more_tokens_than_a_sequence_may_have_are_refused() {
+    let model = gpt2();
+    let (plan, whole) = (plan("dp=1", Numerics::Fast), initial(&model));
+    let error = thread::run_mesh(&plan.mesh, |rank| {
+        let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
+        let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), 8, read)?;
+        let pass = |count: usize| language::batch(vec![1; count], vec![-1; count], count);
+        decoder.next(&pass(6)?, 6, VOCAB)?;
+        let refused = decoder.next(&pass(3)?, 3, VOCAB).unwrap_err().to_string();
+        assert_eq!(decoder.past(), 6);
+        decoder.clear();
+        assert_eq!(decoder.next(&pass(8)?, 8, VOCAB)?.len(), VOCAB);
+        Ok::<_, TrainError>(refused)
+    });
+    assert_eq!(error.unwrap_or_else(|error| panic!("{error}")), ["decode: 6 and 3 tokens, of at most 8"]);
+}

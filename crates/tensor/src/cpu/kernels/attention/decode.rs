@@ -1,0 +1,132 @@
+//! Attention of the tokens that follow cached ones, a row at a time: the weights of the layers around it cost far more
+//! memory traffic than its few rows.
+//!
+//! The cache is `[batch, capacity, 2, kv_heads, head_dim]`, the keys in it rotated. A score is one dot product, in the
+//! order of `reduce`; `O` is summed over the keys from key 0 on, and divided by the total at the end. So the bits of a
+//! row depend on its own query and the keys before it alone.
+
+use super::super::Float;
+use super::super::reduce::sums;
+use super::heads::heads_mut;
+use super::{Angles, Dims, Groups};
+use meshwork_core::pool;
+use meshwork_core::simd::wide;
+
+/// The tokens in the cache of each sample, and those that fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cached {
+    /// Tokens before the new ones.
+    pub past: usize,
+    /// Tokens for which there is room.
+    pub capacity: usize,
+}
+
+/// Appends the keys, rotated, and values of `dims.seq` new tokens of each sample, `kv[batch, seq, 2, kv_heads, head_dim]`.
+pub fn append<T: Float>(
+    dims: Dims,
+    groups: Groups,
+    cached: Cached,
+    angles: Option<Angles<'_, T>>,
+    kv: &[T],
+    cache: &mut [T],
+) {
+    groups.check(dims, &[kv.len()]);
+    check(dims, groups, cached, angles, cache);
+    let (row, part) = (2 * groups.kv_heads * dims.head_dim, groups.kv_heads * dims.head_dim);
+    let mut turned = vec![T::ZERO; if angles.is_some() { dims.seq * dims.head_dim } else { 0 }];
+    for sample in 0..dims.batch {
+        let from = &kv[sample * dims.seq * row..][..dims.seq * row];
+        let to = &mut cache[(sample * cached.capacity + cached.past) * row..][..dims.seq * row];
+        to.copy_from_slice(from);
+        let Some(angles) = angles else { continue };
+        for head in (0..part).step_by(dims.head_dim) {
+            angles.from(cached.past, dims.head_dim).turn((&from[head..], row), dims.head_dim, &mut turned);
+            for (i, key) in turned.chunks_exact(dims.head_dim).enumerate() {
+                to[i * row + head..][..dims.head_dim].copy_from_slice(key);
+            }
+        }
+    }
+}
+
+/// `out[batch, seq, heads, head_dim]` of `dims.seq` new tokens, whose keys and values are in the cache: each sees the
+/// tokens before it and itself.
+pub fn attend<T: Float>(
+    dims: Dims,
+    groups: Groups,
+    cached: Cached,
+    angles: Option<Angles<'_, T>>,
+    q: &[T],
+    cache: &[T],
+    out: &mut [T],
+) {
+    dims.check(&[q.len(), out.len()], dims.batch * dims.heads * dims.seq);
+    check(dims, groups, cached, angles, cache);
+    let Dims { batch, seq, heads, head_dim } = dims;
+    let (row, width) = (2 * groups.kv_heads * head_dim, heads * head_dim);
+    let used = groups.used(dims);
+    let outputs = heads_mut::<1, T>(out, [batch, seq, used, groups.size * head_dim]);
+    pool::share(groups.each(dims).zip(outputs), |(group, [mut out])| {
+        let kv = &cache[group.sample * cached.capacity * row + (groups.first + group.index) * head_dim..];
+        let values = &kv[groups.kv_heads * head_dim..];
+        let first = group.sample * seq * width + group.first_head(groups) * head_dim;
+        let (mut scores, mut turned) = (vec![T::ZERO; cached.past + seq], vec![T::ZERO; head_dim]);
+        for i in 0..seq {
+            let scores = &mut scores[..cached.past + i + 1];
+            let queries = &q[first + i * width..][..groups.size * head_dim];
+            for (q, out) in queries.chunks_exact(head_dim).zip(out.row(i).chunks_exact_mut(head_dim)) {
+                let q = match angles {
+                    None => q,
+                    Some(angles) => {
+                        angles.from(cached.past + i, head_dim).turn((q, head_dim), head_dim, &mut turned);
+                        &*turned
+                    }
+                };
+                attend_row(dims.scale(), q, [kv, values], row, scores, out);
+            }
+        }
+    });
+}
+
+/// `softmax(scale · q Kᵀ) V` of one query and as many keys as there are scores, `row` elements apart.
+fn attend_row<T: Float>(scale: T, q: &[T], [keys, values]: [&[T]; 2], row: usize, scores: &mut [T], out: &mut [T]) {
+    wide(
+        #[inline(always)]
+        || {
+            let mut max = T::NEG_INFINITY;
+            for (key, score) in keys.chunks(row).zip(&mut *scores) {
+                let [product] = sums(
+                    q,
+                    &key[..q.len()],
+                    q,
+                    #[inline(always)]
+                    |q, k, _| [q * k],
+                );
+                *score = product * scale;
+                max = score.larger(max);
+            }
+            let mut total = T::ZERO;
+            for score in &mut *scores {
+                *score = (*score - max).exp();
+            }
+            for score in &*scores {
+                total += *score;
+            }
+            out.fill(T::ZERO);
+            for (value, &share) in values.chunks(row).zip(&*scores) {
+                out.iter_mut().zip(value).for_each(|(out, &value)| *out = share.mul_add(value, *out));
+            }
+            let inverse = T::ONE / total;
+            out.iter_mut().for_each(|out| *out *= inverse);
+        },
+    );
+}
+
+fn check<T: Float>(dims: Dims, groups: Groups, cached: Cached, angles: Option<Angles<'_, T>>, cache: &[T]) {
+    let tokens = cached.past + dims.seq;
+    assert!(tokens <= cached.capacity, "{tokens} tokens in a cache of {}", cached.capacity);
+    let elements = dims.batch * cached.capacity * 2 * groups.kv_heads * dims.head_dim;
+    assert_eq!(cache.len(), elements, "elements of the cache for {dims:?}, {groups:?}, {cached:?}");
+    if let Some(angles) = angles {
+        angles.check(tokens, dims.head_dim);
+    }
+}

@@ -1,0 +1,124 @@
+//! Decoding: a pass over the tokens that follow those of earlier passes. The keys and values of the earlier ones are
+//! cached, so that each token goes through the model once.
+
+use super::{Mode, Position, Tape};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::{DecodeShape, GroupedShape};
+use crate::param::Params;
+use meshwork_core::{Buffer, Rank};
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The keys and values of each attention of a stage, for the tokens of the passes so far. It has room for a number of
+/// tokens of each sequence; memory is allocated with the first pass and is reused after [`clear`](Self::clear).
+///
+/// Operations that mix the tokens of a sequence must be attentions of this crate: what an operation of another crate
+/// does with earlier tokens is not cached.
+#[derive(Clone, Debug)]
+pub struct KeyValueCache {
+    inner: Rc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    capacity: usize,
+    past: Cell<usize>,
+    /// One for each attention, in the order in which they run.
+    entries: RefCell<Vec<Buffer>>,
+    /// Attentions that ran in this pass.
+    ran: Cell<usize>,
+}
+
+impl KeyValueCache {
+    /// An empty cache with room for `capacity` tokens of each sequence.
+    pub fn new(capacity: usize) -> Self {
+        let inner = Inner { capacity, past: Cell::new(0), entries: RefCell::default(), ran: Cell::new(0) };
+        Self { inner: Rc::new(inner) }
+    }
+
+    /// Tokens of each sequence for which it has room.
+    pub fn capacity(&self) -> usize {
+        self.inner.capacity
+    }
+
+    /// Tokens of each sequence in it.
+    pub fn past(&self) -> usize {
+        self.inner.past.get()
+    }
+
+    /// Bytes of keys and values.
+    pub fn bytes(&self) -> usize {
+        self.inner.entries.borrow().iter().map(|entry| entry.count() * entry.dtype().size()).sum()
+    }
+
+    /// Attentions that have an entry.
+    pub fn attentions(&self) -> usize {
+        self.inner.entries.borrow().len()
+    }
+
+    /// Ends a pass over `tokens` new tokens of each sequence: the next pass follows them.
+    pub fn advance(&self, tokens: usize) {
+        self.inner.past.set(self.inner.past.get() + tokens);
+        self.inner.ran.set(0);
+    }
+
+    /// Forgets all tokens.
+    pub fn clear(&self) {
+        self.inner.past.set(0);
+        self.inner.ran.set(0);
+    }
+
+    /// The attention of new tokens, after their keys and values have joined the cache.
+    pub(crate) fn attend(
+        &self,
+        device: &Arc<dyn Device>,
+        new: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+    ) -> Result<Buffer> {
+        let Inner { capacity, past, entries, ran } = &*self.inner;
+        let (number, shape) = (ran.get(), DecodeShape { new, past: past.get(), capacity: *capacity });
+        let (tokens, mut entries) = (shape.past + new.queries.seq, entries.borrow_mut());
+        let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
+        if tokens > *capacity {
+            return refuse(format!("{tokens} tokens, and the cache has room for {capacity}"));
+        }
+        if number == entries.len() {
+            entries.push(device.alloc(q.dtype(), shape.cache_elements())?);
+        }
+        let entry = &mut entries[number];
+        if (entry.dtype(), entry.count()) != (q.dtype(), shape.cache_elements()) {
+            let (held, needed) = (entry.count(), shape.cache_elements());
+            return refuse(format!("attention {number} has a cache of {held} elements and needs {needed}"));
+        }
+        ran.set(number + 1);
+        device.attention()?.decode(shape, q, kv, entry)
+    }
+}
+
+impl Tape {
+    /// A tape for tokens that follow those in `cache`. It records nothing, and learned positions, rotations and
+    /// attentions count from the tokens in the cache. [`KeyValueCache::advance`] ends the pass.
+    pub fn decoding(rank: Arc<Rank>, params: Arc<Params>, device: Arc<dyn Device>, cache: KeyValueCache) -> Self {
+        let tape = Self::new(rank, params, device, Mode::Evaluate, Position::default());
+        _ = tape.inner.cache.set(cache);
+        tape
+    }
+
+    /// The cache, on a tape that decodes.
+    pub(crate) fn cache(&self) -> Option<&KeyValueCache> {
+        self.inner.cache.get()
+    }
+
+    /// Whether this tape [decodes](Self::decoding).
+    pub fn decodes(&self) -> bool {
+        self.cache().is_some()
+    }
+
+    /// Tokens of each sequence before those on this tape.
+    pub fn past(&self) -> usize {
+        self.cache().map_or(0, KeyValueCache::past)
+    }
+}
