@@ -28,6 +28,12 @@ pub enum RunError {
     /// The last state of the run could not be saved.
     #[error("the run ended, and its last state was not saved: {0}")]
     Unsaved(Box<SaveError>),
+    /// A model that gives no probabilities.
+    #[error("the logits after {token} tokens are not all numbers: the weights are damaged, or training has diverged")]
+    Logits {
+        /// Tokens before.
+        token: usize,
+    },
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),

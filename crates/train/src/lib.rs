@@ -6,7 +6,7 @@ pub mod config;
 pub mod data;
 pub mod diff;
 mod error;
-mod generate;
+pub mod generate;
 mod launch;
 mod load;
 pub mod metrics;

@@ -6,6 +6,16 @@ use crate::llama::LlamaConfig;
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use serde_json::{Map, Value, json};
 
+/// `eos_token_id`: one token, or several. None where it is not given.
+pub(super) fn ends_of_text(text: &str) -> Vec<u32> {
+    let settings: Value = serde_json::from_str(text).unwrap_or_default();
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    match &settings["eos_token_id"] {
+        Value::Array(ids) => ids.iter().filter_map(id).collect(),
+        one => id(one).into_iter().collect(),
+    }
+}
+
 /// Reads settings, and collects what is wrong with them.
 struct Settings<'a> {
     values: &'a Map<String, Value>,

@@ -118,6 +118,7 @@ pub struct Pretrained {
     tensors: Tensors,
     /// What the names of the tensors begin with in these files.
     prefix: &'static str,
+    ends_of_text: Vec<u32>,
 }
 
 impl Pretrained {
@@ -133,7 +134,11 @@ impl Pretrained {
         let tensors = Tensors::open(folder)?;
         let prefix = layout::prefix(&architecture);
         let prefixed = tensors.names().any(|name| name.starts_with(prefix));
-        let read = Self { architecture, tensors, prefix: if prefixed { prefix } else { "" } };
+        // Written beside the sizes by every recent version; a folder without it is whole.
+        let generation = std::fs::read_to_string(folder.join("generation_config.json")).unwrap_or_default();
+        let ends_of_text = [&generation, &text].into_iter().map(|text| config::ends_of_text(text));
+        let ends_of_text = ends_of_text.into_iter().find(|ends| !ends.is_empty()).unwrap_or_default();
+        let read = Self { architecture, tensors, prefix: if prefixed { prefix } else { "" }, ends_of_text };
         read.require_tensors()?;
         Ok(read)
     }
@@ -141,6 +146,11 @@ impl Pretrained {
     /// The model.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
+    }
+
+    /// The tokens that end a text (`eos_token_id`), as `generation_config.json` says, or else `config.json`.
+    pub fn ends_of_text(&self) -> &[u32] {
+        &self.ends_of_text
     }
 
     /// Bytes of weights read so far.

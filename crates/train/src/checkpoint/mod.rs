@@ -12,6 +12,7 @@ pub(crate) mod run;
 mod save;
 
 pub(crate) use export::export;
+pub(crate) use resume::read_weights;
 pub use resume::{Resumed, misfits, resume};
 pub use save::{save, save_plan};
 

@@ -8,8 +8,8 @@ use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
 use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, ReadError, share, steps};
 use meshwork_core::{Group, ReduceOp};
 use meshwork_engine::{Plan, StateKey, StateSlice, StateSource, TrainError, Trainer, state_layout};
-use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{ParamSpec, Shape};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -147,6 +147,19 @@ impl StateSource for Source<'_> {
             }
         }
     }
+}
+
+/// The elements of a parameter that a rank holds.
+pub(crate) fn read_weights(
+    checkpoint: &Checkpoint,
+    spec: &ParamSpec,
+    slice: &LocalSlice,
+) -> Result<Vec<f32>, ReadError> {
+    let mut values = vec![0f32; slice.stored.count()];
+    let key = StateKey { parameter: spec.name.clone(), state: None };
+    let bytes = bytemuck::cast_slice_mut(&mut values);
+    checkpoint.read_into(&name_of(&key), &slice_of(slice), &dims_of(slice.stored), bytes)?;
+    Ok(little_endian(values))
 }
 
 /// The steps of the checkpoints in a folder, the newest first, as rank 0 sees them.

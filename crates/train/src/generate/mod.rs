@@ -1,31 +1,36 @@
-//! Text from the trained model, on the mesh that trained it.
+//! Text from a trained model: a sample from the trainer that has it, on its mesh, and [continuations](continue_text) of a prompt by a model
+//! in a folder.
+
+mod continuation;
+mod sampling;
+mod trained;
+
+pub use continuation::{Continued, TextStream, continue_text};
+pub use sampling::Sampling;
+pub use trained::Trained;
 
 use crate::config::Config;
 use crate::data::Data;
 use meshwork_core::{Axis, Rank, ReduceOp};
 use meshwork_engine::{TrainError, Trainer};
 use meshwork_models::language;
-use meshwork_tensor::random;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
 /// Tokens to write: each costs a forward pass over all of them, or the last of a sequence.
 const LENGTH: usize = 160;
-/// Divides the logits before sampling. Below 1 it makes likely tokens more likely.
-const TEMPERATURE: f32 = 0.8;
-
 /// Continues the first tokens of the data, until `stop`. Collective: every rank takes part and gets the same text, since the
 /// randomness is a function of the seed and the place of the token.
 pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &AtomicBool) -> Result<String, TrainError> {
-    let key = random::key(config.training.seed, "sample");
+    let sampling = Sampling { seed: config.training.seed, ..Sampling::default() };
     let mut tokens = data.prompt(PROMPT).to_vec();
     for place in 0..LENGTH as u64 {
         if agree_to_stop(trainer.rank(), stop)? {
             break;
         }
         let logits = next_token_logits(trainer, &tokens, config.model.vocab_size)?;
-        tokens.push(pick(&logits, random::uniform(key, place)) as i32);
+        tokens.push(sampling.pick(&logits, place).unwrap_or(0) as i32);
     }
     Ok(printable(&data.decode(&tokens)))
 }
@@ -65,19 +70,6 @@ fn printable(text: &str) -> String {
     text.replace("\r\n", "\n").replace(|char: char| char.is_control() && char != '\n' && char != '\t', "\u{fffd}")
 }
 
-/// The token at which the running sum of probabilities passes `chance`.
-fn pick(logits: &[f32], chance: f32) -> usize {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weights = || logits.iter().map(|&logit| f64::from((logit - max) / TEMPERATURE).exp());
-    let mut left = f64::from(chance) * weights().sum::<f64>();
-    weights()
-        .position(|weight| {
-            left -= weight;
-            left < 0.0
-        })
-        .unwrap_or(logits.len().saturating_sub(1))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,14 +77,5 @@ mod tests {
     #[test]
     fn a_sample_leaves_the_terminal_alone() {
         assert_eq!(printable("a\tb\r\nc\u{1b}[2Jd\re\n"), "a\tb\nc\u{fffd}[2Jd\u{fffd}e\n");
-    }
-
-    #[test]
-    fn tokens_are_picked_as_often_as_their_probability() {
-        let logits = [0.0, f32::ln(3.0) * TEMPERATURE, f32::NEG_INFINITY];
-        assert_eq!(pick(&logits, 0.0), 0);
-        assert_eq!(pick(&logits, 0.2499), 0);
-        assert_eq!(pick(&logits, 0.2501), 1);
-        assert_eq!(pick(&logits, 0.9999), 1);
     }
 }

@@ -1,0 +1,134 @@
+//! Continues a prompt on a mesh, with a cache of keys and values.
+
+use super::{Sampling, Trained, agree_to_stop};
+use crate::error::RunError;
+use meshwork_core::Rank;
+use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_engine::{Decoder, TrainError};
+use meshwork_models::language;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// What a continuation took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Continued {
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Time of their pass.
+    pub prompt_time: Duration,
+    /// Tokens that were drawn.
+    pub drawn: usize,
+    /// Time of the passes after the prompt's.
+    pub time: Duration,
+    /// Bytes of cached keys and values on rank 0.
+    pub cache_bytes: usize,
+}
+
+/// Draws up to `tokens` tokens after `prompt`, with every rank of the model's mesh as a thread of this process. `each` is called with each
+/// of them, in order. A token that ends a text is not shown and ends this one; so does `stop`.
+///
+/// A model has a largest number of positions. Where a text gets longer, the model goes on from its last half: its first tokens no longer
+/// count.
+///
+/// # Errors
+/// A mesh with dp, whose ranks would have nothing to do; an empty prompt; logits that are no numbers; weights that cannot be read.
+pub fn continue_text(
+    trained: &Trained,
+    prompt: &[u32],
+    tokens: usize,
+    sampling: Sampling,
+    stop: &AtomicBool,
+    each: impl FnMut(u32) + Send,
+) -> Result<Continued, WorldError<RunError>> {
+    let config = &trained.config;
+    let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()); // each rank tells what is wrong with it
+    let each = Mutex::new(each);
+    let done = thread::run(ranks, Options { timeout: config.comm.timeout() }, |world| {
+        let plan = config.plan()?;
+        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
+        let (model, device) = (config.model(), config.device.open(config.training.dtype));
+        let capacity = config.model.seq_len;
+        let mut decoder = Decoder::new(model, &plan, rank, device, capacity, |spec, slice| trained.read(spec, slice))?;
+        let leads = decoder.rank().world_rank() == 0;
+        let mut text: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
+        let mut done = Continued { prompt: text.len(), ..Continued::default() };
+        let begun = Instant::now();
+        let last = text.len() - text.len().min(capacity);
+        let mut logits = pass(&mut decoder, &text[last..], config.model.vocab_size)?;
+        done.prompt_time = begun.elapsed();
+        let begun = Instant::now();
+        for place in 0..tokens as u64 {
+            if agree_to_stop(decoder.rank(), stop)? {
+                break;
+            }
+            let token = sampling.pick(&logits, place).ok_or(RunError::Logits { token: text.len() })?;
+            if trained.ends_of_text.contains(&(token as u32)) {
+                break;
+            }
+            text.push(token as i32);
+            done.drawn += 1;
+            if leads && let Ok(mut each) = each.lock() {
+                each(token as u32);
+            }
+            if place + 1 == tokens as u64 {
+                break;
+            }
+            let new = if decoder.past() < capacity {
+                1
+            } else {
+                decoder.clear();
+                capacity.div_ceil(2)
+            };
+            logits = pass(&mut decoder, &text[text.len() - new..], config.model.vocab_size)?;
+        }
+        done.time = begun.elapsed();
+        done.cache_bytes = decoder.cache_bytes();
+        Ok::<_, RunError>(done)
+    })?;
+    Ok(done.into_iter().next().unwrap_or_default())
+}
+
+/// The logits after the next tokens of the one text.
+fn pass(decoder: &mut Decoder, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
+    let count = tokens.len();
+    decoder.next(&language::batch(tokens.to_vec(), vec![-1; count], count)?, count, vocab)
+}
+
+/// The text of tokens as they arrive: what a token adds is given out as soon as it is whole characters.
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    trained: &'a Trained,
+    ids: Vec<u32>,
+    /// Bytes of their text that were given out.
+    shown: usize,
+}
+
+impl<'a> TextStream<'a> {
+    /// The text after `prompt`, which is not given out.
+    #[must_use]
+    pub fn new(trained: &'a Trained, prompt: &[u32]) -> Self {
+        let shown = trained.tokenizer.decode(prompt).len();
+        Self { trained, ids: prompt.to_vec(), shown }
+    }
+
+    /// What `token` adds. The first bytes of a character are kept back until the others arrive.
+    pub fn push(&mut self, token: u32) -> String {
+        self.ids.push(token);
+        let text = self.trained.tokenizer.decode(&self.ids);
+        let whole = text.trim_end_matches(char::REPLACEMENT_CHARACTER).len();
+        self.take(&text, whole)
+    }
+
+    /// What was kept back.
+    pub fn finish(mut self) -> String {
+        let text = self.trained.tokenizer.decode(&self.ids);
+        self.take(&text, text.len())
+    }
+
+    fn take(&mut self, text: &str, end: usize) -> String {
+        let new = text.get(self.shown..end).unwrap_or_default().to_owned();
+        self.shown = self.shown.max(end);
+        super::printable(&new)
+    }
+}

@@ -1,0 +1,144 @@
+//! A trained model in a folder: one of Hugging Face, or a checkpoint of a run.
+
+use crate::checkpoint::read_weights;
+use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
+use crate::data::Tokenizer;
+use meshwork_checkpoint::{Checkpoint, folder_name, steps};
+use meshwork_models::huggingface::Pretrained;
+use meshwork_tensor::ParamSpec;
+use meshwork_tensor::param::LocalSlice;
+use serde_json::Value;
+use std::path::Path;
+
+/// A model with its weights, still in their files, and its tokenizer.
+#[derive(Debug)]
+pub struct Trained {
+    /// The sizes of the model, on the mesh that was asked for.
+    pub config: Config,
+    /// How its text becomes tokens.
+    pub tokenizer: Tokenizer,
+    /// The tokens that end a text, as far as the folder says.
+    pub ends_of_text: Vec<u32>,
+    weights: Weights,
+}
+
+#[derive(Debug)]
+enum Weights {
+    HuggingFace(Box<Pretrained>),
+    Checkpoint(Box<Checkpoint>),
+}
+
+const MODEL: &str = "--model";
+
+impl Trained {
+    /// Opens `folder` for the mesh and the settings in `args`. Without a tokenizer by name, that of the folder is taken: its
+    /// `tokenizer.json`, that of the run, or `bytes` for a vocabulary of 256.
+    ///
+    /// # Errors
+    /// A folder that has no model, a tokenizer that does not fit it, a mesh on which it does not fit: all faults at once.
+    pub fn open(folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
+        let earlier = args.faults.clone();
+        let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
+        let mut set = |key: String, value: String| args.assignments.push((key, value, MODEL));
+        let (weights, of_run) = if folder.join("config.json").is_file() {
+            let pretrained = Pretrained::open(folder).map_err(|error| {
+                one(Fault::new(MODEL, folder.display(), error.to_string(), "give a folder with a model"))
+            })?;
+            set("model.init_from".to_owned(), folder.display().to_string());
+            (Weights::HuggingFace(Box::new(pretrained)), None)
+        } else {
+            let checkpoint = newest(folder).map_err(one)?;
+            let run = checkpoint.index().metadata.get("run").and_then(|run| run.get("config")).cloned();
+            let Some(Value::Object(model)) = run.as_ref().and_then(|run| run.get("model")) else {
+                let problem = "is a checkpoint of another program: it does not say what its model is";
+                return Err(one(Fault::new(MODEL, folder.display(), problem, "give a checkpoint of gpt_train")));
+            };
+            for (key, value) in model.iter().filter(|(key, value)| *key != "init_from" && !value.is_null()) {
+                set(format!("model.{key}"), value.as_str().map_or_else(|| value.to_string(), str::to_owned));
+            }
+            let tokenizer = run.as_ref().and_then(|run| run["data"]["tokenizer"].as_str()).map(str::to_owned);
+            (Weights::Checkpoint(Box::new(checkpoint)), tokenizer)
+        };
+        let (config, mut settings) = resolve(&args, Settings::default());
+        let dp = config.parallelism.dp;
+        if dp > 1 {
+            settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
+        }
+        let tokenizer = tokenizer_of(folder, tokenizer, of_run, &config);
+        let tokenizer = tokenizer.map_err(|fault| settings.faults.push(fault)).ok();
+        match tokenizer {
+            Some(tokenizer) if settings.faults.is_empty() => {
+                let ends_of_text = match &weights {
+                    Weights::HuggingFace(pretrained) => pretrained.ends_of_text().to_vec(),
+                    Weights::Checkpoint(_) => Vec::new(),
+                };
+                Ok(Self { config, tokenizer, ends_of_text, weights })
+            }
+            _ => Err(ConfigError { faults: settings.faults }),
+        }
+    }
+
+    /// The tokens of a prompt.
+    ///
+    /// # Errors
+    /// A text of no tokens, or one that the tokenizer cannot encode.
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, Fault> {
+        let fault = |problem: String| Fault::new("--prompt", format!("{prompt:?}"), problem, "give a text to continue");
+        match self.tokenizer.encode(prompt).map_err(fault)? {
+            tokens if tokens.is_empty() => Err(fault("has no tokens".to_owned())),
+            tokens => Ok(tokens),
+        }
+    }
+
+    /// The elements of a parameter that a rank holds. Only their bytes are read.
+    pub(crate) fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, String> {
+        match &self.weights {
+            Weights::HuggingFace(pretrained) => pretrained.read(spec, slice).map_err(|error| error.to_string()),
+            Weights::Checkpoint(checkpoint) => read_weights(checkpoint, spec, slice).map_err(|error| error.to_string()),
+        }
+    }
+}
+
+/// The checkpoint in a folder, or the newest one of a run.
+fn newest(folder: &Path) -> Result<Checkpoint, Fault> {
+    let fault = |problem: String| {
+        let valid = "give a folder of Hugging Face (config.json, model.safetensors), a checkpoint (DIR/step-00000010) or a folder that \
+                     holds some";
+        Fault::new(MODEL, folder.display(), problem, valid)
+    };
+    if !folder.is_dir() {
+        return Err(fault("is not a folder".to_owned()));
+    }
+    let found = steps(folder).map_err(|error| fault(format!("cannot be read: {error}")))?;
+    let path = found.first().map_or_else(|| folder.to_path_buf(), |&step| folder.join(folder_name(step)));
+    Checkpoint::open(&path).map_err(|damage| fault(damage.to_string()))
+}
+
+fn tokenizer_of(
+    folder: &Path,
+    asked: Option<&str>,
+    of_run: Option<String>,
+    config: &Config,
+) -> Result<Tokenizer, Fault> {
+    const KEY: &str = "--tokenizer";
+    let vocab = config.model.vocab_size;
+    let file = folder.join("tokenizer.json");
+    let name = match (asked, of_run) {
+        (Some(asked), _) => asked.to_owned(),
+        (None, Some(of_run)) => of_run,
+        (None, None) if file.is_file() => file.display().to_string(),
+        (None, None) if vocab == 256 => "bytes".to_owned(),
+        (None, None) => {
+            let problem = format!("the folder has no tokenizer.json, and its model {vocab} tokens");
+            return Err(Fault::new(KEY, "", problem, "name one: bytes, gpt2 or a tokenizer.json"));
+        }
+    };
+    let tokenizer = Tokenizer::open(&name).map_err(|fault| Fault { key: KEY.to_owned(), ..fault })?;
+    match tokenizer.vocab_size() {
+        ids if ids > vocab => {
+            let problem = format!("has {ids} tokens, and the model {vocab}");
+            Err(Fault::new(KEY, name, problem, "use the tokenizer that the model was trained with"))
+        }
+        _ => Ok(tokenizer),
+    }
+}

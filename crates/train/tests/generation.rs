@@ -1,0 +1,123 @@
+//! A model in a folder continues a text: the same tokens on every mesh, from a checkpoint and from its export.
+
+use meshwork_train::config::{Args, ConfigError};
+use meshwork_train::generate::{Continued, Sampling, TextStream, Trained, continue_text};
+use meshwork_train::{load, train};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Positions of the models here.
+const SEQ: usize = 16;
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("generation").join(name)
+}
+
+/// Trains a small model for two steps: the folder of its checkpoints, and that of its export.
+fn trained(test: &str, kind: &str) -> [PathBuf; 2] {
+    let folders = ["checkpoints", "export"].map(|what| folder(&format!("{test}-{kind}-{what}")));
+    folders.iter().for_each(|folder| drop(std::fs::remove_dir_all(folder)));
+    let [dir, export] = folders.each_ref().map(|folder| folder.display());
+    let set = format!(
+        "model.kind={kind} model.hidden_size=16 model.num_heads=4 model.num_layers=2 model.seq_len={SEQ} model.ffn_hidden_size=32 \
+         training.steps=2 training.global_batch_size=4 checkpoint.dir={dir} checkpoint.export={export}"
+    );
+    let (config, data) = load(&Args::parse(set.split_whitespace().map(|set| format!("--set={set}")))).unwrap();
+    train(&config, &data, None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
+    folders
+}
+
+fn open(folder: &Path, more: &str) -> Result<Trained, ConfigError> {
+    let set = format!("--set=training.numerics=canonical {more}");
+    Trained::open(folder, None, Args::parse(set.split_whitespace()))
+}
+
+fn tokens(trained: &Trained, prompt: &str, count: usize, sampling: Sampling) -> (Vec<u32>, Continued) {
+    let (mut drawn, prompt) = (Vec::new(), trained.encode(prompt).unwrap());
+    let each = |token| drawn.push(token);
+    let done = continue_text(trained, &prompt, count, sampling, &AtomicBool::new(false), each);
+    let done = done.unwrap_or_else(|error| panic!("{error}"));
+    (drawn, done)
+}
+
+const SAMPLING: Sampling = Sampling { temperature: 1.5, top_k: 100, top_p: 0.95, seed: 7 };
+
+/// Longer than the model's positions, with prompts shorter and longer than these.
+#[test]
+fn every_mesh_and_every_form_of_the_model_writes_the_same_text() {
+    for kind in ["gpt2", "llama"] {
+        let [checkpoints, export] = trained("meshes", kind);
+        for prompt in ["ab", "a prompt of more than sixteen tokens"] {
+            let (one, done) = tokens(&open(&checkpoints, "").unwrap(), prompt, 3 * SEQ, SAMPLING);
+            assert_eq!((one.len(), done.drawn, done.prompt), (3 * SEQ, 3 * SEQ, prompt.len()));
+            assert!(done.cache_bytes >= 2 * 2 * SEQ * 16 * 4 / if kind == "llama" { 4 } else { 1 }, "{done:?}");
+            assert_ne!(one[..SEQ], one[SEQ..2 * SEQ]);
+            for mesh in ["tp=2", "tp=4", "pp=2", "tp=2,pp=2"] {
+                let there = open(&checkpoints, &format!("--mesh {mesh}")).unwrap();
+                assert_eq!(tokens(&there, prompt, 3 * SEQ, SAMPLING).0, one, "{kind} on {mesh}");
+            }
+            assert_eq!(tokens(&open(&export, "").unwrap(), prompt, 3 * SEQ, SAMPLING).0, one, "{kind} exported");
+            let step = checkpoints.join("step-00000002");
+            assert_eq!(tokens(&open(&step, "").unwrap(), prompt, 3 * SEQ, SAMPLING).0, one, "{kind}, one checkpoint");
+            let other = Sampling { seed: 8, ..SAMPLING };
+            assert_ne!(tokens(&open(&checkpoints, "").unwrap(), prompt, 3 * SEQ, other).0, one);
+        }
+        text_ends(&checkpoints);
+    }
+}
+
+/// At a token that ends a text, which is not shown, and where the caller asks.
+fn text_ends(folder: &Path) {
+    let mut trained = open(folder, "--mesh tp=2").unwrap();
+    let (whole, _) = tokens(&trained, "ab", 20, SAMPLING);
+    let end = whole[9];
+    let first = whole.iter().position(|&token| token == end).unwrap();
+    trained.ends_of_text = vec![end];
+    assert_eq!(tokens(&trained, "ab", 20, SAMPLING).0, whole[..first]);
+
+    trained.ends_of_text.clear();
+    let (stop, drawn) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+    let prompt = trained.encode("ab").unwrap();
+    let each = |token| {
+        let mut drawn = drawn.lock().unwrap();
+        drawn.push(token);
+        stop.store(drawn.len() == 5, Ordering::Relaxed);
+    };
+    continue_text(&trained, &prompt, 20, SAMPLING, &stop, each).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(drawn.into_inner().unwrap(), whole[..5]);
+}
+
+#[test]
+fn characters_are_given_out_whole() {
+    let [_, export] = trained("characters", "gpt2");
+    let trained = open(&export, "").unwrap();
+    let prompt = trained.encode("caf").unwrap();
+    let mut stream = TextStream::new(&trained, &prompt);
+    let pushed: Vec<String> = "é 🦀!".bytes().chain([0xc3]).map(|byte| stream.push(byte.into())).collect();
+    assert_eq!(pushed, ["", "é", " ", "", "", "", "🦀", "!", ""]);
+    assert_eq!(stream.finish(), "\u{fffd}");
+}
+
+#[test]
+fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
+    let [checkpoints, export] = trained("refused", "gpt2");
+    let message = |folder: &Path, tokenizer: Option<&str>, args: &str| {
+        Trained::open(folder, tokenizer, Args::parse(args.split_whitespace())).unwrap_err().to_string()
+    };
+    let nowhere = message(Path::new("no/such"), None, "--set no.key=1");
+    assert!(nowhere.contains("no/such: is not a folder; give a folder of Hugging Face"), "{nowhere}");
+    let empty = folder("empty");
+    std::fs::create_dir_all(&empty).unwrap();
+    assert!(message(&empty, None, "").contains("--model "), "{}", message(&empty, None, ""));
+    let both = message(&checkpoints, None, "--mesh dp=2,tp=3");
+    assert!(both.contains("dp=2: one text has nothing to split over dp; use tp and pp"), "{both}");
+    assert!(both.contains("model.num_heads = 4: is not divisible by parallelism.tp = 3"), "{both}");
+    let tokenizer = message(&export, Some("no-such-tokenizer"), "");
+    assert!(
+        tokenizer.starts_with("--tokenizer = \"no-such-tokenizer\": is neither")
+            || tokenizer.contains("neither a known"),
+        "{tokenizer}"
+    );
+    assert!(open(&export, "").unwrap().encode("").unwrap_err().to_string().contains("has no tokens"));
+}
