@@ -8,11 +8,11 @@ use meshwork_testkit::gradcheck::assert_gradient;
 use std::sync::Arc;
 
 /// One input of a program: a name for errors, its shape, and its type if the mesh has tp.
-pub type Input = (&'static str, &'static [usize], Ty);
+pub type Input<'a> = (&'a str, &'a [usize], Ty);
 
 /// Checks `program`'s gradient with respect to each input. The objective is `⟨output, seed⟩` for a random seed, so that
 /// every element of the output has a different weight.
-pub fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
+pub fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input<'_>], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
     let start: Vec<Vec<f64>> = inputs.iter().map(|(name, shape, _)| values(name, shape.iter().product())).collect();
     let run = |inputs_now: &[Vec<f64>]| {
         let tape = tape_of(rank);
@@ -42,7 +42,7 @@ pub fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input], program: impl Fn
 }
 
 /// The same on one rank of a mesh without axes.
-pub fn check(name: &str, inputs: &[(&'static str, &'static [usize])], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
-    let inputs: Vec<Input> = inputs.iter().map(|&(name, shape)| (name, shape, Ty::Invariant)).collect();
+pub fn check(name: &str, inputs: &[(&str, &[usize])], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
+    let inputs: Vec<Input<'_>> = inputs.iter().map(|&(name, shape)| (name, shape, Ty::Invariant)).collect();
     check_on(&alone(), name, &inputs, program);
 }
