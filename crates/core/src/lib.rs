@@ -21,6 +21,6 @@ pub use buffer::{Buffer, BufferError};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16};
 pub use memory::{Block, HostMemory, Memory, Recycle};
-pub use mesh::{Axis, Coords, Mesh, MeshError};
+pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
 pub use spmd::{SpmdError, Ty, Types, rules};

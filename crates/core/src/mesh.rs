@@ -1,7 +1,12 @@
 //! The device mesh: named axes over a grid of ranks, and slices of that grid. Pure arithmetic, no I/O.
 //!
-//! Ranks are numbered with the fastest axis first in the order tp, cp, dp, pp (Megatron's `tp-cp-dp-pp`), so that the
+//! Ranks are numbered with the fastest axis first in the order tp, cp, ep, dp, pp (Megatron's `tp-cp-ep-dp-pp`), so that the
 //! axes that communicate most are neighbours.
+//!
+//! Expert parallelism borrows its ranks from data parallelism. `dp=4,ep=2` has four data-parallel ranks; two of them share out the
+//! experts, and two hold the same ones. On the grid this is two axes: [`Axis::Ep`] of degree 2, and [`Axis::Dp`], the rest of data
+//! parallelism, of degree 2. [`Axis::DATA`] is both: the batch is split over their product, and so is everything else that has to do with
+//! data parallelism.
 //!
 //! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 for those that it does not name. The order of its
 //! parts does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
@@ -14,6 +19,8 @@
 //! assert_eq!(mesh.group(5, &[Axis::Pp]), [5, 13]);
 //! assert_eq!(mesh.coords(13).get(Axis::Pp), 1);
 //! assert!("tp=4".parse::<Mesh>()?.has(Axis::Dp)); // of degree 1
+//! let experts: Mesh = "dp=4,ep=2".parse()?;
+//! assert_eq!((experts.world_size(), experts.data_degree(), experts.degree(Axis::Dp)), (4, 4, 2));
 //! # Ok::<(), meshwork_core::MeshError>(())
 //! ```
 //!
@@ -30,7 +37,9 @@ pub enum Axis {
     Tp,
     /// Context parallel: the sequence itself is split, attention included.
     Cp,
-    /// Data parallel: the batch is split.
+    /// Expert parallel: the batch is split, and the experts are.
+    Ep,
+    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the same ones.
     Dp,
     /// Pipeline parallel: the layers are split.
     Pp,
@@ -38,7 +47,9 @@ pub enum Axis {
 
 impl Axis {
     /// Every axis, fastest first.
-    pub const ALL: [Axis; 4] = [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp];
+    pub const ALL: [Axis; 5] = [Axis::Tp, Axis::Cp, Axis::Ep, Axis::Dp, Axis::Pp];
+    /// The axes over which the samples of a batch are split: data parallelism.
+    pub const DATA: [Axis; 2] = [Axis::Ep, Axis::Dp];
     /// Number of axes.
     pub const COUNT: usize = Self::ALL.len();
 
@@ -47,9 +58,15 @@ impl Axis {
         match self {
             Axis::Tp => "tp",
             Axis::Cp => "cp",
+            Axis::Ep => "ep",
             Axis::Dp => "dp",
             Axis::Pp => "pp",
         }
+    }
+
+    /// Whether the samples of a batch are split over it.
+    pub const fn is_data(self) -> bool {
+        matches!(self, Axis::Ep | Axis::Dp)
     }
 
     pub(crate) const fn index(self) -> usize {
@@ -71,19 +88,21 @@ impl FromStr for Axis {
             name: name.to_owned(),
             hint: match name {
                 "sp" => "; sequence parallelism is a boolean on tp, and the axis that splits long sequences is cp",
-                "ep" => "; expert parallelism borrows ranks from dp and cp and has not landed yet",
                 _ => "",
             },
         })
     }
 }
 
+/// Name of the groups of ranks that hold the same experts, where these are shared out (Megatron's expert data parallelism).
+pub const EXPERT_DATA: &str = "edp";
+
 /// Why a mesh is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// The axis does not exist.
-    #[error("unknown mesh axis `{name}`: the axes are tp, cp, dp, pp{hint}")]
+    #[error("unknown mesh axis `{name}`: the axes are tp, cp, ep, dp, pp{hint}")]
     UnknownAxis {
         /// As written.
         name: String,
@@ -118,6 +137,14 @@ pub enum MeshError {
         /// The axis.
         axis: Axis,
     },
+    /// Expert parallelism cannot borrow its ranks from data parallelism.
+    #[error("ep={ep} does not divide dp={dp}: the experts are shared out among ranks of dp")]
+    Borrowed {
+        /// The expert-parallel degree.
+        ep: usize,
+        /// The data-parallel degree.
+        dp: usize,
+    },
     /// An axis is given twice.
     #[error("axis {axis} is given twice")]
     Duplicate {
@@ -140,7 +167,7 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// A mesh of the given axes and no others. An axis of degree 1 is a real axis: values carry a type on it, and its
+    /// A mesh of the given axes and no others, with the degrees of the grid: `dp=4,ep=2` is `(Axis::Ep, 2), (Axis::Dp, 2)`. An axis of degree 1 is a real axis: values carry a type on it, and its
     /// collectives are the identity.
     pub fn new(axes: impl IntoIterator<Item = (Axis, usize)>) -> Result<Self, MeshError> {
         let mut mesh = Self::default();
@@ -157,6 +184,18 @@ impl Mesh {
             Some(_) => Ok(mesh),
             None => Err(MeshError::Overflow { mesh: mesh.to_string() }),
         }
+    }
+
+    /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: that of dp includes ep.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a degree of ep that does not divide that of dp.
+    pub fn of_degrees([tp, cp, ep, dp, pp]: [usize; Axis::COUNT]) -> Result<Self, MeshError> {
+        if ep > 0 && !dp.is_multiple_of(ep) {
+            return Err(MeshError::Borrowed { ep, dp });
+        }
+        let dp = dp.checked_div(ep).unwrap_or(0);
+        Self::new(Axis::ALL.into_iter().zip([tp, cp, ep, dp, pp]))
     }
 
     /// The axes of this mesh, fastest first.
@@ -178,6 +217,35 @@ impl Mesh {
     /// The degree of an axis; 1 where the mesh does not have it.
     pub fn degree(&self, axis: Axis) -> usize {
         self.degrees[axis.index()].unwrap_or(1)
+    }
+
+    /// The data-parallel degree, which includes the expert-parallel one: the parts into which a batch is split.
+    pub fn data_degree(&self) -> usize {
+        Axis::DATA.into_iter().map(|axis| self.degree(axis)).product()
+    }
+
+    /// The data-parallel rank at `coords`: which part of the batch it has.
+    pub fn data_rank(&self, coords: Coords) -> usize {
+        coords.get(Axis::Dp) * self.degree(Axis::Ep) + coords.get(Axis::Ep)
+    }
+
+    /// The same position with another data-parallel rank.
+    pub fn with_data_rank(&self, coords: Coords, data_rank: usize) -> Coords {
+        let ep = self.degree(Axis::Ep);
+        coords.with(Axis::Ep, data_rank % ep).with(Axis::Dp, data_rank / ep)
+    }
+
+    /// The name of a group over `axes`, slowest first: `dp+cp`. Data parallelism is `dp`. Of its two axes on a mesh with experts, `ep` has
+    /// the ranks that share out the experts, and `edp` those that hold the same ones.
+    pub fn group_name(&self, axes: &[Axis]) -> String {
+        let has = |axis: Axis| axes.contains(&axis);
+        let name = |axis: Axis| match axis {
+            Axis::Ep if has(Axis::Dp) => None,
+            Axis::Dp if !has(Axis::Ep) && self.degree(Axis::Ep) > 1 => Some(EXPERT_DATA),
+            axis => Some(axis.name()),
+        };
+        let names: Vec<&str> = Axis::ALL.into_iter().rev().filter(|&axis| has(axis)).filter_map(name).collect();
+        names.join("+")
     }
 
     /// The number of ranks.
@@ -231,22 +299,22 @@ impl Mesh {
         ranks
     }
 
-    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name.
+    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name. That of dp includes ep:
+    /// [`of_degrees`](Self::of_degrees) makes a mesh of them.
     ///
     /// # Errors
     /// Every invalid part, as written, and its error. Parsing the string as a `Mesh` reports the first.
     ///
     /// ```
     /// use meshwork_core::{Mesh, MeshError};
-    /// assert_eq!(Mesh::parse_degrees("tp=4, dp=2"), Ok([4, 1, 2, 1]));
+    /// assert_eq!(Mesh::parse_degrees("tp=4, dp=2"), Ok([4, 1, 1, 2, 1]));
     /// let wrong = Mesh::parse_degrees("tp=0,dp=2,tp").unwrap_err();
     /// assert_eq!(wrong.iter().map(|(part, _)| *part).collect::<Vec<_>>(), ["tp=0", "tp"]);
     /// ```
     pub fn parse_degrees(text: &str) -> Result<[usize; Axis::COUNT], Vec<(&str, MeshError)>> {
         let mut degrees = [None; Axis::COUNT];
         let mut wrong = Vec::new();
-        // A run without experts may state `ep=1`.
-        for part in text.split(',').map(str::trim).filter(|&part| part != "ep=1") {
+        for part in text.split(',').map(str::trim) {
             let given = parse_part(part).and_then(|(axis, degree)| {
                 // A part with a wrong degree still names its axis.
                 match degrees[axis.index()].replace(*degree.as_ref().unwrap_or(&1)) {
@@ -285,7 +353,7 @@ impl FromStr for Mesh {
     /// A mesh with every axis: see [`Mesh::parse_degrees`].
     fn from_str(text: &str) -> Result<Self, MeshError> {
         match Self::parse_degrees(text) {
-            Ok(degrees) => Self::new(Axis::ALL.into_iter().zip(degrees)),
+            Ok(degrees) => Self::of_degrees(degrees),
             Err(wrong) => Err(wrong
                 .into_iter()
                 .map(|(_, error)| error)
@@ -296,11 +364,11 @@ impl FromStr for Mesh {
 }
 
 impl fmt::Display for Mesh {
-    /// The mesh as a string that parses, fastest axis first. cp is left out at degree 1: few meshes use it.
+    /// The mesh as a string that parses, fastest axis first. cp and ep are left out at degree 1: few meshes use them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |&axis: &Axis| axis != Axis::Cp || self.degree(axis) > 1;
-        let parts: Vec<String> =
-            self.axes().filter(shown).map(|axis| format!("{axis}={}", self.degree(axis))).collect();
+        let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || self.degree(axis) > 1;
+        let degree = |axis| if axis == Axis::Dp { self.data_degree() } else { self.degree(axis) };
+        let parts: Vec<String> = self.axes().filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
         match parts.is_empty() {
             true => f.write_str("without axes"),
             false => f.write_str(&parts.join(",")),
@@ -349,10 +417,17 @@ mod tests {
 
     #[test]
     fn coords_and_ranks_are_inverse_on_random_meshes() {
-        for (tp, cp, dp, pp) in [(1, 1, 1, 1), (3, 1, 2, 5), (4, 2, 3, 2), (1, 7, 1, 2)] {
-            let mesh = Mesh::new([(Axis::Pp, pp), (Axis::Tp, tp), (Axis::Cp, cp), (Axis::Dp, dp)]).unwrap();
+        for (tp, cp, ep, dp, pp) in [(1, 1, 1, 1, 1), (3, 1, 2, 2, 5), (4, 2, 1, 3, 2), (1, 7, 4, 1, 2)] {
+            let axes = [(Axis::Pp, pp), (Axis::Tp, tp), (Axis::Ep, ep), (Axis::Cp, cp), (Axis::Dp, dp)];
+            let mesh = Mesh::new(axes).unwrap();
             for rank in 0..mesh.world_size() {
-                assert_eq!(mesh.rank_at(mesh.coords(rank)), rank);
+                let coords = mesh.coords(rank);
+                assert_eq!(mesh.rank_at(coords), rank);
+                assert_eq!(
+                    mesh.with_data_rank(Coords::default(), mesh.data_rank(coords)).get(Axis::Ep),
+                    coords.get(Axis::Ep)
+                );
+                assert_eq!(mesh.with_data_rank(coords, mesh.data_rank(coords)), coords);
                 assert!(mesh.group(rank, &[Axis::Tp]).contains(&rank));
                 assert_eq!(mesh.group(rank, &[Axis::Tp, Axis::Pp]).len(), tp * pp);
             }
@@ -362,8 +437,8 @@ mod tests {
     /// By definition, a group has every rank of the world that agrees on the other axes.
     #[test]
     fn a_group_is_what_its_definition_says() {
-        let mesh = Mesh::new([(Axis::Pp, 2), (Axis::Tp, 3), (Axis::Cp, 2), (Axis::Dp, 2)]).unwrap();
-        for (rank, mask) in (0..mesh.world_size()).flat_map(|rank| (0..16).map(move |mask| (rank, mask))) {
+        let mesh = Mesh::new([(Axis::Pp, 2), (Axis::Tp, 3), (Axis::Cp, 2), (Axis::Ep, 2), (Axis::Dp, 2)]).unwrap();
+        for (rank, mask) in (0..mesh.world_size()).flat_map(|rank| (0..32).map(move |mask| (rank, mask))) {
             let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| mask >> axis.index() & 1 == 1).collect();
             let (here, others) = (mesh.coords(rank), Axis::ALL.into_iter().filter(|axis| !axes.contains(axis)));
             let others: Vec<Axis> = others.collect();
@@ -378,13 +453,34 @@ mod tests {
     fn a_mesh_string_gives_every_axis_a_degree() {
         let mesh: Mesh = "tp=4".parse().unwrap();
         assert!(mesh.axes().eq(Axis::ALL));
-        assert_eq!(Axis::ALL.map(|axis| mesh.degree(axis)), [4, 1, 1, 1]);
+        assert_eq!(Axis::ALL.map(|axis| mesh.degree(axis)), [4, 1, 1, 1, 1]);
         assert_eq!(mesh, "pp=1,dp=1,tp=4,cp=1".parse().unwrap());
         assert_eq!(mesh, mesh.to_string().parse().unwrap());
         assert_ne!(mesh, Mesh::new([(Axis::Tp, 4)]).unwrap(), "`new` adds no axes");
         assert_eq!(mesh.to_string(), "tp=4,dp=1,pp=1");
         assert_eq!("cp=2".parse::<Mesh>().unwrap().to_string(), "tp=1,cp=2,dp=1,pp=1");
         assert_eq!(Mesh::default().to_string(), "without axes");
+    }
+
+    #[test]
+    fn experts_borrow_ranks_of_data_parallelism() {
+        let mesh: Mesh = "tp=2,dp=4,ep=2,pp=2".parse().unwrap();
+        assert_eq!((mesh.world_size(), mesh.data_degree()), (16, 4));
+        assert_eq!(mesh.to_string(), "tp=2,ep=2,dp=4,pp=2");
+        assert_eq!(mesh, mesh.to_string().parse().unwrap());
+        assert_eq!(
+            mesh,
+            Mesh::new([(Axis::Tp, 2), (Axis::Cp, 1), (Axis::Ep, 2), (Axis::Dp, 2), (Axis::Pp, 2)]).unwrap()
+        );
+        // The ranks that share out the experts are neighbours, and have consecutive parts of the batch.
+        assert_eq!(mesh.group(0, &[Axis::Ep]), [0, 2]);
+        assert_eq!(mesh.group(0, &[Axis::Dp]), [0, 4]);
+        assert_eq!(mesh.group(0, &Axis::DATA), [0, 2, 4, 6]);
+        assert_eq!([0, 2, 4, 6].map(|rank| mesh.data_rank(mesh.coords(rank))), [0, 1, 2, 3]);
+        let names = [&[Axis::Ep][..], &[Axis::Dp], &Axis::DATA, &[Axis::Dp, Axis::Ep, Axis::Cp], &[Axis::Dp, Axis::Tp]];
+        assert_eq!(names.map(|axes| mesh.group_name(axes)), ["ep", "edp", "dp", "dp+cp", "edp+tp"]);
+        let plain: Mesh = "dp=4".parse().unwrap();
+        assert_eq!([&[Axis::Dp][..], &Axis::DATA].map(|axes| plain.group_name(axes)), ["dp", "dp"]);
     }
 
     #[test]
@@ -397,7 +493,7 @@ mod tests {
                 "dp=0: axis dp has degree 0: a degree is 1 or more",
                 "tp=x: `tp=x` is not of the form axis=degree: the degree is not a whole number",
                 "dp=2: axis dp is given twice",
-                "sp=2: unknown mesh axis `sp`: the axes are tp, cp, dp, pp; sequence parallelism is a boolean on tp, and the \
+                "sp=2: unknown mesh axis `sp`: the axes are tp, cp, ep, dp, pp; sequence parallelism is a boolean on tp, and the \
                  axis that splits long sequences is cp",
                 ": `` is not of the form axis=degree, as in dp=2,tp=4,pp=2",
             ]
@@ -407,9 +503,10 @@ mod tests {
     #[test]
     fn bad_meshes_say_what_is_wrong() {
         let message = |text: &str| text.parse::<Mesh>().unwrap_err().to_string();
-        assert_eq!(message("dp=2,xp=3"), "unknown mesh axis `xp`: the axes are tp, cp, dp, pp");
+        assert_eq!(message("dp=2,xp=3"), "unknown mesh axis `xp`: the axes are tp, cp, ep, dp, pp");
         assert!(message("sp=2").contains("boolean on tp"));
-        assert!(message("ep=2").contains("not landed"));
+        assert_eq!(message("ep=2"), "ep=2 does not divide dp=1: the experts are shared out among ranks of dp");
+        assert_eq!(message("ep=4,dp=6"), "ep=4 does not divide dp=6: the experts are shared out among ranks of dp");
         assert_eq!("dp=2,ep=1".parse::<Mesh>(), "dp=2".parse());
         assert_eq!(message("tp=0"), "axis tp has degree 0: a degree is 1 or more");
         assert_eq!(message("tp=2,tp=2"), "axis tp is given twice");

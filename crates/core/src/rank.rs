@@ -21,7 +21,7 @@ impl Rank {
     ///
     /// Every group that [`group_over`](Self::group_over) can return is made here, in the same order on all ranks.
     /// Groups made on first use would deadlock if two ranks first use them in different orders. A mesh of three axes
-    /// above degree 1 has three products besides its axes and the world; a mesh of four axes has ten. If a group is
+    /// above degree 1 has three products besides its axes and the world; a mesh of four axes has ten, and one of five 25. If a group is
     /// expensive (NCCL), a backend splits it off its parent's resources and connects it on first use.
     ///
     /// # Errors
@@ -33,7 +33,9 @@ impl Rank {
         }
         let log = CommLog::default();
         let world = Group::new(world, log.clone());
-        let wide = set_of(Axis::ALL.into_iter().filter(|&axis| mesh.degree(axis) > 1));
+        // Where experts are shared out, the rest of data parallelism counts with any degree: the groups over both have a name of their own.
+        let wide = |axis: Axis| mesh.degree(axis) > 1 || axis == Axis::Dp && mesh.degree(Axis::Ep) > 1;
+        let wide = set_of(Axis::ALL.into_iter().filter(|&axis| wide(axis)));
         let mut groups: Vec<Group> = Vec::with_capacity(1 << Axis::COUNT);
         for set in 0..1 << Axis::COUNT {
             let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| set >> axis.index() & 1 == 1).collect();
@@ -41,11 +43,14 @@ impl Rank {
                 [] if size == 1 => world.clone(),
                 [] => world.split("self", &[me])?,
                 // Named after its axis, with any degree.
-                [axis] => world.split(axis.name(), &mesh.group(me, &axes))?,
+                [_] => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
+                // Data parallelism is named as an axis is. Without experts it is the group of its axis.
+                _ if axes == Axis::DATA && set & wide != set => groups[set_of([Axis::Dp])].clone(),
+                _ if axes == Axis::DATA => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
                 // The group over the axes above degree 1 exists already.
                 _ if set & wide != set => groups[set & wide].clone(),
                 _ if set == wide => world.clone(),
-                _ => world.split(&product_name(&axes), &mesh.group(me, &axes))?,
+                _ => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
             });
         }
         Ok(Self { mesh: mesh.clone(), coords: mesh.coords(me), world, groups, log })
@@ -87,11 +92,16 @@ impl Rank {
         self.group_over(&[axis])
     }
 
+    /// The data-parallel group: the ranks that have the other parts of the batch.
+    pub fn data_group(&self) -> &Group {
+        self.group_over(&Axis::DATA)
+    }
+
     /// The ranks that differ from this one only along `axes`, in rank order: a reduction over dp×cp is one operation on
     /// `group_over(&[Axis::Dp, Axis::Cp])`. The order of `axes` does not matter.
     ///
     /// Axes of degree 1 add nothing: what remains may be the group of one axis, the world itself, or this rank alone. A
-    /// product of several axes is named after them, slowest first: `dp+cp`.
+    /// product of several axes is named after them: see [`Mesh::group_name`].
     pub fn group_over(&self, axes: &[Axis]) -> &Group {
         &self.groups[set_of(axes.iter().copied())]
     }
@@ -116,10 +126,4 @@ impl Rank {
 /// A set of axes as bits.
 fn set_of(axes: impl IntoIterator<Item = Axis>) -> usize {
     axes.into_iter().fold(0, |set, axis| set | 1 << axis.index())
-}
-
-/// The name of a group over several axes, which are given fastest first.
-fn product_name(axes: &[Axis]) -> String {
-    let names: Vec<&str> = axes.iter().rev().map(|axis| axis.name()).collect();
-    names.join("+")
 }

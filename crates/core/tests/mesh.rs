@@ -142,7 +142,7 @@ fn groups_are_made_at_once_and_in_one_order() {
         Ok::<_, CommError>(made)
     });
     for made in splits.unwrap() {
-        assert_eq!(made, ["self", "tp", "cp", "dp", "dp+tp", "pp", "pp+tp", "pp+dp"]);
+        assert_eq!(made, ["self", "tp", "cp", "ep", "dp", "dp+tp", "pp", "pp+tp", "pp+dp"]);
     }
 }
 
@@ -177,4 +177,19 @@ fn communicators_say_in_which_order_they_reduce() {
     assert!(ReductionOrder::Unspecified < ReductionOrder::Repeatable);
     assert!(ReductionOrder::Repeatable < ReductionOrder::BalancedTree);
     assert_eq!(ReductionOrder::BalancedTree.to_string(), "balanced tree");
+}
+
+/// The group that the batch is split over is named dp, whatever part of it shares out the experts.
+#[test]
+fn groups_of_a_mesh_with_experts_have_their_names() {
+    let names = |mesh: &str| {
+        let rank = Rank::recording(&mesh.parse().unwrap(), 0).unwrap();
+        let groups = [rank.data_group(), rank.group(Axis::Ep), rank.group(Axis::Dp), rank.group(Axis::Tp)];
+        groups.map(|group| format!("{} of {}", group.name(), group.size()))
+    };
+    assert_eq!(names("dp=4,ep=2"), ["dp of 4", "ep of 2", "edp of 2", "tp of 1"]);
+    assert_eq!(names("dp=2,ep=2"), ["dp of 2", "ep of 2", "edp of 1", "tp of 1"]);
+    assert_eq!(names("dp=2,ep=2,tp=2"), ["dp of 2", "ep of 2", "edp of 1", "tp of 2"]);
+    assert_eq!(names("dp=2,tp=2"), ["dp of 2", "ep of 1", "dp of 2", "tp of 2"]);
+    assert_eq!(names("dp=1"), ["dp of 1", "ep of 1", "dp of 1", "tp of 1"]);
 }

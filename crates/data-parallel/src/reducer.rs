@@ -3,7 +3,7 @@
 use meshwork_core::{Axis, Buffer, CommError, Group, Pending, Rank, ReduceOp};
 use std::ops::Range;
 
-/// The rounds that sum gradients that are Partial on `axes`. The batch is split over dp and cp, whose ranks form one
+/// The rounds that sum gradients that are Partial on `axes`. The batch is split over dp (with ep) and cp, whose ranks form one
 /// group and one round; each other axis has its own round, in the given order. Axes of degree 1 need none.
 ///
 /// ```
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rounds(rank: &Rank, axes: impl IntoIterator<Item = Axis>) -> Vec<Group> {
-    let (batch, others): (Vec<_>, Vec<_>) = axes.into_iter().partition(|axis| matches!(axis, Axis::Dp | Axis::Cp));
+    let (batch, others): (Vec<_>, Vec<_>) = axes.into_iter().partition(|axis| axis.is_data() || *axis == Axis::Cp);
     let groups = std::iter::once(rank.group_over(&batch)).chain(others.iter().map(|&axis| rank.group(axis)));
     groups.filter(|group| group.size() > 1).cloned().collect()
 }

@@ -355,7 +355,7 @@ impl Plan {
     /// # Errors
     /// A batch that cannot be cut evenly.
     pub fn num_microbatches(&self) -> Result<usize, PlanError> {
-        let (batch, dp) = (self.global_batch_size, self.mesh.degree(Axis::Dp));
+        let (batch, dp) = (self.global_batch_size, self.mesh.data_degree());
         let default = || self.schedule.default_micros(self.mesh.degree(Axis::Pp), batch / dp);
         let micros = self.num_microbatches.unwrap_or_else(default);
         match dp * micros {
@@ -370,7 +370,7 @@ impl Plan {
     /// # Errors
     /// As [`num_microbatches`](Self::num_microbatches).
     pub fn micro_batch_size(&self) -> Result<usize, PlanError> {
-        Ok(self.global_batch_size / (self.mesh.degree(Axis::Dp) * self.num_microbatches()?))
+        Ok(self.global_batch_size / (self.mesh.data_degree() * self.num_microbatches()?))
     }
 
     /// The schedule of one step.

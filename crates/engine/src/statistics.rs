@@ -5,7 +5,7 @@
 //! download brings all of them.
 
 use crate::{TiedWeight, TrainError};
-use meshwork_core::{Axis, DType, Group, Rank, ReduceOp};
+use meshwork_core::{DType, Group, Rank, ReduceOp};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::StatisticNote;
 use meshwork_tensor::{Declarations, Device, Error};
@@ -58,7 +58,7 @@ impl Noted {
             }
         }
         for (id, sum) in &mut sums {
-            rank.group(Axis::Dp).all_reduce_slice(sum, ReduceOp::Sum)?;
+            rank.data_group().all_reduce_slice(sum, ReduceOp::Sum)?;
             let name = declarations.statistics()[id.index()].buffers.first().map(|&id| &*declarations.spec(id).name);
             let replicas = tied.iter().find(|tied| Some(&*tied.name) == name);
             if let Some(group) = replicas.and_then(|tied| tied_groups.get(&tied.pp_ranks)) {

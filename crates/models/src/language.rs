@@ -42,7 +42,7 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
 pub fn hidden_types(mesh: &Mesh, region: Region) -> Types {
     let ty = |axis| match axis {
         Axis::Tp => region.ty(),
-        Axis::Dp => Ty::Shard(0),
+        Axis::Ep | Axis::Dp => Ty::Shard(0),
         _ => Ty::Invariant,
     };
     mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))

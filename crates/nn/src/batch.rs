@@ -172,7 +172,7 @@ impl Batch {
 
 /// The types of samples: a slice of the batch on each rank of dp, the same samples on every other axis.
 pub fn sample_types(mesh: &Mesh) -> Types {
-    let ty = |axis| if axis == Axis::Dp { Ty::Shard(0) } else { Ty::Invariant };
+    let ty = |axis: Axis| if axis.is_data() { Ty::Shard(0) } else { Ty::Invariant };
     mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
 }
 

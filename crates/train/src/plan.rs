@@ -30,10 +30,10 @@ struct Kind {
 /// than one.
 fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
     let mut kinds: Vec<Kind> = Vec::new();
-    for first in (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Dp) == 0) {
+    for first in (0..mesh.world_size()).filter(|&rank| mesh.data_rank(mesh.coords(rank)) == 0) {
         let pp_rank = mesh.coords(first).get(Axis::Pp);
         let each = predict(config, first)?;
-        let ranks = mesh.group(first, &[Axis::Dp]);
+        let ranks = mesh.group(first, &Axis::DATA);
         match kinds.iter_mut().find(|kind| kind.pp_rank == pp_rank && kind.each == each) {
             Some(kind) => kind.ranks.extend(ranks),
             None => kinds.push(Kind { ranks, pp_rank, each }),

@@ -206,7 +206,7 @@ impl Trainer {
     /// The samples of a global batch that this rank's dp rank takes, and that [`step`](Self::step) expects.
     pub fn samples(&self) -> Range<usize> {
         let per_dp = self.micros * self.micro_batch;
-        let first = self.rank.coords().get(Axis::Dp) * per_dp;
+        let first = self.rank.mesh().data_rank(self.rank.coords()) * per_dp;
         first..first + per_dp
     }
 
@@ -345,7 +345,7 @@ impl Trainer {
         };
         let counts = (0..self.driver.updates()).map(of_update).collect::<Result<Vec<u64>, TrainError>>()?;
         let mut counts: Vec<i64> = counts.into_iter().map(|count| count as i64).collect();
-        self.rank.group(Axis::Dp).all_reduce_slice(&mut counts, ReduceOp::Sum)?;
+        self.rank.data_group().all_reduce_slice(&mut counts, ReduceOp::Sum)?;
         Ok(counts.into_iter().map(|count| count as u64).collect())
     }
 
@@ -421,7 +421,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
-    let (batch, dp) = (plan.global_batch_size, plan.mesh.degree(Axis::Dp));
+    let (batch, dp) = (plan.global_batch_size, plan.mesh.data_degree());
     if plan.blocks().is_some() && !tree::fits(batch, dp) {
         return Err(PlanError::Subtree { batch, dp });
     }

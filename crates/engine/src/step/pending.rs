@@ -8,7 +8,7 @@ use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{TIED, TrainError};
 use meshwork_core::hash::combine;
-use meshwork_core::{Axis, Buffer, DType, Pending, Record, ReduceOp, tree};
+use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Mesh, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
 use meshwork_tensor::Error;
 
@@ -136,7 +136,7 @@ impl Trainer {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
-        let mut values: Vec<f64> = names().map(bytes).collect();
+        let mut values: Vec<f64> = names(self.rank.mesh()).into_iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         let peaks = values.len();
         values.resize(peaks + world.size() * (1 + HASHES), 0.0);
@@ -157,7 +157,7 @@ impl Trainer {
         }
         let (mesh, own) = (self.rank.mesh(), self.rank.world_rank());
         let hash = |rank: usize, at: usize| &hashes[rank * HASHES + at..rank * HASHES + at + 2];
-        let dp = |rank: usize| mesh.coords(rank).get(Axis::Dp);
+        let dp = |rank: usize| mesh.data_rank(mesh.coords(rank));
         let mut others = (0..mesh.world_size()).filter(|&other| other != own);
         if let Some(other) = others.clone().find(|&other| hash(other, 0) != hash(own, 0)) {
             return Err(TrainError::Disagreement {
@@ -191,8 +191,9 @@ impl Trainer {
         let all = stats.0.wait()?;
         let values = all.as_slice::<f64>().map_err(Error::from)?;
         let world = self.rank.world().size() as f64;
-        let comm_bytes = names().zip(values).map(|(name, bytes)| (name, bytes / world)).collect();
-        let [stop, rest @ ..] = &values[names().count()..] else { unreachable!("sent as many values") };
+        let names = names(self.rank.mesh());
+        let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
+        let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
         let (peaks, hashes) = rest.split_at(self.rank.world().size());
         self.require_agreement(step, hashes)?;
         Ok(StepReport {
@@ -221,7 +222,9 @@ fn halves(hash: u64) -> [f64; 2] {
     [(hash >> 32) as f64, f64::from(hash as u32)]
 }
 
-/// Groups whose bytes are reported.
-fn names() -> impl Iterator<Item = &'static str> + Clone {
-    Axis::ALL.map(Axis::name).into_iter().chain([TIED, WORLD])
+/// Groups whose bytes are reported: those of experts where these are shared out.
+fn names(mesh: &Mesh) -> Vec<&'static str> {
+    let experts = mesh.degree(Axis::Ep) > 1;
+    let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
+    axes.chain(experts.then_some(EXPERT_DATA)).chain([TIED, WORLD]).collect()
 }

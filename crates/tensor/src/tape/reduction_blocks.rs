@@ -249,7 +249,7 @@ impl Backward<'_> {
     /// Refuses, in canonical numerics, a gradient that is Partial on another axis than that of the samples and `ordered`, the one
     /// over whose slices it is summed in blocks.
     fn require_order(&self, id: ParamId, ordered: Option<Axis>) -> Result<()> {
-        let summed = |axis: &Axis| *axis != Axis::Dp && ordered != Some(*axis);
+        let summed = |axis: &Axis| !axis.is_data() && ordered != Some(*axis);
         let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
         match found {
             None => Ok(()),

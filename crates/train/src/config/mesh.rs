@@ -32,12 +32,6 @@ pub fn parse_mesh(text: &str) -> Result<[usize; 5], Vec<Fault>> {
                 "sequence parallel is no axis: it shards over tp",
                 "use parallelism.sequence_parallel = true; to split long sequences, use the axis cp".to_string(),
             ),
-            // `ep` is a key of [parallelism] but not an axis of the mesh.
-            MeshError::UnknownAxis { name, .. } if name == "ep" => {
-                let value =
-                    format!("{} (from --mesh {text})", part.trim_start_matches("ep").trim_start_matches(['=', ' ']));
-                Fault::new("parallelism.ep", value, "expert parallelism has not landed yet", "use 1")
-            }
             MeshError::UnknownAxis { name, .. } => fault("unknown axis", choose_from(name, &AXES)),
             MeshError::Duplicate { axis } => fault("the axis is named twice", format!("name {axis} once")),
             MeshError::ZeroDegree { axis } => fault("a degree is at least 1", format!("use {axis}=1 or more")),
@@ -51,7 +45,7 @@ pub fn parse_mesh(text: &str) -> Result<[usize; 5], Vec<Fault>> {
         }
     };
     match Mesh::parse_degrees(text) {
-        Ok([tp, cp, dp, pp]) => Ok([dp, tp, pp, cp, 1]),
+        Ok([tp, cp, ep, dp, pp]) => Ok([dp, tp, pp, cp, ep]),
         Err(wrong) => Err(wrong.into_iter().map(fault).collect()),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
 use super::{Config, DecayName, ModelKind, OptimizerName};
-use meshwork_core::{Axis, Mesh, MeshError};
+use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::llama::{Llama, LlamaConfig};
@@ -122,7 +122,7 @@ impl Parallelism {
     /// # Errors
     /// Where a degree is 0 or the number of ranks overflows.
     pub fn mesh(&self) -> Result<Mesh, MeshError> {
-        Mesh::new([(Axis::Tp, self.tp), (Axis::Cp, self.cp), (Axis::Dp, self.dp), (Axis::Pp, self.pp)])
+        Mesh::of_degrees([self.tp, self.cp, self.ep, self.dp, self.pp])
     }
 
     /// Number of ranks of the [mesh](Self::mesh), or `None` if it overflows.

@@ -206,7 +206,7 @@ impl<'a> Pair<'a> {
         let holds = |&rank: &usize| {
             let coords = mesh.coords(rank);
             let in_slice = value.shape.iter().enumerate().all(|(dim, &extent)| {
-                let cut = value.types.iter().filter(|&(axis, ty)| axis != Axis::Dp && ty == Ty::Shard(dim));
+                let cut = value.types.iter().filter(|&(axis, ty)| !axis.is_data() && ty == Ty::Shard(dim));
                 let (mut place, mut cuts) = (0, 0);
                 for (axis, _) in cut {
                     (place, cuts) = (place * mesh.degree(axis) + coords.get(axis), cuts + 1);
@@ -214,7 +214,7 @@ impl<'a> Pair<'a> {
                 cuts == 0 || index.get(dim).is_some_and(|at| at / extent.max(1) == place)
             });
             let replicated = |axis| matches!(value.types.get(axis), None | Some(Ty::Invariant | Ty::Replicate));
-            let on_dp = replicated(Axis::Dp) || coords.get(Axis::Dp) == piece.dp;
+            let on_dp = Axis::DATA.into_iter().all(replicated) || mesh.data_rank(coords) == piece.dp;
             in_slice && on_dp && coords.get(Axis::Pp) == ops[op].stage
         };
         (0..mesh.world_size()).filter(holds).collect()

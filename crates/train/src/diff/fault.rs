@@ -59,7 +59,7 @@ impl Break {
     fn of(program: &Program, number: usize, op: &Op, value: &Value) -> Self {
         // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
         // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
-        let shares = value.types.partial_axes().filter(|&axis| axis != Axis::Dp).map(|axis| program.mesh.degree(axis));
+        let shares = value.types.partial_axes().filter(|&axis| !axis.is_data()).map(|axis| program.mesh.degree(axis));
         let ulps = match shares.product::<usize>() {
             1 => 1,
             shares => 2 * shares as u32,
@@ -108,9 +108,9 @@ impl Break {
 /// Whether the rank changes its value. All replicas do, and all shares of a sum. Of slices only the first does, because
 /// its local indices are global. Other dp ranks have other samples and change nothing.
 fn changed_at(types: &Types, site: Site) -> bool {
-    let everywhere = |axis, ty| match ty {
+    let everywhere = |axis: Axis, ty| match ty {
         Ty::Invariant | Ty::Replicate => true,
-        Ty::Partial => axis != Axis::Dp,
+        Ty::Partial => !axis.is_data(),
         Ty::Shard(_) | Ty::Varying => false,
     };
     types.iter().all(|(axis, ty)| everywhere(axis, ty) || site.coords.get(axis) == 0)

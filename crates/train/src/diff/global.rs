@@ -84,15 +84,15 @@ fn assemble_of<T: Float>(
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
     // Dims cut over several axes are cut over the first of them first, so they join over the last one first. Replicas are
     // compared last, when both are whole.
-    let mut axes: Vec<(Axis, Ty)> = types.iter().filter(|&(axis, ty)| axis != Axis::Dp || replicated(ty)).collect();
+    let mut axes: Vec<(Axis, Ty)> = types.iter().filter(|&(axis, ty)| !axis.is_data() || replicated(ty)).collect();
     axes.reverse();
     axes.sort_by_key(|&(_, ty)| replicated(ty));
 
     // A value with parts on several dp ranks is assembled over them; otherwise each dp rank has its own samples.
-    let whole_over_dp = types.get(Axis::Dp).is_none_or(replicated);
+    let whole_over_dp = Axis::DATA.into_iter().all(|axis| types.get(axis).is_none_or(replicated));
     let mut groups: BTreeMap<(usize, usize), Vec<&Record>> = BTreeMap::new();
     for record in records {
-        let dp = if whole_over_dp { 0 } else { record.coords.get(Axis::Dp) };
+        let dp = if whole_over_dp { 0 } else { program.mesh.data_rank(record.coords) };
         groups.entry((dp, record.micro)).or_default().push(record);
     }
     let (mut pieces, mut differ) = (BTreeMap::new(), None);

@@ -146,7 +146,7 @@ impl<'a> Side<'a> {
         let (plan, mesh) = (&self.plan, &self.plan.mesh);
         let (micros, size) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let times = if micros == 1 { "micro-batch" } else { "micro-batches" };
-        let [dp, tp, pp] = [Axis::Dp, Axis::Tp, Axis::Pp].map(|axis| mesh.degree(axis));
+        let [dp, tp, pp] = [mesh.data_degree(), mesh.degree(Axis::Tp), mesh.degree(Axis::Pp)];
         let (note, schedule) = (&self.note, plan.schedule.name());
         Ok(format!("dp={dp},tp={tp},pp={pp}{note}, {schedule}, {micros} {times} of {size}"))
     }

@@ -118,7 +118,8 @@ impl Probe {
     /// The recorded spans, if there is a profile.
     pub fn track(&self, rank: &Rank) -> Option<Track> {
         let place = |axis: Axis| format!("{axis}={}", rank.coords().get(axis));
-        let place = [Axis::Dp, Axis::Tp, Axis::Pp].map(place).join(",");
+        let data_rank = rank.mesh().data_rank(rank.coords());
+        let place = format!("dp={data_rank},{},{}", place(Axis::Tp), place(Axis::Pp));
         let spans = self.recorder.as_ref()?.drain();
         Some(Track { name: format!("rank {} ({place})", rank.world_rank()), spans })
     }
