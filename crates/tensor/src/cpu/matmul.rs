@@ -103,7 +103,11 @@ impl Cpu {
     }
 
     /// An operand of a product of `T`, which may have been stored as a matmul operand.
-    fn operand_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<MatmulOperand<'a, T>> {
+    pub(super) fn operand_of<'a, T: Float + Element>(
+        &self,
+        x: &'a Buffer,
+        strides: Strides,
+    ) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
             DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => {
                 Ok(MatmulOperand::Rounded(x.as_slice()?, strides))
