@@ -88,7 +88,7 @@ impl Router {
     pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
-        let logits = noisy.linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
+        let logits = noisy.exact_linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
         let scores = match config.router {
             RouterKind::Bias => logits.sigmoid()?,
             _ => logits.softmax()?,
