@@ -143,8 +143,8 @@ impl Dispatch {
         if ranks == 1 {
             order = permutation.sort(experts, 0..num_experts, returned)?;
             let of = |expert| (0..samples).map(|sample| rows_of(sample, expert)).collect();
-            let sources = vec![tape.first_sample()..tape.first_sample() + samples as u64];
-            groups = RowGroups::new(axis, sources, (0..num_experts).map(of).collect());
+            let own = tape.first_sample()..tape.first_sample() + samples as u64;
+            groups = RowGroups::new(axis, vec![own], (0..num_experts).map(of).collect());
             exchange = None;
         } else {
             let by_rank = permutation.group_ids(experts, places, held, false)?;

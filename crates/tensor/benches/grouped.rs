@@ -62,14 +62,15 @@ fn rates(pass: &str, rows: &[usize], hidden: usize, full: bool) -> [f64; 3] {
     let mut dw = numbers(GROUPS * n * k);
     let grouped = |rows: &[usize], dw: &mut Buffer| {
         let spec = GroupedGemm { rows, n, k, terms: Terms::WHOLE };
-        let device = cpu.grouped().expect("the CPU has them");
+        let device = cpu.grouped_matmul().expect("the CPU has them");
         match pass {
             "y" => drop(device.grouped_linear(spec, &x, &w).expect("a product")),
             "dx" => drop(device.grouped_input_grad(spec, &dy, &w).expect("a product")),
             _ => {
                 let ends = rows.iter().scan(0, |end, rows| {
                     *end += rows;
-                    Some(vec![*end - rows..*end])
+                    let all = *end - rows..*end;
+                    Some(vec![all])
                 });
                 let to = GroupedGrad { buffer: dw, start: 0, accumulate: false };
                 device.grouped_weight_grad(spec, &ends.collect::<Vec<_>>(), &dy, &x, to).expect("a product");

@@ -104,7 +104,7 @@ pub trait Device: Send + Sync + Debug {
     }
 
     /// Products of groups of rows, each with its own matrix.
-    fn grouped(&self) -> Result<&dyn Grouped> {
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
         Err(self.missing("grouped"))
     }
 

@@ -192,8 +192,8 @@ impl Device for Profiled {
         self.inner.loss().map(|_| self as _)
     }
 
-    fn grouped(&self) -> Result<&dyn Grouped> {
-        self.inner.grouped().map(|_| self as _)
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        self.inner.grouped_matmul().map(|_| self as _)
     }
 
     fn permutation(&self) -> Result<&dyn Permutation> {
@@ -705,13 +705,13 @@ impl Optim for Profiled {
 impl Grouped for Profiled {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.record(grouped("grouped gemm nt", spec, w.dtype(), &[x, w]), |device| {
-            device.grouped()?.grouped_linear(spec, x, w)
+            device.grouped_matmul()?.grouped_linear(spec, x, w)
         })
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.record(grouped("grouped gemm nn", spec, w.dtype(), &[dy, w]), |device| {
-            device.grouped()?.grouped_input_grad(spec, dy, w)
+            device.grouped_matmul()?.grouped_input_grad(spec, dy, w)
         })
     }
 
@@ -726,16 +726,18 @@ impl Grouped for Profiled {
         let mut what = grouped("grouped gemm tn", spec, dw.buffer.dtype(), &[dy, x]);
         what.bytes +=
             (blocks.len() * spec.n * spec.k * dw.buffer.dtype().size() * if dw.accumulate { 2 } else { 1 }) as u64;
-        self.record(what, |device| device.grouped()?.grouped_weight_grad(spec, blocks, dy, x, dw))
+        self.record(what, |device| device.grouped_matmul()?.grouped_weight_grad(spec, blocks, dy, x, dw))
     }
 
     fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "grouped_bias", &[x, bias], |device| device.grouped()?.grouped_bias(rows, x, bias))
+        self.span(Class::Pointwise, "grouped_bias", &[x, bias], |device| {
+            device.grouped_matmul()?.grouped_bias(rows, x, bias)
+        })
     }
 
     fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
         self.span(Class::Pointwise, "grouped_bias_grad", &[dy], |device| {
-            device.grouped()?.grouped_bias_grad(blocks, n, dy, db)
+            device.grouped_matmul()?.grouped_bias_grad(blocks, n, dy, db)
         })
     }
 }

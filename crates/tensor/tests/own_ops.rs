@@ -123,8 +123,8 @@ fn products() {
 #[test]
 fn products_of_groups() {
     let groups = |x: &Var| {
-        let rows = x.shape()[0];
-        Rc::new(RowGroups::new(Axis::Dp, vec![0..1], vec![vec![1], vec![rows - 1]]))
+        let (rows, sample) = (x.shape()[0], 0..1);
+        Rc::new(RowGroups::new(Axis::Dp, vec![sample], vec![vec![1], vec![rows - 1]]))
     };
     for kind in [OpInput::value, OpInput::parameter] {
         check("grouped_linear", &[x(&[3, 5]), kind("w", &[2, 3, 5]).fixed(&[0])], |v| {

@@ -6,9 +6,11 @@ use meshwork_moe::balance::{Load, switch_loss};
 use meshwork_moe::dispatch::{Chosen, Dispatch};
 use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Router, RouterKind};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 const HIDDEN: usize = 4;
@@ -65,7 +67,8 @@ fn rows_meet_the_experts_of_their_rank() {
         ("over tp", &[EXPERTS, 6, HIDDEN], Placement::replicated().shard(EP, 0).shard(Axis::Tp, 1)),
     ]);
     let rows = |tp, ep| value(&tape, &[3, HIDDEN], tp, ep);
-    let groups = std::rc::Rc::new(meshwork_tensor::op::RowGroups::new(EP, vec![0..1], vec![vec![1], vec![2]]));
+    let sample = 0..1;
+    let groups = Rc::new(RowGroups::new(EP, vec![sample], vec![vec![1], vec![2]]));
     let product = |x: &Var, name: &str| x.grouped_linear(&tape.param(ids[name])?, 1, &groups);
     let y = product(&rows(Ty::Invariant, Ty::Varying), "cut").unwrap();
     assert_eq!(y.types(), Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Varying)]));

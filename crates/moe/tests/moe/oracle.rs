@@ -86,11 +86,12 @@ impl<'a> Oracle<'a> {
             let scores: Vec<Vec<f64>> = (0..seq).map(|t| self.scores(&self.params, sample * seq + t)).collect();
             let mut used = vec![Vec::new(); seq];
             if config.router == RouterKind::ExpertChoice {
-                for e in 0..experts {
+                let take = |e: usize| {
                     let mut tokens: Vec<usize> = (0..seq).collect();
                     tokens.sort_by(|&a, &b| scores[b][e].total_cmp(&scores[a][e]));
                     tokens[..capacity].iter().for_each(|&t| used[t].push(e));
-                }
+                };
+                (0..experts).for_each(take);
                 self.used.extend(used.clone());
                 self.chosen.extend(used);
                 continue;
@@ -116,11 +117,11 @@ impl<'a> Oracle<'a> {
                 .collect();
             let mut taken = vec![0; experts];
             for choice in 0..config.top_k {
-                for t in 0..seq {
-                    let e = chosen[t][choice];
+                for (chosen, used) in chosen.iter().zip(&mut used) {
+                    let e = chosen[choice];
                     if taken[e] < capacity {
                         taken[e] += 1;
-                        used[t].push(e);
+                        used.push(e);
                     }
                 }
             }

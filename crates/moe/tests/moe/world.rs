@@ -88,9 +88,8 @@ pub struct Outcome {
 
 /// What one rank has.
 struct OfRank {
-    /// (first sample, values) of each micro-batch.
-    output: Vec<(u64, Vec<f32>)>,
-    dx: Vec<(u64, Vec<f32>)>,
+    output: Parts,
+    dx: Parts,
     /// Per parameter: shares of samples, each with the runs of elements (global start, values).
     params: BTreeMap<String, Vec<Share>>,
     types: BTreeMap<String, Types>,
@@ -99,6 +98,12 @@ struct OfRank {
     bytes: f64,
     counted: bool,
 }
+
+/// (first sample, values) of each micro-batch.
+type Parts = Vec<(u64, Vec<f32>)>;
+
+/// Sums over samples of the same elements.
+type Sums = Vec<(Range<u64>, Vec<f32>)>;
 
 /// A sum over samples: of these, the runs of elements (global start, values).
 type Share = (Range<u64>, Vec<(u64, Vec<f32>)>);
@@ -253,7 +258,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
 
 fn assemble(case: &Case, how: How, ranks: Vec<OfRank>) -> Outcome {
     let [batch, seq, hidden, _] = case.dims;
-    let whole = |of: &dyn Fn(&OfRank) -> Vec<(u64, Vec<f32>)>| {
+    let whole = |of: &dyn Fn(&OfRank) -> Parts| {
         let mut values =
             vec![
                 f32::NAN;
@@ -273,7 +278,7 @@ fn assemble(case: &Case, how: How, ranks: Vec<OfRank>) -> Outcome {
         }
         values
     };
-    let mut params: BTreeMap<String, BTreeMap<u64, Vec<(Range<u64>, Vec<f32>)>>> = BTreeMap::new();
+    let mut params: BTreeMap<String, BTreeMap<u64, Sums>> = BTreeMap::new();
     for rank in &ranks {
         for (name, shares) in &rank.params {
             let tp = rank.types[name].get(Axis::Tp);
@@ -289,7 +294,7 @@ fn assemble(case: &Case, how: How, ranks: Vec<OfRank>) -> Outcome {
             }
         }
     }
-    let sum = |shares: Vec<(Range<u64>, Vec<f32>)>| match case.canonical {
+    let sum = |shares: Sums| match case.canonical {
         true => in_tree(shares),
         false => shares.into_iter().map(|(_, values)| values).reduce(|a, b| add(&a, &b)).unwrap_or_default(),
     };
@@ -320,7 +325,7 @@ fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
 }
 
 /// The sum of shares of whole subtrees of the samples, in the tree over all of them.
-fn in_tree(mut shares: Vec<(Range<u64>, Vec<f32>)>) -> Vec<f32> {
+fn in_tree(mut shares: Sums) -> Vec<f32> {
     shares.sort_by_key(|(samples, _)| samples.start);
     let (mut sums, mut next) = (tree::Counter::default(), 0);
     for (samples, values) in shares {

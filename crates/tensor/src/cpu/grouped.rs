@@ -246,7 +246,10 @@ mod tests {
                 }
             }
             // One block each, added to what is there.
-            let whole = [vec![0..7 * scale], vec![7 * scale..7 * scale], vec![7 * scale..11 * scale]];
+            let whole = [[0, 7], [7, 7], [7, 11]].map(|[from, to]| {
+                let all = from * scale..to * scale;
+                vec![all]
+            });
             let [fresh, added] = [run(&whole, false, 9.0), run(&whole, true, 1.0)];
             for (fresh, added) in fresh.iter().flatten().zip(added.iter().flatten()) {
                 assert!((fresh + 1.0 - added).abs() <= 1e-4 * fresh.abs().max(1.0));

@@ -1,5 +1,7 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, MatmulOperand, Precision, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum};
+use super::kernels::matmul::{
+    Epilogue, MatmulOperand, Precision, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum,
+};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;

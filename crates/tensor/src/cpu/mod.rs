@@ -137,7 +137,7 @@ impl Device for Cpu {
         Ok(self)
     }
 
-    fn grouped(&self) -> Result<&dyn kernel::Grouped> {
+    fn grouped_matmul(&self) -> Result<&dyn kernel::Grouped> {
         Ok(self)
     }
 

@@ -34,12 +34,30 @@ impl Gemm {
 
     /// Its input gradient: `dX[m, k] = dY[m, n] · W[n, k]`, for the m, n, k of the forward.
     pub fn linear_input_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n: k, k: n, a_transposed: false, b_transposed: false, accumulate: false, terms: Terms::WHOLE, exact: false }
+        Self {
+            m,
+            n: k,
+            k: n,
+            a_transposed: false,
+            b_transposed: false,
+            accumulate: false,
+            terms: Terms::WHOLE,
+            exact: false,
+        }
     }
 
     /// Its weight gradient: `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, for the m, n, k of the forward.
     pub fn linear_weight_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false, terms: Terms::WHOLE, exact: false }
+        Self {
+            m: n,
+            n: k,
+            k: m,
+            a_transposed: true,
+            b_transposed: false,
+            accumulate: false,
+            terms: Terms::WHOLE,
+            exact: false,
+        }
     }
 
     /// The same, added to the old contents if `accumulate`.

@@ -155,7 +155,7 @@ impl Device for Meta {
         Ok(self)
     }
 
-    fn grouped(&self) -> Result<&dyn kernel::Grouped> {
+    fn grouped_matmul(&self) -> Result<&dyn kernel::Grouped> {
         Ok(self)
     }
 

@@ -178,7 +178,7 @@ impl Op for GroupedLinear {
         )?;
         cx.save_input(0)?;
         cx.save_input(1)?;
-        let y = x.device().grouped()?.grouped_linear(self.gemm(self.terms[0]), x.buffer(), w.buffer())?;
+        let y = x.device().grouped_matmul()?.grouped_linear(self.gemm(self.terms[0]), x.buffer(), w.buffer())?;
         let shape = [&[self.groups.total()], &ws[1..ws.len() - self.contract]].concat();
         Tensor::from_buffer(x.device(), y, &shape[..])
     }
@@ -193,13 +193,14 @@ impl Op for GroupedLinear {
                 let BlockSlot { buffer, start, accumulate, .. } = slot;
                 let dw = GroupedGrad { buffer, start, accumulate };
                 let spec = self.gemm(Terms::WHOLE);
-                device.grouped()?.grouped_weight_grad(spec, &blocks, grad.buffer(), x.buffer(), dw)
+                device.grouped_matmul()?.grouped_weight_grad(spec, &blocks, grad.buffer(), x.buffer(), dw)
             })?;
         }
         let dx = match cx.needs(0) {
             true => {
                 let w = cx.saved(1)?;
-                let dx = device.grouped()?.grouped_input_grad(self.gemm(self.terms[1]), grad.buffer(), w.buffer())?;
+                let dx =
+                    device.grouped_matmul()?.grouped_input_grad(self.gemm(self.terms[1]), grad.buffer(), w.buffer())?;
                 let contracted = &self.weight_shape[self.weight_shape.len() - self.contract..];
                 Some(Tensor::from_buffer(device, dx, &[&[self.groups.total()], contracted].concat()[..])?)
             }
@@ -234,7 +235,7 @@ impl Op for GroupedBias {
         self.groups.fits(cx, inputs)?;
         let fits = x.shape()[1..] == bias.shape()[1..];
         cx.require(fits, || "x and bias have the same dims after the first".to_owned(), inputs)?;
-        let y = x.device().grouped()?.grouped_bias(&self.groups.rows, x.buffer(), bias.buffer())?;
+        let y = x.device().grouped_matmul()?.grouped_bias(&self.groups.rows, x.buffer(), bias.buffer())?;
         Tensor::from_buffer(x.device(), y, x.shape())
     }
 
@@ -244,7 +245,7 @@ impl Op for GroupedBias {
             let blocks = self.groups.blocks(&slot.samples, slot.blocks);
             let BlockSlot { buffer, start, accumulate, .. } = slot;
             let db = GroupedGrad { buffer, start, accumulate };
-            grad.device().grouped()?.grouped_bias_grad(&blocks, n, grad.buffer(), db)
+            grad.device().grouped_matmul()?.grouped_bias_grad(&blocks, n, grad.buffer(), db)
         })?;
         Ok(vec![cx.needs(0).then_some(grad), db])
     }

@@ -317,7 +317,10 @@ impl Op for Linear {
             dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
                 let (from, to) = (room.samples.start * rows, room.samples.end * rows);
                 let terms = Terms { blocks: room.blocks, ..Terms::WHOLE };
-                let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms).exact(self.exact);
+                let spec = Gemm::linear_weight_grad(to - from, n, k)
+                    .accumulating(room.accumulate)
+                    .over(terms)
+                    .exact(self.exact);
                 let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
             })?;

@@ -21,6 +21,7 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, DType, Ty, Types, tree};
 use std::ops::Range;
+use std::slice;
 
 /// How the terms of a contraction are cut. The terms are in consecutive `segments`, and block i is the i-th of `blocks`
 /// slices of every segment. Boundaries between slices are rounded down. Within a block, terms follow in order.
@@ -174,7 +175,7 @@ impl Backward<'_> {
         self.written.push(i);
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
-        for Part { samples, numbers } in self.parts(&self.own(tokens.samples)) {
+        for Part { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
             let at = samples.start * slices * n;
             device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
             let share = GradShard {
@@ -235,7 +236,7 @@ impl Backward<'_> {
         samples: usize,
         write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        self.write_parts(i, dtype, shape, &self.own(samples), write)
+        self.write_parts(i, dtype, shape, slice::from_ref(&self.own(samples)), write)
     }
 
     fn write_parts(
@@ -308,9 +309,9 @@ impl Backward<'_> {
     }
 
     /// The first `samples` samples of the tape.
-    fn own(&self, samples: usize) -> [Range<u64>; 1] {
+    fn own(&self, samples: usize) -> Range<u64> {
         let first = self.tape.first_sample();
-        [first..first + samples as u64]
+        first..first + samples as u64
     }
 }
 

@@ -461,11 +461,11 @@ impl Reduction for Opaque {
 
 impl Grouped for Opaque {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
-        hidden(self.inner.grouped()?.grouped_linear(spec, &host(x), &host(w)))
+        hidden(self.inner.grouped_matmul()?.grouped_linear(spec, &host(x), &host(w)))
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
-        hidden(self.inner.grouped()?.grouped_input_grad(spec, &host(dy), &host(w)))
+        hidden(self.inner.grouped_matmul()?.grouped_input_grad(spec, &host(dy), &host(w)))
     }
 
     fn grouped_weight_grad(
@@ -479,19 +479,19 @@ impl Grouped for Opaque {
         let GroupedGrad { buffer, start, accumulate } = dw;
         with_host(buffer, |buffer| {
             let dw = GroupedGrad { buffer, start, accumulate };
-            self.inner.grouped()?.grouped_weight_grad(spec, blocks, &host(dy), &host(x), dw)
+            self.inner.grouped_matmul()?.grouped_weight_grad(spec, blocks, &host(dy), &host(x), dw)
         })
     }
 
     fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        hidden(self.inner.grouped()?.grouped_bias(rows, &host(x), &host(bias)))
+        hidden(self.inner.grouped_matmul()?.grouped_bias(rows, &host(x), &host(bias)))
     }
 
     fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
         let GroupedGrad { buffer, start, accumulate } = db;
         with_host(buffer, |buffer| {
             let db = GroupedGrad { buffer, start, accumulate };
-            self.inner.grouped()?.grouped_bias_grad(blocks, n, &host(dy), db)
+            self.inner.grouped_matmul()?.grouped_bias_grad(blocks, n, &host(dy), db)
         })
     }
 }

@@ -116,7 +116,7 @@ impl Device for Opaque {
         Ok(self)
     }
 
-    fn grouped(&self) -> Result<&dyn Grouped> {
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
         Ok(self)
     }
 

@@ -112,7 +112,7 @@ pub fn pick<T: Float>(scores: &[T], choices: &[i32], of: Pick, out: &mut [T]) {
             *out = usize::try_from(choice).map_or(T::ZERO, |expert| scores[expert]);
         }
         let factor = T::from_f64(of.scale) / divisor(out, of);
-        out.iter_mut().for_each(|out| *out = *out * factor);
+        out.iter_mut().for_each(|out| *out *= factor);
     }
 }
 
