@@ -7,6 +7,7 @@ pub use meshwork_core as core;
 pub use meshwork_data_parallel as data_parallel;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
+pub use meshwork_moe as moe;
 pub use meshwork_nn as nn;
 pub use meshwork_optim as optim;
 pub use meshwork_pipeline as pipeline;

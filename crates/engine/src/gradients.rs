@@ -6,6 +6,7 @@ use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -131,15 +132,14 @@ pub struct OrderedSums {
     sums: Vec<BTreeMap<usize, Waiting>>,
 }
 
-/// Sums of subtrees that wait for their right neighbours, the oldest first.
+/// Sums of subtrees that wait for their siblings, in the order of their samples. A micro-batch of experts has samples of several
+/// ranks, so that they may come in any order.
 #[derive(Debug, Default)]
 struct Waiting {
     /// Number of copies that arrive together.
     copies: usize,
-    /// The sample that must come next.
-    next: u64,
-    /// (samples, sum). The oldest sum is in the bucket, and is `None` here.
-    sums: Vec<(u64, Option<Buffer>)>,
+    /// (samples, sum). The sum that came first is in the bucket, and is `None` here.
+    sums: Vec<(Range<u64>, Option<Buffer>)>,
 }
 
 impl OrderedSums {
@@ -154,15 +154,38 @@ impl OrderedSums {
 }
 
 impl Waiting {
-    /// Adds the newest sum to the one before it. The oldest sum begins at element `oldest` of `bucket`.
-    fn join(&mut self, device: &dyn Device, bucket: &mut Buffer, oldest: usize) -> Result<()> {
-        let Some((samples, Some(right))) = self.sums.pop() else { return Ok(()) };
-        let Some((all, left)) = self.sums.last_mut() else { return Ok(()) };
-        *all += samples;
-        match left {
-            Some(left) => device.pointwise()?.add_assign(left, 0, &right),
-            None => device.pointwise()?.add_assign(bucket, oldest, &right),
+    /// Adds sum `i + 1` to sum `i`. The sum that is in the bucket begins at element `start` of it.
+    fn join(&mut self, i: usize, device: &dyn Device, bucket: &mut Buffer, start: usize) -> Result<()> {
+        let (right, right_sum) = self.sums.remove(i + 1);
+        let (samples, left_sum) = &mut self.sums[i];
+        samples.end = right.end;
+        match (left_sum.as_mut(), right_sum) {
+            (Some(left), Some(right)) => device.pointwise()?.add_assign(left, 0, &right),
+            (None, Some(right)) => device.pointwise()?.add_assign(bucket, start, &right),
+            // The same bits: a sum of two does not depend on their order.
+            (Some(left), None) => {
+                device.pointwise()?.add_assign(bucket, start, left)?;
+                *left_sum = None;
+                Ok(())
+            }
+            (None, None) => Err(Error::Backward("two sums of a gradient are in its bucket".to_owned())),
         }
+    }
+
+    /// The first of two sums that are siblings.
+    fn siblings(&self) -> Option<usize> {
+        self.sums.array_windows().position(|[(left, _), (right, _)]| {
+            let len = left.end - left.start;
+            left.end == right.start && len == right.end - right.start && left.start.is_multiple_of(2 * len)
+        })
+    }
+
+    /// Where a sum of these samples belongs; `None` if some of them are here.
+    fn place_of(&self, samples: &Range<u64>) -> Option<usize> {
+        let at = self.sums.partition_point(|(range, _)| range.start < samples.start);
+        let before = at.checked_sub(1).is_none_or(|before| self.sums[before].0.end <= samples.start);
+        let after = self.sums.get(at).is_none_or(|(range, _)| samples.end <= range.start);
+        (before && after).then_some(at)
     }
 }
 
@@ -180,32 +203,28 @@ impl Gradients {
         let n = all.len() / copies;
         let start = all.start + first * n;
         let waiting = ordered.sums[share.id.index()].entry(first).or_default();
-        let in_order = waiting.sums.is_empty() || waiting.next == share.samples.start;
-        if before + share.copies.end > copies || !in_order {
+        let place = waiting.place_of(&share.samples);
+        let Some(_) = place.filter(|_| before + share.copies.end <= copies) else {
             return Err(Error::Backward(format!(
-                "a share of samples {:?} for copies {:?} of the gradient of parameter {}, which has {copies}, and waits for \
-                 sample {}",
+                "a share of samples {:?} for copies {:?} of the gradient of parameter {}, which has {copies}, and has samples {:?}",
                 share.samples,
                 share.copies,
                 share.id.index(),
-                waiting.next
+                waiting.sums.iter().map(|(samples, _)| samples).collect::<Vec<_>>()
             )));
+        };
+        while let Some(left) = waiting.siblings() {
+            waiting.join(left, &*self.device, buffer, start)?;
         }
-        while let [.., (left, _), (right, _)] = waiting.sums[..]
-            && left == right
-        {
-            waiting.join(&*self.device, buffer, start)?;
-        }
-        (waiting.copies, waiting.next) = (share.copies.len(), share.samples.end);
-        let samples = share.samples.end - share.samples.start;
+        waiting.copies = share.copies.len();
         if waiting.sums.is_empty() {
-            waiting.sums.push((samples, None));
+            waiting.sums.push((share.samples.clone(), None));
             return Ok(GradSlot { buffer, start, first: true });
         }
         let room = self.device.alloc(buffer.dtype(), n * share.copies.len())?;
-        waiting.sums.push((samples, None));
-        let Some((_, sum)) = waiting.sums.last_mut() else { unreachable!("just pushed") };
-        Ok(GradSlot { buffer: sum.insert(room), start: 0, first: true })
+        let at = waiting.sums.partition_point(|(range, _)| range.start < share.samples.start);
+        waiting.sums.insert(at, (share.samples.clone(), None));
+        Ok(GradSlot { buffer: waiting.sums[at].1.insert(room), start: 0, first: true })
     }
 
     /// Adds up the waiting sums of a gradient, and zeroes the copies that no stage of this rank fills.
@@ -217,8 +236,17 @@ impl Gradients {
         let mut filled = 0;
         for (&first, waiting) in &mut ordered.sums[id.index()] {
             let start = all.start + first * n;
-            while waiting.sums.len() > 1 {
-                waiting.join(&*self.device, buffer, start)?;
+            while let Some(left) = waiting.siblings() {
+                waiting.join(left, &*self.device, buffer, start)?;
+            }
+            if let Some([(left, _), (right, _)]) = waiting.sums.array_windows().find(|[a, b]| a.0.end != b.0.start) {
+                let id = id.index();
+                return Err(Error::Backward(format!(
+                    "the gradient of parameter {id} has samples {left:?} and {right:?}, and none between"
+                )));
+            }
+            while let Some(left) = waiting.sums.len().checked_sub(2) {
+                waiting.join(left, &*self.device, buffer, start)?;
             }
             self.device.optim()?.zero(buffer, all.start + filled * n..start)?;
             filled = first + waiting.copies;

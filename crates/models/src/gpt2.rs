@@ -9,9 +9,11 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`.
 
+use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
 use crate::language::{self, HiddenModule, LanguageStage};
 use meshwork_core::Mesh;
-use meshwork_nn::{Activation, Batch, Field, LayerNorm, Model, Positions, Stage, StageSpec};
+use meshwork_moe::GroupedMlp;
+use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, Stage, StageSpec};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
 use std::ops::Range;
@@ -53,6 +55,7 @@ pub struct Gpt2Config {
 pub struct Gpt2 {
     config: Gpt2Config,
     region: Region,
+    experts: Option<ExpertsConfig>,
 }
 
 #[derive(Clone, Debug)]
@@ -67,7 +70,7 @@ struct Block {
     ln_1: LayerNorm,
     attn: ParallelAttention,
     ln_2: LayerNorm,
-    mlp: ParallelMlp,
+    mlp: FeedForward<ParallelMlp>,
     dropout: f32,
 }
 
@@ -90,7 +93,12 @@ impl Default for Gpt2Config {
 impl Gpt2 {
     /// A model of these sizes.
     pub fn new(config: Gpt2Config) -> Self {
-        Self { config, region: Region::Invariant }
+        Self { config, region: Region::Invariant, experts: None }
+    }
+
+    /// The same with experts in place of the MLPs of some layers, or of none.
+    pub fn with_experts(self, experts: Option<ExpertsConfig>) -> Self {
+        Self { experts, ..self }
     }
 
     /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
@@ -127,7 +135,7 @@ impl Model for Gpt2 {
                 let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
                 Ok(Embedding { tokens, positions, dropout })
             },
-            |params, layer| Block::new(params, mesh, &self.config, layer),
+            |params, layer| Block::new(params, mesh, self, layer),
             |params| {
                 let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
                 let head = match tie_embeddings {
@@ -147,18 +155,32 @@ impl Model for Gpt2 {
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         language::unmasked(batch, samples)
     }
+
+    /// Those of routers, if there are experts.
+    fn metrics(&self) -> Vec<Metric> {
+        experts::metrics(self.experts.as_ref())
+    }
 }
 
 impl Block {
-    fn new(params: &mut Declarations, mesh: &Mesh, config: &Gpt2Config, layer: usize) -> Result<Self> {
+    fn new(params: &mut Declarations, mesh: &Mesh, model: &Gpt2, layer: usize) -> Result<Self> {
+        let Gpt2 { config, experts, .. } = *model;
         let (hidden, heads, ffn) = (config.hidden_size, config.num_heads, config.ffn_hidden_size);
+        let spec = FeedForwardSpec { hidden, ffn, num_layers: config.num_layers, experts };
         let init = [STD, STD / (2.0 * config.num_layers as f32).sqrt()].map(|std| Init::Normal { std });
         let name = |part: &str| format!("h.{layer}.{part}");
         Ok(Self {
             ln_1: LayerNorm::new(params, &name("ln_1"), hidden, true)?,
             attn: ParallelAttention::new(params, mesh, &name("attn"), hidden, heads, true, init)?,
             ln_2: LayerNorm::new(params, &name("ln_2"), hidden, true)?,
-            mlp: ParallelMlp::new(params, mesh, &name("mlp"), hidden, ffn, true, init)?,
+            mlp: FeedForward::new(
+                params,
+                mesh,
+                name("mlp"),
+                (spec, layer, init[0]),
+                |params, name, ffn| ParallelMlp::new(params, mesh, name, hidden, ffn, true, init),
+                |params, name, shape| GroupedMlp::new(params, mesh, name, shape, true, init),
+            )?,
             dropout: config.dropout,
         })
     }
@@ -174,6 +196,6 @@ impl HiddenModule for Embedding {
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), self.dropout)?;
-        self.mlp.forward(tape, &self.ln_2.operand(tape, &x)?, region, Some(&x), self.dropout)
+        self.mlp.forward(tape, &x, &self.ln_2, region, self.dropout)
     }
 }

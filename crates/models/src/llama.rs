@@ -25,9 +25,11 @@
 //!
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
+use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
 use crate::language::{self, HiddenModule, LanguageStage};
 use meshwork_core::Mesh;
-use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec};
+use meshwork_moe::GroupedSwiGlu;
+use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region, VocabParallelEmbedding};
@@ -109,6 +111,7 @@ const fn llama3(
 pub struct Llama {
     config: LlamaConfig,
     region: Region,
+    experts: Option<ExpertsConfig>,
 }
 
 #[derive(Clone, Debug)]
@@ -116,13 +119,18 @@ struct Block {
     attn_norm: RmsNorm,
     attn: ParallelGroupedAttention,
     mlp_norm: RmsNorm,
-    mlp: ParallelSwiGlu,
+    mlp: FeedForward<ParallelSwiGlu>,
 }
 
 impl Llama {
     /// A model of these sizes.
     pub fn new(config: LlamaConfig) -> Self {
-        Self { config, region: Region::Invariant }
+        Self { config, region: Region::Invariant, experts: None }
+    }
+
+    /// The same with experts in place of the MLPs of some layers, or of none: in all of them, it is a Mixtral.
+    pub fn with_experts(self, experts: Option<ExpertsConfig>) -> Self {
+        Self { experts, ..self }
     }
 
     /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
@@ -155,7 +163,7 @@ impl Model for Llama {
             part,
             self.region,
             |params| table(params, "embed_tokens"),
-            |params, layer| Block::new(params, mesh, &self.config, layer),
+            |params, layer| Block::new(params, mesh, self, layer),
             |params| {
                 let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
                 let head = match tie_embeddings {
@@ -175,11 +183,18 @@ impl Model for Llama {
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         language::unmasked(batch, samples)
     }
+
+    /// Those of routers, if there are experts.
+    fn metrics(&self) -> Vec<Metric> {
+        experts::metrics(self.experts.as_ref())
+    }
 }
 
 impl Block {
-    fn new(params: &mut Declarations, mesh: &Mesh, config: &LlamaConfig, layer: usize) -> Result<Self> {
+    fn new(params: &mut Declarations, mesh: &Mesh, model: &Llama, layer: usize) -> Result<Self> {
+        let Llama { config, experts, .. } = *model;
         let (hidden, ffn, eps) = (config.hidden_size, config.ffn_hidden_size, config.norm_eps);
+        let spec = FeedForwardSpec { hidden, ffn, num_layers: config.num_layers, experts };
         let heads = GroupedHeads {
             heads: config.num_heads,
             kv_heads: config.num_kv_heads,
@@ -192,7 +207,14 @@ impl Block {
             attn_norm: RmsNorm::new(params, &name("input_layernorm"), hidden, eps)?,
             attn: ParallelGroupedAttention::new(params, mesh, &name("self_attn"), hidden, heads, false, init)?,
             mlp_norm: RmsNorm::new(params, &name("post_attention_layernorm"), hidden, eps)?,
-            mlp: ParallelSwiGlu::new(params, mesh, &name("mlp"), hidden, ffn, false, init)?,
+            mlp: FeedForward::new(
+                params,
+                mesh,
+                name("mlp"),
+                (spec, layer, init[0]),
+                |params, name, ffn| ParallelSwiGlu::new(params, mesh, name, hidden, ffn, false, init),
+                |params, name, shape| GroupedSwiGlu::new(params, mesh, name, shape, init),
+            )?,
         })
     }
 }
@@ -200,6 +222,6 @@ impl Block {
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), 0.0)?;
-        self.mlp.forward(tape, &self.mlp_norm.operand(tape, &x)?, region, Some(&x), 0.0)
+        self.mlp.forward(tape, &x, &self.mlp_norm, region, 0.0)
     }
 }

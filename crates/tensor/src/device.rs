@@ -103,6 +103,21 @@ pub trait Device: Send + Sync + Debug {
         Err(self.missing("loss"))
     }
 
+    /// Products of groups of rows, each with its own matrix.
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        Err(self.missing("grouped"))
+    }
+
+    /// Rows moved by integers.
+    fn permutation(&self) -> Result<&dyn Permutation> {
+        Err(self.missing("permutation"))
+    }
+
+    /// Routers of a mixture of experts.
+    fn routing(&self) -> Result<&dyn Routing> {
+        Err(self.missing("routing"))
+    }
+
     /// Moving blocks of memory.
     fn layout(&self) -> Result<&dyn Layout> {
         Err(self.missing("layout"))

@@ -192,6 +192,18 @@ impl Device for Profiled {
         self.inner.loss().map(|_| self as _)
     }
 
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        self.inner.grouped_matmul().map(|_| self as _)
+    }
+
+    fn permutation(&self) -> Result<&dyn Permutation> {
+        self.inner.permutation().map(|_| self as _)
+    }
+
+    fn routing(&self) -> Result<&dyn Routing> {
+        self.inner.routing().map(|_| self as _)
+    }
+
     fn layout(&self) -> Result<&dyn Layout> {
         self.inner.layout().map(|_| self as _)
     }
@@ -687,5 +699,165 @@ impl Optim for Profiled {
         let (detail, dtype) = (Detail::None, dtype(&[weights]));
         let what = What { class: Class::Optimizer, name: "update", detail, dtype, bytes };
         self.record(what, |device| device.optim()?.update(rule, update, weights, grads, states, range))
+    }
+}
+
+impl Grouped for Profiled {
+    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
+        self.record(grouped("grouped gemm nt", spec, w.dtype(), &[x, w]), |device| {
+            device.grouped_matmul()?.grouped_linear(spec, x, w)
+        })
+    }
+
+    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
+        self.record(grouped("grouped gemm nn", spec, w.dtype(), &[dy, w]), |device| {
+            device.grouped_matmul()?.grouped_input_grad(spec, dy, w)
+        })
+    }
+
+    fn grouped_weight_grad(
+        &self,
+        spec: GroupedGemm<'_>,
+        blocks: &GroupBlocks,
+        dy: &Buffer,
+        x: &Buffer,
+        dw: GroupedGrad<'_>,
+    ) -> Result<()> {
+        let mut what = grouped("grouped gemm tn", spec, dw.buffer.dtype(), &[dy, x]);
+        what.bytes +=
+            (blocks.len() * spec.n * spec.k * dw.buffer.dtype().size() * if dw.accumulate { 2 } else { 1 }) as u64;
+        self.record(what, |device| device.grouped_matmul()?.grouped_weight_grad(spec, blocks, dy, x, dw))
+    }
+
+    fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "grouped_bias", &[x, bias], |device| {
+            device.grouped_matmul()?.grouped_bias(rows, x, bias)
+        })
+    }
+
+    fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
+        self.span(Class::Pointwise, "grouped_bias_grad", &[dy], |device| {
+            device.grouped_matmul()?.grouped_bias_grad(blocks, n, dy, db)
+        })
+    }
+}
+
+/// The products of all groups as one.
+fn grouped(name: &'static str, spec: GroupedGemm<'_>, dtype: DType, reads: &[&Buffer]) -> What {
+    What::product(name, [spec.rows.iter().sum(), spec.n, spec.k], dtype, reads)
+}
+
+impl Permutation for Profiled {
+    fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {
+        self.span(Class::Memory, "counts", &[choices], |device| device.permutation()?.counts(choices, samples, ids))
+    }
+
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "sort", &[choices], |device| device.permutation()?.sort(choices, ids, total))
+    }
+
+    fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "invert", &[order], |device| device.permutation()?.invert(order, n))
+    }
+
+    fn group_ids(&self, choices: &Buffer, k: usize, size: usize, once: bool) -> Result<Buffer> {
+        self.span(Class::Memory, "group_ids", &[choices], |device| {
+            device.permutation()?.group_ids(choices, k, size, once)
+        })
+    }
+
+    fn gather(&self, x: &Buffer, index: &Buffer, per: usize, width: usize) -> Result<Buffer> {
+        // As much is read as is written.
+        let bytes = (index.bytes() + index.count() * width * x.dtype().size()) as u64;
+        let what = What { class: Class::Memory, name: "gather", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.permutation()?.gather(x, index, per, width))
+    }
+
+    fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "combine", &[rows, choices.ids, choices.slots], |device| {
+            device.permutation()?.combine(rows, choices, weights, width)
+        })
+    }
+
+    fn combine_grad(
+        &self,
+        dout: &Buffer,
+        rows: &Buffer,
+        choices: Choices<'_>,
+        order: &Buffer,
+        weights: &Buffer,
+        width: usize,
+    ) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Memory, "combine_grad", &[dout, rows, choices.slots, order, weights], |device| {
+            device.permutation()?.combine_grad(dout, rows, choices, order, weights, width)
+        })
+    }
+}
+
+impl Routing for Profiled {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Pointwise, "select", &[scores], |device| device.routing()?.select(scores, bias, of))
+    }
+
+    fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "select", &[scores], |device| {
+            device.routing()?.select_tokens(scores, samples, experts, capacity)
+        })
+    }
+
+    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
+        self.span(Class::Pointwise, "pick", &[scores, choices], |device| device.routing()?.pick(scores, choices, of))
+    }
+
+    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
+        self.span(Class::Pointwise, "pick_grad", &[scores, choices, dout], |device| {
+            device.routing()?.pick_grad(scores, choices, dout, of)
+        })
+    }
+
+    fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer> {
+        self.span(Class::Pointwise, "balance", &[scores, counts], |device| {
+            device.routing()?.balance(scores, counts, samples, experts, scale)
+        })
+    }
+
+    fn balance_grad(
+        &self,
+        dout: &Buffer,
+        counts: &Buffer,
+        tokens: usize,
+        experts: usize,
+        scale: f64,
+        dtype: DType,
+    ) -> Result<Buffer> {
+        self.span(Class::Pointwise, "balance_grad", &[dout, counts], |device| {
+            device.routing()?.balance_grad(dout, counts, tokens, experts, scale, dtype)
+        })
+    }
+
+    fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "z_loss", &[logits], |device| device.routing()?.z_loss(logits, samples, experts))
+    }
+
+    fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "z_loss_grad", &[logits, dout], |device| {
+            device.routing()?.z_loss_grad(logits, dout, experts)
+        })
+    }
+
+    fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "entropy", &[scores], |device| device.routing()?.entropy(scores, samples, experts))
+    }
+
+    fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "unused", &[kept], |device| device.routing()?.unused(kept, samples))
+    }
+
+    fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer> {
+        self.span(Class::Pointwise, "loads", &[choices], |device| device.routing()?.loads(choices, experts))
+    }
+
+    fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        self.span(Class::Pointwise, "jitter", &[x], |device| device.routing()?.jitter(x, mask))
     }
 }

@@ -123,6 +123,29 @@ fn an_operand_has_the_type_that_products_round_to() {
     }
 }
 
+/// The product of a router: its decisions do not depend on the precision of other products.
+#[test]
+fn an_exact_product_rounds_no_operand() {
+    let products = |precision, exact: bool| {
+        let tape = tape_with(&alone(), Arc::new(Cpu::new(precision)), Rc::new(Keep));
+        let input = |name, shape: &[usize]| f32_input(&tape, name, shape, Ty::Invariant);
+        let (x, w) = (input("x", &[2, ROWS, WIDTH]), input("w", &[INNER, WIDTH]));
+        let y = if exact { x.exact_linear(&w, 1) } else { x.linear(&w, 1) }.unwrap();
+        let results = to_f64(y.tensor());
+        let seed = input("seed", &[2, ROWS, INNER]).into_tensor();
+        tape.backward(&y, seed, Weights::Now, &mut NoParams).unwrap();
+        [results, to_f64(&tape.take_grad(&x).unwrap()), to_f64(&tape.take_grad(&w).unwrap())]
+    };
+    let want = products(Precision::F32, false);
+    assert_eq!(products(Precision::Bf16, true), want);
+    assert!(products(Precision::Bf16, false).iter().zip(&want).all(|(rounded, want)| rounded != want));
+    let tape = tape_with(&alone(), Arc::new(Cpu::new(Precision::Bf16)), Rc::new(Keep));
+    let (x, v) = (f32_input(&tape, "x", &[2, 5], Ty::Invariant), f32_input(&tape, "v", &[5], Ty::Invariant));
+    let stored = x.layer_norm_operand(&v, None, 1e-5).unwrap();
+    let error = stored.exact_linear(&f32_input(&tape, "w", &[3, 5], Ty::Invariant), 1).unwrap_err().to_string();
+    assert_eq!(error, "matmul: dtype bf16 on device cpu is not supported: use f32 or f64");
+}
+
 #[test]
 fn what_is_no_product_refuses_a_stored_factor() {
     let tape = tape_with(&alone(), Arc::new(Cpu::new(Precision::Bf16)), Rc::new(Keep));

@@ -1,9 +1,10 @@
 //! Every operation of `Var` over all types of its operands, on 1 to 4 ranks: testkit's `check_op` accepts what their rules accept.
 
 use meshwork_core::{Axis, Ty};
-use meshwork_tensor::op::{Moments, Rotary};
+use meshwork_tensor::op::{Moments, Rotary, RowGroups};
 use meshwork_tensor::{Result, Tensor, Var};
 use meshwork_testkit::check::{CheckError, OpInput, Problem, Report, check_op};
+use std::rc::Rc;
 
 fn x(shape: &[usize]) -> OpInput {
     OpInput::value("x", shape)
@@ -52,6 +53,7 @@ fn functions_of_one_number() {
     assert_eq!((report.accepted.len(), report.refused), (6, 0), "{report}");
     check("map", &[x(&[3, 5])], |v| v[0].map("cube", |x| x * x * x, |x, _| 3.0 * x * x));
     check("dropout", &[x(&[3, 5])], |v| v[0].dropout(0.5, "layer"));
+    check("jitter", &[x(&[3, 5])], |v| v[0].jitter(0.5, "layer"));
 }
 
 #[test]
@@ -113,6 +115,26 @@ fn products() {
             let pair = v[0].linear_pair([(&v[1], None), (&v[2], Some(&v[3]))], 1)?;
             // Both are read: the gradient of x is that of both.
             pair[which].add(&pair[1 - which])
+        });
+    }
+}
+
+/// Two groups of one row and of the others, on an axis beside tp.
+#[test]
+fn products_of_groups() {
+    let groups = |x: &Var| {
+        let (rows, sample) = (x.shape()[0], 0..1);
+        Rc::new(RowGroups::new(Axis::Dp, vec![sample], vec![vec![1], vec![rows - 1]]))
+    };
+    for kind in [OpInput::value, OpInput::parameter] {
+        check("grouped_linear", &[x(&[3, 5]), kind("w", &[2, 3, 5]).fixed(&[0])], |v| {
+            v[0].grouped_linear(&v[1], 1, &groups(&v[0]))
+        });
+        check("grouped_linear over two dims", &[x(&[3, 1, 5]), kind("w", &[2, 3, 1, 5]).fixed(&[0])], |v| {
+            v[0].grouped_linear(&v[1], 2, &groups(&v[0]))
+        });
+        check("grouped_bias", &[x(&[3, 5]), kind("b", &[2, 5]).fixed(&[0])], |v| {
+            v[0].grouped_bias(&v[1], &groups(&v[0]))
         });
     }
 }

@@ -1,5 +1,7 @@
 use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum};
+use super::kernels::matmul::{
+    Epilogue, MatmulOperand, Precision, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum,
+};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
 use crate::error::Result;
@@ -77,15 +79,16 @@ impl Cpu {
         c: &mut [T],
         epilogue: Epilogue<'_, T>,
     ) -> Result<()> {
-        let Gemm { m, n, k, accumulate, terms, .. } = spec;
+        let Gemm { m, n, k, accumulate, terms, exact, .. } = spec;
+        let precision = if exact { Precision::F32 } else { self.precision };
         let [a, b] = self.operands_of(spec, operands)?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
         match terms {
-            Terms::WHOLE => gemm_shared(self.precision, [m, n, k], a, b, c, update, epilogue),
+            Terms::WHOLE => gemm_shared(precision, [m, n, k], a, b, c, update, epilogue),
             _ => {
                 debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one block go on");
-                gemm_blocks(self.precision, [m, n, k], a, b, c, terms);
+                gemm_blocks(precision, [m, n, k], a, b, c, terms);
             }
         }
         Ok(())
@@ -97,13 +100,20 @@ impl Cpu {
         spec: Gemm,
         [a, b]: [&'a Buffer; 2],
     ) -> Result<[MatmulOperand<'a, T>; 2]> {
-        let Gemm { m, n, k, a_transposed, b_transposed, .. } = spec;
+        let Gemm { m, n, k, a_transposed, b_transposed, exact, .. } = spec;
+        if let Some(rounded) = [a, b].into_iter().find(|operand| exact && operand.dtype() != T::DTYPE) {
+            return Err(self.unsupported("matmul", rounded.dtype()));
+        }
         let strides = |transposed, rows, columns| if transposed { (1, rows) } else { (columns, 1) };
         Ok([self.operand_of(a, strides(a_transposed, m, k))?, self.operand_of(b, strides(b_transposed, k, n))?])
     }
 
     /// An operand of a product of `T`, which may have been stored as a matmul operand.
-    fn operand_of<'a, T: Float + Element>(&self, x: &'a Buffer, strides: Strides) -> Result<MatmulOperand<'a, T>> {
+    pub(super) fn operand_of<'a, T: Float + Element>(
+        &self,
+        x: &'a Buffer,
+        strides: Strides,
+    ) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
             DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => {
                 Ok(MatmulOperand::Rounded(x.as_slice()?, strides))

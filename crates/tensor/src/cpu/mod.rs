@@ -5,14 +5,17 @@ mod attention;
 mod channel_norm;
 mod elementwise;
 mod embedding;
+mod grouped;
 pub mod kernels;
 mod layout;
 mod loss;
 mod matmul;
 mod norm;
 mod optim;
+mod permutation;
 mod pointwise;
 mod reduction;
+mod routing;
 mod windows;
 
 use crate::device::{Device, Meter};
@@ -134,6 +137,18 @@ impl Device for Cpu {
         Ok(self)
     }
 
+    fn grouped_matmul(&self) -> Result<&dyn kernel::Grouped> {
+        Ok(self)
+    }
+
+    fn permutation(&self) -> Result<&dyn kernel::Permutation> {
+        Ok(self)
+    }
+
+    fn routing(&self) -> Result<&dyn kernel::Routing> {
+        Ok(self)
+    }
+
     fn layout(&self) -> Result<&dyn kernel::Layout> {
         Ok(self)
     }
@@ -236,7 +251,15 @@ impl Cpu {
 /// Runs `$body` with `$T` standing for the float type of `$buffer`.
 macro_rules! for_float {
     ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
-        match $buffer.dtype() {
+        super::for_dtype!($cpu, $op, $buffer.dtype(), $T => $body)
+    };
+}
+use for_float;
+
+/// Runs `$body` with `$T` standing for this float type.
+macro_rules! for_dtype {
+    ($cpu:expr, $op:literal, $dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
             meshwork_core::DType::F32 => {
                 type $T = f32;
                 $body
@@ -249,4 +272,4 @@ macro_rules! for_float {
         }
     };
 }
-use for_float;
+use for_dtype;

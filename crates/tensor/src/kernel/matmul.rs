@@ -22,22 +22,42 @@ pub struct Gemm {
     pub accumulate: bool,
     /// How the sums are cut.
     pub terms: Terms,
+    /// Computed in the type of C, on a device that would round the operands. Neither is stored rounded.
+    pub exact: bool,
 }
 
 impl Gemm {
     /// The forward of a linear layer: `Y[m, n] = X[m, k] · W[n, k]ᵀ`.
     pub fn linear(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n, k, a_transposed: false, b_transposed: true, accumulate: false, terms: Terms::WHOLE }
+        Self { m, n, k, a_transposed: false, b_transposed: true, accumulate: false, terms: Terms::WHOLE, exact: false }
     }
 
     /// Its input gradient: `dX[m, k] = dY[m, n] · W[n, k]`, for the m, n, k of the forward.
     pub fn linear_input_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n: k, k: n, a_transposed: false, b_transposed: false, accumulate: false, terms: Terms::WHOLE }
+        Self {
+            m,
+            n: k,
+            k: n,
+            a_transposed: false,
+            b_transposed: false,
+            accumulate: false,
+            terms: Terms::WHOLE,
+            exact: false,
+        }
     }
 
     /// Its weight gradient: `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, for the m, n, k of the forward.
     pub fn linear_weight_grad(m: usize, n: usize, k: usize) -> Self {
-        Self { m: n, n: k, k: m, a_transposed: true, b_transposed: false, accumulate: false, terms: Terms::WHOLE }
+        Self {
+            m: n,
+            n: k,
+            k: m,
+            a_transposed: true,
+            b_transposed: false,
+            accumulate: false,
+            terms: Terms::WHOLE,
+            exact: false,
+        }
     }
 
     /// The same, added to the old contents if `accumulate`.
@@ -48,6 +68,11 @@ impl Gemm {
     /// The same, with the sums cut as in `terms`.
     pub fn over(self, terms: Terms) -> Self {
         Self { terms, ..self }
+    }
+
+    /// The same, without rounding its operands.
+    pub fn exact(self, exact: bool) -> Self {
+        Self { exact, ..self }
     }
 
     /// Floating point operations: a multiplication and an addition per term.

@@ -7,13 +7,16 @@ mod attention;
 mod channel_norm;
 mod elementwise;
 mod embedding;
+mod grouped;
 mod layout;
 mod loss;
 mod matmul;
 mod norm;
 mod optim;
+mod permutation;
 mod pointwise;
 mod reduction;
+mod routing;
 mod windows;
 
 use crate::cpu::Precision;
@@ -149,6 +152,18 @@ impl Device for Meta {
     }
 
     fn loss(&self) -> Result<&dyn kernel::Loss> {
+        Ok(self)
+    }
+
+    fn grouped_matmul(&self) -> Result<&dyn kernel::Grouped> {
+        Ok(self)
+    }
+
+    fn permutation(&self) -> Result<&dyn kernel::Permutation> {
+        Ok(self)
+    }
+
+    fn routing(&self) -> Result<&dyn kernel::Routing> {
         Ok(self)
     }
 

@@ -24,6 +24,8 @@ struct Linear {
     tokens: Tokens,
     then: Then,
     joined: Joined,
+    /// Whether the operands are never rounded.
+    exact: bool,
 }
 
 /// Whether another product reads the same input, right before or after this one on the tape, and the gradient of the input
@@ -63,6 +65,7 @@ impl Linear {
             tokens: Tokens::of(x, contract),
             then,
             joined: Joined::Alone,
+            exact: false,
         }
     }
 
@@ -95,7 +98,7 @@ impl Linear {
             }
             Joined::WithNext(waiting) => other = waiting.take(),
         }
-        let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]);
+        let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]).exact(self.exact);
         cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
             let matmul = grad.device().matmul()?;
             let Some((next_grad, next_w, terms)) = &other else {
@@ -148,6 +151,13 @@ impl Var {
     /// projection back is `y[b, s, heads, d].linear(w[h, heads, d], 2)`. Summing over a dim that both shard gives `Partial`.
     pub fn linear(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Nothing), &[self, weight])
+    }
+
+    /// [`linear`](Self::linear) in the type of its operands, also on a device that computes products of rounded ones: for a router, whose
+    /// decision a rounded operand would change. x is not stored as a matmul operand.
+    pub fn exact_linear(&self, weight: &Var, contract: usize) -> Result<Var> {
+        let op = Linear { exact: true, ..Linear::new(self, weight, contract, Then::Nothing) };
+        self.tape().apply(op, &[self, weight])
     }
 
     /// `x · wᵀ + b`: [`linear`](Self::linear), then [`bias`](Self::bias) with the dims of `w` that are not summed over. A
@@ -257,7 +267,7 @@ impl Op for Linear {
         let y = match self.then {
             Then::Nothing => {
                 let mut y = device.alloc(w.dtype(), m * n)?;
-                let spec = Gemm::linear(m, n, k).over(self.terms[0]);
+                let spec = Gemm::linear(m, n, k).over(self.terms[0]).exact(self.exact);
                 matmul.gemm(spec, x.buffer(), w.buffer(), &mut y, 0)?;
                 y
             }
@@ -307,7 +317,10 @@ impl Op for Linear {
             dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
                 let (from, to) = (room.samples.start * rows, room.samples.end * rows);
                 let terms = Terms { blocks: room.blocks, ..Terms::WHOLE };
-                let spec = Gemm::linear_weight_grad(to - from, n, k).accumulating(room.accumulate).over(terms);
+                let spec = Gemm::linear_weight_grad(to - from, n, k)
+                    .accumulating(room.accumulate)
+                    .over(terms)
+                    .exact(self.exact);
                 let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
             })?;

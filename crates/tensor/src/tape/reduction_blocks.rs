@@ -21,6 +21,7 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, DType, Ty, Types, tree};
 use std::ops::Range;
+use std::slice;
 
 /// How the terms of a contraction are cut. The terms are in consecutive `segments`, and block i is the i-th of `blocks`
 /// slices of every segment. Boundaries between slices are rounded down. Within a block, terms follow in order.
@@ -174,13 +175,13 @@ impl Backward<'_> {
         self.written.push(i);
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
-        for samples in self.parts(tokens.samples) {
+        for Part { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
             let at = samples.start * slices * n;
             device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
             let share = GradShard {
                 id,
                 types: self.tape.gradient_types(id),
-                samples: self.numbers(&samples),
+                samples: numbers,
                 copies: used + first..used + first + slices,
                 of: self.uses.count(id) * all,
             };
@@ -210,6 +211,22 @@ impl Backward<'_> {
         self.write_own_rows(i, dtype, shape, samples, write)
     }
 
+    /// The same for rows that come from other ranks too, as those of experts do: from consecutive runs of the batch's samples.
+    /// [`BlockSlot::samples`] are numbered through all of them, from 0.
+    pub fn write_grad_of(
+        &mut self,
+        i: usize,
+        dtype: DType,
+        shape: Shape,
+        sources: &[Range<u64>],
+        write: impl FnMut(BlockSlot<'_>) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
+            self.require_order(id, None)?;
+        }
+        self.write_parts(i, dtype, shape, sources, write)
+    }
+
     /// The same for a gradient of which ranks that cut the sequence have different elements, and zeros elsewhere: their sum is exact.
     pub(crate) fn write_own_rows(
         &mut self,
@@ -217,8 +234,20 @@ impl Backward<'_> {
         dtype: DType,
         shape: Shape,
         samples: usize,
+        write: impl FnMut(BlockSlot<'_>) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        self.write_parts(i, dtype, shape, slice::from_ref(&self.own(samples)), write)
+    }
+
+    fn write_parts(
+        &mut self,
+        i: usize,
+        dtype: DType,
+        shape: Shape,
+        sources: &[Range<u64>],
         mut write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        let samples = sources.iter().map(|run| (run.end - run.start) as usize).sum();
         if !self.needs(i) {
             return Ok(None);
         }
@@ -230,11 +259,11 @@ impl Backward<'_> {
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
         self.written.push(i);
-        for samples in self.parts(samples) {
+        for Part { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
             let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
             let types = self.tape.gradient_types(id);
-            let share = GradShard { id, types, samples: self.numbers(&samples), copies: used..used + 1, of };
+            let share = GradShard { id, types, samples: numbers, copies: used..used + 1, of };
             if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
                 write(BlockSlot { buffer, start, accumulate: !first, samples, blocks })?;
                 continue;
@@ -261,23 +290,37 @@ impl Backward<'_> {
         }
     }
 
-    /// The shares in which `samples` samples are summed: all together, or the subtrees that they consist of.
-    fn parts(&self, samples: usize) -> Vec<Range<usize>> {
-        match self.tape.reduction_blocks() {
-            None => std::iter::once(0..samples).collect(),
-            Some(_) => {
-                let first = self.tape.first_sample() as usize;
-                let local = |part: Range<usize>| part.start - first..part.end - first;
-                tree::subtrees(first..first + samples).map(local).collect()
+    /// The shares in which samples are summed: all together, or the subtrees that each run consists of.
+    fn parts(&self, sources: &[Range<u64>]) -> Vec<Part> {
+        if self.tape.reduction_blocks().is_none() {
+            let (first, last) =
+                (sources.first().cloned().unwrap_or_default(), sources.last().cloned().unwrap_or_default());
+            let samples = 0..sources.iter().map(|run| (run.end - run.start) as usize).sum();
+            return vec![Part { samples, numbers: first.start..last.end }];
+        }
+        let (mut parts, mut next) = (Vec::new(), 0);
+        for run in sources {
+            for part in tree::subtrees(run.start as usize..run.end as usize) {
+                parts.push(Part { samples: next..next + part.len(), numbers: part.start as u64..part.end as u64 });
+                next += part.len();
             }
         }
+        parts
     }
 
-    /// The numbers in the batch of samples of the tape.
-    fn numbers(&self, samples: &Range<usize>) -> Range<u64> {
+    /// The first `samples` samples of the tape.
+    fn own(&self, samples: usize) -> Range<u64> {
         let first = self.tape.first_sample();
-        first + samples.start as u64..first + samples.end as u64
+        first..first + samples as u64
     }
+}
+
+/// Samples that are summed together.
+struct Part {
+    /// Numbered from the first one at hand.
+    samples: Range<usize>,
+    /// Numbers in the batch.
+    numbers: Range<u64>,
 }
 
 #[cfg(test)]

@@ -458,3 +458,141 @@ impl Reduction for Opaque {
         hidden(self.inner.reduction()?.squared_error_grad(&host(x), &host(targets), &host(dloss), scale))
     }
 }
+
+impl Grouped for Opaque {
+    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.grouped_matmul()?.grouped_linear(spec, &host(x), &host(w)))
+    }
+
+    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.grouped_matmul()?.grouped_input_grad(spec, &host(dy), &host(w)))
+    }
+
+    fn grouped_weight_grad(
+        &self,
+        spec: GroupedGemm<'_>,
+        blocks: &GroupBlocks,
+        dy: &Buffer,
+        x: &Buffer,
+        dw: GroupedGrad<'_>,
+    ) -> Result<()> {
+        let GroupedGrad { buffer, start, accumulate } = dw;
+        with_host(buffer, |buffer| {
+            let dw = GroupedGrad { buffer, start, accumulate };
+            self.inner.grouped_matmul()?.grouped_weight_grad(spec, blocks, &host(dy), &host(x), dw)
+        })
+    }
+
+    fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.grouped_matmul()?.grouped_bias(rows, &host(x), &host(bias)))
+    }
+
+    fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
+        let GroupedGrad { buffer, start, accumulate } = db;
+        with_host(buffer, |buffer| {
+            let db = GroupedGrad { buffer, start, accumulate };
+            self.inner.grouped_matmul()?.grouped_bias_grad(blocks, n, &host(dy), db)
+        })
+    }
+}
+
+impl Permutation for Opaque {
+    fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {
+        hidden(self.inner.permutation()?.counts(&host(choices), samples, ids))
+    }
+
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+        hidden(self.inner.permutation()?.sort(&host(choices), ids, total))
+    }
+
+    fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
+        hidden(self.inner.permutation()?.invert(&host(order), n))
+    }
+
+    fn group_ids(&self, choices: &Buffer, k: usize, size: usize, once: bool) -> Result<Buffer> {
+        hidden(self.inner.permutation()?.group_ids(&host(choices), k, size, once))
+    }
+
+    fn gather(&self, x: &Buffer, index: &Buffer, per: usize, width: usize) -> Result<Buffer> {
+        hidden(self.inner.permutation()?.gather(&host(x), &host(index), per, width))
+    }
+
+    fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer> {
+        let (ids, slots, weights) = (host(choices.ids), host(choices.slots), weights.map(host));
+        let choices = Choices { ids: &ids, slots: &slots, ..choices };
+        hidden(self.inner.permutation()?.combine(&host(rows), choices, weights.as_ref(), width))
+    }
+
+    fn combine_grad(
+        &self,
+        dout: &Buffer,
+        rows: &Buffer,
+        choices: Choices<'_>,
+        order: &Buffer,
+        weights: &Buffer,
+        width: usize,
+    ) -> Result<(Buffer, Buffer)> {
+        let (ids, slots) = (host(choices.ids), host(choices.slots));
+        let choices = Choices { ids: &ids, slots: &slots, ..choices };
+        let permutation = self.inner.permutation()?;
+        hidden(permutation.combine_grad(&host(dout), &host(rows), choices, &host(order), &host(weights), width))
+    }
+}
+
+impl Routing for Opaque {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.routing()?.select(&host(scores), bias.map(host).as_ref(), of))
+    }
+
+    fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.select_tokens(&host(scores), samples, experts, capacity))
+    }
+
+    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
+        hidden(self.inner.routing()?.pick(&host(scores), &host(choices), of))
+    }
+
+    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
+        hidden(self.inner.routing()?.pick_grad(&host(scores), &host(choices), &host(dout), of))
+    }
+
+    fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer> {
+        hidden(self.inner.routing()?.balance(&host(scores), &host(counts), samples, experts, scale))
+    }
+
+    fn balance_grad(
+        &self,
+        dout: &Buffer,
+        counts: &Buffer,
+        tokens: usize,
+        experts: usize,
+        scale: f64,
+        dtype: DType,
+    ) -> Result<Buffer> {
+        hidden(self.inner.routing()?.balance_grad(&host(dout), &host(counts), tokens, experts, scale, dtype))
+    }
+
+    fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.z_loss(&host(logits), samples, experts))
+    }
+
+    fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.z_loss_grad(&host(logits), &host(dout), experts))
+    }
+
+    fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.entropy(&host(scores), samples, experts))
+    }
+
+    fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.unused(&host(kept), samples))
+    }
+
+    fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer> {
+        hidden(self.inner.routing()?.loads(&host(choices), experts))
+    }
+
+    fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        hidden(self.inner.routing()?.jitter(&host(x), mask))
+    }
+}

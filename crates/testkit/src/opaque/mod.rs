@@ -116,6 +116,18 @@ impl Device for Opaque {
         Ok(self)
     }
 
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        Ok(self)
+    }
+
+    fn permutation(&self) -> Result<&dyn Permutation> {
+        Ok(self)
+    }
+
+    fn routing(&self) -> Result<&dyn Routing> {
+        Ok(self)
+    }
+
     fn layout(&self) -> Result<&dyn Layout> {
         Ok(self)
     }

@@ -28,7 +28,24 @@ pub struct Region<'a> {
 
 /// `y = x · keep / (1 - p)` over the elements `first .. first + x.len()` of a region. Overwrites `y`. The backward is
 /// the same call with `dy` and `dx`.
-pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [T]) {
+pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y: &mut [T]) {
+    scaled(region, first, x, y, |start, factors| mask.factors(start, factors));
+}
+
+/// `y = x · (1 + p (2u - 1))`, u uniform in [0, 1): likewise, with factors around 1.
+pub fn jitter<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y: &mut [T]) {
+    let (low, step) = (T::from(1.0 - mask.p), T::from(2.0 * mask.p));
+    scaled(region, first, x, y, |start, factors| {
+        fill_uniform(mask.key, start, factors);
+        wide(
+            #[inline(always)]
+            || factors.iter_mut().for_each(|u| *u = low + step * *u),
+        );
+    });
+}
+
+/// `y = x · factor`; `factors(start, out)` gives those of consecutive global elements.
+fn scaled<T: Float>(region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [T], factors: impl Fn(u64, &mut [T])) {
     assert_eq!(x.len(), y.len(), "elements of x against y");
     assert!(first + x.len() <= region.len(), "elements {first} .. {} of {region:?}", first + x.len());
     let (run, mut at) = (region.run_len(), first);
@@ -37,7 +54,7 @@ pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, first: usize, mut x: &[
         let count = (run - at % run).min(x.len());
         (x_run, x) = x.split_at(count);
         (y_run, y) = y.split_at_mut(count);
-        mask.factors(region.global_index(at), y_run);
+        factors(region.global_index(at), y_run);
         wide(
             #[inline(always)]
             || {

@@ -14,7 +14,7 @@ mod reduction_blocks;
 mod tests;
 
 pub use super::precision::{Precision, Strides, Update};
-pub use reduction_blocks::{Summand, gemm_blocks, gemm_sum};
+pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
 use super::Float;
 use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
@@ -190,7 +190,11 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
     /// The part from this row and column on; empty if there are no elements.
     fn from(self, row: usize, column: usize) -> Self {
         let (row_stride, column_stride) = self.strides();
-        let at = row * row_stride + column * column_stride;
+        self.part(row * row_stride + column * column_stride)
+    }
+
+    /// The matrix of the same strides that begins at this element; empty if there are no elements.
+    pub fn part(self, at: usize) -> Self {
         match self {
             MatmulOperand::Full(x, strides) => MatmulOperand::Full(x.get(at..).unwrap_or_default(), strides),
             MatmulOperand::Rounded(x, strides) => MatmulOperand::Rounded(x.get(at..).unwrap_or_default(), strides),

@@ -30,12 +30,14 @@ pub mod gelu;
 pub mod loss;
 pub mod matmul;
 pub mod norm;
+pub mod permutation;
 pub mod pointwise;
 mod precision;
 pub mod reduction;
 pub mod relu;
 pub mod rms_norm;
 pub mod round;
+pub mod routing;
 pub mod swiglu;
 pub mod windows;
 

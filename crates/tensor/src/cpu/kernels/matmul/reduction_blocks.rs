@@ -10,6 +10,7 @@ use crate::cpu::kernels::{Float, pointwise};
 use crate::tape::Terms;
 use meshwork_core::{Block, pool};
 use std::cell::RefCell;
+use std::ops::Range;
 
 /// Elements of a strip of C. A tree of eight blocks has up to four such sums at a time, which stay in the second cache.
 const WAITING: usize = 1 << 15;
@@ -82,12 +83,36 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
             block.extend(parts.map(|run| Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }));
         }
     }
-    let k: usize = all.iter().map(|summand| summand.k).sum();
+    sum_runs(precision, [m, n], &runs, c);
+}
+
+/// `C = A · B` for a row-major C of m rows and n columns, with a block for each of these ranges of terms: like [`gemm_blocks`],
+/// but with blocks of any length. A block without terms is a sum of zero.
+///
+/// Panics as [`gemm_shared`] does.
+pub fn gemm_runs<T: Float>(
+    precision: Precision,
+    [m, n]: [usize; 2],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: &mut [T],
+    blocks: &[Range<usize>],
+) {
+    let k = blocks.iter().map(|block| block.end).max().unwrap_or(0);
+    a.check("A", [m, k], precision);
+    b.check("B", [k, n], precision);
+    let run = |run: &Range<usize>| vec![Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }];
+    sum_runs(precision, [m, n], &blocks.iter().map(run).collect::<Vec<_>>(), c);
+}
+
+/// The sum of the blocks, at least one and of equal numbers of runs, whose operands have been checked.
+fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<'_, T>>], c: &mut [T]) {
+    let (blocks, k) = (runs.len(), runs.iter().flatten().map(|run| run.len).sum::<usize>());
     assert_inside("C", m, n, (n, 1), c.len());
     let c = &mut c[..m * n];
     // A block of one run that is summed at once can be added directly to the sum of its left neighbour, with the same
     // bits.
-    let at_once = runs.iter().all(|block| block.len() == 1 && block[0].len <= gemm::K_BLOCK);
+    let at_once = runs.iter().all(|block| block.len() == 1 && (1..=gemm::K_BLOCK).contains(&block[0].len));
     if n * k > 4 * PACKED {
         // B is too large to be packed as a whole for every strip of C. The blocks are then so long that C need not stay
         // in the cache.

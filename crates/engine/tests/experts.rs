@@ -1,0 +1,178 @@
+//! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and metrics included.
+
+use meshwork_core::comm::thread;
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_models::experts::ExpertsConfig;
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_moe::balance::imbalance;
+use meshwork_moe::{ExpertGroups, MoeConfig, RouterKind};
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::cpu::Cpu;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+const SEQ: usize = 12;
+const BATCH: usize = 8;
+const STEPS: usize = 3;
+
+fn gpt2(router: RouterKind) -> Gpt2 {
+    let top_k = if router == RouterKind::Switch { 1 } else { 2 };
+    let moe = MoeConfig {
+        num_experts: 4,
+        top_k,
+        router,
+        capacity_factor: 1.5,
+        aux_loss_coeff: 0.02,
+        z_loss_coeff: 0.001,
+        jitter: 0.05,
+        ..MoeConfig::default()
+    };
+    let experts =
+        ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: true };
+    let config = Gpt2Config {
+        vocab_size: 40,
+        num_layers: 4,
+        hidden_size: 16,
+        num_heads: 4,
+        ffn_hidden_size: 32,
+        seq_len: SEQ,
+        dropout: 0.1,
+        ..Gpt2Config::default()
+    };
+    Gpt2::new(config).with_experts(Some(experts))
+}
+
+/// DeepSeek's way: sigmoids and a bias in groups, and a shared expert; in every layer.
+fn llama() -> Llama {
+    let moe = MoeConfig {
+        num_experts: 8,
+        top_k: 3,
+        router: RouterKind::Bias,
+        groups: ExpertGroups { groups: 4, top_groups: 2, best: 2 },
+        aux_loss_coeff: 1e-3,
+        bias_update_rate: 0.01,
+        routed_scaling: 2.5,
+        ..MoeConfig::default()
+    };
+    let experts =
+        ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 16, over_tp: true };
+    let config = LlamaConfig {
+        vocab_size: 40,
+        num_layers: 2,
+        hidden_size: 16,
+        num_heads: 4,
+        num_kv_heads: 2,
+        ffn_hidden_size: 32,
+        seq_len: SEQ,
+        ..PRESETS[0].1
+    };
+    Llama::new(config).with_experts(Some(experts))
+}
+
+fn batch(step: usize, samples: Range<usize>) -> Batch {
+    let tokens: Vec<i32> = samples
+        .flat_map(|sample| (0..=SEQ).map(move |at| ((at * at + 7 * sample + 3 * step * at) % 40) as i32))
+        .collect();
+    let part = |from: usize| tokens.chunks(SEQ + 1).flat_map(|sample| sample[from..from + SEQ].to_vec()).collect();
+    language::batch(part(0), part(1), SEQ).unwrap()
+}
+
+type State = BTreeMap<StateKey, Vec<f32>>;
+
+fn train(
+    model: &Arc<dyn Model>,
+    mesh: &str,
+    schedule: &str,
+    micros: usize,
+    numerics: Numerics,
+    recompute: Recompute,
+) -> (Vec<StepReport>, State) {
+    let plan = Plan {
+        mesh: mesh.parse().unwrap(),
+        schedule: ScheduleSpec::named(schedule).unwrap(),
+        global_batch_size: BATCH,
+        num_microbatches: Some(micros),
+        numerics,
+        recompute,
+        ..Plan::default()
+    };
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        let reports = (0..STEPS).map(step).collect::<Result<Vec<_>, _>>()?;
+        Ok::<_, TrainError>((reports, trainer.state()?))
+    });
+    let ranks = ranks.unwrap_or_else(|error| panic!("{mesh} {schedule}: {error}"));
+    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+    let whole = WholeState::merge(&states).unwrap();
+    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+}
+
+const MESHES: [(&str, &str, usize, Recompute); 7] = [
+    ("dp=2", "1f1b", 1, Recompute::None),
+    ("dp=4", "1f1b", 2, Recompute::Selective),
+    ("dp=4", "1f1b", 1, Recompute::None),
+    ("tp=2,dp=2", "1f1b", 2, Recompute::None),
+    ("pp=2", "zb_h1", 4, Recompute::None),
+    ("tp=2,dp=2,pp=2", "1f1b", 2, Recompute::Stage),
+    ("dp=2,pp=2", "zb_h1", 4, Recompute::Selective),
+];
+
+fn bits(state: &State) -> Vec<(&StateKey, Vec<u32>)> {
+    state.iter().map(|(key, values)| (key, values.iter().map(|x| x.to_bits()).collect())).collect()
+}
+
+#[test]
+fn every_mesh_has_the_bits_of_one_rank() {
+    let numerics = Numerics::Canonical { blocks: 8 };
+    let models: [(&str, Arc<dyn Model>); 4] = [
+        ("switch", Arc::new(gpt2(RouterKind::Switch))),
+        ("gshard", Arc::new(gpt2(RouterKind::Gshard))),
+        ("bias", Arc::new(llama())),
+        ("bias, sequence parallel", Arc::new(llama().sequence_parallel(true))),
+    ];
+    for (name, model) in &models {
+        let (reports, state) = train(model, "dp=1", "1f1b", 1, numerics, Recompute::None);
+        assert!(reports[STEPS - 1].loss.is_finite());
+        for (mesh, schedule, micros, recompute) in MESHES {
+            let what = format!("{name}: {mesh} {schedule} {micros} {recompute:?}");
+            let (found, after) = train(model, mesh, schedule, micros, numerics, recompute);
+            for (found, wanted) in found.iter().zip(&reports) {
+                assert_eq!((found.loss, found.grad_norm), (wanted.loss, wanted.grad_norm), "{what}");
+                for ((name, found), (_, wanted)) in found.metrics.iter().zip(&wanted.metrics) {
+                    // Those of several stages are added in the order of the ranks.
+                    assert!((found - wanted).abs() <= 1e-12 * wanted.abs(), "{what}: {name}");
+                }
+            }
+            for (found, wanted) in bits(&after).iter().zip(bits(&state)) {
+                assert_eq!(*found, wanted, "{what}");
+            }
+            assert_eq!(after.len(), state.len());
+        }
+    }
+}
+
+/// A step leaves the choices of its whole batch, which move the bias.
+#[test]
+fn the_load_and_the_bias_are_those_of_the_whole_batch() {
+    let model: Arc<dyn Model> = Arc::new(llama());
+    for mesh in ["dp=1", "dp=2", "tp=2,dp=2,ep=2"] {
+        let (reports, state) = train(&model, mesh, "1f1b", 2, Numerics::Fast, Recompute::None);
+        let of = |name: &str| state.iter().find(|(key, _)| key.parameter == name).unwrap().1;
+        for layer in 0..2 {
+            let tokens = of(&format!("layers.{layer}.mlp.router.tokens"));
+            assert_eq!(tokens.iter().sum::<f32>() as usize, 3 * SEQ * BATCH, "{mesh}: three experts of each token");
+            assert!(imbalance(&tokens.iter().map(|&x| f64::from(x)).collect::<Vec<_>>()) >= 1.0);
+            let bias = of(&format!("layers.{layer}.mlp.router.bias"));
+            assert!(bias.iter().any(|&b| b > 0.0) && bias.iter().any(|&b| b < 0.0), "{mesh}: {bias:?}");
+            assert!(bias.iter().all(|&b| b.abs() <= 0.01 * STEPS as f32 + 1e-6));
+        }
+        let metric = |name: &str| reports[0].metrics.iter().find(|(metric, _)| *metric == name).unwrap().1;
+        assert!(metric("moe_aux_loss") >= 1.9, "two layers, each at least about 1");
+        assert!((metric("moe_router_entropy") - 8_f64.ln()).abs() < 0.1, "a new router is indifferent");
+        assert_eq!(metric("moe_dropped"), 0.0);
+    }
+}

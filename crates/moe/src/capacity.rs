@@ -1,0 +1,41 @@
+//! How many tokens of a sequence an expert takes.
+//!
+//! Switch (equation 3): "expert capacity = tokens per batch / number of experts × capacity factor". GShard (section 2.2) sets
+//! capacities for groups of tokens, 2N/(G·E) for two experts of each of N/G tokens. Here the groups are the sequences. So whether a
+//! token finds its expert full depends on its own sequence alone, and not on the mesh or on the other sequences of a micro-batch.
+//! First choices go before second ones, and among these earlier tokens before later ones (GShard, algorithm 1). A choice that finds
+//! its expert full is dropped: the token passes through the residual connection.
+
+use crate::{MoeConfig, RouterKind};
+
+/// `⌈factor · k · tokens / experts⌉` tokens of a sequence for each expert, at least one; `None` where the factor is 0 and experts
+/// take all that come. Experts that choose take at most all tokens, and their even share where the factor is 0.
+pub fn capacity(config: &MoeConfig, tokens: usize) -> Option<usize> {
+    let factor = match (config.capacity_factor, config.router) {
+        (0.0, RouterKind::ExpertChoice) => 1.0,
+        (0.0, _) => return None,
+        (factor, _) => factor,
+    };
+    let share = factor * (config.top_k * tokens) as f64 / config.num_experts as f64;
+    Some((share.ceil() as usize).clamp(1, tokens.max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_even_share_times_the_factor() {
+        let of = |router, top_k, capacity_factor, tokens| {
+            capacity(&MoeConfig { num_experts: 8, top_k, router, capacity_factor, ..MoeConfig::default() }, tokens)
+        };
+        assert_eq!(of(RouterKind::Switch, 1, 1.0, 128), Some(16));
+        assert_eq!(of(RouterKind::Switch, 1, 1.25, 128), Some(20));
+        assert_eq!(of(RouterKind::Gshard, 2, 1.0, 128), Some(32), "GShard's 2N/(G·E)");
+        assert_eq!(of(RouterKind::TopK, 2, 0.0, 128), None, "dropless");
+        assert_eq!(of(RouterKind::Switch, 1, 1.0, 1), Some(1), "a sequence of one token");
+        assert_eq!(of(RouterKind::Switch, 1, 1.0, 9), Some(2), "rounded up");
+        assert_eq!(of(RouterKind::TopK, 2, 100.0, 6), Some(6), "no more than there are");
+        assert_eq!(of(RouterKind::ExpertChoice, 2, 0.0, 128), Some(32));
+    }
+}

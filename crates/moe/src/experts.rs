@@ -1,0 +1,162 @@
+//! Networks of experts: each is a feed-forward block, and all that a rank holds are computed together, on rows grouped by expert.
+//!
+//! The weights of E experts are `[E, out, in]`, cut along E over the axis of the experts, so their gradients are sums over the other
+//! data-parallel ranks alone. They may be cut over tp too, as in a tensor-parallel block: `copy` before the first product and
+//! `all_reduce` after the last, of rows; or experts are whole, and the ranks of tp do the same work.
+
+use crate::MoeError;
+use meshwork_core::{Axis, Mesh};
+use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
+use std::fmt::Debug;
+use std::rc::Rc;
+
+/// The experts of a layer: a network for each group of rows.
+pub trait Experts: Debug + Send + Sync {
+    /// `rows [rows, hidden]` by expert → the results, `[rows, hidden]` in the same places and of the same types.
+    fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var>;
+}
+
+/// The shape of a layer's experts, and where they lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertShape {
+    /// Experts on all ranks.
+    pub experts: usize,
+    /// Features of a token.
+    pub hidden: usize,
+    /// Inner features of each expert.
+    pub ffn: usize,
+    /// The axis whose ranks hold different experts.
+    pub axis: Axis,
+    /// Whether the inner features are cut over tp.
+    pub over_tp: bool,
+}
+
+impl ExpertShape {
+    fn check(&self, mesh: &Mesh) -> Result<()> {
+        let (num_experts, ep, tp) = (self.experts, mesh.degree(self.axis), mesh.degree(Axis::Tp));
+        if num_experts == 0 {
+            return Err(MoeError::NoExperts.into());
+        }
+        if num_experts % ep != 0 {
+            return Err(MoeError::Indivisible { num_experts, ep }.into());
+        }
+        if self.over_tp && !self.ffn.is_multiple_of(tp) {
+            return Err(MoeError::Features { features: self.ffn, tp }.into());
+        }
+        Ok(())
+    }
+
+    /// Cut along the experts, and along this dim if the inner features are cut.
+    fn placement(&self, dim: Option<usize>) -> Placement {
+        let experts = Placement::replicated().shard(self.axis, 0);
+        match dim.filter(|_| self.over_tp) {
+            Some(dim) => experts.shard(Axis::Tp, dim),
+            None => experts,
+        }
+    }
+
+    fn enter(&self, rows: &Var) -> Result<Var> {
+        if self.over_tp { rows.copy(Axis::Tp) } else { Ok(rows.clone()) }
+    }
+
+    fn leave(&self, results: &Var) -> Result<Var> {
+        if self.over_tp { results.all_reduce(Axis::Tp) } else { Ok(results.clone()) }
+    }
+}
+
+/// `gelu(x · Wupᵀ + bup) · Wdownᵀ + bdown` of each expert: GPT-2's MLP. The biases are optional.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupedMlp {
+    shape: ExpertShape,
+    up: ParamId,
+    down: ParamId,
+    biases: Option<[ParamId; 2]>,
+}
+
+impl GroupedMlp {
+    /// Declares `{name}.up.weight` `[experts, ffn, hidden]`, `{name}.down.weight` `[experts, hidden, ffn]`, and with biases
+    /// `{name}.up.bias` `[experts, ffn]` and `{name}.down.bias` `[experts, hidden]`. `init` has the initial values of each product.
+    pub fn new(
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        shape: ExpertShape,
+        bias: bool,
+        [up, down]: [Init; 2],
+    ) -> Result<Self> {
+        shape.check(mesh)?;
+        let ExpertShape { experts, hidden, ffn, .. } = shape;
+        let mut declare = |part: &str, dims: &[usize], cut, role, init| {
+            params.declare(format!("{name}.{part}"), dims, shape.placement(cut), role, init)
+        };
+        let [up, down] = [
+            declare("up.weight", &[experts, ffn, hidden], Some(1), Role::Weight, up)?,
+            declare("down.weight", &[experts, hidden, ffn], Some(2), Role::Weight, down)?,
+        ];
+        let biases = match bias {
+            true => Some([
+                declare("up.bias", &[experts, ffn], Some(1), Role::Bias, Init::Zeros)?,
+                declare("down.bias", &[experts, hidden], None, Role::Bias, Init::Zeros)?,
+            ]),
+            false => None,
+        };
+        Ok(Self { shape, up, down, biases })
+    }
+}
+
+impl Experts for GroupedMlp {
+    fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
+        let x = self.shape.enter(rows)?; // [rows, hidden]
+        let mut inner = x.grouped_linear(&tape.param(self.up)?, 1, groups)?; // [rows, ffn/tp]
+        if let Some([bias, _]) = self.biases {
+            inner = inner.grouped_bias(&tape.param(bias)?, groups)?;
+        }
+        let y = inner.gelu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
+        let y = self.shape.leave(&y)?; // Σ_tp
+        match self.biases {
+            Some([_, bias]) => y.grouped_bias(&tape.param(bias)?, groups),
+            None => Ok(y),
+        }
+    }
+}
+
+/// `(silu(x · Wgateᵀ) · (x · Wupᵀ)) · Wdownᵀ` of each expert: Llama's and Mixtral's.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupedSwiGlu {
+    shape: ExpertShape,
+    gate_up: ParamId,
+    down: ParamId,
+}
+
+impl GroupedSwiGlu {
+    /// Declares `{name}.gate_up.weight` `[experts, ffn, 2, hidden]`, with the gate and up weights of each inner feature next to
+    /// each other, and `{name}.down.weight` `[experts, hidden, ffn]`.
+    pub fn new(
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        shape: ExpertShape,
+        [gate_up, down]: [Init; 2],
+    ) -> Result<Self> {
+        shape.check(mesh)?;
+        let ExpertShape { experts, hidden, ffn, .. } = shape;
+        let mut declare = |part: &str, dims: &[usize], cut, init| {
+            params.declare(format!("{name}.{part}.weight"), dims, shape.placement(Some(cut)), Role::Weight, init)
+        };
+        Ok(Self {
+            shape,
+            gate_up: declare("gate_up", &[experts, ffn, 2, hidden], 1, gate_up)?,
+            down: declare("down", &[experts, hidden, ffn], 2, down)?,
+        })
+    }
+}
+
+impl Experts for GroupedSwiGlu {
+    fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
+        let x = self.shape.enter(rows)?; // [rows, hidden]
+        let pairs = x.grouped_linear(&tape.param(self.gate_up)?, 1, groups)?; // [rows, ffn/tp, 2]
+        let y = pairs.swiglu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
+        self.shape.leave(&y) // Σ_tp
+    }
+}

@@ -1,0 +1,255 @@
+//! Routers: logits, scores, the experts of each token, and their weights.
+//!
+//! | router | scores s | experts | weights |
+//! |---|---|---|---|
+//! | `topk` | softmax | the k largest | s, or s over the sum of those chosen |
+//! | `switch` (equations 1 and 2) | softmax | the largest | s |
+//! | `gshard` | softmax | the two largest, the second with probability 2 g₂ | s over the sum of both |
+//! | `expert_choice` | softmax | each expert takes the tokens with the largest s | s |
+//! | `bias` (DeepSeek-V3, equations 12 to 16) | sigmoid | the k largest s + b | s over the sum of those chosen, scaled |
+//!
+//! Of equal scores the lower expert's counts as larger, so that the choice is a function of the scores. What is dropped for
+//! want of capacity does not change the weights of the rest. The decision is made once, in forward: the tape keeps it as integers.
+
+use crate::balance::{self, BiasUpdate, Load, whole_sequences};
+use crate::dispatch::Chosen;
+use crate::{AuxLossScope, MoeConfig, MoeError, RouterKind, capacity};
+use meshwork_core::rules::Operand;
+use meshwork_core::{SpmdError, Types};
+use meshwork_tensor::kernel::{Draw, Pick, Selection};
+use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
+use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
+
+/// The names under which routers report, and which a model declares: the sums over its layers of both losses, before their
+/// coefficients, and the means over its layers of the entropy and of the share of choices that are not used.
+pub const METRICS: [&str; 4] = ["moe_aux_loss", "moe_z_loss", "moe_router_entropy", "moe_dropped"];
+
+/// Chooses experts for tokens.
+#[derive(Clone, Debug)]
+pub struct Router {
+    name: String,
+    config: MoeConfig,
+    weight: ParamId,
+    bias: Option<ParamId>,
+    tokens: ParamId,
+    load: StatisticId,
+}
+
+/// What a router decides.
+#[derive(Clone, Debug)]
+pub struct Routed {
+    /// The choices that are used.
+    pub chosen: Chosen,
+    /// Their weights, `[samples, seq, places]`.
+    pub weights: Var,
+}
+
+impl Router {
+    /// Declares `{name}.weight` `[experts, hidden]`, the buffer `{name}.tokens` `[experts]`, in which each step leaves the choices of
+    /// its whole batch, and for `bias` the buffer `{name}.bias` `[experts]`. All are replicated.
+    ///
+    /// # Errors
+    /// A configuration that cannot be.
+    pub fn new(params: &mut Declarations, name: &str, hidden: usize, config: MoeConfig, init: Init) -> Result<Self> {
+        config.check(1).map_err(|mut wrong| wrong.remove(0))?;
+        if params.reduction_blocks().is_some() && config.aux_loss_scope == AuxLossScope::GlobalBatch {
+            return Err(MoeError::NotCanonical("aux_loss_scope global_batch").into());
+        }
+        let experts = config.num_experts;
+        let whole = Placement::replicated;
+        let weight = params.declare(format!("{name}.weight"), &[experts, hidden], whole(), Role::Weight, init)?;
+        let mut buffer =
+            |part: &str| params.declare(format!("{name}.{part}"), &[experts], whole(), Role::Buffer, Init::Zeros);
+        let tokens = buffer("tokens")?;
+        let bias = if config.router == RouterKind::Bias { Some(buffer("bias")?) } else { None };
+        let rule = BiasUpdate { rate: config.bias_update_rate as f32 };
+        let load = params.declare_statistic(std::iter::once(tokens).chain(bias).collect(), rule);
+        Ok(Self { name: name.to_owned(), config, weight, bias, tokens, load })
+    }
+
+    /// The buffer of the tokens of each expert in the last step.
+    pub fn tokens(&self) -> ParamId {
+        self.tokens
+    }
+
+    /// The buffer of the bias, with router `bias`.
+    pub fn bias(&self) -> Option<ParamId> {
+        self.bias
+    }
+
+    /// What it was made of.
+    pub fn config(&self) -> &MoeConfig {
+        &self.config
+    }
+
+    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences are whole on this rank. Adds the losses, reports the metrics of
+    /// [`METRICS`], and notes the load.
+    pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
+        let config = &self.config;
+        let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
+        let logits = noisy.exact_linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
+        let scores = match config.router {
+            RouterKind::Bias => logits.sigmoid()?,
+            _ => logits.softmax()?,
+        };
+        whole_sequences("route", Operand::value("x", scores.types(), 3))?;
+        let (chosen, kept) = self.choose(tape, &scores)?;
+        let weights = scores.tape().apply(self.weights_of(&scores, &chosen, config.places()), &[&scores])?;
+        self.balance(tape, &logits, &scores, &chosen)?;
+        let of_layer = 1.0 / config.layers as f64;
+        tape.report(METRICS[2], &balance::entropy(&scores)?.scale(of_layer)?)?;
+        if config.router != RouterKind::ExpertChoice {
+            tape.report(METRICS[3], &balance::unused(&kept, &scores)?.scale(of_layer)?)?;
+        }
+        let device = tape.device();
+        let loads = device.routing()?.loads(chosen.buffer(), config.num_experts)?;
+        tape.note(self.load, 1.0, &[&Tensor::from_buffer(device, loads, [config.num_experts])?]);
+        let seq = scores.shape()[1];
+        let chosen = Chosen {
+            experts: kept,
+            num_experts: config.num_experts,
+            types: scores.types(),
+            capacity: capacity(config, seq),
+            top_k: config.top_k,
+        };
+        Ok(Routed { chosen, weights })
+    }
+
+    /// (choices, those that are used), `[samples, seq, places]`.
+    fn choose(&self, tape: &Tape, scores: &Var) -> Result<(Tensor, Tensor)> {
+        let (config, device) = (&self.config, tape.device());
+        let &[samples, seq, experts] = &scores.shape()[..] else {
+            return Err(meshwork_tensor::Error::Shape {
+                op: "route",
+                problem: "tokens are [samples, seq, hidden]".to_owned(),
+                shapes: vec![scores.shape().to_vec()],
+            });
+        };
+        let capacity = capacity(config, seq);
+        let shape = [samples, seq, config.places()];
+        if let (RouterKind::ExpertChoice, Some(capacity)) = (config.router, capacity) {
+            let kept = device.routing()?.select_tokens(scores.tensor().buffer(), samples, experts, capacity)?;
+            let kept = Tensor::from_buffer(device, kept, shape)?;
+            return Ok((kept.clone(), kept));
+        }
+        let second = match (config.router, tape.mode()) {
+            (RouterKind::Gshard, Mode::Train) => {
+                let key = tape.random_key(&format!("{}.second", self.name))?;
+                Some(Draw { key, first: tape.first_sample() * seq as u64 })
+            }
+            _ => None,
+        };
+        let groups = config.groups;
+        let selection = Selection {
+            samples,
+            experts,
+            k: config.top_k,
+            groups: groups.groups,
+            top_groups: groups.top_groups,
+            group_best: groups.best,
+            capacity,
+            second,
+        };
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        let bias = bias.as_ref().map(|bias| bias.tensor().buffer());
+        let (chosen, kept) = device.routing()?.select(scores.tensor().buffer(), bias, &selection)?;
+        Ok((Tensor::from_buffer(device, chosen, shape)?, Tensor::from_buffer(device, kept, shape)?))
+    }
+
+    fn weights_of(&self, scores: &Var, choices: &Tensor, k: usize) -> Weights {
+        let config = &self.config;
+        let normalise = match config.router {
+            RouterKind::TopK => config.normalise,
+            RouterKind::Gshard | RouterKind::Bias => true,
+            RouterKind::Switch | RouterKind::ExpertChoice => false,
+        };
+        let pick = Pick { experts: config.num_experts, k, normalise, scale: config.routed_scaling };
+        Weights { choices: choices.clone(), pick, shape: scores.shape() }
+    }
+
+    fn balance(&self, tape: &Tape, logits: &Var, scores: &Var, chosen: &Tensor) -> Result<()> {
+        let (config, experts) = (&self.config, self.config.num_experts);
+        let add = |name, coefficient: f64, value: Var| match coefficient > 0.0 {
+            true => tape.add_loss(name, coefficient, &value),
+            false => tape.report(name, &value),
+        };
+        if config.router != RouterKind::ExpertChoice {
+            let counted = match config.router {
+                RouterKind::Gshard => first_choices(scores)?,
+                _ => chosen.clone(),
+            };
+            let load = match config.aux_loss_scope {
+                AuxLossScope::Sequence => Load::of_sequences(&counted, experts)?,
+                AuxLossScope::GlobalBatch => Load::of_all(&counted, experts, scores)?,
+            };
+            let value = match config.router {
+                RouterKind::Gshard => balance::gshard_loss(scores, &load)?,
+                RouterKind::Bias => balance::switch_loss(&normalised(scores)?, &load)?,
+                _ => balance::switch_loss(scores, &load)?,
+            };
+            add(METRICS[0], config.aux_loss_coeff, value)?;
+        }
+        add(METRICS[1], config.z_loss_coeff, balance::z_loss(logits)?)
+    }
+}
+
+/// The expert with the largest score of each token.
+fn first_choices(scores: &Var) -> Result<Tensor> {
+    let (shape, device) = (scores.shape(), scores.tape().device());
+    let [samples, seq, experts] = [shape[0], shape[1], shape[2]];
+    let one =
+        Selection { samples, experts, k: 1, groups: 1, top_groups: 1, group_best: 1, capacity: None, second: None };
+    let (chosen, _) = device.routing()?.select(scores.tensor().buffer(), None, &one)?;
+    Tensor::from_buffer(device, chosen, [samples, seq, 1])
+}
+
+/// Scores over their sum.
+fn normalised(scores: &Var) -> Result<Var> {
+    let (shape, device) = (scores.shape(), scores.tape().device());
+    let experts = shape[2];
+    let tokens = shape.count() / experts.max(1);
+    let all: Vec<i32> = (0..experts as i32).collect();
+    let choices = Tensor::from_slice(device, &all.repeat(tokens), shape)?;
+    let pick = Pick { experts, k: experts, normalise: true, scale: 1.0 };
+    scores.tape().apply(Weights { choices, pick, shape }, &[scores])
+}
+
+/// The weights of choices, a function of the scores.
+#[derive(Debug)]
+struct Weights {
+    choices: Tensor,
+    pick: Pick,
+    shape: Shape,
+}
+
+impl Op for Weights {
+    fn name(&self) -> &'static str {
+        "routing_weights"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["scores"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        whole_sequences(self.name(), operands[0])
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let scores = inputs[0];
+        cx.save_input(0)?;
+        let weights = scores.device().routing()?.pick(scores.buffer(), self.choices.buffer(), self.pick)?;
+        Tensor::from_buffer(scores.device(), weights, self.choices.shape())
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let scores = cx.saved(0)?;
+        let routing = grad.device().routing()?;
+        let dscores = routing.pick_grad(scores.buffer(), self.choices.buffer(), grad.buffer(), self.pick)?;
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), dscores, self.shape)?)])
+    }
+}

@@ -1,0 +1,331 @@
+//! Routers: the choice of experts, its weights, and losses and measures of balance. Everything is of single tokens or of one sample;
+//! the definitions are those of [`kernel::Routing`](crate::kernel::Routing).
+
+use super::Float;
+use crate::kernel::{Draw, Pick, Selection};
+use crate::random;
+
+/// The `k` experts of each token in the order of choice. Overwrites.
+pub fn top_k<T: Float>(scores: &[T], bias: &[T], of: &Selection, chosen: &mut [i32]) {
+    let Selection { experts, k, groups, top_groups, group_best, .. } = *of;
+    let mut values = vec![T::ZERO; experts];
+    let mut best = vec![T::ZERO; groups];
+    let (mut free, mut open) = (vec![true; experts], vec![true; groups]);
+    let in_group = experts / groups;
+    for (scores, chosen) in scores.chunks_exact(experts).zip(chosen.chunks_exact_mut(k)) {
+        values.copy_from_slice(scores);
+        values.iter_mut().zip(bias).for_each(|(value, &bias)| *value += bias);
+        free.fill(true);
+        if top_groups < groups {
+            for (best, (values, free)) in best.iter_mut().zip(values.chunks(in_group).zip(free.chunks_mut(in_group))) {
+                *best = T::ZERO;
+                for _ in 0..group_best.min(in_group) {
+                    let at = largest(values, free);
+                    free[at] = false;
+                    *best += values[at];
+                }
+            }
+            open.fill(true);
+            free.fill(false);
+            for _ in 0..top_groups {
+                let group = largest(&best, &open);
+                open[group] = false;
+                free[group * in_group..][..in_group].fill(true);
+            }
+        }
+        for chosen in chosen {
+            let expert = largest(&values, &free);
+            free[expert] = false;
+            *chosen = expert as i32;
+        }
+    }
+}
+
+/// The first of the largest values that are free.
+fn largest<T: Float>(values: &[T], free: &[bool]) -> usize {
+    let mut free = free.iter().enumerate().filter(|(_, free)| **free).map(|(at, _)| at);
+    let first = free.next().unwrap_or(0);
+    free.fold(first, |best, at| if values[at] > values[best] { at } else { best })
+}
+
+/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's index.
+pub fn limit<T: Float>(scores: &[T], chosen: &[i32], of: &Selection, first: u64, kept: &mut [i32]) {
+    let Selection { experts, k, capacity, second, .. } = *of;
+    let mut taken = vec![0; experts];
+    for choice in 0..k {
+        for (token, (chosen, kept)) in chosen.chunks_exact(k).zip(kept.chunks_exact_mut(k)).enumerate() {
+            let expert = chosen[choice] as usize;
+            kept[choice] = -1;
+            if let (1, Some(Draw { key, first: start })) = (choice, second) {
+                let score = |expert: i32| scores[token * experts + expert as usize];
+                let share = score(chosen[1]) / (score(chosen[0]) + score(chosen[1]));
+                if T::from(random::uniform(key, start + first + token as u64)) >= share + share {
+                    continue;
+                }
+            }
+            if capacity.is_none_or(|capacity| taken[expert] < capacity) {
+                kept[choice] = expert as i32;
+                taken[expert] += 1;
+            }
+        }
+    }
+}
+
+/// Brings the choices of each token into ascending order of experts.
+pub fn by_expert(k: usize, chosen: &mut [i32], kept: &mut [i32]) {
+    for (chosen, kept) in chosen.chunks_exact_mut(k).zip(kept.chunks_exact_mut(k)) {
+        // Insertion: there are few.
+        for end in 1..k {
+            let mut at = end;
+            while at > 0 && chosen[at - 1] > chosen[at] {
+                chosen.swap(at - 1, at);
+                kept.swap(at - 1, at);
+                at -= 1;
+            }
+        }
+    }
+}
+
+/// The experts that choose each token of one sample, `[tokens, experts]`, -1 elsewhere. Overwrites.
+pub fn top_tokens<T: Float>(scores: &[T], experts: usize, capacity: usize, kept: &mut [i32]) {
+    kept.fill(-1);
+    let mut tokens: Vec<usize> = Vec::new();
+    for expert in 0..experts {
+        let score = |token: usize| scores[token * experts + expert];
+        tokens.clear();
+        tokens.extend(0..scores.len() / experts);
+        tokens.sort_by(|&a, &b| score(b).partial_cmp(&score(a)).unwrap_or(std::cmp::Ordering::Equal));
+        for &token in tokens.iter().take(capacity) {
+            kept[token * experts + expert] = expert as i32;
+        }
+    }
+}
+
+/// Added to the sum that weights are divided by, so that scores of zero have weights of zero.
+const TINY: f32 = 1e-20;
+
+/// Weights of choices. Overwrites.
+pub fn pick<T: Float>(scores: &[T], choices: &[i32], of: Pick, out: &mut [T]) {
+    let rows = scores.chunks_exact(of.experts).zip(choices.chunks_exact(of.k));
+    for ((scores, choices), out) in rows.zip(out.chunks_exact_mut(of.k)) {
+        for (out, &choice) in out.iter_mut().zip(choices) {
+            *out = usize::try_from(choice).map_or(T::ZERO, |expert| scores[expert]);
+        }
+        let factor = T::from_f64(of.scale) / divisor(out, of);
+        out.iter_mut().for_each(|out| *out *= factor);
+    }
+}
+
+fn divisor<T: Float>(picked: &[T], of: Pick) -> T {
+    match of.normalise {
+        true => picked.iter().fold(T::from(TINY), |sum, &score| sum + score),
+        false => T::ONE,
+    }
+}
+
+/// Their gradient. Overwrites.
+pub fn pick_grad<T: Float>(scores: &[T], choices: &[i32], dout: &[T], of: Pick, dscores: &mut [T]) {
+    dscores.fill(T::ZERO);
+    let rows = scores.chunks_exact(of.experts).zip(choices.chunks_exact(of.k)).zip(dout.chunks_exact(of.k));
+    for (((scores, choices), dout), dscores) in rows.zip(dscores.chunks_exact_mut(of.experts)) {
+        let picked: Vec<T> =
+            choices.iter().map(|&c| usize::try_from(c).map_or(T::ZERO, |expert| scores[expert])).collect();
+        let divisor = divisor(&picked, of);
+        let mean = match of.normalise {
+            true => picked.iter().zip(dout).fold(T::ZERO, |sum, (&s, &d)| sum + s * d) / divisor,
+            false => T::ZERO,
+        };
+        let factor = T::from_f64(of.scale) / divisor;
+        for (&choice, &dout) in choices.iter().zip(dout) {
+            if let Ok(expert) = usize::try_from(choice) {
+                dscores[expert] = (dout - mean) * factor;
+            }
+        }
+    }
+}
+
+/// `Σ_e counts[e] · Σ_t scores[t, e]` of one sample.
+pub fn balance<T: Float>(scores: &[T], counts: &[i32]) -> f64 {
+    let mut sums = vec![0.0; counts.len()];
+    for scores in scores.chunks_exact(counts.len()) {
+        sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score.to_f64());
+    }
+    sums.iter().zip(counts).map(|(sum, &count)| sum * f64::from(count)).sum()
+}
+
+/// `dscores[t, e] = factor · counts[e]`. Overwrites.
+pub fn balance_grad<T: Float>(counts: &[i32], factor: f64, dscores: &mut [T]) {
+    for dscores in dscores.chunks_exact_mut(counts.len()) {
+        dscores.iter_mut().zip(counts).for_each(|(d, &count)| *d = T::from_f64(factor * f64::from(count)));
+    }
+}
+
+fn log_sum_exp<T: Float>(logits: &[T]) -> f64 {
+    let max = logits.iter().fold(f64::NEG_INFINITY, |max, logit| max.max(logit.to_f64()));
+    max + logits.iter().map(|logit| (logit.to_f64() - max).exp()).sum::<f64>().ln()
+}
+
+/// The mean of `ln(Σ e^logit)²` over the tokens of one sample.
+pub fn z_loss<T: Float>(logits: &[T], experts: usize) -> f64 {
+    let tokens = (logits.len() / experts).max(1) as f64;
+    logits.chunks_exact(experts).map(|logits| log_sum_exp(logits).powi(2)).sum::<f64>() / tokens
+}
+
+/// Its gradient, for a gradient of the loss. Overwrites.
+pub fn z_loss_grad<T: Float>(logits: &[T], experts: usize, dloss: f64, dlogits: &mut [T]) {
+    let factor = 2.0 * dloss / (logits.len() / experts).max(1) as f64;
+    for (logits, dlogits) in logits.chunks_exact(experts).zip(dlogits.chunks_exact_mut(experts)) {
+        let z = log_sum_exp(logits);
+        for (&logit, dlogit) in logits.iter().zip(dlogits) {
+            *dlogit = T::from_f64(factor * z * (logit.to_f64() - z).exp());
+        }
+    }
+}
+
+/// The mean entropy of the scores of one sample's tokens, each over their sum.
+pub fn entropy<T: Float>(scores: &[T], experts: usize) -> f64 {
+    let tokens = (scores.len() / experts).max(1) as f64;
+    let of_token = |scores: &[T]| {
+        let sum: f64 = scores.iter().map(|score| score.to_f64()).sum();
+        let term = |score: &T| score.to_f64() / sum;
+        -scores.iter().map(term).filter(|&p| p > 0.0).map(|p| p * p.ln()).sum::<f64>()
+    };
+    scores.chunks_exact(experts).map(of_token).sum::<f64>() / tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{check_gradient, dot, values};
+    use super::*;
+
+    const ALL: Selection = Selection {
+        samples: 1,
+        experts: 4,
+        k: 2,
+        groups: 1,
+        top_groups: 1,
+        group_best: 1,
+        capacity: None,
+        second: None,
+    };
+
+    fn chosen(scores: &[f32], bias: &[f32], of: Selection) -> Vec<i32> {
+        let mut chosen = vec![9; scores.len() / of.experts * of.k];
+        top_k(scores, bias, &of, &mut chosen);
+        chosen
+    }
+
+    #[test]
+    fn of_equal_scores_the_lower_expert_is_chosen() {
+        assert_eq!(chosen(&[0.25; 4], &[], ALL), [0, 1]);
+        assert_eq!(chosen(&[0.1, 0.4, 0.1, 0.4], &[], ALL), [1, 3]);
+        assert_eq!(chosen(&[0.1, 0.2, 0.3, 0.4], &[0.5, 0.0, 0.0, 0.0], ALL), [0, 3], "the bias chooses");
+    }
+
+    #[test]
+    fn groups_limit_the_choice() {
+        let limited = Selection { groups: 2, top_groups: 1, group_best: 1, ..ALL };
+        // Group 0 has the largest score, group 1 the larger sum.
+        assert_eq!(chosen(&[0.5, 0.1, 0.4, 0.4], &[], limited), [0, 1]);
+        assert_eq!(chosen(&[0.5, 0.1, 0.4, 0.4], &[], Selection { group_best: 2, ..limited }), [2, 3]);
+        assert_eq!(chosen(&[0.5, 0.1, 0.4, 0.4], &[], ALL), [0, 2]);
+    }
+
+    /// Five tokens, two experts of four each, room for two: worked out by hand.
+    #[test]
+    fn first_choices_go_before_second_ones() {
+        let first = [0, 0, 0, 1, 2];
+        let second = [1, 1, 2, 0, 1];
+        let chosen: Vec<i32> = first.iter().zip(&second).flat_map(|(&a, &b)| [a, b]).collect();
+        let mut kept = vec![9; 10];
+        limit(&[0.5_f32; 20], &chosen, &Selection { capacity: Some(2), ..ALL }, 0, &mut kept);
+        // Expert 0 takes tokens 0 and 1; expert 1 token 3, then 0 as a second choice; expert 2 tokens 4 and 2.
+        assert_eq!(kept, [0, 1, 0, -1, -1, 2, 1, -1, 2, -1]);
+        limit(&[0.5_f32; 20], &chosen, &Selection { capacity: Some(0), ..ALL }, 0, &mut kept);
+        assert_eq!(kept, [-1; 10]);
+        limit(&[0.5_f32; 20], &chosen, &ALL, 0, &mut kept);
+        assert_eq!(kept, chosen);
+    }
+
+    #[test]
+    fn the_second_expert_is_used_in_proportion_to_its_weight() {
+        let draw = Draw { key: random::key(3, "second"), first: 0 };
+        let used = |weight: f32| {
+            let scores: Vec<f32> = [1.0 - weight, weight, 0.0, 0.0].repeat(10_000);
+            let mut kept = vec![9; 20_000];
+            limit(&scores, &[0, 1].repeat(10_000), &Selection { second: Some(draw), ..ALL }, 0, &mut kept);
+            assert!(kept.iter().step_by(2).all(|&first| first == 0));
+            kept.iter().filter(|&&second| second == 1).count()
+        };
+        assert!((used(0.1) as f64 - 2000.0).abs() < 150.0);
+        assert!((used(0.4) as f64 - 8000.0).abs() < 150.0);
+        assert_eq!(used(0.5), 10_000);
+        // The same numbers for the same tokens, wherever the sample begins.
+        let scores: Vec<f32> = [0.8_f32, 0.2, 0.0, 0.0].repeat(50);
+        let (mut whole, mut part) = (vec![9; 100], vec![9; 40]);
+        let of = Selection { second: Some(draw), ..ALL };
+        limit(&scores, &[0, 1].repeat(50), &of, 0, &mut whole);
+        limit(&scores[..80], &[0, 1].repeat(20), &of, 30, &mut part);
+        assert_eq!(part, whole[60..]);
+    }
+
+    #[test]
+    fn choices_are_brought_into_the_order_of_experts() {
+        let (mut chosen, mut kept) = ([3, 1, 2, 0, 4, 3, 1, 0], [3, -1, 2, -1, 4, 3, -1, 0]);
+        by_expert(4, &mut chosen, &mut kept);
+        assert_eq!((chosen, kept), ([0, 1, 2, 3, 0, 1, 3, 4], [-1, -1, 2, 3, 0, -1, 3, 4]));
+    }
+
+    #[test]
+    fn experts_choose_tokens() {
+        let scores = [0.9_f32, 0.1, 0.5, 0.5, 0.9, 0.4]; // three tokens, two experts
+        let mut kept = [9; 6];
+        top_tokens(&scores, 2, 2, &mut kept);
+        assert_eq!(kept, [0, -1, -1, 1, 0, 1]);
+        top_tokens(&[0.5_f32; 6], 2, 1, &mut kept);
+        assert_eq!(kept, [0, 1, -1, -1, -1, -1], "of equal scores the earlier token");
+    }
+
+    #[test]
+    fn weights_and_their_gradients() {
+        let scores: Vec<f64> = values::<f64>("scores", 12).iter().map(|x| x.abs() + 0.1).collect();
+        let choices = [0, 3, 1, -1, 2, 3];
+        let dout: Vec<f64> = values("dout", 6);
+        for normalise in [false, true] {
+            let of = Pick { experts: 4, k: 2, normalise, scale: 2.5 };
+            let weights = |scores: &[f64]| {
+                let mut out = vec![9.0; 6];
+                pick(scores, &choices, of, &mut out);
+                out
+            };
+            let w = weights(&scores);
+            assert_eq!(w[3], 0.0);
+            if normalise {
+                assert!((w[0] + w[1] - 2.5).abs() < 1e-12 && (w[2] - 2.5).abs() < 1e-12);
+            } else {
+                assert_eq!(w[0], 2.5 * scores[0]);
+            }
+            let mut dscores = vec![9.0; 12];
+            pick_grad(&scores, &choices, &dout, of, &mut dscores);
+            check_gradient(&scores, &dscores, |scores| dot(&weights(scores), &dout));
+        }
+        let mut none = [9.0_f32; 2];
+        pick(&[0.0; 4], &[1, 2], Pick { experts: 4, k: 2, normalise: true, scale: 1.0 }, &mut none);
+        assert_eq!(none, [0.0; 2], "no score at all is no NaN");
+    }
+
+    #[test]
+    fn losses_and_their_gradients() {
+        let logits: Vec<f64> = values("logits", 12);
+        let counts = [3, 0, 2, 1];
+        let mut grad = vec![9.0; 12];
+        balance_grad(&counts, 0.7, &mut grad);
+        check_gradient(&logits, &grad, |x| 0.7 * balance(x, &counts));
+        z_loss_grad(&logits, 4, 0.3, &mut grad);
+        check_gradient(&logits, &grad, |x| 0.3 * z_loss(x, 4));
+        // ln(4 e^1)² of equal logits.
+        assert!((z_loss(&[1.0_f32; 8], 4) - (1.0 + 4_f64.ln()).powi(2)).abs() < 1e-12);
+        assert!((entropy(&[0.25_f32; 8], 4) - 4_f64.ln()).abs() < 1e-12);
+        assert_eq!(entropy(&[1.0_f32, 0.0, 0.0, 0.0], 4), 0.0);
+    }
+}

@@ -1,0 +1,184 @@
+use super::kernels::{Float, dropout, permutation, routing};
+use super::{Cpu, PIECE, for_dtype, for_float, row_piece};
+use crate::error::Result;
+use crate::kernel::{DropoutMask, Pick, Routing, Selection};
+use meshwork_core::pool::share;
+use meshwork_core::{Buffer, DType, Element};
+
+/// Tokens of a piece of work on scores of `experts` experts.
+fn tokens(experts: usize) -> usize {
+    row_piece(8 * experts) / (8 * experts).max(1)
+}
+
+impl Cpu {
+    /// One f64 for each sample of rows of T.
+    fn per_sample<T: Element + Float>(
+        &self,
+        x: &Buffer,
+        samples: usize,
+        f: impl Fn(usize, &[T]) -> f64 + Sync,
+    ) -> Result<Buffer> {
+        let x = x.as_slice::<T>()?;
+        let of_sample = (x.len() / samples.max(1)).max(1);
+        self.output::<f64>(samples, |out| {
+            out.fill(0.0);
+            share(out.iter_mut().zip(x.chunks(of_sample)).enumerate(), |(sample, (out, x))| *out = f(sample, x));
+        })
+    }
+}
+
+impl Routing for Cpu {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "select", scores, T => {
+            let scores = scores.as_slice::<T>()?;
+            let bias = bias.map_or(Ok(&[][..]), |bias| bias.as_slice::<T>())?;
+            let (experts, k, at_once) = (of.experts, of.k, tokens(of.experts));
+            let mut chosen = self.output::<i32>(scores.len() / experts * k, |chosen| {
+                share(chosen.chunks_mut(at_once * k).zip(scores.chunks(at_once * experts)), |(chosen, scores)| {
+                    routing::top_k(scores, bias, of, chosen);
+                });
+            })?;
+            let of_sample = (scores.len() / experts / of.samples.max(1)).max(1);
+            let first_choice = chosen.as_slice::<i32>()?;
+            let mut kept = self.output::<i32>(first_choice.len(), |kept| {
+                let samples = kept.chunks_mut(of_sample * k).zip(first_choice.chunks(of_sample * k));
+                share(samples.zip(scores.chunks(of_sample * experts)).enumerate(), |(sample, ((kept, chosen), scores))| {
+                    routing::limit(scores, chosen, of, (sample * of_sample) as u64, kept);
+                });
+            })?;
+            routing::by_expert(k, chosen.as_mut_slice()?, kept.as_mut_slice()?);
+            Ok((chosen, kept))
+        })
+    }
+
+    fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {
+        for_float!(self, "select", scores, T => {
+            let scores = scores.as_slice::<T>()?;
+            let of_sample = (scores.len() / samples.max(1)).max(1);
+            self.output::<i32>(scores.len(), |kept| {
+                share(kept.chunks_mut(of_sample).zip(scores.chunks(of_sample)), |(kept, scores)| {
+                    routing::top_tokens(scores, experts, capacity, kept);
+                });
+            })
+        })
+    }
+
+    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
+        for_float!(self, "pick", scores, T => {
+            let (scores, choices) = (scores.as_slice::<T>()?, choices.as_slice::<i32>()?);
+            let at_once = tokens(of.experts);
+            self.output::<T>(choices.len(), |out| {
+                let rows = scores.chunks(at_once * of.experts).zip(choices.chunks(at_once * of.k));
+                share(out.chunks_mut(at_once * of.k).zip(rows), |(out, (scores, choices))| {
+                    routing::pick(scores, choices, of, out);
+                });
+            })
+        })
+    }
+
+    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
+        for_float!(self, "pick", scores, T => {
+            let (scores, choices, dout) = (scores.as_slice::<T>()?, choices.as_slice::<i32>()?, dout.as_slice::<T>()?);
+            let at_once = tokens(of.experts);
+            self.output::<T>(scores.len(), |dscores| {
+                let rows = scores.chunks(at_once * of.experts).zip(choices.chunks(at_once * of.k)).zip(dout.chunks(at_once * of.k));
+                share(dscores.chunks_mut(at_once * of.experts).zip(rows), |(dscores, ((scores, choices), dout))| {
+                    routing::pick_grad(scores, choices, dout, of, dscores);
+                });
+            })
+        })
+    }
+
+    fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer> {
+        for_float!(self, "balance", scores, T => {
+            let counts = counts.as_slice::<i32>()?;
+            self.per_sample::<T>(scores, samples, |sample, scores| scale * routing::balance(scores, counts_of(counts, sample, experts)))
+        })
+    }
+
+    fn balance_grad(
+        &self,
+        dout: &Buffer,
+        counts: &Buffer,
+        tokens: usize,
+        experts: usize,
+        scale: f64,
+        dtype: DType,
+    ) -> Result<Buffer> {
+        for_dtype!(self, "balance", dtype, T => {
+            let (dout, counts) = (dout.as_slice::<f64>()?, counts.as_slice::<i32>()?);
+            let of_sample = (tokens / dout.len().max(1) * experts).max(1);
+            self.output::<T>(tokens * experts, |dscores| {
+                share(dscores.chunks_mut(of_sample).zip(dout).enumerate(), |(sample, (dscores, dout))| {
+                    routing::balance_grad(counts_of(counts, sample, experts), scale * dout, dscores);
+                });
+            })
+        })
+    }
+
+    fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        for_float!(self, "z_loss", logits, T => {
+            self.per_sample::<T>(logits, samples, |_, logits| routing::z_loss(logits, experts))
+        })
+    }
+
+    fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer> {
+        for_float!(self, "z_loss", logits, T => {
+            let (logits, dout) = (logits.as_slice::<T>()?, dout.as_slice::<f64>()?);
+            let of_sample = (logits.len() / dout.len().max(1)).max(1);
+            self.output::<T>(logits.len(), |dlogits| {
+                share(dlogits.chunks_mut(of_sample).zip(logits.chunks(of_sample)).zip(dout), |((dlogits, logits), &dout)| {
+                    routing::z_loss_grad(logits, experts, dout, dlogits);
+                });
+            })
+        })
+    }
+
+    fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer> {
+        for_float!(self, "entropy", scores, T => {
+            self.per_sample::<T>(scores, samples, |_, scores| routing::entropy(scores, experts))
+        })
+    }
+
+    fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer> {
+        let kept = kept.as_slice::<i32>()?;
+        let of_sample = (kept.len() / samples.max(1)).max(1);
+        self.output::<f64>(samples, |out| {
+            out.fill(0.0);
+            for (out, kept) in out.iter_mut().zip(kept.chunks(of_sample)) {
+                *out = kept.iter().filter(|&&choice| choice < 0).count() as f64 / kept.len() as f64;
+            }
+        })
+    }
+
+    fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer> {
+        let choices = choices.as_slice::<i32>()?;
+        self.output::<f32>(experts, |loads| {
+            let mut counts = vec![0; experts];
+            permutation::counts(choices, &(0..experts), &mut counts);
+            loads.iter_mut().zip(counts).for_each(|(load, count)| *load = count as f32);
+        })
+    }
+
+    fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        let region = dropout::Region {
+            shape: &mask.local[..mask.ndim],
+            offset: &mask.offset[..mask.ndim],
+            global: &mask.global[..mask.ndim],
+        };
+        for_float!(self, "jitter", x, T => {
+            let x = x.as_slice::<T>()?;
+            let mask = dropout::Mask { key: mask.key, p: mask.p };
+            self.output::<T>(x.len(), |y| {
+                share(y.chunks_mut(PIECE).zip(x.chunks(PIECE)).enumerate(), |(i, (y, x))| {
+                    dropout::jitter(mask, region, i * PIECE, x, y);
+                });
+            })
+        })
+    }
+}
+
+/// The counts of a sample, or those of all samples.
+fn counts_of(counts: &[i32], sample: usize, experts: usize) -> &[i32] {
+    if counts.len() == experts { counts } else { &counts[sample * experts..][..experts] }
+}

@@ -1,0 +1,64 @@
+//! Products of groups of rows, each with a matrix of its own: the linear layers of experts.
+
+use crate::error::Result;
+use crate::tape::Terms;
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// Groups of consecutive rows, of any length each, and the dims of their products: group g has `W_g[n, k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupedGemm<'a> {
+    /// Rows of each group.
+    pub rows: &'a [usize],
+    /// Features of the result.
+    pub n: usize,
+    /// Features that are summed over.
+    pub k: usize,
+    /// How the sums over features are cut.
+    pub terms: Terms,
+}
+
+impl GroupedGemm<'_> {
+    /// Floating point operations: a multiplication and an addition per term.
+    pub fn flops(&self) -> u64 {
+        2 * self.rows.iter().sum::<usize>() as u64 * self.n as u64 * self.k as u64
+    }
+}
+
+/// Per group, the rows that its gradient sums, in consecutive blocks, whose sums are added up in the
+/// [tree](meshwork_core::tree).
+pub type GroupBlocks = [Vec<Range<usize>>];
+
+/// The destination of the gradients of all groups' weights, one after the other.
+#[derive(Debug)]
+pub struct GroupedGrad<'a> {
+    /// Memory that holds them.
+    pub buffer: &'a mut Buffer,
+    /// The first element there.
+    pub start: usize,
+    /// Whether to add to the old contents instead of overwriting them. Only for sums of one block.
+    pub accumulate: bool,
+}
+
+/// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
+/// operands may be stored as there. The threads share all groups, however uneven they are.
+pub trait Grouped: Debug {
+    /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
+    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>;
+    /// `dX_g = dY_g · W_g`.
+    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>;
+    /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.
+    fn grouped_weight_grad(
+        &self,
+        spec: GroupedGemm<'_>,
+        blocks: &GroupBlocks,
+        dy: &Buffer,
+        x: &Buffer,
+        dw: GroupedGrad<'_>,
+    ) -> Result<()>;
+    /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
+    fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>;
+    /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero in each.
+    fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()>;
+}

@@ -1,0 +1,103 @@
+//! Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly.
+//!
+//! Scores are `[tokens, experts]`; the tokens of a sample follow each other, and all samples have the same number. Choices are
+//! described in [`permutation`](super::Permutation).
+
+use super::DropoutMask;
+use crate::error::Result;
+use crate::random::Key;
+use meshwork_core::{Buffer, DType};
+use std::fmt::Debug;
+
+/// How a token chooses its experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Selection {
+    /// Samples, each with a capacity of its own.
+    pub samples: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts of a token.
+    pub k: usize,
+    /// Groups of consecutive experts; 1 where groups do not limit the choice.
+    pub groups: usize,
+    /// Groups among whose experts a token chooses.
+    pub top_groups: usize,
+    /// A group's score is the sum of so many of its largest scores: 2 in DeepSeek-V3, 1 in the device-limited routing of V2.
+    pub group_best: usize,
+    /// Tokens of a sample that an expert takes; `None`: all.
+    pub capacity: Option<usize>,
+    /// GShard's second choice: it is used with probability `2 g₂`, the weights of both being normalised.
+    pub second: Option<Draw>,
+}
+
+/// Random numbers by global position.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// The stream.
+    pub key: Key,
+    /// Global index of the first token.
+    pub first: u64,
+}
+
+/// The kernels of routers. Of equal scores, that of the lower expert is larger.
+pub trait Routing: Debug {
+    /// (chosen, kept), both `[tokens, k]` in i32. Chosen are the experts with the largest `scores + bias`, in ascending order.
+    /// Kept are those of them that are used: a choice that the draw passes over, or that finds its expert full, is -1. First
+    /// choices come before second ones, and among them tokens in order (GShard, algorithm 1).
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection) -> Result<(Buffer, Buffer)>;
+
+    /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
+    /// the earlier. `[tokens, experts]`: expert or -1.
+    fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>;
+
+    /// The scores of `k` choices of each token, 0 for -1; times `scale`, and if `normalise` over their sum.
+    fn pick(&self, scores: &Buffer, choices: &Buffer, pick: Pick) -> Result<Buffer>;
+
+    /// Its gradient with respect to the scores.
+    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, pick: Pick) -> Result<Buffer>;
+
+    /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the same for all.
+    fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>;
+
+    /// Its gradient with respect to the scores, where `dout` has an f64 per sample and they are of type `dtype`.
+    fn balance_grad(
+        &self,
+        dout: &Buffer,
+        counts: &Buffer,
+        tokens: usize,
+        experts: usize,
+        scale: f64,
+        dtype: DType,
+    ) -> Result<Buffer>;
+
+    /// Per sample an f64: the mean over its tokens of `ln(Σ_e e^logit)²`.
+    fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>;
+
+    /// Its gradient with respect to the logits, where `dout` has an f64 per sample.
+    fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer>;
+
+    /// Per sample an f64: the mean over its tokens of `-Σ_e p ln p`, where p are the scores over their sum.
+    fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer>;
+
+    /// Per sample an f64: the share of its choices that are not used.
+    fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer>;
+
+    /// The number of choices of each expert, `[experts]` in f32, for a [note](crate::Tape::note).
+    fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer>;
+
+    /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: Switch's jitter of the input of a router.
+    fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
+}
+
+/// How weights are made of scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pick {
+    /// Experts.
+    pub experts: usize,
+    /// Choices of a token.
+    pub k: usize,
+    /// Whether weights are divided by their sum.
+    pub normalise: bool,
+    /// A factor.
+    pub scale: f64,
+}

@@ -1,0 +1,71 @@
+use super::Meta;
+use crate::device::Device;
+use crate::error::Result;
+use crate::kernel::{DropoutMask, Pick, Routing, Selection};
+use meshwork_core::{Buffer, DType};
+
+impl Routing for Meta {
+    fn select(&self, scores: &Buffer, _bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+        let choices = scores.count() / of.experts * of.k;
+        Ok((self.alloc(DType::I32, choices)?, self.alloc(DType::I32, choices)?))
+    }
+
+    fn select_tokens(&self, scores: &Buffer, _samples: usize, _experts: usize, _capacity: usize) -> Result<Buffer> {
+        self.alloc(DType::I32, scores.count())
+    }
+
+    fn pick(&self, scores: &Buffer, choices: &Buffer, _of: Pick) -> Result<Buffer> {
+        self.alloc(scores.dtype(), choices.count())
+    }
+
+    fn pick_grad(&self, scores: &Buffer, _choices: &Buffer, _dout: &Buffer, _of: Pick) -> Result<Buffer> {
+        self.alloc(scores.dtype(), scores.count())
+    }
+
+    fn balance(
+        &self,
+        _scores: &Buffer,
+        _counts: &Buffer,
+        samples: usize,
+        _experts: usize,
+        _scale: f64,
+    ) -> Result<Buffer> {
+        self.alloc(DType::F64, samples)
+    }
+
+    fn balance_grad(
+        &self,
+        _dout: &Buffer,
+        _counts: &Buffer,
+        tokens: usize,
+        experts: usize,
+        _scale: f64,
+        dtype: DType,
+    ) -> Result<Buffer> {
+        self.alloc(dtype, tokens * experts)
+    }
+
+    fn z_loss(&self, _logits: &Buffer, samples: usize, _experts: usize) -> Result<Buffer> {
+        self.alloc(DType::F64, samples)
+    }
+
+    fn z_loss_grad(&self, logits: &Buffer, _dout: &Buffer, _experts: usize) -> Result<Buffer> {
+        self.alloc(logits.dtype(), logits.count())
+    }
+
+    fn entropy(&self, _scores: &Buffer, samples: usize, _experts: usize) -> Result<Buffer> {
+        self.alloc(DType::F64, samples)
+    }
+
+    fn unused(&self, _kept: &Buffer, samples: usize) -> Result<Buffer> {
+        self.alloc(DType::F64, samples)
+    }
+
+    fn loads(&self, _choices: &Buffer, experts: usize) -> Result<Buffer> {
+        self.alloc(DType::F32, experts)
+    }
+
+    fn jitter(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {
+        self.alloc(x.dtype(), x.count())
+    }
+}

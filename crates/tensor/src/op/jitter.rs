@@ -1,0 +1,64 @@
+//! Noise around 1 that multiplies a value, a function of global position.
+
+use super::whole::require_whole;
+use crate::error::Result;
+use crate::kernel::DropoutMask;
+use crate::shape::MAX_DIMS;
+use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{SpmdError, Types};
+
+#[derive(Debug)]
+struct Jitter(DropoutMask);
+
+impl Var {
+    /// Multiplies each element by a number drawn from `[1 - p, 1 + p)`; the identity when evaluating or at p = 0. `name` is the
+    /// name of the layer; each use needs its own. (Switch Transformers, section 2.2, of a router's input.)
+    pub fn jitter(&self, p: f32, name: &str) -> Result<Var> {
+        if p == 0.0 || self.tape().mode() == Mode::Evaluate {
+            return Ok(self.clone());
+        }
+        require_whole("jitter", &[self])?;
+        let (offset, global) = self.global_position();
+        let mut local = [1; MAX_DIMS];
+        local[..self.shape().len()].copy_from_slice(&self.shape());
+        let key = self.tape().random_key(name)?;
+        self.tape().apply(Jitter(DropoutMask { p, key, ndim: self.shape().len(), local, offset, global }), &[self])
+    }
+}
+
+impl Jitter {
+    fn scaled(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::from_buffer(x.device(), x.device().routing()?.jitter(x.buffer(), &self.0)?, x.shape())
+    }
+}
+
+impl Op for Jitter {
+    fn name(&self) -> &'static str {
+        "jitter"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::linear_map(self.name(), operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
+    }
+
+    fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        self.scaled(inputs[0])
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        match cx.needs(0) {
+            true => Ok(vec![Some(self.scaled(&grad)?)]),
+            false => Ok(vec![None]),
+        }
+    }
+}
