@@ -9,13 +9,14 @@
 //! MLP as wide as all of them.
 
 use meshwork_core::{Axis, Mesh};
-use meshwork_moe::{ExpertShape, Experts, MoeConfig, MoeLayer, Router};
+pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, RouterKind};
+use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelMlp, ParallelSwiGlu, Region};
 
 /// The axis whose ranks hold different experts.
-pub const EXPERTS: Axis = Axis::Dp;
+pub const EXPERTS: Axis = Axis::Ep;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -251,6 +251,7 @@ impl Reporter {
             tokens_per_s: tokens as f64 / seconds,
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
             peak_bytes: report.peak_bytes.clone(),
+            moe: report.metrics.iter().filter_map(|&(name, value)| Some((name.strip_prefix("moe_")?, value))).collect(),
         };
         self.progress.step(&step);
         if let Some(tensorboard) = &mut self.tensorboard {

@@ -102,6 +102,9 @@ pub struct Step {
     pub comm_bytes: Vec<(&'static str, u64)>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
+    /// What the routers of experts report, without the prefix `moe_`: means over layers and tokens.
+    #[serde(serialize_with = "map", skip_serializing_if = "Vec::is_empty")]
+    pub moe: Vec<(&'static str, f64)>,
 }
 
 impl Step {
@@ -118,11 +121,18 @@ impl Step {
             self.comm_bytes.iter().map(|(axis, bytes)| (format!("communication/{axis}"), *bytes as f64));
         let memory =
             self.peak_bytes.iter().enumerate().map(|(rank, &bytes)| (format!("memory/rank {rank}"), bytes as f64));
-        named.map(|(tag, value)| (tag.to_owned(), value)).into_iter().chain(communication).chain(memory).collect()
+        let experts = self.moe.iter().map(|(name, value)| (format!("moe/{name}"), *value));
+        named
+            .map(|(tag, value)| (tag.to_owned(), value))
+            .into_iter()
+            .chain(communication)
+            .chain(memory)
+            .chain(experts)
+            .collect()
     }
 }
 
-fn map<S: Serializer>(pairs: &[(&'static str, u64)], serializer: S) -> Result<S::Ok, S::Error> {
+fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(pairs.iter().copied())
 }
 

@@ -18,6 +18,22 @@ const LLAMA: [&str; 6] = [
 const GPT2: [&str; 1] = ["model.dropout"];
 const ADAMW: [&str; 3] = ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"];
 const SGD: [&str; 1] = ["optimizer.momentum"];
+const MOE: [&str; 14] = [
+    "moe.top_k",
+    "moe.router",
+    "moe.capacity_factor",
+    "moe.aux_loss_coeff",
+    "moe.z_loss_coeff",
+    "moe.every_n_layers",
+    "moe.num_shared_experts",
+    "moe.expert_hidden_size",
+    "moe.bias_update_rate",
+    "moe.aux_loss_scope",
+    "moe.jitter",
+    "moe.num_groups",
+    "moe.top_groups",
+    "parallelism.expert_tensor_parallel",
+];
 const PROFILE: [&str; 3] = ["metrics.profile_steps", "metrics.trace", "metrics.schedule"];
 
 /// Appends a notice to those of `config` for each key that is given and that another key makes meaningless.
@@ -37,6 +53,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ),
         ("model.kind", true, by_kind, unread("model.kind", kind.name())),
         ("model.rope_scaling_factor", unscaled, &LLAMA[3..], "model.rope_scaling_factor is 1".to_owned()),
+        ("moe.num_experts", config.moe.num_experts == 0, &MOE, "moe.num_experts is 0".to_owned()),
         (
             "checkpoint.dir",
             config.checkpoint.dir.is_none(),

@@ -150,7 +150,7 @@ pub(super) const fn one_of(landed: &'static [&'static str]) -> Kind {
 }
 
 /// Sections of features that are not implemented yet, with the feature.
-pub static PLANNED_SECTIONS: &[(&str, &str)] = &[("moe", "mixture of experts"), ("compress", "compression")];
+pub static PLANNED_SECTIONS: &[(&str, &str)] = &[("compress", "compression")];
 
 /// All keys with the name of their section.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {

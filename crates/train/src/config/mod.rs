@@ -15,6 +15,7 @@ mod arguments;
 mod batch;
 mod check;
 mod cli;
+mod experts;
 mod fault;
 mod idle;
 pub mod keys;

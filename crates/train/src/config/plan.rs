@@ -1,9 +1,11 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
+use super::words::MoeRouter;
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
+use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
@@ -26,9 +28,43 @@ impl Config {
     pub fn model(&self) -> Arc<dyn Model> {
         let (model, cut) = (&self.model, self.parallelism.sequence_parallel);
         match model.kind {
-            ModelKind::Gpt2 => Arc::new(Gpt2::new(self.gpt2()).sequence_parallel(cut)),
-            ModelKind::Llama => Arc::new(Llama::new(self.llama()).sequence_parallel(cut)),
+            ModelKind::Gpt2 => Arc::new(Gpt2::new(self.gpt2()).with_experts(self.experts()).sequence_parallel(cut)),
+            ModelKind::Llama => Arc::new(Llama::new(self.llama()).with_experts(self.experts()).sequence_parallel(cut)),
         }
+    }
+
+    /// Section `[moe]`: the experts of the model, if it has any.
+    #[must_use]
+    pub fn experts(&self) -> Option<ExpertsConfig> {
+        let moe = &self.moe;
+        let best = if moe.router == MoeRouter::Bias { 2 } else { 1 };
+        let group = moe.num_experts / moe.num_groups.max(1);
+        (moe.num_experts > 0).then(|| ExpertsConfig {
+            moe: MoeConfig {
+                num_experts: moe.num_experts,
+                top_k: moe.top_k,
+                router: moe.router.into(),
+                capacity_factor: moe.capacity_factor,
+                aux_loss_coeff: moe.aux_loss_coeff,
+                z_loss_coeff: moe.z_loss_coeff,
+                aux_loss_scope: moe.aux_loss_scope.into(),
+                bias_update_rate: moe.bias_update_rate,
+                jitter: moe.jitter,
+                normalise: moe.normalize_top_k,
+                routed_scaling: moe.routed_scaling,
+                // The two best of a group make its score, as in DeepSeek-V3, or the best.
+                groups: ExpertGroups {
+                    groups: moe.num_groups,
+                    top_groups: moe.top_groups,
+                    best: best.min(group.max(1)),
+                },
+                layers: 1,
+            },
+            every_n_layers: moe.every_n_layers,
+            num_shared_experts: moe.num_shared_experts,
+            expert_hidden_size: moe.expert_hidden_size,
+            over_tp: self.parallelism.expert_tensor_parallel > 1,
+        })
     }
 
     pub(super) fn gpt2(&self) -> Gpt2Config {

@@ -1,6 +1,6 @@
 //! The model presets.
 
-use super::words::ModelKind;
+use super::words::{ModelKind, MoeRouter};
 use meshwork_models::llama;
 
 /// The keys of `[model]` that a preset fixes.
@@ -15,6 +15,24 @@ pub(crate) struct Preset {
     pub(crate) seq_len: usize,
     /// The keys of `[model]` that only a Llama preset fixes.
     pub(crate) llama: Option<Llama>,
+    /// The keys of `[moe]` that a preset with experts fixes.
+    pub(crate) moe: Option<Moe>,
+}
+
+/// The keys of `[moe]` that a preset with experts fixes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Moe {
+    pub(crate) router: MoeRouter,
+    pub(crate) num_experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) capacity_factor: f64,
+    pub(crate) aux_loss_coeff: f64,
+    pub(crate) every_n_layers: usize,
+    pub(crate) num_shared_experts: usize,
+    pub(crate) expert_hidden_size: usize,
+    /// Groups of experts, those among which a token chooses.
+    pub(crate) groups: [usize; 2],
+    pub(crate) routed_scaling: f64,
 }
 
 /// The additional keys that a Llama preset fixes.
@@ -47,17 +65,115 @@ const fn llama(at: usize) -> Preset {
         num_heads: config.num_heads,
         seq_len: config.seq_len,
         llama: Some(own),
+        moe: None,
     }
 }
 
+/// A preset with experts in place of feed-forward layers.
+const fn with_experts(name: &'static str, dense: Preset, moe: Moe) -> Preset {
+    Preset { name, moe: Some(moe), ..dense }
+}
+
+/// Every layer has routed experts alone, which all tokens reach.
+const PLAIN: Moe = Moe {
+    router: MoeRouter::Topk,
+    num_experts: 8,
+    top_k: 2,
+    capacity_factor: 0.0,
+    aux_loss_coeff: 0.02,
+    every_n_layers: 1,
+    num_shared_experts: 0,
+    expert_hidden_size: 0,
+    groups: [1, 1],
+    routed_scaling: 1.0,
+};
+
+/// No experts; the rest are the defaults of `[moe]`.
+pub(crate) const DENSE: Moe = Moe { num_experts: 0, aux_loss_coeff: 0.01, ..PLAIN };
+
+/// Every second layer of the small GPT-2, with the capacity and loss of Fedus et al.
+const SWITCH_TINY: Moe = Moe {
+    router: MoeRouter::Switch,
+    top_k: 1,
+    capacity_factor: 1.25,
+    aux_loss_coeff: 0.01,
+    every_n_layers: 2,
+    expert_hidden_size: 512,
+    ..PLAIN
+};
+
+const MIXTRAL_TINY: Moe = Moe { expert_hidden_size: 352, ..PLAIN };
+
+const DEEPSEEK_TINY: Moe = Moe {
+    router: MoeRouter::Bias,
+    num_experts: 16,
+    top_k: 4,
+    aux_loss_coeff: 1e-4,
+    num_shared_experts: 1,
+    expert_hidden_size: 88,
+    groups: [4, 2],
+    ..PLAIN
+};
+
+/// Jiang et al., "Mixtral of Experts" (2024).
+const MIXTRAL_8X7B: Moe = Moe { expert_hidden_size: 14336, ..PLAIN };
+
+/// The experts of DeepSeek-V3 in every layer, where the first three of the published model are dense.
+const DEEPSEEK_V3: Moe =
+    Moe { num_experts: 256, top_k: 8, expert_hidden_size: 2048, groups: [8, 4], routed_scaling: 2.5, ..DEEPSEEK_TINY };
+
+const fn large(
+    vocab_size: usize,
+    num_layers: usize,
+    hidden_size: usize,
+    num_heads: usize,
+    seq_len: usize,
+    own: Llama,
+) -> Preset {
+    Preset {
+        name: "",
+        kind: ModelKind::Llama,
+        vocab_size,
+        num_layers,
+        hidden_size,
+        num_heads,
+        seq_len,
+        llama: Some(own),
+        moe: None,
+    }
+}
+
+const MIXTRAL: Preset =
+    large(32000, 32, 4096, 32, 32768, Llama { num_kv_heads: 8, ffn_hidden_size: 14336, rope_theta: 1e6 });
+/// With plain attention of 128 heads, where the published model has multi-head latent attention.
+const DEEPSEEK: Preset =
+    large(129_280, 61, 7168, 128, 4096, Llama { num_kv_heads: 128, ffn_hidden_size: 18432, rope_theta: 1e4 });
+
+const TINY: Preset = Preset {
+    name: "tiny",
+    kind: GPT2,
+    vocab_size: 256,
+    num_layers: 4,
+    hidden_size: 128,
+    num_heads: 4,
+    seq_len: 128,
+    llama: None,
+    moe: None,
+};
+
 /// All presets.
 #[rustfmt::skip] // A table: one preset, one line.
-pub(crate) const PRESETS: [Preset; 8] = [
-    Preset { name: "tiny",   kind: GPT2, vocab_size: 256,   num_layers: 4,  hidden_size: 128, num_heads: 4,  seq_len: 128, llama: None },
-    Preset { name: "small",  kind: GPT2, vocab_size: 256,   num_layers: 6,  hidden_size: 384, num_heads: 6,  seq_len: 256, llama: None },
-    Preset { name: "medium", kind: GPT2, vocab_size: 50257, num_layers: 6,  hidden_size: 512, num_heads: 8,  seq_len: 256, llama: None },
-    Preset { name: "gpt2",   kind: GPT2, vocab_size: 50257, num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 512, llama: None },
+pub(crate) const PRESETS: [Preset; 13] = [
+    TINY,
+    Preset { name: "small",  kind: GPT2, vocab_size: 256,   num_layers: 6,  hidden_size: 384, num_heads: 6,  seq_len: 256, llama: None, moe: None },
+    Preset { name: "medium", kind: GPT2, vocab_size: 50257, num_layers: 6,  hidden_size: 512, num_heads: 8,  seq_len: 256, llama: None, moe: None },
+    Preset { name: "gpt2",   kind: GPT2, vocab_size: 50257, num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 512, llama: None, moe: None },
     llama(0), llama(1), llama(2), llama(3),
+    with_experts("switch-tiny", TINY, SWITCH_TINY),
+    with_experts("mixtral-tiny", llama(0), MIXTRAL_TINY),
+    with_experts("deepseek-tiny", llama(0), DEEPSEEK_TINY),
+    with_experts("mixtral-8x7b", MIXTRAL, MIXTRAL_8X7B),
+    with_experts("deepseek-v3", DEEPSEEK, DEEPSEEK_V3),
 ];
 
 /// Their names.

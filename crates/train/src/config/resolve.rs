@@ -9,16 +9,17 @@ use super::Config;
 use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
+use super::experts;
 use super::fault::{Fault, choose_from};
 use super::idle;
 use super::mesh::{AXES, parse_mesh};
 use super::partition;
-use super::preset::{self, preset};
+use super::preset::{self, Moe, preset};
 use super::pretrained;
 use super::schedule;
 use super::settings::Settings;
 use super::size;
-use super::words::{Device, ModelKind};
+use super::words::{Device, ModelKind, MoeRouter};
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
 /// values at fault have their defaults.
@@ -37,6 +38,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     derive(&mut settings);
     let mut config = Config::read(&settings, device);
     check(&config, &mut settings);
+    experts::check(&config, &mut settings);
     idle::notice(&mut config, &settings);
     schedule::resolve(&mut config, &mut settings);
     partition::resolve(&mut config, &mut settings);
@@ -130,6 +132,7 @@ fn derive(settings: &mut Settings) {
     settings.derive("model.rope_theta", PRESET, llama.map_or(preset::ROPE_THETA, |llama| llama.rope_theta));
 
     pretrained::derive(settings);
+    derive_experts(settings, preset.moe);
 
     let steps: Value = settings.get("training.steps");
     settings.derive("lr_scheduler.decay_steps", &["training.steps"], steps);
@@ -139,6 +142,41 @@ fn derive(settings: &mut Settings) {
     // `split_batch` computes these once everything else is known.
     settings.derive("pipeline.num_microbatches", &[], 1);
     settings.derive("training.micro_batch_size", &[], 1);
+}
+
+/// The keys of `[moe]`, by preset, router and width.
+fn derive_experts(settings: &mut Settings, preset: Option<Moe>) {
+    let by = |key| ["model.preset", key];
+    let moe = preset.unwrap_or(preset::DENSE);
+    settings.derive("moe.num_experts", &["model.preset"], int(moe.num_experts));
+    settings.derive("moe.router", &["model.preset"], moe.router.name());
+    let router: MoeRouter = settings.get("moe.router");
+    let of_preset = preset.is_some() && router == moe.router;
+    let by_router = by("moe.router");
+    let top_k = match router {
+        MoeRouter::Switch => 1,
+        MoeRouter::Gshard => 2,
+        _ => moe.top_k,
+    };
+    settings.derive("moe.top_k", &by_router, int(top_k));
+    let aux_loss = match router {
+        _ if of_preset => moe.aux_loss_coeff,
+        MoeRouter::Bias | MoeRouter::ExpertChoice => 0.0,
+        _ => 0.01,
+    };
+    settings.derive("moe.aux_loss_coeff", &by_router, aux_loss);
+    settings.derive("moe.bias_update_rate", &by_router, if router == MoeRouter::Bias { 0.001 } else { 0.0 });
+    settings.derive("moe.capacity_factor", &["model.preset"], moe.capacity_factor);
+    settings.derive("moe.every_n_layers", &["model.preset"], int(moe.every_n_layers));
+    settings.derive("moe.num_shared_experts", &["model.preset"], int(moe.num_shared_experts));
+    let ffn: usize = settings.get("model.ffn_hidden_size");
+    let width = preset.map_or(ffn, |moe| moe.expert_hidden_size);
+    settings.derive("moe.expert_hidden_size", &by("model.ffn_hidden_size"), int(width));
+    settings.derive("moe.num_groups", &["model.preset"], int(moe.groups[0]));
+    let groups: usize = settings.get("moe.num_groups");
+    let top_groups = if groups == moe.groups[0] { moe.groups[1] } else { groups };
+    settings.derive("moe.top_groups", &by("moe.num_groups"), int(top_groups));
+    settings.derive("moe.routed_scaling", &["model.preset"], moe.routed_scaling);
 }
 
 fn int(value: usize) -> i64 {

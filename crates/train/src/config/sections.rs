@@ -11,7 +11,7 @@ use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Un
 use super::keys::Kind::{Choice, Count, Number, Switch, Text, WordOrCount, WordOrCounts};
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
-use super::words::{DecayName, Device, Dtype, ModelKind, OptimizerName, VerifySteps, VerifyWord};
+use super::words::{AuxScope, DecayName, Device, Dtype, ModelKind, MoeRouter, OptimizerName, VerifySteps, VerifyWord};
 use super::{partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
@@ -99,16 +99,52 @@ sections! {
         pp: usize = int(1), Count(1);
         /// Context parallel degree.
         cp: usize = int(1), Count(1), awaits "context parallelism";
-        /// Expert parallel degree; divides dp·cp.
-        ep: usize = int(1), Count(1), awaits "expert parallelism";
+        /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts.
+        ep: usize = int(1), Count(1);
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch;
         /// What ZeRO shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
         zero_stage: usize = int(0), Count(0), awaits "ZeRO";
         /// How attention is split over cp.
         context_parallel_method: String = is("ring"), Text, awaits "context parallelism";
-        /// Tensor parallel degree inside an expert.
-        expert_tensor_parallel: usize = int(1), Count(1), awaits "expert parallelism";
+        /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
+        expert_tensor_parallel: usize = int(1), Count(1);
+    }
+
+    /// Experts in place of feed-forward layers.
+    [moe] Moe {
+        /// Experts of a layer; 0: none.
+        num_experts: usize = Derived("by preset, else 0"), Count(0);
+        /// Experts of a token: always 1 with switch, 2 with gshard.
+        top_k: usize = Derived("by preset, else 2; switch: 1"), Count(1);
+        /// How tokens find their experts. expert_choice compares a token with later ones: not for text.
+        router: MoeRouter = Derived("by preset, else topk"), one_of(MoeRouter::WORDS);
+        /// Tokens of a sequence that an expert takes, over their even share; others pass it by. 0: all that come.
+        capacity_factor: f64 = Derived("by preset, else 0"), Number(NotNegative);
+        /// Factor of the loss that balances the load.
+        aux_loss_coeff: f64 = Derived("by preset, else 0.01; bias and expert_choice: 0"), Number(NotNegative);
+        /// Factor of the loss that keeps the router's logits small.
+        z_loss_coeff: f64 = float(0.0), Number(NotNegative);
+        /// Every so many layers have experts, the last of them first.
+        every_n_layers: usize = Derived("by preset, else 1"), Count(1);
+        /// Experts that every token goes to, beside its own.
+        num_shared_experts: usize = Derived("by preset, else 0"), Count(0);
+        /// Width inside an expert.
+        expert_hidden_size: usize = Derived("by preset, else model.ffn_hidden_size"), Count(1);
+        /// What a step adds to or takes from the bias of an expert, with router bias.
+        bias_update_rate: f64 = Derived("0.001 with router bias, else 0"), Number(NotNegative);
+        /// The tokens whose load the balancing loss counts. global_batch depends on how the batch is cut.
+        aux_loss_scope: AuxScope = is("sequence"), one_of(AuxScope::WORDS);
+        /// The router's input is multiplied by numbers from 1 - jitter to 1 + jitter, in training.
+        jitter: f64 = float(0.0), Number(BelowOne);
+        /// Whether the weights of a token's experts add up to 1, with router topk.
+        normalize_top_k: bool = ON, Switch;
+        /// Groups of consecutive experts, of which a token chooses among the best.
+        num_groups: usize = Derived("by preset, else 1"), Count(1);
+        /// Groups among which a token chooses.
+        top_groups: usize = Derived("by preset, else num_groups"), Count(1);
+        /// Factor of the weights of chosen experts.
+        routed_scaling: f64 = Derived("by preset, else 1"), Number(Positive);
     }
 
     /// How the layers are cut into stages, and in which order the stages run.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use meshwork_engine::Verify;
+use meshwork_models::experts::{AuxLossScope, RouterKind};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::Serialize;
 use toml::Value;
@@ -16,6 +17,28 @@ words! {
         Gpt2 = "gpt2",
         /// Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
         Llama = "llama",
+    }
+
+    /// `moe.router`.
+    MoeRouter {
+        /// The largest of a softmax.
+        Topk = "topk",
+        /// The largest one of a softmax: Switch.
+        Switch = "switch",
+        /// The two largest of a softmax, the second in proportion to its weight: GShard.
+        Gshard = "gshard",
+        /// Each expert takes its best tokens.
+        ExpertChoice = "expert_choice",
+        /// The largest of sigmoids plus a bias that balances the load: DeepSeek-V3.
+        Bias = "bias",
+    }
+
+    /// `moe.aux_loss_scope`.
+    AuxScope {
+        /// Each sequence by itself.
+        Sequence = "sequence",
+        /// The sequences that all ranks compute at once.
+        GlobalBatch = "global_batch",
     }
 
     /// `training.dtype`.
@@ -84,6 +107,27 @@ impl From<VerifySteps> for Verify {
             VerifySteps::Word(VerifyWord::Off) => Self::Off,
             VerifySteps::Word(VerifyWord::FirstStep) => Self::FirstStep,
             VerifySteps::Every(steps) => Self::Every(steps),
+        }
+    }
+}
+
+impl From<MoeRouter> for RouterKind {
+    fn from(router: MoeRouter) -> Self {
+        match router {
+            MoeRouter::Topk => Self::TopK,
+            MoeRouter::Switch => Self::Switch,
+            MoeRouter::Gshard => Self::Gshard,
+            MoeRouter::ExpertChoice => Self::ExpertChoice,
+            MoeRouter::Bias => Self::Bias,
+        }
+    }
+}
+
+impl From<AuxScope> for AuxLossScope {
+    fn from(scope: AuxScope) -> Self {
+        match scope {
+            AuxScope::Sequence => Self::Sequence,
+            AuxScope::GlobalBatch => Self::GlobalBatch,
         }
     }
 }

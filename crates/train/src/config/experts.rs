@@ -1,0 +1,79 @@
+//! Checks of `[moe]` and of the axis that shares out the experts.
+
+use super::Config;
+use super::batch::multiple;
+use super::fault::Fault;
+use super::settings::Settings;
+use meshwork_models::experts::{AuxLossScope, MoeError};
+
+/// Appends what is wrong with the experts and with their ranks to the faults of `settings`.
+pub(crate) fn check(config: &Config, settings: &mut Settings) {
+    let mut faults = Vec::new();
+    let mut fail = |fault| faults.push(fault);
+    let mesh = &config.parallelism;
+    let (ep, dp, tp, etp) =
+        ("parallelism.ep", "parallelism.dp", "parallelism.tp", "parallelism.expert_tensor_parallel");
+    if settings.sound(&[ep, dp]) && !mesh.dp.is_multiple_of(mesh.ep) {
+        let problem = format!("does not divide {dp} = {}: ranks of dp share out the experts", mesh.dp);
+        fail(Fault::new(ep, mesh.ep, problem, format!("{} for {dp}, or another {ep}", multiple(mesh.dp, mesh.ep))));
+    }
+    if settings.sound(&[etp, tp]) && ![1, mesh.tp].contains(&mesh.expert_tensor_parallel) {
+        let problem = format!("is neither 1 nor {tp} = {}", mesh.tp);
+        fail(Fault::new(etp, mesh.expert_tensor_parallel, problem, format!("use 1 or {}", mesh.tp)));
+    }
+    let Some(experts) = config.experts().filter(|_| settings.sound(&["moe.num_experts"])) else {
+        if settings.sound(&[ep, "moe.num_experts"]) && mesh.ep > 1 {
+            fail(Fault::new(ep, mesh.ep, "there are no experts to share out", "set moe.num_experts, or use 1"));
+        }
+        settings.faults.extend(faults);
+        return;
+    };
+    for error in experts.moe.check(mesh.ep).err().unwrap_or_default() {
+        let (key, value, valid) = explain(&error, config);
+        if settings.sound(&[&key]) {
+            fail(Fault::new(key, value, error.to_string(), valid));
+        }
+    }
+    let width = "moe.expert_hidden_size";
+    if experts.over_tp && settings.sound(&[width, tp]) && !experts.expert_hidden_size.is_multiple_of(mesh.tp) {
+        let problem = format!("is not divisible by {tp} = {} ({etp} cuts experts)", mesh.tp);
+        fail(Fault::new(width, experts.expert_hidden_size, problem, multiple(experts.expert_hidden_size, mesh.tp)));
+    }
+    let (every, layers) = ("moe.every_n_layers", "model.num_layers");
+    if settings.sound(&[every, layers]) && experts.count(config.model.num_layers) == 0 {
+        let problem = format!("leaves no layer of {layers} = {} with experts", config.model.num_layers);
+        fail(Fault::new(every, experts.every_n_layers, problem, format!("use {} or fewer", config.model.num_layers)));
+    }
+    if config.reduction_blocks().is_some() && experts.moe.aux_loss_scope == AuxLossScope::GlobalBatch {
+        let problem = "depends on how the batch is cut, and training.numerics is canonical";
+        fail(Fault::new("moe.aux_loss_scope", "\"global_batch\"", problem, "use \"sequence\""));
+    }
+    for (key, given) in [("model.init_from", &config.model.init_from), ("checkpoint.export", &config.checkpoint.export)]
+    {
+        if let Some(folder) = given {
+            let problem = "folders of Hugging Face hold models without experts";
+            fail(Fault::new(key, folder, problem, "set moe.num_experts = 0, or leave the key out"));
+        }
+    }
+    settings.faults.extend(faults);
+}
+
+/// The key that an error is about, its value, and what would be valid.
+fn explain(error: &MoeError, config: &Config) -> (String, String, String) {
+    let moe = &config.moe;
+    let (key, value, valid) = match error {
+        MoeError::NoExperts | MoeError::Indivisible { .. } => {
+            ("moe.num_experts", moe.num_experts.to_string(), multiple(moe.num_experts, config.parallelism.ep))
+        }
+        MoeError::TopK { valid, .. } => ("moe.top_k", moe.top_k.to_string(), format!("use {valid}")),
+        MoeError::Groups { valid, .. } => ("moe.num_groups", moe.num_groups.to_string(), valid.clone()),
+        MoeError::Range { key, value, valid } => {
+            return (format!("moe.{key}"), value.to_string(), format!("use {valid}"));
+        }
+        MoeError::Unread { key, value, valid, .. } => {
+            return (format!("moe.{key}"), value.to_string(), (*valid).to_owned());
+        }
+        _ => ("moe.num_experts", moe.num_experts.to_string(), "see docs/moe.md".to_owned()),
+    };
+    (key.to_owned(), value, valid)
+}
