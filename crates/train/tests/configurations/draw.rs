@@ -508,7 +508,9 @@ impl Frame {
                 1 => rarely(rng, 8).then(|| "5000".to_owned()),
                 _ => one_of(rng, &["\"auto\"", "\"none\""]).filter(|_| rng.below(3) == 0),
             },
+            // A file of tokens needs an id that ends a document.
             "data.documents" => match rng.below(3) {
+                0 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,
                 0 => one_of(rng, &["stream", "loss"]),
                 1 => rarely(rng, 100).then(|| "attention".to_owned()),
                 _ => None,

@@ -97,11 +97,14 @@ fn a_long_text_is_tokenised_once() {
     }
 }
 
+/// The extension of a file, what happens to it, and what is said of it.
+type Damage<'a> = (&'a str, &'a dyn Fn(&Path), &'a str);
+
 #[test]
 fn a_damaged_or_foreign_cache_is_written_anew() {
     let fixture = Fixture::new();
     let (stream, _) = fixture.open();
-    let damages: [(&str, &dyn Fn(&Path), &str); 5] = [
+    let damages: [Damage<'_>; 5] = [
         (
             "bin",
             &|path| {
