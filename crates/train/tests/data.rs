@@ -1,4 +1,6 @@
 //! The data: sources, samples, and errors of bad data.
+//!
+//! More than 400 lines: one test a format or property, with the files that it needs.
 
 use std::collections::HashSet;
 use std::fs;
