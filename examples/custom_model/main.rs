@@ -110,7 +110,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
         for step in 0..50 {
-            let report = trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples()))?;
+            let report = trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples())?)?;
             (rank.world_rank() == 0).then(|| println!("step {:3}  loss {:.4}", report.step, report.loss));
         }
         Ok::<_, TrainError>(())

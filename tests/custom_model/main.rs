@@ -28,7 +28,7 @@ fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        let step = |step| trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples()));
+        let step = |step| trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples())?);
         let reports = (0..steps).map(step).collect::<Result<Vec<StepReport>, TrainError>>()?;
         Ok::<_, TrainError>((reports, trainer.state()?))
     });

@@ -1,6 +1,7 @@
 //! Errors that end a run.
 
 use crate::checkpoint::CheckpointError;
+use crate::data::DataError;
 use meshwork_checkpoint::SaveError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
@@ -16,6 +17,9 @@ pub enum RunError {
     /// Training.
     #[error(transparent)]
     Train(#[from] TrainError),
+    /// Data that could not be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
     /// A layer profile that its format cannot hold.
     #[error("the layers cannot be written as a profile: {0}")]
     Layers(#[from] ProfileError),

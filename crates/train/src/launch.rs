@@ -145,7 +145,7 @@ fn run(
         let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
         let mut reports = probe.step(begun + 1, || {
             let read = || data.batch(begun, config.training.global_batch_size, trainer.samples());
-            let batch = probe.time(Class::Data, "batch", read);
+            let batch = probe.time(Class::Data, "batch", read)?;
             trainer.start_step(&batch, asked, |event| probe.observe(event))
         })?;
         begun += 1;
@@ -199,7 +199,12 @@ fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, 
     let global = config.training.global_batch_size;
     let rows = trainer.samples();
     let batches = 0..data.validation_batches(config.validation.steps, global);
-    Ok(trainer.evaluate(batches.map(|index| data.validation_batch(index, global, rows.clone())))?.loss)
+    let mut unread = None;
+    let read = |index| data.validation_batch(index, global, rows.clone()).map_err(|error| unread = Some(error)).ok();
+    let report = trainer.evaluate(batches.map_while(read));
+    // A rank that cannot read its data says so, and not that its peers went on without it.
+    unread.map_or(Ok(()), Err)?;
+    Ok(report?.loss)
 }
 
 /// The output of rank 0: metrics and progress.

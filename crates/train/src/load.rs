@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// use meshwork_train::{config::Args, load};
 ///
 /// let (config, data) = load(&Args::parse(["--mesh", "dp=2", "--steps", "3"]))?;
-/// let batch = data.batch(0, config.training.global_batch_size, 0..8); // the rows of dp rank 0
+/// let batch = data.batch(0, config.training.global_batch_size, 0..8).unwrap(); // the rows of dp rank 0
 /// assert_eq!(batch.values::<i32>("tokens").unwrap().len(), 8 * 128);
 ///
 /// let error = load(&Args::parse(["--mesh", "dp=0", "--data", "no/such/file"])).unwrap_err();
@@ -46,7 +46,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         }
     }
     settings.faults.extend(folder_of_checkpoints(&config));
-    let data = if settings.sound(&["data.path", "data.tokenizer"]) { open(&config, &mut settings) } else { None };
+    let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 {
         settings.faults.extend(too_large(&config));
     }
@@ -59,6 +59,10 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
 }
 
+/// The keys by which data is read.
+const DATA: [&str; 6] =
+    ["data.path", "data.sources", "data.tokenizer", "data.end_of_text", "data.documents", "data.cache_dir"];
+
 /// The fault of metrics or a timeline that would replace a file that the run reads.
 fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Option<Fault> {
     let target = fs::canonicalize(written).ok().filter(|path| path.is_file())?;
@@ -67,11 +71,12 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
         ("data.path", config.data.path.as_deref().map(Path::new)),
         ("data.tokenizer", Some(Path::new(&config.data.tokenizer))),
     ];
+    let sources = config.data.sources.iter().map(|entry| ("data.sources", Some(Path::new(data::split(entry).0))));
     // A file inside a folder of data is read as well.
     let reads = |path: Option<&Path>| {
         path.and_then(|path| fs::canonicalize(path).ok()).is_some_and(|path| target.starts_with(path))
     };
-    let (reader, _) = read.into_iter().find(|(_, path)| reads(*path))?;
+    let (reader, _) = read.into_iter().chain(sources).find(|(_, path)| reads(*path))?;
     let problem = format!("would replace what {reader} reads");
     Some(Fault::new(key, written.display(), problem, "use another file"))
 }
@@ -124,7 +129,7 @@ fn machine_memory() -> Option<u128> {
 fn open(config: &Config, settings: &mut Settings) -> Option<Data> {
     let keys = ["model.vocab_size", "model.seq_len", "validation.every", "validation.fraction"];
     let data = data::read(&config.data)
-        .and_then(|stream| if settings.sound(&keys) { Data::new(stream, config).map(Some) } else { Ok(None) });
+        .and_then(|sources| if settings.sound(&keys) { Data::new(sources, config).map(Some) } else { Ok(None) });
     data.unwrap_or_else(|mut faults| {
         settings.faults.append(&mut faults);
         None

@@ -152,7 +152,7 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world.communicator().clone()))?);
         let device = probe.device(Cpu::device());
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank.clone(), device.clone())?;
-        let batch = data.batch(0, 8, trainer.samples());
+        let batch = data.batch(0, 8, trainer.samples())?;
         let mut step = |number| probe.step(number, || trainer.observed_step(&batch, |event| probe.observe(event)));
         step(1)?;
         let before = device.meter().total_flops();

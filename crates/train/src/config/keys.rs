@@ -51,6 +51,10 @@ pub enum Kind {
     },
     /// One of these words, or a whole number of at least 1.
     WordOrCount(&'static [&'static str]),
+    /// One of these words, or the id of a token.
+    WordOrId(&'static [&'static str]),
+    /// A list of texts.
+    Texts,
     /// One of these words, or a list of whole numbers of at least 0.
     WordOrCounts(&'static [&'static str]),
 }
@@ -121,7 +125,7 @@ pub enum Literal {
     Float(f64),
     /// Of a [`Kind::Switch`].
     Bool(bool),
-    /// Of a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`] or [`Kind::WordOrCounts`].
+    /// Of a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`], [`Kind::WordOrId`] or [`Kind::WordOrCounts`].
     Str(&'static str),
 }
 

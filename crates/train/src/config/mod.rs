@@ -41,7 +41,9 @@ pub use reference::{reference, usage};
 pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
-pub use words::{DecayName, Device, Dtype, ModelKind, OptimizerName, VerifySteps, VerifyWord};
+pub use words::{
+    DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OptimizerName, VerifySteps, VerifyWord,
+};
 
 impl Config {
     /// The configuration of a command line, without opening data or metrics; [`load`](crate::load) does both.

@@ -53,6 +53,8 @@ fn values(key: &Key) -> String {
         Kind::Text => "text".to_string(),
         Kind::Choice { landed, planned: [] } => landed.join(", "),
         Kind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
+        Kind::WordOrId(words) => format!("{}, or an id", words.join(", ")),
+        Kind::Texts => "list of texts".to_string(),
         Kind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
         Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }

@@ -8,10 +8,13 @@ use serde::Serialize;
 
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
-use super::keys::Kind::{Choice, Count, Number, Switch, Text, WordOrCount, WordOrCounts};
+use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
-use super::words::{AuxScope, DecayName, Device, Dtype, ModelKind, MoeRouter, OptimizerName, VerifySteps, VerifyWord};
+use super::words::{
+    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeRouter, OptimizerName, VerifySteps,
+    VerifyWord,
+};
 use super::{partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
@@ -231,12 +234,24 @@ sections! {
 
     /// The training data.
     [data] Data {
-        /// A UTF-8 file, a folder of texts, or a .bin file of u16 tokens; unset: the Cicero text of the lipsum crate.
-        /// In a folder, the files that end in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl are read; the
-        /// others are skipped and counted.
+        /// A UTF-8 file, JSON lines (.jsonl) with a text in each, a folder of texts, a .bin file of tokens (u16, or as the header of llm.c
+        /// says), or a Megatron dataset (.idx beside .bin); unset: the Cicero text of the lipsum crate. In a folder, the files that end
+        /// in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl are read; the others are skipped and counted. docs/data.md has
+        /// the formats.
         path: Option<String> = Unset, Text;
+        /// Several paths instead of one, each with its weight behind a colon (without one: 1): ["web.jsonl:0.7", "books.bin:0.3"].
+        /// Samples come from them in this proportion, in every prefix of the run to within one sample.
+        sources: Vec<String> = Unset, Texts;
         /// bytes, gpt2, or the path of a tokenizer.json; the last two need a build with the feature tokenizers.
         tokenizer: String = is("bytes"), Text;
+        /// The id that ends a document: put behind each document of a text, and taken for the end of one in a .bin file. auto: that of
+        /// the tokenizer, if it has one.
+        end_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS);
+        /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a document is no
+        /// target, so that nothing is learnt across the boundary.
+        documents: String = is("stream"), Choice { landed: &["stream", "loss"], planned: &["positions", "attention"] };
+        /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
+        cache_dir: Option<String> = Unset, Text;
         /// Whether each epoch permutes the samples, by seed and epoch.
         shuffle: bool = ON, Switch;
     }
@@ -247,7 +262,7 @@ sections! {
         every: u64 = int(0), Count(0);
         /// Batches per validation; 0 = all that fit.
         steps: u64 = int(0), Count(0);
-        /// Share of the token stream, at its end, that is held out.
+        /// Share of each token stream, at its end, that is held out.
         fraction: f64 = float(0.05), Number(Inside);
     }
 

@@ -37,6 +37,14 @@ impl Setting for Option<String> {
     }
 }
 
+/// A list without a default: empty.
+impl Setting for Vec<String> {
+    fn read(value: Option<&Value>) -> Option<Self> {
+        let list = value.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        list.iter().map(|text| String::read(Some(text))).collect()
+    }
+}
+
 /// A list for which a word may stand; the word gives an empty list.
 impl Setting for Vec<usize> {
     fn read(value: Option<&Value>) -> Option<Self> {

@@ -239,6 +239,25 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             };
             return Err((problem, format!("use {}, or a whole number of at least 1", quoted(known))));
         }
+        (Kind::WordOrId(known), Value::String(word)) if known.contains(&word.as_str()) => value,
+        (Kind::WordOrId(_), Value::Integer(id)) if i32::try_from(*id).is_ok_and(|id| id >= 0) => value,
+        (Kind::WordOrId(known), _) => {
+            let problem = match &value {
+                Value::String(_) => "unknown".to_string(),
+                Value::Integer(_) => "is no id".to_string(),
+                _ => wrong("a whole number"),
+            };
+            return Err((problem, format!("use {}, or an id of at least 0", quoted(known))));
+        }
+        (Kind::Texts, Value::Array(list)) if !list.is_empty() && list.iter().all(Value::is_str) => value,
+        (Kind::Texts, _) => {
+            let problem = match &value {
+                Value::Array(list) if list.is_empty() => "is empty".to_string(),
+                Value::Array(_) => "holds what is no string".to_string(),
+                _ => wrong("a list"),
+            };
+            return Err((problem, "use a list of strings, such as [\"a.jsonl:7\", \"b.bin:3\"]".to_string()));
+        }
         (Kind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
         (Kind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
         (Kind::WordOrCounts(known), _) => {

@@ -75,6 +75,14 @@ words! {
         FirstStep = "first_step",
     }
 
+    /// `data.end_of_text`, unless it is an id.
+    EndOfTextWord {
+        /// That of the tokenizer.
+        Auto = "auto",
+        /// None.
+        None = "none",
+    }
+
     /// Where the ranks compute: `--device`.
     Device {
         /// The threads of this process.
@@ -97,6 +105,25 @@ impl Setting for VerifySteps {
         match value? {
             Value::String(_) => VerifyWord::read(value).map(Self::Word),
             _ => u64::read(value).map(Self::Every),
+        }
+    }
+}
+
+/// `data.end_of_text`: a word, or an id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum EndOfText {
+    /// `"auto"` or `"none"`.
+    Word(EndOfTextWord),
+    /// This id.
+    Id(u32),
+}
+
+impl Setting for EndOfText {
+    fn read(value: Option<&Value>) -> Option<Self> {
+        match value? {
+            Value::String(_) => EndOfTextWord::read(value).map(Self::Word),
+            id => id.as_integer()?.try_into().ok().map(Self::Id),
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use meshwork_core::hash::hash;
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
 use super::library::{Library, Opened};
@@ -14,12 +15,22 @@ pub(super) fn gpt2() -> Opened {
 
 /// The tokenizer in a `tokenizer.json`.
 pub(super) fn json(path: &str) -> Opened {
-    match tokenizers::Tokenizer::from_file(path) {
-        Ok(tokenizer) => Ok(Arc::new(Json(tokenizer))),
-        Err(error) => Err((
-            format!("is not a tokenizer.json: {error}"),
-            "use bytes, gpt2 or a file of the Hugging Face tokenizers library",
-        )),
+    let open = || {
+        let bytes = std::fs::read(path)?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)?;
+        // Text that spells a special token is text: it must not end a document.
+        tokenizer.set_encode_special_tokens(true);
+        // A document is encoded as a whole, whatever the file says of models of few positions.
+        tokenizer.with_truncation(None)?.with_padding(None);
+        Ok(Json { tokenizer, fingerprint: hash(&bytes) })
+    };
+    match open() {
+        Ok(tokenizer) => Ok(Arc::new(tokenizer)),
+        Err(error) => {
+            let error: tokenizers::Error = error;
+            let valid = "use bytes, gpt2 or a file of the Hugging Face tokenizers library";
+            Err((format!("is not a tokenizer.json: {error}"), valid))
+        }
     }
 }
 
@@ -28,6 +39,14 @@ struct Gpt2(&'static CoreBPE);
 impl Library for Gpt2 {
     fn vocab_size(&self) -> usize {
         50257
+    }
+
+    fn end_of_text(&self) -> Option<u32> {
+        Some(50256)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        hash(b"gpt2")
     }
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
@@ -47,20 +66,36 @@ impl std::fmt::Debug for Gpt2 {
 }
 
 #[derive(Debug)]
-struct Json(tokenizers::Tokenizer);
+struct Json {
+    tokenizer: tokenizers::Tokenizer,
+    fingerprint: u64,
+}
+
+/// The names of tokens that end a document, in the order in which they are looked for.
+const END_OF_TEXT: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
 
 impl Library for Json {
     fn vocab_size(&self) -> usize {
         // Ids may have gaps, so the largest counts, not their number.
-        self.0.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
+        self.tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
+    }
+
+    fn end_of_text(&self) -> Option<u32> {
+        let added = self.tokenizer.get_added_tokens_decoder();
+        let id = |name: &&str| added.iter().find(|(_, token)| token.content == **name).map(|(id, _)| *id);
+        END_OF_TEXT.iter().find_map(id)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        Ok(self.0.encode_fast(text, false).map_err(|error| error.to_string())?.get_ids().to_vec())
+        Ok(self.tokenizer.encode_fast(text, false).map_err(|error| error.to_string())?.get_ids().to_vec())
     }
 
     fn decode(&self, ids: &[u32]) -> String {
-        self.0.decode(ids, false).unwrap_or_else(|_| char::REPLACEMENT_CHARACTER.to_string())
+        self.tokenizer.decode(ids, false).unwrap_or_else(|_| char::REPLACEMENT_CHARACTER.to_string())
     }
 }
 
@@ -99,6 +134,15 @@ mod tests {
         assert_eq!(tokenizer.encode("arma virumque cano Troiae").unwrap(), [1, 2, 9, 0]);
         assert_eq!(tokenizer.vocab_size(), 10);
         assert_eq!(tokenizer.decode(&[1, 9]), "arma cano");
+        assert_eq!(tokenizer.end_of_text(), None);
+        // Text that spells a special token does not become that token.
+        let special = r#""added_tokens":[{"id":4,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,
+            "normalized":false,"special":true}]"#;
+        std::fs::write(&path, json.replace(r#""added_tokens":[]"#, special)).unwrap();
+        let other = Tokenizer::open(path.to_str().unwrap()).unwrap();
+        assert_eq!((other.end_of_text(), other.vocab_size()), (Some(4), 10));
+        assert!(!other.encode("arma </s> cano").unwrap().contains(&4));
+        assert_ne!(other.fingerprint(), tokenizer.fingerprint());
         std::fs::write(&path, "{").unwrap();
         let fault = Tokenizer::open(path.to_str().unwrap()).unwrap_err().to_string();
         assert!(fault.contains("is not a tokenizer.json: EOF"), "{fault}");

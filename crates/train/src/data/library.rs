@@ -6,6 +6,10 @@ use std::sync::Arc;
 pub(super) trait Library: std::fmt::Debug + Send + Sync {
     /// See [`Tokenizer::vocab_size`](super::Tokenizer::vocab_size).
     fn vocab_size(&self) -> usize;
+    /// See [`Tokenizer::end_of_text`](super::Tokenizer::end_of_text).
+    fn end_of_text(&self) -> Option<u32>;
+    /// A hash of the tokenizer.
+    fn fingerprint(&self) -> u64;
     /// See [`Tokenizer::encode`](super::Tokenizer::encode).
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
     /// See [`Tokenizer::decode`](super::Tokenizer::decode).

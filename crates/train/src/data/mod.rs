@@ -1,60 +1,118 @@
-//! The data: a stream of tokens, and the samples that a step takes from it.
+//! The data: streams of tokens, and the samples that a step takes from them.
 //!
 //! Which samples a step takes depends on the step, the seed and the global batch only, never on the mesh: each
 //! data-parallel rank asks for its rows of the global batch.
+//!
+//! ```text
+//! text, JSON lines, folders ──▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
+//! .bin files of tokens, indexed datasets of Megatron ───────────────────────────────┴─▶ Stream: tokens and documents, by position
+//!                                                                                            ▼
+//! Data::batch(step) ◀── samples of seq_len + 1 tokens, shuffled by (seed, epoch) ◀── Mixture: which stream, and which sample of it
+//! ```
 
+mod cache;
+mod check;
+mod documents;
+mod error;
 mod images;
+mod indexed;
 #[cfg(feature = "tokenizers")]
 mod libraries;
 mod library;
+mod mixture;
 mod permutation;
 mod source;
+mod text;
 mod token_file;
 mod tokenizer;
+mod tokens;
 
 use std::fmt;
 use std::ops::Range;
 
+pub use error::{DataError, Problem};
 pub use images::Images;
-pub(crate) use source::{Stream, read};
+pub(crate) use source::{Sources, read, split};
 pub use tokenizer::Tokenizer;
 
 use crate::config::{Config, ConfigError, Fault};
+use documents::Documents;
+use meshwork_core::hash;
 use meshwork_models::language;
 use meshwork_nn::{Batch, BatchSource};
+use mixture::Mixture;
 use permutation::Permutation;
+use tokens::{Fnv, Tokens};
 
 /// A target with this value is masked: it adds nothing to the loss.
 pub const MASKED: i32 = -1;
 
-/// A token stream cut into samples. Sample i is the tokens `[i·seq_len, (i+1)·seq_len]` of its part: inputs and
-/// targets overlap by one.
+/// Tokens, what marks their documents, and a hash.
+#[derive(Clone, Debug)]
+pub(crate) struct Stream {
+    tokens: Tokens,
+    documents: Documents,
+    hash: u64,
+}
+
+impl Stream {
+    fn new(tokens: Tokens, documents: Documents) -> Result<Self, DataError> {
+        Ok(Self { hash: tokens.hash()?, tokens, documents })
+    }
+}
+
+/// A stream in two parts, for training and for validation.
+#[derive(Clone)]
+struct Part {
+    stream: Stream,
+    /// Tokens of the training part, at the beginning.
+    training: u64,
+}
+
+impl Part {
+    fn len(&self, validation: bool) -> u64 {
+        if validation { self.stream.tokens.len() - self.training } else { self.training }
+    }
+}
+
+/// Token streams cut into samples. Sample i of a stream is the tokens `[i·seq_len, (i+1)·seq_len]` of its part: inputs and
+/// targets overlap by one. Of several streams, each sample is from one of them, in the proportion of their weights.
 ///
 /// ```
 /// use meshwork_train::Data;
 ///
 /// let data = Data::from_tokens((0..=12).collect(), 3);
-/// let batch = data.batch(1, 2, 0..2); // the second batch of two samples: samples 2 and 3
+/// let batch = data.batch(1, 2, 0..2)?; // the second batch of two samples: samples 2 and 3
 /// assert_eq!(batch.values::<i32>("tokens")?, [6, 7, 8, 9, 10, 11]);
 /// assert_eq!(batch.values::<i32>("targets")?, [7, 8, 9, 10, 11, 12]);
 /// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Data {
-    tokens: Vec<i32>,
+    parts: Vec<Part>,
+    mixture: Mixture,
     masked: Vec<bool>,
-    training: usize,
+    /// Whether the first token of a document is no target.
+    bounded: bool,
     seq_len: usize,
     shuffle: Option<u64>,
     tokenizer: Tokenizer,
+    prompt: Vec<i32>,
     notices: Vec<String>,
 }
+
+/// The most tokens that [`Data::prompt`] has.
+const PROMPT: u64 = 1024;
 
 /// Shows the number of tokens, not the tokens.
 impl fmt::Debug for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Data");
-        shown.field("tokens", &self.tokens.len()).field("training", &self.training).field("seq_len", &self.seq_len);
+        let tokens: Vec<[u64; 2]> = self.parts.iter().map(|part| [part.stream.tokens.len(), part.training]).collect();
+        shown
+            .field("tokens and training", &tokens)
+            .field("shares", &self.mixture.shares())
+            .field("seq_len", &self.seq_len);
         shown.finish_non_exhaustive()
     }
 }
@@ -63,52 +121,50 @@ impl Data {
     /// Reads the data that `config` asks for.
     ///
     /// # Errors
-    /// Every fault of the data: missing, empty, too short, not UTF-8, ids beyond the vocabulary.
+    /// Every fault of the data: missing, empty, too short, in another format than it says, ids beyond the vocabulary.
     pub fn open(config: &Config) -> Result<Self, ConfigError> {
-        read(&config.data).and_then(|stream| Self::new(stream, config)).map_err(|faults| ConfigError { faults })
+        read(&config.data).and_then(|sources| Self::new(sources, config)).map_err(|faults| ConfigError { faults })
     }
 
-    /// Checks a stream against the model and cuts it into samples.
-    pub(crate) fn new(stream: Stream, config: &Config) -> Result<Self, Vec<Fault>> {
-        let mut faults = Vec::new();
-        let (vocab_size, seq_len) = (config.model.vocab_size, config.model.seq_len);
-        let Stream { tokens, tokenizer, from_text, source, notices } = stream;
-
-        if from_text && tokenizer.vocab_size() > vocab_size {
-            let ids = tokenizer.vocab_size();
-            faults.push(Fault::new(
-                "data.tokenizer",
-                format!("{:?}", config.data.tokenizer),
-                format!("has {ids} ids, more than model.vocab_size = {vocab_size}"),
-                format!("use model.vocab_size = {ids} or more, or another tokenizer"),
-            ));
-        } else if let Some(at) = tokens.iter().position(|&id| id as usize >= vocab_size) {
-            let (id, valid) = (tokens[at], format!("use model.vocab_size = {} or more", max_id(&tokens) + 1));
-            let problem = format!("token {at} is {id}, beyond model.vocab_size = {vocab_size}");
-            faults.push(Fault::new("data.path", &source, problem, valid));
-        }
-
-        let mut data = Self::from_tokens(tokens.into_iter().map(|id| id as i32).collect(), seq_len);
+    /// Checks streams against the model and cuts them into samples.
+    pub(crate) fn new(sources: Sources, config: &Config) -> Result<Self, Vec<Fault>> {
+        let Sources { sources, mixture, tokenizer, notices } = sources;
+        let mut faults = check::vocabulary(&sources, &tokenizer, config);
+        faults.extend(check::documents(&sources, config));
+        let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
+        let streams = sources.into_iter().map(|source| source.stream).collect();
+        let mut data = Self { tokenizer, notices, ..Self::of(streams, mixture, config.model.seq_len) };
         if config.validation.every > 0 {
             data = data.hold_out(config.validation.fraction);
         }
         if config.data.shuffle {
             data = data.shuffled(config.training.seed);
         }
-        let need = format!("fewer than one sample of model.seq_len + 1 = {} tokens", seq_len as u128 + 1);
-        let (all, held_out) = (data.tokens.len(), data.tokens.len() - data.training);
-        if data.samples(false) == 0 {
-            let rest =
-                if held_out > 0 { format!(" after {held_out} are held out for validation") } else { String::new() };
-            let problem = format!("leaves {} of {all} tokens for training{rest}, {need}", data.training);
-            faults.push(Fault::new("data.path", &source, problem, "use more data or a smaller model.seq_len"));
+        data.bounded = config.data.documents == "loss";
+        faults.extend(check::lengths(&data, &names, config));
+        let first = &data.parts[0].stream.tokens;
+        match first.read(0..first.len().min(PROMPT)) {
+            Ok(prompt) => data.prompt = prompt,
+            Err(error) => {
+                faults.push(Fault::new(names[0].0, &names[0].1, error.problem.to_string(), error.problem.valid()))
+            }
         }
-        if config.validation.every > 0 && data.samples(true) == 0 {
-            let problem = format!("holds out {held_out} of {all} tokens of data.path = {source}, {need}");
-            let valid = "use a larger fraction, more data or a smaller model.seq_len";
-            faults.push(Fault::new("validation.fraction", config.validation.fraction, problem, valid));
+        if faults.is_empty() { Ok(data) } else { Err(faults) }
+    }
+
+    fn of(streams: Vec<Stream>, mixture: Mixture, seq_len: usize) -> Self {
+        let parts = streams.into_iter().map(|stream| Part { training: stream.tokens.len(), stream }).collect();
+        Self {
+            parts,
+            mixture,
+            masked: Vec::new(),
+            bounded: false,
+            seq_len,
+            shuffle: None,
+            tokenizer: Tokenizer::BYTES,
+            prompt: Vec::new(),
+            notices: Vec::new(),
         }
-        if faults.is_empty() { Ok(Self { tokenizer, notices, ..data }) } else { Err(faults) }
     }
 
     /// Samples from your own tokens, in order, with nothing held out or masked.
@@ -116,35 +172,33 @@ impl Data {
     /// There must be more tokens than `seq_len`, which is at least 1.
     #[must_use]
     pub fn from_tokens(tokens: Vec<i32>, seq_len: usize) -> Self {
-        let training = tokens.len();
-        Self {
-            tokens,
-            masked: Vec::new(),
-            training,
-            seq_len,
-            shuffle: None,
-            tokenizer: Tokenizer::BYTES,
-            notices: Vec::new(),
-        }
+        let mut fnv = Fnv::default();
+        tokens.iter().for_each(|id| fnv.add(&id.to_le_bytes()));
+        let prompt = tokens[..tokens.len().min(PROMPT as usize)].to_vec();
+        let stream = Stream { tokens: Tokens::Memory(tokens.into()), documents: Documents::Unmarked, hash: fnv.0 };
+        Self { prompt, ..Self::of(vec![stream], Mixture::alone(), seq_len) }
     }
 
     /// Masks the targets that `mask` picks by their place in the stream, so that samples differ in their number of
-    /// unmasked tokens.
+    /// unmasked tokens. Of several streams, each is masked in the same places.
     #[must_use]
     pub fn masked(mut self, mask: impl Fn(usize) -> bool) -> Self {
-        self.masked = (0..self.tokens.len()).map(mask).collect();
+        let longest = self.parts.iter().map(|part| part.stream.tokens.len()).max();
+        self.masked = (0..longest.unwrap_or(0) as usize).map(mask).collect();
         self
     }
 
-    /// Holds out the last `fraction` of the stream for validation.
+    /// Holds out the last `fraction` of each stream for validation.
     #[must_use]
     pub fn hold_out(mut self, fraction: f64) -> Self {
-        let held_out = (self.tokens.len() as f64 * fraction) as usize;
-        self.training = self.tokens.len().saturating_sub(held_out);
+        for part in &mut self.parts {
+            let tokens = part.stream.tokens.len();
+            part.training = tokens.saturating_sub((tokens as f64 * fraction) as u64);
+        }
         self
     }
 
-    /// Permutes the training samples anew in each epoch, by `seed` and epoch.
+    /// Permutes the training samples of a stream anew each time it is read, by `seed` and the number of times before.
     #[must_use]
     pub fn shuffled(mut self, seed: u64) -> Self {
         self.shuffle = Some(seed);
@@ -152,94 +206,138 @@ impl Data {
     }
 
     /// Rows `rows` of the global batch of training step `step`, which is counted from 0. Batches go through the
-    /// samples in order, or in the order of the epoch, and start again at the end.
+    /// samples of a stream in order, or in the order of the epoch, and start again at the end.
+    ///
+    /// # Errors
+    /// Tokens that cannot be read, or are no ids.
     ///
     /// # Panics
-    /// When the data holds no whole sample.
-    #[must_use]
-    pub fn batch(&self, step: u64, global_batch_size: usize, rows: Range<usize>) -> Batch {
-        let samples = self.samples(false) as u64;
-        assert!(samples > 0, "{} training tokens hold no sample of {} + 1", self.training, self.seq_len);
+    /// When a stream holds no whole sample.
+    pub fn batch(&self, step: u64, global_batch_size: usize, rows: Range<usize>) -> Result<Batch, DataError> {
         self.collect(step, global_batch_size, rows, |index| {
-            let (epoch, place) = ((index / u128::from(samples)) as u64, (index % u128::from(samples)) as u64);
+            let (source, nth) = self.mixture.at(index);
+            let samples = self.samples_of(source, false);
+            assert!(
+                samples > 0,
+                "{} training tokens hold no sample of {} + 1",
+                self.parts[source].training,
+                self.seq_len
+            );
+            let (epoch, place) = ((nth / u128::from(samples)) as u64, (nth % u128::from(samples)) as u64);
             let sample = match self.shuffle {
-                Some(seed) => Permutation::new(samples, seed, epoch).at(place),
+                Some(seed) => Permutation::new(samples, seed_of(seed, source), epoch).at(place),
                 None => place,
             };
-            sample as usize * self.seq_len
+            (source, sample * self.seq_len as u64)
         })
     }
 
-    /// Rows `rows` of validation batch `index`, in the order of the stream, whatever training does.
+    /// Rows `rows` of validation batch `index`, in the order of the streams, whatever training does.
+    ///
+    /// # Errors
+    /// Tokens that cannot be read, or are no ids.
     ///
     /// # Panics
-    /// When no whole sample is held out.
-    #[must_use]
-    pub fn validation_batch(&self, index: u64, global_batch_size: usize, rows: Range<usize>) -> Batch {
-        let samples = self.samples(true);
-        let held_out = self.tokens.len() - self.training;
-        assert!(samples > 0, "{held_out} held-out tokens hold no sample of {} + 1", self.seq_len);
+    /// When of a stream no whole sample is held out.
+    pub fn validation_batch(
+        &self,
+        index: u64,
+        global_batch_size: usize,
+        rows: Range<usize>,
+    ) -> Result<Batch, DataError> {
         self.collect(index, global_batch_size, rows, |index| {
-            self.training + (index % samples as u128) as usize * self.seq_len
+            let (source, nth) = self.mixture.at(index);
+            let (samples, part) = (self.samples_of(source, true), &self.parts[source]);
+            assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.seq_len);
+            (source, part.training + (nth % u128::from(samples)) as u64 * self.seq_len as u64)
         })
     }
 
-    /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number that
-    /// fits, and at least one; else it is `steps`, starting again at the end of the data.
+    /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number in which no
+    /// held-out sample comes twice, and at least one; else it is `steps`, starting again at the end of the data.
     #[must_use]
     pub fn validation_batches(&self, steps: u64, global_batch_size: usize) -> u64 {
         match steps {
-            0 => (self.samples(true) / global_batch_size.max(1)).max(1) as u64,
+            0 => (self.validation_samples() / global_batch_size.max(1)).max(1) as u64,
             steps => steps,
         }
     }
 
-    /// Gathers rows of a batch; `start` gives the place in the stream where the n-th taken sample begins.
-    fn collect(&self, batch: u64, size: usize, rows: Range<usize>, start: impl Fn(u128) -> usize) -> Batch {
+    /// Gathers rows of a batch; `place` gives the stream of the n-th taken sample, and where in it the sample begins.
+    fn collect(
+        &self,
+        batch: u64,
+        size: usize,
+        rows: Range<usize>,
+        place: impl Fn(u128) -> (usize, u64),
+    ) -> Result<Batch, DataError> {
         let count = rows.len();
         let mut inputs = Vec::with_capacity(count * self.seq_len);
         let mut targets = Vec::with_capacity(count * self.seq_len);
         for row in rows {
-            let start = start(u128::from(batch) * size as u128 + row as u128);
-            let end = start + self.seq_len;
-            inputs.extend_from_slice(&self.tokens[start..end]);
-            let masked = |at: &usize| self.masked.get(*at) == Some(&true);
-            targets.extend((start + 1..=end).map(|at| if masked(&at) { MASKED } else { self.tokens[at] }));
+            let (source, start) = place(u128::from(batch) * size as u128 + row as u128);
+            let stream = &self.parts[source].stream;
+            let window = start..start + self.seq_len as u64 + 1;
+            let tokens = stream.tokens.read(window.clone())?;
+            let before = targets.len();
+            inputs.extend_from_slice(&tokens[..self.seq_len]);
+            targets.extend_from_slice(&tokens[1..]);
+            let masked = (start + 1..window.end).map(|at| self.masked.get(at as usize) == Some(&true));
+            targets[before..].iter_mut().zip(masked).filter(|(_, masked)| *masked).for_each(|(to, _)| *to = MASKED);
+            if self.bounded {
+                for first in stream.documents.starts(window, &tokens)? {
+                    targets[before + (first - start) as usize - 1] = MASKED;
+                }
+            }
         }
-        language::batch(inputs, targets, self.seq_len).expect("whole samples")
+        Ok(language::batch(inputs, targets, self.seq_len).expect("whole samples"))
     }
 
-    /// Number of whole samples, of the training part or of the held-out part.
+    /// Number of whole samples of a stream, of the training part or of the held-out part.
+    fn samples_of(&self, source: usize, validation: bool) -> u64 {
+        self.parts[source].len(validation).saturating_sub(1) / self.seq_len as u64
+    }
+
+    /// Number of samples before one comes twice.
     fn samples(&self, validation: bool) -> usize {
-        let tokens = if validation { self.tokens.len() - self.training } else { self.training };
-        tokens.saturating_sub(1) / self.seq_len
+        let held: Vec<u64> = (0..self.parts.len()).map(|source| self.samples_of(source, validation)).collect();
+        self.mixture.samples(&held) as usize
     }
 
-    /// Number of whole training samples: those of one epoch.
+    /// Number of whole training samples: those of one epoch. Of several streams, the samples before the first of them starts
+    /// again.
     #[must_use]
     pub fn training_samples(&self) -> usize {
         self.samples(false)
     }
 
-    /// Number of whole held-out samples.
+    /// Number of whole held-out samples, counted likewise.
     #[must_use]
     pub fn validation_samples(&self) -> usize {
         self.samples(true)
     }
 
-    /// Fingerprint of the whole token stream: FNV-1a of 64 bits over the ids as little-endian i32, in hexadecimal.
+    /// Fingerprint of the data, in hexadecimal: FNV-1a of 64 bits over the ids of the whole stream as little-endian i32. Of a
+    /// stream of more than 2²⁴ tokens, over their number and 1024 evenly spread blocks of 4096 ids. Of several streams, over the
+    /// fingerprint and the share of each.
     #[must_use]
     pub fn hash(&self) -> String {
-        let bytes = self.tokens.iter().flat_map(|token| token.to_le_bytes());
-        let hash = bytes
-            .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+        let combined = |parts: &[Part]| {
+            let mut hash = Fnv::default();
+            for (part, share) in parts.iter().zip(self.mixture.shares()) {
+                hash.add(&part.stream.hash.to_le_bytes());
+                hash.add(&share.to_le_bytes());
+            }
+            hash.0
+        };
+        let hash = if let [alone] = &self.parts[..] { alone.stream.hash } else { combined(&self.parts) };
         format!("{hash:016x}")
     }
 
-    /// The first tokens of the stream, at most `count`, as a prompt for a model.
+    /// The first tokens of the first stream, at most `count` and 1024, as a prompt for a model.
     #[must_use]
     pub fn prompt(&self, count: usize) -> &[i32] {
-        &self.tokens[..count.min(self.tokens.len())]
+        &self.prompt[..count.min(self.prompt.len())]
     }
 
     /// The text of some tokens, for showing; masked ones are left out.
@@ -263,10 +361,11 @@ impl BatchSource for Data {
         global_batch_size: usize,
         samples: Range<usize>,
     ) -> Result<Batch, meshwork_tensor::Error> {
-        Ok(Data::batch(self, step, global_batch_size, samples))
+        Ok(Data::batch(self, step, global_batch_size, samples)?)
     }
 }
 
-fn max_id(tokens: &[u32]) -> u64 {
-    tokens.iter().max().map_or(0, |&id| u64::from(id))
+/// The seed of a stream: that of the run for the first, so that streams of one length have orders of their own.
+fn seed_of(seed: u64, source: usize) -> u64 {
+    if source == 0 { seed } else { hash::combine(seed, source as u64) }
 }

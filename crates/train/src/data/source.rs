@@ -1,141 +1,178 @@
-//! Where tokens come from: a text file, a folder of them, a token file, or the built-in text.
+//! From `[data]` to streams of tokens: which files, which format, which tokenizer.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::token_file;
+use super::cache::Tokenisation;
+use super::error::{DataError, Problem};
+use super::mixture::{LONGEST, Mixture};
+use super::text::Texts;
 use super::tokenizer::Tokenizer;
-use crate::config::Fault;
+use super::tokens::{Positioned, Tokens};
+use super::{Documents, Stream, indexed, token_file};
 use crate::config::sections::Data as Settings;
+use crate::config::{EndOfText, EndOfTextWord, Fault};
 
-/// A token stream that has been read, before it is checked against a model.
+/// The streams of `[data]`, before they are checked against a model.
 #[derive(Debug)]
-pub(crate) struct Stream {
-    pub(super) tokens: Vec<u32>,
+pub(crate) struct Sources {
+    pub(super) sources: Vec<Source>,
+    pub(super) mixture: Mixture,
     pub(super) tokenizer: Tokenizer,
-    /// Whether the tokens come from the tokenizer, and not from a token file.
-    pub(super) from_text: bool,
-    /// What the stream was read from, for messages.
-    pub(super) source: String,
     pub(super) notices: Vec<String>,
 }
 
-/// Reads the tokens of `[data]`.
-pub(crate) fn read(settings: &Settings) -> Result<Stream, Vec<Fault>> {
-    let source = match &settings.path {
-        Some(path) => format!("{path:?}"),
-        None => "(unset: the built-in Cicero text)".to_string(),
-    };
+/// A stream, and what messages call it.
+#[derive(Debug)]
+pub(super) struct Source {
+    pub stream: Stream,
+    /// The key that names it.
+    pub key: &'static str,
+    /// Its value.
+    pub shown: String,
+    /// Whether the tokens come from the tokenizer, and not from a token file.
+    pub from_text: bool,
+}
+
+/// One of the files or folders to read: the key that names it, the value, the path and the weight.
+#[derive(Debug)]
+struct Request<'a> {
+    key: &'static str,
+    shown: String,
+    path: Option<&'a Path>,
+    weight: f64,
+}
+
+const SOURCES: &str = "data.sources";
+
+/// The path and the weight of an entry of `data.sources`; without a weight, 1.
+pub(crate) fn split(entry: &str) -> (&str, f64) {
+    let split = entry.rsplit_once(':').and_then(|(path, weight)| Some((path, weight.trim().parse().ok()?)));
+    split.unwrap_or((entry, 1.0))
+}
+
+fn requests(settings: &Settings) -> Result<(Vec<Request<'_>>, Mixture), Vec<Fault>> {
+    if settings.sources.is_empty() {
+        let shown = match &settings.path {
+            Some(path) => format!("{path:?}"),
+            None => "(unset: the built-in Cicero text)".to_string(),
+        };
+        let path = settings.path.as_deref().map(Path::new);
+        return Ok((vec![Request { key: "data.path", shown, path, weight: 1.0 }], Mixture::alone()));
+    }
+    let mut faults = Vec::new();
+    if let Some(path) = &settings.path {
+        let valid = format!("use data.path or {SOURCES}");
+        faults.push(Fault::new("data.path", format!("{path:?}"), format!("is given beside {SOURCES}"), valid));
+    }
+    let requests: Vec<Request<'_>> = settings
+        .sources
+        .iter()
+        .map(|entry| {
+            let (path, weight) = split(entry);
+            Request { key: SOURCES, shown: format!("{entry:?}"), path: Some(Path::new(path)), weight }
+        })
+        .collect();
+    for request in requests.iter().filter(|request| !(request.weight.is_finite() && request.weight > 0.0)) {
+        let problem = format!("has the weight {}", request.weight);
+        faults.push(Fault::new(SOURCES, &request.shown, problem, "use a number above 0 behind the last colon"));
+    }
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    let weights: Vec<f64> = requests.iter().map(|request| request.weight).collect();
+    match Mixture::new(&weights) {
+        Some(mixture) => Ok((requests, mixture)),
+        None => {
+            let problem = format!("the weights are in no proportion of whole numbers whose sum is at most {LONGEST}");
+            Err(vec![Fault::new(SOURCES, format!("{weights:?}"), problem, "use weights of fewer digits, such as 0.7")])
+        }
+    }
+}
+
+/// Reads the streams of `[data]`.
+pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
     let tokenizer = Tokenizer::open(&settings.tokenizer);
-    let content = match settings.path.as_deref().map(Path::new) {
-        None => Ok(Content::text(lipsum::LIBER_PRIMUS.to_string())),
-        Some(path) => content(path).map_err(|(problem, valid)| Fault::new("data.path", &source, problem, valid)),
-    };
-    let (tokenizer, content) = match (tokenizer, content) {
-        (Ok(tokenizer), Ok(content)) => (tokenizer, content),
-        (tokenizer, content) => return Err(tokenizer.err().into_iter().chain(content.err()).collect()),
-    };
-    let Content { text, tokens, notices } = content;
-    let from_text = tokens.is_none();
-    let tokens = match tokens {
-        Some(tokens) => tokens,
-        None => tokenizer.encode(&text).map_err(|error| {
-            let valid = "use a tokenizer that knows every word, or has an unknown token";
-            let problem = format!("cannot encode the text: {error}");
-            vec![Fault::new("data.tokenizer", format!("{:?}", settings.tokenizer), problem, valid)]
-        })?,
-    };
-    Ok(Stream { tokens, tokenizer, from_text, source, notices })
-}
-
-/// The content of a path: text to be encoded, or tokens.
-struct Content {
-    text: String,
-    tokens: Option<Vec<u32>>,
-    notices: Vec<String>,
-}
-
-impl Content {
-    fn text(text: String) -> Self {
-        Self { text, tokens: None, notices: Vec::new() }
-    }
-}
-
-/// The content of `path`. On refusal: the problem, and what would be valid.
-fn content(path: &Path) -> Result<Content, (String, String)> {
-    const VALID: &str = "use a UTF-8 file, a folder of texts, or a .bin file of little-endian u16 token ids";
-    let refuse = |problem: String| (problem, VALID.to_string());
-    if !path.exists() {
-        return Err(refuse("does not exist".to_string()));
-    }
-    if path.is_dir() {
-        return folder(path);
-    }
-    let bytes = fs::read(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
-    if bytes.is_empty() {
-        return Err(refuse("is empty".to_string()));
-    }
-    if path.extension().is_some_and(|extension| extension == "bin") {
-        let tokens = Some(token_file::parse(&bytes)?);
-        return Ok(Content { tokens, ..Content::text(String::new()) });
-    }
-    String::from_utf8(bytes)
-        .map(Content::text)
-        .map_err(|error| refuse(format!("is not UTF-8 from byte {} on", error.utf8_error().valid_up_to())))
-}
-
-/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
-/// pictures, settings, a `tokenizer.json`.
-const TEXT: [&str; 8] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl"];
-
-/// The texts below `path`, one after another in the order of their paths. Each is used unchanged: a `.jsonl` file with
-/// the braces of its lines.
-fn folder(path: &Path) -> Result<Content, (String, String)> {
-    let valid = format!("use a folder of UTF-8 files that end in .{}", TEXT.join(", ."));
-    let refuse = |problem: String| (problem, valid.clone());
-    let files = files(path).map_err(|error| refuse(format!("cannot be listed: {error}")))?;
-    let (mut text, mut other, mut not_utf8) = (String::new(), 0, 0);
-    for file in &files {
-        let extension = file.extension().map(|extension| extension.to_string_lossy().to_lowercase());
-        if !extension.is_some_and(|extension| TEXT.contains(&&*extension)) {
-            other += 1;
-            continue;
+    let (tokenizer, (requests, mixture)) = match (tokenizer, requests(settings)) {
+        (Ok(tokenizer), Ok(requests)) => (tokenizer, requests),
+        (tokenizer, requests) => {
+            // A missing file is a fault whatever the tokenizer.
+            let missing = requests.as_ref().map(|(requests, _)| missing(requests)).unwrap_or_default();
+            return Err(tokenizer.err().into_iter().chain(requests.err().unwrap_or_default()).chain(missing).collect());
         }
-        let bytes = fs::read(file).map_err(|error| refuse(format!("{} cannot be read: {error}", file.display())))?;
-        match String::from_utf8(bytes) {
-            Ok(part) => text.push_str(&part),
-            Err(_) => not_utf8 += 1,
-        }
-    }
-    let reasons = [(other, "no extension of text"), (not_utf8, "not UTF-8")];
-    let reasons = reasons.into_iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!("{count} {why}"));
-    let reasons = reasons.collect::<Vec<_>>().join(", ");
-    let skipped = format!("{} of {} files skipped ({reasons})", other + not_utf8, files.len());
-    let mut content = Content::text(text);
-    match (content.text.is_empty(), other + not_utf8) {
-        (true, 0) => Err(refuse(format!("holds no text: {} files, all empty", files.len()))),
-        (true, _) => Err(refuse(format!("holds no text: {skipped}"))),
-        (false, 0) => Ok(content),
-        (false, _) => {
-            content.notices.push(format!("data.path = {path:?}: {skipped}"));
-            Ok(content)
-        }
-    }
-}
-
-/// All files below `path`, sorted by path. Linked folders are not entered, so that there are no cycles.
-fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let (mut found, mut open) = (Vec::new(), vec![path.to_path_buf()]);
-    while let Some(folder) = open.pop() {
-        for entry in fs::read_dir(folder)? {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                open.push(entry.path());
-            } else if entry.path().is_file() {
-                found.push(entry.path());
+    };
+    let end_of_text = match settings.end_of_text {
+        EndOfText::Word(EndOfTextWord::Auto) => tokenizer.end_of_text(),
+        EndOfText::Word(EndOfTextWord::None) => None,
+        EndOfText::Id(id) => Some(id),
+    };
+    let folder = settings.cache_dir.as_deref().map(Path::new);
+    let tokenisation = Tokenisation { tokenizer: &tokenizer, end_of_text, folder };
+    let (mut sources, mut notices, mut faults) = (Vec::new(), Vec::new(), Vec::new());
+    for Request { key, shown, path, .. } in requests {
+        match open(path, &tokenisation) {
+            Ok((stream, from_text, told)) => {
+                notices.extend(told);
+                sources.push(Source { stream, key, shown, from_text });
             }
+            Err(error) => faults.push(fault(key, shown, path, &error, settings)),
         }
     }
-    found.sort();
-    Ok(found)
+    if faults.is_empty() { Ok(Sources { sources, mixture, tokenizer, notices }) } else { Err(faults) }
+}
+
+/// The faults of sources that do not exist.
+fn missing(requests: &[Request<'_>]) -> Vec<Fault> {
+    let missing =
+        |request: &&Request<'_>| request.path.is_some_and(|path| !path.exists() && indexed::paths(path).is_none());
+    let fault = |request: &Request<'_>| {
+        Fault::new(request.key, &request.shown, Problem::Missing.to_string(), Problem::Missing.valid())
+    };
+    requests.iter().filter(missing).map(fault).collect()
+}
+
+/// The fault of a source that cannot be read. It names the file, if that is not the path itself.
+fn fault(key: &str, shown: String, path: Option<&Path>, error: &DataError, settings: &Settings) -> Fault {
+    let inside = match path {
+        Some(path) if path == error.path => String::new(),
+        _ => format!("{} ", error.path.display()),
+    };
+    let (problem, valid) = (format!("{inside}{}", error.problem), error.problem.valid());
+    match &error.problem {
+        Problem::Encode(error) => {
+            let problem = format!("cannot encode {shown}: {error}");
+            Fault::new("data.tokenizer", format!("{:?}", settings.tokenizer), problem, valid)
+        }
+        Problem::Cache(_) => match &settings.cache_dir {
+            Some(folder) => Fault::new("data.cache_dir", format!("{folder:?}"), problem, valid),
+            None => Fault::new(key, shown, problem, valid),
+        },
+        _ => Fault::new(key, shown, problem, valid),
+    }
+}
+
+/// The stream of a path, whether it comes from text, and notices.
+fn open(path: Option<&Path>, tokenisation: &Tokenisation<'_>) -> Result<(Stream, bool, Vec<String>), DataError> {
+    let Some(path) = path else {
+        let ids = tokenisation.tokenizer.encode(lipsum::LIBER_PRIMUS);
+        let ids = ids.map_err(|error| Problem::Encode(error).of(Path::new("the built-in Cicero text")))?;
+        let tokens: Vec<i32> = ids.into_iter().chain(tokenisation.end_of_text).map(|id| id as i32).collect();
+        return Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts([0].into()))?, true, Vec::new()));
+    };
+    if let Some((index, tokens)) = indexed::paths(path) {
+        let (tokens, index) = indexed::open(&index, &tokens)?;
+        return Ok((Stream::new(tokens, Documents::Indexed(index))?, false, Vec::new()));
+    }
+    if !path.exists() {
+        return Err(Problem::Missing.of(path));
+    }
+    if path.is_file() && path.extension().is_some_and(|extension| extension == "bin") {
+        let tokens = token_file::open(Positioned::open(path)?)?;
+        let documents = match tokenisation.end_of_text {
+            Some(id) => Documents::EndOfText(id as i32),
+            None => Documents::Unmarked,
+        };
+        return Ok((Stream::new(tokens, documents)?, false, Vec::new()));
+    }
+    let (stream, notices) = tokenisation.stream(path, &Texts::find(path)?)?;
+    Ok((stream, true, notices))
 }

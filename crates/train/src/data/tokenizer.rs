@@ -42,6 +42,35 @@ impl Tokenizer {
         library.map(|library| Self(Kind::Library(library))).map_err(fault)
     }
 
+    /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` the added token
+    /// `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>` or `[EOS]`, the first of these that there is.
+    #[must_use]
+    pub fn end_of_text(&self) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::Library(library) => library.end_of_text(),
+        }
+    }
+
+    /// Whether a token is a byte.
+    pub(super) fn is_bytes(&self) -> bool {
+        matches!(self.0, Kind::Bytes)
+    }
+
+    /// A hash of everything that decides which tokens a text becomes.
+    pub(super) fn fingerprint(&self) -> u64 {
+        match &self.0 {
+            Kind::Bytes => 0,
+            Kind::Library(library) => library.fingerprint(),
+        }
+    }
+
+    /// A tokenizer that a test brings.
+    #[cfg(test)]
+    pub(super) fn of(library: impl Library + 'static) -> Self {
+        Self(Kind::Library(Arc::new(library)))
+    }
+
     /// One more than the largest id of the tokenizer.
     #[must_use]
     pub fn vocab_size(&self) -> usize {

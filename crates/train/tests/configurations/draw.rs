@@ -94,6 +94,12 @@ enum Data {
     Folder,
     Bin,
     Few,
+    /// Megatron's format.
+    Indexed,
+    /// JSON lines.
+    Lines,
+    /// The text and the tokens, with weights.
+    Mixed,
 }
 
 /// The folder of the files that configurations name.
@@ -112,12 +118,24 @@ pub fn folder() -> &'static PathBuf {
         let (few, tokens) = (tokens(FEW_IDS), tokens(IDS));
         let text: String = (0..TOKENS).map(|_| char::from(b'a' + rng.below(26) as u8)).collect();
         let (first, second) = text.split_at(TOKENS / 2);
+        let line = |letters: &[u8]| format!("{{\"text\": \"{}\"}}\n", String::from_utf8_lossy(letters));
+        let lines: String = text.as_bytes().chunks(13).map(line).collect();
+        // Documents of 10 tokens, as Megatron's preprocess_data.py writes them.
+        let documents = TOKENS as i64 / 10;
+        let mut index = b"MMIDIDX\0\0\x01\0\0\0\0\0\0\0\x08".to_vec();
+        index.extend([documents, documents + 1].into_iter().flat_map(i64::to_le_bytes));
+        index.extend((0..documents).flat_map(|_| 10i32.to_le_bytes()));
+        index.extend((0..documents).flat_map(|document| (20 * document).to_le_bytes()));
+        index.extend((0..=documents).flat_map(i64::to_le_bytes));
         for (name, content) in [
             ("tokens.bin", &tokens[..]),
             ("few.bin", &few[..]),
             ("text.txt", text.as_bytes()),
             ("texts/a.md", first.as_bytes()),
             ("texts/b.txt", second.as_bytes()),
+            ("lines.jsonl", lines.as_bytes()),
+            ("indexed.bin", &tokens[..]),
+            ("indexed.idx", &index[..]),
         ] {
             fs::write(folder.join(name), content).expect("a file of tokens");
         }
@@ -293,7 +311,16 @@ impl Frame {
             canonical,
             data: match pretrained {
                 Some(_) => Data::Few,
-                None => rng.pick(&[Data::Cicero, Data::Text, Data::Folder, Data::Bin, Data::Bin]),
+                None => rng.pick(&[
+                    Data::Cicero,
+                    Data::Text,
+                    Data::Folder,
+                    Data::Bin,
+                    Data::Bin,
+                    Data::Indexed,
+                    Data::Lines,
+                    Data::Mixed,
+                ]),
             },
             profile: rarely(rng, 20),
             pretrained,
@@ -324,7 +351,7 @@ impl Frame {
             "model.kind" => some(&if self.llama { "llama" } else { "gpt2" }).filter(|_| self.llama || !rarely(rng, 3)),
             "model.init_from" => rarely(rng, 200).then(|| path("texts")),
             "model.vocab_size" => match self.data {
-                Data::Bin => some(&rng.pick(&[IDS, 64, 100])),
+                Data::Bin | Data::Indexed => some(&rng.pick(&[IDS, 64, 100])),
                 _ if rarely(rng, 40) => some(&200),
                 _ => some(&rng.pick(&[256, 259])),
             },
@@ -462,7 +489,33 @@ impl Frame {
                 Data::Folder => Some(path("texts")),
                 Data::Bin => Some(path("tokens.bin")),
                 Data::Few => Some(path("few.bin")),
+                Data::Indexed => Some(path(rng.pick(&["indexed", "indexed.bin", "indexed.idx"]))),
+                Data::Lines => Some(path("lines.jsonl")),
+                Data::Mixed => rarely(rng, 30).then(|| path("text.txt")),
             },
+            "data.sources" => match self.data {
+                Data::Mixed => {
+                    let weight = rng.pick(&["1", "0.25", "7"]);
+                    let second = if rarely(rng, 20) { rng.pick(&["0", "-1", "1e-9"]) } else { "2" };
+                    let names = [path("text.txt"), path("tokens.bin"), path("lines.jsonl")];
+                    let [first, tokens, last] = names;
+                    Some(format!("[\"{first}:{weight}\", \"{tokens}:{second}\", \"{last}\"]"))
+                }
+                _ => None,
+            },
+            "data.end_of_text" => match rng.below(12) {
+                0 => some(&rng.pick(&[0, 5, 28])),
+                1 => rarely(rng, 8).then(|| "5000".to_owned()),
+                _ => one_of(rng, &["\"auto\"", "\"none\""]).filter(|_| rng.below(3) == 0),
+            },
+            // A file of tokens needs an id that ends a document.
+            "data.documents" => match rng.below(3) {
+                0 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,
+                0 => one_of(rng, &["stream", "loss"]),
+                1 => rarely(rng, 100).then(|| "attention".to_owned()),
+                _ => None,
+            },
+            "data.cache_dir" => rarely(rng, 10).then(|| path("cache")),
             "data.tokenizer" => match rng.below(200) {
                 0 => some(&"gpt2"),
                 1..50 => some(&"bytes"),

@@ -237,7 +237,23 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 }
 
 fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
-    let binary = case.get("data.path").is_some_and(|path| path.ends_with(".bin"));
+    let named = |end: &str| case.get("data.path").is_some_and(|path| path.ends_with(end));
+    let indexed = ["indexed", "indexed.bin", "indexed.idx"].into_iter().any(named);
+    let sources = case.get("data.sources");
+    let binary = sources.is_none() && (named(".bin") || indexed);
+    let weights =
+        |wrong: &[&str]| sources.is_some_and(|of| wrong.iter().any(|wrong| of.contains(&format!(":{wrong}\""))));
+    rule(sources.is_some() && case.get("data.path").is_some(), "one source or several");
+    rule(weights(&["0", "-1"]), "a weight that is not above 0");
+    rule(weights(&["1e-9"]), "weights in no proportion of small whole numbers");
+    let documents = case.get("data.documents");
+    rule(documents == Some("attention"), "attention across documents cannot be forbidden yet");
+    let id: Option<usize> = case.get("data.end_of_text").and_then(|id| id.parse().ok());
+    rule(id.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id ends a text");
+    let tokens = binary && !indexed || sources.is_some();
+    let known =
+        id.is_some() || case.get("data.tokenizer") == Some("gpt2") && case.get("data.end_of_text") != Some("\"none\"");
+    rule(documents == Some("loss") && tokens && !known, "nothing marks the documents of a token file");
     let vocab = count(case, "model.vocab_size", 0);
     let tokenizer = case.get("data.tokenizer").unwrap_or("bytes");
     let few = case.get("data.path").is_some_and(|path| path.ends_with("few.bin"));
@@ -254,7 +270,7 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     };
     rule(vocab < ids, "tokens beyond the vocabulary");
     rule(tokenizer == "gpt2" && !cfg!(feature = "tokenizers"), "a build without tokenizers");
-    if case.read("validation.every").unwrap_or(0) > 0 && case.get("data.path").is_some() {
+    if case.read("validation.every").unwrap_or(0) > 0 && (case.get("data.path").is_some() || sources.is_some()) {
         let held_out = (TOKENS as f64 * case.read("validation.fraction").unwrap_or(0.05)) as usize;
         rule(held_out <= count(case, "model.seq_len", 0), "too little is held out");
     }

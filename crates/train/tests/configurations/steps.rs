@@ -128,13 +128,15 @@ fn numbers(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Numbers
     let (global, rows) = (config.training.global_batch_size, trainer.samples());
     let mut reports = Vec::new();
     for step in 0..STEPS.min(config.training.steps) {
-        reports.extend(trainer.start_step(&data.batch(step, global, rows.clone()), || false, |_| ())?);
+        reports.extend(trainer.start_step(&data.batch(step, global, rows.clone())?, || false, |_| ())?);
     }
     reports.extend(trainer.flush(|_| ())?);
-    let mut after = vec![trainer.evaluate([data.batch(0, global, rows.clone())])?.loss];
+    let mut after = vec![trainer.evaluate([data.batch(0, global, rows.clone())?])?.loss];
     if config.validation.every > 0 {
         let batches = 0..data.validation_batches(config.validation.steps, global);
-        after.push(trainer.evaluate(batches.map(|at| data.validation_batch(at, global, rows.clone())))?.loss);
+        after.push(
+            trainer.evaluate(batches.map(|at| data.validation_batch(at, global, rows.clone()).expect("data")))?.loss,
+        );
     }
     let (losses, norms) = reports.iter().map(|report| (report.loss, report.grad_norm)).unzip();
     Ok(Numbers { losses, norms, after })

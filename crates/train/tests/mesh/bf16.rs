@@ -37,7 +37,7 @@ fn gradient_error(got: &Stepped, wanted: &Stepped) -> f64 {
 fn it_learns_as_f32_does_and_is_another_run() {
     let losses = |more: &str| {
         let config = Case::alone(&UNEVEN).config(more);
-        let batch = UNEVEN.data().batch(0, BATCH, 0..BATCH);
+        let batch = UNEVEN.data().batch(0, BATCH, 0..BATCH).unwrap();
         let step = |trainer: &mut Trainer| Ok(trainer.step(&batch)?.loss);
         on_mesh(&config, |mut trainer| (0..STEPS).map(|_| step(&mut trainer)).collect::<Result<Vec<_>, _>>()).concat()
     };

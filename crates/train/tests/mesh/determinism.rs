@@ -16,7 +16,7 @@ fn run(case: &Case, sleeps: Option<u64>) -> Vec<(Vec<StepReport>, Vec<Piece>)> {
         let mut rng = Rng::new(sleeps.unwrap_or(0) ^ (trainer.rank().world_rank() as u64) << 32);
         let sleepy = sleeps.is_some() && rng.below(2) == 0;
         let step = |step| {
-            let batch = data.batch(step, config.training.global_batch_size, trainer.samples());
+            let batch = data.batch(step, config.training.global_batch_size, trainer.samples())?;
             trainer.observed_step(&batch, |_| {
                 if sleepy && rng.below(4) == 0 {
                     std::thread::sleep(Duration::from_micros(rng.below(2000) as u64));

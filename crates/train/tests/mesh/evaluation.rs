@@ -12,7 +12,7 @@ const POSITIONS: [usize; 3] = [0, 7, SEQ - 1];
 
 fn validation_loss(trainer: &mut Trainer, data: &Data) -> Result<f64, TrainError> {
     let rows = trainer.samples();
-    Ok(trainer.evaluate((0..2).map(|index| data.validation_batch(index, BATCH, rows.clone())))?.loss)
+    Ok(trainer.evaluate((0..2).map(|index| data.validation_batch(index, BATCH, rows.clone()).unwrap()))?.loss)
 }
 
 /// Validation loss and logits after one step of training: the same on every rank. It does not use AdamW, whose first
@@ -22,7 +22,7 @@ fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
     let ranks = on_mesh(&config, |mut trainer| {
         train(&mut trainer, &data, &config)?;
         let loss = validation_loss(&mut trainer, &data)?;
-        let window = data.batch(3, BATCH, 0..1);
+        let window = data.batch(3, BATCH, 0..1)?;
         let window = window.values::<i32>("tokens")?;
         let logits = |position| next_token_logits(&mut trainer, &window[..=position], case.model.vocab);
         Ok((loss, POSITIONS.into_iter().map(logits).collect::<Result<Vec<_>, _>>()?))

@@ -56,7 +56,7 @@ fn every_other_rank_is_told_who_broke_down() {
             if departs && matches!(breakdown, Breakdown::Return) {
                 return Ok(());
             }
-            let batch = data.batch(1, BATCH, trainer.samples());
+            let batch = data.batch(1, BATCH, trainer.samples())?;
             let result = trainer.observed_step(&batch, |event| {
                 if !departs || event.phase != Phase::Started || event.action.to_string() != at {
                     return;
@@ -144,7 +144,7 @@ fn a_batch_without_tokens_is_refused_on_every_rank_and_the_next_one_is_taken() {
         let (config, data) = (case.config(ADAMW), case.model.data());
         let clean = on_mesh(&config, |mut trainer| train(&mut trainer, &data, &config));
         let after = on_mesh(&config, |mut trainer| {
-            let batch = data.batch(0, BATCH, trainer.samples());
+            let batch = data.batch(0, BATCH, trainer.samples())?;
             let tokens = batch.values::<i32>("tokens")?.to_vec();
             let batch = language::batch(tokens.clone(), vec![MASKED; tokens.len()], SEQ)?;
             let nothing = trainer.evaluate([batch.clone()]);

@@ -79,7 +79,7 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
             },
             |mut trainer| {
                 let slow = trainer.device().name() == "slow cpu";
-                let batch = data.batch(0, 8, trainer.samples());
+                let batch = data.batch(0, 8, trainer.samples())?;
                 let mut backward_end = Instant::now();
                 trainer.observed_step(&batch, |Event { action, phase }| match (action.kind, phase) {
                     (ActionKind::Backward, Phase::Started) if slow => std::thread::sleep(PAUSE / 10),

@@ -10,7 +10,7 @@ fn run(case: &Case, recompute: &str) -> Vec<(Vec<StepReport>, Vec<Piece>)> {
     let data = case.model.data();
     on_mesh(&config, |mut trainer| {
         let step = |step| {
-            let batch = data.batch(step, config.training.global_batch_size, trainer.samples());
+            let batch = data.batch(step, config.training.global_batch_size, trainer.samples())?;
             trainer.step(&batch)
         };
         Ok(((0..2).map(step).collect::<Result<_, _>>()?, pieces(&trainer)?))

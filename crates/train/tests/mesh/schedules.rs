@@ -30,7 +30,7 @@ pub fn advance(
 
 pub fn batches(model: &Model, trainer: &Trainer, steps: u64) -> Vec<Batch> {
     let data = model.data();
-    (0..steps).map(|step| data.batch(step, BATCH, trainer.samples())).collect()
+    (0..steps).map(|step| data.batch(step, BATCH, trainer.samples()).unwrap()).collect()
 }
 
 pub fn weights(case: &str, held: &[Vec<Piece>]) -> Whole {
@@ -197,7 +197,7 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
                 on_mesh(config, |mut trainer| {
                     let batches = batches(model, &trainer, steps);
                     let reports = advance(&mut trainer, &batches, |_| {})?;
-                    let held_out = data.validation_batch(0, BATCH, trainer.samples());
+                    let held_out = data.validation_batch(0, BATCH, trainer.samples())?;
                     let validation = trainer.evaluate([held_out])?.loss;
                     Ok(reports.iter().map(|report| report.loss).chain([validation]).collect::<Vec<_>>())
                 })

@@ -55,7 +55,7 @@ fn simulate(case: &Case, steps: u64, per_update: usize, version: impl Fn(usize, 
     let rows = BATCH / case.dp / case.micros;
     let mut losses = Vec::new();
     for step in 0..steps {
-        let batch = data.batch(step, BATCH, 0..BATCH);
+        let batch = data.batch(step, BATCH, 0..BATCH).unwrap();
         // Micro-batch k of all dp ranks together.
         let micro = |k: usize| {
             let pick = |field| {

@@ -34,7 +34,7 @@ pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, Tra
 
 /// Trains one step on this rank's rows of the data's batch.
 pub fn train(trainer: &mut Trainer, data: &Data, config: &Config) -> Result<StepReport, TrainError> {
-    let batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.samples());
+    let batch = data.batch(trainer.steps_done(), config.training.global_batch_size, trainer.samples())?;
     trainer.step(&batch)
 }
 

@@ -1,0 +1,308 @@
+//! Text is tokenised once: the tokens of a long text are kept as an indexed dataset, Megatron's format, beside the text.
+//!
+//! ```text
+//! web.jsonl
+//! web.jsonl.tokens/
+//!     4c2b…91.bin   the tokens            of the text and the tokenizer whose hash is the name
+//!     4c2b…91.idx   where documents begin
+//!     4c2b…91.json  what they are of, and the hash of the tokens; renamed into place last
+//!     4c2b…91.lock  held by the process that writes them
+//! ```
+//! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise it is written
+//! anew. Files are written under another name and renamed, so that a process that dies leaves nothing that counts.
+
+use super::error::{DataError, Problem};
+use super::indexed;
+use super::text::{Piece, Texts};
+use super::tokenizer::Tokenizer;
+use super::tokens::Tokens;
+use super::{Documents, Stream};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use meshwork_core::hash;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Changes whenever the same text would give other tokens.
+const FORMAT: u64 = 1;
+/// A text of at most this many bytes is tokenised by each run and kept in memory, if its tokens are its bytes, which takes no time.
+const BYTES_IN_MEMORY: u64 = 64 << 20;
+/// The same of other tokenizers.
+const TOKENS_IN_MEMORY: u64 = 1 << 20;
+/// Bytes of text that are encoded together, by all threads.
+const TOGETHER: usize = 8 << 20;
+/// Time between lines of progress where there is no terminal.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How a text becomes tokens, and where they are kept.
+pub(super) struct Tokenisation<'a> {
+    pub tokenizer: &'a Tokenizer,
+    /// The id behind each document.
+    pub end_of_text: Option<u32>,
+    /// The folder for caches; none: beside the text.
+    pub folder: Option<&'a Path>,
+}
+
+/// What the `.json` of a cache says.
+#[derive(Debug, Serialize, Deserialize, PartialEq)]
+struct About {
+    format: u64,
+    hash: String,
+    source: PathBuf,
+    tokenizer: String,
+    tokens: u64,
+    token_hash: String,
+    notices: Vec<String>,
+}
+
+/// Receives tokens.
+trait Sink {
+    fn add(&mut self, ids: &[u32]) -> io::Result<()>;
+    fn end_document(&mut self) -> io::Result<()>;
+}
+
+impl Sink for indexed::Writer {
+    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
+        self.add(ids)
+    }
+
+    fn end_document(&mut self) -> io::Result<()> {
+        self.end_document()
+    }
+}
+
+/// Tokens, and where documents end.
+impl Sink for (Vec<i32>, Vec<u64>) {
+    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
+        self.0.extend(ids.iter().map(|&id| id as i32));
+        Ok(())
+    }
+
+    fn end_document(&mut self) -> io::Result<()> {
+        self.1.push(self.0.len() as u64);
+        Ok(())
+    }
+}
+
+impl Tokenisation<'_> {
+    /// The stream of some texts, from the cache if they are long, and notices about how it was made.
+    pub fn stream(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
+        let most = if self.tokenizer.is_bytes() { BYTES_IN_MEMORY } else { TOKENS_IN_MEMORY };
+        if texts.bytes() > most { self.cached(path, texts) } else { self.in_memory(path, texts) }
+    }
+
+    fn in_memory(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
+        let mut sink = (Vec::new(), vec![0]);
+        let notices = self.run(path, texts, &mut sink)?;
+        let (tokens, mut starts) = sink;
+        starts.pop();
+        starts.dedup();
+        Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts(starts.into()))?, notices))
+    }
+
+    fn cached(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
+        let parts = [FORMAT, self.end_of_text.map_or(u64::MAX, u64::from), self.tokenizer.fingerprint()];
+        let hash = format!("{:016x}", parts.into_iter().fold(texts.fingerprint()?, hash::combine));
+        let source = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+        let name = PathBuf::from(source.file_name().unwrap_or_default());
+        let folder_name = format!("{}.tokens", name.display());
+        let beside = source.with_file_name(&folder_name);
+        let mut notices = Vec::new();
+        let (folder, lock) = match self.folder {
+            Some(folder) => {
+                let folder = folder.join(&folder_name);
+                let lock = lock(&folder, &hash).map_err(|error| Problem::Cache(error).of(&folder))?;
+                (folder, lock)
+            }
+            None => match lock(&beside, &hash) {
+                Ok(lock) => (beside, lock),
+                Err(error) => {
+                    let folder = std::env::temp_dir().join("meshwork").join(&folder_name);
+                    notices.push(format!(
+                        "tokens of {} are kept in {}, because {} cannot be written ({error}); data.cache_dir sets the folder",
+                        path.display(),
+                        folder.display(),
+                        beside.display()
+                    ));
+                    let lock = lock_or_fail(&folder, &hash)?;
+                    (folder, lock)
+                }
+            },
+        };
+        let at = |extension: &str| folder.join(format!("{hash}.{extension}"));
+        match read(&at("idx"), &at("bin"), &at("json"), &hash) {
+            Ok((stream, about)) => {
+                notices.extend(about.notices);
+                return Ok((stream, notices));
+            }
+            Err(None) => {}
+            Err(Some(problem)) => {
+                notices.push(format!("the token cache {} was written anew: {problem}", at("bin").display()));
+            }
+        }
+        let failed = |error| Problem::Cache(error).of(&folder);
+        let part = |extension: &str| folder.join(format!("{hash}.part.{extension}"));
+        let began = Instant::now();
+        let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
+        let told = self.run(path, texts, &mut writer)?;
+        writer.finish().map_err(failed)?;
+        let (tokens, _) = indexed::open(&part("idx"), &part("bin"))?;
+        let about = About {
+            format: FORMAT,
+            hash: hash.clone(),
+            source,
+            tokenizer: format!("{:016x}", self.tokenizer.fingerprint()),
+            tokens: tokens.len(),
+            token_hash: format!("{:016x}", tokens.hash()?),
+            notices: told,
+        };
+        let commit = || {
+            _ = fs::remove_file(at("json"));
+            fs::write(part("json"), serde_json::to_vec_pretty(&about)?)?;
+            ["bin", "idx", "json"].into_iter().try_for_each(|extension| fs::rename(part(extension), at(extension)))
+        };
+        commit().map_err(failed)?;
+        drop(lock);
+        let (tokens, index) = indexed::open(&at("idx"), &at("bin"))?;
+        let stream = Stream::new(tokens, Documents::Indexed(index))?;
+        notices.push(format!(
+            "tokenised {} ({}) into {} tokens in {:.1} s, kept in {}",
+            path.display(),
+            HumanBytes(texts.bytes()),
+            about.tokens,
+            began.elapsed().as_secs_f64(),
+            at("bin").display()
+        ));
+        notices.extend(about.notices);
+        Ok((stream, notices))
+    }
+
+    fn vocab(&self) -> usize {
+        self.tokenizer.vocab_size().max(self.end_of_text.map_or(0, |id| id as usize + 1))
+    }
+
+    /// Gives the tokens of all documents in their order. Returns notices about what is left out.
+    fn run(&self, path: &Path, texts: &Texts, sink: &mut impl Sink) -> Result<Vec<String>, DataError> {
+        let mut progress = Progress::new(path, texts.bytes());
+        let (mut waiting, mut held) = (Vec::new(), 0);
+        let mut encode = |waiting: &mut Vec<Piece>, held: &mut usize| {
+            let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).of(path))?;
+            for (piece, ids) in waiting.drain(..).zip(ids) {
+                let end = self.end_of_text.filter(|_| piece.last);
+                let write = |sink: &mut dyn Sink| {
+                    sink.add(&[&ids[..], end.as_slice()].concat())?;
+                    if piece.last { sink.end_document() } else { Ok(()) }
+                };
+                write(&mut *sink).map_err(|error| Problem::Cache(error).of(path))?;
+            }
+            progress.add(std::mem::take(held));
+            Ok(())
+        };
+        let notices = texts.read(|piece| {
+            held += piece.text.len();
+            waiting.push(piece);
+            if held >= TOGETHER { encode(&mut waiting, &mut held) } else { Ok(()) }
+        })?;
+        encode(&mut waiting, &mut held)?;
+        Ok(notices)
+    }
+
+    /// The ids of each piece, by all cores.
+    fn encode(&self, pieces: &[Piece]) -> Result<Vec<Vec<u32>>, String> {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        let each = pieces.len().div_ceil(threads).max(1);
+        let encode =
+            |pieces: &[Piece]| pieces.iter().map(|piece| self.tokenizer.encode(&piece.text)).collect::<Vec<_>>();
+        if pieces.len() <= each {
+            return encode(pieces).into_iter().collect();
+        }
+        thread::scope(|scope| {
+            let parts: Vec<_> = pieces.chunks(each).map(|part| scope.spawn(move || encode(part))).collect();
+            let joined = parts.into_iter().map(|part| part.join().map_err(|_| "the tokenizer panicked".to_owned()));
+            joined.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect()
+        })
+    }
+}
+
+/// The right to write to a cache, until it is dropped or the process ends. Waits for another process that writes it.
+fn lock(folder: &Path, hash: &str) -> io::Result<File> {
+    fs::create_dir_all(folder)?;
+    let mut open = File::options();
+    let file = open.write(true).create(true).truncate(false).open(folder.join(format!("{hash}.lock")))?;
+    match file.lock() {
+        // Two processes may then do the same work; what they rename into place is the same.
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
+        locked => locked.map(|()| file),
+    }
+}
+
+fn lock_or_fail(folder: &Path, hash: &str) -> Result<File, DataError> {
+    lock(folder, hash).map_err(|error| Problem::Cache(error).of(folder))
+}
+
+/// The stream of a cache. The inner `None` if there is none, else what is wrong with it.
+fn read(index: &Path, tokens: &Path, about: &Path, hash: &str) -> Result<(Stream, About), Option<String>> {
+    let told = match fs::read(about) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(None),
+        told => told.map_err(|error| Some(error.to_string()))?,
+    };
+    let about: About = serde_json::from_slice(&told).map_err(|error| Some(format!("its .json is damaged: {error}")))?;
+    if (about.format, &*about.hash) != (FORMAT, hash) {
+        return Err(Some(format!("its .json is of format {} and hash {}", about.format, about.hash)));
+    }
+    let open = || {
+        let (tokens, index) = indexed::open(index, tokens)?;
+        Stream::new(tokens, Documents::Indexed(index))
+    };
+    let stream = open().map_err(|error| Some(error.to_string()))?;
+    let found = format!("{:016x}", stream.hash);
+    match found == about.token_hash {
+        true => Ok((stream, about)),
+        false => Err(Some(format!("its tokens have the hash {found}, not {}", about.token_hash))),
+    }
+}
+
+/// Progress on standard error: a bar on a terminal, elsewhere a line every few seconds.
+struct Progress {
+    name: String,
+    bytes: u64,
+    done: u64,
+    bar: Option<ProgressBar>,
+    told: Instant,
+}
+
+impl Progress {
+    fn new(path: &Path, bytes: u64) -> Self {
+        let bar = (bytes > TOKENS_IN_MEMORY && io::stderr().is_terminal()).then(|| {
+            let style = "tokenising {msg} {wide_bar} {bytes}/{total_bytes} ({bytes_per_sec}, {eta} left)";
+            let style = ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());
+            ProgressBar::new(bytes).with_style(style).with_message(path.display().to_string())
+        });
+        Self { name: path.display().to_string(), bytes, done: 0, bar, told: Instant::now() }
+    }
+
+    fn add(&mut self, bytes: usize) {
+        self.done += bytes as u64;
+        match &self.bar {
+            Some(bar) => bar.set_position(self.done),
+            None if self.told.elapsed() >= PATIENCE => {
+                self.told = Instant::now();
+                let [done, all] = [self.done, self.bytes].map(HumanBytes);
+                _ = writeln!(io::stderr(), "tokenising {}: {done} of {all}", self.name);
+            }
+            None => {}
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.iter().for_each(ProgressBar::finish_and_clear);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,80 @@
+//! Checks of streams against the model and the configuration.
+
+use super::source::Source;
+use super::tokenizer::Tokenizer;
+use super::{Data, Documents};
+use crate::config::{Config, EndOfText, Fault};
+
+/// Ids beyond the vocabulary: of the tokenizer, or in token files.
+pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Config) -> Vec<Fault> {
+    let (mut faults, vocab_size) = (Vec::new(), config.model.vocab_size);
+    let from_text = sources.iter().any(|source| source.from_text);
+    let wide = from_text && tokenizer.vocab_size() > vocab_size;
+    if wide {
+        let ids = tokenizer.vocab_size();
+        faults.push(Fault::new(
+            "data.tokenizer",
+            format!("{:?}", config.data.tokenizer),
+            format!("has {ids} ids, more than model.vocab_size = {vocab_size}"),
+            format!("use model.vocab_size = {ids} or more, or another tokenizer"),
+        ));
+    }
+    if let EndOfText::Id(id) = config.data.end_of_text
+        && id as usize >= vocab_size
+    {
+        let (problem, valid) =
+            (format!("is beyond model.vocab_size = {vocab_size}"), format!("use an id below {vocab_size}"));
+        faults.push(Fault::new("data.end_of_text", id, problem, valid));
+        return faults;
+    }
+    for source in sources.iter().filter(|source| !(wide && source.from_text)) {
+        let (mut first, mut largest) = (None, 0);
+        let seen = source.stream.tokens.sample(|start, ids| {
+            let beyond = ids.iter().position(|&id| id as usize >= vocab_size);
+            first = first.or(beyond.map(|at| (start + at as u64, ids[at])));
+            largest = ids.iter().copied().fold(largest, i32::max);
+        });
+        if let Err(error) = seen {
+            let problem = format!("{} {}", error.path.display(), error.problem);
+            faults.push(Fault::new(source.key, &source.shown, problem, error.problem.valid()));
+        } else if let Some((at, id)) = first {
+            let problem = format!("token {at} is {id}, beyond model.vocab_size = {vocab_size}");
+            let valid = format!("use model.vocab_size = {} or more", i64::from(largest) + 1);
+            faults.push(Fault::new(source.key, &source.shown, problem, valid));
+        }
+    }
+    faults
+}
+
+/// Streams in which nothing marks the documents, where boundaries are asked for.
+pub(super) fn documents<'a>(sources: &'a [Source], config: &'a Config) -> impl Iterator<Item = Fault> + 'a {
+    let unmarked = |source: &&Source| matches!(source.stream.documents, Documents::Unmarked);
+    sources.iter().filter(move |source| config.data.documents != "stream" && unmarked(source)).map(|source| {
+        let problem = format!("nothing marks the documents of {} = {}", source.key, source.shown);
+        let valid =
+            "set data.end_of_text to the id that ends a document, or data.tokenizer to one that has it, or use stream";
+        Fault::new("data.documents", format!("{:?}", config.data.documents), problem, valid)
+    })
+}
+
+/// Parts without a whole sample.
+pub(super) fn lengths(data: &Data, names: &[(&'static str, String)], config: &Config) -> Vec<Fault> {
+    let need = format!("fewer than one sample of model.seq_len + 1 = {} tokens", data.seq_len as u128 + 1);
+    let mut faults = Vec::new();
+    for (source, (key, shown)) in names.iter().enumerate() {
+        let part = &data.parts[source];
+        let (all, held_out) = (part.stream.tokens.len(), part.len(true));
+        if data.samples_of(source, false) == 0 {
+            let rest =
+                if held_out > 0 { format!(" after {held_out} are held out for validation") } else { String::new() };
+            let problem = format!("leaves {} of {all} tokens for training{rest}, {need}", part.training);
+            faults.push(Fault::new(*key, shown, problem, "use more data or a smaller model.seq_len"));
+        }
+        if config.validation.every > 0 && data.samples_of(source, true) == 0 {
+            let problem = format!("holds out {held_out} of {all} tokens of {key} = {shown}, {need}");
+            let valid = "use a larger fraction, more data or a smaller model.seq_len";
+            faults.push(Fault::new("validation.fraction", config.validation.fraction, problem, valid));
+        }
+    }
+    faults
+}

@@ -1,0 +1,213 @@
+//! Why data cannot be read.
+
+use meshwork_engine::TrainError;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// A file of data, what is wrong with it and where, and what would be valid.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {problem}; {}", path.display(), problem.valid())]
+pub struct DataError {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub problem: Problem,
+}
+
+/// What is wrong with a file of data. Lines are counted from 1, everything else from 0.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// No file or folder of this name.
+    #[error("does not exist")]
+    Missing,
+    /// A file without content.
+    #[error("is empty")]
+    Empty,
+    /// A folder without text: why.
+    #[error("holds no text: {0}")]
+    NoText(String),
+    /// A file that the system does not give.
+    #[error("cannot be read: {0}")]
+    Unreadable(io::Error),
+    /// Bytes that the system does not give: the file was cut short after it was opened, or the disk fails.
+    #[error("cannot be read at byte {at}: {error}")]
+    Read {
+        /// The first of the bytes.
+        at: u64,
+        /// The error of the system.
+        error: io::Error,
+    },
+    /// Text that is not UTF-8.
+    #[error("is not UTF-8 from byte {at} on")]
+    NotUtf8 {
+        /// The first wrong byte.
+        at: u64,
+    },
+    /// A line that is no JSON object.
+    #[error("line {line} is no JSON object: {error}")]
+    NotJson {
+        /// The line.
+        line: u64,
+        /// The error of the parser.
+        error: String,
+    },
+    /// A JSON object without a string called `text`.
+    #[error("line {line} has no string \"text\"{}", of_another_type(error.as_deref()))]
+    NoTextField {
+        /// The line.
+        line: u64,
+        /// The error of the parser, if there is a value of another type.
+        error: Option<String>,
+    },
+    /// Bytes that are no whole number of ids.
+    #[error("has {bytes} bytes of ids, of {width} bytes each")]
+    PartOfAnId {
+        /// Bytes of ids.
+        bytes: u64,
+        /// Bytes of an id.
+        width: u64,
+    },
+    /// A header of llm.c of another version.
+    #[error("has an llm.c header of version {found}")]
+    HeaderVersion {
+        /// The version in the file.
+        found: u32,
+        /// The version of its magic number.
+        valid: u32,
+    },
+    /// Another number of tokens than the header of llm.c says.
+    #[error("has {found} tokens, but its header says {header}")]
+    HeaderCount {
+        /// Tokens that follow the header.
+        found: u64,
+        /// Tokens according to the header.
+        header: u64,
+    },
+    /// An index that does not begin as Megatron's.
+    #[error("does not begin with the magic bytes of a Megatron index")]
+    IndexMagic,
+    /// An index of another version.
+    #[error("is a Megatron index of version {0}")]
+    IndexVersion(u64),
+    /// An index of elements that are no ids.
+    #[error("says that ids are of type {0}")]
+    IndexDtype(u8),
+    /// An index of another length than its header says.
+    #[error("has {found} bytes: an index of {sequences} sequences and {documents} document indices has {wanted}")]
+    IndexLength {
+        /// Bytes of the file.
+        found: u64,
+        /// Sequences according to the header.
+        sequences: u64,
+        /// Document indices according to the header.
+        documents: u64,
+        /// Bytes of such an index.
+        wanted: u128,
+    },
+    /// A sequence of negative length.
+    #[error("sequence {sequence} has {size} tokens")]
+    IndexSize {
+        /// The sequence.
+        sequence: u64,
+        /// Its length.
+        size: i64,
+    },
+    /// A sequence that does not begin where the one before ends, or that ends beyond the tokens.
+    #[error("{what} {found}, not at byte {wanted} of the tokens")]
+    IndexPointer {
+        /// The sequence, and which end of it.
+        what: String,
+        /// Where it lies.
+        found: i64,
+        /// Where the sequence before ends, or the tokens do.
+        wanted: i64,
+    },
+    /// A document index that does not fit its neighbours or the sequences.
+    #[error("document index {at} is {found}: {why}")]
+    IndexDocument {
+        /// The place of the index.
+        at: u64,
+        /// Its value.
+        found: i64,
+        /// What it contradicts.
+        why: &'static str,
+    },
+    /// An index without its tokens, or the reverse.
+    #[error("has no {} beside it", .0.display())]
+    NoPartner(PathBuf),
+    /// An id that no vocabulary has.
+    #[error("token {at} is {id}")]
+    Id {
+        /// Its place in the stream.
+        at: u64,
+        /// The id.
+        id: i64,
+    },
+    /// Parquet.
+    #[error("is a Parquet file, which is not read")]
+    Parquet,
+    /// Text that the tokenizer does not take.
+    #[error("cannot be encoded by the tokenizer: {0}")]
+    Encode(String),
+    /// A cache of tokens that cannot be written.
+    #[error("the token cache cannot be written: {0}")]
+    Cache(io::Error),
+}
+
+fn of_another_type(error: Option<&str>) -> String {
+    error.map_or_else(String::new, |error| format!(" ({error})"))
+}
+
+impl Problem {
+    /// What would be valid.
+    #[must_use]
+    pub fn valid(&self) -> String {
+        match self {
+            Self::Missing | Self::Empty | Self::Unreadable(_) | Self::NotUtf8 { .. } => {
+                "use a UTF-8 text, a .jsonl file, a .bin file of token ids, a Megatron dataset, or a folder of texts"
+                    .to_owned()
+            }
+            Self::NoText(_) => {
+                let texts: Vec<String> = super::text::EXTENSIONS.iter().map(|of| format!(".{of}")).collect();
+                format!("use a folder of UTF-8 files that end in {}", texts.join(", "))
+            }
+            Self::Read { .. } => "do not change data while a run reads it".to_owned(),
+            Self::NotJson { .. } | Self::NoTextField { .. } => {
+                "use one JSON object a line, such as {\"text\": \"Arma virumque cano\"}".to_owned()
+            }
+            Self::PartOfAnId { .. } | Self::HeaderCount { .. } => "use a complete file".to_owned(),
+            Self::HeaderVersion { valid, .. } => format!("use version {valid}"),
+            Self::IndexMagic => "use an .idx file of Megatron's preprocess_data.py".to_owned(),
+            Self::IndexVersion(_) => "use version 1".to_owned(),
+            Self::IndexDtype(_) => "use 1 (u8), 2 (i8), 3 (i16), 4 (i32), 5 (i64) or 8 (u16)".to_owned(),
+            Self::IndexLength { .. }
+            | Self::IndexSize { .. }
+            | Self::IndexPointer { .. }
+            | Self::IndexDocument { .. }
+            | Self::NoPartner(_) => "use a complete .idx with the .bin that was written with it".to_owned(),
+            Self::Id { .. } => format!("use ids from 0 to {}", i32::MAX),
+            Self::Parquet => "convert it to JSON lines, as docs/data.md shows".to_owned(),
+            Self::Encode(_) => "use a tokenizer that knows every word, or has an unknown token".to_owned(),
+            Self::Cache(_) => "use another folder in data.cache_dir".to_owned(),
+        }
+    }
+
+    /// The problem of a file.
+    pub(crate) fn of(self, path: &Path) -> DataError {
+        DataError { path: path.to_path_buf(), problem: self }
+    }
+}
+
+impl From<DataError> for meshwork_tensor::Error {
+    /// What a [`BatchSource`](meshwork_nn::BatchSource) says of samples that cannot be read.
+    fn from(error: DataError) -> Self {
+        Self::Shape { op: "batch", problem: error.to_string(), shapes: Vec::new() }
+    }
+}
+
+impl From<DataError> for TrainError {
+    fn from(error: DataError) -> Self {
+        Self::Tensor(error.into())
+    }
+}
