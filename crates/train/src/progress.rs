@@ -167,6 +167,7 @@ mod tests {
         step_ms: 49.7,
         tokens_per_s: 41233.7,
         comm_bytes: vec![],
+        moe: vec![],
         peak_bytes: vec![],
     };
 

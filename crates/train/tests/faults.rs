@@ -86,7 +86,6 @@ fn mesh_strings() {
             "--mesh dp=99999999999999999999: the degree is too large; use dp=1 or more, as many as you have ranks",
         ),
         ("--mesh cp=2", "parallelism.cp = 2 (from --mesh cp=2): context parallelism has not landed yet; use 1"),
-        ("--mesh ep=2", "parallelism.ep = 2 (from --mesh ep=2): expert parallelism has not landed yet; use 1"),
     ]);
     assert_eq!(refusal("--mesh dp=0,tp=x,sp=2,qp=1").lines().count(), 4, "all at once");
 }
@@ -254,14 +253,11 @@ fn unknown_words_hear_of_the_nearest() {
 fn what_has_not_landed_says_so_and_takes_its_default() {
     for assignment in [
         "parallelism.cp=2",
-        "parallelism.ep=4",
         "parallelism.zero_stage=1",
         "parallelism.context_parallel_method=ulysses",
-        "parallelism.expert_tensor_parallel=2",
         "memory.recompute=full",
         "memory.offload=cpu",
         "memory.limit_bytes=1",
-        "moe.num_experts=8",
         "compress.kind=topk",
     ] {
         let refusal = refusal(&format!("--set {assignment}"));
@@ -270,9 +266,8 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         assert!(refusal.starts_with(assignment.split_once('=').unwrap().0), "{refusal}");
     }
     assert_eq!(
-        Config::from_toml("[moe]\nnum_experts = 8\n[compress]\n").unwrap_err().to_string(),
-        "[moe]: mixture of experts has not landed yet; remove the section\n\
-         [compress]: compression has not landed yet; remove the section"
+        Config::from_toml("[compress]\n").unwrap_err().to_string(),
+        "[compress]: compression has not landed yet; remove the section"
     );
     config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none");
 }
@@ -569,4 +564,59 @@ fn a_fault_does_not_breed_others() {
     assert_eq!(refusal("--set model.vocab_size=x --set data.tokenizer=gpt2").lines().count(), 1);
     // With an unknown preset nothing is known about the model, but a missing file is still reported.
     assert_eq!(refusal("--mesh tp=3 --set model.preset=huge --data no/such/file").lines().count(), 2);
+}
+
+#[test]
+fn experts_that_do_not_fit() {
+    let moe = "--set moe.num_experts=8";
+    refused(&[
+        (
+            "--mesh ep=2",
+            "parallelism.ep = 2 (from --mesh ep=2): does not divide parallelism.dp = 1: ranks of dp share out the experts; use a multiple of 2, such as 2 for parallelism.dp, or another parallelism.ep",
+        ),
+        (
+            "--mesh dp=2,ep=2",
+            "parallelism.ep = 2 (from --mesh dp=2,ep=2): there are no experts to share out; set moe.num_experts, or use 1",
+        ),
+    ]);
+    for (more, expected) in [
+        (
+            "--mesh dp=3,ep=3",
+            "moe.num_experts = 8 (from --set): 8 experts cannot be spread over ep=3: each rank holds the same number",
+        ),
+        (
+            "--set moe.top_k=9",
+            "moe.top_k = 9 (from --set): top_k is 9: with router topk and 8 experts it is from 1 to 8; use from 1 to 8",
+        ),
+        (
+            "--set moe.router=switch --set moe.top_k=2",
+            "moe.top_k = 2 (from --set): top_k is 2: with router switch and 8 experts it is 1; use 1",
+        ),
+        (
+            "--set moe.num_groups=3",
+            "moe.num_groups = 3 (from --set): expert groups: 8 experts are no 3 groups of one size; use 1, 2, 4, 8 groups",
+        ),
+        (
+            "--set moe.every_n_layers=5",
+            "moe.every_n_layers = 5 (from --set): leaves no layer of model.num_layers = 4 with experts; use 4 or fewer",
+        ),
+        (
+            "--mesh tp=4 --set parallelism.expert_tensor_parallel=2",
+            "parallelism.expert_tensor_parallel = 2 (from --set): is neither 1 nor parallelism.tp = 4; use 1 or 4",
+        ),
+        (
+            "--set training.numerics=canonical --set moe.aux_loss_scope=global_batch",
+            "moe.aux_loss_scope = \"global_batch\"",
+        ),
+        (
+            "--set pipeline.schedule=pipedream --mesh pp=2 --set model.tie_embeddings=false --set training.max_norm=0",
+            "moe.num_experts = 8 (from --set): has no meaning with pipeline.schedule = \"pipedream\"",
+        ),
+        ("--set checkpoint.dir=d --set checkpoint.export=e", "checkpoint.export = "),
+        ("--set moe.capacity_factor=-1", "moe.capacity_factor = -1"),
+    ] {
+        let refusal = refusal(&format!("{moe} {more}"));
+        assert!(refusal.starts_with(expected), "{more}:\n{refusal}\nexpected {expected}");
+        assert_eq!(refusal.lines().count(), 1, "{refusal}");
+    }
 }

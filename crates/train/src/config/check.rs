@@ -154,7 +154,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
 const MAX_BLOCKS: usize = 4096;
 
 /// The degrees that fit this number of blocks.
-fn choose_degree(blocks: usize, by: &str) -> String {
+pub(super) fn choose_degree(blocks: usize, by: &str) -> String {
     let degrees: Vec<String> = tree::degrees(blocks).iter().map(usize::to_string).collect();
     format!("use {}, or another {by}", degrees.join(", "))
 }

@@ -2,9 +2,12 @@
 
 use super::Config;
 use super::batch::multiple;
+use super::check::choose_degree;
 use super::fault::Fault;
 use super::settings::Settings;
+use meshwork_core::tree;
 use meshwork_models::experts::{AuxLossScope, MoeError};
+use meshwork_pipeline::by_name;
 
 /// Appends what is wrong with the experts and with their ranks to the faults of `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
@@ -33,6 +36,26 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         if settings.sound(&[&key]) {
             fail(Fault::new(key, value, error.to_string(), valid));
         }
+    }
+    let count = experts.moe.num_experts;
+    if config.reduction_blocks().is_some()
+        && settings.sound(&[ep])
+        && count.is_multiple_of(mesh.ep)
+        && !tree::fits(count, mesh.ep)
+    {
+        let problem = format!(
+            "does not fit canonical numerics with moe.num_experts = {count}: each rank must have an equal share that is a power of two"
+        );
+        fail(Fault::new(ep, mesh.ep, problem, choose_degree(count, "moe.num_experts")));
+    }
+    let schedule = "pipeline.schedule";
+    let asynchronous = by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
+    if settings.sound(&[schedule]) && settings.given::<String>("pipeline.schedule_file").is_none() && asynchronous {
+        let name = &config.pipeline.schedule;
+        let problem = format!(
+            "has no meaning with {schedule} = {name:?}, whose stages update at different times: the load of experts is that of a whole step"
+        );
+        fail(Fault::new("moe.num_experts", count, problem, "use a synchronous schedule, or no experts"));
     }
     let width = "moe.expert_hidden_size";
     if experts.over_tp && settings.sound(&[width, tp]) && !experts.expert_hidden_size.is_multiple_of(mesh.tp) {

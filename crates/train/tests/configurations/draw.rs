@@ -77,6 +77,10 @@ struct Frame {
     data: Data,
     profile: bool,
     pretrained: Option<usize>,
+    /// Ranks that share out the experts, and experts.
+    ep: usize,
+    experts: usize,
+    router: &'static str,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -296,7 +300,24 @@ impl Frame {
         if canonical && !rarely(rng, 8) {
             batch = dp * micros.next_power_of_two() * (1 + rng.below(2));
         }
+        let experts = pretrained.is_none() && (generator.is_synchronous() || rarely(rng, 8)) && rarely(rng, 3);
+        let ep = match experts {
+            true => rng.pick(&[1, 2, dp]),
+            false => {
+                if rarely(rng, 60) {
+                    2
+                } else {
+                    1
+                }
+            }
+        };
+        let ep = if dp % ep == 0 || rarely(rng, 8) { ep } else { 1 };
+        let router = rng.pick(&["topk", "switch", "gshard", "expert_choice", "bias"]);
+        let experts = if experts { ep * rng.pick(&[1, 2, 2, 4]) } else { 0 };
         Frame {
+            ep,
+            experts: if experts == 1 { 2 } else { experts },
+            router,
             dp,
             tp,
             pp,
@@ -395,6 +416,48 @@ impl Frame {
             "parallelism.dp" => Self::degree(rng, self.dp),
             "parallelism.tp" => Self::degree(rng, self.tp),
             "parallelism.pp" => Self::degree(rng, self.pp),
+            "parallelism.ep" => Self::degree(rng, self.ep),
+            "parallelism.expert_tensor_parallel" => match rng.below(20) {
+                0 => some(&2),
+                1..8 if self.tp > 1 => some(&self.tp),
+                _ => rarely(rng, 8).then(|| "1".to_owned()),
+            },
+            // Always given: a preset has its own.
+            "moe.num_experts" => some(&self.experts),
+            _ if name.starts_with("moe.") && self.experts == 0 => None,
+            "moe.router" => some(&self.router),
+            "moe.top_k" => match (self.router, rng.below(12)) {
+                (_, 0) => some(&rng.pick(&[0, 1, 2, 9])),
+                ("switch", _) => some(&1),
+                ("gshard", _) => some(&2),
+                _ => some(&(1 + rng.below(self.experts.min(3)))),
+            },
+            "moe.capacity_factor" => some(&rng.pick(&["0", "0", "0.5", "1.25"])),
+            "moe.aux_loss_coeff" => match self.router {
+                "expert_choice" if !rarely(rng, 8) => some(&0),
+                _ => some(&rng.pick(&["0", "0.01"])),
+            },
+            "moe.z_loss_coeff" => one_of(rng, &["0.001"]),
+            "moe.every_n_layers" => some(&rng.pick(&[1, 1, 1, 2])),
+            "moe.num_shared_experts" => some(&rng.pick(&[0, 0, 1, 2])),
+            "moe.expert_hidden_size" => match rng.below(8) {
+                0 => some(&(1 + rng.below(12))),
+                _ => some(&(self.tp * rng.pick(&[4, 8]))),
+            },
+            "moe.bias_update_rate" => match self.router {
+                "bias" => one_of(rng, &["0", "0.01"]),
+                _ => rarely(rng, 60).then(|| "0.001".to_owned()),
+            },
+            // What all ranks compute at once is not what one rank does.
+            "moe.aux_loss_scope" => match self.canonical && rarely(rng, 12) {
+                true => some(&"global_batch"),
+                false => one_of(rng, &["sequence"]),
+            },
+            "moe.jitter" => one_of(rng, &["0", "0.01"]),
+            "moe.normalize_top_k" => one_of(rng, &["true", "false"]),
+            "moe.num_groups" => some(&if rarely(rng, 6) { 2 } else { 1 }),
+            "moe.top_groups" => some(&1),
+            "moe.routed_scaling" => some(&rng.pick(&["1", "2.5"])),
             "parallelism.sequence_parallel" => one_of(rng, &["true", "false"]),
             "pipeline.schedule" => match self.schedule {
                 Pipeline::Named(Generator::OneFOneB) if rarely(rng, 2) => None,

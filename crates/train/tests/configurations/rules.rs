@@ -15,6 +15,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     };
     planned(case, &mut rule);
     model(case, &mut rule);
+    experts(case, &mut rule);
     pipeline(case, &mut rule);
     batch(case, &mut rule);
     canonical(case, &mut rule);
@@ -103,6 +104,40 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(number("factor", 1.0) != 1.0 && high <= low, "no frequencies between low and high");
     } else {
         rule(kv_heads != heads, "gpt2 has a key and value head for each head");
+    }
+}
+
+/// Ranks share out the experts evenly, and a router gives a token as many as it can.
+fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let ([dp, tp, _], ep, etp) =
+        (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.expert_tensor_parallel", 1));
+    rule(!divides(ep, dp), "ranks of ep are not ranks of dp");
+    rule(![1, tp].contains(&etp), "experts are cut over all of tp, or whole");
+    let experts = count(case, "moe.num_experts", 0);
+    if experts == 0 {
+        return rule(ep > 1, "no experts to share out");
+    }
+    let (router, top_k) = (case.get("moe.router").unwrap_or("topk"), count(case, "moe.top_k", 2));
+    rule(!divides(ep, experts), "experts over ep");
+    rule(top_k == 0 || top_k > experts, "more experts of a token than there are");
+    rule(router == "switch" && top_k != 1, "switch takes one");
+    rule(router == "gshard" && (top_k != 2 || experts < 2), "gshard takes two");
+    let number = |key: &str| case.read::<f64>(key).unwrap_or(0.0);
+    rule(router == "expert_choice" && number("moe.aux_loss_coeff") > 0.0, "experts that choose are balanced");
+    rule(router != "bias" && number("moe.bias_update_rate") > 0.0, "no bias to update");
+    let groups = count(case, "moe.num_groups", 1);
+    rule(!divides(groups, experts), "groups of one size");
+    if groups > 1 && divides(groups, experts) {
+        rule(top_k > experts / groups, "one group has too few experts");
+        rule(router == "expert_choice", "experts choose, not groups");
+    }
+    rule(etp > 1 && !divides(tp, count(case, "moe.expert_hidden_size", 0)), "the width of experts over tp");
+    rule(count(case, "moe.every_n_layers", 1) > count(case, "model.num_layers", 0), "no layer has experts");
+    rule(own(case).is_none() && !generator(case).is_synchronous(), "no load of a whole step");
+    rule(case.get("checkpoint.export").is_some(), "no folder for models with experts");
+    if is_canonical(case) {
+        rule(case.get("moe.aux_loss_scope") == Some("global_batch"), "depends on how the batch is cut");
+        rule(ep > 1 && divides(ep, experts) && !(experts / ep).is_power_of_two(), "ep ranks without a subtree");
     }
 }
 

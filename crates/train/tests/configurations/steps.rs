@@ -40,7 +40,9 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 16] = [
+const ALONE: [(&str, Option<&str>); 18] = [
+    ("parallelism.ep", None),
+    ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
     ("parallelism.tp", None),
     ("parallelism.pp", None),
