@@ -1,5 +1,6 @@
 //! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and metrics included.
 
+use meshwork_core::Rank;
 use meshwork_core::comm::thread;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::experts::ExpertsConfig;
@@ -111,14 +112,15 @@ fn train(
     (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
 }
 
-const MESHES: [(&str, &str, usize, Recompute); 7] = [
+const MESHES: [(&str, &str, usize, Recompute); 8] = [
     ("dp=2", "1f1b", 1, Recompute::None),
-    ("dp=4", "1f1b", 2, Recompute::Selective),
-    ("dp=4", "1f1b", 1, Recompute::None),
-    ("tp=2,dp=2", "1f1b", 2, Recompute::None),
+    ("dp=2,ep=2", "1f1b", 1, Recompute::None),
+    ("dp=4,ep=4", "1f1b", 2, Recompute::Selective),
+    ("dp=4,ep=2", "1f1b", 2, Recompute::None),
+    ("tp=2,dp=2,ep=2", "1f1b", 2, Recompute::None),
     ("pp=2", "zb_h1", 4, Recompute::None),
-    ("tp=2,dp=2,pp=2", "1f1b", 2, Recompute::Stage),
-    ("dp=2,pp=2", "zb_h1", 4, Recompute::Selective),
+    ("tp=2,dp=2,ep=2,pp=2", "1f1b", 2, Recompute::Stage),
+    ("dp=4,ep=2,pp=2", "zb_h1", 2, Recompute::Selective),
 ];
 
 fn bits(state: &State) -> Vec<(&StateKey, Vec<u32>)> {
@@ -175,4 +177,20 @@ fn the_load_and_the_bias_are_those_of_the_whole_batch() {
         assert!((metric("moe_router_entropy") - 8_f64.ln()).abs() < 0.1, "a new router is indifferent");
         assert_eq!(metric("moe_dropped"), 0.0);
     }
+}
+
+/// Three ranks that share experts have samples 0 to 11 of 24: no subtree, of which canonical numerics could go on to sum.
+#[test]
+fn ranks_that_share_experts_hold_a_subtree_of_the_samples() {
+    let model: Arc<dyn Model> = Arc::new(gpt2(RouterKind::Switch));
+    let plan = Plan {
+        mesh: "dp=6,ep=3".parse().unwrap(),
+        global_batch_size: 24,
+        num_microbatches: Some(1),
+        numerics: Numerics::Canonical { blocks: 8 },
+        ..Plan::default()
+    };
+    let rank = Arc::new(Rank::recording(&plan.mesh, 0).unwrap());
+    let refused = Trainer::new(model, &plan, rank, Cpu::device()).err().expect("refused").to_string();
+    assert!(refused.contains("24 samples in a balanced tree, of which the samples of each of dp=2 ranks"), "{refused}");
 }

@@ -15,7 +15,7 @@ use crate::balance::{self, BiasUpdate, Load, whole_sequences};
 use crate::dispatch::Chosen;
 use crate::{AuxLossScope, MoeConfig, MoeError, RouterKind, capacity};
 use meshwork_core::rules::Operand;
-use meshwork_core::{SpmdError, Types};
+use meshwork_core::{Buffer, SpmdError, Types};
 use meshwork_tensor::kernel::{Draw, Pick, Selection};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
@@ -95,7 +95,7 @@ impl Router {
         };
         whole_sequences("route", Operand::value("x", scores.types(), 3))?;
         let (chosen, kept) = self.choose(tape, &scores)?;
-        let weights = scores.tape().apply(self.weights_of(&scores, &chosen, config.places()), &[&scores])?;
+        let weights = scores.tape().apply(self.weights_of(&scores, chosen.clone(), config.places()), &[&scores])?;
         self.balance(tape, &logits, &scores, &chosen)?;
         let of_layer = 1.0 / config.layers as f64;
         tape.report(METRICS[2], &balance::entropy(&scores)?.scale(of_layer)?)?;
@@ -157,7 +157,7 @@ impl Router {
         Ok((Tensor::from_buffer(device, chosen, shape)?, Tensor::from_buffer(device, kept, shape)?))
     }
 
-    fn weights_of(&self, scores: &Var, choices: &Tensor, k: usize) -> Weights {
+    fn weights_of(&self, scores: &Var, choices: Tensor, k: usize) -> Weights {
         let config = &self.config;
         let normalise = match config.router {
             RouterKind::TopK => config.normalise,
@@ -165,7 +165,7 @@ impl Router {
             RouterKind::Switch | RouterKind::ExpertChoice => false,
         };
         let pick = Pick { experts: config.num_experts, k, normalise, scale: config.routed_scaling };
-        Weights { choices: choices.clone(), pick, shape: scores.shape() }
+        Weights { choices: Some(choices), pick, shape: scores.shape() }
     }
 
     fn balance(&self, tape: &Tape, logits: &Var, scores: &Var, chosen: &Tensor) -> Result<()> {
@@ -206,21 +206,23 @@ fn first_choices(scores: &Var) -> Result<Tensor> {
 
 /// Scores over their sum.
 fn normalised(scores: &Var) -> Result<Var> {
-    let (shape, device) = (scores.shape(), scores.tape().device());
-    let experts = shape[2];
-    let tokens = shape.count() / experts.max(1);
-    let all: Vec<i32> = (0..experts as i32).collect();
-    let choices = Tensor::from_slice(device, &all.repeat(tokens), shape)?;
+    let (shape, experts) = (scores.shape(), scores.shape()[2]);
     let pick = Pick { experts, k: experts, normalise: true, scale: 1.0 };
-    scores.tape().apply(Weights { choices, pick, shape }, &[scores])
+    scores.tape().apply(Weights { choices: None, pick, shape }, &[scores])
 }
 
-/// The weights of choices, a function of the scores.
+/// The weights of choices, or of all experts, a function of the scores.
 #[derive(Debug)]
 struct Weights {
-    choices: Tensor,
+    choices: Option<Tensor>,
     pick: Pick,
     shape: Shape,
+}
+
+impl Weights {
+    fn choices(&self) -> Option<&Buffer> {
+        self.choices.as_ref().map(Tensor::buffer)
+    }
 }
 
 impl Op for Weights {
@@ -239,8 +241,8 @@ impl Op for Weights {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let scores = inputs[0];
         cx.save_input(0)?;
-        let weights = scores.device().routing()?.pick(scores.buffer(), self.choices.buffer(), self.pick)?;
-        Tensor::from_buffer(scores.device(), weights, self.choices.shape())
+        let weights = scores.device().routing()?.pick(scores.buffer(), self.choices(), self.pick)?;
+        Tensor::from_buffer(scores.device(), weights, self.shape.with(2, self.pick.k))
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -249,7 +251,7 @@ impl Op for Weights {
         }
         let scores = cx.saved(0)?;
         let routing = grad.device().routing()?;
-        let dscores = routing.pick_grad(scores.buffer(), self.choices.buffer(), grad.buffer(), self.pick)?;
+        let dscores = routing.pick_grad(scores.buffer(), self.choices(), grad.buffer(), self.pick)?;
         Ok(vec![Some(Tensor::from_buffer(grad.device(), dscores, self.shape)?)])
     }
 }

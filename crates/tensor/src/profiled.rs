@@ -805,12 +805,12 @@ impl Routing for Profiled {
         })
     }
 
-    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
-        self.span(Class::Pointwise, "pick", &[scores, choices], |device| device.routing()?.pick(scores, choices, of))
+    fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, of: Pick) -> Result<Buffer> {
+        self.span(Class::Pointwise, "pick", &[scores], |device| device.routing()?.pick(scores, choices, of))
     }
 
-    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
-        self.span(Class::Pointwise, "pick_grad", &[scores, choices, dout], |device| {
+    fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, of: Pick) -> Result<Buffer> {
+        self.span(Class::Pointwise, "pick_grad", &[scores, dout], |device| {
             device.routing()?.pick_grad(scores, choices, dout, of)
         })
     }

@@ -12,7 +12,7 @@ use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::Rotary;
+use meshwork_tensor::op::{Rotary, RowGroups};
 use meshwork_tensor::tape::{Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -71,6 +71,14 @@ fn cases() -> Vec<Case> {
                 )?,
             )
         }),
+        case("exact_linear", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].exact_linear(&v[1], 1)),
+        case("grouped_linear and bias", &[(&[9, 5], R), (&[3, 7, 5], S(1)), (&[3, 7], S(1))], |_, v| {
+            let sample = 0..1;
+            // The rows of one group are none, and no axis of this mesh cuts the groups.
+            let groups = Rc::new(RowGroups::new(Axis::Cp, vec![sample], vec![vec![2], vec![0], vec![7]]));
+            v[0].grouped_linear(&v[1], 1, &groups)?.grouped_bias(&v[2], &groups)
+        }),
+        case("jitter", &[(x, I)], |_, v| v[0].jitter(0.25, "layer")),
         case("gelu", &[(x, V)], |_, v| v[0].gelu()),
         case("add", &[(x, P), (x, P)], |_, v| v[0].add(&v[1])),
         case("bias_residual", &[(x, I), (&[6], I), (x, I)], |_, v| v[0].bias_residual(&v[1], &v[2])),

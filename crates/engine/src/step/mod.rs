@@ -421,8 +421,9 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
-    let (batch, dp) = (plan.global_batch_size, plan.mesh.data_degree());
-    if plan.blocks().is_some() && !tree::fits(batch, dp) {
+    // The samples of each rank, and those of the ranks that share experts: the gradients of these are summed over the rest of dp.
+    let (batch, ranks) = (plan.global_batch_size, [plan.mesh.data_degree(), plan.mesh.degree(Axis::Dp)]);
+    if let Some(dp) = ranks.into_iter().find(|&dp| plan.blocks().is_some() && !tree::fits(batch, dp)) {
         return Err(PlanError::Subtree { batch, dp });
     }
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {

@@ -4,8 +4,11 @@ use crate::world::{ALONE, Case, EP, How, Outcome, run};
 use meshwork_core::{Axis, Ty};
 use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, RouterKind};
 
-const MESHES: [How; 7] = [
+const MESHES: [How; 10] = [
+    How { dp: 2, ..ALONE },
     How { ep: 2, ..ALONE },
+    How { ep: 2, dp: 2, ..ALONE },
+    How { tp: 2, ep: 2, dp: 2, micros: 2, ..ALONE },
     How { ep: 4, ..ALONE },
     How { ep: 2, micros: 2, ..ALONE },
     How { tp: 2, ..ALONE },
@@ -109,15 +112,16 @@ fn experts_may_be_whole_on_ranks_of_tp() {
 /// over all ranks with other samples.
 #[test]
 fn gradients_are_summed_over_those_that_hold_a_parameter() {
-    let got = run(&Case::default(), How { tp: 2, ep: 2, ..ALONE });
+    let got = run(&Case::default(), How { tp: 2, ep: 2, dp: 2, ..ALONE });
     let ty = |name: &str, axis| got.types[name].get(axis).unwrap();
     for name in ["experts.up.weight", "experts.down.weight", "experts.up.bias", "experts.down.bias"] {
-        assert_eq!(ty(name, EP), Ty::Shard(0), "{name}");
+        assert_eq!((ty(name, EP), ty(name, Axis::Dp)), (Ty::Shard(0), Ty::Partial), "{name}");
     }
     assert_eq!(ty("experts.up.weight", Axis::Tp), Ty::Shard(1));
     assert_eq!(ty("experts.down.weight", Axis::Tp), Ty::Shard(2));
     assert_eq!(ty("experts.down.bias", Axis::Tp), Ty::Invariant);
-    assert_eq!((ty("router.weight", EP), ty("router.weight", Axis::Tp)), (Ty::Partial, Ty::Invariant));
+    let router = [EP, Axis::Dp, Axis::Tp].map(|axis| ty("router.weight", axis));
+    assert_eq!(router, [Ty::Partial, Ty::Partial, Ty::Invariant]);
 }
 
 /// A token goes to a rank once, and its results come back one by one; then the same backward.
@@ -160,7 +164,7 @@ fn the_load_of_the_global_batch() {
         mean(&want.reports["moe_aux_loss"]) >= 0.99
             && mean(&want.reports["moe_aux_loss"]) < mean(&of_sequences.reports["moe_aux_loss"])
     );
-    for how in [How { ep: 2, ..ALONE }, How { tp: 2, ep: 4, ..ALONE }] {
+    for how in [How { ep: 2, dp: 2, ..ALONE }, How { tp: 2, ep: 4, ..ALONE }] {
         assert_same(&format!("{how:?}"), &run(&case, how), &want);
     }
 }
@@ -168,7 +172,7 @@ fn the_load_of_the_global_batch() {
 #[test]
 fn the_opaque_device_has_the_same_bits() {
     for config in routers() {
-        for how in [ALONE, How { tp: 2, ep: 2, ..ALONE }] {
+        for how in [ALONE, How { tp: 2, ep: 2, dp: 2, ..ALONE }] {
             let case = Case { config, ..Case::default() };
             let (got, want) = (run(&case, How { opaque: true, ..how }), run(&case, how));
             assert_eq!(got, want, "{} {how:?}", config.router);

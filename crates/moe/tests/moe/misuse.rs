@@ -31,7 +31,12 @@ fn tape(placements: &[(&'static str, &[usize], Placement)]) -> (Tape, BTreeMap<&
 fn value(tape: &Tape, shape: &[usize], tp: Ty, ep: Ty) -> Var {
     let count = shape.iter().product::<usize>();
     let tensor = Tensor::from_slice(tape.device(), &vec![0.5_f32; count], shape).unwrap();
-    tape.input(tensor, Types::of(&[(Axis::Tp, tp), (EP, ep)]))
+    tape.input(tensor, Types::of(&[(Axis::Tp, tp), (EP, ep), (Axis::Dp, samples(shape))]))
+}
+
+/// The type over the rest of dp: tokens `[b, s, h]` are cut there, and rows `[rows, h]` vary.
+fn samples(shape: &[usize]) -> Ty {
+    if shape.len() == 2 { Ty::Varying } else { Ty::Shard(0) }
 }
 
 /// Two tokens of one sample on this rank, with experts 0 and 1, 2 and 3. Without a peer: only what needs no exchange can be made.
@@ -39,7 +44,7 @@ fn chosen(tape: &Tape) -> Chosen {
     Chosen {
         experts: Tensor::from_slice(tape.device(), &[0, 1, 2, 3], [1, 2, 2]).unwrap(),
         num_experts: EXPERTS,
-        types: Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0))]),
+        types: Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]),
         capacity: None,
         top_k: 2,
     }
@@ -55,7 +60,7 @@ fn a_routers_weight_is_not_cut_over_the_experts() {
     let weight = tape.param(ids["router"]).unwrap();
     let x = value(&tape, &[1, 2, HIDDEN], Ty::Invariant, Ty::Shard(0));
     let refused = error(x.linear(&weight, 1));
-    assert!(refused.contains("on axis dp, x is Shard(0) and weight is Shard(0)"), "{refused}");
+    assert!(refused.contains("on axis ep, x is Shard(0) and weight is Shard(0)"), "{refused}");
 }
 
 #[test]
@@ -71,11 +76,11 @@ fn rows_meet_the_experts_of_their_rank() {
     let groups = Rc::new(RowGroups::new(EP, vec![sample], vec![vec![1], vec![2]]));
     let product = |x: &Var, name: &str| x.grouped_linear(&tape.param(ids[name])?, 1, &groups);
     let y = product(&rows(Ty::Invariant, Ty::Varying), "cut").unwrap();
-    assert_eq!(y.types(), Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Varying)]));
+    assert_eq!(y.types(), Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Varying), (Axis::Dp, Ty::Varying)]));
     for (refused, say) in [
         (
             error(product(&rows(Ty::Invariant, Ty::Shard(0)), "cut")),
-            "on axis dp, x are Shard(0), and the rows of groups are those of their experts",
+            "on axis ep, x are Shard(0), and the rows of groups are those of their experts",
         ),
         (error(product(&rows(Ty::Invariant, Ty::Invariant), "cut")), "rows meant for others; dispatch them"),
         // The gradient of a whole weight would be summed over all of dp.

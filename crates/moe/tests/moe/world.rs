@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// The axis of the experts.
-pub const EP: Axis = Axis::Dp;
+pub const EP: Axis = Axis::Ep;
 
 /// What is run.
 #[derive(Clone, Copy, Debug)]
@@ -47,17 +47,24 @@ impl Default for Case {
 pub struct How {
     pub tp: usize,
     pub ep: usize,
+    /// Ranks that hold the same experts.
+    pub dp: usize,
     pub micros: usize,
     pub sequence_parallel: bool,
     pub deferred: bool,
     pub opaque: bool,
 }
 
-pub const ALONE: How = How { tp: 1, ep: 1, micros: 1, sequence_parallel: false, deferred: false, opaque: false };
+pub const ALONE: How = How { tp: 1, ep: 1, dp: 1, micros: 1, sequence_parallel: false, deferred: false, opaque: false };
 
 impl How {
+    /// Ranks with other samples.
+    fn data(self) -> usize {
+        self.ep * self.dp
+    }
+
     pub fn mesh(self) -> Mesh {
-        Mesh::new([(Axis::Tp, self.tp), (EP, self.ep)]).unwrap()
+        Mesh::new([(Axis::Tp, self.tp), (EP, self.ep), (Axis::Dp, self.dp)]).unwrap()
     }
 }
 
@@ -161,7 +168,7 @@ pub fn params(declared: Declarations, rank: &Rank, device: &Arc<dyn Device>) -> 
 
 /// Runs the case on every rank of a mesh.
 pub fn run(case: &Case, how: How) -> Outcome {
-    let ranks = thread::run(how.tp * how.ep, thread::Options::default(), |world| {
+    let ranks = thread::run(how.tp * how.data(), thread::Options::default(), |world| {
         let world = Arc::clone(world.communicator());
         let world = if how.opaque { opaque::communicator(world) } else { world };
         let rank = Arc::new(Rank::new(&how.mesh(), world)?);
@@ -177,7 +184,9 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
     let params = Arc::new(params(declared, &rank, &device));
     let declared = Arc::clone(params.declarations());
     let [batch, seq, hidden, _] = case.dims;
-    let (at, samples) = (rank.coords().get(EP), batch / how.ep / how.micros);
+    // An ep group has consecutive samples.
+    let at = rank.coords().get(Axis::Dp) * how.ep + rank.coords().get(EP);
+    let samples = batch / how.data() / how.micros;
     let (mut shares, mut of) = (
         Shares::default(),
         OfRank {
@@ -192,7 +201,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
         },
     );
     for micro in 0..how.micros {
-        let first = at * (batch / how.ep) + micro * samples;
+        let first = at * (batch / how.data()) + micro * samples;
         let position = Position { seed: 3, step: 1, first_sample: first as u64 };
         let tape =
             Tape::with_policy(rank.clone(), params.clone(), device.clone(), case.mode, position, Rc::new(Selective));
@@ -208,7 +217,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
                 .collect()
         };
         let tp = if how.sequence_parallel { Ty::Shard(1) } else { Ty::Invariant };
-        let types = Types::of(&[(Axis::Tp, tp), (EP, Ty::Shard(0))]);
+        let types = Types::of(&[(Axis::Tp, tp), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
         let tensor = |name: &str| Tensor::from_slice(&device, &slice(name), [samples, held, hidden]);
         let x = tape.input(tensor("x")?, types);
         let y = layer.forward(&tape, &x)?;

@@ -63,26 +63,29 @@ impl Routing for Cpu {
         })
     }
 
-    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
+    fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, of: Pick) -> Result<Buffer> {
         for_float!(self, "pick", scores, T => {
-            let (scores, choices) = (scores.as_slice::<T>()?, choices.as_slice::<i32>()?);
+            let scores = scores.as_slice::<T>()?;
+            let choices = choices.map_or(Ok(&[][..]), |choices| choices.as_slice::<i32>())?;
             let at_once = tokens(of.experts);
-            self.output::<T>(choices.len(), |out| {
-                let rows = scores.chunks(at_once * of.experts).zip(choices.chunks(at_once * of.k));
-                share(out.chunks_mut(at_once * of.k).zip(rows), |(out, (scores, choices))| {
-                    routing::pick(scores, choices, of, out);
+            self.output::<T>(scores.len() / of.experts * of.k, |out| {
+                let rows = scores.chunks(at_once * of.experts).enumerate();
+                share(out.chunks_mut(at_once * of.k).zip(rows), |(out, (i, scores))| {
+                    routing::pick(scores, choices.get(i * at_once * of.k..).unwrap_or_default(), of, out);
                 });
             })
         })
     }
 
-    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
+    fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, of: Pick) -> Result<Buffer> {
         for_float!(self, "pick", scores, T => {
-            let (scores, choices, dout) = (scores.as_slice::<T>()?, choices.as_slice::<i32>()?, dout.as_slice::<T>()?);
+            let (scores, dout) = (scores.as_slice::<T>()?, dout.as_slice::<T>()?);
+            let choices = choices.map_or(Ok(&[][..]), |choices| choices.as_slice::<i32>())?;
             let at_once = tokens(of.experts);
             self.output::<T>(scores.len(), |dscores| {
-                let rows = scores.chunks(at_once * of.experts).zip(choices.chunks(at_once * of.k)).zip(dout.chunks(at_once * of.k));
-                share(dscores.chunks_mut(at_once * of.experts).zip(rows), |(dscores, ((scores, choices), dout))| {
+                let rows = scores.chunks(at_once * of.experts).zip(dout.chunks(at_once * of.k)).enumerate();
+                share(dscores.chunks_mut(at_once * of.experts).zip(rows), |(dscores, (i, (scores, dout)))| {
+                    let choices = choices.get(i * at_once * of.k..).unwrap_or_default();
                     routing::pick_grad(scores, choices, dout, of, dscores);
                 });
             })

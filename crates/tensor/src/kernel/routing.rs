@@ -50,11 +50,12 @@ pub trait Routing: Debug {
     /// the earlier. `[tokens, experts]`: expert or -1.
     fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>;
 
-    /// The scores of `k` choices of each token, 0 for -1; times `scale`, and if `normalise` over their sum.
-    fn pick(&self, scores: &Buffer, choices: &Buffer, pick: Pick) -> Result<Buffer>;
+    /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if `normalise` over
+    /// their sum.
+    fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>;
 
     /// Its gradient with respect to the scores.
-    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, pick: Pick) -> Result<Buffer>;
+    fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>;
 
     /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the same for all.
     fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>;

@@ -14,11 +14,11 @@ impl Routing for Meta {
         self.alloc(DType::I32, scores.count())
     }
 
-    fn pick(&self, scores: &Buffer, choices: &Buffer, _of: Pick) -> Result<Buffer> {
-        self.alloc(scores.dtype(), choices.count())
+    fn pick(&self, scores: &Buffer, _choices: Option<&Buffer>, of: Pick) -> Result<Buffer> {
+        self.alloc(scores.dtype(), scores.count() / of.experts * of.k)
     }
 
-    fn pick_grad(&self, scores: &Buffer, _choices: &Buffer, _dout: &Buffer, _of: Pick) -> Result<Buffer> {
+    fn pick_grad(&self, scores: &Buffer, _choices: Option<&Buffer>, _dout: &Buffer, _of: Pick) -> Result<Buffer> {
         self.alloc(scores.dtype(), scores.count())
     }
 

@@ -548,12 +548,12 @@ impl Routing for Opaque {
         hidden(self.inner.routing()?.select_tokens(&host(scores), samples, experts, capacity))
     }
 
-    fn pick(&self, scores: &Buffer, choices: &Buffer, of: Pick) -> Result<Buffer> {
-        hidden(self.inner.routing()?.pick(&host(scores), &host(choices), of))
+    fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, of: Pick) -> Result<Buffer> {
+        hidden(self.inner.routing()?.pick(&host(scores), choices.map(host).as_ref(), of))
     }
 
-    fn pick_grad(&self, scores: &Buffer, choices: &Buffer, dout: &Buffer, of: Pick) -> Result<Buffer> {
-        hidden(self.inner.routing()?.pick_grad(&host(scores), &host(choices), &host(dout), of))
+    fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, of: Pick) -> Result<Buffer> {
+        hidden(self.inner.routing()?.pick_grad(&host(scores), choices.map(host).as_ref(), &host(dout), of))
     }
 
     fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer> {

@@ -104,40 +104,47 @@ pub fn top_tokens<T: Float>(scores: &[T], experts: usize, capacity: usize, kept:
 /// Added to the sum that weights are divided by, so that scores of zero have weights of zero.
 const TINY: f32 = 1e-20;
 
-/// Weights of choices. Overwrites.
+/// Weights of choices, or of all experts where there are none. Overwrites.
 pub fn pick<T: Float>(scores: &[T], choices: &[i32], of: Pick, out: &mut [T]) {
-    let rows = scores.chunks_exact(of.experts).zip(choices.chunks_exact(of.k));
-    for ((scores, choices), out) in rows.zip(out.chunks_exact_mut(of.k)) {
-        for (out, &choice) in out.iter_mut().zip(choices) {
-            *out = usize::try_from(choice).map_or(T::ZERO, |expert| scores[expert]);
-        }
-        let factor = T::from_f64(of.scale) / divisor(out, of);
+    for (token, (scores, out)) in scores.chunks_exact(of.experts).zip(out.chunks_exact_mut(of.k)).enumerate() {
+        let divisor = picked(scores, choices, token, of, out);
+        let factor = T::from_f64(of.scale) / divisor;
         out.iter_mut().for_each(|out| *out *= factor);
     }
 }
 
-fn divisor<T: Float>(picked: &[T], of: Pick) -> T {
+/// The scores of a token's choices, and what they are divided by.
+fn picked<T: Float>(scores: &[T], choices: &[i32], token: usize, of: Pick, out: &mut [T]) -> T {
+    for (place, out) in out.iter_mut().enumerate() {
+        *out = chosen(choices, token, place, of).map_or(T::ZERO, |expert| scores[expert]);
+    }
     match of.normalise {
-        true => picked.iter().fold(T::from(TINY), |sum, &score| sum + score),
+        true => out.iter().fold(T::from(TINY), |sum, &score| sum + score),
         false => T::ONE,
+    }
+}
+
+fn chosen(choices: &[i32], token: usize, place: usize, of: Pick) -> Option<usize> {
+    match choices.is_empty() {
+        true => Some(place),
+        false => usize::try_from(choices[token * of.k + place]).ok(),
     }
 }
 
 /// Their gradient. Overwrites.
 pub fn pick_grad<T: Float>(scores: &[T], choices: &[i32], dout: &[T], of: Pick, dscores: &mut [T]) {
     dscores.fill(T::ZERO);
-    let rows = scores.chunks_exact(of.experts).zip(choices.chunks_exact(of.k)).zip(dout.chunks_exact(of.k));
-    for (((scores, choices), dout), dscores) in rows.zip(dscores.chunks_exact_mut(of.experts)) {
-        let picked: Vec<T> =
-            choices.iter().map(|&c| usize::try_from(c).map_or(T::ZERO, |expert| scores[expert])).collect();
-        let divisor = divisor(&picked, of);
+    let mut row = vec![T::ZERO; of.k];
+    let rows = scores.chunks_exact(of.experts).zip(dout.chunks_exact(of.k));
+    for (token, ((scores, dout), dscores)) in rows.zip(dscores.chunks_exact_mut(of.experts)).enumerate() {
+        let divisor = picked(scores, choices, token, of, &mut row);
         let mean = match of.normalise {
-            true => picked.iter().zip(dout).fold(T::ZERO, |sum, (&s, &d)| sum + s * d) / divisor,
+            true => row.iter().zip(dout).fold(T::ZERO, |sum, (&s, &d)| sum + s * d) / divisor,
             false => T::ZERO,
         };
         let factor = T::from_f64(of.scale) / divisor;
-        for (&choice, &dout) in choices.iter().zip(dout) {
-            if let Ok(expert) = usize::try_from(choice) {
+        for (place, &dout) in dout.iter().enumerate() {
+            if let Some(expert) = chosen(choices, token, place, of) {
                 dscores[expert] = (dout - mean) * factor;
             }
         }
@@ -309,6 +316,9 @@ mod tests {
             pick_grad(&scores, &choices, &dout, of, &mut dscores);
             check_gradient(&scores, &dscores, |scores| dot(&weights(scores), &dout));
         }
+        let mut all = [9.0_f64; 4];
+        pick(&[1.0, 2.0, 4.0, 1.0], &[], Pick { experts: 4, k: 4, normalise: true, scale: 1.0 }, &mut all);
+        assert_eq!(all, [0.125, 0.25, 0.5, 0.125], "all experts");
         let mut none = [9.0_f32; 2];
         pick(&[0.0; 4], &[1, 2], Pick { experts: 4, k: 2, normalise: true, scale: 1.0 }, &mut none);
         assert_eq!(none, [0.0; 2], "no score at all is no NaN");

@@ -1,0 +1,129 @@
+//! The counts that the host reads: those of this rank's choices, and those that other ranks announce.
+
+use super::Chosen;
+use meshwork_core::{Axis, Buffer, DType, Group};
+use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::{Device, Result, Tape};
+use std::ops::Range;
+
+/// Numbers of rows for every sample: of each expert, and of tokens for each rank.
+pub(super) struct Counts {
+    /// `[samples, experts]`
+    pub experts: Vec<usize>,
+    /// `[samples, ranks]`
+    pub ranks: Vec<usize>,
+}
+
+impl Counts {
+    pub fn read(device: &dyn Device, chosen: &Chosen, once: &Buffer, [samples, ranks]: [usize; 2]) -> Result<Self> {
+        let permutation = device.permutation()?;
+        let download = |counts: &Buffer| -> Result<Vec<usize>> {
+            Ok(device.download(counts)?.as_slice::<i32>()?.iter().map(|&count| count as usize).collect())
+        };
+        let experts = permutation.counts(chosen.experts.buffer(), samples, 0..chosen.num_experts)?;
+        let tokens = permutation.counts(once, samples, 0..ranks)?;
+        let read = Self { experts: download(&experts)?, ranks: download(&tokens)? };
+        if device.has_values() {
+            return Ok(read);
+        }
+        let seq = chosen.experts.shape()[1];
+        let Chosen { num_experts, capacity, top_k, .. } = *chosen;
+        let of_sample =
+            even(seq * top_k, num_experts).map(|count| capacity.map_or(count, |capacity| count.min(capacity)));
+        let experts: Vec<usize> = of_sample.collect();
+        let tokens = vec![spread(seq, top_k, num_experts, num_experts / ranks); ranks];
+        Ok(Self { experts: experts.repeat(samples), ranks: tokens.repeat(samples) })
+    }
+}
+
+/// `count` as evenly as possible in `parts` parts, the larger ones first.
+fn even(count: usize, parts: usize) -> impl Iterator<Item = usize> {
+    (0..parts).map(move |part| count / parts + usize::from(part < count % parts))
+}
+
+/// The mean number of `tokens` tokens with an expert among `held` of `experts`, where each chooses k of them: a token has none there
+/// with probability `C(experts - held, k) / C(experts, k)`.
+fn spread(tokens: usize, k: usize, experts: usize, held: usize) -> usize {
+    let none: f64 = (0..k).map(|i| (experts - held).saturating_sub(i) as f64 / (experts - i) as f64).product();
+    (tokens as f64 * (1.0 - none)).round() as usize
+}
+
+/// What the ranks announce to this one: numbers of tokens and rows for its experts.
+pub(super) struct Announced {
+    /// Per rank: its samples.
+    samples: Vec<Range<u64>>,
+    /// `[ranks, samples, experts held here]`
+    rows: Vec<usize>,
+    held: usize,
+    /// Tokens from each rank.
+    pub tokens: Vec<usize>,
+}
+
+impl Announced {
+    pub fn exchange(
+        tape: &Tape,
+        device: &dyn Device,
+        group: &Group,
+        counts: &Counts,
+        [samples, held]: [usize; 2],
+    ) -> Result<Self> {
+        let (ranks, me, experts) = (group.size(), group.rank(), held * group.size());
+        let first = tape.first_sample();
+        // For each rank: the number of the first sample, and for every sample the tokens and the rows of each expert.
+        let size = 1 + samples * (1 + held);
+        let mut message = Vec::with_capacity(ranks * size);
+        for rank in 0..ranks {
+            message.push(first as i32);
+            for sample in 0..samples {
+                message.push(counts.ranks[sample * ranks + rank] as i32);
+                let rows = &counts.experts[sample * experts + rank * held..][..held];
+                message.extend(rows.iter().map(|&count| count as i32));
+            }
+        }
+        let each = vec![size; ranks];
+        let room = device.alloc(DType::I32, ranks * size)?;
+        let received = group.all_to_all(device.upload(&Buffer::from_vec(message.clone()))?, room, &each, &each)?;
+        let received = device.download(&received)?;
+        // Without values every rank announces what this one announces to itself, of samples beside its own.
+        let own = message[me * size..][..size].repeat(ranks);
+        let read = if device.has_values() { received.as_slice::<i32>()? } else { &own };
+        let (mut tokens, mut rows, mut runs) = (Vec::new(), Vec::new(), Vec::new());
+        for (rank, announced) in read.chunks_exact(size).enumerate() {
+            let first = match device.has_values() {
+                true => announced[0] as u64,
+                false => first.saturating_sub((me * samples) as u64) + (rank * samples) as u64,
+            };
+            runs.push(first..first + samples as u64);
+            let of_samples = announced[1..].chunks_exact(1 + held);
+            tokens.push(of_samples.clone().map(|of| of[0] as usize).sum());
+            rows.extend(of_samples.flat_map(|of| of[1..].iter().map(|&count| count as usize)));
+        }
+        Ok(Self { samples: runs, rows, held, tokens })
+    }
+
+    /// The rows of each expert: ranks have consecutive samples, so rows in the order of ranks are in that of samples.
+    pub fn groups(&self, axis: Axis) -> RowGroups {
+        let of = |expert| self.rows.iter().skip(expert).step_by(self.held).copied().collect();
+        RowGroups::new(axis, self.samples.clone(), (0..self.held).map(of).collect())
+    }
+
+    /// Rows of the tokens of each rank.
+    pub fn rows_by_rank(&self) -> Vec<usize> {
+        self.rows.chunks(self.rows.len() / self.tokens.len()).map(|rows| rows.iter().sum()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn even_counts_and_the_mean_of_all_choices() {
+        assert!(even(10, 4).eq([3, 3, 2, 2]));
+        assert_eq!(spread(100, 2, 8, 8), 100, "one rank is sent every token once");
+        assert_eq!(spread(100, 1, 8, 2), 25);
+        // Of 28 pairs of 8 experts, 15 are among the 6 of other ranks.
+        assert_eq!(spread(2800, 2, 8, 2), 1300);
+        assert_eq!(spread(100, 3, 4, 2), 100, "some expert of three is always here");
+    }
+}
