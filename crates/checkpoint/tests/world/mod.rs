@@ -1,7 +1,9 @@
 //! Ranks that are threads, and a state whose every element says which it is.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
-use meshwork_checkpoint::{Checksum, Dtype, Held, Kind, Lock, SaveError, SavePlan, Saved, Slice, Tensor, Writer, threads};
+use meshwork_checkpoint::{
+    Checksum, Dtype, Held, Kind, Lock, SaveError, SavePlan, Saved, Slice, Tensor, Writer, threads,
+};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
