@@ -4,6 +4,7 @@
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
 use meshwork::train::{load, plan, train};
+use signal_hook::consts::SIGTERM;
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
@@ -38,8 +39,15 @@ fn main() -> ExitCode {
     }
 
     let stop = Arc::new(AtomicBool::new(false));
-    if let Err(error) = stop_on_ctrl_c(stop.clone()) {
+    if let Err(error) = stop_on_signals(stop.clone()) {
         tell(&format_args!("note: Ctrl-C will end the run at once, not after a step: {error}"));
+    }
+    if config.checkpoint.dir.is_some() && !config.checkpoint.on_sigterm {
+        // As if the signal had no handler.
+        let always = Arc::new(AtomicBool::new(true));
+        if let Err(error) = signal_hook::flag::register_conditional_default(SIGTERM, always) {
+            tell(&format_args!("note: SIGTERM will end the run after a step, not at once: {error}"));
+        }
     }
     let outcome = match train(&config, &data, args.metrics.as_deref(), &stop) {
         Ok(outcome) => outcome,
@@ -68,8 +76,8 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     }
 }
 
-/// The first Ctrl-C ends the run after the step under way, the second one at once.
-fn stop_on_ctrl_c(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
+/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step under way, the second one at once.
+fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if stop.swap(true, Ordering::Relaxed) {
             std::process::exit(INTERRUPTED);

@@ -159,3 +159,54 @@ fn a_dry_run_tells_what_a_checkpoint_takes() {
     );
     assert!(!folder.join("run").exists());
 }
+
+#[cfg(unix)]
+#[test]
+fn signals_end_a_run_after_its_step_unless_sigterm_shall_end_it_at_once() {
+    let folder = folder("signals");
+    let (path, saving) = (folder.join("run.jsonl"), saved(&folder));
+    let at_once = format!("{saving} --set checkpoint.on_sigterm=false");
+    // A run that nothing saves stops after its step too.
+    for (flags, signal, code) in [(SMALL, "TERM", Some(0)), (&at_once, "TERM", None), (&at_once, "HUP", Some(0))] {
+        let running = Running::start(command(&format!("{flags} --metrics {} --steps 1000000", path.display())));
+        wait_for("some steps", || (lines(&path).len() > 5).then_some(()));
+        let id = running.child.id().to_string();
+        assert!(std::process::Command::new("kill").args([&format!("-{signal}"), &id]).status().unwrap().success());
+        let ended = running.end();
+        assert_eq!((ended.code, ended.out.contains("\nstopped after step ")), (code, code.is_some()), "{ended:?}");
+        fs::remove_file(&path).unwrap();
+    }
+    assert_eq!(names(&folder).len(), 2, "the lock, and what SIGHUP left");
+}
+
+/// A limit on the size of files stands for a full disk: writes beyond it fail. The lock and the metrics are smaller.
+#[cfg(unix)]
+#[test]
+fn a_run_that_can_keep_nothing_trains_on_and_says_so_with_its_exit_code() {
+    let folder = folder("disk_full");
+    let path = folder.join("run.jsonl");
+    let flags = format!("{} --metrics {} --set checkpoint.every=2 --steps 6", saved(&folder), path.display());
+    let program = crate::program::path();
+    let mut limited = std::process::Command::new("sh");
+    // In units of 512 bytes; the signal that goes with it is ignored, so that the write itself fails.
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 32; exec \"$0\" $1"]).arg(program).arg(&flags);
+    let ended = Running::start(limited).end();
+    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    assert_eq!(numbers(&lines(&path), "step", "step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    for step in [2, 4, 6] {
+        let told = format!("warning: no checkpoint of step {step}: rank 0 failed: ");
+        assert!(ended.out.contains(&told) && ended.out.contains("File too large"), "{told}: {}", ended.out);
+    }
+    assert!(ended.err.contains("its last state was not saved: no checkpoint of step 6: "), "{}", ended.err);
+    assert_eq!(names(&folder), ["lock"], "what was written is removed");
+}
+
+/// A file in the place of the folder: also root cannot write there.
+#[test]
+fn a_folder_that_cannot_be_made_is_refused_before_the_first_step() {
+    let folder = folder("unwritable");
+    fs::write(folder.join("run"), "").unwrap();
+    let ended = run(&format!("{} --steps 2", saved(&folder)));
+    assert!(matches!(ended.code, Some(1 | 2)), "{ended:?}");
+    assert!(ended.err.contains(folder.join("run").to_str().unwrap()) && !ended.out.contains("step 1"), "{ended:?}");
+}

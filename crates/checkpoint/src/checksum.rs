@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+use std::hash::Hasher;
 use twox_hash::XxHash3_64;
 
 /// XXH3 of some bytes. In JSON: 16 hexadecimal digits.
@@ -22,6 +23,20 @@ impl Checksum {
     pub(crate) fn parse(digits: &str) -> Option<Self> {
         let valid = digits.len() == 16 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         valid.then(|| u64::from_str_radix(digits, 16).ok().map(Self)).flatten()
+    }
+}
+
+/// A checksum of bytes that come one part after the other.
+#[derive(Default)]
+pub(crate) struct Summing(XxHash3_64);
+
+impl Summing {
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    pub(crate) fn checksum(&self) -> Checksum {
+        Checksum(self.0.finish())
     }
 }
 
@@ -53,5 +68,15 @@ mod tests {
     fn it_is_xxh3() {
         assert_eq!(Checksum::of(b"").to_string(), "2d06800538d394c2");
         assert_eq!(Checksum::of(b"a").to_string(), "e6c632b61e964e1f");
+    }
+
+    #[test]
+    fn parts_make_up_the_whole() {
+        let bytes: Vec<u8> = (0..5000u32).map(|at| (at * at) as u8).collect();
+        for part in [1, 7, 256, 1000, 5000] {
+            let mut sum = Summing::default();
+            bytes.chunks(part).for_each(|part| sum.add(part));
+            assert_eq!(sum.checksum(), Checksum::of(&bytes), "parts of {part}");
+        }
     }
 }

@@ -3,14 +3,18 @@
 //! A read takes only the bytes of the slice from the files. It verifies the checksum of each piece that the slice covers whole. A piece
 //! that is covered in part must be verified before the read: [`Checkpoint::units_not_read_whole`] lists these.
 
+use crate::checksum::Summing;
 use crate::index::{self, FORMAT};
 use crate::slice::for_each_run;
 use crate::{Block, Checksum, Damage, Index, Piece, Slice, Tensor};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that are read and added to a checksum at once: they are still in the cache.
+const BLOCK: usize = 256 << 10;
 
 /// A checkpoint whose index is sound and whose files have the sizes that it states.
 #[derive(Debug)]
@@ -116,7 +120,8 @@ impl Checkpoint {
     /// it is.
     ///
     /// # Errors
-    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was written.
+    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was written. The array
+    /// may then hold bytes of the damaged piece.
     pub fn read_into(&self, name: &str, slice: &Slice, extents: &[u64], into: &mut [u8]) -> Result<(), ReadError> {
         let Some(tensor) = self.tensor(name) else {
             return Err(ReadError::Unknown { path: self.path.clone(), name: name.to_owned() });
@@ -137,11 +142,24 @@ impl Checkpoint {
             let Some(both) = slice.overlap(&piece.slice) else { continue };
             let stored = Block::of(&piece.slice);
             if both == piece.slice {
-                let whole = self.piece(tensor, piece)?;
-                for_each_run(&both, &stored, &wanted, |from, to, run| {
-                    into[bytes(to, run)].copy_from_slice(&whole[bytes(from, run)]);
-                    Ok::<_, ReadError>(())
+                let mut checksum = Summing::default();
+                let length = piece.bytes.1 - piece.bytes.0;
+                self.bytes_read.fetch_add(length, Ordering::Relaxed);
+                let path = self.file_path(piece.file);
+                let damaged = |source| Damage::Io { path: path.clone(), source };
+                let mut file = File::open(&path).map_err(damaged)?;
+                file.seek(SeekFrom::Start(piece.bytes.0)).map_err(damaged)?;
+                // Runs may be short; blocks go past the buffer.
+                let mut file = BufReader::with_capacity(length.min(BLOCK as u64) as usize, file.take(length));
+                // The runs follow each other in the file, because the slice is all of the piece.
+                for_each_run(&both, &stored, &wanted, |_, to, run| {
+                    for block in into[bytes(to, run)].chunks_mut(BLOCK) {
+                        file.read_exact(block).map_err(damaged)?;
+                        checksum.add(block);
+                    }
+                    Ok::<_, Damage>(())
                 })?;
+                self.require_written(tensor, piece, checksum.checksum())?;
             } else {
                 let path = self.file_path(piece.file);
                 let mut file = File::open(&path).map_err(|source| Damage::Io { path: path.clone(), source })?;
@@ -157,16 +175,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The bytes of a piece, which are those that were written.
-    fn piece(&self, tensor: &Tensor, piece: &Piece) -> Result<Vec<u8>, Damage> {
-        let bytes = self.file_bytes(piece.file, piece.bytes)?;
-        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.require_written(tensor, piece, &bytes)?;
-        Ok(bytes)
-    }
-
-    pub(crate) fn require_written(&self, tensor: &Tensor, piece: &Piece, bytes: &[u8]) -> Result<(), Damage> {
-        let found = Checksum::of(bytes);
+    pub(crate) fn require_written(&self, tensor: &Tensor, piece: &Piece, found: Checksum) -> Result<(), Damage> {
         if found == piece.checksum {
             return Ok(());
         }
@@ -176,6 +185,25 @@ impl Checkpoint {
 
     pub(crate) fn file_path(&self, file: usize) -> PathBuf {
         self.path.join(&self.index.files[file].name)
+    }
+
+    /// The checksum of some bytes of a file.
+    pub(crate) fn file_checksum(&self, file: usize, (start, end): (u64, u64)) -> Result<Checksum, Damage> {
+        let path = self.file_path(file);
+        let sum = || -> io::Result<Checksum> {
+            let (mut checksum, mut left) = (Summing::default(), end - start);
+            let mut block = vec![0; left.min(BLOCK as u64) as usize];
+            let mut file = File::open(&path)?;
+            file.seek(SeekFrom::Start(start))?;
+            while left > 0 {
+                let block = &mut block[..left.min(BLOCK as u64) as usize];
+                file.read_exact(block)?;
+                checksum.add(block);
+                left -= block.len() as u64;
+            }
+            Ok(checksum.checksum())
+        };
+        sum().map_err(|source| Damage::Io { path: path.clone(), source })
     }
 
     /// Some bytes of a file. The index is sound, so there are no more of them than the file had when it was opened.

@@ -124,10 +124,10 @@ impl Checkpoint {
         match unit {
             Unit::Header { file } => {
                 let of = &self.index().files[file];
-                let header = self.file_bytes(file, (0, of.header_bytes))?;
-                if Checksum::of(&header) == of.header_checksum {
+                if self.file_checksum(file, (0, of.header_bytes))? == of.header_checksum {
                     return Ok(());
                 }
+                let header = self.file_bytes(file, (0, of.header_bytes))?;
                 // A header of another length is read as far as the file goes, to say whose it is.
                 let length = header.first_chunk::<8>().map_or(0, |length| u64::from_le_bytes(*length));
                 let end = length.saturating_add(8).min(of.bytes);
@@ -137,7 +137,7 @@ impl Checkpoint {
             Unit::Piece { tensor, piece } => {
                 let StoredTensor { tensor, pieces } = &self.index().tensors[tensor];
                 let piece = &pieces[piece];
-                self.require_written(tensor, piece, &self.file_bytes(piece.file, piece.bytes)?)
+                self.require_written(tensor, piece, self.file_checksum(piece.file, piece.bytes)?)
             }
         }
     }

@@ -7,6 +7,7 @@
 //! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an older checkpoint is
 //! touched before.
 
+use crate::checksum::Summing;
 use crate::exchange::{Exchange, ExchangeError};
 use crate::index::{self, FORMAT, File as IndexFile, Index, Piece, StoredTensor};
 use crate::piece_file::{file_name, header};
@@ -20,6 +21,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
+
+/// Bytes that are added to a checksum and written at once.
+const BLOCK: usize = 256 << 10;
 
 /// Writes one rank's part of each checkpoint, on a thread of its own. One checkpoint is under way at a time.
 #[derive(Debug)]
@@ -255,24 +259,30 @@ impl Task {
     fn write(&self, job: &Job) -> Result<Written, String> {
         let data = job.snapshot.as_ref().map_err(SnapshotError::to_string)?;
         let header = header(&self.plan, self.rank, job.step);
-        let bytes = |range: &std::ops::Range<u64>| &data[range.start as usize..range.end as usize];
-        let checksums = self.plan.pieces(self.rank).iter().map(|piece| Checksum::of(bytes(&piece.bytes))).collect();
-        let written = Written { header_bytes: header.len() as u64, header_checksum: Checksum::of(&header), checksums };
+        let mut checksums = Vec::new();
         let partial = folder::partial(&self.dir, job.step);
         match fs::create_dir(&partial) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(told(&partial)(error)),
             _ => {}
         }
         let path = partial.join(file_name(self.rank));
-        let write = || -> io::Result<()> {
+        let mut write = || -> io::Result<()> {
             let mut file = File::create(&path)?;
             file.write_all(&header)?;
-            file.write_all(data)?;
+            for piece in self.plan.pieces(self.rank) {
+                let mut checksum = Summing::default();
+                // Blocks that are still in the cache when they are written.
+                for block in data[piece.bytes.start as usize..piece.bytes.end as usize].chunks(BLOCK) {
+                    checksum.add(block);
+                    file.write_all(block)?;
+                }
+                checksums.push(checksum.checksum());
+            }
             file.sync_all()?;
             folder::sync(&partial)
         };
         write().map_err(told(&path))?;
-        Ok(written)
+        Ok(Written { header_bytes: header.len() as u64, header_checksum: Checksum::of(&header), checksums })
     }
 
     /// Writes the index, and makes the folder a checkpoint.

@@ -25,7 +25,7 @@ pub use error::TrainError;
 pub use layout::TIED;
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
-pub use state::{StateKey, StatePiece, StateSlice, StateSource, TrainState, WholeState, state_layout};
+pub use state::{StateKey, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout};
 pub use step::{Evaluation, StepReport, Trainer};
 pub use verify::Verify;
 pub use watch::{At, Watch};

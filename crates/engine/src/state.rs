@@ -37,6 +37,19 @@ pub struct StatePiece {
     pub piece: Piece,
 }
 
+/// One rank's part of one vector, as it lies in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateView<'a> {
+    /// The name of the vector.
+    pub key: StateKey,
+    /// Extents of the whole vector.
+    pub dims: Shape,
+    /// The part that this rank holds, and how it is stored.
+    pub slice: LocalSlice,
+    /// Its elements as they are stored, padding included.
+    pub values: &'a [f32],
+}
+
 /// One rank's part of the state of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainState {

@@ -133,12 +133,13 @@ impl WeightStore {
 
     /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        (0..self.states_of(id).len()).map(|at| self.state(id, at)).collect()
+        self.states_of(id).iter().map(|state| Ok(self.params().read_from(id, state)?)).collect()
     }
 
-    /// One of the update rule's states of a parameter, by its place in [`Rule::state_names`].
-    pub fn state(&self, id: ParamId, at: usize) -> Result<Vec<f32>, TrainError> {
-        Ok(self.params().read_from(id, &self.states_of(id)[at])?)
+    /// The weights of a parameter, or one of its states by its place in [`Rule::state_names`], in host memory: without a copy where the
+    /// device computes there.
+    pub fn vector(&self, id: ParamId, state: Option<usize>) -> Result<Buffer, TrainError> {
+        Ok(self.params().download(id, state.map(|at| &self.states_of(id)[at]))?)
     }
 
     /// The flat buffers that hold the states of a parameter; none for a frozen one.

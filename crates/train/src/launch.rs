@@ -8,7 +8,7 @@ use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Metrics, Start, Step};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
-use crate::progress::Progress;
+use crate::progress::{Note, Progress};
 use crate::tensorboard::TensorBoard;
 use meshwork_checkpoint::{Exchange, threads};
 use meshwork_core::comm::thread::{self, Options, WorldError};
@@ -187,7 +187,7 @@ fn run(
         && trainer.steps_done() == steps
     {
         export(config, Path::new(dir), steps, Path::new(out))?;
-        reporter.iter_mut().for_each(|reporter| reporter.notes(vec![format!("step {steps}  exported to {out}")]));
+        reporter.iter_mut().for_each(|reporter| reporter.notes([format!("step {steps}  exported to {out}")]));
     }
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
@@ -231,18 +231,18 @@ impl Reporter {
             (Some(Resumed { step, passed_over, .. }), _) => {
                 let damaged =
                     passed_over.iter().map(|damage| format!("warning: a damaged checkpoint is not used: {damage}"));
-                reporter.notes(damaged.chain([format!("resumed after step {step}")]).collect());
+                reporter.notes(damaged.chain([format!("resumed after step {step}")]));
             }
             (None, Some(dir)) if config.checkpoint.resume => {
-                reporter.notes(vec![format!("no checkpoint in {dir}: the run starts anew")]);
+                reporter.notes([format!("no checkpoint in {dir}: the run starts anew")]);
             }
             _ => {}
         }
         Ok(reporter)
     }
 
-    fn notes(&mut self, notes: Vec<String>) {
-        notes.into_iter().for_each(|note| self.progress.note(note));
+    fn notes(&mut self, notes: impl IntoIterator<Item = impl Into<Note>>) {
+        notes.into_iter().for_each(|note| self.progress.note(note.into()));
     }
 
     fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RunError> {

@@ -9,9 +9,10 @@
 //! JSON has no infinities and no NaN: such a number is written as `null`.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use serde::de::IgnoredAny;
 use serde::{Serialize, Serializer};
 
 use crate::config::{AXES, Config, Fault};
@@ -153,11 +154,15 @@ impl Metrics {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// The file at `path`, to go on after its last line; a new one if there is none.
+    /// The file at `path`, to go on after its last line; a new one if there is none. What is left of a line that was cut short is removed.
     ///
     /// # Errors
     /// When it cannot be written.
     pub fn append(path: &Path) -> Result<Self, OutputError> {
+        // Opening a pipe would wait for its reader.
+        if path.is_file() {
+            end_line(path).map_err(OutputError::of(WHAT, path))?;
+        }
         let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::of(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
@@ -173,6 +178,23 @@ impl Metrics {
         });
         // The file is not buffered, so one write is one line on its way to the system.
         line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::of(WHAT, &self.path))
+    }
+}
+
+/// Makes a file end with a whole line, where its last one was cut short by a disk that was full.
+fn end_line(path: &Path) -> io::Result<()> {
+    let mut file = OpenOptions::new().read(true).append(true).open(path)?;
+    let (mut lines, mut line) = (BufReader::new(&file), Vec::new());
+    let mut end = 0;
+    while lines.read_until(b'\n', &mut line)? > 0 && line.ends_with(b"\n") {
+        end += line.len() as u64;
+        line.clear();
+    }
+    let cut = line.starts_with(b"{") && serde_json::from_slice::<IgnoredAny>(&line).is_err();
+    match line.is_empty() {
+        true => Ok(()),
+        false if cut => file.set_len(end),
+        false => file.write_all(b"\n"),
     }
 }
 

@@ -25,7 +25,27 @@ pub struct Progress {
 enum Event {
     Step(Step),
     Validation { step: u64, loss: f64 },
-    Note(String),
+    Note(Note),
+}
+
+/// A line about a run, beside its steps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// A checkpoint is complete.
+    Saved {
+        /// Its step.
+        step: u64,
+        /// What there is to say of it.
+        text: String,
+    },
+    /// Anything else.
+    Text(String),
+}
+
+impl From<String> for Note {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
 }
 
 impl Progress {
@@ -33,10 +53,10 @@ impl Progress {
     #[must_use]
     pub fn new(steps: u64) -> Self {
         let bar = io::stdout().is_terminal().then(|| bar(steps, ProgressDrawTarget::stdout()));
-        Self::on(Screen { steps, bar })
+        Self::on(Screen::new(steps, bar))
     }
 
-    fn on(screen: Screen) -> Self {
+    fn on(mut screen: Screen) -> Self {
         let (sender, events) = mpsc::channel();
         let unread = Arc::new(AtomicBool::new(false));
         let tell = unread.clone();
@@ -62,8 +82,8 @@ impl Progress {
     }
 
     /// Shows a line of text.
-    pub fn note(&self, text: String) {
-        self.send(Event::Note(text));
+    pub fn note(&self, note: Note) {
+        self.send(Event::Note(note));
     }
 
     /// Whether the reader of standard output has closed it, as `| head` does.
@@ -92,23 +112,42 @@ impl Drop for Progress {
 struct Screen {
     steps: u64,
     bar: Option<ProgressBar>,
+    /// What the bar says, empty as long as there is nothing to say: of the last step, the last validation and the last checkpoint.
+    loss: String,
+    validation: String,
+    saved: String,
 }
 
 impl Screen {
-    fn show(&self, event: &Event) -> io::Result<()> {
-        match (event, &self.bar) {
-            (Event::Step(step), Some(bar)) => {
-                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s));
-                bar.set_position(step.step);
-                Ok(())
+    fn new(steps: u64, bar: Option<ProgressBar>) -> Self {
+        Self { steps, bar, loss: String::new(), validation: String::new(), saved: String::new() }
+    }
+
+    fn show(&mut self, event: &Event) -> io::Result<()> {
+        let shown = match event {
+            Event::Step(step) => {
+                self.loss = format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s);
+                self.bar.iter().for_each(|bar| bar.set_position(step.step));
+                match self.bar.is_none() && shown(step.step, self.steps) {
+                    true => print(&line(step, self.steps)),
+                    false => Ok(()),
+                }
             }
-            (Event::Step(step), None) if shown(step.step, self.steps) => print(&line(step, self.steps)),
-            (Event::Step(_), None) => Ok(()),
-            (Event::Validation { step, loss }, _) => {
+            Event::Validation { step, loss } => {
+                self.validation = format!("validation {loss:.4}");
                 self.print(&format!("step {step}/{}  validation loss {loss:.4}", self.steps))
             }
-            (Event::Note(text), _) => self.print(text),
+            Event::Note(Note::Saved { step, text }) => {
+                self.saved = format!("saved {step}");
+                self.print(text)
+            }
+            Event::Note(Note::Text(text)) => self.print(text),
+        };
+        if let Some(bar) = &self.bar {
+            let said = [&self.loss, &self.validation, &self.saved].map(String::as_str);
+            bar.set_message(said.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("  "));
         }
+        shown
     }
 
     /// A line above the bar.
@@ -221,12 +260,26 @@ mod tests {
     fn the_bar_shows_step_loss_speed_and_time_left() {
         let terminal = Terminal::default();
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
-        let progress = Progress::on(Screen { steps: 300, bar: Some(bar(300, target)) });
+        let progress = Progress::on(Screen::new(300, Some(bar(300, target))));
         progress.step(&STEP);
         drop(progress);
         let written = terminal.0.lock().unwrap();
         assert!(written.contains("10/300 "), "{written}");
         assert!(written.contains(" loss 3.1234  41234 tokens/s  ETA "), "{written}");
         assert!(written.contains('█') || written.contains('░'), "{written}");
+    }
+
+    #[test]
+    fn the_bar_keeps_the_last_validation_and_the_last_checkpoint() {
+        let terminal = Terminal::default();
+        let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
+        let mut screen = Screen::new(300, Some(bar(300, target)));
+        let saved = |step| Event::Note(Note::Saved { step, text: format!("step {step}  saved in a folder") });
+        for event in [Event::Validation { step: 8, loss: 3.25 }, saved(8), saved(9), Event::Step(STEP.clone())] {
+            screen.show(&event).unwrap();
+        }
+        drop(screen);
+        let written = terminal.0.lock().unwrap();
+        assert!(written.contains(" loss 3.1234  41234 tokens/s  validation 3.2500  saved 9  ETA "), "{written}");
     }
 }

@@ -3,7 +3,12 @@
 mod small;
 
 use meshwork_checkpoint::{Checkpoint, Slice};
+use meshwork_core::comm::thread;
+use meshwork_engine::Trainer;
 use meshwork_models::huggingface::Pretrained;
+use meshwork_models::language;
+use meshwork_tensor::cpu::Cpu;
+use meshwork_train::checkpoint::{CheckpointError, resume};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::{Data, train};
 use std::path::{Path, PathBuf};
@@ -116,4 +121,47 @@ fn the_last_step_is_exported_bit_by_bit() {
     }
     let alone = parse("gpt2", "--set checkpoint.export=somewhere").unwrap_err();
     assert!(alone.starts_with("checkpoint.export = somewhere: ") && alone.ends_with("set checkpoint.dir"), "{alone}");
+}
+
+/// The logits of these samples by the model in the newest checkpoint, `[sample · position][vocab]`.
+fn logits(config: &Config, dir: &Path, tokens: &[i32]) -> Vec<Vec<f32>> {
+    let plan = config.plan().unwrap();
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(config.model(), &plan, rank, Cpu::device())?;
+        resume(&mut trainer, &plan, dir, |_| Ok::<_, CheckpointError>(()))?;
+        let batch = language::batch(tokens.to_vec(), vec![-1; tokens.len()], small::SEQ).expect("whole samples");
+        let rows = (0..tokens.len()).map(|row| trainer.predict(&batch, row, 61));
+        Ok::<_, CheckpointError>(rows.collect::<Result<_, _>>()?)
+    });
+    ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+}
+
+#[test]
+fn transformers_has_the_logits_of_the_checkpoint_that_was_exported() {
+    let Some(python) = std::env::var_os("MESHWORK_PEER_PYTHON") else {
+        eprintln!("skipped: set MESHWORK_PEER_PYTHON to a Python that has torch and transformers");
+        return;
+    };
+    for more in ["kind=gpt2", "kind=llama", "kind=llama --set model.num_kv_heads=2 --set model.tie_embeddings=true"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, out) = (folder.path().join("run"), folder.path().join("model"));
+        let config = |mesh: &str, rest: &str| small::config(&format!("{mesh} --set model.{more} {rest}"));
+        let saved = format!(
+            "--set training.steps=20 --set checkpoint.dir={} --set checkpoint.export={}",
+            dir.display(),
+            out.display()
+        );
+        train(&config("dp=2,tp=2", &saved), &small::data(), None, &AtomicBool::new(false)).unwrap();
+        let tokens: Vec<i32> = (0..2 * small::SEQ as i32).map(|at| at * at * 7 % 61).collect();
+        let rows = logits(&config("tp=2,pp=2", ""), &dir, &tokens);
+        let samples = |rows: &[Vec<f32>]| rows.chunks(small::SEQ).map(<[_]>::to_vec).collect::<Vec<_>>();
+        let tokens: Vec<&[i32]> = tokens.chunks(small::SEQ).collect();
+        let path = folder.path().join("logits.json");
+        std::fs::write(&path, serde_json::json!({"tokens": tokens, "logits": samples(&rows)}).to_string()).unwrap();
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/check_export.py");
+        let checked = std::process::Command::new(&python).arg(script).args([&out, &path]).output().unwrap();
+        let said = String::from_utf8_lossy(&checked.stdout);
+        assert!(checked.status.success(), "{more}: {said}{}", String::from_utf8_lossy(&checked.stderr));
+        print!("{more}: {said}");
+    }
 }

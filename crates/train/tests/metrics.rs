@@ -78,6 +78,26 @@ fn a_full_disk_is_an_error_of_the_line() {
     assert!(error.to_string().starts_with("cannot write metrics to /dev/full: No space left"), "{error}");
 }
 
+/// A disk that was full may have cut the last line.
+#[test]
+fn a_file_that_is_continued_keeps_its_whole_lines() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("continued.jsonl");
+    let next = "{\"event\":\"validation\",\"step\":3,\"loss\":2.0}\n";
+    for (old, kept) in [
+        ("", ""),
+        ("{\"step\":1}\n", "{\"step\":1}\n"),
+        ("{\"step\":1}\n{\"step\":2", "{\"step\":1}\n"),
+        ("{\"step\":1}\n{\"step\":2}", "{\"step\":1}\n{\"step\":2}\n"),
+        ("{", ""),
+        ("no metrics", "no metrics\n"),
+    ] {
+        fs::write(&path, old).unwrap();
+        let mut metrics = Metrics::append(&path).unwrap();
+        metrics.write(&Event::Validation { step: 3, loss: 2.0 }).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{kept}{next}"), "after {old:?}");
+    }
+}
+
 #[test]
 fn a_path_is_tried_before_training_and_left_as_it_is() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));

@@ -1,7 +1,9 @@
 //! Ranks that are threads, and a state whose every element says which it is.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
-use meshwork_checkpoint::{Dtype, Held, Kind, Lock, SaveError, SavePlan, Saved, Slice, Tensor, Writer, threads};
+use meshwork_checkpoint::{
+    Checksum, Dtype, Held, Kind, Lock, SaveError, SavePlan, Saved, Slice, Tensor, Writer, threads,
+};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -137,4 +139,18 @@ pub fn save_with(
         })
         .collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+/// An index with the checksum that belongs to it.
+pub fn signed(index: &Value) -> Vec<u8> {
+    let text = index.to_string();
+    let body = &text.as_bytes()[1..];
+    [b"{\"checksum\":\"", Checksum::of(body).to_string().as_bytes(), b"\",", body].concat()
+}
+
+/// The index in a file, without its checksum.
+pub fn index_of(path: &Path) -> Value {
+    let mut index: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    index.as_object_mut().unwrap().shift_remove("checksum");
+    index
 }

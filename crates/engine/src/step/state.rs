@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::TrainError;
-use crate::state::{StateKey, StatePiece, StateSource, TrainState, vectors};
+use crate::state::{StateKey, StatePiece, StateSource, StateView, TrainState, vectors};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::{LocalSlice, Piece};
 
@@ -66,23 +66,24 @@ impl Trainer {
         let mut pieces = Vec::new();
         let (step, updates) = self.visit_state(
             |_| true,
-            |piece| {
-                pieces.push(piece);
+            |StateView { key, dims, slice, values }| {
+                let (rank, values) = (self.rank.world_rank(), values.to_vec());
+                pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
                 Ok::<_, TrainError>(())
             },
         )?;
         Ok(TrainState { step, updates, pieces })
     }
 
-    /// The same, vector by vector, of those that `wanted` picks: no two are in host memory at once. Returns the complete steps and the
-    /// updates.
+    /// The same, vector by vector, of those that `wanted` picks, without a copy where the device computes in host memory. Returns the complete
+    /// steps and the updates.
     ///
     /// # Errors
     /// As [`state`](Self::state), and those of `visit`.
     pub fn visit_state<E: From<TrainError>>(
         &self,
         wanted: impl Fn(&StateKey) -> bool,
-        mut visit: impl FnMut(StatePiece) -> Result<(), E>,
+        mut visit: impl FnMut(StateView<'_>) -> Result<(), E>,
     ) -> Result<(u64, u64), E> {
         self.require_complete()?;
         let weights = self.weights.borrow();
@@ -92,12 +93,9 @@ impl Trainer {
             let slice = spec.local(self.rank.mesh(), self.rank.coords());
             for (key, state) in vectors(spec, weights.rule()) {
                 if wanted(&key) {
-                    let values = match state {
-                        None => weights.params().read(id).map_err(TrainError::from)?,
-                        Some(at) => weights.state(id, at)?,
-                    };
-                    let (rank, dims, slice) = (self.rank.world_rank(), spec.dims, slice.clone());
-                    visit(StatePiece { key, piece: Piece { rank, dims, slice, values } })?;
+                    let vector = weights.vector(id, state)?;
+                    let values = vector.as_slice().map_err(TrainError::from)?;
+                    visit(StateView { key, dims: spec.dims, slice: slice.clone(), values })?;
                 }
             }
         }

@@ -95,7 +95,7 @@ impl Params {
 
     /// Downloads the elements of a parameter as this rank holds it, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
-        self.read_from(id, &self.flats[self.places[self.index(id)].0])
+        Ok(self.download(id, None)?.as_slice::<f32>()?.to_vec())
     }
 
     /// Replaces the elements of a parameter as this rank holds it, padding included.
@@ -113,8 +113,13 @@ impl Params {
     /// Downloads the elements at the place of a parameter in `flat`: a vector with the layout of the parameter's flat
     /// buffer, such as its bucket of gradients or its optimizer states.
     pub fn read_from(&self, id: ParamId, flat: &Buffer) -> Result<Vec<f32>> {
-        let (_, range, _) = &self.places[self.index(id)];
-        Ok(self.device.download(&flat.slice(range.clone())?)?.as_slice::<f32>()?.to_vec())
+        Ok(self.download(id, Some(flat))?.as_slice::<f32>()?.to_vec())
+    }
+
+    /// The elements at the place of a parameter in `flat`, or in the weights, in host memory: without a copy where the device computes there.
+    pub fn download(&self, id: ParamId, flat: Option<&Buffer>) -> Result<Buffer> {
+        let (weights, range, _) = &self.places[self.index(id)];
+        self.device.download(&flat.unwrap_or(&self.flats[*weights]).slice(range.clone())?)
     }
 
     /// Replaces the elements at the place of a parameter in `flat`: the counterpart of [`read_from`](Self::read_from).

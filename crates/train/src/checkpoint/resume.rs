@@ -137,7 +137,7 @@ impl StateSource for Source<'_> {
         let bytes = bytemuck::cast_slice_mut(&mut values);
         let read = self.checkpoint.read_into(&name_of(key), &slice_of(slice), &dims_of(slice.stored), bytes);
         match read {
-            Ok(()) => Ok(little_endian(values)),
+            Ok(()) => Ok(little_endian(values.into()).into_owned()),
             Err(error) => {
                 let (name, problem) = (key.to_string(), error.to_string());
                 if let ReadError::Damage(damage) = error {
@@ -159,7 +159,7 @@ pub(crate) fn read_weights(
     let key = StateKey { parameter: spec.name.clone(), state: None };
     let bytes = bytemuck::cast_slice_mut(&mut values);
     checkpoint.read_into(&name_of(&key), &slice_of(slice), &dims_of(slice.stored), bytes)?;
-    Ok(little_endian(values))
+    Ok(little_endian(values.into()).into_owned())
 }
 
 /// The steps of the checkpoints in a folder, the newest first, as rank 0 sees them.

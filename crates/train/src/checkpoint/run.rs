@@ -3,6 +3,7 @@
 use super::{CheckpointError, Resumed, resume, save, save_plan};
 use crate::config::Config;
 use crate::data::Data;
+use crate::progress::Note;
 use meshwork_checkpoint::{Exchange, Lock, SaveError, Saved, Writer, json_differences};
 use meshwork_engine::{Plan, Trainer};
 use serde_json::{Value, json};
@@ -62,36 +63,37 @@ impl Saver {
     }
 
     /// Starts to save a trainer whose steps are complete. What there is to say of the save before.
-    pub fn save(&mut self, trainer: &Trainer) -> Result<Vec<String>, CheckpointError> {
+    pub fn save(&mut self, trainer: &Trainer) -> Result<Vec<Note>, CheckpointError> {
         let before = save(&mut self.writer, trainer, self.run.clone())?;
         Ok(self.told(before))
     }
 
     /// What there is to say of the save under way, if it is over.
-    pub fn poll(&mut self) -> Vec<String> {
+    pub fn poll(&mut self) -> Vec<Note> {
         let outcome = self.writer.poll();
         self.told(outcome)
     }
 
     /// Waits for the save under way: what there is to say of it. An error if the newest state was not saved.
-    pub fn finish(mut self) -> (Vec<String>, Result<(), SaveError>) {
+    pub fn finish(mut self) -> (Vec<Note>, Result<(), SaveError>) {
         let outcome = self.writer.wait();
         let told = self.told(outcome);
         (told, self.failed.map_or(Ok(()), Err))
     }
 
-    fn told(&mut self, outcome: Option<Result<Saved, SaveError>>) -> Vec<String> {
+    fn told(&mut self, outcome: Option<Result<Saved, SaveError>>) -> Vec<Note> {
         let mut told = Vec::new();
         match outcome {
             None => {}
             Some(Ok(saved)) => {
                 self.failed = None;
-                told.push(format!("step {}  saved in {} ({:.2} s)", saved.step, saved.path.display(), saved.seconds));
-                let old = |problem| format!("warning: an old checkpoint could not be removed: {problem}");
+                let text = format!("step {}  saved in {} ({:.2} s)", saved.step, saved.path.display(), saved.seconds);
+                told.push(Note::Saved { step: saved.step, text });
+                let old = |problem| format!("warning: an old checkpoint could not be removed: {problem}").into();
                 told.extend(saved.not_removed.map(old));
             }
             Some(Err(error)) => {
-                told.push(format!("warning: {error}"));
+                told.push(format!("warning: {error}").into());
                 self.failed = Some(error);
             }
         }

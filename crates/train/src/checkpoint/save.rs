@@ -2,10 +2,11 @@
 
 use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
 use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
-use meshwork_engine::{Plan, StatePiece, Trainer, state_layout};
+use meshwork_engine::{Plan, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
 use meshwork_tensor::Role;
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -49,10 +50,9 @@ pub fn save(
     let rank = trainer.rank().world_rank();
     let (step, updates) = trainer.visit_state(
         |key| wanted.writes(rank, &name_of(key)),
-        |StatePiece { key, piece }| {
-            let values: Vec<f32> = little_endian(piece.values);
-            let extents = dims_of(piece.slice.stored);
-            snapshot.put(&name_of(&key), &slice_of(&piece.slice), &extents, bytemuck::cast_slice(&values))?;
+        |StateView { key, slice, values, .. }| {
+            let (extents, values) = (dims_of(slice.stored), little_endian(values.into()));
+            snapshot.put(&name_of(&key), &slice_of(&slice), &extents, bytemuck::cast_slice(&values))?;
             Ok::<_, CheckpointError>(())
         },
     )?;
@@ -61,9 +61,9 @@ pub fn save(
 }
 
 /// Numbers whose bytes in memory are little-endian, from numbers, or the other way round. Costs nothing where memory is little-endian.
-pub(super) fn little_endian(mut values: Vec<f32>) -> Vec<f32> {
+pub(super) fn little_endian(mut values: Cow<'_, [f32]>) -> Cow<'_, [f32]> {
     if cfg!(target_endian = "big") {
-        values.iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));
+        values.to_mut().iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));
     }
     values
 }

@@ -57,7 +57,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         (
             "checkpoint.dir",
             config.checkpoint.dir.is_none(),
-            &["checkpoint.every", "checkpoint.keep"],
+            &["checkpoint.every", "checkpoint.keep", "checkpoint.on_sigterm"],
             "checkpoint.dir is not set".to_owned(),
         ),
         ("checkpoint.resume", !config.checkpoint.resume, &["checkpoint.permit"], "checkpoint.resume is off".to_owned()),

@@ -289,6 +289,8 @@ sections! {
         resume: bool = OFF, Switch;
         /// What may differ from the run that is resumed: words with commas, of model, optimizer, data, batch and seed.
         permit: String = is(""), Text;
+        /// Whether SIGTERM ends the run as Ctrl-C does: after the step under way, saved, with exit code 0. Otherwise it ends the run at once.
+        on_sigterm: bool = ON, Switch;
         /// Folder for the model in Hugging Face format, written from the checkpoint of the last step.
         export: Option<String> = Unset, Text;
     }

@@ -626,6 +626,8 @@ impl Frame {
                 0 => some(&"weights"),
                 _ => one_of(rng, &["model", "optimizer,data", "seed, batch"]).filter(|_| rng.below(4) == 0),
             },
+            // The signal is a matter of the program: tests/gpt_train/checkpoints.rs sends it.
+            "checkpoint.on_sigterm" => one_of(rng, &["true", "false"]),
             "checkpoint.export" => {
                 rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
