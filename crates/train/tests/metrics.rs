@@ -18,6 +18,7 @@ fn step(loss: f64) -> Step {
         tokens_per_s: 1000.0,
         comm_bytes: vec![("dp", 7), ("tp", 0)],
         peak_bytes: vec![5, 6],
+        moe: vec![],
     }
 }
 

@@ -3,8 +3,8 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::state::{StateKey, StatePiece, StateSource, StateView, TrainState, vectors};
-use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::{LocalSlice, Piece};
+use meshwork_tensor::{Error, ParamSpec};
 
 impl Trainer {
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
@@ -94,7 +94,7 @@ impl Trainer {
             for (key, state) in vectors(spec, weights.rule()) {
                 if wanted(&key) {
                     let vector = weights.vector(id, state)?;
-                    let values = vector.as_slice().map_err(TrainError::from)?;
+                    let values = vector.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
                     visit(StateView { key, dims: spec.dims, slice: slice.clone(), values })?;
                 }
             }
