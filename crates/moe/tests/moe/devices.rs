@@ -11,6 +11,7 @@ use meshwork_tensor::meta::Meta;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Position, Weights};
 use meshwork_tensor::{Device, Result, Tape, Tensor};
+use meshwork_testkit::opaque::Opaque;
 use std::sync::Arc;
 
 /// (FLOPs of products, peak of bytes, what was communicated) of a forward and backward pass.
@@ -99,4 +100,15 @@ fn a_dry_run_knows_the_capacity() {
     assert_eq!(peak(0.0), peak(1.0));
     assert_eq!(peak(1.0), peak(2.0));
     assert!(peak(0.5) < peak(1.0));
+}
+
+/// Of the tokens, their experts and their weights the host sees nothing: one number for each sample and expert, and for each rank.
+#[test]
+fn the_host_reads_counts_alone() {
+    let case = Case { dims: [8, 64, 12, 16], ..Case::default() };
+    let device = Opaque::device(Cpu::device());
+    let rank = Arc::new(Rank::recording(&ALONE.mesh(), 0).unwrap());
+    counts(&case, rank, device.clone(), false).unwrap();
+    let read = device.meter().downloads();
+    assert_eq!((read.calls, read.bytes), (2, 4 * 8 * (4 + 1)), "of 8 samples, 4 experts and one rank");
 }
