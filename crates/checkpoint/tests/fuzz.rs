@@ -69,7 +69,7 @@ fn changed(sound: &Value, random: &mut impl FnMut() -> u64) -> Value {
 /// Bytes of which some are others, or missing at the end.
 fn corrupted(sound: &[u8], random: &mut impl FnMut() -> u64) -> Vec<u8> {
     let mut bytes = sound.to_vec();
-    if random() % 2 == 0 {
+    if random().is_multiple_of(2) {
         bytes.truncate(random() as usize % (sound.len() + 1));
     }
     for _ in 0..1 + random() % 4 {
