@@ -1,8 +1,9 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
 use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Rank};
+use meshwork_core::Rank;
 use meshwork_engine::{Decoder, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState};
+use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
@@ -32,6 +33,16 @@ fn llama() -> Arc<dyn Model> {
     Arc::new(Llama::new(config))
 }
 
+/// Experts in every layer, dropless: a token's own choice does not depend on the others.
+fn experts(router: RouterKind) -> Arc<dyn Model> {
+    let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
+    let experts =
+        ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 24, over_tp: false };
+    let config =
+        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
+    Arc::new(Gpt2::new(config).with_experts(Some(experts)))
+}
+
 fn tokens(sample: usize) -> impl Iterator<Item = i32> {
     (0..SEQ).map(move |at| ((at * 7 + sample * 13 + at * at) % VOCAB) as i32)
 }
@@ -56,9 +67,9 @@ fn decoded_on(
     let whole = initial(model);
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let rank = wrap(rank);
-        let samples: Vec<usize> = match plan.mesh.degree(Axis::Dp) {
+        let samples: Vec<usize> = match plan.mesh.data_degree() {
             1 => vec![0, 1],
-            _ => vec![rank.coords().get(Axis::Dp)],
+            _ => vec![plan.mesh.data_rank(rank.coords())],
         };
         let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
         let mut decoder = Decoder::new(model.clone(), plan, rank, device(), SEQ, read)?;
@@ -123,7 +134,7 @@ const PASSES: [usize; 6] = [9, 1, 1, 4, 1, 8];
 
 #[test]
 fn cached_tokens_have_the_logits_of_whole_passes() {
-    for model in [gpt2(), llama()] {
+    for model in [gpt2(), llama(), experts(RouterKind::TopK), experts(RouterKind::Bias)] {
         let cached = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
         let mut at = 0;
         for (count, logits) in PASSES.into_iter().zip(cached) {
@@ -136,9 +147,9 @@ fn cached_tokens_have_the_logits_of_whole_passes() {
 #[test]
 fn canonical_decoding_has_one_ranks_bits_on_every_mesh() {
     let canonical = Numerics::Canonical { blocks: 8 };
-    for model in [gpt2(), llama()] {
+    for model in [gpt2(), llama(), experts(RouterKind::TopK)] {
         let one = decoded(&model, &plan("dp=1", canonical), &PASSES);
-        for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2"] {
+        for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2", "dp=2,ep=2"] {
             assert_eq!(decoded(&model, &plan(mesh, canonical), &PASSES), one, "{mesh}");
         }
     }
@@ -184,4 +195,17 @@ fn more_tokens_than_a_sequence_may_have_are_refused() {
         Ok::<_, TrainError>(refused)
     });
     assert_eq!(error.unwrap_or_else(|error| panic!("{error}")), ["decode: 6 and 3 tokens, of at most 8"]);
+}
+
+#[test]
+fn a_router_that_looks_ahead_continues_no_text() {
+    let (model, plan) = (experts(RouterKind::ExpertChoice), plan("dp=1", Numerics::Fast));
+    let whole = initial(&model);
+    let error = thread::run_mesh(&plan.mesh, |rank| {
+        let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
+        let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), 8, read)?;
+        Ok::<_, TrainError>(decoder.next(&language::batch(vec![1; 4], vec![-1; 4], 4)?, 4, VOCAB).unwrap_err().to_string())
+    });
+    let error = error.unwrap_or_else(|error| panic!("{error}")).swap_remove(0);
+    assert!(error.contains("router expert_choice cannot continue a text"), "{error}");
 }

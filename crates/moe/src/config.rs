@@ -189,6 +189,12 @@ pub enum MoeError {
         /// Ranks.
         tp: usize,
     },
+    /// A router that compares a token with later ones, which are not there yet.
+    #[error(
+        "router expert_choice cannot continue a text: an expert chooses among all tokens of a sequence, and the later ones are not there \
+         yet; use a model with another router"
+    )]
+    LooksAhead,
     /// A setting whose sums depend on how the batch is cut.
     #[error("{0} has no canonical numerics: its numbers depend on how the batch is cut; use aux_loss_scope sequence")]
     NotCanonical(&'static str),

@@ -128,6 +128,9 @@ impl Router {
         };
         let capacity = capacity(config, seq);
         let shape = [samples, seq, config.places()];
+        if config.router == RouterKind::ExpertChoice && tape.decodes() {
+            return Err(MoeError::LooksAhead.into());
+        }
         if let (RouterKind::ExpertChoice, Some(capacity)) = (config.router, capacity) {
             let kept = device.routing()?.select_tokens(scores.tensor().buffer(), samples, experts, capacity)?;
             let kept = Tensor::from_buffer(device, kept, shape)?;

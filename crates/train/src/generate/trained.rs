@@ -49,12 +49,17 @@ impl Trained {
         } else {
             let checkpoint = newest(folder).map_err(one)?;
             let run = checkpoint.index().metadata.get("run").and_then(|run| run.get("config")).cloned();
-            let Some(Value::Object(model)) = run.as_ref().and_then(|run| run.get("model")) else {
+            let section = |name| run.as_ref().and_then(|run| run.get(name)).and_then(Value::as_object);
+            if section("model").is_none() {
                 let problem = "is a checkpoint of another program: it does not say what its model is";
                 return Err(one(Fault::new(MODEL, folder.display(), problem, "give a checkpoint of gpt_train")));
-            };
-            for (key, value) in model.iter().filter(|(key, value)| *key != "init_from" && !value.is_null()) {
-                set(format!("model.{key}"), value.as_str().map_or_else(|| value.to_string(), str::to_owned));
+            }
+            for name in ["model", "moe"] {
+                let keys = section(name).into_iter().flatten();
+                for (key, value) in keys.filter(|(key, value)| *key != "init_from" && !value.is_null()) {
+                    let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                    set(format!("{name}.{key}"), value);
+                }
             }
             let tokenizer = run.as_ref().and_then(|run| run["data"]["tokenizer"].as_str()).map(str::to_owned);
             (Weights::Checkpoint(Box::new(checkpoint)), tokenizer)
