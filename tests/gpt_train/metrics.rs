@@ -28,6 +28,7 @@ fn every_line_has_every_field() {
     let sections = [
         "model",
         "parallelism",
+        "moe",
         "pipeline",
         "training",
         "optimizer",
