@@ -1,7 +1,7 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
-use meshwork_core::comm::thread;
 use meshwork_core::Rank;
+use meshwork_core::comm::thread;
 use meshwork_engine::{Decoder, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -204,7 +204,9 @@ fn a_router_that_looks_ahead_continues_no_text() {
     let error = thread::run_mesh(&plan.mesh, |rank| {
         let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
         let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), 8, read)?;
-        Ok::<_, TrainError>(decoder.next(&language::batch(vec![1; 4], vec![-1; 4], 4)?, 4, VOCAB).unwrap_err().to_string())
+        Ok::<_, TrainError>(
+            decoder.next(&language::batch(vec![1; 4], vec![-1; 4], 4)?, 4, VOCAB).unwrap_err().to_string(),
+        )
     });
     let error = error.unwrap_or_else(|error| panic!("{error}")).swap_remove(0);
     assert!(error.contains("router expert_choice cannot continue a text"), "{error}");

@@ -2,7 +2,9 @@
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_engine::{
+    Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, dry_run,
+};
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
@@ -153,6 +155,49 @@ fn every_mesh_has_the_bits_of_one_rank() {
                 assert_eq!(*found, wanted, "{what}");
             }
             assert_eq!(after.len(), state.len());
+        }
+    }
+}
+
+/// Experts that are whole on every rank of tp sum their inner features as cut ones do.
+#[test]
+fn cut_and_whole_experts_have_the_same_bits() {
+    let model = |over_tp| -> Arc<dyn Model> {
+        let config = *gpt2(RouterKind::Gshard).config();
+        let moe = MoeConfig { num_experts: 4, router: RouterKind::Gshard, jitter: 0.05, ..MoeConfig::default() };
+        let experts = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 16, over_tp };
+        Arc::new(Gpt2::new(config).with_experts(Some(experts)))
+    };
+    let numerics = Numerics::Canonical { blocks: 4 };
+    let (reports, state) = train(&model(false), "dp=1", "1f1b", 1, numerics, Recompute::None);
+    for (mesh, schedule, over_tp) in [
+        ("tp=2", "1f1b", false),
+        ("tp=2", "1f1b", true),
+        ("tp=2,pp=2", "zb_v", true),
+        ("tp=4,dp=2,ep=2", "1f1b", false),
+    ] {
+        let (found, after) = train(&model(over_tp), mesh, schedule, 4, numerics, Recompute::None);
+        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+        assert_eq!(losses(&found), losses(&reports), "{mesh} {schedule} {over_tp}");
+        assert_eq!(bits(&after), bits(&state), "{mesh} {schedule} {over_tp}");
+    }
+}
+
+/// A dry run, which receives nothing, knows the samples of the other ranks, whatever the number of micro-batches.
+#[test]
+fn a_dry_run_has_the_samples_of_all_ranks() {
+    let model: Arc<dyn Model> = Arc::new(gpt2(RouterKind::Switch));
+    for (mesh, micros) in [("dp=2,ep=2", 2), ("dp=4,ep=4", 2), ("dp=4,ep=2", 1), ("dp=2,ep=2,pp=2", 4)] {
+        let plan = Plan {
+            mesh: mesh.parse().unwrap(),
+            global_batch_size: BATCH,
+            num_microbatches: Some(micros),
+            numerics: Numerics::Canonical { blocks: 8 },
+            ..Plan::default()
+        };
+        for rank in 0..plan.mesh.world_size() {
+            let predicted = dry_run::predict(&model, &plan, rank);
+            assert!(predicted.is_ok(), "{mesh}, {micros} micro-batches, rank {rank}: {predicted:?}");
         }
     }
 }

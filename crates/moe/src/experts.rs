@@ -50,8 +50,10 @@ impl ExpertShape {
     /// Cut along the experts, and along this dim if the inner features are cut.
     fn placement(&self, dim: Option<usize>) -> Placement {
         let experts = Placement::replicated().shard(self.axis, 0);
-        match dim.filter(|_| self.over_tp) {
-            Some(dim) => experts.shard(Axis::Tp, dim),
+        match dim {
+            Some(dim) if self.over_tp => experts.shard(Axis::Tp, dim),
+            // Sums over inner features have the bits of those that are cut.
+            Some(dim) => experts.summed_in_blocks(dim),
             None => experts,
         }
     }

@@ -88,7 +88,7 @@ fn train(device: &Arc<dyn Device>, steps: u64, at: &mut dyn FnMut(&str)) {
     let params = Arc::new(params);
     let ids: Vec<i32> = (0..BATCH * SEQ).map(|i| (i * 7 % VOCAB) as i32).collect();
     for step in 0..steps {
-        let position = Position { seed: 0, step, first_sample: 0 };
+        let position = Position { seed: 0, step, first_sample: 0, rank_samples: 0 };
         let tape = Tape::new(Arc::clone(&rank), Arc::clone(&params), Arc::clone(device), Mode::Train, position);
         let tokens = |ids: &[i32]| tape.constant(Tensor::from_slice(device, ids, [BATCH, SEQ]).unwrap(), Types::NONE);
         let loss = gpt.loss(&tape, &tokens(&ids), &tokens(&ids), &mut || at("forward")).unwrap();

@@ -134,7 +134,7 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
         let mut reads = Default::default();
         let samples = SAMPLES / run.micros;
         for first in (0..SAMPLES).step_by(samples) {
-            let position = Position { seed: 3, step, first_sample: first as u64 };
+            let position = Position { seed: 3, step, first_sample: first as u64, rank_samples: 0 };
             let (mode, policy) = (Mode::Train, Rc::new(Selective));
             let tape = Tape::with_policy(rank.clone(), params.clone(), device.clone(), mode, position, policy);
             let (ids, targets) = (ids(&tape, first, samples, 5), ids(&tape, first, samples, 7));

@@ -354,7 +354,12 @@ impl Trainer {
             rank: self.rank.clone(),
             device: self.device.clone(),
             purpose,
-            position: Position { seed: self.seed, step: self.steps_begun, first_sample: self.samples().start as u64 },
+            position: Position {
+                seed: self.seed,
+                step: self.steps_begun,
+                first_sample: self.samples().start as u64,
+                rank_samples: self.samples().len() as u64,
+            },
             batch: batch.clone(),
             micro_batch: self.micro_batch,
             activations: self.activations.clone(),

@@ -84,14 +84,18 @@ impl Announced {
         let room = device.alloc(DType::I32, ranks * size)?;
         let received = group.all_to_all(device.upload(&Buffer::from_vec(message.clone()))?, room, &each, &each)?;
         let received = device.download(&received)?;
-        // Without values every rank announces what this one announces to itself, of samples beside its own.
+        // Without values every rank announces what this one announces to itself, of its own samples.
+        let apart = match tape.rank_samples() {
+            0 => samples as u64,
+            apart => apart,
+        };
         let own = message[me * size..][..size].repeat(ranks);
         let read = if device.has_values() { received.as_slice::<i32>()? } else { &own };
         let (mut tokens, mut rows, mut runs) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, announced) in read.chunks_exact(size).enumerate() {
             let first = match device.has_values() {
                 true => announced[0] as u64,
-                false => first.saturating_sub((me * samples) as u64) + (rank * samples) as u64,
+                false => (first + rank as u64 * apart).saturating_sub(me as u64 * apart),
             };
             runs.push(first..first + samples as u64);
             let of_samples = announced[1..].chunks_exact(1 + held);

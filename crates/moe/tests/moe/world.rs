@@ -202,7 +202,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
     );
     for micro in 0..how.micros {
         let first = at * (batch / how.data()) + micro * samples;
-        let position = Position { seed: 3, step: 1, first_sample: first as u64 };
+        let position = Position { seed: 3, step: 1, first_sample: first as u64, rank_samples: 0 };
         let tape =
             Tape::with_policy(rank.clone(), params.clone(), device.clone(), case.mode, position, Rc::new(Selective));
         // With sequence parallelism, this rank's slice of each sequence.

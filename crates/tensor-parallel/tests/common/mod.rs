@@ -127,7 +127,7 @@ where
             Params::new(Arc::clone(&declarations), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
         self.fill(&mut params, rank);
         // The samples of the tests, two at most, are a whole subtree.
-        let position = Position { seed: 1, step: 4, first_sample: 6 };
+        let position = Position { seed: 1, step: 4, first_sample: 6, rank_samples: 0 };
         let tape = Tape::new(Arc::clone(rank), Arc::new(params), Arc::clone(&device), Mode::Train, position);
 
         let vars: Vec<Var> = inputs.iter().map(|input| place(&tape, input)).collect();

@@ -8,6 +8,7 @@ use std::fmt;
 pub struct Placement {
     shards: Vec<(Axis, usize)>,
     multiple: Option<usize>,
+    in_blocks: Option<usize>,
 }
 
 impl Placement {
@@ -28,6 +29,18 @@ impl Placement {
     pub fn in_multiples_of(mut self, multiple: usize) -> Self {
         self.multiple = Some(multiple);
         self
+    }
+
+    /// Canonical numerics sum over `dim` in the blocks of a dim that is cut, though it is not cut here: for a parameter that some meshes cut
+    /// along it and others do not.
+    pub fn summed_in_blocks(mut self, dim: usize) -> Self {
+        self.in_blocks = Some(dim);
+        self
+    }
+
+    /// The dim that is summed in blocks without being cut.
+    pub(crate) fn in_blocks(&self) -> Option<usize> {
+        self.in_blocks
     }
 
     /// The multiple to which a cut dim is rounded up: 1 if none was given.

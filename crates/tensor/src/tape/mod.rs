@@ -52,6 +52,9 @@ pub struct Position {
     pub step: u64,
     /// Global index, within the step's batch, of the sample in row 0 of dim 0.
     pub first_sample: u64,
+    /// Samples of the step on each data-parallel rank: as far apart are the first samples of neighbours. 0 where nobody says. A dry run,
+    /// which receives nothing, tells the samples of other ranks by it.
+    pub rank_samples: u64,
 }
 
 /// Whether a tape records operations for a backward pass.
@@ -214,6 +217,11 @@ impl Tape {
     /// Global index of the first sample on this tape.
     pub fn first_sample(&self) -> u64 {
         self.inner.position.first_sample
+    }
+
+    /// Samples of the step on each data-parallel rank; 0 where nobody says.
+    pub fn rank_samples(&self) -> u64 {
+        self.inner.position.rank_samples
     }
 
     /// A value that needs no gradient: token ids, targets.

@@ -134,11 +134,17 @@ impl Tape {
     /// How a sum over these dims of a value is cut.
     pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
         let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
+        let uncut = match x.source {
+            Source::Param(id) | Source::Frozen(id) => self.inner.params.declarations().spec(id).placement.in_blocks(),
+            _ => None,
+        };
+        let degree = |axis| self.rank().mesh().degree(axis);
+        let cut =
+            cut.map(|(axis, dim)| (degree(axis), dim)).or(uncut.filter(|dim| dims.contains(dim)).map(|dim| (1, dim)));
         match (self.reduction_blocks(), cut) {
-            (Some(blocks), Some((axis, dim))) => Terms {
-                segments: x.shape()[dims.start..dim].iter().product(),
-                blocks: blocks / self.rank().mesh().degree(axis),
-            },
+            (Some(blocks), Some((degree, dim))) => {
+                Terms { segments: x.shape()[dims.start..dim].iter().product(), blocks: blocks / degree }
+            }
             _ => Terms::WHOLE,
         }
     }

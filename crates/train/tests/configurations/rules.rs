@@ -58,7 +58,9 @@ fn degrees(case: &Case) -> [usize; 3] {
 }
 
 fn is_llama(case: &Case) -> bool {
-    let preset = case.get("model.preset").is_some_and(|preset| preset.starts_with("llama"));
+    let preset = case
+        .get("model.preset")
+        .is_some_and(|preset| ["llama", "mixtral", "deepseek"].iter().any(|of_llama| preset.starts_with(of_llama)));
     case.get("model.kind").map_or(preset, |kind| kind == "llama")
 }
 
@@ -77,8 +79,9 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         ["hidden_size", "num_heads", "seq_len"].map(|key| count(case, &format!("model.{key}"), 0));
     let llama = is_llama(case);
     let of_preset = match case.get("model.preset") {
-        Some("llama-tiny") if llama => 2,
-        Some("llama3-8b" | "llama3-70b" | "llama3-405b") if llama => 8,
+        Some("llama-tiny" | "mixtral-tiny" | "deepseek-tiny") if llama => 2,
+        Some("llama3-8b" | "llama3-70b" | "llama3-405b" | "mixtral-8x7b") if llama => 8,
+        Some("deepseek-v3") if llama => 128,
         _ => heads,
     };
     let kv_heads = count(case, "model.num_kv_heads", of_preset);
