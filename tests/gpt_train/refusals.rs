@@ -190,7 +190,11 @@ fn a_bad_configuration_file() {
             "checkpoint.resume = true: there is no folder to resume from; set checkpoint.dir",
         ),
         ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": has not landed yet; use none or selective"),
-        ("[moe]\nnum_experts = 8\n", "[moe]: mixture of experts has not landed yet; remove the section"),
+        ("[compress]\nfeedback = \"ef21\"\n", "[compress]: compression has not landed yet; remove the section"),
+        (
+            "[moe]\nnum_experts = 8\ntop_k = 9\n",
+            "moe.top_k = 9: top_k is 9: with router topk and 8 experts it is from 1 to 8",
+        ),
         ("[model]\nnum_heads = \n", "--config "),
         ("not toml", "--config "),
         ("[parallelism]\ndp = 0\n", "parallelism.dp = 0: is below 1"),
@@ -216,7 +220,7 @@ fn bad_data() {
         ("empty.bin", vec![], "is empty"),
         ("short.txt", b"arma virumque cano".to_vec(), "fewer than one sample of model.seq_len + 1 = 129 tokens"),
         ("latin1.txt", b"caf\xe9 au lait".repeat(50), "is not UTF-8 from byte 3 on"),
-        ("odd.bin", vec![1; 301], "has 301 bytes, an odd number"),
+        ("odd.bin", vec![1; 301], "has 301 bytes of ids, of 2 bytes each"),
         ("beyond.bin", ids(&[[7; 200], [300; 200]].concat()), "token 200 is 300, beyond model.vocab_size = 256"),
     ];
     for (name, bytes, problem) in cases {
