@@ -235,7 +235,7 @@ fn bad_data() {
     refused_alone(
         "bad_data",
         &[
-            ("--data no/such/file", "data.path = \"no/such/file\": does not exist; ", "use a UTF-8 file"),
+            ("--data no/such/file", "data.path = \"no/such/file\": does not exist; ", "use a UTF-8 text"),
             ("--set data.tokenizer=gtp2", "data.tokenizer = \"gtp2\": is neither", "bytes, gpt2 or the path"),
             (
                 "--set validation.every=1 --set validation.fraction=0.001",

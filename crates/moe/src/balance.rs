@@ -1,5 +1,5 @@
 //! Losses and measures that keep experts evenly loaded. Each is one f64 for every sequence, so the same on any mesh; training
-//! minimises coefficients times their means over the sequences of the batch ([`Tape::add_loss`]).
+//! minimises coefficients times their means over the sequences of the batch ([`add_loss`](meshwork_tensor::Tape::add_loss)).
 //!
 //! For a sequence of T tokens, N experts, k experts of each token, `c_i` tokens that chose expert i, and the probabilities `p_i(t)`
 //! of the router:

@@ -38,7 +38,7 @@ impl GradSink for Shares {
 
 /// Types of the data, `on` tp.
 fn data(on: Ty) -> Types {
-    Types::of(&[(Axis::Dp, Ty::Shard(0)), (TP, on), (Axis::Cp, Ty::Invariant)])
+    Types::of(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0)), (TP, on), (Axis::Cp, Ty::Invariant)])
 }
 
 fn floats(name: &str) -> Vec<f32> {
@@ -188,7 +188,12 @@ fn what_has_no_canonical_numerics_is_refused() {
                 let x = x.copy(TP)?;
                 let tape = x.tape();
                 let held = SHAPE[2] / tape.rank().mesh().degree(TP);
-                let types = Types::of(&[(Axis::Dp, Ty::Replicate), (TP, Ty::Shard(0)), (Axis::Cp, Ty::Invariant)]);
+                let types = Types::of(&[
+                    (Axis::Ep, Ty::Replicate),
+                    (Axis::Dp, Ty::Replicate),
+                    (TP, Ty::Shard(0)),
+                    (Axis::Cp, Ty::Invariant),
+                ]);
                 let w = tape.constant(Tensor::zeros(tape.device(), DType::F32, [held, SHAPE[2]])?, types);
                 let both = x.linear(&w, 1)?.mul(&x.linear(&w, 1)?)?;
                 both.mean_squared_error(&t.split(TP, 2)?)?.all_reduce(TP)

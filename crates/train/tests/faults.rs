@@ -139,7 +139,7 @@ fn unknown_keys_hear_of_the_nearest() {
         "steps = 3: unknown key; the nearest is training.steps\n\
          training.stepz = 5: unknown key; the nearest is training.steps\n\
          modle.num_heads = 4: unknown key; the nearest is model.num_heads\n\
-         [empty]: unknown section; the nearest is memory; use one of model, parallelism, pipeline, training, optimizer, \
+         [empty]: unknown section; the nearest is memory; use one of model, parallelism, moe, pipeline, training, optimizer, \
          lr_scheduler, data, validation, memory, checkpoint, metrics, comm, numerics"
     );
 }
@@ -168,7 +168,7 @@ fn wrong_toml_types() {
          model.num_layers = 4.0: is a number with a fraction, not a whole number; use a whole number of at least 1\n\
          model.tie_embeddings = 1: is a whole number, not a boolean; use true or false\n\
          model.preset = 3: is a whole number, not a string; use tiny or small or medium or gpt2 or \
-          llama-tiny or llama3-8b or llama3-70b or llama3-405b\n\
+          llama-tiny or llama3-8b or llama3-70b or llama3-405b or switch-tiny or mixtral-tiny or deepseek-tiny or mixtral-8x7b or deepseek-v3\n\
          model.dropout = \"none\": is a string, not a number; use a number of at least 0 and below 1\n\
          data.path = [\"a\", \"b\"]: is an array, not a string; use a string\n\
          optimizer.lr = true: is a boolean, not a number; use a number of at least 0\n\
@@ -218,7 +218,7 @@ fn unknown_words_hear_of_the_nearest() {
         (
             "--set model.preset=smal",
             "model.preset = \"smal\" (from --set): unknown; the nearest is small; use one of tiny, small, medium, gpt2, \
-             llama-tiny, llama3-8b, llama3-70b, llama3-405b",
+             llama-tiny, llama3-8b, llama3-70b, llama3-405b, switch-tiny, mixtral-tiny, deepseek-tiny, mixtral-8x7b, deepseek-v3",
         ),
         (
             "--set pipeline.schedule=1f1",
@@ -529,7 +529,7 @@ fn the_decay_must_outlast_the_warm_up() {
 
 #[test]
 fn all_faults_come_at_once() {
-    let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[moe]\n");
+    let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[compress]\n");
     let line = format!(
         "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=f16 --data no/such/text --metrics no/such/dir/m.jsonl \
          --device cuda",
@@ -543,7 +543,7 @@ fn all_faults_come_at_once() {
             "--mseh",
             "model.width",
             "optimizer.lr",
-            "[moe]",
+            "[compress]",
             "training.dtype",
             "--device",
             "model.hidden_size",
@@ -571,38 +571,35 @@ fn experts_that_do_not_fit() {
     let moe = "--set moe.num_experts=8";
     refused(&[
         (
-            "--mesh ep=2",
-            "parallelism.ep = 2 (from --mesh ep=2): does not divide parallelism.dp = 1: ranks of dp share out the experts; use a multiple of 2, such as 2 for parallelism.dp, or another parallelism.ep",
+            "--mesh ep=2 --set moe.num_experts=8",
+            "parallelism.ep = 2: does not divide parallelism.dp = 1: ranks of dp share out the experts; use a multiple of 2, such as 2 for parallelism.dp, or another parallelism.ep",
         ),
-        (
-            "--mesh dp=2,ep=2",
-            "parallelism.ep = 2 (from --mesh dp=2,ep=2): there are no experts to share out; set moe.num_experts, or use 1",
-        ),
+        ("--mesh dp=2,ep=2", "parallelism.ep = 2: there are no experts to share out; set moe.num_experts, or use 1"),
     ]);
     for (more, expected) in [
         (
-            "--mesh dp=3,ep=3",
-            "moe.num_experts = 8 (from --set): 8 experts cannot be spread over ep=3: each rank holds the same number",
+            "--mesh dp=3,ep=3 --set training.global_batch_size=15",
+            "moe.num_experts = 8: 8 experts cannot be spread over ep=3: each rank holds the same number",
         ),
         (
             "--set moe.top_k=9",
-            "moe.top_k = 9 (from --set): top_k is 9: with router topk and 8 experts it is from 1 to 8; use from 1 to 8",
+            "moe.top_k = 9: top_k is 9: with router topk and 8 experts it is from 1 to 8; use from 1 to 8",
         ),
         (
             "--set moe.router=switch --set moe.top_k=2",
-            "moe.top_k = 2 (from --set): top_k is 2: with router switch and 8 experts it is 1; use 1",
+            "moe.top_k = 2: top_k is 2: with router switch and 8 experts it is 1; use 1",
         ),
         (
             "--set moe.num_groups=3",
-            "moe.num_groups = 3 (from --set): expert groups: 8 experts are no 3 groups of one size; use 1, 2, 4, 8 groups",
+            "moe.num_groups = 3: expert groups: 8 experts are no 3 groups of one size; use 1, 2, 4, 8 groups",
         ),
         (
             "--set moe.every_n_layers=5",
-            "moe.every_n_layers = 5 (from --set): leaves no layer of model.num_layers = 4 with experts; use 4 or fewer",
+            "moe.every_n_layers = 5: leaves no layer of model.num_layers = 4 with experts; use 4 or fewer",
         ),
         (
             "--mesh tp=4 --set parallelism.expert_tensor_parallel=2",
-            "parallelism.expert_tensor_parallel = 2 (from --set): is neither 1 nor parallelism.tp = 4; use 1 or 4",
+            "parallelism.expert_tensor_parallel = 2: is neither 1 nor parallelism.tp = 4; use 1 or 4",
         ),
         (
             "--set training.numerics=canonical --set moe.aux_loss_scope=global_batch",
@@ -610,7 +607,7 @@ fn experts_that_do_not_fit() {
         ),
         (
             "--set pipeline.schedule=pipedream --mesh pp=2 --set model.tie_embeddings=false --set training.max_norm=0",
-            "moe.num_experts = 8 (from --set): has no meaning with pipeline.schedule = \"pipedream\"",
+            "moe.num_experts = 8: has no meaning with pipeline.schedule = \"pipedream\"",
         ),
         ("--set checkpoint.dir=d --set checkpoint.export=e", "checkpoint.export = "),
         ("--set moe.capacity_factor=-1", "moe.capacity_factor = -1"),
