@@ -26,9 +26,9 @@ SAVED = re.compile(r"step (\d+)  saved in .* \(([\d.]+) s\)")
 
 
 def steps_of(saved, seconds, step_ms):
-    """The steps that run while a save does."""
+    """The steps that run while a save does: the next one, which the copy of the state delays, and all that begin before the save is over."""
     left, step = seconds * 1e3, saved
-    while left > 0 and step + 1 in step_ms:
+    while step + 1 in step_ms and (left > 0 or step == saved):
         step += 1
         left -= step_ms[step]
     return range(saved + 1, step + 1)
@@ -60,6 +60,14 @@ def run(program, dir, saves, more):
     return step_ms, {step: seconds for step, seconds in found.items() if EVERY < step < steps}
 
 
+def check_arithmetic():
+    """`compared` on made-up steps of 10 ms, with a save of no measurable time after step 20 and one of 25 ms after step 30."""
+    step_ms = dict.fromkeys(range(11, 41), 10.0) | {21: 12.0, 31: 15.0, 32: 11.0}
+    expected = [(12.0, 2.0, 10.0), (15.0, 6.0, 10.0)]
+    rows = compared(step_ms, {20: 0.0, 30: 0.025})
+    assert rows == expected, f"{rows} and not {expected}"
+
+
 def main():
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parse.add_argument("--saves", type=int, default=12, help="saves that are measured (12)")
@@ -70,6 +78,7 @@ def main():
     program = programs.Programs(2).build("gpt_train")
     more = ["--set", "model.preset=small", *args.more]
     if args.self_test:
+        check_arithmetic()
         args.saves, more = 2, "--set model.hidden_size=16 --set model.num_layers=1 --set model.seq_len=16".split()
     with tempfile.TemporaryDirectory(prefix="meshwork-saving-", dir=args.dir) as dir:
         step_ms, saves = run(program, dir, args.saves, more)
