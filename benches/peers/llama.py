@@ -1,5 +1,6 @@
 """The Llama that gpt_train trains, in PyTorch: RMS norms, rotary positions, SwiGLU, grouped-query attention, no biases, an output
-layer of its own. `torch.nn.functional.scaled_dot_product_attention` shares the heads of keys and values among those of queries."""
+layer of its own. `torch.nn.functional.scaled_dot_product_attention` shares the heads of keys and values among those of queries.
+With `experts`, a function of hidden size and inner width, each block has what it returns in place of its feed-forward network."""
 
 import torch
 import torch.nn as nn
@@ -39,11 +40,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, work, kv_heads, ffn):
+    def __init__(self, work, kv_heads, ffn, experts):
         super().__init__()
         hidden = work.hidden_size
         self.norm1, self.attention = nn.RMSNorm(hidden, EPS), Attention(hidden, work.num_heads, kv_heads)
-        self.norm2, self.ffn = nn.RMSNorm(hidden, EPS), FeedForward(hidden, ffn)
+        self.norm2, self.ffn = nn.RMSNorm(hidden, EPS), experts(hidden, ffn)
 
     def forward(self, x, cos, sin):
         x = x + self.attention(self.norm1(x), cos, sin)
@@ -53,18 +54,18 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model, for sequences of the work's length."""
 
-    def __init__(self, work, kv_heads, ffn):
+    def __init__(self, work, kv_heads, ffn, experts=FeedForward):
         super().__init__()
         torch.manual_seed(1234)
         hidden, half = work.hidden_size, work.hidden_size // work.num_heads // 2
         self.embed = nn.Embedding(work.vocab_size, hidden)
-        self.blocks = nn.ModuleList(Block(work, kv_heads, ffn) for _ in range(work.num_layers))
+        self.blocks = nn.ModuleList(Block(work, kv_heads, ffn, experts) for _ in range(work.num_layers))
         self.norm, self.head = nn.RMSNorm(hidden, EPS), nn.Linear(hidden, work.vocab_size, bias=False)
         angles = torch.outer(torch.arange(work.seq_len), THETA ** -(torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for parameter in self.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=STD)
 
     def forward(self, x):

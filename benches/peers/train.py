@@ -1,23 +1,27 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
-`--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2."""
+`--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
+`--experts N --top-k K --form loop|grouped`: that Llama with so many experts in each block, K of them for a token."""
 
 import contextlib
 import time
+from functools import partial
 
 import torch
 
+import experts
 import gpt
 import llama
 import program
 
-args, work = program.arguments(compile=False, bf16=False, kv_heads=0, ffn=0)
-model = llama.Llama(work, args.kv_heads, args.ffn) if args.kv_heads else gpt.Gpt(work)
+args, work = program.arguments(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped")
+network = partial(experts.Experts, count=args.experts, top_k=args.top_k, form=args.form) if args.experts else llama.FeedForward
+model = llama.Llama(work, args.kv_heads, args.ffn, network) if args.kv_heads else gpt.Gpt(work)
 optimizer = gpt.adamw(model)
 batches = gpt.Batches(work)
 
 
 def loss_of(x, y):
-    return gpt.cross_entropy(model(x), y)
+    return gpt.cross_entropy(model(x), y) + experts.aux_loss(model)
 
 
 forward = torch.compile(loss_of) if args.compile else loss_of
