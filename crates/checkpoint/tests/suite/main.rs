@@ -1,0 +1,8 @@
+//! Tests through the public interface. `fuzz` counts the memory of its process, and is a program of its own. One program, because each costs a link.
+
+mod crash;
+mod damage;
+mod faults;
+mod save_and_read;
+#[path = "../world/mod.rs"]
+mod world;

@@ -1,0 +1,9 @@
+//! Tests through the public interface. The model checker has a program of its own, `schedules`. One program, because each costs a link.
+
+mod faults;
+mod group;
+mod mesh;
+mod ops;
+mod pending;
+mod random_faults;
+mod spmd_rules;

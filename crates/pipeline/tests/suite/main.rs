@@ -1,0 +1,11 @@
+//! Tests through the public interface: schedules as data. One program, because each costs a link.
+
+mod faults;
+mod golden;
+mod in_flight;
+mod micros;
+mod pictures;
+mod simulate;
+mod sweep;
+mod text;
+mod weights;
