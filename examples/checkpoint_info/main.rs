@@ -1,15 +1,16 @@
 //! Says what is in a checkpoint, verifies every byte of it, and compares it with another one:
 //! `cargo run --release --example checkpoint_info -- DIR [--diff DIR2]`. docs/checkpoints.md describes the format.
 
+#[path = "../shared/output.rs"]
+mod output;
+
 use clap::Parser;
 use meshwork::checkpoint::{Checkpoint, Damage, Summary, diff, folder_name, json_differences, steps};
-use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
+use output::{BAD_INPUT, fail, show};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Bad input.
-const BAD_INPUT: u8 = 2;
 /// A damaged checkpoint.
 const DAMAGED: u8 = 1;
 
@@ -68,21 +69,4 @@ fn open(dir: &Path) -> Result<Checkpoint, ExitCode> {
         }
         _ => fail(DAMAGED, &damage),
     })
-}
-
-/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
-fn show(text: &dyn Display) -> ExitCode {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            fail(DAMAGED, &format_args!("cannot write to standard output: {error}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
-}
-
-fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    // A closed standard error is ignored.
-    _ = writeln!(io::stderr(), "error: {error}");
-    ExitCode::from(code)
 }

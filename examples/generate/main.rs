@@ -2,20 +2,16 @@
 //! `cargo run --release --example generate -- --model DIR --prompt "..." --tokens 100 --mesh tp=2`. docs/generation.md says more.
 
 mod options;
+#[path = "../shared/output.rs"]
+mod output;
 
 use meshwork::train::generate::{TextStream, Trained, continue_text};
 use options::{Options, usage};
-use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
+use output::{BAD_INPUT, FAILED, fail, show, tell};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-
-/// Bad input.
-const BAD_INPUT: u8 = 2;
-/// A failure while running.
-const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
     let options = Options::parse(std::env::args_os().skip(1));
@@ -58,25 +54,4 @@ fn main() -> ExitCode {
         done.cache_bytes,
     ));
     if shown == ExitCode::SUCCESS { ended } else { shown }
-}
-
-/// Writes to standard output at once. A reader that closes the pipe (`| head`) is not a failure.
-fn show(text: &dyn Display) -> ExitCode {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
-}
-
-/// Writes a line to standard error. A closed standard error is ignored.
-fn tell(text: &dyn Display) {
-    _ = writeln!(io::stderr(), "{text}");
-}
-
-fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    tell(&format_args!("error: {error}"));
-    ExitCode::from(code)
 }

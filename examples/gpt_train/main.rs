@@ -1,21 +1,19 @@
 //! Trains a GPT over any mesh, every rank a thread of this process:
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
 
+#[path = "../shared/output.rs"]
+mod output;
+
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
 use meshwork::train::{load, plan, train};
+use output::{BAD_INPUT, FAILED, fail, show, tell};
 use signal_hook::consts::SIGTERM;
-use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bad input.
-const BAD_INPUT: u8 = 2;
-/// A failure while running.
-const FAILED: u8 = 1;
 /// The exit code of a program ended by Ctrl-C in a shell.
 const INTERRUPTED: i32 = 130;
 
@@ -84,25 +82,4 @@ fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
         }
         tell(&"\nstopping after this step; once more to stop at once");
     })
-}
-
-/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
-fn show(text: &dyn Display) -> ExitCode {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
-}
-
-/// Writes a line to standard error. A closed standard error is ignored.
-fn tell(text: &dyn Display) {
-    _ = writeln!(io::stderr(), "{text}");
-}
-
-fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    tell(&format_args!("error: {error}"));
-    ExitCode::from(code)
 }

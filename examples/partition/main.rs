@@ -3,18 +3,14 @@
 //! get a profile.
 
 mod options;
+#[path = "../shared/output.rs"]
+mod output;
 mod report;
 
 use clap::Parser;
 use options::Options;
-use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
+use output::{BAD_INPUT, fail, show};
 use std::process::ExitCode;
-
-/// Bad input.
-const BAD_INPUT: u8 = 2;
-/// A failure while running.
-const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
     // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
@@ -25,21 +21,4 @@ fn main() -> ExitCode {
         Ok(report) => show(&report),
         Err(error) => fail(BAD_INPUT, &error),
     }
-}
-
-/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
-fn show(text: &dyn Display) -> ExitCode {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
-}
-
-fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    // A closed standard error is ignored.
-    _ = writeln!(io::stderr(), "error: {error}");
-    ExitCode::from(code)
 }

@@ -2,21 +2,17 @@
 //! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows what it prints.
 
 mod options;
+#[path = "../shared/output.rs"]
+mod output;
 mod report;
 
 use clap::Parser;
 use options::Options;
-use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
+use output::{BAD_INPUT, FAILED, fail, show};
 use std::process::ExitCode;
 
 /// Makes the content of a file.
 type Content = fn(&[report::Row]) -> String;
-
-/// Bad input.
-const BAD_INPUT: u8 = 2;
-/// A file that cannot be written.
-const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
     // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
@@ -36,20 +32,4 @@ fn main() -> ExitCode {
     }
     let single = options.is_single();
     show(&if options.json { report::json(&results, single) } else { report::text(&results, single) })
-}
-
-/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
-fn show(text: &dyn Display) -> ExitCode {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
-}
-
-fn fail(code: u8, error: &dyn Display) -> ExitCode {
-    _ = writeln!(io::stderr(), "error: {error}");
-    ExitCode::from(code)
 }

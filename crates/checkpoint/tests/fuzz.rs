@@ -20,7 +20,8 @@ const FACTOR: usize = 16;
 /// Names, paths and messages.
 const CONSTANT: usize = 16 << 10;
 
-/// Opens, verifies and reads everything: whether it was opened and whole. Takes memory in proportion to the files.
+/// Opens a checkpoint, verifies it and reads all of it. Returns whether it could be opened, and whether it was whole. Fails if that takes more
+/// memory than the files justify.
 fn read(folder: &Path) -> (bool, bool) {
     let files: u64 = fs::read_dir(folder).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
     let before = MEMORY.current_usage();
@@ -37,7 +38,7 @@ fn read(folder: &Path) -> (bool, bool) {
     (opened, whole)
 }
 
-/// The places of all values of a document.
+/// The JSON pointers to all values of a document.
 fn places(value: &Value, at: String, into: &mut Vec<String>) {
     let children: Vec<(String, &Value)> = match value {
         Value::Object(map) => map.iter().map(|(key, child)| (key.clone(), child)).collect(),
@@ -50,7 +51,7 @@ fn places(value: &Value, at: String, into: &mut Vec<String>) {
     into.push(at);
 }
 
-/// A document in which one or two values are others.
+/// A copy with one or two values replaced at random.
 fn changed(sound: &Value, random: &mut impl FnMut() -> u64) -> Value {
     let (mut document, mut all) = (sound.clone(), Vec::new());
     places(sound, String::new(), &mut all);
@@ -66,7 +67,7 @@ fn changed(sound: &Value, random: &mut impl FnMut() -> u64) -> Value {
     document
 }
 
-/// Bytes of which some are others, or missing at the end.
+/// A copy with one to four random bytes, every second time cut off at a random place.
 fn corrupted(sound: &[u8], random: &mut impl FnMut() -> u64) -> Vec<u8> {
     let mut bytes = sound.to_vec();
     if random().is_multiple_of(2) {

@@ -1,0 +1,32 @@
+//! What the examples write to standard output and standard error, and the exit codes that they end with.
+
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+
+/// The exit code of bad input.
+pub const BAD_INPUT: u8 = 2;
+/// The exit code of a failure while running.
+pub const FAILED: u8 = 1;
+
+/// Writes to standard output at once. A reader that closes the pipe (`| head`) is not a failure.
+pub fn show(text: &dyn Display) -> ExitCode {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(FAILED, &format_args!("cannot write to standard output: {error}"))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// Writes a line to standard error. A closed standard error is ignored.
+pub fn tell(text: &dyn Display) {
+    _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Reports an error, and gives the exit code.
+pub fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    tell(&format_args!("error: {error}"));
+    ExitCode::from(code)
+}
