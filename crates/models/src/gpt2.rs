@@ -10,10 +10,11 @@
 //! parallel, `Shard(1)`.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, HiddenModule, LanguageStage};
+use crate::language::{self, Boundary, HiddenModule, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedMlp;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, Stage, StageSpec};
+use meshwork_tensor::op::Documents;
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
 use std::ops::Range;
@@ -55,6 +56,7 @@ pub struct Gpt2Config {
 pub struct Gpt2 {
     config: Gpt2Config,
     region: Region,
+    boundary: Boundary,
     experts: Option<ExpertsConfig>,
 }
 
@@ -93,7 +95,7 @@ impl Default for Gpt2Config {
 impl Gpt2 {
     /// A model of these sizes.
     pub fn new(config: Gpt2Config) -> Self {
-        Self { config, region: Region::Invariant, experts: None }
+        Self { config, region: Region::Invariant, boundary: Boundary::Ignored, experts: None }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none.
@@ -104,6 +106,11 @@ impl Gpt2 {
     /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
     pub fn sequence_parallel(self, on: bool) -> Self {
         Self { region: Region::new(on), ..self }
+    }
+
+    /// The same with this rule for the documents of a sequence.
+    pub fn documents(self, boundary: Boundary) -> Self {
+        Self { boundary, ..self }
     }
 
     /// Its sizes.
@@ -118,7 +125,7 @@ impl Model for Gpt2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len, self.config.vocab_size)
+        language::fields(self.config.seq_len, self.config.vocab_size, self.boundary)
     }
 
     /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.
@@ -129,7 +136,7 @@ impl Model for Gpt2 {
         let stage = LanguageStage::declare(
             params,
             part,
-            self.region,
+            (self.region, self.boundary),
             |params| {
                 let tokens = table(params, "wte")?;
                 let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
@@ -187,15 +194,19 @@ impl Block {
 }
 
 impl HiddenModule for Embedding {
-    fn forward(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
+    fn forward(&self, tape: &Tape, ids: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
         let x = self.tokens.embed(tape, ids, region)?;
-        self.positions.forward(tape, &x)?.dropout(self.dropout, "embedding")
+        let x = match documents {
+            Some(documents) => self.positions.of(tape, &x, &documents.positions)?,
+            None => self.positions.forward(tape, &x)?,
+        };
+        x.dropout(self.dropout, "embedding")
     }
 }
 
 impl HiddenModule for Block {
-    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), self.dropout)?;
+    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
+        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), documents, self.dropout)?;
         self.mlp.forward(tape, &x, &self.ln_2, region, self.dropout)
     }
 }

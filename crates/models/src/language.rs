@@ -7,6 +7,7 @@
 
 use meshwork_core::{Axis, DType, Mesh, Ty, Types};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
+use meshwork_tensor::op::Documents;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::fmt::Debug;
@@ -18,10 +19,28 @@ pub const TOKENS: &str = "tokens";
 /// The field of targets, `[seq]` for each sample; negative ones are masked.
 pub const TARGETS: &str = "targets";
 
+/// The field of positions, `[seq]` for each sample: the place of each token in its document. 0 begins a document, and each other
+/// position is one more than the one before.
+pub const POSITIONS: &str = "positions";
+
+/// What a boundary between two documents in a sequence means to a model. Each rule includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Boundary {
+    /// Nothing: the model takes no [`POSITIONS`].
+    #[default]
+    Ignored,
+    /// Positions start anew: learned positions, or the rotations of queries and keys.
+    Positions,
+    /// Tokens see only those of their own document.
+    Attention,
+}
+
 /// The fields of sequences of `seq_len` tokens of a vocabulary.
-pub fn fields(seq_len: usize, vocab: usize) -> Vec<Field> {
-    let vocab = i32::try_from(vocab).unwrap_or(i32::MAX);
-    vec![Field::ids(TOKENS, [seq_len], 0..vocab), Field::ids(TARGETS, [seq_len], i32::MIN..vocab)]
+pub fn fields(seq_len: usize, vocab: usize, boundary: Boundary) -> Vec<Field> {
+    let [seq, vocab] = [seq_len, vocab].map(|ids| i32::try_from(ids).unwrap_or(i32::MAX));
+    let positions = (boundary > Boundary::Ignored).then(|| Field::ids(POSITIONS, [seq_len], 0..seq));
+    let fields = [Field::ids(TOKENS, [seq_len], 0..vocab), Field::ids(TARGETS, [seq_len], i32::MIN..vocab)];
+    fields.into_iter().chain(positions).collect()
 }
 
 /// A batch of sequences of `seq_len` token ids, one after another, with the target of each.
@@ -66,26 +85,27 @@ pub fn no_input(model: &'static str) -> Error {
 
 /// A part of a language model, with its parameters, whose result is a hidden state `[samples, seq, hidden]` in the region.
 pub trait HiddenModule: Debug {
-    /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the region.
-    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var>;
+    /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the region. Without
+    /// `documents` each sequence is one.
+    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var>;
 }
 
 impl HiddenModule for VocabParallelEmbedding {
-    fn forward(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
+    fn forward(&self, tape: &Tape, ids: &Var, region: Region, _documents: Option<&Documents>) -> Result<Var> {
         self.embed(tape, ids, region)
     }
 }
 
 /// In front of the head, whose product alone reads it.
 impl HiddenModule for LayerNorm {
-    fn forward(&self, tape: &Tape, x: &Var, _region: Region) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var, _region: Region, _documents: Option<&Documents>) -> Result<Var> {
         self.operand(tape, x)
     }
 }
 
 /// In front of the head, whose product alone reads it.
 impl HiddenModule for RmsNorm {
-    fn forward(&self, tape: &Tape, x: &Var, _region: Region) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var, _region: Region, _documents: Option<&Documents>) -> Result<Var> {
         self.operand(tape, x)
     }
 }
@@ -96,6 +116,7 @@ impl HiddenModule for RmsNorm {
 #[derive(Clone, Debug)]
 pub struct LanguageStage<E, B, N> {
     region: Region,
+    boundary: Boundary,
     embedding: Option<E>,
     blocks: Vec<B>,
     head: Option<(N, VocabParallelEmbedding)>,
@@ -109,13 +130,14 @@ impl<E, B, N> LanguageStage<E, B, N> {
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,
-        region: Region,
+        (region, boundary): (Region, Boundary),
         embedding: impl FnOnce(&mut Declarations) -> Result<E>,
         mut block: impl FnMut(&mut Declarations, usize) -> Result<B>,
         head: impl FnOnce(&mut Declarations) -> Result<(N, VocabParallelEmbedding)>,
     ) -> Result<Self> {
         Ok(Self {
             region,
+            boundary,
             embedding: part.first.then(|| embedding(params)).transpose()?,
             blocks: part.layers.clone().map(|layer| block(params, layer)).collect::<Result<_>>()?,
             head: part.last.then(|| head(params)).transpose()?,
@@ -124,19 +146,27 @@ impl<E, B, N> LanguageStage<E, B, N> {
 }
 
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
+    /// Every stage reads the documents from the batch; they do not travel.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let documents = match self.boundary {
+            Boundary::Positions | Boundary::Attention if !tape.decodes() => {
+                Some(Documents { positions: batch.var(tape, POSITIONS)?, apart: self.boundary == Boundary::Attention })
+            }
+            _ => None, // what is decoded is one document
+        };
+        let documents = documents.as_ref();
         let x = match &self.embedding {
-            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.region)?,
+            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.region, documents)?,
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
         };
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.region))?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.region, documents))?;
         let Some((norm, head)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
         let x = match (tape.decodes(), x.shape()[1]) {
             (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
             _ => x,
         };
-        head.logits(tape, &norm.forward(tape, &x, self.region)?, self.region)
+        head.logits(tape, &norm.forward(tape, &x, self.region, documents)?, self.region)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {

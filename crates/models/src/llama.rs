@@ -26,11 +26,11 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, HiddenModule, LanguageStage};
+use crate::language::{self, Boundary, HiddenModule, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedSwiGlu;
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region, VocabParallelEmbedding};
 use std::ops::Range;
@@ -111,6 +111,7 @@ const fn llama3(
 pub struct Llama {
     config: LlamaConfig,
     region: Region,
+    boundary: Boundary,
     experts: Option<ExpertsConfig>,
 }
 
@@ -125,7 +126,7 @@ struct Block {
 impl Llama {
     /// A model of these sizes.
     pub fn new(config: LlamaConfig) -> Self {
-        Self { config, region: Region::Invariant, experts: None }
+        Self { config, region: Region::Invariant, boundary: Boundary::Ignored, experts: None }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none: in all of them, it is a Mixtral.
@@ -136,6 +137,11 @@ impl Llama {
     /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
     pub fn sequence_parallel(self, on: bool) -> Self {
         Self { region: Region::new(on), ..self }
+    }
+
+    /// The same with this rule for the documents of a sequence.
+    pub fn documents(self, boundary: Boundary) -> Self {
+        Self { boundary, ..self }
     }
 
     /// Its sizes.
@@ -150,7 +156,7 @@ impl Model for Llama {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len, self.config.vocab_size)
+        language::fields(self.config.seq_len, self.config.vocab_size, self.boundary)
     }
 
     /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.
@@ -161,7 +167,7 @@ impl Model for Llama {
         let stage = LanguageStage::declare(
             params,
             part,
-            self.region,
+            (self.region, self.boundary),
             |params| table(params, "embed_tokens"),
             |params, layer| Block::new(params, mesh, self, layer),
             |params| {
@@ -220,8 +226,8 @@ impl Block {
 }
 
 impl HiddenModule for Block {
-    fn forward(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), 0.0)?;
+    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
+        let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), documents, 0.0)?;
         self.mlp.forward(tape, &x, &self.mlp_norm, region, 0.0)
     }
 }

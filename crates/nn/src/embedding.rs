@@ -1,5 +1,6 @@
 //! Token and position tables.
 
+use meshwork_core::Ty;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `y[.., h] = W[ids[..], h]`.
@@ -32,7 +33,8 @@ impl Embedding {
     }
 }
 
-/// `y[b, s, h] = x[b, s, h] + W[s, h]`: learned positions. Under sequence parallelism each rank adds those of its slice.
+/// `y[b, s, h] = x[b, s, h] + W[s, h]`: learned positions. Under sequence parallelism each rank adds those of its slice. Of packed
+/// sequences, `W[positions[b, s], h]` is added.
 #[derive(Clone, Copy, Debug)]
 pub struct Positions {
     weight: ParamId,
@@ -48,5 +50,15 @@ impl Positions {
     /// `x [b, s, h] → [b, s, h]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         x.positions(&tape.param(self.weight)?)
+    }
+
+    /// The same with a position for each token, `[b, s]`, whole along the sequence.
+    ///
+    /// Where sequences are cut over an axis, each rank looks up all positions and takes its slice, so that the gradient of the table
+    /// is not summed over slices.
+    pub fn of(&self, tape: &Tape, x: &Var, positions: &Var) -> Result<Var> {
+        let rows = positions.embedding(&tape.param(self.weight)?)?; // [b, s, h]
+        let cut = x.types().iter().find(|&(_, ty)| ty == Ty::Shard(1));
+        x.add(&cut.map_or(Ok(rows.clone()), |(axis, _)| rows.split(axis, 1))?)
     }
 }

@@ -46,7 +46,7 @@ impl Gpt {
         let x = layer(self.tokens.forward(tape, ids)?);
         let x = layer(self.positions.forward(tape, &x)?.dropout(0.1, "embedding")?);
         let normed = layer(self.ln_1.forward(tape, &x)?);
-        let y = layer(self.attention.forward(tape, &normed, 0.1)?);
+        let y = layer(self.attention.forward(tape, &normed, None, 0.1)?);
         drop(normed);
         let x = layer(x.add(&y)?);
         let normed = layer(self.ln_2.forward(tape, &x)?);

@@ -153,7 +153,7 @@ fn self_attention_mixes_earlier_tokens_by_softmax() {
         );
     }
     let want = linear(&mixed, &wide("attn.out.weight", HIDDEN * HIDDEN), &wide("attn.out.bias", HIDDEN));
-    assert_is("attention", &layer.forward(&tape, &x(&tape), 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+    assert_is("attention", &layer.forward(&tape, &x(&tape), None, 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
 }
 
 /// Two heads of queries for each head of keys and values, rotated by the paper's matrices.
@@ -190,7 +190,7 @@ fn grouped_self_attention_turns_and_shares() {
         mixed.extend((0..D).map(|e| (0..=s).map(|key| score(key) / total * at(b, key, 1, head)[e]).sum::<f64>()));
     }
     let want = linear(&mixed, &wide("attn.out.weight", HIDDEN * HEADS * D), &[0.0; HIDDEN]);
-    assert_is("attention", &layer.forward(&tape, &x(&tape), 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
+    assert_is("attention", &layer.forward(&tape, &x(&tape), None, 0.0).unwrap(), &[BATCH, SEQ, HIDDEN], &want);
 }
 
 #[test]

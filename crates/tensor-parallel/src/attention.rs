@@ -4,7 +4,7 @@
 use crate::linear::require_even;
 use crate::{ColumnLinear, Region, RowLinear};
 use meshwork_core::{Axis, Mesh};
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 
 /// `x + dropout(concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo)`, where `[Q, K, V] = x̂ · Wqkvᵀ + bqkv` and each rank of tp has
@@ -38,18 +38,19 @@ impl ParallelAttention {
         })
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same.
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. Without `documents` each sequence is one.
     pub fn forward(
         &self,
         tape: &Tape,
         normed: &Var,
         region: Region,
         residual: Option<&Var>,
+        documents: Option<&Documents>,
         dropout: f32,
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
-        let mixed = qkv.causal_attention(Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        let mixed = qkv.causal_attention(documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
 }
@@ -105,13 +106,14 @@ impl ParallelGroupedAttention {
         })
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same.
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. Without `documents` each sequence is one.
     pub fn forward(
         &self,
         tape: &Tape,
         normed: &Var,
         region: Region,
         residual: Option<&Var>,
+        documents: Option<&Documents>,
         dropout: f32,
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
@@ -120,7 +122,7 @@ impl ParallelGroupedAttention {
         if self.gathered {
             kv = kv.all_gather(Axis::Tp, FEATURES)?; // [b, s, 2, kv_heads · d], Replicate
         }
-        let mixed = q.grouped_attention(&kv, self.rotary, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        let mixed = q.grouped_attention(&kv, self.rotary, documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + residual
     }
 }

@@ -7,26 +7,29 @@
 
 use meshwork_core::pool;
 use meshwork_tensor::cpu::kernels::attention::{
-    Angles, Dims, Groups, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
+    Angles, Dims, Groups, Masks, Packing, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
 };
 use meshwork_tensor::cpu::kernels::matmul::Precision;
 use meshwork_tensor::kernel::AttentionShape;
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
-/// Name, then batch, sequence, heads and features of a head, and heads to a group if they are grouped.
-const SHAPES: [(&str, [usize; 4], Option<usize>); 11] = [
-    ("tiny", [16, 128, 4, 32], None),
-    ("small", [12, 256, 6, 64], None),
-    ("medium", [8, 256, 8, 64], None),
-    ("gpt2", [4, 512, 12, 64], None),
-    ("long 1024", [2, 1024, 12, 64], None),
-    ("long 4096", [1, 4096, 4, 64], None),
-    ("long 4096, wide", [1, 4096, 4, 128], None),
-    ("tiny, grouped", [16, 128, 4, 32], Some(2)),
-    ("small, grouped", [12, 256, 6, 64], Some(3)),
-    ("gpt2, grouped", [4, 512, 12, 64], Some(3)),
-    ("long 4096, grouped", [1, 4096, 4, 128], Some(2)),
+/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a sequence, each
+/// of the same length. The pairs between documents are counted too, so that the speeds show what leaving them out saves.
+const SHAPES: [(&str, [usize; 4], Option<usize>, usize); 13] = [
+    ("tiny", [16, 128, 4, 32], None, 1),
+    ("small", [12, 256, 6, 64], None, 1),
+    ("medium", [8, 256, 8, 64], None, 1),
+    ("gpt2", [4, 512, 12, 64], None, 1),
+    ("long 1024", [2, 1024, 12, 64], None, 1),
+    ("long 4096", [1, 4096, 4, 64], None, 1),
+    ("long 4096, wide", [1, 4096, 4, 128], None, 1),
+    ("tiny, grouped", [16, 128, 4, 32], Some(2), 1),
+    ("small, grouped", [12, 256, 6, 64], Some(3), 1),
+    ("gpt2, grouped", [4, 512, 12, 64], Some(3), 1),
+    ("long 4096, grouped", [1, 4096, 4, 128], Some(2), 1),
+    ("gpt2, documents", [4, 512, 12, 64], None, 8),
+    ("long 4096, grouped, documents", [1, 4096, 4, 128], Some(2), 8),
 ];
 
 /// Seconds spent on a shape, at least.
@@ -37,20 +40,20 @@ fn main() {
     let measured = arguments.iter().any(|argument| argument == "--bench");
     let only = arguments.iter().find(|argument| !argument.starts_with('-'));
     println!("{} threads; GFLOP/s, best/median", pool::threads());
-    print!("{:<18} {:<20}", "shape", "batch seq heads dim");
+    print!("{:<30} {:<20}", "shape", "batch seq heads dim");
     println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
-    for (name, shape, group) in SHAPES {
+    for (name, shape, group, documents) in SHAPES {
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
         let [batch, seq, heads, head_dim] =
             if measured { shape } else { [1, shape[1].min(40), group.unwrap_or(1), shape[3]] };
-        print!("{name:<18} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
+        print!("{name:<30} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
         for precision in [Precision::F32, Precision::Bf16] {
             let shape = AttentionShape { batch, seq, heads, head_dim };
             let [forward, backward] = match group {
-                None => rates(precision, shape, measured),
-                Some(group) => grouped_rates(precision, shape, group, measured),
+                None => rates(precision, shape, documents, measured),
+                Some(group) => grouped_rates(precision, shape, group, documents, measured),
             };
             print!(" {forward:>13} {backward:>13}");
         }
@@ -59,20 +62,30 @@ fn main() {
 }
 
 /// GFLOP/s forward and backward, as text.
-fn rates(precision: Precision, shape: AttentionShape, measured: bool) -> [String; 2] {
+fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured: bool) -> [String; 2] {
+    let packing = packed(shape, documents);
+    let masks = Masks { dropout: None, packing: packing.as_ref() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims { batch, seq, heads, head_dim };
     let elements = batch * seq * heads * head_dim;
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
-    let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, None));
+    let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, masks));
     let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, None));
+    let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, masks));
     [there, back]
 }
 
 /// The same for groups of `size` heads.
-fn grouped_rates(precision: Precision, shape: AttentionShape, size: usize, measured: bool) -> [String; 2] {
+fn grouped_rates(
+    precision: Precision,
+    shape: AttentionShape,
+    size: usize,
+    documents: usize,
+    measured: bool,
+) -> [String; 2] {
+    let packing = packed(shape, documents);
+    let masks = Masks { dropout: None, packing: packing.as_ref() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims { batch, seq, heads, head_dim };
     let groups = Groups { size, kv_heads: heads / size, first: 0 };
@@ -86,13 +99,19 @@ fn grouped_rates(precision: Precision, shape: AttentionShape, size: usize, measu
     let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
     let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
     let there = rate(shape.forward_flops(), measured, || {
-        grouped_forward(precision, dims, groups, angles, [&q, &kv], &mut out, &mut lse, None);
+        grouped_forward(precision, dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
     });
     let saved = SavedGrouped { q: &q, kv: &kv, out: &out, lse: &lse };
     let back = rate(shape.backward_flops(), measured, || {
-        grouped_backward(precision, dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], None);
+        grouped_backward(precision, dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
     });
     [there, back]
+}
+
+/// Sequences of several documents.
+fn packed(AttentionShape { batch, seq, .. }: AttentionShape, documents: usize) -> Option<Packing> {
+    let positions: Vec<i32> = (0..batch * seq).map(|at| (at % seq % seq.div_ceil(documents)) as i32).collect();
+    (documents > 1).then(|| Packing::new(&positions, [batch, seq], true).expect("documents one after the other"))
 }
 
 fn normal(name: &str, len: usize) -> Vec<f32> {

@@ -488,13 +488,8 @@ impl Window for Profiled {
 }
 
 impl Attention for Profiled {
-    fn causal(
-        &self,
-        shape: AttentionShape,
-        qkv: &Buffer,
-        dropout: Option<&AttentionDropout>,
-    ) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Attention, "causal", &[qkv], |device| device.attention()?.causal(shape, qkv, dropout))
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        self.span(Class::Attention, "causal", &[qkv], |device| device.attention()?.causal(shape, qkv, masks))
     }
 
     fn causal_grad(
@@ -504,10 +499,10 @@ impl Attention for Profiled {
         qkv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         self.span(Class::Attention, "causal_grad", &[dout, qkv, out, lse], |device| {
-            device.attention()?.causal_grad(shape, dout, qkv, out, lse, dropout)
+            device.attention()?.causal_grad(shape, dout, qkv, out, lse, masks)
         })
     }
 
@@ -516,9 +511,9 @@ impl Attention for Profiled {
         shape: GroupedShape,
         q: &Buffer,
         kv: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        self.span(Class::Attention, "grouped", &[q, kv], |device| device.attention()?.grouped(shape, q, kv, dropout))
+        self.span(Class::Attention, "grouped", &[q, kv], |device| device.attention()?.grouped(shape, q, kv, masks))
     }
 
     fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
@@ -533,10 +528,10 @@ impl Attention for Profiled {
         kv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         self.span(Class::Attention, "grouped_grad", &[dout, q, kv, out, lse], |device| {
-            device.attention()?.grouped_grad(shape, dout, q, kv, out, lse, dropout)
+            device.attention()?.grouped_grad(shape, dout, q, kv, out, lse, masks)
         })
     }
 }

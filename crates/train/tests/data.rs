@@ -316,6 +316,14 @@ fn documents_end_with_an_id_and_are_no_context_of_the_next() {
         // Each end of text is a target; the first token behind it is none.
         assert_eq!(targets(&batch), [98, 0, -1, 100, 101, 0, -1, 0]);
     }
+    // The positions begin anew behind each end of text; a sample that begins inside a document counts from its own first token.
+    for rule in ["positions", "attention"] {
+        let flags = flags.replace("documents=loss", &format!("documents={rule}")).replace("seq_len=8", "seq_len=4");
+        let batch = open(&lines, &flags).unwrap().batch(0, 2, 0..2).unwrap();
+        assert_eq!(batch.values::<i32>("positions").unwrap(), [0, 1, 2, 0, 0, 1, 2, 0], "{rule}");
+        assert_eq!(targets(&batch), [98, 0, -1, 100, 101, 0, -1, 0], "{rule}");
+    }
+    assert!(open(&lines, flags).unwrap().batch(0, 1, 0..1).unwrap().values::<i32>("positions").is_err());
     // The bytes have no end of text: documents follow each other, and are told apart all the same.
     let plain = "--set model.seq_len=5 --set data.shuffle=false --set data.documents=loss";
     let batch = open(&lines, plain).unwrap().batch(0, 1, 0..1).unwrap();
@@ -336,10 +344,6 @@ fn documents_end_with_an_id_and_are_no_context_of_the_next() {
         (
             "--set data.end_of_text=-1 --set model.seq_len=5",
             "data.end_of_text = -1 (from --set): is no id; use \"auto\", \"none\", or an id of at least 0".to_owned(),
-        ),
-        (
-            "--set data.documents=attention --set model.seq_len=5",
-            "data.documents = \"attention\" (from --set): has not landed yet; use stream or loss".to_owned(),
         ),
     ] {
         assert_eq!(open(Path::new(&ids.to_string()), flags).unwrap_err(), problem);
@@ -464,7 +468,7 @@ fn sources_are_mixed_by_their_weights_whatever_the_mesh() {
 fn last_loss(folder: &Path, mesh: &str, more: &str) -> f64 {
     let sources = format!("data.sources=[\"{0}/a.jsonl:2\", \"{0}/corpus:1\"]", folder.display());
     let flags = format!(
-        "--mesh {mesh} --set data.documents=loss --set training.numerics=canonical --set model.num_layers=2 \
+        "--mesh {mesh} --set data.documents=attention --set training.numerics=canonical --set model.num_layers=2 \
          --set model.hidden_size=16 --set model.num_heads=4 --set model.seq_len=8 --set training.global_batch_size=8 {more}"
     );
     let args = flags.split_whitespace().chain(["--set", &sources]);
@@ -488,6 +492,9 @@ fn mixed_documents_give_the_same_bits_on_every_mesh_and_when_resumed() {
     let half = last_loss(&folder, "dp=2", &format!("--steps 2 {saved}"));
     assert_ne!(half, alone);
     assert_eq!(alone, last_loss(&folder, "tp=2,pp=2", &format!("--steps 4 {saved} --set checkpoint.resume=true")));
-    // Without boundaries the loss is another one.
-    assert_ne!(alone, last_loss(&folder, "dp=1", "--steps 4 --set data.documents=stream"));
+    // Each rule has another loss.
+    let rules = ["stream", "loss", "positions", "attention"];
+    let losses =
+        rules.map(|rule| last_loss(&folder, "dp=1", &format!("--steps 4 --set data.documents={rule}")).to_bits());
+    assert_eq!((HashSet::from(losses).len(), losses[3]), (4, alone.to_bits()));
 }

@@ -241,8 +241,8 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
             dims.splice(*dim..dim + 2, [dims[*dim] * dims[dim + 1]]);
             x()?.reshape(&dims)
         }
-        Op::Attention { dropout } => x()?.causal_attention(dropout.as_ref().map(|(p, name)| (*p, &**name))),
-        Op::GroupedAttention => x()?.grouped_attention(y()?, None, None),
+        Op::Attention { dropout } => x()?.causal_attention(None, dropout.as_ref().map(|(p, name)| (*p, &**name))),
+        Op::GroupedAttention => x()?.grouped_attention(y()?, None, None, None),
         Op::Embedding { table } => x()?.embedding(&param(*table)?),
         Op::VocabEmbedding { table, axis, vocab } => x()?.vocab_parallel_embedding(&param(*table)?, *axis, *vocab),
         Op::Positions { table } => x()?.positions(&param(*table)?),

@@ -49,7 +49,7 @@ fn grouped_attention_has_the_bits_of_one_rank() {
             let mut program = Program::new(
                 real,
                 |params, mesh| ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, false, init()),
-                |attention, tape, v| attention.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+                |attention, tape, v| attention.forward(tape, &v[0], region, Some(&v[0]), None, 0.0),
             );
             program.blocks = Some(BLOCKS);
             program.over_tp(degree, &inputs(region))
@@ -95,7 +95,7 @@ fn parts_of_a_group_that_are_no_subtrees_are_refused() {
         let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
         let types = Types::all(tape.rank().mesh(), Region::Invariant.ty());
         let x = tape.input(Tensor::zeros(tape.device(), DType::F32, [2, 4, HIDDEN]).unwrap(), types);
-        layer.forward(&tape, &x, Region::Invariant, None, 0.0).map(|_| ())
+        layer.forward(&tape, &x, Region::Invariant, None, None, 0.0).map(|_| ())
     };
     forward(Declarations::new()).unwrap();
     assert_eq!(

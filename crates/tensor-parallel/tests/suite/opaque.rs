@@ -53,7 +53,7 @@ impl Gpt {
         let x = self.tokens.embed(tape, ids, region)?;
         let mut x = self.positions.forward(tape, &x)?.dropout(DROPOUT, "embedding")?;
         for (ln_1, attention, ln_2, mlp) in &self.blocks {
-            x = attention.forward(tape, &ln_1.operand(tape, &x)?, region, Some(&x), DROPOUT)?;
+            x = attention.forward(tape, &ln_1.operand(tape, &x)?, region, Some(&x), None, DROPOUT)?;
             x = mlp.forward(tape, &ln_2.operand(tape, &x)?, region, Some(&x), DROPOUT)?;
         }
         let logits = self.tokens.logits(tape, &self.norm.operand(tape, &x)?, region)?;

@@ -74,7 +74,7 @@ fn blocks() {
         "attention",
         hidden,
         |params, mesh| ParallelAttention::new(params, mesh, "attn", HIDDEN, 12, true, [init(); 2]),
-        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), None, 0.3),
     );
     // Groups of whole heads, and one group that all ranks share.
     for kv_heads in [12, 1] {
@@ -83,7 +83,7 @@ fn blocks() {
             "grouped attention",
             hidden,
             |params, mesh| ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, true, [init(); 2]),
-            |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
+            |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), None, 0.0),
         );
     }
 }

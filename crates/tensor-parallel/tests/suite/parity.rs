@@ -155,7 +155,7 @@ fn parallel_attention_equals_self_attention() {
                 Ok((norm, SelfAttention::new(params, "attn", HIDDEN, HEADS, true, 0.02, 0.02)?))
             },
             |(norm, attention), tape, v| {
-                let y = attention.forward(tape, &norm.forward(tape, &v[0])?, dropout)?;
+                let y = attention.forward(tape, &norm.forward(tape, &v[0])?, None, dropout)?;
                 y.dropout(dropout, "attn.out")?.add(&v[0])
             },
         );
@@ -168,7 +168,7 @@ fn parallel_attention_equals_self_attention() {
                     Ok((norm, ParallelAttention::new(params, mesh, "attn", HIDDEN, HEADS, true, [init(); 2])?))
                 },
                 |(norm, attention), tape, v| {
-                    attention.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), dropout)
+                    attention.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), None, dropout)
                 },
             );
             let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
@@ -195,7 +195,7 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
                 Ok((norm, attention))
             },
             |(norm, attention), tape, v| {
-                let y = attention.forward(tape, &norm.forward(tape, &v[0])?, dropout)?;
+                let y = attention.forward(tape, &norm.forward(tape, &v[0])?, None, dropout)?;
                 y.dropout(dropout, "attn.out")?.add(&v[0])
             },
         );
@@ -209,7 +209,7 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
                     Ok((norm, ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, bias, init)?))
                 },
                 |(norm, attention), tape, v| {
-                    attention.forward(tape, &norm.operand(tape, &v[0])?, region, Some(&v[0]), dropout)
+                    attention.forward(tape, &norm.operand(tape, &v[0])?, region, Some(&v[0]), None, dropout)
                 },
             );
             let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
@@ -264,7 +264,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
             },
             |(norm, attention, mlp), tape, v| {
                 let rest = |x: &Var, y: Var| if residual { y.add(x) } else { Ok(y) };
-                let x = rest(&v[0], attention.forward(tape, &norm.forward(tape, &v[0])?, 0.0)?)?;
+                let x = rest(&v[0], attention.forward(tape, &norm.forward(tape, &v[0])?, None, 0.0)?)?;
                 rest(&x, mlp.forward(tape, &norm.forward(tape, &x)?)?)
             },
         );
@@ -282,7 +282,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
                 },
                 |(norm, attention, mlp), tape, v| {
                     let rest = |x| if residual { Some(x) } else { None };
-                    let x = attention.forward(tape, &norm.operand(tape, &v[0])?, region, rest(&v[0]), 0.0)?;
+                    let x = attention.forward(tape, &norm.operand(tape, &v[0])?, region, rest(&v[0]), None, 0.0)?;
                     mlp.forward(tape, &norm.operand(tape, &x)?, region, rest(&x), 0.0)
                 },
             );

@@ -8,6 +8,7 @@ use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S};
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::Embedding;
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::op::Documents;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
@@ -192,17 +193,32 @@ fn adding_partial_to_replicate() {
 fn attention_over_a_sharded_dim() {
     let qkv = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 3, 2, 4], ty);
     refused(
-        |b| qkv(b, S(1)).causal_attention(None),
+        |b| qkv(b, S(1)).causal_attention(None, None),
         "causal_attention: on axis tp, dim 1 of qkv is sharded, and causal_attention needs the whole of it on one rank; \
          all_gather qkv along dim 1 first",
     );
     refused(
-        |b| qkv(b, S(4)).causal_attention(None),
+        |b| qkv(b, S(4)).causal_attention(None, None),
         "causal_attention: on axis tp, dim 4 of qkv is sharded, and causal_attention needs the whole of it on one rank; \
          all_gather qkv along dim 4 first",
     );
-    accepted(|b| qkv(b, S(1)).all_gather(TP, 1)?.causal_attention(None));
-    accepted(|b| qkv(b, S(3)).causal_attention(None)); // heads are independent of each other
+    accepted(|b| qkv(b, S(1)).all_gather(TP, 1)?.causal_attention(None, None));
+    accepted(|b| qkv(b, S(3)).causal_attention(None, None)); // heads are independent of each other
+}
+
+#[test]
+fn attention_to_documents_of_other_samples() {
+    let documents = |b: &Bench, ty: Ty| {
+        let positions = Tensor::zeros(b.tape.device(), DType::I32, [BATCH, SEQ]).unwrap();
+        Documents { positions: b.tape.constant(positions, types(ty)), apart: true }
+    };
+    let qkv = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 3, 2, 4], ty);
+    refused(
+        |b| qkv(b, S(0)).causal_attention(Some(&documents(b, I)), None),
+        "causal_attention: on axis tp, qkv is Shard(0) and positions are Invariant: they do not hold the same tokens; give \
+         positions the samples of qkv",
+    );
+    accepted(|b| qkv(b, S(3)).causal_attention(Some(&documents(b, I)), None));
 }
 
 #[test]
@@ -210,29 +226,29 @@ fn grouped_attention_of_heads_that_lie_differently() {
     let q = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 4, 4], ty);
     let kv = |b: &Bench, ty: Ty| b.value(&[BATCH, SEQ, 2, 8], ty);
     refused(
-        |b| q(b, R).grouped_attention(&kv(b, S(3)), None, None),
+        |b| q(b, R).grouped_attention(&kv(b, S(3)), None, None, None),
         "grouped_attention: on axis tp, q is Replicate and kv is Shard(3): they do not hold the same groups; \
          cut the heads of both over tp, or all_gather kv along dim 3",
     );
     refused(
-        |b| q(b, S(2)).grouped_attention(&kv(b, I), None, None),
+        |b| q(b, S(2)).grouped_attention(&kv(b, I), None, None, None),
         "grouped_attention: on axis tp, q is Shard(2) and kv is Invariant: the gradient of kv would miss the other ranks' \
          share; copy(I→R) kv first",
     );
     refused(
-        |b| q(b, S(1)).grouped_attention(&kv(b, S(1)), None, None),
+        |b| q(b, S(1)).grouped_attention(&kv(b, S(1)), None, None, None),
         "grouped_attention: on axis tp, dim 1 of q is sharded, and grouped_attention needs the whole of it on one rank; \
          all_gather q along dim 1 first",
     );
     refused(
-        |b| q(b, S(2)).grouped_attention(&kv(b, P), None, None),
+        |b| q(b, S(2)).grouped_attention(&kv(b, P), None, None, None),
         "grouped_attention: on axis tp, kv is Partial, and grouped_attention of a sum is not the sum of grouped_attention; \
          all_reduce or reduce_scatter kv over tp first",
     );
-    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)), None, None)); // whole groups on each rank
-    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None));
-    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, I).copy(TP)?, None, None));
-    accepted(|b| q(b, R).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None));
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)), None, None, None)); // whole groups on each rank
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None, None));
+    accepted(|b| q(b, S(2)).grouped_attention(&kv(b, I).copy(TP)?, None, None, None));
+    accepted(|b| q(b, R).grouped_attention(&kv(b, S(3)).all_gather(TP, 3)?, None, None, None));
 }
 
 #[test]

@@ -1,9 +1,9 @@
 use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float};
 use crate::device::{Device, Work};
-use crate::error::Result;
-use crate::kernel::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape, Rotary};
-use attention::{Angles, Groups, SavedGrouped};
+use crate::error::{Error, Result};
+use crate::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape, Rotary};
+use attention::{Angles, Groups, Masks, Misplaced, Packing, SavedGrouped};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};
 use std::sync::{Mutex, PoisonError};
@@ -13,13 +13,42 @@ fn dims(shape: AttentionShape) -> attention::Dims {
     attention::Dims { batch, seq, heads, head_dim }
 }
 
-fn mask(dropout: Option<&AttentionDropout>) -> Option<attention::Dropout> {
-    dropout.map(|d| attention::Dropout {
+/// The documents of a call, checked.
+fn packing(
+    op: &'static str,
+    shape: AttentionShape,
+    documents: Option<DocumentPositions<'_>>,
+) -> Result<Option<Packing>> {
+    let Some(DocumentPositions { positions, apart }) = documents else { return Ok(None) };
+    let AttentionShape { batch, seq, .. } = shape;
+    let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
+    let positions = positions.as_slice::<i32>()?;
+    if positions.len() != batch * seq {
+        return Err(refuse(format!("{} positions: every token has one", positions.len())));
+    }
+    let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
+        refuse(format!(
+            "token {place} of sample {sample} is at position {position} of its document: 0 begins a document, each other position \
+             is one more than the one before, and all are below {seq}"
+        ))
+    })?;
+    Ok(Some(packing))
+}
+
+fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'a> {
+    let dropout = masks.dropout.map(|d| attention::Dropout {
         mask: dropout::Mask { key: d.key, p: d.p },
         first_sample: d.first_sample,
         first_head: d.first_head,
         global_heads: d.global_heads,
-    })
+    });
+    Masks { dropout, packing }
+}
+
+/// The share of `flops` that documents leave.
+fn left(flops: u64, shape: AttentionShape, packing: Option<&Packing>) -> u64 {
+    let pairs = packing.map_or(shape.pairs(), |packing| shape.heads as u64 * packing.pairs(shape.seq));
+    flops / shape.pairs().max(1) * pairs
 }
 
 fn groups(shape: GroupedShape) -> Groups {
@@ -52,19 +81,16 @@ impl LastAngles {
 }
 
 impl Attention for Cpu {
-    fn causal(
-        &self,
-        shape: AttentionShape,
-        qkv: &Buffer,
-        dropout: Option<&AttentionDropout>,
-    ) -> Result<(Buffer, Buffer)> {
-        self.meter().add_flops(Work::Attention, shape.forward_flops());
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, with: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        let packing = packing("attention", shape, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
         for_float!(self, "attention", qkv, T => {
             let qkv = qkv.as_slice::<T>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
             let out = self.output::<T>(qkv.len() / 3, |out| {
-                attention::forward(self.precision, dims(shape), qkv, out, rows, mask(dropout));
+                attention::forward(self.precision, dims(shape), qkv, out, rows, masks(with, packing));
             })?;
             Ok((out, lse))
         })
@@ -77,9 +103,11 @@ impl Attention for Cpu {
         qkv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        with: AttentionMasks<'_>,
     ) -> Result<Buffer> {
-        self.meter().add_flops(Work::Attention, shape.backward_flops());
+        let packing = packing("attention", shape, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
         for_float!(self, "attention", qkv, T => {
             let saved = attention::Saved {
                 qkv: qkv.as_slice::<T>()?,
@@ -88,7 +116,7 @@ impl Attention for Cpu {
             };
             let dout = dout.as_slice::<T>()?;
             self.output::<T>(qkv.count(), |dqkv| {
-                attention::backward(self.precision, dims(shape), saved, dout, dqkv, mask(dropout));
+                attention::backward(self.precision, dims(shape), saved, dout, dqkv, masks(with, packing));
             })
         })
     }
@@ -98,18 +126,20 @@ impl Attention for Cpu {
         shape: GroupedShape,
         q: &Buffer,
         kv: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        self.meter().add_flops(Work::Attention, of.forward_flops());
+        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(of.forward_flops(), of, packing));
         for_float!(self, "grouped_attention", q, T => {
             let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<T>()?, kv.as_slice::<T>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
-            let (rows, groups, dropout) = (lse.as_mut_slice::<T>()?, groups(shape), mask(dropout));
+            let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, packing));
             let out = self.output::<T>(q.count(), |out| {
-                attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, dropout);
+                attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, masks);
             })?;
             Ok((out, lse))
         })
@@ -123,7 +153,7 @@ impl Attention for Cpu {
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             attention::append(of, groups, cached, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
             if past == 0 && of.seq > 1 {
-                return Ok(self.grouped(new, q, kv, None)?.0);
+                return Ok(self.grouped(new, q, kv, AttentionMasks::default())?.0);
             }
             self.meter().add_flops(Work::Attention, shape.flops());
             let (q, cache) = (q.as_slice::<T>()?, cache.as_slice::<T>()?);
@@ -139,10 +169,12 @@ impl Attention for Cpu {
         kv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        self.meter().add_flops(Work::Attention, of.backward_flops());
+        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(of.backward_flops(), of, packing));
         for_float!(self, "grouped_attention", q, T => {
             let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
@@ -152,11 +184,11 @@ impl Attention for Cpu {
                 out: out.as_slice::<T>()?,
                 lse: lse.as_slice::<T>()?,
             };
-            let (dout, groups, dropout) = (dout.as_slice::<T>()?, groups(shape), mask(dropout));
+            let (dout, groups, masks) = (dout.as_slice::<T>()?, groups(shape), masks(with, packing));
             let mut dq = self.alloc(T::DTYPE, q.count())?;
             let mut dkv = self.alloc(T::DTYPE, kv.count())?;
             let gradients = [dq.as_mut_slice::<T>()?, dkv.as_mut_slice::<T>()?];
-            attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, dropout);
+            attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, masks);
             Ok((dq, dkv))
         })
     }
@@ -168,6 +200,8 @@ mod tests {
     use crate::cpu::Precision;
     use crate::random::{fill_normal, key};
 
+    const NONE: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None };
+
     /// Both directions compute in the precision of the device, the gradient from the same saved results.
     #[test]
     fn the_precision_is_that_of_the_device() -> Result<()> {
@@ -175,10 +209,10 @@ mod tests {
         let [f32, bf16] = [Precision::F32, Precision::Bf16].map(Cpu::new);
         let qkv = f32.output::<f32>(270, |x| fill_normal(key(0, "qkv"), 0, x))?;
         let dout = f32.output::<f32>(90, |x| fill_normal(key(0, "dout"), 0, x))?;
-        let (out, lse) = f32.causal(shape, &qkv, None)?;
+        let (out, lse) = f32.causal(shape, &qkv, NONE)?;
         let results = [&f32, &bf16].map(|device| {
-            let (there, _) = device.causal(shape, &qkv, None)?;
-            let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, None)?;
+            let (there, _) = device.causal(shape, &qkv, NONE)?;
+            let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, NONE)?;
             Ok([there.as_slice::<f32>()?.to_vec(), back.as_slice::<f32>()?.to_vec()])
         });
         let [exact, rounded]: [Result<[Vec<f32>; 2]>; 2] = results;

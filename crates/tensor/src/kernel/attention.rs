@@ -20,7 +20,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// (query, key) pairs that the causal mask keeps, over all heads and sequences.
+    /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
     pub fn pairs(&self) -> u64 {
         let seq = self.seq as u64;
         (self.batch * self.heads) as u64 * (seq * (seq + 1) / 2)
@@ -101,15 +101,29 @@ pub struct AttentionDropout {
     pub global_heads: u64,
 }
 
+/// Documents that follow each other in a sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct DocumentPositions<'a> {
+    /// The position of each token in its document, `[batch, seq]` in i32: 0 begins a document, and each other position is one more
+    /// than the one before. A sequence may begin at any position below `seq`.
+    pub positions: &'a Buffer,
+    /// Whether tokens see only those of their own document. In any case rotations follow the positions.
+    pub apart: bool,
+}
+
+/// What decides which pairs of tokens count, besides their order.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttentionMasks<'a> {
+    /// Dropout of attention probabilities.
+    pub dropout: Option<&'a AttentionDropout>,
+    /// The documents of each sequence; without them, a sequence is one document.
+    pub documents: Option<DocumentPositions<'a>>,
+}
+
 /// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads.
 pub trait Attention: Debug {
     /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
-    fn causal(
-        &self,
-        shape: AttentionShape,
-        qkv: &Buffer,
-        dropout: Option<&AttentionDropout>,
-    ) -> Result<(Buffer, Buffer)>;
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>;
 
     /// dqkv; probabilities are recomputed from lse.
     fn causal_grad(
@@ -119,7 +133,7 @@ pub trait Attention: Debug {
         qkv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<Buffer>;
 
     /// (out, lse) of groups.
@@ -128,7 +142,7 @@ pub trait Attention: Debug {
         shape: GroupedShape,
         q: &Buffer,
         kv: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)>;
 
     /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their queries.
@@ -146,6 +160,6 @@ pub trait Attention: Debug {
         kv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)>;
 }

@@ -19,7 +19,9 @@ mod rotary;
 mod routing;
 mod windows;
 
-pub use attention::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape};
+pub use attention::{
+    Attention, AttentionDropout, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape,
+};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};

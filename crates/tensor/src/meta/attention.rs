@@ -1,16 +1,11 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::kernel::{Attention, AttentionDropout, AttentionShape, DecodeShape, GroupedShape};
+use crate::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
 use meshwork_core::Buffer;
 
 impl Attention for Meta {
-    fn causal(
-        &self,
-        shape: AttentionShape,
-        qkv: &Buffer,
-        _dropout: Option<&AttentionDropout>,
-    ) -> Result<(Buffer, Buffer)> {
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, _masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(qkv.dtype(), shape.batch * shape.heads * shape.seq)?;
         Ok((self.alloc(qkv.dtype(), qkv.count() / 3)?, lse))
@@ -23,7 +18,7 @@ impl Attention for Meta {
         qkv: &Buffer,
         _out: &Buffer,
         _lse: &Buffer,
-        _dropout: Option<&AttentionDropout>,
+        _masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         self.meter().add_flops(Work::Attention, shape.backward_flops());
         self.alloc(qkv.dtype(), qkv.count())
@@ -34,7 +29,7 @@ impl Attention for Meta {
         shape: GroupedShape,
         q: &Buffer,
         _kv: &Buffer,
-        _dropout: Option<&AttentionDropout>,
+        _masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
         self.meter().add_flops(Work::Attention, of.forward_flops());
@@ -55,7 +50,7 @@ impl Attention for Meta {
         kv: &Buffer,
         _out: &Buffer,
         _lse: &Buffer,
-        _dropout: Option<&AttentionDropout>,
+        _masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         self.meter().add_flops(Work::Attention, shape.queries.backward_flops());
         Ok((self.alloc(q.dtype(), q.count())?, self.alloc(kv.dtype(), kv.count())?))

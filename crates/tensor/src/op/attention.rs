@@ -1,7 +1,8 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
+use super::documents::{self, Apart, Documents};
 use crate::error::Result;
-use crate::kernel::{AttentionDropout, AttentionShape, GroupedShape};
+use crate::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;
@@ -12,12 +13,13 @@ use meshwork_core::{SpmdError, Ty, Types};
 struct CausalAttention {
     shape: AttentionShape,
     dropout: Option<AttentionDropout>,
+    documents: Option<Apart>,
 }
 
 impl Var {
     /// `[b, s, 3, heads, d] → [b, s, heads, d]`. Heads may be sharded; the sequence may not (that is context parallelism).
-    /// `dropout` is (p, layer name) for the attention probabilities.
-    pub fn causal_attention(&self, dropout: Option<(f32, &str)>) -> Result<Var> {
+    /// `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is one.
+    pub fn causal_attention(&self, documents: Option<&Documents>, dropout: Option<(f32, &str)>) -> Result<Var> {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let (offset, global) = self.global_position();
@@ -33,7 +35,18 @@ impl Var {
         });
         let dropout = dropout.transpose()?;
         let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
-        self.tape().apply(CausalAttention { shape, dropout }, &[self])
+        let op = CausalAttention { shape, dropout, documents: documents.map(|documents| Apart(documents.apart)) };
+        match documents {
+            None => self.tape().apply(op, &[self]),
+            Some(documents) => self.tape().apply(op, &[self, &documents.positions]),
+        }
+    }
+}
+
+impl CausalAttention {
+    fn masks<'a>(&'a self, positions: Option<&'a Tensor>) -> AttentionMasks<'a> {
+        let documents = self.documents.zip(positions).map(|(apart, positions)| apart.with(positions));
+        AttentionMasks { dropout: self.dropout.as_ref(), documents }
     }
 }
 
@@ -43,11 +56,12 @@ impl Op for CausalAttention {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["qkv"]
+        if self.documents.is_some() { &["qkv", "positions"] } else { &["qkv"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let qkv = operands[0];
+        operands[1..].iter().try_for_each(|positions| documents::infer(self.name(), qkv, *positions))?;
         // The softmax runs along the sequence, and each head mixes its q, k and v over all its features.
         for whole in [1, 2, 4] {
             rules::along_dim(self.name(), qkv, whole, &[])?;
@@ -66,35 +80,39 @@ impl Op for CausalAttention {
         )?;
         let s = self.shape;
         if let Some(cache) = cx.tape().cache() {
+            cx.require(self.documents.is_none(), || "decoding continues one document".to_owned(), inputs)?;
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
             let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
             let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv)?;
             return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
         }
-        let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.dropout.as_ref())?;
+        let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks(inputs.get(1).copied()))?;
         let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
         cx.save_input(0)?;
         cx.save(&out)?;
         cx.save(&Tensor::from_buffer(qkv.device(), lse, [s.batch, s.heads, s.seq])?)?;
+        inputs[1..].iter().try_for_each(|positions| cx.save(positions))?;
         Ok(out)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         if !cx.needs(0) {
-            return Ok(vec![None]);
+            return Ok(vec![None; self.operands().len()]);
         }
         let (qkv, out, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?);
+        let positions = self.documents.map(|_| cx.saved(3)).transpose()?;
         let dqkv = grad.device().attention()?.causal_grad(
             self.shape,
             grad.buffer(),
             qkv.buffer(),
             out.buffer(),
             lse.buffer(),
-            self.dropout.as_ref(),
+            self.masks(positions.as_ref()),
         )?;
         let s = self.shape;
         let shape = Shape::new(&[s.batch, s.seq, 3, s.heads, s.head_dim]);
-        Ok(vec![Some(Tensor::from_buffer(grad.device(), dqkv, shape)?)])
+        let dqkv = Some(Tensor::from_buffer(grad.device(), dqkv, shape)?);
+        Ok([dqkv].into_iter().chain(positions.map(|_| None)).collect())
     }
 }

@@ -1,8 +1,9 @@
 //! Causal self-attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
 //! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
 
+use super::documents::{self, Apart, Documents};
 use crate::error::{Error, Result};
-use crate::kernel::{AttentionDropout, AttentionShape, GroupedShape, Rotary};
+use crate::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape, Rotary};
 use crate::tape::{Backward, Forward, Mode, Op, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
@@ -25,6 +26,7 @@ pub struct GroupedHeads {
 struct GroupedAttention {
     shape: GroupedShape,
     dropout: Option<AttentionDropout>,
+    documents: Option<Apart>,
     /// The reason, if groups and heads do not fit.
     misfit: Option<&'static str>,
 }
@@ -38,8 +40,14 @@ impl Var {
     /// there are fewer of them than ranks: then keys and values are `Replicate`, each rank reads the heads that its
     /// queries need, and their gradient is `Partial`.
     ///
-    /// `dropout` is (p, layer name) for the attention probabilities.
-    pub fn grouped_attention(&self, kv: &Var, rotary: Option<Rotary>, dropout: Option<(f32, &str)>) -> Result<Var> {
+    /// `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is one.
+    pub fn grouped_attention(
+        &self,
+        kv: &Var,
+        rotary: Option<Rotary>,
+        documents: Option<&Documents>,
+        dropout: Option<(f32, &str)>,
+    ) -> Result<Var> {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let (offset, global) = self.global_position();
@@ -67,7 +75,12 @@ impl Var {
         if misfit.is_none() {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
-        self.tape().apply(GroupedAttention { shape, dropout, misfit }, &[self, kv])
+        let apart = documents.map(|documents| Apart(documents.apart));
+        let op = GroupedAttention { shape, dropout, documents: apart, misfit };
+        match documents {
+            None => self.tape().apply(op, &[self, kv]),
+            Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),
+        }
     }
 
     /// In canonical numerics, refuses ranks that do not share the heads of a group as whole subtrees.
@@ -127,13 +140,20 @@ fn fit(
     }
 }
 
+impl GroupedAttention {
+    fn masks<'a>(&'a self, positions: Option<&'a Tensor>) -> AttentionMasks<'a> {
+        let documents = self.documents.zip(positions).map(|(apart, positions)| apart.with(positions));
+        AttentionMasks { dropout: self.dropout.as_ref(), documents }
+    }
+}
+
 impl Op for GroupedAttention {
     fn name(&self) -> &'static str {
         "grouped_attention"
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["q", "kv"]
+        if self.documents.is_some() { &["q", "kv", "positions"] } else { &["q", "kv"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -141,7 +161,8 @@ impl Op for GroupedAttention {
         for (x, whole) in [(0, 1), (0, 3), (1, 1), (1, 2)] {
             rules::along_dim(self.name(), operands[x], whole, &[])?;
         }
-        rules::per_axis(self.name(), operands, |axis, types| match (types[0], types[1]) {
+        operands[2..].iter().try_for_each(|positions| documents::infer(self.name(), operands[0], *positions))?;
+        rules::per_axis(self.name(), &operands[..2], |axis, types| match (types[0], types[1]) {
             (Ty::Shard(2), Ty::Shard(3) | Ty::Replicate) => Ok(Ty::Shard(2)),
             (q, kv) if q == kv && !matches!(q, Ty::Shard(2 | 3)) => Ok(q),
             (Ty::Shard(2), Ty::Invariant) => Err((
@@ -171,23 +192,27 @@ impl Op for GroupedAttention {
             inputs,
         )?;
         if let Some(cache) = cx.tape().cache() {
+            cx.require(self.documents.is_none(), || "decoding continues one document".to_owned(), inputs)?;
             let out = cache.attend(q.device(), s, q.buffer(), kv.buffer())?;
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
-        let (out, lse) = q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), self.dropout.as_ref())?;
+        let (out, lse) =
+            q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), self.masks(inputs.get(2).copied()))?;
         let out = Tensor::from_buffer(q.device(), out, q_shape)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
         cx.save(&out)?;
         cx.save(&Tensor::from_buffer(q.device(), lse, [of.batch, of.heads, of.seq])?)?;
+        inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
         Ok(out)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         if !cx.needs(0) && !cx.needs(1) {
-            return Ok(vec![None, None]);
+            return Ok(vec![None; self.operands().len()]);
         }
         let (q, kv, out, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, cx.saved(3)?);
+        let positions = self.documents.map(|_| cx.saved(4)).transpose()?;
         let (dq, dkv) = grad.device().attention()?.grouped_grad(
             self.shape,
             grad.buffer(),
@@ -195,9 +220,11 @@ impl Op for GroupedAttention {
             kv.buffer(),
             out.buffer(),
             lse.buffer(),
-            self.dropout.as_ref(),
+            self.masks(positions.as_ref()),
         )?;
         let gradient = |buffer, of: &Tensor| Tensor::from_buffer(grad.device(), buffer, of.shape());
-        Ok(vec![Some(gradient(dq, &q)?).filter(|_| cx.needs(0)), Some(gradient(dkv, &kv)?).filter(|_| cx.needs(1))])
+        let (dq, dkv) = (gradient(dq, &q)?, gradient(dkv, &kv)?);
+        let gradients = [Some(dq).filter(|_| cx.needs(0)), Some(dkv).filter(|_| cx.needs(1))];
+        Ok(gradients.into_iter().chain(positions.map(|_| None)).collect())
     }
 }

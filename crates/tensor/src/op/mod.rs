@@ -7,6 +7,7 @@ mod channel_norm;
 mod concat;
 mod conv;
 mod custom;
+mod documents;
 mod dropout;
 mod elementwise;
 mod embedding;
@@ -32,6 +33,7 @@ mod whole;
 
 pub use crate::kernel::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
+pub use documents::Documents;
 pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;
 pub use loss::VocabLoss;

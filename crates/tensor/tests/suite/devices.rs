@@ -10,7 +10,7 @@ use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Rotary, RowGroups};
+use meshwork_tensor::op::{Documents, Rotary, RowGroups};
 use meshwork_tensor::tape::{Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -40,6 +40,11 @@ fn case(name: &'static str, inputs: &[(&[usize], Ty)], run: fn(&Tape, &[Var]) ->
 
 fn tokens(tape: &Tape) -> Var {
     ids(tape, &[0, 3, 3, 1, 2, 2], &[2, 3], types(Ty::Invariant))
+}
+
+/// Sequences of one document each: what meta counts, which does not know the positions.
+fn documents(tape: &Tape, apart: bool) -> Documents {
+    Documents { positions: ids(tape, &[0, 1, 2, 0, 1, 2], &[2, 3], types(Ty::Invariant)), apart }
 }
 
 fn types(tp: Ty) -> Types {
@@ -116,13 +121,21 @@ fn cases() -> Vec<Case> {
         case("conv2d of a rectified norm", &[(&[3, 5, 4, 2], I), (&[2], I), (&[2], I), (&[6, 3, 3, 2], I)], |_, v| {
             v[0].group_norm(1, &v[1], &v[2], 1e-5)?.relu()?.conv2d(&v[3], None, 1, 1)
         }),
-        case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None)),
-        case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| v[0].causal_attention(Some((0.5, "attn")))),
+        case("attention", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(None, None)),
+        case("attention with dropout", &[(&[2, 70, 3, 1, 2], S(3))], |_, v| {
+            v[0].causal_attention(None, Some((0.5, "attn")))
+        }),
         case("grouped attention", &[(&[2, 5, 4, 6], S(2)), (&[2, 5, 2, 12], S(3))], |_, v| {
-            v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), None)
+            v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), None, None)
         }),
         case("grouped attention of replicated keys", &[(&[2, 70, 2, 4], S(2)), (&[2, 70, 2, 4], R)], |_, v| {
-            v[0].grouped_attention(&v[1], None, Some((0.5, "attn")))
+            v[0].grouped_attention(&v[1], None, None, Some((0.5, "attn")))
+        }),
+        case("attention to documents", &[(&[2, 3, 3, 2, 4], S(3))], |tape, v| {
+            v[0].causal_attention(Some(&documents(tape, true)), None)
+        }),
+        case("grouped attention with positions", &[(&[2, 3, 4, 6], S(2)), (&[2, 3, 2, 12], S(3))], |tape, v| {
+            v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), Some(&documents(tape, false)), None)
         }),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
         case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),
@@ -329,7 +342,7 @@ fn a_missing_kernel_names_the_operation_and_the_device() {
         ("conv2d", input(&[1, 3, 3, 2]).conv2d(&input(&[4, 3, 3, 2]), None, 1, 1), "window"),
         ("max_pool", input(&[1, 3, 3, 2]).max_pool([2, 2], 1, 0), "window"),
         ("group_norm", input(&[1, 3, 3, 2]).group_norm(1, &input(&[2]), &input(&[2]), 1e-5), "channel norm"),
-        ("causal_attention", input(&[1, 2, 3, 1, 1]).causal_attention(None), "attention"),
+        ("causal_attention", input(&[1, 2, 3, 1, 1]).causal_attention(None, None), "attention"),
         ("embedding", tokens.embedding(&input(&[4, 3])), "embedding"),
         ("cross_entropy", x.cross_entropy(&tokens), "loss"),
     ] {

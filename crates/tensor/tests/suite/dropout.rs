@@ -80,9 +80,9 @@ fn attention_drops_by_global_head() {
     let p = Some((0.4, "attn"));
     on_mesh("tp=4", |rank| {
         let whole = || input(&tape_of(&rank), &qkv, &QKV, on_tp(Ty::Invariant));
-        let slice = whole().split(Axis::Tp, 3).unwrap().causal_attention(p).unwrap();
+        let slice = whole().split(Axis::Tp, 3).unwrap().causal_attention(None, p).unwrap();
         assert_eq!(slice.types(), on_tp(Ty::Shard(2)));
-        let reference = whole().causal_attention(p).unwrap().split(Axis::Tp, 2).unwrap();
+        let reference = whole().causal_attention(None, p).unwrap().split(Axis::Tp, 2).unwrap();
         assert_eq!(to_f64(slice.tensor()), to_f64(reference.tensor()));
     });
 }

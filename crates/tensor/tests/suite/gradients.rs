@@ -173,18 +173,18 @@ fn swiglu() {
 
 #[test]
 fn causal_attention() {
-    check("attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None));
+    check("attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None, None));
     // Longer than one block of queries.
-    check("long attention", &[("qkv", &[1, 70, 3, 1, 1])], |_, v| v[0].causal_attention(None));
+    check("long attention", &[("qkv", &[1, 70, 3, 1, 1])], |_, v| v[0].causal_attention(None, None));
 }
 
 #[test]
 fn causal_attention_with_dropout() {
     let p = Some((0.4, "h.0.attn"));
-    check("attention with dropout", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(p));
+    check("attention with dropout", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None, p));
     let tape = tape_of(&alone());
     let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
-    let (with, without) = (qkv.causal_attention(p).unwrap(), qkv.causal_attention(None).unwrap());
+    let (with, without) = (qkv.causal_attention(None, p).unwrap(), qkv.causal_attention(None, None).unwrap());
     assert_ne!(to_f64(with.tensor()), to_f64(without.tensor()), "something was dropped");
 }
 
@@ -194,9 +194,9 @@ fn grouped_attention() {
         Rotary { theta: 30.0, scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }) };
     for (rotary, dropout) in [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn")))] {
         let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12])];
-        check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+        check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));
         let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 2]), ("kv", &[1, 70, 2, 2])];
-        check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, dropout));
+        check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));
     }
 }
 
@@ -210,7 +210,7 @@ fn rotary_positions_are_relative() {
         let ahead = |x: &[f64], width: usize| [&vec![0.0; skip * width][..], x].concat();
         let q = input(&tape, &ahead(&q, 4), &[1, skip + seq, 1, 4], Types::NONE);
         let kv = input(&tape, &ahead(&kv, 8), &[1, skip + seq, 2, 4], Types::NONE);
-        to_f64(q.grouped_attention(&kv, Some(Rotary::new(10.0)), None).unwrap().tensor())[skip * 4..].to_vec()
+        to_f64(q.grouped_attention(&kv, Some(Rotary::new(10.0)), None, None).unwrap().tensor())[skip * 4..].to_vec()
     };
     // Keys of zeros have the score 0, and values of zeros only thin the others out: by a factor that is the same for all features.
     for (got, want) in out(moved).chunks(4).zip(out(0).chunks(4)) {

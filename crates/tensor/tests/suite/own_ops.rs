@@ -150,11 +150,11 @@ fn swiglu() {
 #[test]
 fn attention() {
     let qkv = || OpInput::value("qkv", &[1, 3, 3, 1, 3]).fixed(&[2]);
-    check("causal_attention", &[qkv()], |v| v[0].causal_attention(None));
-    check("causal_attention with dropout", &[qkv()], |v| v[0].causal_attention(Some((0.4, "attn"))));
+    check("causal_attention", &[qkv()], |v| v[0].causal_attention(None, None));
+    check("causal_attention with dropout", &[qkv()], |v| v[0].causal_attention(None, Some((0.4, "attn"))));
     let (q, kv) = (OpInput::value("q", &[1, 3, 3, 2]).fixed(&[3]), OpInput::value("kv", &[1, 3, 2, 2]).fixed(&[2]));
     for rotary in [None, Some(Rotary::new(10.0))] {
-        check("grouped_attention", &[q.clone(), kv.clone()], |v| v[0].grouped_attention(&v[1], rotary, None));
+        check("grouped_attention", &[q.clone(), kv.clone()], |v| v[0].grouped_attention(&v[1], rotary, None, None));
     }
 }
 

@@ -230,14 +230,17 @@ impl Window for Opaque {
     }
 }
 
+/// Masks with the positions of documents in the host memory behind them.
+fn with_masks<T>(masks: AttentionMasks<'_>, work: impl FnOnce(AttentionMasks<'_>) -> T) -> T {
+    let positions = masks.documents.map(|documents| host(documents.positions));
+    let documents = masks.documents.zip(positions.as_ref());
+    let documents = documents.map(|(documents, positions)| DocumentPositions { positions, ..documents });
+    work(AttentionMasks { documents, ..masks })
+}
+
 impl Attention for Opaque {
-    fn causal(
-        &self,
-        shape: AttentionShape,
-        qkv: &Buffer,
-        dropout: Option<&AttentionDropout>,
-    ) -> Result<(Buffer, Buffer)> {
-        hidden(self.inner.attention()?.causal(shape, &host(qkv), dropout))
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        hidden(with_masks(masks, |masks| self.inner.attention()?.causal(shape, &host(qkv), masks)))
     }
 
     fn causal_grad(
@@ -247,10 +250,10 @@ impl Attention for Opaque {
         qkv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         let [dout, qkv, out, lse] = [dout, qkv, out, lse].map(host);
-        hidden(self.inner.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, dropout))
+        hidden(with_masks(masks, |masks| self.inner.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks)))
     }
 
     fn grouped(
@@ -258,9 +261,9 @@ impl Attention for Opaque {
         shape: GroupedShape,
         q: &Buffer,
         kv: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        hidden(self.inner.attention()?.grouped(shape, &host(q), &host(kv), dropout))
+        hidden(with_masks(masks, |masks| self.inner.attention()?.grouped(shape, &host(q), &host(kv), masks)))
     }
 
     fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
@@ -276,10 +279,12 @@ impl Attention for Opaque {
         kv: &Buffer,
         out: &Buffer,
         lse: &Buffer,
-        dropout: Option<&AttentionDropout>,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let [dout, q, kv, out, lse] = [dout, q, kv, out, lse].map(host);
-        hidden(self.inner.attention()?.grouped_grad(shape, &dout, &q, &kv, &out, &lse, dropout))
+        hidden(with_masks(masks, |masks| {
+            self.inner.attention()?.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)
+        }))
     }
 }
 

@@ -7,6 +7,7 @@ use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language::Boundary;
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
@@ -26,10 +27,24 @@ impl Config {
 
     /// The model.
     pub fn model(&self) -> Arc<dyn Model> {
-        let (model, cut) = (&self.model, self.parallelism.sequence_parallel);
+        let (model, cut, boundary) = (&self.model, self.parallelism.sequence_parallel, self.boundary());
         match model.kind {
-            ModelKind::Gpt2 => Arc::new(Gpt2::new(self.gpt2()).with_experts(self.experts()).sequence_parallel(cut)),
-            ModelKind::Llama => Arc::new(Llama::new(self.llama()).with_experts(self.experts()).sequence_parallel(cut)),
+            ModelKind::Gpt2 => {
+                Arc::new(Gpt2::new(self.gpt2()).with_experts(self.experts()).sequence_parallel(cut).documents(boundary))
+            }
+            ModelKind::Llama => Arc::new(
+                Llama::new(self.llama()).with_experts(self.experts()).sequence_parallel(cut).documents(boundary),
+            ),
+        }
+    }
+
+    /// What `data.documents` means to the model.
+    #[must_use]
+    pub fn boundary(&self) -> Boundary {
+        match &*self.data.documents {
+            "positions" => Boundary::Positions,
+            "attention" => Boundary::Attention,
+            _ => Boundary::Ignored,
         }
     }
 

@@ -248,8 +248,9 @@ sections! {
         /// the tokenizer, if it has one.
         end_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS);
         /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a document is no
-        /// target, so that nothing is learnt across the boundary.
-        documents: String = is("stream"), Choice { landed: &["stream", "loss"], planned: &["positions", "attention"] };
+        /// target, so that nothing is learnt across the boundary. positions: also, positions start anew in each document. attention: also,
+        /// tokens see only those of their own document.
+        documents: String = is("stream"), Choice { landed: &["stream", "loss", "positions", "attention"], planned: &[] };
         /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
         cache_dir: Option<String> = Unset, Text;
         /// Whether each epoch permutes the samples, by seed and epoch.

@@ -38,7 +38,7 @@ pub use tokenizer::Tokenizer;
 use crate::config::{Config, ConfigError, Fault};
 use documents::Documents;
 use meshwork_core::hash;
-use meshwork_models::language;
+use meshwork_models::language::{self, Boundary};
 use meshwork_nn::{Batch, BatchSource};
 use mixture::Mixture;
 use permutation::Permutation;
@@ -94,6 +94,8 @@ pub struct Data {
     masked: Vec<bool>,
     /// Whether the first token of a document is no target.
     bounded: bool,
+    /// Whether batches say where in its document each token is.
+    placed: bool,
     seq_len: usize,
     shuffle: Option<u64>,
     tokenizer: Tokenizer,
@@ -140,7 +142,8 @@ impl Data {
         if config.data.shuffle {
             data = data.shuffled(config.training.seed);
         }
-        data.bounded = config.data.documents == "loss";
+        data.bounded = config.data.documents != "stream";
+        data.placed = config.boundary() > Boundary::Ignored;
         faults.extend(check::lengths(&data, &names, config));
         let first = &data.parts[0].stream.tokens;
         match first.read(0..first.len().min(PROMPT)) {
@@ -159,6 +162,7 @@ impl Data {
             mixture,
             masked: Vec::new(),
             bounded: false,
+            placed: false,
             seq_len,
             shuffle: None,
             tokenizer: Tokenizer::BYTES,
@@ -274,6 +278,7 @@ impl Data {
         let count = rows.len();
         let mut inputs = Vec::with_capacity(count * self.seq_len);
         let mut targets = Vec::with_capacity(count * self.seq_len);
+        let mut positions = Vec::new();
         for row in rows {
             let (source, start) = place(u128::from(batch) * size as u128 + row as u128);
             let stream = &self.parts[source].stream;
@@ -284,13 +289,22 @@ impl Data {
             targets.extend_from_slice(&tokens[1..]);
             let masked = (start + 1..window.end).map(|at| self.masked.get(at as usize) == Some(&true));
             targets[before..].iter_mut().zip(masked).filter(|(_, masked)| *masked).for_each(|(to, _)| *to = MASKED);
-            if self.bounded {
-                for first in stream.documents.starts(window, &tokens)? {
-                    targets[before + (first - start) as usize - 1] = MASKED;
-                }
+            if !self.bounded {
+                continue;
+            }
+            let firsts = stream.documents.starts(window, &tokens)?;
+            let firsts: Vec<usize> = firsts.into_iter().map(|first| (first - start) as usize).collect();
+            firsts.iter().for_each(|first| targets[before + first - 1] = MASKED);
+            if self.placed {
+                // A document that began before the sample begins anew with it: the model never sees its first tokens.
+                let edges: Vec<usize> = [0].into_iter().chain(firsts).map(|first| first.min(self.seq_len)).collect();
+                let ends = edges.iter().skip(1).chain([&self.seq_len]);
+                positions.extend(edges.iter().zip(ends).flat_map(|(first, end)| 0..(end - first) as i32));
             }
         }
-        Ok(language::batch(inputs, targets, self.seq_len).expect("whole samples"))
+        let batch = language::batch(inputs, targets, self.seq_len).expect("whole samples");
+        let placed = if self.placed { batch.with(language::POSITIONS, [self.seq_len], positions) } else { Ok(batch) };
+        Ok(placed.expect("a position for each token"))
     }
 
     /// Number of whole samples of a stream, of the training part or of the held-out part.

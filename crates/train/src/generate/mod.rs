@@ -54,7 +54,13 @@ pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) ->
     let even = window.len().next_multiple_of(tp * SAMPLE_BLOCK.div_ceil(tp));
     window.resize(even.min(seq_len), 0);
     let (targets, seq_len) = (vec![-1; window.len()], window.len());
-    trainer.predict(&language::batch(window, targets, seq_len)?, position, vocab)
+    let batch = language::batch(window, targets, seq_len)?;
+    // A text is one document.
+    let batch = match fields.iter().any(|field| field.name == language::POSITIONS) {
+        true => batch.with(language::POSITIONS, [seq_len], (0..seq_len as i32).collect::<Vec<_>>())?,
+        false => batch,
+    };
+    trainer.predict(&batch, position, vocab)
 }
 
 /// Whether some rank was asked to stop the run. Collective: all ranks get the same answer at the same place.

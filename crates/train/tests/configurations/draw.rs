@@ -573,9 +573,8 @@ impl Frame {
             },
             // A file of tokens needs an id that ends a document.
             "data.documents" => match rng.below(3) {
-                0 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,
-                0 => one_of(rng, &["stream", "loss"]),
-                1 => rarely(rng, 100).then(|| "attention".to_owned()),
+                0 | 1 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,
+                0 | 1 => one_of(rng, &["stream", "loss", "positions", "attention"]),
                 _ => None,
             },
             "data.cache_dir" => rarely(rng, 10).then(|| path("cache")),

@@ -285,13 +285,15 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(weights(&["0", "-1"]), "a weight that is not above 0");
     rule(weights(&["1e-9"]), "weights in no proportion of small whole numbers");
     let documents = case.get("data.documents");
-    rule(documents == Some("attention"), "attention across documents cannot be forbidden yet");
     let id: Option<usize> = case.get("data.end_of_text").and_then(|id| id.parse().ok());
     rule(id.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id ends a text");
     let tokens = binary && !indexed || sources.is_some();
     let known =
         id.is_some() || case.get("data.tokenizer") == Some("gpt2") && case.get("data.end_of_text") != Some("\"none\"");
-    rule(documents == Some("loss") && tokens && !known, "nothing marks the documents of a token file");
+    rule(
+        documents.is_some_and(|rule| rule != "stream") && tokens && !known,
+        "nothing marks the documents of a token file",
+    );
     let vocab = count(case, "model.vocab_size", 0);
     let tokenizer = case.get("data.tokenizer").unwrap_or("bytes");
     let few = case.get("data.path").is_some_and(|path| path.ends_with("few.bin"));

@@ -10,6 +10,8 @@
 //! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
 //! them. Queries and keys may be [rotated](Angles) by their positions first.
 //!
+//! Sequences may be [packed](Packing) with documents, each of which is then computed as a sequence of its own.
+//!
 //! # The order of sums
 //!
 //! Each product is summed in tiles, one chain in the order of its terms (see `tiles`), and blocks of terms are added
@@ -48,6 +50,7 @@
 mod ahead;
 mod backward;
 mod decode;
+mod documents;
 mod forward;
 mod heads;
 mod layout;
@@ -60,6 +63,7 @@ mod tiles;
 use super::dropout::Mask;
 use super::matmul::Precision;
 pub use decode::{Cached, append, attend};
+pub use documents::{Misplaced, Packing};
 use heads::heads_mut;
 use layout::{Call, Layout};
 use meshwork_core::pool;
@@ -117,6 +121,15 @@ pub struct Dropout {
     pub global_heads: u64,
 }
 
+/// What decides which pairs count, besides their order in the sequence.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Masks<'a> {
+    /// Dropout of probabilities.
+    pub dropout: Option<Dropout>,
+    /// The documents of each sequence.
+    pub packing: Option<&'a Packing>,
+}
+
 impl Dropout {
     /// Global index of the first element of a head, both local.
     fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
@@ -151,27 +164,20 @@ pub struct SavedGrouped<'a, T> {
 }
 
 /// `out` and `lse` from `qkv`, in a precision. Overwrites both.
-pub fn forward<T: Tiled>(
-    precision: Precision,
-    dims: Dims,
-    qkv: &[T],
-    out: &mut [T],
-    lse: &mut [T],
-    dropout: Option<Dropout>,
-) {
-    forward_in(T::tiles(precision), dims, qkv, out, lse, dropout);
+pub fn forward<T: Tiled>(precision: Precision, dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], masks: Masks<'_>) {
+    forward_in(T::tiles(precision), dims, qkv, out, lse, masks);
 }
 
-/// `dqkv` from `dout`, with the forward's precision and dropout. Overwrites it.
+/// `dqkv` from `dout`, with the forward's precision and masks. Overwrites it.
 pub fn backward<T: Tiled>(
     precision: Precision,
     dims: Dims,
     saved: Saved<'_, T>,
     dout: &[T],
     dqkv: &mut [T],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
-    backward_in(T::tiles(precision), dims, saved, dout, dqkv, dropout);
+    backward_in(T::tiles(precision), dims, saved, dout, dqkv, masks);
 }
 
 /// `out` and `lse` from `q` and `kv`, in a precision. Overwrites both.
@@ -184,12 +190,12 @@ pub fn grouped_forward<T: Tiled>(
     [q, kv]: [&[T]; 2],
     out: &mut [T],
     lse: &mut [T],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
-    grouped_forward_in(T::tiles(precision), dims, groups, angles, [q, kv], out, lse, dropout);
+    grouped_forward_in(T::tiles(precision), dims, groups, angles, [q, kv], out, lse, masks);
 }
 
-/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and dropout. Overwrites both, with zeros
+/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and masks. Overwrites both, with zeros
 /// for heads of keys and values that no head here reads.
 #[expect(clippy::too_many_arguments, reason = "as above")]
 pub fn grouped_backward<T: Tiled>(
@@ -200,23 +206,16 @@ pub fn grouped_backward<T: Tiled>(
     saved: SavedGrouped<'_, T>,
     dout: &[T],
     [dq, dkv]: [&mut [T]; 2],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
-    grouped_backward_in(T::tiles(precision), dims, groups, angles, saved, dout, [dq, dkv], dropout);
+    grouped_backward_in(T::tiles(precision), dims, groups, angles, saved, dout, [dq, dkv], masks);
 }
 
 /// [`forward`] with these tiles.
-fn forward_in<T: Tiled>(
-    tiles: Tiles<T>,
-    dims: Dims,
-    qkv: &[T],
-    out: &mut [T],
-    lse: &mut [T],
-    dropout: Option<Dropout>,
-) {
+fn forward_in<T: Tiled>(tiles: Tiles<T>, dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], masks: Masks<'_>) {
     dims.check(&[qkv.len() / 3, out.len()], lse.len());
     assert_eq!(qkv.len(), 3 * out.len(), "elements of qkv for {dims:?}");
-    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, dropout };
+    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
     forward_of(&call, [qkv, qkv], out, lse);
 }
 
@@ -230,11 +229,11 @@ fn grouped_forward_in<T: Tiled>(
     [q, kv]: [&[T]; 2],
     out: &mut [T],
     lse: &mut [T],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
     dims.check(&[q.len(), out.len()], lse.len());
     groups.check(dims, &[kv.len()]);
-    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, dropout };
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     forward_of(&call, [q, kv], out, lse);
 }
 
@@ -246,10 +245,11 @@ fn forward_of<T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[T]; 2], out: &mut [T], l
     let outputs = heads_mut::<1, T>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
     let outputs = outputs.zip(lse.chunks_mut((groups.size * dims.seq).max(1)));
     let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
-    pool::share(items, |((group, ([out], lse)), next)| {
-        let [q_start, k_start, v_start] = call.starts(group);
-        let to_next = next.then(|| call.distance_to_next(group));
-        forward::group(call, group, [&q[q_start..], &kv[k_start..], &kv[v_start..]], out, lse, to_next);
+    pool::share(items, |((group, ([mut out], lse)), next)| {
+        for (rows, to_next) in call.parts(group, next) {
+            let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.range(), 0));
+            forward::part(call, (group, rows), [&q[q_start..], &kv[k_start..], &kv[v_start..]], out, lse, to_next);
+        }
     });
 }
 
@@ -260,12 +260,12 @@ fn backward_in<T: Tiled>(
     saved: Saved<'_, T>,
     dout: &[T],
     dqkv: &mut [T],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
     let Saved { qkv, out, lse } = saved;
     dims.check(&[out.len(), dout.len()], lse.len());
     assert_eq!([qkv.len(), dqkv.len()], [3 * out.len(); 2], "elements of qkv for {dims:?}");
-    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, dropout };
+    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
     let gradients = heads_mut::<3, T>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
     backward_of(&call, SavedGrouped { q: qkv, kv: qkv, out, lse }, dout, gradients);
 }
@@ -280,13 +280,13 @@ fn grouped_backward_in<T: Tiled>(
     saved: SavedGrouped<'_, T>,
     dout: &[T],
     [dq, dkv]: [&mut [T]; 2],
-    dropout: Option<Dropout>,
+    masks: Masks<'_>,
 ) {
     dims.check(&[saved.q.len(), dq.len(), saved.out.len(), dout.len()], saved.lse.len());
     groups.check(dims, &[saved.kv.len(), dkv.len()]);
     let Dims { batch, seq, head_dim, .. } = dims;
     let Groups { size, kv_heads, first } = groups;
-    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, dropout };
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     let used = groups.used(dims);
     if used < kv_heads {
         dkv.fill(T::ZERO);
@@ -310,12 +310,14 @@ fn backward_of<'g, T: Tiled>(
     let SavedGrouped { q, kv, out, lse } = saved;
     call.check();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
-    pool::share(items, |((group, gradients), next)| {
-        let ([q_start, k_start, v_start], o) = (call.starts(group), call.out_start(group));
-        let to_next = next.then(|| call.distance_to_next(group));
+    pool::share(items, |((group, mut gradients), next)| {
         let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
-        let operands = [&q[q_start..], &kv[k_start..], &kv[v_start..], &out[o..], &dout[o..]];
-        backward::group(call, group, operands, lse, gradients, to_next);
+        for (rows, to_next) in call.parts(group, next) {
+            let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
+            let operands = [&q[q_start..], &kv[k_start..], &kv[v_start..], &out[o..], &dout[o..]];
+            let gradients = gradients.each_mut().map(|gradient| gradient.part(rows.range(), 0));
+            backward::part(call, (group, rows), operands, lse, gradients, to_next);
+        }
     });
 }
 

@@ -1,25 +1,26 @@
-//! The backward of a group of heads.
+//! The backward of a group of heads, on all rows of a sample or those of a document.
 
 use super::super::Float;
 use super::ahead::{self, Ahead};
+use super::documents::Document;
 use super::heads::RowsMut;
-use super::layout::{Call, Distance, Group};
+use super::layout::{Call, Group, Next};
 use super::rows::VECTOR;
 use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
 use crate::cpu::kernels::matmul::Update;
 use meshwork_core::simd::wide;
 
-/// A group's gradients of `q`, `k` and `v`; those, `out` and `dout` begin at its first position, `lse` with its first row.
-pub(super) fn group<T: Tiled>(
+/// A part's gradients of `q`, `k` and `v`; those, `out` and `dout` begin with its first row, `lse` with the group's.
+pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    group: Group,
+    place @ (_, rows): (Group, Document),
     [q, k, v, out, dout]: [&[T]; 5],
     lse: &[T],
     [mut q_grad, mut k_grad, mut v_grad]: [RowsMut<'_, T>; 3],
-    to_next: Option<Distance>,
+    to_next: Option<Next>,
 ) {
-    let (tiles, seq, head_dim, size) = (&call.tiles, call.dims.seq, call.dims.head_dim, call.groups.size);
+    let (tiles, seq, head_dim, size) = (&call.tiles, rows.len, call.dims.head_dim, call.groups.size);
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
     // For a longer head, nothing is fetched ahead, and its gradients are summed in scratch, where their rows are close
     // together.
@@ -54,7 +55,7 @@ pub(super) fn group<T: Tiled>(
         let in_memory = [q, k, v, out, dout].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
-                angles.turn((k, k_row), head_dim, k_turned);
+                call.turn(angles, place, (k, k_row), k_turned);
                 (&*k_turned, head_dim)
             }
             None => (k, k_row),
@@ -64,7 +65,9 @@ pub(super) fn group<T: Tiled>(
         let ks = tiles.pack([seq, head_dim], (k, (k_read, 1)), ks);
         for head in 0..size {
             let last = head + 1 == size;
-            let next = to_next.filter(|_| in_place && last).map(|[in_q, in_kv, in_out]| {
+            let to_next = to_next.filter(|_| in_place && last);
+            let next_rows = to_next.map_or(seq, |next| next.rows);
+            let next = to_next.map(|Next { distance: [in_q, in_kv, in_out], .. }| {
                 let [q, k, v, out, dout] = in_memory;
                 let gradients = [(&k_grad, in_kv, k_row), (&v_grad, in_kv, v_row), (&q_grad, in_q, q_row)];
                 let [k_grad, v_grad, q_grad] = gradients.map(|(x, at, row)| (x.as_ptr().wrapping_add(at), row));
@@ -78,12 +81,12 @@ pub(super) fn group<T: Tiled>(
                 all.map(|(x, row)| (x.wrapping_add((head + 1) * head_dim), row))
             });
             let next = if last { next.as_slice().as_flattened() } else { inside.as_slice().as_flattened() };
-            let mut ahead = Ahead::new(next, [seq, head_dim]);
+            let mut ahead = Ahead::new(next, [next_rows, head_dim]);
 
             let [q, out, dout] = [q, out, dout].map(|x| &x[head * head_dim..]);
             let (q, q_read) = match call.angles {
                 Some(angles) => {
-                    angles.turn((q, q_row), head_dim, q_turned);
+                    call.turn(angles, place, (q, q_row), q_turned);
                     (&*q_turned, head_dim)
                 }
                 None => (q, q_row),
@@ -102,8 +105,9 @@ pub(super) fn group<T: Tiled>(
             let slot = head.count_ones() as usize;
             let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [seq, head_dim]);
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
-            let rows = Rows { lse: &lse[head * seq..][..seq], dots, dropout: call.head_dropout(group, head) };
-            one_head(call, operands, rows, [q_sums, k_sums, v_sums], [p, ds, factors, words], &mut ahead);
+            let lse = &lse[head * call.dims.seq + rows.first..][..seq];
+            let values = Rows { lse, dots, dropout: call.head_dropout(place, head) };
+            one_head(call, place, operands, values, [q_sums, k_sums, v_sums], [p, ds, factors, words], &mut ahead);
             if !in_place {
                 copy(dq, &mut gradient, head_dim);
             }
@@ -192,13 +196,15 @@ struct Rows<'a, T> {
 /// One head's sums for the gradients of `q`, `k` and `v`.
 fn one_head<T: Tiled>(
     call: &Call<'_, T>,
+    place @ (_, part): (Group, Document),
     Operands { q, g, kt, vt, ks, qs, gs }: Operands<'_, T>,
     Rows { lse, dots, dropout }: Rows<'_, T>,
     [mut q_sums, mut k_sums, mut v_sums]: [RowsMut<'_, T>; 3],
     [p, ds, factors, words]: [&mut [T]; 4],
     ahead: &mut Ahead<'_, T>,
 ) {
-    let (tiles, scale, Dims { seq, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
+    let (tiles, scale, Dims { seq: in_sample, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
+    let seq = part.len;
     for keys in blocks(0..seq, BLOCK) {
         for queries in blocks(keys.start..seq, BLOCK) {
             let diagonal = queries.start == keys.start;
@@ -213,7 +219,7 @@ fn one_head<T: Tiled>(
                 }
                 let factors = dropout.map(|(mask, start)| {
                     for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
-                        let start = start + (i * seq + keys.start) as u64;
+                        let start = start + (i * in_sample + keys.start) as u64;
                         mask.factors(start, &mut factors[..live.len()]);
                     }
                     &factors[..height * STRIDE]
@@ -251,8 +257,8 @@ fn one_head<T: Tiled>(
     }
     if let Some(angles) = call.angles {
         // Each head is rotated back by itself, so ranks that share a group have the bits of one that holds all of it.
-        angles.turn_back(&mut q_sums, seq, head_dim);
-        angles.turn_back(&mut k_sums, seq, head_dim);
+        call.turn_back(angles, place, &mut q_sums);
+        call.turn_back(angles, place, &mut k_sums);
     }
 }
 

@@ -1,24 +1,26 @@
-//! The forward of a group of heads.
+//! The forward of a group of heads, on all rows of a sample or those of a document.
 
 use super::ahead::{self, Ahead};
+use super::documents::Document;
 use super::heads::RowsMut;
-use super::layout::{Call, Distance, Group};
+use super::layout::{Call, Group, Next};
 use super::rows::{VECTOR, softmax};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
 use super::{FORWARD_KEYS, blocks, panels, scratch};
 use crate::cpu::kernels::matmul::Update;
 use std::ops::Range;
 
-/// A group's `out` and `lse`; `q`, `k` and `v` begin at its first position, `lse` with its first row.
-pub(super) fn group<T: Tiled>(
+/// A part's `out` and `lse`; `out`, `q`, `k` and `v` begin with its first row, `lse` with the group's.
+pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    group: Group,
+    place @ (_, rows): (Group, Document),
     [q, k, v]: [&[T]; 3],
     mut out: RowsMut<'_, T>,
     lse: &mut [T],
-    to_next: Option<Distance>,
+    to_next: Option<Next>,
 ) {
-    let (tiles, seq, head_dim, size) = (&call.tiles, call.dims.seq, call.dims.head_dim, call.groups.size);
+    let (tiles, seq, head_dim, size) = (&call.tiles, rows.len, call.dims.head_dim, call.groups.size);
+    let in_sample = call.dims.seq;
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
     let (scale, width) = (call.scale(), tiles.width());
     let fetch = ahead::stay::<T>(4, [seq, head_dim]);
@@ -37,19 +39,21 @@ pub(super) fn group<T: Tiled>(
         let in_memory = [q, k, v].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
-                angles.turn((k, k_row), head_dim, k_turned);
+                call.turn(angles, place, (k, k_row), k_turned);
                 (&*k_turned, head_dim)
             }
             None => (k, k_row),
         };
         let ks = tiles.left([seq, head_dim], (k, (k_read, 1)), k_words);
         let vs = tiles.pack([seq, head_dim], (v, (v_row, 1)), vs);
-        for (head, lse) in lse.chunks_mut(seq.max(1)).enumerate() {
+        for (head, lse) in lse.chunks_mut(in_sample.max(1)).enumerate() {
+            let lse = &mut lse[rows.range()];
             // The next head's rows: within the group, only those of its queries and outputs.
             let last = head + 1 == size;
             let [next_q, next_k, next_v] = in_memory;
             let (next_head, to_next) = (head_dim * (head + 1), to_next.filter(|_| last && fetch));
-            let next = to_next.map(|[in_q, in_kv, in_out]| {
+            let next_rows = to_next.map_or(seq, |next| next.rows);
+            let next = to_next.map(|Next { distance: [in_q, in_kv, in_out], .. }| {
                 let (k, v) = (next_k.wrapping_add(in_kv), next_v.wrapping_add(in_kv));
                 let (q, out) = (next_q.wrapping_add(in_q), out.as_ptr().wrapping_add(in_out));
                 [(k, k_row), (q, q_row), (v, v_row), (out, out_row)]
@@ -57,19 +61,19 @@ pub(super) fn group<T: Tiled>(
             let inside = (fetch && !last)
                 .then(|| [(next_q.wrapping_add(next_head), q_row), (out.as_ptr().wrapping_add(next_head), out_row)]);
             let next = if last { next.as_slice().as_flattened() } else { inside.as_slice().as_flattened() };
-            let mut ahead = Ahead::new(next, [seq, head_dim]);
+            let mut ahead = Ahead::new(next, [next_rows, head_dim]);
 
             let q = &q[head * head_dim..];
             let (q, q_read) = match call.angles {
                 Some(angles) => {
-                    angles.turn((q, q_row), head_dim, q_turned);
+                    call.turn(angles, place, (q, q_row), q_turned);
                     (&*q_turned, head_dim)
                 }
                 None => (q, q_row),
             };
             let qt = tiles.pack([head_dim, seq], (q, (1, q_read)), qt);
             let mut out = out.part(0..seq, head * head_dim);
-            let dropout = call.head_dropout(group, head);
+            let dropout = call.head_dropout(place, head);
             for queries in blocks(0..seq, width) {
                 let live = queries.end;
                 let scores = &mut scores[..live * width];
@@ -84,7 +88,7 @@ pub(super) fn group<T: Tiled>(
                 if let Some((mask, start)) = dropout {
                     for (lane, i) in queries.clone().enumerate() {
                         let factors = &mut factors[..live];
-                        mask.factors(start + (i * seq) as u64, factors);
+                        mask.factors(start + (i * in_sample) as u64, factors);
                         scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                     }
                 }

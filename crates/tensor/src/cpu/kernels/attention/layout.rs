@@ -1,9 +1,11 @@
 //! The layout of the heads of one call, and their groups.
 
 use super::super::Float;
+use super::documents::{self, Document, Packing};
+use super::heads::RowsMut;
 use super::rotary::Angles;
 use super::tiles::Tiles;
-use super::{Dims, Dropout, Groups};
+use super::{Dims, Groups, Masks};
 use crate::cpu::kernels::dropout::Mask;
 
 /// Values that all heads of a call share.
@@ -14,7 +16,7 @@ pub(super) struct Call<'a, T> {
     pub(super) groups: Groups,
     pub(super) layout: Layout,
     pub(super) angles: Option<Angles<'a, T>>,
-    pub(super) dropout: Option<Dropout>,
+    pub(super) masks: Masks<'a>,
 }
 
 /// The heads of a sample that share keys and values.
@@ -43,8 +45,14 @@ pub(super) struct Layout {
     pub(super) out: Heads,
 }
 
-/// Elements from a group to the one that this thread does next: in the queries, in keys and values, in the output.
-pub(super) type Distance = [usize; 3];
+/// What a thread computes next, from what it computes now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Next {
+    /// Elements to it in the queries, in keys and values, and in the output; modulo the size of addresses, because it may lie before.
+    pub(super) distance: [usize; 3],
+    /// Its rows.
+    pub(super) rows: usize,
+}
 
 /// The dropout of one head: its mask and the global index of its first element.
 pub(super) type HeadDropout = Option<(Mask, u64)>;
@@ -82,41 +90,96 @@ impl Group {
 impl<T: Float> Call<'_, T> {
     pub(super) fn check(&self) {
         if let Some(angles) = &self.angles {
-            angles.check(self.dims.seq, self.dims.head_dim);
+            let packed = self.masks.packing.map_or(0, Packing::positions);
+            angles.check(self.dims.seq.max(packed), self.dims.head_dim);
         }
+        let samples = self.masks.packing.map_or(self.dims.batch, Packing::samples);
+        assert_eq!(samples, self.dims.batch, "samples with documents for {:?}", self.dims);
     }
 
     pub(super) fn scale(&self) -> T {
         self.dims.scale()
     }
 
-    /// Where a group's queries, keys and values start.
-    pub(super) fn starts(&self, group: Group) -> [usize; 3] {
+    /// All rows of a sample.
+    fn whole(&self) -> Document {
+        Document { first: 0, len: self.dims.seq, position: 0 }
+    }
+
+    /// The parts of a group that are computed one after the other, each with what follows it: after the last one the first part of
+    /// the next group, if this thread computes that one `next`.
+    pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Document, Option<Next>)> {
+        let (whole, packing) = (self.whole(), self.masks.packing);
+        let parts = documents::attending(packing, group.sample, &whole);
+        let after = self.after(group);
+        let beyond = next.then(|| documents::attending(packing, after.sample, &whole).first()).flatten();
+        let following =
+            parts.iter().skip(1).map(|&part| Some((group, part))).chain([beyond.map(|&part| (after, part))]);
+        parts
+            .iter()
+            .zip(following)
+            .map(|(&part, next)| (part, next.map(|next| self.next((group, part), next))))
+            .collect()
+    }
+
+    fn next(&self, (group, part): (Group, Document), (next, rows): (Group, Document)) -> Next {
+        let ([q, k, _], [next_q, next_k, _]) = (self.starts(group, part), self.starts(next, rows));
+        let pairs = [(q, next_q), (k, next_k), (self.out_start(group, part), self.out_start(next, rows))];
+        Next { distance: pairs.map(|(from, to)| to.wrapping_sub(from)), rows: rows.len }
+    }
+
+    /// The group after this one, the next sample's first after the last.
+    fn after(&self, Group { sample, index }: Group) -> Group {
+        match index + 1 == self.groups.used(self.dims) {
+            true => Group { sample: sample + 1, index: 0 },
+            false => Group { sample, index: index + 1 },
+        }
+    }
+
+    /// Where a group's queries, keys and values start, from a part's first row on.
+    pub(super) fn starts(&self, group: Group, part: Document) -> [usize; 3] {
         let (Group { sample, index }, Layout { q, k, v, .. }) = (group, self.layout);
         let kv_head = self.groups.first + index;
-        [(q, group.first_head(self.groups)), (k, kv_head), (v, kv_head)].map(|(x, head)| x.at(self.dims, sample, head))
+        let starts = [(q, group.first_head(self.groups)), (k, kv_head), (v, kv_head)];
+        starts.map(|(x, head)| x.at(self.dims, sample, head) + part.first * x.row)
     }
 
     /// Where its output starts.
-    pub(super) fn out_start(&self, group: Group) -> usize {
-        self.layout.out.at(self.dims, group.sample, group.first_head(self.groups))
+    pub(super) fn out_start(&self, group: Group, part: Document) -> usize {
+        let out = self.layout.out;
+        out.at(self.dims, group.sample, group.first_head(self.groups)) + part.first * out.row
     }
 
-    /// Elements from a group to the one after it, the next sample's first after the last.
-    pub(super) fn distance_to_next(&self, group: Group) -> Distance {
-        let Group { sample, index } = group;
-        let next = match index + 1 == self.groups.used(self.dims) {
-            true => Group { sample: sample + 1, index: 0 },
-            false => Group { sample, index: index + 1 },
-        };
-        let ([q, k, _], [next_q, next_k, _]) = (self.starts(group), self.starts(next));
-        [next_q - q, next_k - k, self.out_start(next) - self.out_start(group)]
+    /// Rotates the rows of a part of a head, `row` apart, by their positions; `to` gets them one after the other.
+    pub(super) fn turn(
+        &self,
+        angles: Angles<'_, T>,
+        (group, part): (Group, Document),
+        (from, row): (&[T], usize),
+        to: &mut [T],
+    ) {
+        let head_dim = self.dims.head_dim;
+        for document in documents::within(self.masks.packing, group.sample, &part) {
+            let first = document.first - part.first;
+            let to = &mut to[first * head_dim..][..document.len * head_dim];
+            angles.from(document.position, head_dim).turn((&from[first * row..], row), head_dim, to);
+        }
     }
 
-    /// The dropout of a head of a group.
-    pub(super) fn head_dropout(&self, group: Group, head: usize) -> HeadDropout {
+    /// Rotates them back, in place.
+    pub(super) fn turn_back(&self, angles: Angles<'_, T>, (group, part): (Group, Document), rows: &mut RowsMut<'_, T>) {
+        for document in documents::within(self.masks.packing, group.sample, &part) {
+            let first = document.first - part.first;
+            let mut rows = rows.part(first..first + document.len, 0);
+            angles.from(document.position, self.dims.head_dim).turn_back(&mut rows, document.len, self.dims.head_dim);
+        }
+    }
+
+    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by `seq`.
+    pub(super) fn head_dropout(&self, (group, part): (Group, Document), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
-        self.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head)))
+        let first = (part.first * (self.dims.seq + 1)) as u64;
+        self.masks.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head) + first))
     }
 }
 

@@ -6,6 +6,7 @@ use crate::random::key;
 use proptest::prelude::*;
 
 mod decode;
+mod documents;
 mod grouped;
 
 const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
@@ -27,6 +28,11 @@ fn dropout(p: f32) -> Dropout {
     Dropout { mask: Mask { key: key(5, "attention"), p }, first_sample: 3, first_head: 2, global_heads: 9 }
 }
 
+/// Dropout alone.
+fn masks(dropout: Option<Dropout>) -> Masks<'static> {
+    Masks { dropout, packing: None }
+}
+
 /// Output and lse. Every buffer starts as NaN, so that elements that are not overwritten are noticed.
 fn run<T: Tiled>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
     run_in(T::tiles(Precision::F32), d, qkv, dropout)
@@ -35,7 +41,7 @@ fn run<T: Tiled>(d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
 fn run_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
     let nan = T::from(f32::NAN);
     let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
-    forward_in(tiles, d, qkv, &mut out, &mut lse, dropout);
+    forward_in(tiles, d, qkv, &mut out, &mut lse, masks(dropout));
     [out, lse]
 }
 
@@ -48,7 +54,7 @@ fn run_backward_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dout: &[T], dr
     let [out, lse] = run_in(tiles, d, qkv, dropout);
     let saved = Saved { qkv, out: &out, lse: &lse };
     let mut dqkv = vec![nan; qkv.len()];
-    backward_in(tiles, d, saved, dout, &mut dqkv, dropout);
+    backward_in(tiles, d, saved, dout, &mut dqkv, masks(dropout));
     dqkv
 }
 
@@ -75,17 +81,28 @@ fn naive(d: Dims, qkv: &[f64], dropout: Option<Dropout>) -> [Vec<f64>; 2] {
 
 /// [`naive`], the operands of products rounded.
 fn naive_in(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout>) -> [Vec<f64>; 2] {
+    naive_of(round, d, qkv, dropout, &one_document(d))
+}
+
+/// The positions in sequences of one document each.
+fn one_document(d: Dims) -> Vec<i32> {
+    (0..d.seq as i32).collect::<Vec<_>>().repeat(d.batch)
+}
+
+/// [`naive_in`], of tokens at these positions in their documents.
+fn naive_of(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout>, positions: &[i32]) -> [Vec<f64>; 2] {
     let qkv: Vec<f64> = qkv.iter().copied().map(round).collect();
     let at = |b: usize, i: usize, p: usize, h: usize| &qkv[part(d, 3, [b, i, p, h])];
     let (mut out, mut lse) = (vec![0.0; elements(d)], vec![0.0; d.batch * d.heads * d.seq]);
     for (b, h) in each_head(d) {
         for i in 0..d.seq {
+            let first = i - positions[b * d.seq + i] as usize;
             let score = |j| dot(at(b, i, 0, h), at(b, j, 1, h)) / (d.head_dim as f64).sqrt();
-            let max = (0..=i).map(score).fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = (0..=i).map(|j| (score(j) - max).exp()).sum();
+            let max = (first..=i).map(score).fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = (first..=i).map(|j| (score(j) - max).exp()).sum();
             lse[(b * d.heads + h) * d.seq + i] = max + total.ln();
             let o = &mut out[part(d, 1, [b, i, 0, h])];
-            for (j, factor) in factors(d, dropout, [b, i, h]).iter().enumerate().take(i + 1) {
+            for (j, factor) in factors(d, dropout, [b, i, h]).iter().enumerate().take(i + 1).skip(first) {
                 let p = round((score(j) - max).exp() * factor) / total;
                 o.iter_mut().zip(at(b, j, 2, h)).for_each(|(o, v)| *o += p * v);
             }
@@ -96,7 +113,19 @@ fn naive_in(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout
 
 /// The gradient one pair at a time, from the equations, the operands of products rounded.
 fn naive_backward(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dout: &[f64], dropout: Option<Dropout>) -> Vec<f64> {
-    let [out, lse] = naive_in(round, d, qkv, dropout);
+    naive_backward_of(round, d, qkv, dout, dropout, &one_document(d))
+}
+
+/// [`naive_backward`], of tokens at these positions in their documents.
+fn naive_backward_of(
+    round: fn(f64) -> f64,
+    d: Dims,
+    qkv: &[f64],
+    dout: &[f64],
+    dropout: Option<Dropout>,
+    positions: &[i32],
+) -> Vec<f64> {
+    let [out, lse] = naive_of(round, d, qkv, dropout, positions);
     let [qkv, g] = [qkv, dout].map(|x| x.iter().copied().map(round).collect::<Vec<f64>>());
     let scale = 1.0 / (d.head_dim as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
@@ -105,7 +134,8 @@ fn naive_backward(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dout: &[f64], dro
             let (row, lse) = (part(d, 1, [b, i, 0, h]), lse[(b * d.heads + h) * d.seq + i]);
             let factors = factors(d, dropout, [b, i, h]);
             let delta = dot(&dout[row.clone()], &out[row.clone()]);
-            for (j, factor) in factors.iter().enumerate().take(i + 1) {
+            let first = i - positions[b * d.seq + i] as usize;
+            for (j, factor) in factors.iter().enumerate().take(i + 1).skip(first) {
                 let [q, k, v] = [(i, 0), (j, 1), (j, 2)].map(|(row, p)| part(d, 3, [b, row, p, h]));
                 let p = (dot(&qkv[q.clone()], &qkv[k.clone()]) * scale - lse).exp();
                 let dp = dot(&g[row.clone()], &qkv[v.clone()]) * factor;
@@ -339,12 +369,15 @@ fn the_next_group_is_where_it_starts() {
     let d = dims([2, 5, 6, 4]);
     let groups = Groups { size: 2, kv_heads: 5, first: 1 };
     for (groups, layout) in [(Groups::alone(d), Layout::fused(d)), (groups, Layout::apart(d, groups))] {
-        let call = Call { tiles: f64::tiles(Precision::F32), dims: d, groups, layout, angles: None, dropout: None };
+        let call =
+            Call { tiles: f64::tiles(Precision::F32), dims: d, groups, layout, angles: None, masks: masks(None) };
         let all: Vec<_> = groups.each(d).collect();
         for pair in all.windows(2) {
-            let ([q, k, v], [next_q, next_k, next_v]) = (call.starts(pair[0]), call.starts(pair[1]));
-            let out = call.out_start(pair[1]) - call.out_start(pair[0]);
-            assert_eq!(call.distance_to_next(pair[0]), [next_q - q, next_k - k, out]);
+            let whole = call.parts(pair[0], false)[0].0;
+            let ([q, k, v], [next_q, next_k, next_v]) = (call.starts(pair[0], whole), call.starts(pair[1], whole));
+            let out = call.out_start(pair[1], whole) - call.out_start(pair[0], whole);
+            let next = call.parts(pair[0], true)[0].1.unwrap();
+            assert_eq!((next.distance, next.rows), ([next_q - q, next_k - k, out], d.seq));
             assert_eq!(next_v - v, next_k - k);
         }
     }

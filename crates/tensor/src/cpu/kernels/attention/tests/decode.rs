@@ -23,7 +23,7 @@ proptest! {
         let angles = case.angles::<f64>();
         let angles = turned.then_some(Angles(&angles));
         let (mut expected, mut lse) = (vec![f64::NAN; q.len()], vec![f64::NAN; batch * whole.heads * seq]);
-        grouped_forward(Precision::F32, whole, groups, angles, [&q, &kv], &mut expected, &mut lse, None);
+        grouped_forward(Precision::F32, whole, groups, angles, [&q, &kv], &mut expected, &mut lse, Masks::default());
 
         let capacity = seq + spare;
         let [row, width] = [2 * groups.kv_heads * head_dim, whole.heads * head_dim];

@@ -3,7 +3,7 @@
 use super::super::super::Float;
 use super::super::super::oracle::{assert_close, check_gradient, dot, values, widen};
 use super::super::*;
-use super::{PRECISIONS, dropout, elements, naive, naive_backward, naive_in, part, to_bf16};
+use super::{PRECISIONS, dropout, elements, masks, naive, naive_backward, naive_in, part, to_bf16};
 use meshwork_core::tree;
 use proptest::prelude::*;
 
@@ -70,7 +70,7 @@ impl Case {
         qkv
     }
 
-    fn turn(&self, i: usize, x: &mut [f64], direction: f64) {
+    pub(super) fn turn(&self, i: usize, x: &mut [f64], direction: f64) {
         let half = x.len() / 2;
         for pair in 0..half {
             let (sin, cos) = (direction * self.angle(i, pair)).sin_cos();
@@ -101,18 +101,22 @@ impl Case {
         [dq, dkv]
     }
 
-    fn operands<T: Float>(&self) -> [Vec<T>; 3] {
+    pub(super) fn operands<T: Float>(&self) -> [Vec<T>; 3] {
         [("q", elements(self.dims)), ("kv", self.kv_elements()), ("dout", elements(self.dims))]
             .map(|(name, len)| values(name, len))
     }
 
     /// Output and lse. Every buffer starts as NaN, so that elements that are not overwritten are noticed.
     fn run<T: Tiled>(&self, tiles: Tiles<T>, q: &[T], kv: &[T], dropout: Option<Dropout>) -> [Vec<T>; 2] {
+        self.run_with(tiles, q, kv, masks(dropout))
+    }
+
+    pub(super) fn run_with<T: Tiled>(&self, tiles: Tiles<T>, q: &[T], kv: &[T], masks: Masks<'_>) -> [Vec<T>; 2] {
         let (d, table) = (self.dims, self.angles::<T>());
         let nan = T::from(f32::NAN);
         let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
         let angles = self.turned.then_some(Angles(&table));
-        grouped_forward_in(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, dropout);
+        grouped_forward_in(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, masks);
         [out, lse]
     }
 
@@ -124,12 +128,23 @@ impl Case {
         dout: &[T],
         dropout: Option<Dropout>,
     ) -> [Vec<T>; 2] {
+        self.backward_with(tiles, q, kv, dout, masks(dropout))
+    }
+
+    pub(super) fn backward_with<T: Tiled>(
+        &self,
+        tiles: Tiles<T>,
+        q: &[T],
+        kv: &[T],
+        dout: &[T],
+        masks: Masks<'_>,
+    ) -> [Vec<T>; 2] {
         let (nan, table) = (T::from(f32::NAN), self.angles::<T>());
-        let [out, lse] = self.run(tiles, q, kv, dropout);
+        let [out, lse] = self.run_with(tiles, q, kv, masks);
         let (mut dq, mut dkv) = (vec![nan; q.len()], vec![nan; kv.len()]);
         let saved = SavedGrouped { q, kv, out: &out, lse: &lse };
         let angles = self.turned.then_some(Angles(&table));
-        grouped_backward_in(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], dropout);
+        grouped_backward_in(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
         [dq, dkv]
     }
 }

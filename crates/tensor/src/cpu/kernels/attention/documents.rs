@@ -1,0 +1,130 @@
+//! Documents that follow each other in a sequence. Where tokens see only their own document, each document is a sequence of its
+//! own: the tiles between documents are not computed, and the bits of a document are those that it has alone, wherever it lies.
+
+use std::ops::Range;
+use std::slice;
+
+/// Consecutive tokens of a sequence whose positions follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Document {
+    /// The first of them.
+    pub(super) first: usize,
+    /// Their number.
+    pub(super) len: usize,
+    /// The position of the first of them.
+    pub(super) position: usize,
+}
+
+impl Document {
+    /// Its tokens.
+    pub(super) fn range(&self) -> Range<usize> {
+        self.first..self.first + self.len
+    }
+}
+
+/// The documents of each sample.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packing {
+    documents: Vec<Document>,
+    /// Where those of each sample begin, and their number at the end.
+    of_sample: Vec<usize>,
+    /// Whether tokens see only those of their own document. In any case rotations follow the positions.
+    apart: bool,
+}
+
+/// A position that neither follows the one before it nor begins a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Misplaced {
+    /// The sample.
+    pub sample: usize,
+    /// The place in it.
+    pub place: usize,
+    /// The position.
+    pub position: i32,
+}
+
+impl Packing {
+    /// From the position of each token in its document, `[samples, seq]`: 0 begins a document, and each other position is one
+    /// more than the one before. A sample may begin in the middle of a document, at any position below `seq`.
+    pub fn new(positions: &[i32], [samples, seq]: [usize; 2], apart: bool) -> Result<Self, Misplaced> {
+        let (mut documents, mut of_sample) = (Vec::<Document>::new(), vec![0]);
+        for sample in 0..samples {
+            for (place, &position) in positions[sample * seq..][..seq].iter().enumerate() {
+                let refuse = Misplaced { sample, place, position };
+                let at = usize::try_from(position).map_err(|_| refuse)?;
+                match documents.last_mut().filter(|_| place > 0) {
+                    Some(last) if at > 0 => {
+                        if at != last.position + last.len {
+                            return Err(refuse);
+                        }
+                        last.len += 1;
+                    }
+                    _ => documents.push(Document { first: place, len: 1, position: at }),
+                }
+                if at >= seq {
+                    return Err(refuse);
+                }
+            }
+            of_sample.push(documents.len());
+        }
+        Ok(Self { documents, of_sample, apart })
+    }
+
+    /// (query, key) pairs that count in one head, over all samples.
+    pub fn pairs(&self, seq: usize) -> u64 {
+        let of = |len: usize| len as u64 * (len as u64 + 1) / 2;
+        match self.apart {
+            true => self.documents.iter().map(|document| of(document.len)).sum(),
+            false => (self.of_sample.len() as u64 - 1) * of(seq),
+        }
+    }
+
+    pub(super) fn samples(&self) -> usize {
+        self.of_sample.len() - 1
+    }
+
+    fn of(&self, sample: usize) -> &[Document] {
+        &self.documents[self.of_sample[sample]..self.of_sample[sample + 1]]
+    }
+
+    /// The largest position, and one.
+    pub(super) fn positions(&self) -> usize {
+        self.documents.iter().map(|document| document.position + document.len).max().unwrap_or(0)
+    }
+}
+
+/// The parts of a sample that attend to themselves; `whole` if its tokens see all documents.
+pub(super) fn attending<'a>(packing: Option<&'a Packing>, sample: usize, whole: &'a Document) -> &'a [Document] {
+    packing.filter(|packing| packing.apart).map_or(slice::from_ref(whole), |packing| packing.of(sample))
+}
+
+/// The documents in such a part.
+pub(super) fn within<'a>(packing: Option<&'a Packing>, sample: usize, part: &'a Document) -> &'a [Document] {
+    packing.filter(|packing| !packing.apart).map_or(slice::from_ref(part), |packing| packing.of(sample))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_begin_at_position_zero_and_with_a_sample() {
+        let packing = Packing::new(&[2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5], [2, 6], true).unwrap();
+        let of =
+            |sample| -> Vec<[usize; 3]> { packing.of(sample).iter().map(|d| [d.first, d.len, d.position]).collect() };
+        assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
+        assert_eq!(of(1), [[0, 6, 0]]);
+        assert_eq!((packing.samples(), packing.positions(), packing.pairs(6)), (2, 6, 3 + 6 + 1 + 21));
+        assert_eq!(Packing { apart: false, ..packing }.pairs(6), 2 * 21);
+    }
+
+    #[test]
+    fn positions_that_do_not_follow_are_refused() {
+        for (positions, place, position) in
+            [([0, 2, 3], 1, 2), ([0, 1, 1], 2, 1), ([0, 1, -1], 2, -1), ([3, 4, 5], 0, 3), ([2, 3, 0], 1, 3)]
+        {
+            let refused = Packing::new(&[[0, 1, 2], positions].concat(), [2, 3], true);
+            assert_eq!(refused, Err(Misplaced { sample: 1, place, position }));
+        }
+    }
+}
