@@ -289,17 +289,19 @@ pub enum PlanError {
          Fast, or the thread communicator"
     )]
     ReductionOrder,
-    /// The samples of a dp rank are not a subtree of the sum over the batch.
+    /// The samples of a dp rank, or of the ranks that share experts, are not a subtree of the sum over the batch.
     #[error(
-        "canonical numerics sum {batch} samples in a balanced tree, of which the samples of each of dp={dp} ranks must be a whole \
-         subtree: use dp of {}, or another global batch",
+        "canonical numerics sum {batch} samples in a balanced tree. With {degree} = {value} it is cut into {value} equal parts, which are \
+         not subtrees: use {degree} of {}, or another global batch",
         tree::degrees(*.batch).iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
     )]
     Subtree {
         /// Samples of a step.
         batch: usize,
-        /// Data-parallel ranks.
-        dp: usize,
+        /// What cuts them: `dp`, or `dp / ep`.
+        degree: &'static str,
+        /// Its value.
+        value: usize,
     },
     /// Running statistics under a schedule that updates weights within a step.
     #[error(

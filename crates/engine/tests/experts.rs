@@ -224,7 +224,8 @@ fn the_load_and_the_bias_are_those_of_the_whole_batch() {
     }
 }
 
-/// Three ranks that share experts have samples 0 to 11 of 24: no subtree, of which canonical numerics could go on to sum.
+/// With `dp=6,ep=3` the three ranks that share experts hold 12 of the 24 samples. Canonical numerics sum the gradient of an expert over
+/// whole subtrees of the balanced tree over samples, and 12 samples are none, so the plan is refused.
 #[test]
 fn ranks_that_share_experts_hold_a_subtree_of_the_samples() {
     let model: Arc<dyn Model> = Arc::new(gpt2(RouterKind::Switch));

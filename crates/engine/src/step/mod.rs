@@ -427,9 +427,11 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
         return Err(PlanError::ReductionOrder);
     }
     // The samples of each rank, and those of the ranks that share experts: the gradients of these are summed over the rest of dp.
-    let (batch, ranks) = (plan.global_batch_size, [plan.mesh.data_degree(), plan.mesh.degree(Axis::Dp)]);
-    if let Some(dp) = ranks.into_iter().find(|&dp| plan.blocks().is_some() && !tree::fits(batch, dp)) {
-        return Err(PlanError::Subtree { batch, dp });
+    let batch = plan.global_batch_size;
+    for (degree, value) in [("dp", plan.mesh.data_degree()), ("dp / ep", plan.mesh.degree(Axis::Dp))] {
+        if plan.blocks().is_some() && !tree::fits(batch, value) {
+            return Err(PlanError::Subtree { batch, degree, value });
+        }
     }
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });

@@ -23,13 +23,17 @@ impl Var {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());
         }
-        require_whole("dropout", &[self])?;
+        let mask = self.random_mask("dropout", p, name)?;
+        self.tape().apply(Dropout { mask }, &[self])
+    }
+
+    /// What `op`, a layer called `name`, draws for each element.
+    pub(super) fn random_mask(&self, op: &'static str, p: f32, name: &str) -> Result<DropoutMask> {
+        require_whole(op, &[self])?;
         let (offset, global) = self.global_position();
         let mut local = [1; MAX_DIMS];
         local[..self.shape().len()].copy_from_slice(&self.shape());
-        let key = self.tape().random_key(name)?;
-        let mask = DropoutMask { p, key, ndim: self.shape().len(), local, offset, global };
-        self.tape().apply(Dropout { mask }, &[self])
+        Ok(DropoutMask { p, key: self.tape().random_key(name)?, ndim: self.shape().len(), local, offset, global })
     }
 }
 

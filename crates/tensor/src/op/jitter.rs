@@ -1,9 +1,7 @@
 //! Noise around 1 that multiplies a value, a function of global position.
 
-use super::whole::require_whole;
 use crate::error::Result;
 use crate::kernel::DropoutMask;
-use crate::shape::MAX_DIMS;
 use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
@@ -19,12 +17,7 @@ impl Var {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());
         }
-        require_whole("jitter", &[self])?;
-        let (offset, global) = self.global_position();
-        let mut local = [1; MAX_DIMS];
-        local[..self.shape().len()].copy_from_slice(&self.shape());
-        let key = self.tape().random_key(name)?;
-        self.tape().apply(Jitter(DropoutMask { p, key, ndim: self.shape().len(), local, offset, global }), &[self])
+        self.tape().apply(Jitter(self.random_mask("jitter", p, name)?), &[self])
     }
 }
 
