@@ -173,7 +173,7 @@ pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], ra
 }
 
 /// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks.
-fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank) -> (usize, usize) {
+pub fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
     for axis in rank.mesh().value_axes() {
         if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {

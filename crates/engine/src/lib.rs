@@ -26,6 +26,7 @@ pub use layout::TIED;
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use state::{StateKey, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout};
+pub use statistics::ReportedStatistic;
 pub use step::{Evaluation, StepReport, Trainer};
 pub use verify::Verify;
 pub use watch::{At, Watch};

@@ -6,9 +6,9 @@
 
 use crate::{TiedWeight, TrainError};
 use meshwork_core::{DType, Group, Rank, ReduceOp};
-use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::param::{Statistic, StatisticId};
 use meshwork_tensor::tape::StatisticNote;
-use meshwork_tensor::{Declarations, Device, Error};
+use meshwork_tensor::{Declarations, Device, Error, ParamSpec};
 use std::collections::BTreeMap;
 
 /// Notes of one stage, or of all stages of a rank.
@@ -17,6 +17,69 @@ pub struct Noted(BTreeMap<(StatisticId, u64, usize), StatisticNote>);
 
 /// Per statistic: the sums of its terms over the step's samples, on every rank that holds its buffers.
 pub type StatisticSums = Vec<(StatisticId, Vec<f64>)>;
+
+/// A statistic in the report of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReportedStatistic {
+    /// The name that its rule [reports](meshwork_tensor::param::StatisticRule::reported).
+    pub name: &'static str,
+    /// The first buffer that it updates: which layer's it is.
+    pub buffer: String,
+    /// The sums over all samples of the step.
+    pub sums: Vec<f64>,
+}
+
+/// The statistics in the report of a step, and their places in the vector that ranks sum to share them.
+#[derive(Debug)]
+pub struct Reported {
+    /// Those of the whole model: their names and first buffers, and how many numbers they have.
+    all: Vec<(&'static str, String, usize)>,
+    /// Those that this rank puts into the vector, and where. Of the ranks that hold a statistic one does.
+    own: Vec<(StatisticId, usize)>,
+}
+
+impl Reported {
+    /// The statistics of a `whole` model, of which this rank has the `local` ones, and puts in those whose first buffer it `owns`.
+    pub fn new(whole: &Declarations, local: &Declarations, owns: impl Fn(&ParamSpec) -> bool) -> Self {
+        let (mut all, mut own, mut at) = (Vec::new(), Vec::new(), 0);
+        for (name, spec) in whole.statistics().iter().filter_map(|statistic| reported(whole, statistic)) {
+            let here = |id: &StatisticId| {
+                let local = reported(local, &local.statistics()[id.index()]);
+                local.is_some_and(|(_, held)| held.name == spec.name && owns(held))
+            };
+            own.extend(local.statistic_ids().find(here).map(|id| (id, at)));
+            all.push((name, spec.name.clone(), spec.global_elements()));
+            at += spec.global_elements();
+        }
+        Self { all, own }
+    }
+
+    /// This rank's part of the vector.
+    pub fn part(&self, sums: &StatisticSums) -> Vec<f64> {
+        let mut part = vec![0.0; self.all.iter().map(|(.., count)| count).sum()];
+        for (id, sum) in sums {
+            if let Some((_, at)) = self.own.iter().find(|(own, _)| own == id) {
+                part[*at..at + sum.len()].copy_from_slice(sum);
+            }
+        }
+        part
+    }
+
+    /// The statistics of the whole model, from the sum of all parts.
+    pub fn read(&self, mut sum: &[f64]) -> Vec<ReportedStatistic> {
+        let of = |(name, buffer, count): &(&'static str, String, usize)| ReportedStatistic {
+            name,
+            buffer: buffer.clone(),
+            sums: sum.split_off(..*count).unwrap_or_default().to_vec(),
+        };
+        self.all.iter().map(of).collect()
+    }
+}
+
+/// The name of a statistic that is reported, and its first buffer.
+fn reported<'a>(declarations: &'a Declarations, statistic: &Statistic) -> Option<(&'static str, &'a ParamSpec)> {
+    Some((statistic.rule.reported()?, declarations.spec(*statistic.buffers.first()?)))
+}
 
 impl Noted {
     /// Adds the notes of one micro-batch. Notes that are added again replace themselves. A layer that is applied

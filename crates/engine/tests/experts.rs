@@ -146,6 +146,7 @@ fn every_mesh_has_the_bits_of_one_rank() {
             let (found, after) = train(model, mesh, schedule, micros, numerics, recompute);
             for (found, wanted) in found.iter().zip(&reports) {
                 assert_eq!((found.loss, found.grad_norm), (wanted.loss, wanted.grad_norm), "{what}");
+                assert_eq!(found.statistics, wanted.statistics, "{what}");
                 for ((name, found), (_, wanted)) in found.metrics.iter().zip(&wanted.metrics) {
                     // Those of several stages are added in the order of the ranks.
                     assert!((found - wanted).abs() <= 1e-12 * wanted.abs(), "{what}: {name}");
@@ -206,12 +207,25 @@ fn a_dry_run_has_the_samples_of_all_ranks() {
 #[test]
 fn the_load_and_the_bias_are_those_of_the_whole_batch() {
     let model: Arc<dyn Model> = Arc::new(llama());
-    for mesh in ["dp=1", "dp=2", "tp=2,dp=2,ep=2"] {
-        let (reports, state) = train(&model, mesh, "1f1b", 2, Numerics::Fast, Recompute::None);
+    for (mesh, schedule) in [
+        ("dp=1", "1f1b"),
+        ("dp=2", "1f1b"),
+        ("tp=2,dp=2,ep=2", "1f1b"),
+        ("pp=2,tp=2", "1f1b"),
+        ("pp=2,dp=2,ep=2", "zb_h1"),
+    ] {
+        let (reports, state) = train(&model, mesh, schedule, 4, Numerics::Fast, Recompute::None);
+        assert_eq!(reports[0].statistics.len(), 2, "{mesh} {schedule}: one of each layer");
         let of = |name: &str| state.iter().find(|(key, _)| key.parameter == name).unwrap().1;
         for layer in 0..2 {
             let tokens = of(&format!("layers.{layer}.mlp.router.tokens"));
             assert_eq!(tokens.iter().sum::<f32>() as usize, 3 * SEQ * BATCH, "{mesh}: three experts of each token");
+            let reported = &reports[STEPS - 1].statistics[layer];
+            assert_eq!(
+                (reported.name, &*reported.buffer),
+                ("moe_tokens", &*format!("layers.{layer}.mlp.router.tokens"))
+            );
+            assert!(reported.sums.iter().eq(tokens.iter().map(|&x| f64::from(x)).collect::<Vec<_>>().iter()), "{mesh}");
             assert!(imbalance(&tokens.iter().map(|&x| f64::from(x)).collect::<Vec<_>>()) >= 1.0);
             let bias = of(&format!("layers.{layer}.mlp.router.bias"));
             assert!(bias.iter().any(|&b| b > 0.0) && bias.iter().any(|&b| b < 0.0), "{mesh}: {bias:?}");
@@ -238,5 +252,8 @@ fn ranks_that_share_experts_hold_a_subtree_of_the_samples() {
     };
     let rank = Arc::new(Rank::recording(&plan.mesh, 0).unwrap());
     let refused = Trainer::new(model, &plan, rank, Cpu::device()).err().expect("refused").to_string();
-    assert!(refused.contains("24 samples in a balanced tree, of which the samples of each of dp=2 ranks"), "{refused}");
+    assert!(
+        refused.contains("sum 24 samples in a balanced tree. With dp / ep = 2 it is cut into 2 equal parts"),
+        "{refused}"
+    );
 }

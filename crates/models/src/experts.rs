@@ -9,6 +9,7 @@
 //! MLP as wide as all of them.
 
 use meshwork_core::{Axis, Mesh};
+pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, RouterKind};
 use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};

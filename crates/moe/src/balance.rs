@@ -200,6 +200,9 @@ pub(crate) fn whole_sequences(op: &str, x: Operand<'_>) -> std::result::Result<T
     })
 }
 
+/// The name under which the report of a step has the tokens of each expert, for every layer.
+pub const TOKENS: &str = "moe_tokens";
+
 /// The update of the tokens of experts, and of their bias, from the counts of a step's whole batch.
 ///
 /// A statistic of a layer: each micro-batch notes the counts of its choices, and the sums over all micro-batches and ranks update the
@@ -213,6 +216,10 @@ pub struct BiasUpdate {
 impl StatisticRule for BiasUpdate {
     fn terms(&self, _weight: f64, values: &[f32]) -> Vec<f64> {
         values.iter().map(|&count| f64::from(count)).collect()
+    }
+
+    fn reported(&self) -> Option<&'static str> {
+        Some(TOKENS)
     }
 
     /// Buffers: the tokens of the step, then the bias if the router has one.

@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::data::Data;
 use crate::error::RunError;
 use crate::generate::generate;
-use crate::metrics::{Event, Metrics, Start, Step};
+use crate::metrics::{Event, Experts, Metrics, Start, Step};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::tensorboard::TensorBoard;
@@ -256,7 +256,7 @@ impl Reporter {
             tokens_per_s: tokens as f64 / seconds,
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
             peak_bytes: report.peak_bytes.clone(),
-            moe: report.metrics.iter().filter_map(|&(name, value)| Some((name.strip_prefix("moe_")?, value))).collect(),
+            moe: Experts::of(&report.metrics, &report.statistics),
         };
         self.progress.step(&step);
         if let Some(tensorboard) = &mut self.tensorboard {

@@ -12,6 +12,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use meshwork_engine::ReportedStatistic;
+use meshwork_models::experts::{TOKENS, imbalance};
 use serde::de::IgnoredAny;
 use serde::{Serialize, Serializer};
 
@@ -103,9 +105,35 @@ pub struct Step {
     pub comm_bytes: Vec<(&'static str, u64)>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
-    /// What the routers of experts report, without the prefix `moe_`: means over layers and tokens.
-    #[serde(serialize_with = "map", skip_serializing_if = "Vec::is_empty")]
-    pub moe: Vec<(&'static str, f64)>,
+    /// What the routers of experts report.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moe: Option<Experts>,
+}
+
+/// What the routers of experts report of one step, over its global batch.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Experts {
+    /// The largest number of tokens of an expert over the mean of all experts, as a mean over layers: 1 where they are even.
+    pub load_imbalance: f64,
+    /// The metrics of routers, without the prefix `moe_`: losses, summed over layers, and means over layers and tokens.
+    #[serde(flatten, serialize_with = "map")]
+    pub metrics: Vec<(&'static str, f64)>,
+    /// The tokens of each expert, before any are dropped, by the name of the layer's router.
+    #[serde(serialize_with = "by_layer")]
+    pub tokens: Vec<(String, Vec<f64>)>,
+}
+
+impl Experts {
+    /// From the report of a step; `None` of a model without experts.
+    #[must_use]
+    pub fn of(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
+        let layer = |buffer: &str| buffer.rsplit_once('.').map_or(buffer, |(layer, _)| layer).to_owned();
+        let loads = statistics.iter().filter(|statistic| statistic.name == TOKENS);
+        let tokens: Vec<_> = loads.map(|load| (layer(&load.buffer), load.sums.clone())).collect();
+        let metrics = metrics.iter().filter_map(|&(name, value)| Some((name.strip_prefix("moe_")?, value))).collect();
+        let imbalances = tokens.iter().map(|(_, tokens)| imbalance(tokens)).sum::<f64>();
+        (!tokens.is_empty()).then(|| Self { load_imbalance: imbalances / tokens.len() as f64, metrics, tokens })
+    }
 }
 
 impl Step {
@@ -122,7 +150,11 @@ impl Step {
             self.comm_bytes.iter().map(|(axis, bytes)| (format!("communication/{axis}"), *bytes as f64));
         let memory =
             self.peak_bytes.iter().enumerate().map(|(rank, &bytes)| (format!("memory/rank {rank}"), bytes as f64));
-        let experts = self.moe.iter().map(|(name, value)| (format!("moe/{name}"), *value));
+        let experts = self
+            .moe
+            .iter()
+            .flat_map(|moe| [("load_imbalance", moe.load_imbalance)].into_iter().chain(moe.metrics.clone()));
+        let experts = experts.map(|(name, value)| (format!("moe/{name}"), value));
         named
             .map(|(tag, value)| (tag.to_owned(), value))
             .into_iter()
@@ -135,6 +167,12 @@ impl Step {
 
 fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(pairs.iter().copied())
+}
+
+/// Whole numbers by layer.
+fn by_layer<S: Serializer>(layers: &[(String, Vec<f64>)], serializer: S) -> Result<S::Ok, S::Error> {
+    let whole = |counts: &[f64]| counts.iter().map(|&count| count as u64).collect::<Vec<_>>();
+    serializer.collect_map(layers.iter().map(|(layer, counts)| (layer, whole(counts))))
 }
 
 /// Writes events to a file, each line at once, so that a run that dies leaves all lines up to then.

@@ -206,7 +206,7 @@ mod tests {
         step_ms: 49.7,
         tokens_per_s: 41233.7,
         comm_bytes: vec![],
-        moe: vec![],
+        moe: None,
         peak_bytes: vec![],
     };
 

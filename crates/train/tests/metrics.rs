@@ -4,9 +4,10 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 
+use meshwork_engine::ReportedStatistic;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
-use meshwork_train::metrics::{Event, Metrics, Start, Step};
+use meshwork_train::metrics::{Event, Experts, Metrics, Start, Step};
 
 fn step(loss: f64) -> Step {
     Step {
@@ -18,7 +19,7 @@ fn step(loss: f64) -> Step {
         tokens_per_s: 1000.0,
         comm_bytes: vec![("dp", 7), ("tp", 0)],
         peak_bytes: vec![5, 6],
-        moe: vec![],
+        moe: None,
     }
 }
 
@@ -60,6 +61,30 @@ fn lines_are_those_of_the_contract() {
             "{\"event\":\"end\",\"steps\":1,\"loss\":5.25,\"seconds\":0.5}",
         ]
     );
+}
+
+/// Two layers, each with 12 tokens on four experts: the largest loads are 6 and 3, and the mean is 3. So the imbalances are 2 and 1.
+#[test]
+fn experts_have_their_load_in_the_lines() {
+    let load = |layer: &str, sums: &[f64]| ReportedStatistic {
+        name: "moe_tokens",
+        buffer: format!("{layer}.tokens"),
+        sums: sums.to_vec(),
+    };
+    let other = ReportedStatistic { name: "other", ..load("x", &[7.0]) };
+    let statistics = [load("h.1.mlp.router", &[6.0, 4.0, 0.0, 2.0]), other, load("h.3.mlp.router", &[3.0; 4])];
+    let metrics = [("accuracy", 0.5), ("moe_aux_loss", 2.25), ("moe_dropped", 0.125)];
+    let moe = Experts::of(&metrics, &statistics);
+    let step = Step { moe, ..step(5.0) };
+    assert_eq!(
+        serde_json::to_value(&step).unwrap()["moe"].to_string(),
+        "{\"load_imbalance\":1.5,\"aux_loss\":2.25,\"dropped\":0.125,\
+         \"tokens\":{\"h.1.mlp.router\":[6,4,0,2],\"h.3.mlp.router\":[3,3,3,3]}}"
+    );
+    let shown: Vec<_> = step.scalars().into_iter().filter(|(tag, _)| tag.starts_with("moe/")).collect();
+    assert_eq!(shown.len(), 3);
+    assert_eq!(shown[0], ("moe/load_imbalance".to_owned(), 1.5));
+    assert_eq!(Experts::of(&metrics[..1], &[]), None, "a model without experts");
 }
 
 #[test]

@@ -184,7 +184,7 @@ impl Trainer {
                 self.device.layout()?.copy_into(norms, 0..norms.count(), &mut numbers, self.norms_at())?;
             }
             step.sums = Some(self.start_sums(numbers, norms.map_or(1, |(updates, _)| updates))?);
-            step.stats = Some(self.start_stats(&step.records, stop(), step.batch)?);
+            step.stats = Some(self.start_stats(&step.records, &step.statistics, stop(), step.batch)?);
         }
         self.pending = pending;
         Ok(())

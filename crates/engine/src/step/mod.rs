@@ -24,9 +24,9 @@ pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
 use crate::gradients::{Gradients, OrderedSums};
-use crate::layout::{buckets, join_tied, norm_shards, reducer};
+use crate::layout::{buckets, join_tied, norm_shards, reducer, replica};
 use crate::pass::{Pass, Purpose, Seeds};
-use crate::statistics::{Noted, StatisticSums};
+use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::trace::{require_random_names, trace};
 use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
@@ -57,6 +57,7 @@ pub struct Trainer {
     /// Every parameter of the whole model.
     parameters: Vec<ParamSpec>,
     metrics: Rc<[Metric]>,
+    reported: Reported,
     tied: Vec<TiedWeight>,
     tied_groups: BTreeMap<Vec<usize>, Group>,
     weights: RefCell<WeightStore>,
@@ -98,6 +99,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// The model's metrics, by name.
     pub metrics: Vec<(&'static str, f64)>,
+    /// The statistics that are reported, of every layer that has one.
+    pub statistics: Vec<ReportedStatistic>,
     /// Learning rate.
     pub lr: f64,
     /// Logical bytes per group name, averaged over the ranks of the world.
@@ -162,6 +165,9 @@ impl Trainer {
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
         let shards = norm_shards(&params, &parameters, &tied, &rank);
+        let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
+            replica(spec, &tied, &rank).0 == 0
+        });
         let (rule, lr) = (plan.optimizer.clone(), plan.lr);
         let weights = WeightStore::new(params, gradients, rule, lr, shards, kept, device.clone())?;
         let count = model_plan.stages().len();
@@ -178,6 +184,7 @@ impl Trainer {
             parameters,
             metrics: model_plan.model().metrics().into(),
             plan: model_plan,
+            reported,
             tied,
             tied_groups,
             weights: RefCell::new(weights),

@@ -42,7 +42,7 @@ pub(super) struct Sums {
 }
 
 /// What ranks share about a step besides its loss, metrics and norm: bytes per group, peaks of memory, requests to
-/// stop.
+/// stop, statistics.
 #[derive(Debug)]
 pub(super) struct StepStats(Pending);
 
@@ -128,11 +128,17 @@ impl Trainer {
         Ok(Measured { loss: loss / terms as f64, grad_norm: norm_squared.sqrt(), metrics })
     }
 
-    /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, and whether
-    /// some rank should stop.
+    /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some rank should
+    /// stop, and the statistics that are reported.
     ///
     /// Also sends the hashes of this rank's [input](hash_of_input), and of what must be the same on every rank: plan, parameters and step.
-    pub(super) fn start_stats(&self, records: &[Record], stop: bool, batch: u64) -> Result<StepStats, TrainError> {
+    pub(super) fn start_stats(
+        &self,
+        records: &[Record],
+        statistics: &StatisticSums,
+        stop: bool,
+        batch: u64,
+    ) -> Result<StepStats, TrainError> {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
@@ -144,6 +150,7 @@ impl Trainer {
         let hashes = peaks + world.size() + world.rank() * HASHES;
         let run = combine(self.run, self.steps_begun);
         values[hashes..hashes + HASHES].copy_from_slice(&[halves(run), halves(batch)].concat());
+        values.extend(self.reported.part(statistics));
         let pending = world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?;
         self.rank.log().drain(); // the report itself does not count
         Ok(StepStats(pending))
@@ -194,13 +201,15 @@ impl Trainer {
         let names = names(self.rank.mesh());
         let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
         let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
-        let (peaks, hashes) = rest.split_at(self.rank.world().size());
+        let (peaks, rest) = rest.split_at(self.rank.world().size());
+        let (hashes, statistics) = rest.split_at(self.rank.world().size() * HASHES);
         self.require_agreement(step, hashes)?;
         Ok(StepReport {
             step,
             loss,
             grad_norm,
             metrics,
+            statistics: self.reported.read(statistics),
             lr: self.weights.borrow().lr(step),
             comm_bytes,
             peak_bytes: peaks.iter().map(|&peak| peak as u64).collect(),

@@ -107,7 +107,7 @@ impl Trainer {
             self.weights.get_mut().update_tentatively(lr, 1.0, &statistics)?;
             self.steps_begun = step;
             let records = self.rank.log().drain();
-            let stats = Some(self.start_stats(&records, stop(), hash)?);
+            let stats = Some(self.start_stats(&records, &statistics, stop(), hash)?);
             let (numbers, sums) = (None, Some(sums));
             self.pending.push_back(PendingStep { step, terms, numbers, statistics, batch: hash, records, sums, stats });
         } else {
@@ -117,7 +117,7 @@ impl Trainer {
             self.steps_begun = step;
             self.synchronous().clipped = factor != 1.0;
             let records = self.rank.log().drain();
-            let stats = self.start_stats(&records, stop(), hash)?;
+            let stats = self.start_stats(&records, &statistics, stop(), hash)?;
             reports.push(self.report(step, measured, stats, records)?);
         }
         Ok(reports)

@@ -261,6 +261,11 @@ impl Declarations {
         &self.statistics
     }
 
+    /// Their ids, in the order of declaration.
+    pub fn statistic_ids(&self) -> impl Iterator<Item = StatisticId> + use<> {
+        (0..self.statistics.len()).map(StatisticId)
+    }
+
     /// All declarations, indexed by [`ParamId::index`].
     pub fn specs(&self) -> &[ParamSpec] {
         &self.specs

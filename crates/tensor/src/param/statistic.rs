@@ -29,6 +29,12 @@ pub trait StatisticRule: Debug + Send + Sync {
 
     /// Updates the buffers of the statistic, in their order, from the sums of all terms.
     fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]);
+
+    /// The name under which the report of a step has the sums, as many as the first buffer has elements. `None`: it does not have
+    /// them.
+    fn reported(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// A declared statistic.
