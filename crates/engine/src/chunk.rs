@@ -7,7 +7,7 @@ use crate::weights::WeightStore;
 use crate::{At, PlanError, Recompute, TrainError};
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::{Activation, Stage};
-use meshwork_tensor::tape::{Mode, Normaliser, Notes, PerSample, Seed, Weights};
+use meshwork_tensor::tape::{Decisions, Mode, Normaliser, Notes, PerSample, Seed, Weights};
 use meshwork_tensor::{Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -49,8 +49,8 @@ struct Flight {
 enum Kept {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only the input, and the weights of the forward: a second forward recomputes the rest.
-    Input(Option<Message>, Arc<Params>),
+    /// Only the input, the weights and the decisions of the forward: a second forward recomputes the rest.
+    Input(Option<Message>, Arc<Params>, Decisions),
 }
 
 /// One forward.
@@ -98,22 +98,26 @@ impl Chunk {
         self.noted = Noted::default();
     }
 
-    /// Runs the forward of one micro-batch, on the last stage up to the loss. Running it again gives the same bits.
+    /// Runs the forward of one micro-batch, on the last stage up to the loss. Running it again, with the decisions of the first time,
+    /// gives the same bits.
     fn run(
         &self,
         pass: &Pass,
         of: &MicroBatch,
         params: Arc<Params>,
         input: Option<Message>,
-        recomputed: bool,
+        repeated: Option<Decisions>,
     ) -> Result<Forwarded, TrainError> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
         let tape = Tape::with_policy(rank, params, device, mode, of.position, pass.recompute.policy());
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
-            let at = At { stage: self.number, micro: of.micro, recomputed };
+            let at = At { stage: self.number, micro: of.micro, recomputed: repeated.is_some() };
             let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
             tape.observe(Rc::new(Watched { watch, claims, rank, at }));
+        }
+        if let Some(decisions) = repeated {
+            tape.repeat(decisions);
         }
         let input = input.map(|message| tape.input(message.tensor, message.types));
         if input.is_none() && self.number > 0 {
@@ -137,7 +141,8 @@ impl Chunk {
     ) -> Result<Option<Message>, TrainError> {
         let of = pass.micro(number - pass.first_micro)?;
         let kept_input = (pass.recompute == Recompute::Stage).then(|| (input.clone(), params.clone()));
-        let run = self.run(pass, &of, params, input, false)?;
+        let run = self.run(pass, &of, params, input, None)?;
+        let decisions = run.tape.take_decisions();
         let first_sample = of.position.first_sample;
         let mut message = None;
         if !self.is_last() {
@@ -149,7 +154,9 @@ impl Chunk {
         } else {
             pass.count(0, first_sample, &run.output)?;
         }
-        for PerSample { name, value, .. } in &run.notes.per_sample {
+        // A prediction has samples of its own, which are those of no step.
+        let measured = if pass.purpose == Purpose::Predict { &[][..] } else { &run.notes.per_sample };
+        for PerSample { name, value, .. } in measured {
             let Some(metric) = pass.metrics.iter().position(|metric| metric.name == *name) else {
                 let declared = pass.metrics.iter().map(|metric| metric.name).collect();
                 return Err(PlanError::Metric { stage: self.number, name, declared }.into());
@@ -159,7 +166,7 @@ impl Chunk {
         self.noted.add(first_sample, &run.notes.statistics);
         if pass.purpose == Purpose::Train {
             let kept = match kept_input {
-                Some((input, params)) => Kept::Input(input, params),
+                Some((input, params)) => Kept::Input(input, params, decisions),
                 None => Kept::Tape(Box::new(run)),
             };
             self.flights.insert(number, Flight { of, kept });
@@ -181,7 +188,7 @@ impl Chunk {
         };
         let Forwarded { tape, input, output, notes } = match kept {
             Kept::Tape(forwarded) => *forwarded,
-            Kept::Input(input, params) => self.run(pass, &of, params, input, true)?,
+            Kept::Input(input, params, decisions) => self.run(pass, &of, params, input, Some(decisions))?,
         };
         let mut roots = Vec::new();
         match (grad, of.seeds) {

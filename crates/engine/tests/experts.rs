@@ -10,9 +10,10 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_moe::balance::imbalance;
-use meshwork_moe::{ExpertGroups, MoeConfig, RouterKind};
+use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,6 +29,7 @@ fn gpt2(router: RouterKind) -> Gpt2 {
         top_k,
         router,
         capacity_factor: 1.5,
+        overflow: if router == RouterKind::Gshard { Overflow::Reroute } else { Overflow::Drop },
         aux_loss_coeff: 0.02,
         z_loss_coeff: 0.001,
         jitter: 0.05,
@@ -181,6 +183,45 @@ fn cut_and_whole_experts_have_the_same_bits() {
         let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
         assert_eq!(losses(&found), losses(&reports), "{mesh} {schedule} {over_tp}");
         assert_eq!(bits(&after), bits(&state), "{mesh} {schedule} {over_tp}");
+    }
+}
+
+/// A stage whose activations are recomputed runs forward twice, and its router decides once: in each of 3 steps, on each of 4 ranks, for each
+/// of 2 micro-batches (with GShard once more, for the first choices that its loss counts).
+#[test]
+fn a_router_decides_once_where_activations_are_recomputed() {
+    let models: [(Arc<dyn Model>, usize); 2] = [(Arc::new(llama()), 1), (Arc::new(gpt2(RouterKind::Gshard)), 2)];
+    for (model, of_layer) in models {
+        let run = |recompute| {
+            let plan = Plan {
+                mesh: "dp=2,ep=2,pp=2".parse().unwrap(),
+                schedule: ScheduleSpec::named("1f1b").unwrap(),
+                global_batch_size: BATCH,
+                num_microbatches: Some(2),
+                recompute,
+                ..Plan::default()
+            };
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
+                let device = Arc::new(Opaque::new(Cpu::device()));
+                let rank = Arc::new(Rank::new(&plan.mesh, world)?);
+                let mut trainer = Trainer::new(model.clone(), &plan, rank, device.clone())?;
+                let step = |step| Ok(trainer.step(&batch(step, trainer.samples()))?.loss);
+                let losses = (0..STEPS).map(step).collect::<Result<Vec<f64>, TrainError>>()?;
+                Ok::<_, TrainError>((device.selections(), losses, trainer.state()?))
+            });
+            let ranks = ranks.unwrap_or_else(|error| panic!("{recompute:?}: {error}"));
+            let states: Vec<_> = ranks.iter().map(|(.., state)| state.clone()).collect();
+            let whole = WholeState::merge(&states).unwrap();
+            let state: State = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
+            (ranks.iter().map(|(decisions, ..)| decisions).sum::<usize>(), ranks[0].1.clone(), state)
+        };
+        let (decisions, losses, state) = run(Recompute::Stage);
+        let (kept_decisions, kept_losses, kept_state) = run(Recompute::None);
+        assert_eq!(decisions, 2 * 2 * STEPS * 2 * of_layer);
+        assert_eq!(kept_decisions, decisions);
+        assert_eq!(losses, kept_losses);
+        assert_eq!(bits(&state), bits(&kept_state));
     }
 }
 

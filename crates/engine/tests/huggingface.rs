@@ -1,16 +1,19 @@
 //! Models as Hugging Face stores them, on any mesh: the logits are those of `transformers`, each rank reads its own slices, and what
 //! is written again is what was read. `crates/models/tests/fixtures/make_huggingface_fixtures.py` made the folders.
 
+use meshwork_core::Axis;
 use meshwork_core::comm::thread;
 use meshwork_engine::{Plan, ScheduleSpec, TrainError, Trainer, WholeState};
-use meshwork_models::huggingface::{Dtype, Pretrained, export};
+use meshwork_models::experts::ExpertsConfig;
+use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
 use meshwork_models::language;
+use meshwork_nn::Model;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_testkit::parity::assert_close;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const MODELS: [&str; 4] = ["gpt2", "gpt2_untied_bf16", "llama_scaled", "llama_tied_f16_shards"];
+const MODELS: [&str; 5] = ["gpt2", "gpt2_untied_bf16", "llama_scaled", "llama_tied_f16_shards", "mixtral"];
 /// Logits of `transformers` in f32, of numbers around 1.
 const TOLERANCE: f64 = 1e-4;
 
@@ -35,9 +38,25 @@ fn wanted(folder: &Path) -> (Vec<Vec<i32>>, Vec<Vec<Vec<f32>>>) {
     (tokens, logits)
 }
 
+/// The model of a folder; experts are cut over tp as other blocks are.
+fn model(read: &Pretrained) -> Arc<dyn Model> {
+    match *read.architecture() {
+        Architecture::Mixtral(config, experts) => {
+            Architecture::Mixtral(config, ExpertsConfig { over_tp: true, ..experts }).model()
+        }
+        other => other.model(),
+    }
+}
+
+/// These meshes, and those that share out the experts of a model that has some.
+fn meshes(name: &str, dense: &[&'static str], experts: &[&'static str]) -> Vec<&'static str> {
+    let experts = if name == "mixtral" { experts } else { &[] };
+    dense.iter().chain(experts).copied().collect()
+}
+
 /// The trainer of a rank, with the weights of a folder.
 fn load(read: &Pretrained, plan: &Plan, rank: Arc<meshwork_core::Rank>) -> Result<Trainer, TrainError> {
-    let mut trainer = Trainer::new(read.architecture().model(), plan, rank, Cpu::device())?;
+    let mut trainer = Trainer::new(model(read), plan, rank, Cpu::device())?;
     trainer.load_weights(|spec, slice| read.read(spec, slice))?;
     Ok(trainer)
 }
@@ -47,7 +66,8 @@ fn logits_are_those_of_transformers_on_any_mesh() {
     for name in MODELS {
         let folder = folder(name);
         let (tokens, logits) = wanted(&folder);
-        for mesh in ["dp=1", "tp=2", "tp=4", "pp=2", "tp=2,pp=2"] {
+        let experts = ["dp=2,ep=2", "tp=2,dp=2,ep=2", "dp=2,ep=2,pp=2"];
+        for mesh in meshes(name, &["dp=1", "tp=2", "tp=4", "pp=2", "tp=2,pp=2"], &experts) {
             let plan = plan(mesh);
             let read = Pretrained::open(&folder).unwrap();
             let (seq, vocab) = (tokens[0].len(), logits[0][0].len());
@@ -76,12 +96,14 @@ fn logits_are_those_of_transformers_on_any_mesh() {
 fn each_rank_reads_the_bytes_of_its_slices() {
     for name in MODELS {
         let folder = folder(name);
-        for mesh in ["dp=1", "tp=2", "tp=4,pp=2"] {
-            let plan = plan(mesh);
+        for mesh in meshes(name, &["dp=1", "tp=2", "tp=4,pp=2"], &["dp=2,ep=2", "tp=2,dp=4,ep=4,pp=2"]) {
+            let plan = Plan { global_batch_size: 4, ..plan(mesh) };
             let ranks = thread::run_mesh(&plan.mesh, |rank| {
                 let read = Pretrained::open(&folder).expect("a fixture");
                 let trainer = load(&read, &plan, rank)?;
-                Ok::<_, TrainError>((read.bytes_read(), trainer.local_elements() as u64))
+                // The folder has no buffers, in which each of the layers counts the tokens of four experts.
+                let layers = if name == "mixtral" { 2 / plan.mesh.degree(Axis::Pp) } else { 0 };
+                Ok::<_, TrainError>((read.bytes_read(), (trainer.local_elements() - 4 * layers) as u64))
             });
             let bytes = if name.contains("16") { 2 } else { 4 };
             for (rank, (read, held)) in ranks.unwrap().into_iter().enumerate() {
@@ -93,9 +115,9 @@ fn each_rank_reads_the_bytes_of_its_slices() {
 
 #[test]
 fn a_model_is_written_as_it_was_read() {
-    for (name, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16]) {
+    for (name, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16, Dtype::F32]) {
         let original = Pretrained::open(&folder(name)).unwrap();
-        let plan = plan("tp=2,pp=2");
+        let plan = plan(if name == "mixtral" { "tp=2,dp=2,ep=2" } else { "tp=2,pp=2" });
         let states = thread::run_mesh(&plan.mesh, |rank| load(&original, &plan, rank)?.state()).unwrap();
         let whole = WholeState::merge(&states).unwrap();
         let written = tempfile::tempdir().unwrap();

@@ -10,7 +10,7 @@
 
 use meshwork_core::{Axis, Mesh};
 pub use meshwork_moe::balance::{TOKENS, imbalance};
-pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, RouterKind};
+pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
 use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};

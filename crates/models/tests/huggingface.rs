@@ -1,7 +1,8 @@
 //! Hugging Face folders that are damaged, incomplete or of a model that is not supported: each is refused with everything that is
 //! wrong, and nothing panics.
 
-use meshwork_models::huggingface::{Error, Pretrained};
+use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
+use meshwork_models::huggingface::{Error, Pretrained, not_of_mixtral};
 use meshwork_testkit::Rng;
 use serde_json::{Value, json};
 use std::fs;
@@ -70,7 +71,43 @@ fn settings_that_are_not_supported_are_listed_together() {
     edit(&gpt2.path().join("config.json"), |config| config["architectures"] = json!(["MambaForCausalLM"]));
     assert_eq!(
         refused(&gpt2),
-        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel and LlamaForCausalLM are supported"
+        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM are supported"
+    );
+}
+
+#[test]
+fn a_mixtral_with_more_than_experts_in_each_layer_is_refused() {
+    let mixtral = copy("mixtral");
+    edit(&mixtral.path().join("config.json"), |config| {
+        config["sliding_window"] = json!(4096);
+        config["router_jitter_noise"] = json!(0.1);
+        config["num_experts_per_tok"] = json!(5);
+    });
+    assert_eq!(
+        refused(&mixtral),
+        "config.json: router_jitter_noise is 0.1: supported is 0 or 0.0; sliding_window is 4096: supported is none; num_experts_per_tok \
+         is 5: it must be at most num_local_experts, 4"
+    );
+    let lost = copy("mixtral");
+    edit_header(&lost.path().join("model.safetensors"), |header| {
+        let header = header.as_object_mut().unwrap();
+        let moved = header.remove("model.layers.1.block_sparse_moe.experts.3.w2.weight").unwrap();
+        header.insert("model.layers.1.block_sparse_moe.experts.4.w2.weight".to_owned(), moved);
+    });
+    assert_eq!(
+        refused(&lost),
+        "model.safetensors: model.layers.1.block_sparse_moe.experts.3.w2.weight [16, 20] is missing; the model has no tensor \
+         model.layers.1.block_sparse_moe.experts.4.w2.weight"
+    );
+    // What training alone reads is no part of the model.
+    let moe = MoeConfig { aux_loss_coeff: 0.01, z_loss_coeff: 0.001, jitter: 0.1, ..MoeConfig::default() };
+    let of = ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 0, expert_hidden_size: 8, over_tp: true };
+    assert_eq!(not_of_mixtral(&of), Vec::<String>::new());
+    let moe = MoeConfig { router: RouterKind::Switch, capacity_factor: 1.25, ..moe };
+    let other = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, ..of };
+    assert_eq!(
+        not_of_mixtral(&other),
+        ["router switch", "a capacity, of factor 1.25", "experts in one of 2 layers", "1 shared experts"]
     );
 }
 

@@ -4,7 +4,8 @@
 //! capacities for groups of tokens, 2N/(G·E) for two experts of each of N/G tokens. Here the groups are the sequences. So whether a
 //! token finds its expert full depends on its own sequence alone, and not on the mesh or on the other sequences of a micro-batch.
 //! First choices go before second ones, and among these earlier tokens before later ones (GShard, algorithm 1). A choice that finds
-//! its expert full is dropped: the token passes through the residual connection.
+//! its expert full is dropped, and the token passes through the residual connection; or it goes to the token's next best expert with
+//! room ([`Overflow`](crate::Overflow)).
 
 use crate::{MoeConfig, RouterKind};
 

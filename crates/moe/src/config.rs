@@ -1,6 +1,7 @@
 //! What a mixture of experts is: plain data, checked before anything is declared.
 
 use meshwork_tensor::Error;
+pub use meshwork_tensor::kernel::Overflow;
 use std::fmt;
 
 /// How tokens and experts find each other.
@@ -80,6 +81,8 @@ pub struct MoeConfig {
     pub router: RouterKind,
     /// Tokens of a sequence that an expert takes, over their even share. 0: all that come (dropless).
     pub capacity_factor: f64,
+    /// What becomes of a token that finds its expert full.
+    pub overflow: Overflow,
     /// Factor of the auxiliary loss in the loss.
     pub aux_loss_coeff: f64,
     /// Factor of the z-loss in the loss.
@@ -109,6 +112,7 @@ impl Default for MoeConfig {
             top_k: 2,
             router: RouterKind::TopK,
             capacity_factor: 0.0,
+            overflow: Overflow::Drop,
             aux_loss_coeff: 0.0,
             z_loss_coeff: 0.0,
             aux_loss_scope: AuxLossScope::Sequence,
@@ -179,6 +183,11 @@ pub enum MoeError {
         /// What would be valid.
         valid: &'static str,
     },
+    /// Experts that choose have no tokens over their capacity.
+    #[error(
+        "overflow is reroute, and router expert_choice leaves nothing over: each expert takes as many tokens as it has room for"
+    )]
+    NothingOver,
     /// Features that ranks of tp cannot share.
     #[error(
         "{features} inner features of an expert cannot be cut over tp={tp}: each rank holds the same number; or leave experts whole"
@@ -267,6 +276,9 @@ impl MoeConfig {
         }
         if router == RouterKind::ExpertChoice {
             unread("aux_loss_coeff", self.aux_loss_coeff, "leave it at 0: its experts take equal numbers of tokens");
+        }
+        if router == RouterKind::ExpertChoice && self.overflow == Overflow::Reroute {
+            wrong.push(MoeError::NothingOver);
         }
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
     }

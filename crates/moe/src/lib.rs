@@ -11,7 +11,7 @@ mod layer;
 pub mod router;
 
 pub use capacity::capacity;
-pub use config::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, RouterKind};
+pub use config::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
 pub use experts::{ExpertShape, Experts, GroupedMlp, GroupedSwiGlu};
 pub use layer::MoeLayer;
 pub use router::Router;

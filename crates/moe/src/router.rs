@@ -9,14 +9,16 @@
 //! | `bias` (DeepSeek-V3, equations 12 to 16) | sigmoid | the k largest s + b | s over the sum of those chosen, scaled |
 //!
 //! Of equal scores the lower expert's counts as larger, so that the choice is a function of the scores. What is dropped for
-//! want of capacity does not change the weights of the rest. The decision is made once, in forward: the tape keeps it as integers.
+//! want of capacity does not change the weights of the rest; a choice that is re-routed has the score of the expert that takes it. The
+//! load, of which losses and biases are made, counts choices before either. The decision is made once, in the first forward: the tape keeps it as
+//! integers, and a forward that runs again to recompute its activations [repeats](meshwork_tensor::tape::Decisions) it.
 
 use crate::balance::{self, BiasUpdate, Load, whole_sequences};
 use crate::dispatch::Chosen;
 use crate::{AuxLossScope, MoeConfig, MoeError, RouterKind, capacity};
 use meshwork_core::rules::Operand;
 use meshwork_core::{Buffer, SpmdError, Types};
-use meshwork_tensor::kernel::{Draw, Pick, Selection};
+use meshwork_tensor::kernel::{Draw, Overflow, Pick, Selection};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
@@ -94,8 +96,8 @@ impl Router {
             _ => logits.softmax()?,
         };
         whole_sequences("route", Operand::value("x", scores.types(), 3))?;
-        let (chosen, kept) = self.choose(tape, &scores)?;
-        let weights = scores.tape().apply(self.weights_of(&scores, chosen.clone(), config.places()), &[&scores])?;
+        let [chosen, routed, kept] = tape.decide(|| self.choose(tape, &scores))?;
+        let weights = scores.tape().apply(self.weights_of(&scores, routed, config.places()), &[&scores])?;
         self.balance(tape, &logits, &scores, &chosen)?;
         let of_layer = 1.0 / config.layers as f64;
         tape.report(METRICS[2], &balance::entropy(&scores)?.scale(of_layer)?)?;
@@ -116,8 +118,8 @@ impl Router {
         Ok(Routed { chosen, weights })
     }
 
-    /// (choices, those that are used), `[samples, seq, places]`.
-    fn choose(&self, tape: &Tape, scores: &Var) -> Result<(Tensor, Tensor)> {
+    /// Choices, where they are routed, and those that are used: `[samples, seq, places]`.
+    fn choose(&self, tape: &Tape, scores: &Var) -> Result<[Tensor; 3]> {
         let (config, device) = (&self.config, tape.device());
         let &[samples, seq, experts] = &scores.shape()[..] else {
             return Err(meshwork_tensor::Error::Shape {
@@ -134,7 +136,7 @@ impl Router {
         if let (RouterKind::ExpertChoice, Some(capacity)) = (config.router, capacity) {
             let kept = device.routing()?.select_tokens(scores.tensor().buffer(), samples, experts, capacity)?;
             let kept = Tensor::from_buffer(device, kept, shape)?;
-            return Ok((kept.clone(), kept));
+            return Ok([kept.clone(), kept.clone(), kept]);
         }
         let second = match (config.router, tape.mode()) {
             (RouterKind::Gshard, Mode::Train) => {
@@ -152,12 +154,14 @@ impl Router {
             top_groups: groups.top_groups,
             group_best: groups.best,
             capacity,
+            overflow: config.overflow,
             second,
         };
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.tensor().buffer());
-        let (chosen, kept) = device.routing()?.select(scores.tensor().buffer(), bias, &selection)?;
-        Ok((Tensor::from_buffer(device, chosen, shape)?, Tensor::from_buffer(device, kept, shape)?))
+        let (chosen, routed, kept) = device.routing()?.select(scores.tensor().buffer(), bias, &selection)?;
+        let choices = |buffer| Tensor::from_buffer(device, buffer, shape);
+        Ok([choices(chosen)?, choices(routed)?, choices(kept)?])
     }
 
     fn weights_of(&self, scores: &Var, choices: Tensor, k: usize) -> Weights {
@@ -179,7 +183,10 @@ impl Router {
         };
         if config.router != RouterKind::ExpertChoice {
             let counted = match config.router {
-                RouterKind::Gshard => first_choices(scores)?,
+                RouterKind::Gshard => {
+                    let [first] = tape.decide(|| Ok([first_choices(scores)?]))?;
+                    first
+                }
                 _ => chosen.clone(),
             };
             let load = match config.aux_loss_scope {
@@ -201,9 +208,18 @@ impl Router {
 fn first_choices(scores: &Var) -> Result<Tensor> {
     let (shape, device) = (scores.shape(), scores.tape().device());
     let [samples, seq, experts] = [shape[0], shape[1], shape[2]];
-    let one =
-        Selection { samples, experts, k: 1, groups: 1, top_groups: 1, group_best: 1, capacity: None, second: None };
-    let (chosen, _) = device.routing()?.select(scores.tensor().buffer(), None, &one)?;
+    let one = Selection {
+        samples,
+        experts,
+        k: 1,
+        groups: 1,
+        top_groups: 1,
+        group_best: 1,
+        capacity: None,
+        overflow: Overflow::Drop,
+        second: None,
+    };
+    let (chosen, ..) = device.routing()?.select(scores.tensor().buffer(), None, &one)?;
     Tensor::from_buffer(device, chosen, [samples, seq, 1])
 }
 

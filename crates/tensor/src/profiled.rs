@@ -790,7 +790,7 @@ impl Permutation for Profiled {
 }
 
 impl Routing for Profiled {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
         self.span(Class::Pointwise, "select", &[scores], |device| device.routing()?.select(scores, bias, of))
     }
 

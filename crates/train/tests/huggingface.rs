@@ -29,6 +29,10 @@ fn the_sizes_of_the_folder_are_the_defaults() {
     assert_eq!((llama.vocab_size, llama.num_layers, llama.hidden_size, llama.num_kv_heads), (29, 2, 16, 2));
     assert_eq!((llama.rope_theta, llama.rope_scaling_factor, llama.rope_scaling_original_seq_len), (100.0, 8.0, 48));
     assert_eq!((llama.ffn_hidden_size, llama.seq_len, llama.tie_embeddings), (20, 8, false));
+    let mixtral = parse("mixtral", "--set model.preset=switch-tiny").unwrap();
+    let experts = mixtral.experts().unwrap();
+    assert_eq!((experts.moe.num_experts, experts.moe.top_k, experts.moe.capacity_factor), (4, 2, 0.0));
+    assert_eq!((experts.expert_hidden_size, experts.every_n_layers, experts.moe.router.name()), (20, 1, "topk"));
     let gpt2 = parse("gpt2", "--set model.dropout=0.25 --set model.hidden_size=16").unwrap().model;
     assert_eq!((gpt2.seq_len, gpt2.tie_embeddings, gpt2.dropout, gpt2.hidden_size), (12, true, 0.25, 16));
 }
@@ -44,6 +48,18 @@ fn other_sizes_and_other_folders_are_refused() {
         "{gpt2}"
     );
     assert!(lines[1].starts_with("model.seq_len = 8: "), "{gpt2}");
+    let dense = parse("llama_scaled", "--set moe.num_experts=4").unwrap_err();
+    assert!(
+        dense.starts_with("moe.num_experts = 4: the model in ")
+            && dense.ends_with("has 0; use 0, or leave the key out")
+    );
+    let mixtral =
+        parse("mixtral", "--set moe.top_k=1 --set moe.router=switch --set moe.capacity_factor=1.25").unwrap_err();
+    assert!(
+        mixtral.contains("moe.top_k = 1: the model in ") && mixtral.contains("has \"topk\"; use \"topk\""),
+        "{mixtral}"
+    );
+    assert!(!mixtral.contains("capacity"), "{mixtral}");
     let nowhere = parse("nowhere", "").unwrap_err();
     assert!(nowhere.contains("config.json") && nowhere.contains("use a folder of Hugging Face"), "{nowhere}");
 }
@@ -65,7 +81,7 @@ fn wanted(name: &str) -> (Vec<i32>, f64) {
 
 #[test]
 fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
-    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards"] {
+    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards", "mixtral"] {
         let (tokens, loss) = wanted(name);
         let run = |mesh: &str, steps: u64| {
             let more = "--set training.global_batch_size=1 --set training.numerics=canonical --set optimizer.lr=0.01";
@@ -85,7 +101,11 @@ fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
 
 #[test]
 fn the_last_step_is_exported_bit_by_bit() {
-    for kind in ["gpt2", "llama"] {
+    for (kind, mesh) in [
+        ("gpt2", "dp=2,tp=2,pp=2"),
+        ("llama", "dp=2,tp=2,pp=2"),
+        ("llama --set moe.num_experts=4", "dp=2,ep=2,tp=2,pp=2"),
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let (dir, out) = (folder.path().join("run"), folder.path().join("model"));
         let flags = |mesh: &str, steps: u64| {
@@ -96,7 +116,7 @@ fn the_last_step_is_exported_bit_by_bit() {
             ))
         };
         let stop = AtomicBool::new(false);
-        train(&flags("dp=2,tp=2,pp=2", 2), &small::data(), None, &stop).unwrap();
+        train(&flags(mesh, 2), &small::data(), None, &stop).unwrap();
         let compare = |step: u64| {
             let (saved, written) = (Checkpoint::open_step(&dir, step).unwrap(), Pretrained::open(&out).unwrap());
             for spec in written.architecture().parameters().unwrap() {
@@ -118,6 +138,17 @@ fn the_last_step_is_exported_bit_by_bit() {
         compare(4);
         let next = small::config(&format!("pp=2 --set model.init_from={} --set training.steps=1", out.display()));
         assert!(train(&next, &small::data(), None, &stop).is_ok());
+    }
+    for (settings, problem) in [
+        ("model.kind=gpt2 --set moe.num_experts=4", "a GPT2LMHeadModel has no experts; leave it out"),
+        (
+            "model.kind=llama --set moe.num_experts=4 --set moe.router=switch --set moe.num_shared_experts=1",
+            "a MixtralForCausalLM has other experts, not these: router switch, 1 shared experts; leave it out",
+        ),
+    ] {
+        let text = format!("--set {settings} --set checkpoint.dir=run --set checkpoint.export=out");
+        let refused = Config::from_args(&Args::parse(text.split_whitespace())).unwrap_err().to_string();
+        assert!(refused.starts_with("checkpoint.export = out: ") && refused.contains(problem), "{refused}");
     }
     let alone = parse("gpt2", "--set checkpoint.export=somewhere").unwrap_err();
     assert!(alone.starts_with("checkpoint.export = somewhere: ") && alone.ends_with("set checkpoint.dir"), "{alone}");
@@ -142,7 +173,12 @@ fn transformers_has_the_logits_of_the_checkpoint_that_was_exported() {
         eprintln!("skipped: set MESHWORK_PEER_PYTHON to a Python that has torch and transformers");
         return;
     };
-    for more in ["kind=gpt2", "kind=llama", "kind=llama --set model.num_kv_heads=2 --set model.tie_embeddings=true"] {
+    for more in [
+        "kind=gpt2",
+        "kind=llama",
+        "kind=llama --set model.num_kv_heads=2 --set model.tie_embeddings=true",
+        "kind=llama --set moe.num_experts=4 --set moe.expert_hidden_size=24",
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let (dir, out) = (folder.path().join("run"), folder.path().join("model"));
         let config = |mesh: &str, rest: &str| small::config(&format!("{mesh} --set model.{more} {rest}"));

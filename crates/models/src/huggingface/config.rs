@@ -1,6 +1,7 @@
 //! `config.json`: from a Hugging Face model's settings to the sizes of ours, and back.
 
 use super::{Architecture, Error};
+use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use crate::gpt2::Gpt2Config;
 use crate::llama::LlamaConfig;
 use meshwork_tensor::op::{Rotary, RotaryScaling};
@@ -97,8 +98,9 @@ pub(super) fn read(text: &str) -> Result<Architecture, Error> {
     let architecture = match kind {
         "GPT2LMHeadModel" | "gpt2" => Architecture::Gpt2(gpt2(&mut settings)),
         "LlamaForCausalLM" | "llama" => Architecture::Llama(llama(&mut settings)),
+        "MixtralForCausalLM" | "mixtral" => mixtral(&mut settings),
         other => {
-            let valid = "GPT2LMHeadModel and LlamaForCausalLM are supported";
+            let valid = "GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM are supported";
             return Err(problem(format!("architectures names {other:?}: {valid}")));
         }
     };
@@ -174,6 +176,46 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
     }
 }
 
+/// A Llama whose experts are as wide as its `intermediate_size`. Whether its `config.json` asks for the losses of routers
+/// (`output_router_logits`) does not matter here: a run sets their factors.
+fn mixtral(settings: &mut Settings<'_>) -> Architecture {
+    // There it multiplies the input of the experts too.
+    settings.only("router_jitter_noise", &[json!(0), json!(0.0)]);
+    let llama = llama(settings);
+    let (num_experts, top_k) = (settings.size_or("num_local_experts", 8), settings.size_or("num_experts_per_tok", 2));
+    if top_k > num_experts {
+        let problem = format!("num_experts_per_tok is {top_k}: it must be at most num_local_experts, {num_experts}");
+        settings.problems.push(problem);
+    }
+    Architecture::Mixtral(llama, experts(llama.ffn_hidden_size, num_experts, top_k))
+}
+
+/// The experts of a Mixtral: the best of a softmax, with weights that add up to 1, in every layer and without a capacity.
+pub(super) fn experts(width: usize, num_experts: usize, top_k: usize) -> ExpertsConfig {
+    ExpertsConfig {
+        moe: MoeConfig { num_experts, top_k, ..MoeConfig::default() },
+        every_n_layers: 1,
+        num_shared_experts: 0,
+        expert_hidden_size: width,
+        over_tp: false,
+    }
+}
+
+/// What these experts have that those of a `MixtralForCausalLM` do not. What training alone reads is not looked at: factors of losses, jitter.
+pub fn not_of_mixtral(experts: &ExpertsConfig) -> Vec<String> {
+    let MoeConfig { router, capacity_factor, normalise, routed_scaling, groups, .. } = experts.moe;
+    let rules = [
+        (router != RouterKind::TopK, format!("router {router}")),
+        (!normalise, "weights that do not add up to 1".to_owned()),
+        (capacity_factor != 0.0, format!("a capacity, of factor {capacity_factor}")),
+        (groups.groups > 1, format!("{} groups of experts", groups.groups)),
+        (routed_scaling != 1.0, format!("weights times {routed_scaling}")),
+        (experts.every_n_layers != 1, format!("experts in one of {} layers", experts.every_n_layers)),
+        (experts.num_shared_experts > 0, format!("{} shared experts", experts.num_shared_experts)),
+    ];
+    rules.into_iter().filter_map(|(other, what)| other.then_some(what)).collect()
+}
+
 fn heads_divide(settings: &mut Settings<'_>, hidden: usize, heads: usize, hidden_key: &str, heads_key: &str) {
     if settings.problems.is_empty() && !hidden.is_multiple_of(heads) {
         settings.problems.push(format!("{heads_key} {heads} does not divide {hidden_key} {hidden}"));
@@ -228,37 +270,50 @@ pub(super) fn write(architecture: &Architecture, dtype: &str) -> Value {
             "tie_word_embeddings": config.tie_embeddings,
             "torch_dtype": dtype,
         }),
-        Architecture::Llama(config) => {
-            let mut rope = json!({"rope_type": "default"});
-            if let Some(scaling) = config.rotary.scaling {
-                rope = json!({
-                    "rope_type": "llama3",
-                    "factor": scaling.factor,
-                    "low_freq_factor": scaling.low_frequency_factor,
-                    "high_freq_factor": scaling.high_frequency_factor,
-                    "original_max_position_embeddings": scaling.original_positions,
-                });
-            }
-            json!({
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "vocab_size": config.vocab_size,
-                "max_position_embeddings": config.seq_len,
-                "hidden_size": config.hidden_size,
-                "intermediate_size": config.ffn_hidden_size,
-                "num_hidden_layers": config.num_layers,
-                "num_attention_heads": config.num_heads,
-                "num_key_value_heads": config.num_kv_heads,
-                "head_dim": config.hidden_size / config.num_heads,
-                "hidden_act": "silu",
-                "rms_norm_eps": config.norm_eps,
-                "rope_theta": config.rotary.theta,
-                "rope_scaling": if config.rotary.scaling.is_some() { rope } else { Value::Null },
-                "attention_bias": false,
-                "mlp_bias": false,
-                "tie_word_embeddings": config.tie_embeddings,
-                "torch_dtype": dtype,
-            })
+        Architecture::Llama(config) => write_llama(config, "LlamaForCausalLM", "llama", dtype),
+        Architecture::Mixtral(config, experts) => {
+            let mut settings = write_llama(config, "MixtralForCausalLM", "mixtral", dtype);
+            settings["intermediate_size"] = json!(experts.expert_hidden_size);
+            settings["num_local_experts"] = json!(experts.moe.num_experts);
+            settings["num_experts_per_tok"] = json!(experts.moe.top_k);
+            settings["router_jitter_noise"] = json!(0.0);
+            settings["sliding_window"] = Value::Null;
+            // There the loss counts every one of a token's experts, here their mean.
+            settings["router_aux_loss_coef"] = json!(experts.moe.aux_loss_coeff / experts.moe.top_k as f64);
+            settings
         }
     }
+}
+
+fn write_llama(config: &LlamaConfig, architecture: &str, model_type: &str, dtype: &str) -> Value {
+    let rope = match config.rotary.scaling {
+        None => Value::Null,
+        Some(scaling) => json!({
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }),
+    };
+    json!({
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.seq_len,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.hidden_size / config.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rotary.theta,
+        "rope_scaling": rope,
+        "attention_bias": false,
+        "mlp_bias": false,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": dtype,
+    })
 }

@@ -21,8 +21,8 @@ struct Written {
 }
 
 /// Writes `config.json`, `generation_config.json` and the weights, rounded to `dtype`; above 5 GB in shards with an index.
-/// `weights` gives a whole parameter, row-major; it is asked for each of them once or, where it is two tensors, twice, and one is in
-/// memory at a time. Files are complete when their names appear.
+/// `weights` gives a whole parameter, row-major; it is asked for each of them once, or again in the next shard where its tensors lie in
+/// several, and one is in memory at a time. Files are complete when their names appear.
 ///
 /// # Errors
 /// A folder that cannot be written, weights that the caller cannot give or of another size.
@@ -92,16 +92,20 @@ fn write_shard(
         let failed = |source| Error::File { path: path.to_owned(), source };
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
-        for Written { part, spec, shape, .. } in tensors {
+        // The tensors of a parameter follow each other.
+        for tensors in tensors.chunk_by(|one, next| one.spec.name == next.spec.name) {
+            let spec = &tensors[0].spec;
             let given = |source| Error::Weights { name: spec.name.clone(), source };
             let values = weights(spec).map_err(given)?;
             if values.len() != spec.dims.count() {
                 let problem = format!("{} elements, and there are {}", values.len(), spec.dims.count());
                 return Err(given(problem.into()));
             }
-            let mut bytes = Vec::new();
-            dtype.encode(&gather(part, &spec.dims, shape.iter().product(), &values), &mut bytes);
-            file.write_all(&bytes).map_err(failed)?;
+            for Written { part, shape, .. } in tensors {
+                let mut bytes = Vec::new();
+                dtype.encode(&gather(part, &spec.dims, shape.iter().product(), &values), &mut bytes);
+                file.write_all(&bytes).map_err(failed)?;
+            }
         }
         Ok(())
     })
@@ -109,18 +113,19 @@ fn write_shard(
 
 /// The elements of one tensor, in its order.
 fn gather(part: &Part, dims: &[usize], count: usize, values: &[f32]) -> Vec<f32> {
+    let whole: Vec<_> = dims.iter().map(|&extent| 0..extent).collect();
+    let ranges = part.within(&whole);
     let mut tensor = vec![0.0; count];
-    for (element, &value) in values.iter().enumerate() {
-        let (mut rest, mut place, mut here) = (element, 0, true);
+    for number in 0..ranges.iter().map(ExactSizeIterator::len).product() {
+        let (mut rest, mut place, mut element, mut step) = (number, 0, 0, 1);
         for dim in (0..dims.len()).rev() {
-            let index = rest % dims[dim];
-            rest /= dims[dim];
+            let index = ranges[dim].start + rest % ranges[dim].len();
+            rest /= ranges[dim].len();
             place += index * part.strides[dim];
-            here &= part.at.is_none_or(|(of, at)| of != dim || at == index);
+            element += index * step;
+            step *= dims[dim];
         }
-        if here {
-            tensor[place] = value;
-        }
+        tensor[place] = values[element];
     }
     tensor
 }

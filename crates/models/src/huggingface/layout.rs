@@ -5,17 +5,18 @@
 
 use super::Architecture;
 use meshwork_tensor::Shape;
+use std::ops::Range;
 
-/// A part of a parameter that lies in one tensor: the indices `at` of one dim, or all of it.
+/// A part of a parameter that lies in one tensor: one index of each dim in `at`, all of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     /// The tensor's name, without the prefix that some files have.
     pub(super) tensor: String,
     /// Its extents.
     pub(super) shape: Vec<usize>,
-    /// The (dim, index) of the parameter that this tensor has; all of it if `None`.
-    pub(super) at: Option<(usize, usize)>,
-    /// Elements of the tensor between neighbours along each dim of the parameter; 0 along the dim of `at`.
+    /// The (dim, index) of the parameter that this tensor has; all of it if there is none.
+    pub(super) at: Vec<(usize, usize)>,
+    /// Elements of the tensor between neighbours along each dim of the parameter; 0 along the dims of `at`.
     pub(super) strides: Vec<usize>,
 }
 
@@ -23,7 +24,7 @@ impl Part {
     /// The whole parameter, element for element, as a tensor of this shape.
     fn same(tensor: impl Into<String>, dims: &[usize], shape: &[usize]) -> Vec<Self> {
         let strides = row_major(dims);
-        vec![Self { tensor: tensor.into(), shape: shape.to_vec(), at: None, strides }]
+        vec![Self { tensor: tensor.into(), shape: shape.to_vec(), at: Vec::new(), strides }]
     }
 
     /// The whole parameter `[out.., in..]`, of which the first `out` dims are outputs, as a matrix `[in, out]`.
@@ -31,17 +32,32 @@ impl Part {
         let (columns, rows) = (dims[..out].iter().product(), dims[out..].iter().product());
         let inner = row_major(&dims[out..]).into_iter().map(|stride| stride * columns);
         let strides = row_major(&dims[..out]).into_iter().chain(inner).collect();
-        vec![Self { tensor: tensor.into(), shape: vec![rows, columns], at: None, strides }]
+        vec![Self { tensor: tensor.into(), shape: vec![rows, columns], at: Vec::new(), strides }]
     }
 
-    /// One tensor for each index of dim `dim`, row-major in the others.
+    /// The part with these indices of some dims as a tensor of this shape, row-major in the others.
+    fn of(tensor: String, dims: &[usize], at: Vec<(usize, usize)>, shape: &[usize]) -> Self {
+        let is_fixed = |dim: usize| at.iter().any(|&(fixed, _)| fixed == dim);
+        let others: Vec<usize> = (0..dims.len()).filter(|&dim| !is_fixed(dim)).map(|dim| dims[dim]).collect();
+        let mut free = row_major(&others).into_iter();
+        let strides = (0..dims.len()).map(|dim| if is_fixed(dim) { 0 } else { free.next().unwrap_or(0) }).collect();
+        Self { tensor, shape: shape.to_vec(), at, strides }
+    }
+
+    /// One tensor for each index of dim `dim`.
     fn each<const N: usize>(tensors: [String; N], dims: &[usize], dim: usize, shape: &[usize]) -> Vec<Self> {
-        let others: Vec<usize> = dims.iter().enumerate().filter(|(at, _)| *at != dim).map(|(_, &n)| n).collect();
-        let mut strides = row_major(&others);
-        strides.insert(dim, 0);
-        let part =
-            |(index, tensor)| Self { tensor, shape: shape.to_vec(), at: Some((dim, index)), strides: strides.clone() };
+        let part = |(index, tensor)| Self::of(tensor, dims, vec![(dim, index)], shape);
         tensors.into_iter().enumerate().map(part).collect()
+    }
+
+    /// The indices of this part among `ranges` of the parameter's dims, or of one dim if that is empty.
+    pub(super) fn within(&self, ranges: &[Range<usize>]) -> Vec<Range<usize>> {
+        let mut ranges = ranges.to_vec();
+        for &(dim, at) in &self.at {
+            let range = &mut ranges[dim];
+            *range = at.clamp(range.start, range.end)..(at + 1).clamp(range.start, range.end);
+        }
+        ranges
     }
 }
 
@@ -54,6 +70,7 @@ pub(super) fn parts(architecture: &Architecture, name: &str, dims: Shape) -> Vec
     match architecture {
         Architecture::Gpt2(_) => gpt2(name, &dims),
         Architecture::Llama(_) => llama(name, &dims),
+        Architecture::Mixtral(..) => mixtral(name, &dims),
     }
 }
 
@@ -109,6 +126,30 @@ fn llama(name: &str, dims: &[usize]) -> Vec<Part> {
     }
 }
 
+/// A Llama, with three matrices for each expert: w1 is the gate, w3 is up, w2 is down.
+fn mixtral(name: &str, dims: &[usize]) -> Vec<Part> {
+    let split = |rest: &'_ str| rest.split_once(".mlp.").map(|(layer, part)| (layer.to_owned(), part.to_owned()));
+    let Some((layer, part)) = name.strip_prefix("layers.").and_then(split) else { return llama(name, dims) };
+    let tensor =
+        |expert: usize, matrix: &str| format!("layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight");
+    match &*part {
+        "router.weight" => Part::same(format!("layers.{layer}.block_sparse_moe.gate.weight"), dims, dims),
+        "experts.gate_up.weight" => {
+            let of = |expert: usize| {
+                let part = move |(index, matrix): (usize, &str)| {
+                    Part::of(tensor(expert, matrix), dims, vec![(0, expert), (2, index)], &[dims[1], dims[3]])
+                };
+                ["w1", "w3"].into_iter().enumerate().map(part).collect::<Vec<_>>()
+            };
+            (0..dims[0]).flat_map(of).collect()
+        }
+        "experts.down.weight" => {
+            (0..dims[0]).map(|expert| Part::of(tensor(expert, "w2"), dims, vec![(0, expert)], &dims[1..])).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 /// Tensors that files of a model may have beside its parameters: constants, and the head of a tied model.
 pub(super) fn is_beside(architecture: &Architecture, tensor: &str) -> bool {
     match architecture {
@@ -116,7 +157,7 @@ pub(super) fn is_beside(architecture: &Architecture, tensor: &str) -> bool {
             tensor.starts_with("h.") && (tensor.ends_with(".attn.bias") || tensor.ends_with(".attn.masked_bias"))
                 || config.tie_embeddings && tensor == "lm_head.weight"
         }
-        Architecture::Llama(config) => {
+        Architecture::Llama(config) | Architecture::Mixtral(config, _) => {
             tensor.ends_with(".rotary_emb.inv_freq") || config.tie_embeddings && tensor == "lm_head.weight"
         }
     }
@@ -126,19 +167,20 @@ pub(super) fn is_beside(architecture: &Architecture, tensor: &str) -> bool {
 pub(super) fn prefix(architecture: &Architecture) -> &'static str {
     match architecture {
         Architecture::Gpt2(_) => "transformer.",
-        Architecture::Llama(_) => "model.",
+        Architecture::Llama(_) | Architecture::Mixtral(..) => "model.",
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::config;
     use super::*;
     use crate::gpt2::Gpt2Config;
     use crate::llama::PRESETS;
 
     /// The element of (tensor, row-major index) that holds an element of a parameter.
     fn place(parts: &[Part], index: &[usize]) -> (String, usize) {
-        let part = parts.iter().find(|part| part.at.is_none_or(|(dim, at)| index[dim] == at)).unwrap();
+        let part = parts.iter().find(|part| part.at.iter().all(|&(dim, at)| index[dim] == at)).unwrap();
         (part.tensor.clone(), part.strides.iter().zip(index).map(|(stride, at)| stride * at).sum())
     }
 
@@ -161,5 +203,14 @@ mod tests {
         assert_eq!(place(&gate_up, &[7, 1, 3]).0, "layers.1.mlp.up_proj.weight");
         assert_eq!(gate_up[1].shape, [10, 8]);
         assert_eq!(parts(&llama, "layers.1.mlp.gate_up.bias", Shape::new(&[10, 2])), []);
+
+        let mixtral = Architecture::Mixtral(PRESETS[0].1, config::experts(10, 4, 2));
+        let expert = |name: &str| format!("layers.1.block_sparse_moe.experts.{name}.weight");
+        let gate_up = parts(&mixtral, "layers.1.mlp.experts.gate_up.weight", Shape::new(&[4, 10, 2, 8]));
+        assert_eq!(place(&gate_up, &[3, 7, 1, 5]), (expert("3.w3"), 7 * 8 + 5));
+        assert_eq!(place(&gate_up, &[0, 7, 0, 5]), (expert("0.w1"), 7 * 8 + 5));
+        let down = parts(&mixtral, "layers.1.mlp.experts.down.weight", Shape::new(&[4, 8, 10]));
+        assert_eq!(place(&down, &[2, 7, 5]), (expert("2.w2"), 7 * 10 + 5));
+        assert_eq!((gate_up.len(), &*gate_up[1].shape, &*down[0].shape), (8, &[10, 8][..], &[8, 10][..]));
     }
 }

@@ -25,16 +25,18 @@ mod export;
 mod layout;
 mod tensors;
 
+pub use config::not_of_mixtral;
 pub use export::export;
 pub use tensors::Dtype;
 
+use crate::experts::ExpertsConfig;
 use crate::gpt2::{Gpt2, Gpt2Config};
 use crate::llama::{Llama, LlamaConfig};
 use layout::Part;
 use meshwork_core::Mesh;
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Declarations, ParamSpec};
+use meshwork_tensor::{Declarations, ParamSpec, Role};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -87,6 +89,8 @@ pub enum Architecture {
     Gpt2(Gpt2Config),
     /// `LlamaForCausalLM`.
     Llama(LlamaConfig),
+    /// `MixtralForCausalLM`: a Llama with [experts that it has](not_of_mixtral) in every layer.
+    Mixtral(LlamaConfig, ExpertsConfig),
 }
 
 impl Architecture {
@@ -95,10 +99,11 @@ impl Architecture {
         match *self {
             Self::Gpt2(config) => Arc::new(Gpt2::new(config)),
             Self::Llama(config) => Arc::new(Llama::new(config)),
+            Self::Mixtral(config, experts) => Arc::new(Llama::new(config).with_experts(Some(experts))),
         }
     }
 
-    /// Every parameter, in the order of declaration.
+    /// Every parameter of the folder, in the order of declaration; not the buffers, which a router counts tokens in.
     ///
     /// # Errors
     /// Sizes that no model has.
@@ -107,7 +112,7 @@ impl Architecture {
         let mut all = Declarations::new();
         let whole = StageSpec { layers: 0..model.num_layers(), first: true, last: true };
         model.stage(&mut all, &Mesh::default(), &whole)?;
-        Ok(all.specs().to_vec())
+        Ok(all.specs().iter().filter(|spec| spec.role != Role::Buffer).cloned().collect())
     }
 }
 
@@ -158,22 +163,22 @@ impl Pretrained {
         self.tensors.bytes_read()
     }
 
-    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero. Only their bytes are read.
+    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero, and so are buffers, which the folder
+    /// does not have. Only their bytes are read.
     ///
     /// # Errors
     /// A file that cannot be read, a parameter that the model does not have.
     pub fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, Error> {
         let mut values = vec![0.0; slice.stored.count()];
+        if spec.role == Role::Buffer {
+            return Ok(values);
+        }
         let parts = layout::parts(&self.architecture, &spec.name, spec.dims);
         if parts.is_empty() {
             return Err(Error::Tensors(vec![format!("the model has no parameter {}", spec.name)]));
         }
         for part in parts {
-            let ranges = slice.ranges.iter().cloned().enumerate().map(|(dim, range)| match part.at {
-                Some((of, at)) if of == dim => at.clamp(range.start, range.end)..(at + 1).clamp(range.start, range.end),
-                _ => range,
-            });
-            let ranges: Vec<_> = ranges.collect();
+            let ranges = part.within(&slice.ranges);
             if ranges.iter().any(|range| range.is_empty()) {
                 continue;
             }
@@ -240,7 +245,7 @@ fn for_each_run(
     let local: Vec<usize> = (0..ranges.len()).map(|dim| slice.stored[dim + 1..].iter().product()).collect();
     let start = |dim: usize| ranges[dim].start * part.strides[dim];
     let base: usize = (0..ranges.len()).map(|dim| (ranges[dim].start - slice.ranges[dim].start) * local[dim]).sum();
-    // From the dim whose neighbours are nearest in the tensor to the farthest; the dim of `at` has one index here.
+    // From the dim whose neighbours are nearest in the tensor to the farthest; the dims of `at` have one index here.
     let mut dims: Vec<usize> = (0..ranges.len()).filter(|&dim| part.strides[dim] > 0).collect();
     dims.sort_by_key(|&dim| part.strides[dim]);
     // Dims whose elements follow each other in the tensor make up a run.

@@ -2,7 +2,7 @@
 
 use crate::world::{ALONE, Case, EP, How, Outcome, run};
 use meshwork_core::{Axis, Ty};
-use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, RouterKind};
+use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, Overflow, RouterKind};
 
 const MESHES: [How; 10] = [
     How { dp: 2, ..ALONE },
@@ -25,6 +25,7 @@ fn routers() -> Vec<MoeConfig> {
         MoeConfig { top_k: 3, capacity_factor: 1.0, normalise: false, ..of },
         MoeConfig { router: RouterKind::Switch, top_k: 1, capacity_factor: 1.0, jitter: 0.1, ..of },
         MoeConfig { router: RouterKind::Gshard, capacity_factor: 1.0, ..of },
+        MoeConfig { capacity_factor: 0.75, overflow: Overflow::Reroute, ..of },
         MoeConfig { router: RouterKind::ExpertChoice, aux_loss_coeff: 0.0, ..of },
         MoeConfig { router: RouterKind::Bias, top_k: 4, groups, bias_update_rate: 0.01, routed_scaling: 2.5, ..of },
     ]

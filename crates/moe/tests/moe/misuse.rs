@@ -4,7 +4,7 @@ use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::{Axis, Rank, Ty, Types};
 use meshwork_moe::balance::{Load, switch_loss};
 use meshwork_moe::dispatch::{Chosen, Dispatch};
-use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Router, RouterKind};
+use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, Router, RouterKind};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::tape::{Mode, Position};
@@ -191,6 +191,11 @@ fn settings_that_cannot_be_are_named() {
         (groups(4, 5, 1), 1, "top_groups is 5 of 4; choose from 1 to 4"),
         (groups(4, 1, 3), 1, "sums its 3 best of 2 experts"),
         (groups(8, 1, 1), 1, "1 of 8 groups have 1 experts, and top_k is 2"),
+        (
+            MoeConfig { router: RouterKind::ExpertChoice, overflow: Overflow::Reroute, ..config },
+            1,
+            "overflow is reroute, and router expert_choice leaves nothing over",
+        ),
         (MoeConfig { capacity_factor: -1.0, ..config }, 1, "capacity_factor is -1: a number of at least 0"),
         (MoeConfig { capacity_factor: f64::NAN, ..config }, 1, "capacity_factor is NaN"),
         (MoeConfig { jitter: 1.0, ..config }, 1, "jitter is 1: a number from 0 to below 1"),

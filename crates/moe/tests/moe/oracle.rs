@@ -3,7 +3,7 @@
 
 use crate::world::{ALONE, Case, Outcome, number, run};
 use meshwork_moe::router::METRICS;
-use meshwork_moe::{ExpertGroups, MoeConfig, RouterKind};
+use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
 use meshwork_tensor::tape::Mode;
 use std::collections::BTreeMap;
 
@@ -15,6 +15,8 @@ struct Oracle<'a> {
     /// (token, expert) of every choice that is used, and per token those that were chosen. Fixed at the point of the gradient.
     used: Vec<Vec<usize>>,
     chosen: Vec<Vec<usize>>,
+    /// Those whose scores are the weights: the chosen ones, with other experts where these are full and the case re-routes.
+    routed: Vec<Vec<usize>>,
 }
 
 fn softmax(x: &[f64]) -> Vec<f64> {
@@ -56,7 +58,7 @@ impl<'a> Oracle<'a> {
             params.insert("router.bias".to_owned(), draw("router.bias", experts));
         }
         params.insert("x".to_owned(), draw("x", batch * seq * hidden));
-        let mut oracle = Self { case, params, used: Vec::new(), chosen: Vec::new() };
+        let mut oracle = Self { case, params, used: Vec::new(), chosen: Vec::new(), routed: Vec::new() };
         oracle.choose();
         oracle
     }
@@ -93,10 +95,11 @@ impl<'a> Oracle<'a> {
                 };
                 (0..experts).for_each(take);
                 self.used.extend(used.clone());
-                self.chosen.extend(used);
+                self.chosen.extend(used.clone());
+                self.routed.extend(used);
                 continue;
             }
-            let chosen: Vec<Vec<usize>> = scores
+            let ranked: Vec<Vec<usize>> = scores
                 .iter()
                 .map(|scores| {
                     let bias = self.params.get("router.bias");
@@ -112,19 +115,26 @@ impl<'a> Oracle<'a> {
                     let open = &groups[..config.groups.top_groups];
                     let mut all: Vec<usize> = (0..experts).filter(|e| open.contains(&(e / size))).collect();
                     all.sort_by(|&a, &b| value(b).total_cmp(&value(a)));
-                    all[..config.top_k].to_vec()
+                    all
                 })
                 .collect();
+            let chosen: Vec<Vec<usize>> = ranked.iter().map(|ranked| ranked[..config.top_k].to_vec()).collect();
+            let mut routed = chosen.clone();
             let mut taken = vec![0; experts];
             for choice in 0..config.top_k {
-                for (chosen, used) in chosen.iter().zip(&mut used) {
-                    let e = chosen[choice];
-                    if taken[e] < capacity {
+                for ((ranked, routed), used) in ranked.iter().zip(&mut routed).zip(&mut used) {
+                    let mut open = vec![ranked[choice]];
+                    if config.overflow == Overflow::Reroute {
+                        open.extend(ranked[config.top_k..].iter().filter(|e| !used.contains(e)));
+                    }
+                    if let Some(e) = open.into_iter().find(|&e| taken[e] < capacity) {
                         taken[e] += 1;
                         used.push(e);
+                        routed[choice] = e;
                     }
                 }
             }
+            self.routed.extend(routed);
             self.used.extend(used);
             self.chosen.extend(chosen);
         }
@@ -154,7 +164,7 @@ impl<'a> Oracle<'a> {
                 RouterKind::Gshard | RouterKind::Bias => true,
                 _ => false,
             };
-            let sum = if normalise { self.chosen[token].iter().map(|&e| scores[e]).sum() } else { 1.0 };
+            let sum = if normalise { self.routed[token].iter().map(|&e| scores[e]).sum() } else { 1.0 };
             let mut y = vec![0.0; hidden];
             for &e in used {
                 let result = self.expert(params, e, &params["x"][token * hidden..][..hidden]);
@@ -293,6 +303,30 @@ fn switch_with_a_capacity() {
     };
     assert!(dropped(0.5) > 0.0);
     assert_eq!(dropped(0.0), 0.0);
+}
+
+/// The weights are the scores of the experts that take the tokens.
+#[test]
+fn what_overflows_is_routed_again() {
+    let dropped = |config: MoeConfig, overflow| {
+        let got = check(Case { dims: [2, 8, 4, 6], ..small(MoeConfig { overflow, ..config }) });
+        got.reports[METRICS[3]].iter().sum::<f64>()
+    };
+    let groups = ExpertGroups { groups: 2, top_groups: 1, best: 1 };
+    for (of, left) in [
+        (MoeConfig { capacity_factor: 1.0, ..config(RouterKind::Switch, 1) }, 0.0),
+        (MoeConfig { capacity_factor: 1.0, ..config(RouterKind::TopK, 2) }, 0.0),
+        // A token does not leave the groups that it chose.
+        (MoeConfig { capacity_factor: 0.75, groups, ..config(RouterKind::Bias, 1) }, 1.0),
+    ] {
+        let (before, after) = (dropped(of, Overflow::Drop), dropped(of, Overflow::Reroute));
+        assert!(after < before, "{of:?}: {after} of {before}");
+        assert_eq!(after, left, "{of:?}");
+    }
+    check(Case {
+        mode: Mode::Evaluate,
+        ..small(MoeConfig { capacity_factor: 0.5, overflow: Overflow::Reroute, ..config(RouterKind::Gshard, 2) })
+    });
 }
 
 #[test]

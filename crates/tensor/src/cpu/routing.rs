@@ -28,26 +28,36 @@ impl Cpu {
 }
 
 impl Routing for Cpu {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
         for_float!(self, "select", scores, T => {
             let scores = scores.as_slice::<T>()?;
             let bias = bias.map_or(Ok(&[][..]), |bias| bias.as_slice::<T>())?;
-            let (experts, k, at_once) = (of.experts, of.k, tokens(of.experts));
-            let mut chosen = self.output::<i32>(scores.len() / experts * k, |chosen| {
-                share(chosen.chunks_mut(at_once * k).zip(scores.chunks(at_once * experts)), |(chosen, scores)| {
-                    routing::top_k(scores, bias, of, chosen);
+            let (experts, k, width, at_once) = (of.experts, of.k, of.ranked(), tokens(of.experts));
+            let (all, of_sample) = (scores.len() / experts, (scores.len() / experts / of.samples.max(1)).max(1));
+            let mut ranked = self.output::<i32>(all * width, |ranked| {
+                share(ranked.chunks_mut(at_once * width).zip(scores.chunks(at_once * experts)), |(ranked, scores)| {
+                    routing::rank(scores, bias, of, ranked);
                 });
             })?;
-            let of_sample = (scores.len() / experts / of.samples.max(1)).max(1);
-            let first_choice = chosen.as_slice::<i32>()?;
-            let mut kept = self.output::<i32>(first_choice.len(), |kept| {
-                let samples = kept.chunks_mut(of_sample * k).zip(first_choice.chunks(of_sample * k));
-                share(samples.zip(scores.chunks(of_sample * experts)).enumerate(), |(sample, ((kept, chosen), scores))| {
-                    routing::limit(scores, chosen, of, (sample * of_sample) as u64, kept);
+            let by_preference = ranked.as_slice::<i32>()?;
+            let mut kept = self.output::<i32>(all * k, |kept| {
+                let samples = kept.chunks_mut(of_sample * k).zip(by_preference.chunks(of_sample * width));
+                share(samples.zip(scores.chunks(of_sample * experts)).enumerate(), |(sample, ((kept, ranked), scores))| {
+                    routing::limit(scores, ranked, of, (sample * of_sample) as u64, kept);
                 });
             })?;
-            routing::by_expert(k, chosen.as_mut_slice()?, kept.as_mut_slice()?);
-            Ok((chosen, kept))
+            if width == k {
+                routing::by_expert(k, ranked.as_mut_slice()?, kept.as_mut_slice()?);
+                return Ok((ranked.clone(), ranked, kept));
+            }
+            let mut chosen = self.output::<i32>(all * k, |chosen| routing::first(by_preference, width, k, chosen))?;
+            let used = kept.as_slice::<i32>()?;
+            let mut routed = self.output::<i32>(all * k, |routed| routing::first(by_preference, width, k, routed))?;
+            let places = routed.as_mut_slice::<i32>()?.iter_mut().zip(used);
+            places.filter(|(_, used)| **used >= 0).for_each(|(routed, used)| *routed = *used);
+            routing::by_expert(k, routed.as_mut_slice()?, kept.as_mut_slice()?);
+            chosen.as_mut_slice::<i32>()?.chunks_exact_mut(k).for_each(<[i32]>::sort_unstable);
+            Ok((chosen, routed, kept))
         })
     }
 

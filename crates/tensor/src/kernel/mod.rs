@@ -35,5 +35,5 @@ pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};
 pub use reduction::Reduction;
 pub use rotary::{Rotary, RotaryScaling};
-pub use routing::{Draw, Pick, Routing, Selection};
+pub use routing::{Draw, Overflow, Pick, Routing, Selection};
 pub use windows::{Window, Windows};

@@ -26,8 +26,31 @@ pub struct Selection {
     pub group_best: usize,
     /// Tokens of a sample that an expert takes; `None`: all.
     pub capacity: Option<usize>,
+    /// What becomes of a choice that finds its expert full.
+    pub overflow: Overflow,
     /// GShard's second choice: it is used with probability `2 g₂`, the weights of both being normalised.
     pub second: Option<Draw>,
+}
+
+impl Selection {
+    /// Experts of a token in the order of its preference that a selection looks at: the `k` that it chooses, and all that it may choose
+    /// among where a choice can go to another expert.
+    pub fn ranked(&self) -> usize {
+        match (self.overflow, self.capacity) {
+            (Overflow::Reroute, Some(_)) => self.experts / self.groups * self.top_groups,
+            _ => self.k,
+        }
+    }
+}
+
+/// What becomes of a choice that finds its expert full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Overflow {
+    /// It is not used.
+    #[default]
+    Drop,
+    /// It goes to the best expert with room among those that the token did not choose. It is not used if there is none.
+    Reroute,
 }
 
 /// Random numbers by global position.
@@ -41,10 +64,12 @@ pub struct Draw {
 
 /// The kernels of routers. Of equal scores, that of the lower expert is larger.
 pub trait Routing: Debug {
-    /// (chosen, kept), both `[tokens, k]` in i32. Chosen are the experts with the largest `scores + bias`, in ascending order.
-    /// Kept are those of them that are used: a choice that the draw passes over, or that finds its expert full, is -1. First
-    /// choices come before second ones, and among them tokens in order (GShard, algorithm 1).
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection) -> Result<(Buffer, Buffer)>;
+    /// (chosen, routed, kept), all `[tokens, k]` in i32. Chosen are the experts with the largest `scores + bias`, in ascending order.
+    /// Routed are the same with other experts in place of those that [overflow](Overflow), in ascending order. Kept are those of
+    /// them that are used: a choice that the draw passes over, or that finds no room, is -1. First choices come before second ones,
+    /// and among them tokens in order (GShard, algorithm 1).
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection)
+    -> Result<(Buffer, Buffer, Buffer)>;
 
     /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
     /// the earlier. `[tokens, experts]`: expert or -1.

@@ -5,9 +5,15 @@ use crate::kernel::{DropoutMask, Pick, Routing, Selection};
 use meshwork_core::{Buffer, DType};
 
 impl Routing for Meta {
-    fn select(&self, scores: &Buffer, _bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
-        let choices = scores.count() / of.experts * of.k;
-        Ok((self.alloc(DType::I32, choices)?, self.alloc(DType::I32, choices)?))
+    fn select(&self, scores: &Buffer, _bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+        let tokens = scores.count() / of.experts;
+        let choices = || self.alloc(DType::I32, tokens * of.k);
+        let ranked = self.alloc(DType::I32, tokens * of.ranked())?;
+        let kept = choices()?;
+        match of.ranked() == of.k {
+            true => Ok((ranked.clone(), ranked, kept)),
+            false => Ok((choices()?, choices()?, kept)),
+        }
     }
 
     fn select_tokens(&self, scores: &Buffer, _samples: usize, _experts: usize, _capacity: usize) -> Result<Buffer> {

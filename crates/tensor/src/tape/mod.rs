@@ -10,6 +10,7 @@
 //! - *observer* ([`Observer`]): sees every output and every gradient of an input, and may replace it.
 
 mod backward;
+mod decisions;
 mod decoding;
 mod hooks;
 mod notes;
@@ -20,6 +21,7 @@ mod seed;
 mod uses;
 mod var;
 
+pub use decisions::Decisions;
 pub use decoding::KeyValueCache;
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
@@ -92,6 +94,7 @@ struct Inner {
     deferred: RefCell<Vec<(usize, Tensor)>>,
     ran_backward: Cell<bool>,
     notes: RefCell<notes::Kept>,
+    decided: RefCell<decisions::Decided>,
     /// Names under which randomness has been drawn.
     random: RefCell<BTreeSet<String>>,
 }
@@ -158,6 +161,7 @@ impl Tape {
             deferred: RefCell::default(),
             ran_backward: Cell::new(false),
             notes: RefCell::default(),
+            decided: RefCell::default(),
             random: RefCell::default(),
         };
         Self { inner: Rc::new(inner) }

@@ -11,6 +11,7 @@ use meshwork_tensor::kernel::*;
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 /// Results that are hidden from the host.
 trait Hide {
@@ -545,7 +546,8 @@ impl Permutation for Opaque {
 }
 
 impl Routing for Opaque {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+        self.selections.fetch_add(1, Ordering::Relaxed);
         hidden(self.inner.routing()?.select(&host(scores), bias.map(host).as_ref(), of))
     }
 

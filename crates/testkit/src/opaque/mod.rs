@@ -28,17 +28,29 @@ use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::*;
 use meshwork_tensor::{Device, Meter, Result};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// See the [module](self).
 #[derive(Debug)]
 pub struct Opaque {
     inner: Arc<dyn Device>,
+    selections: AtomicUsize,
 }
 
 impl Opaque {
     /// A device that computes as `inner` does, which must compute on host memory.
     pub fn device(inner: Arc<dyn Device>) -> Arc<dyn Device> {
-        Arc::new(Self { inner })
+        Arc::new(Self::new(inner))
+    }
+
+    /// The same, by its own type.
+    pub fn new(inner: Arc<dyn Device>) -> Self {
+        Self { inner, selections: AtomicUsize::new(0) }
+    }
+
+    /// How often a router chose experts on it.
+    pub fn selections(&self) -> usize {
+        self.selections.load(Ordering::Relaxed)
     }
 }
 

@@ -5,8 +5,10 @@ use super::batch::multiple;
 use super::check::choose_degree;
 use super::fault::Fault;
 use super::settings::Settings;
+use super::words::ModelKind;
 use meshwork_core::tree;
 use meshwork_models::experts::{AuxLossScope, MoeError};
+use meshwork_models::huggingface::not_of_mixtral;
 use meshwork_pipeline::by_name;
 
 /// Appends what is wrong with the experts and with their ranks to the faults of `settings`.
@@ -71,12 +73,16 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         let problem = "depends on how the batch is cut, and training.numerics is canonical";
         fail(Fault::new("moe.aux_loss_scope", "\"global_batch\"", problem, "use \"sequence\""));
     }
-    for (key, given) in [("model.init_from", &config.model.init_from), ("checkpoint.export", &config.checkpoint.export)]
-    {
-        if let Some(folder) = given {
-            let problem = "folders of Hugging Face hold models without experts";
-            fail(Fault::new(key, folder, problem, "set moe.num_experts = 0, or leave the key out"));
-        }
+    if let Some(folder) = &config.checkpoint.export {
+        let problem = match (config.model.kind, not_of_mixtral(&experts)) {
+            (ModelKind::Gpt2, _) => Some("a GPT2LMHeadModel has no experts".to_owned()),
+            (ModelKind::Llama, others) if others.is_empty() => None,
+            (ModelKind::Llama, others) => {
+                Some(format!("a MixtralForCausalLM has other experts, not these: {}", others.join(", ")))
+            }
+        };
+        let valid = "leave it out, or use the experts of a Mixtral (docs/huggingface.md)";
+        faults.extend(problem.map(|problem| Fault::new("checkpoint.export", folder, problem, valid)));
     }
     settings.faults.extend(faults);
 }
@@ -90,6 +96,9 @@ fn explain(error: &MoeError, config: &Config) -> (String, String, String) {
         }
         MoeError::TopK { valid, .. } => ("moe.top_k", moe.top_k.to_string(), format!("use {valid}")),
         MoeError::Groups { valid, .. } => ("moe.num_groups", moe.num_groups.to_string(), valid.clone()),
+        MoeError::NothingOver => {
+            ("moe.overflow", "\"reroute\"".to_owned(), "use \"drop\", or another router".to_owned())
+        }
         MoeError::Range { key, value, valid } => {
             return (format!("moe.{key}"), value.to_string(), format!("use {valid}"));
         }

@@ -18,10 +18,11 @@ const LLAMA: [&str; 6] = [
 const GPT2: [&str; 1] = ["model.dropout"];
 const ADAMW: [&str; 3] = ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"];
 const SGD: [&str; 1] = ["optimizer.momentum"];
-const MOE: [&str; 14] = [
+const MOE: [&str; 17] = [
     "moe.top_k",
     "moe.router",
     "moe.capacity_factor",
+    "moe.overflow",
     "moe.aux_loss_coeff",
     "moe.z_loss_coeff",
     "moe.every_n_layers",
@@ -30,6 +31,8 @@ const MOE: [&str; 14] = [
     "moe.bias_update_rate",
     "moe.aux_loss_scope",
     "moe.jitter",
+    "moe.normalize_top_k",
+    "moe.routed_scaling",
     "moe.num_groups",
     "moe.top_groups",
     "parallelism.expert_tensor_parallel",
@@ -54,6 +57,12 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ("model.kind", true, by_kind, unread("model.kind", kind.name())),
         ("model.rope_scaling_factor", unscaled, &LLAMA[3..], "model.rope_scaling_factor is 1".to_owned()),
         ("moe.num_experts", config.moe.num_experts == 0, &MOE, "moe.num_experts is 0".to_owned()),
+        (
+            "moe.capacity_factor",
+            config.moe.num_experts > 0 && config.moe.capacity_factor == 0.0,
+            &["moe.overflow"],
+            "moe.capacity_factor is 0".to_owned(),
+        ),
         (
             "checkpoint.dir",
             config.checkpoint.dir.is_none(),

@@ -60,6 +60,7 @@ impl Config {
                 top_k: moe.top_k,
                 router: moe.router.into(),
                 capacity_factor: moe.capacity_factor,
+                overflow: moe.overflow.into(),
                 aux_loss_coeff: moe.aux_loss_coeff,
                 z_loss_coeff: moe.z_loss_coeff,
                 aux_loss_scope: moe.aux_loss_scope.into(),

@@ -1,9 +1,11 @@
-//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]`.
+//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`.
 
 use super::Config;
 use super::settings::Settings;
 use super::words::ModelKind;
+use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::huggingface::{Architecture, Pretrained};
+use meshwork_models::llama::LlamaConfig;
 use meshwork_tensor::op::Rotary;
 use std::path::Path;
 use toml::Value;
@@ -11,19 +13,21 @@ use toml::Value;
 const KEY: &str = "model.init_from";
 
 /// Takes the sizes of the folder, if one is given. A size that the user gave too must be that of the folder; the sequences of a Llama
-/// may have any length, and dropout any probability.
+/// may have any length, dropout any probability, and experts any capacity.
 pub(crate) fn derive(settings: &mut Settings) {
     let Some(folder) = settings.given::<String>(KEY) else { return };
     let pretrained = match Pretrained::open(Path::new(&folder)) {
         Ok(pretrained) => pretrained,
         Err(error) => {
-            let valid = "use a folder of Hugging Face with config.json and model.safetensors of a GPT-2 or Llama";
+            let valid =
+                "use a folder of Hugging Face with config.json and model.safetensors of a GPT-2, Llama or Mixtral";
             return settings.fault(KEY, &folder, error.to_string(), valid);
         }
     };
     for (key, value) in sizes(pretrained.architecture()) {
-        let free = key == "model.dropout"
-            || key == "model.seq_len" && matches!(pretrained.architecture(), Architecture::Llama(_));
+        let learned_positions = matches!(pretrained.architecture(), Architecture::Gpt2(_));
+        let free =
+            ["model.dropout", "moe.capacity_factor"].contains(&key) || key == "model.seq_len" && !learned_positions;
         match settings.given::<Value>(key).filter(|given| !free && !same(given, &value)) {
             Some(given) => {
                 let problem = format!("the model in {folder} has {value}");
@@ -40,9 +44,12 @@ fn same(given: &Value, size: &Value) -> bool {
     given == size || number(given).is_some_and(|given| number(size) == Some(given))
 }
 
+fn int(size: usize) -> Value {
+    Value::Integer(i64::try_from(size).unwrap_or(i64::MAX))
+}
+
 /// The keys that an architecture fixes, with their values.
 fn sizes(architecture: &Architecture) -> Vec<(&'static str, Value)> {
-    let int = |size: usize| Value::Integer(i64::try_from(size).unwrap_or(i64::MAX));
     match *architecture {
         Architecture::Gpt2(config) => vec![
             ("model.kind", ModelKind::Gpt2.name().into()),
@@ -55,41 +62,64 @@ fn sizes(architecture: &Architecture) -> Vec<(&'static str, Value)> {
             ("model.seq_len", int(config.seq_len)),
             ("model.tie_embeddings", config.tie_embeddings.into()),
             ("model.dropout", f64::from(config.dropout).into()),
+            ("moe.num_experts", int(0)),
         ],
-        Architecture::Llama(config) => {
-            let Rotary { theta, scaling } = config.rotary;
-            let mut sizes = vec![
-                ("model.kind", ModelKind::Llama.name().into()),
-                ("model.vocab_size", int(config.vocab_size)),
-                ("model.num_layers", int(config.num_layers)),
-                ("model.hidden_size", int(config.hidden_size)),
-                ("model.num_heads", int(config.num_heads)),
-                ("model.num_kv_heads", int(config.num_kv_heads)),
-                ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
-                ("model.seq_len", int(config.seq_len)),
-                ("model.tie_embeddings", config.tie_embeddings.into()),
-                ("model.norm_eps", config.norm_eps.into()),
-                ("model.rope_theta", theta.into()),
-                ("model.rope_scaling_factor", scaling.map_or(1.0, |scaling| scaling.factor).into()),
+        Architecture::Llama(config) => llama(&config).into_iter().chain([("moe.num_experts", int(0))]).collect(),
+        Architecture::Mixtral(
+            config,
+            ExpertsConfig { moe, every_n_layers, num_shared_experts, expert_hidden_size, .. },
+        ) => {
+            let experts = [
+                ("moe.num_experts", int(moe.num_experts)),
+                ("moe.top_k", int(moe.top_k)),
+                ("moe.router", moe.router.name().into()),
+                ("moe.normalize_top_k", moe.normalise.into()),
+                ("moe.capacity_factor", moe.capacity_factor.into()),
+                ("moe.num_groups", int(moe.groups.groups)),
+                ("moe.top_groups", int(moe.groups.top_groups)),
+                ("moe.routed_scaling", moe.routed_scaling.into()),
+                ("moe.every_n_layers", int(every_n_layers)),
+                ("moe.num_shared_experts", int(num_shared_experts)),
+                ("moe.expert_hidden_size", int(expert_hidden_size)),
             ];
-            if let Some(scaling) = scaling {
-                sizes.extend([
-                    ("model.rope_scaling_low_freq_factor", scaling.low_frequency_factor.into()),
-                    ("model.rope_scaling_high_freq_factor", scaling.high_frequency_factor.into()),
-                    ("model.rope_scaling_original_seq_len", int(scaling.original_positions)),
-                ]);
-            }
-            sizes
+            llama(&config).into_iter().chain(experts).collect()
         }
     }
 }
 
+fn llama(config: &LlamaConfig) -> Vec<(&'static str, Value)> {
+    let Rotary { theta, scaling } = config.rotary;
+    let mut sizes = vec![
+        ("model.kind", ModelKind::Llama.name().into()),
+        ("model.vocab_size", int(config.vocab_size)),
+        ("model.num_layers", int(config.num_layers)),
+        ("model.hidden_size", int(config.hidden_size)),
+        ("model.num_heads", int(config.num_heads)),
+        ("model.num_kv_heads", int(config.num_kv_heads)),
+        ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
+        ("model.seq_len", int(config.seq_len)),
+        ("model.tie_embeddings", config.tie_embeddings.into()),
+        ("model.norm_eps", config.norm_eps.into()),
+        ("model.rope_theta", theta.into()),
+        ("model.rope_scaling_factor", scaling.map_or(1.0, |scaling| scaling.factor).into()),
+    ];
+    if let Some(scaling) = scaling {
+        sizes.extend([
+            ("model.rope_scaling_low_freq_factor", scaling.low_frequency_factor.into()),
+            ("model.rope_scaling_high_freq_factor", scaling.high_frequency_factor.into()),
+            ("model.rope_scaling_original_seq_len", int(scaling.original_positions)),
+        ]);
+    }
+    sizes
+}
+
 impl Config {
-    /// The model in the form in which Hugging Face folders describe it.
+    /// The model in the form in which Hugging Face folders describe it. GPT-2 has no experts there, which the checks refuse.
     pub fn architecture(&self) -> Architecture {
-        match self.model.kind {
-            ModelKind::Gpt2 => Architecture::Gpt2(self.gpt2()),
-            ModelKind::Llama => Architecture::Llama(self.llama()),
+        match (self.model.kind, self.experts()) {
+            (ModelKind::Gpt2, _) => Architecture::Gpt2(self.gpt2()),
+            (ModelKind::Llama, None) => Architecture::Llama(self.llama()),
+            (ModelKind::Llama, Some(experts)) => Architecture::Mixtral(self.llama(), experts),
         }
     }
 }

@@ -131,8 +131,8 @@ fn derive(settings: &mut Settings) {
     settings.derive("model.tie_embeddings", &["model.kind"], kind == ModelKind::Gpt2);
     settings.derive("model.rope_theta", PRESET, llama.map_or(preset::ROPE_THETA, |llama| llama.rope_theta));
 
-    pretrained::derive(settings);
     derive_experts(settings, preset.moe);
+    pretrained::derive(settings);
 
     let steps: Value = settings.get("training.steps");
     settings.derive("lr_scheduler.decay_steps", &["training.steps"], steps);

@@ -12,8 +12,8 @@ use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount,
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeRouter, OptimizerName, VerifySteps,
-    VerifyWord,
+    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OptimizerName,
+    VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -122,8 +122,10 @@ sections! {
         top_k: usize = Derived("by preset, else 2; switch: 1"), Count(1);
         /// How tokens find their experts. expert_choice compares a token with later ones: not for text.
         router: MoeRouter = Derived("by preset, else topk"), one_of(MoeRouter::WORDS);
-        /// Tokens of a sequence that an expert takes, over their even share; others pass it by. 0: all that come.
+        /// Tokens of a sequence that an expert takes, over their even share. 0: all that come.
         capacity_factor: f64 = Derived("by preset, else 0"), Number(NotNegative);
+        /// What becomes of tokens over the capacity: they pass the expert by, or each goes to its next best expert with room.
+        overflow: MoeOverflow = is("drop"), one_of(MoeOverflow::WORDS);
         /// Factor of the loss that balances the load.
         aux_loss_coeff: f64 = Derived("by preset, else 0.01; bias and expert_choice: 0"), Number(NotNegative);
         /// Factor of the loss that keeps the router's logits small.

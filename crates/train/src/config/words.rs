@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use meshwork_engine::Verify;
-use meshwork_models::experts::{AuxLossScope, RouterKind};
+use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::Serialize;
 use toml::Value;
@@ -39,6 +39,14 @@ words! {
         Sequence = "sequence",
         /// The sequences that all ranks compute at once.
         GlobalBatch = "global_batch",
+    }
+
+    /// `moe.overflow`.
+    MoeOverflow {
+        /// The token passes the expert by.
+        Drop = "drop",
+        /// It goes to its next best expert with room.
+        Reroute = "reroute",
     }
 
     /// `training.dtype`.
@@ -146,6 +154,15 @@ impl From<MoeRouter> for RouterKind {
             MoeRouter::Gshard => Self::Gshard,
             MoeRouter::ExpertChoice => Self::ExpertChoice,
             MoeRouter::Bias => Self::Bias,
+        }
+    }
+}
+
+impl From<MoeOverflow> for Overflow {
+    fn from(overflow: MoeOverflow) -> Self {
+        match overflow {
+            MoeOverflow::Drop => Self::Drop,
+            MoeOverflow::Reroute => Self::Reroute,
         }
     }
 }

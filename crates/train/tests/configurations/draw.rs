@@ -433,6 +433,10 @@ impl Frame {
                 _ => some(&(1 + rng.below(self.experts.min(3)))),
             },
             "moe.capacity_factor" => some(&rng.pick(&["0", "0", "0.5", "1.25"])),
+            "moe.overflow" => match self.router {
+                "expert_choice" if !rarely(rng, 8) => one_of(rng, &["drop"]),
+                _ => one_of(rng, &["drop", "reroute"]),
+            },
             "moe.aux_loss_coeff" => match self.router {
                 "expert_choice" if !rarely(rng, 8) => some(&0),
                 _ => some(&rng.pick(&["0", "0.01"])),

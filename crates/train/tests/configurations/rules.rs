@@ -127,6 +127,10 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(router == "gshard" && (top_k != 2 || experts < 2), "gshard takes two");
     let number = |key: &str| case.read::<f64>(key).unwrap_or(0.0);
     rule(router == "expert_choice" && number("moe.aux_loss_coeff") > 0.0, "experts that choose are balanced");
+    rule(
+        router == "expert_choice" && case.get("moe.overflow") == Some("reroute"),
+        "experts that choose leave nothing over",
+    );
     rule(router != "bias" && number("moe.bias_update_rate") > 0.0, "no bias to update");
     let groups = count(case, "moe.num_groups", 1);
     rule(!divides(groups, experts), "groups of one size");
@@ -137,7 +141,17 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(etp > 1 && !divides(tp, count(case, "moe.expert_hidden_size", 0)), "the width of experts over tp");
     rule(count(case, "moe.every_n_layers", 1) > count(case, "model.num_layers", 0), "no layer has experts");
     rule(own(case).is_none() && !generator(case).is_synchronous(), "no load of a whole step");
-    rule(case.get("checkpoint.export").is_some(), "no folder for models with experts");
+    let exported = case.get("checkpoint.export").is_some();
+    rule(exported && !is_llama(case), "no folder for a GPT-2 with experts");
+    rule(exported && router != "topk", "Mixtral's router is topk");
+    rule(exported && (groups > 1 || number("moe.capacity_factor") > 0.0), "Mixtral has neither groups nor a capacity");
+    rule(exported && count(case, "moe.num_shared_experts", 0) > 0, "Mixtral has no shared experts");
+    rule(exported && count(case, "moe.every_n_layers", 1) != 1, "Mixtral has experts in every layer");
+    rule(exported && case.get("moe.normalize_top_k") == Some("false"), "Mixtral's weights add up to 1");
+    rule(
+        exported && case.read::<f64>("moe.routed_scaling").is_some_and(|scaling| scaling != 1.0),
+        "Mixtral's weights add up to 1",
+    );
     if is_canonical(case) {
         rule(case.get("moe.aux_loss_scope") == Some("global_batch"), "depends on how the batch is cut");
         rule(ep > 1 && divides(ep, experts) && !(experts / ep).is_power_of_two(), "ep ranks without a subtree");

@@ -5,14 +5,14 @@ use super::Float;
 use crate::kernel::{Draw, Pick, Selection};
 use crate::random;
 
-/// The `k` experts of each token in the order of choice. Overwrites.
-pub fn top_k<T: Float>(scores: &[T], bias: &[T], of: &Selection, chosen: &mut [i32]) {
-    let Selection { experts, k, groups, top_groups, group_best, .. } = *of;
+/// The best experts of each token in the order of its preference, as many as are [ranked](Selection::ranked). Overwrites.
+pub fn rank<T: Float>(scores: &[T], bias: &[T], of: &Selection, ranked: &mut [i32]) {
+    let Selection { experts, groups, top_groups, group_best, .. } = *of;
     let mut values = vec![T::ZERO; experts];
     let mut best = vec![T::ZERO; groups];
     let (mut free, mut open) = (vec![true; experts], vec![true; groups]);
     let in_group = experts / groups;
-    for (scores, chosen) in scores.chunks_exact(experts).zip(chosen.chunks_exact_mut(k)) {
+    for (scores, ranked) in scores.chunks_exact(experts).zip(ranked.chunks_exact_mut(of.ranked())) {
         values.copy_from_slice(scores);
         values.iter_mut().zip(bias).for_each(|(value, &bias)| *value += bias);
         free.fill(true);
@@ -33,10 +33,10 @@ pub fn top_k<T: Float>(scores: &[T], bias: &[T], of: &Selection, chosen: &mut [i
                 free[group * in_group..][..in_group].fill(true);
             }
         }
-        for chosen in chosen {
+        for place in ranked {
             let expert = largest(&values, &free);
             free[expert] = false;
-            *chosen = expert as i32;
+            *place = expert as i32;
         }
     }
 }
@@ -48,27 +48,36 @@ fn largest<T: Float>(values: &[T], free: &[bool]) -> usize {
     free.fold(first, |best, at| if values[at] > values[best] { at } else { best })
 }
 
-/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's index.
-pub fn limit<T: Float>(scores: &[T], chosen: &[i32], of: &Selection, first: u64, kept: &mut [i32]) {
+/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's index, `ranked`
+/// has the experts of each token by preference.
+pub fn limit<T: Float>(scores: &[T], ranked: &[i32], of: &Selection, first: u64, kept: &mut [i32]) {
     let Selection { experts, k, capacity, second, .. } = *of;
     let mut taken = vec![0; experts];
     for choice in 0..k {
-        for (token, (chosen, kept)) in chosen.chunks_exact(k).zip(kept.chunks_exact_mut(k)).enumerate() {
-            let expert = chosen[choice] as usize;
+        for (token, (ranked, kept)) in ranked.chunks_exact(of.ranked()).zip(kept.chunks_exact_mut(k)).enumerate() {
             kept[choice] = -1;
             if let (1, Some(Draw { key, first: start })) = (choice, second) {
                 let score = |expert: i32| scores[token * experts + expert as usize];
-                let share = score(chosen[1]) / (score(chosen[0]) + score(chosen[1]));
+                let share = score(ranked[1]) / (score(ranked[0]) + score(ranked[1]));
                 if T::from(random::uniform(key, start + first + token as u64)) >= share + share {
                     continue;
                 }
             }
-            if capacity.is_none_or(|capacity| taken[expert] < capacity) {
-                kept[choice] = expert as i32;
-                taken[expert] += 1;
+            let room = |expert: i32| capacity.is_none_or(|capacity| taken[expert as usize] < capacity);
+            // Its own expert, else the best of those that the token did not choose, each for one of its choices.
+            let others = ranked[k..].iter().filter(|&other| !kept[..choice].contains(other));
+            let expert = std::iter::once(&ranked[choice]).chain(others).copied().find(|&expert| room(expert));
+            if let Some(expert) = expert {
+                kept[choice] = expert;
+                taken[expert as usize] += 1;
             }
         }
     }
+}
+
+/// The first `k` of each `width`. Overwrites.
+pub fn first(ranked: &[i32], width: usize, k: usize, out: &mut [i32]) {
+    out.chunks_exact_mut(k).zip(ranked.chunks_exact(width)).for_each(|(out, ranked)| out.copy_from_slice(&ranked[..k]));
 }
 
 /// Brings the choices of each token into ascending order of experts.
@@ -204,6 +213,7 @@ pub fn entropy<T: Float>(scores: &[T], experts: usize) -> f64 {
 mod tests {
     use super::super::oracle::{check_gradient, dot, values};
     use super::*;
+    use crate::kernel::Overflow;
 
     const ALL: Selection = Selection {
         samples: 1,
@@ -213,12 +223,13 @@ mod tests {
         top_groups: 1,
         group_best: 1,
         capacity: None,
+        overflow: Overflow::Drop,
         second: None,
     };
 
     fn chosen(scores: &[f32], bias: &[f32], of: Selection) -> Vec<i32> {
         let mut chosen = vec![9; scores.len() / of.experts * of.k];
-        top_k(scores, bias, &of, &mut chosen);
+        rank(scores, bias, &of, &mut chosen);
         chosen
     }
 
@@ -252,6 +263,33 @@ mod tests {
         assert_eq!(kept, [-1; 10]);
         limit(&[0.5_f32; 20], &chosen, &ALL, 0, &mut kept);
         assert_eq!(kept, chosen);
+    }
+
+    /// Four tokens, two experts of four each, room for two: worked out by hand. All prefer 0, then 1; then 3 and 2, or 2 and 3.
+    #[test]
+    fn what_overflows_goes_to_the_next_best_expert_with_room() {
+        let of = Selection { capacity: Some(2), overflow: Overflow::Reroute, ..ALL };
+        let scores =
+            [[0.4, 0.3, 0.1, 0.2], [0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.1, 0.2_f32]].concat();
+        let mut ranked = vec![9; 16];
+        rank(&scores, &[], &of, &mut ranked);
+        assert_eq!(ranked, [0, 1, 3, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 3, 2]);
+        let mut kept = vec![9; 8];
+        limit(&scores, &ranked, &of, 0, &mut kept);
+        // First choices: 0 takes tokens 0 and 1; token 2 goes to 2, token 3 to 3. Second ones: 1 takes tokens 0 and 1; token 2 goes to
+        // 3, because it is at 2 already, and token 3 to 2. All experts are full, and nothing is dropped.
+        assert_eq!(kept, [0, 1, 0, 1, 2, 3, 3, 2]);
+        // With room for one: tokens 0, 1 and 2 are at 0, 2 and 3, and nothing is left for token 3. Then token 0 finds room at 1.
+        limit(&scores, &ranked, &Selection { capacity: Some(1), ..of }, 0, &mut kept);
+        assert_eq!(kept, [0, 1, 2, -1, 3, -1, -1, -1]);
+        // A token goes to the groups that it chose alone.
+        let limited = Selection { groups: 2, top_groups: 1, k: 1, capacity: Some(1), ..of };
+        assert_eq!(limited.ranked(), 2);
+        let mut ranked = vec![9; 8];
+        rank(&scores, &[], &limited, &mut ranked);
+        let mut kept = vec![9; 4];
+        limit(&scores, &ranked, &limited, 0, &mut kept);
+        assert_eq!(kept, [0, 1, -1, -1], "experts 2 and 3 are of another group");
     }
 
     #[test]

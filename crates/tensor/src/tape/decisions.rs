@@ -1,0 +1,54 @@
+//! Decisions of a forward pass: integers that are made from values, such as the experts of tokens.
+//!
+//! A forward that runs again to recompute its activations [repeats](Tape::repeat) the decisions of the first, and does not decide
+//! twice. So the gradient is that of the forward whose output was sent on, also where the values that a decision is made of
+//! should come out differently.
+
+use super::{Mode, Tape};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use std::collections::VecDeque;
+
+/// The decisions of one forward pass, in their order.
+#[derive(Clone, Debug, Default)]
+pub struct Decisions(VecDeque<Vec<Tensor>>);
+
+/// Those of a tape.
+#[derive(Debug, Default)]
+pub(super) struct Decided {
+    made: Decisions,
+    /// Those that are still to be repeated, on the tape of a forward that runs again.
+    repeated: Option<Decisions>,
+}
+
+impl Tape {
+    /// What `decide` makes, or what was decided at this place of the forward that this one repeats.
+    ///
+    /// # Errors
+    /// Those of `decide`; a forward that decides on other things than the one that it repeats.
+    pub fn decide<const N: usize>(&self, decide: impl FnOnce() -> Result<[Tensor; N]>) -> Result<[Tensor; N]> {
+        if let Some(repeated) = &mut self.inner.decided.borrow_mut().repeated {
+            let next: Option<[Tensor; N]> = repeated.0.pop_front().and_then(|next| next.try_into().ok());
+            return next.ok_or_else(|| Error::Shape {
+                op: "decide",
+                problem: format!("a forward that runs again decides on {N} tensors here, and the first one did not"),
+                shapes: Vec::new(),
+            });
+        }
+        let made = decide()?;
+        if self.mode() == Mode::Train {
+            self.inner.decided.borrow_mut().made.0.push_back(made.to_vec());
+        }
+        Ok(made)
+    }
+
+    /// Takes the decisions of a forward pass that trains.
+    pub fn take_decisions(&self) -> Decisions {
+        std::mem::take(&mut self.inner.decided.borrow_mut().made)
+    }
+
+    /// Makes the forward pass to come decide as an earlier one.
+    pub fn repeat(&self, decisions: Decisions) {
+        self.inner.decided.borrow_mut().repeated = Some(decisions);
+    }
+}
