@@ -4,6 +4,8 @@
 
 mod plan;
 mod reducer;
+mod vectors;
 
 pub use plan::{BucketPlan, Member, plan};
-pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, rounds};
+pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};
+pub use vectors::{HostVectors, VectorError, Vectors};

@@ -19,6 +19,7 @@ mod transport;
 pub mod verify;
 mod watch;
 mod weights;
+mod zero;
 
 pub use decoder::Decoder;
 pub use error::TrainError;
@@ -29,3 +30,4 @@ pub use state::{StateKey, StatePiece, StateSlice, StateSource, StateView, TrainS
 pub use step::{Evaluation, StepReport, Trainer};
 pub use verify::Verify;
 pub use watch::{At, Watch};
+pub use zero::{Vector, ZERO, ZERO_REPLICAS, Zero, ZeroStage};

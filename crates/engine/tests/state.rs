@@ -7,7 +7,9 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, Mesh};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_engine::{
+    Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, state_layout,
+};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::layers::Norm;
@@ -117,6 +119,91 @@ fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
             state = Some(next);
         }
         assert!(state.unwrap() == wanted, "{model:?}");
+    }
+}
+
+/// The stages that are compared, each with the whole of dp.
+fn stages() -> impl Iterator<Item = Zero> {
+    ZeroStage::ALL.into_iter().skip(1).take(2).map(|stage| Zero { stage, group: None })
+}
+
+/// With one micro-batch no sum changes its order: ranks that share out states, gradients and weights make the steps of ranks that hold
+/// them whole, bit by bit. With several, stages from 2 add up slices of micro-batches where ranks added up their own first.
+#[test]
+fn ranks_that_share_out_have_the_bits_of_those_that_hold_all() {
+    for (mesh, schedule, micros) in [
+        ("dp=4", "gpipe", 1),
+        ("dp=3", "1f1b", 1),
+        ("dp=2,tp=2", "1f1b", 1),
+        ("dp=2,pp=2", "gpipe", 1),
+        ("dp=2,tp=2,pp=2", "1f1b", 4),
+        ("dp=2,pp=2", "zb_v", 4),
+        ("dp=2,pp=2", "zb_h2", 4),
+        ("dp=2,pp=2", "interleaved_1f1b", 4),
+    ] {
+        let plan = Plan {
+            schedule: ScheduleSpec::named(schedule).unwrap(),
+            num_microbatches: Some(micros),
+            global_batch_size: if mesh == "dp=3" { 12 } else { 16 },
+            ..on(mesh, Numerics::Fast)
+        };
+        let (reports, wanted) = go_on(&plan, None, 0..3);
+        for zero in stages() {
+            let (got, state) = go_on(&Plan { zero, ..plan.clone() }, None, 0..3);
+            let exact = micros == 1 || zero.stage == ZeroStage::States;
+            for (got, wanted) in got.iter().zip(&reports) {
+                let off = (got.loss - wanted.loss).abs() / wanted.loss + (got.grad_norm / wanted.grad_norm - 1.0).abs();
+                assert!(off < 2e-5, "{mesh} {schedule} {zero:?}: step {}: {} {}", got.step, got.loss, wanted.loss);
+                let numbers = |report: &StepReport| (report.loss, report.grad_norm);
+                assert!(!exact || numbers(got) == numbers(wanted), "{mesh} {schedule} {zero:?}: step {}", got.step);
+            }
+            assert!(!exact || state == wanted, "{mesh} {schedule} {zero:?}: other weights or states");
+        }
+    }
+}
+
+/// Canonical numerics have one rank's bits at every stage, and a run goes from any to any: the state is named by slices.
+#[test]
+fn in_canonical_numerics_stages_have_the_bits_of_one_rank_and_a_run_moves_between_them() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    let (alone, wanted) = go_on(&on("dp=1", canonical), None, 0..8);
+    let mut state: Option<WholeState> = None;
+    let chain = [("dp=4", 3), ("tp=2", 0), ("dp=2,tp=2,pp=2", 2), ("dp=2,pp=2", 1)];
+    for (part, (mesh, stage)) in chain.into_iter().enumerate() {
+        let first = 2 * part as u64;
+        let zero = Zero { stage: ZeroStage::ALL[stage], group: None };
+        let (reports, next) = go_on(&Plan { zero, ..on(mesh, canonical) }, state.as_ref(), first..first + 2);
+        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+            assert_eq!((report.loss, report.grad_norm), (wanted.loss, wanted.grad_norm), "{mesh}, stage {stage}");
+        }
+        state = Some(next);
+    }
+    assert!(state.unwrap() == wanted);
+}
+
+/// What the layout says a rank holds is what it holds, slice by slice.
+#[test]
+fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
+    for zero in stages() {
+        let plan = Plan { zero, ..on("dp=3,pp=2", Numerics::Fast) };
+        let plan = Plan { global_batch_size: 12, ..plan };
+        let layout = state_layout(&model(), &plan).unwrap();
+        let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device())?.state());
+        let mut elements = [0, 0];
+        for (rank, state) in states.unwrap().iter().enumerate() {
+            let told: Vec<_> = layout.iter().filter(|of| of.rank == rank).map(|of| (&of.key, &of.slice)).collect();
+            let held: Vec<_> = state.pieces.iter().map(|held| (&held.key, &held.piece.slice)).collect();
+            assert_eq!(told, held, "{zero:?}, rank {rank}");
+            for of in &state.pieces {
+                elements[usize::from(of.key.state.is_some())] += of.piece.slice.elements();
+            }
+        }
+        let copies = if zero.stage == ZeroStage::Weights { 1 } else { 3 };
+        assert_eq!(
+            elements[0] * 2,
+            elements[1] * copies,
+            "two states for each weight, of which there are {copies} copies"
+        );
     }
 }
 

@@ -24,20 +24,22 @@ pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
 use crate::gradients::{Gradients, OrderedSums};
-use crate::layout::{buckets, join_tied, norm_shards, reducer};
+use crate::layout::{Layout, join_tied, norm_shards};
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, StatisticSums};
-use crate::trace::{require_random_names, trace};
+use crate::trace::require_random_names;
 use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
-use crate::weights::WeightStore;
-use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
+use crate::weights::{Shared, WeightStore};
+use crate::zero::{Cuts, ZeroGroups};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch};
 use asynchronous::Asynchronous;
 use driver::Driver;
 use meshwork_core::hash::hash;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
+use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Position;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use pending::PendingStep;
@@ -145,25 +147,36 @@ impl Trainer {
 
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
         require_random_names(&model_plan, rank.world_rank(), &micro)?;
-        let mut found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
-        found.number_tied_copies(&model_plan, &local, &schedule, &tied, &rank, &micro)?;
-        let (layout, keys) = buckets(&local, &found, &tied, &rank)?;
+        let layout = Layout::new(plan, &model_plan, &local, &schedule, &tied, &rank)?;
+        let (cuts, zero_groups) = (Cuts::of(plan), ZeroGroups::new(&rank, plan.zero)?);
         let LocalModel { declarations, stages } = local;
         let declarations = Arc::new(declarations);
-        let params = Params::new(declarations.clone(), rank.mesh(), rank.coords(), &device, &layout, plan.seed)?;
-        let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tied_groups, &device)?;
-        let ordered = declarations.reduction_blocks().map(|_| OrderedSums::new(found.copies, found.first_copy));
-        let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / driver.updates();
-        let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
+        let shared = |(flat, members): (usize, &Vec<ParamId>)| Shared {
+            members: members.clone(),
+            slice: layout.slice(rank.mesh(), rank.world_rank(), flat),
+            sharers: layout
+                .keys
+                .get(flat)
+                .and_then(|key| zero_groups.of(&key.axes))
+                .map(|(sharers, _)| sharers.clone()),
+        };
+        let shared: Vec<Shared> = layout.flats.iter().enumerate().map(shared).collect();
+        let windows: Vec<_> = shared.iter().map(|shared| cuts.window(Vector::Weights, shared.slice)).collect();
+        let (of, seed) = (declarations.clone(), plan.seed);
+        let params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
+        let tapes = |stage: usize| schedule.micros_at(stage, pp_rank) / driver.updates();
+        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &device)?;
         let names = declarations.specs().iter().map(|spec| spec.name.clone());
-        let traced = names.zip(found.types).collect();
-        let gradients = Gradients::new(reducer, places, traced, readers, ordered, device.clone());
+        let traced = names.zip(layout.found.types.iter().copied()).collect();
+        let copies = || OrderedSums::new(layout.found.copies.clone(), layout.found.first_copy.clone());
+        let ordered = declarations.reduction_blocks().map(|_| copies());
+        let gradients = Gradients::new(reducer, layout.members(), traced, ordered, device.clone());
 
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
-        let shards = norm_shards(&params, &parameters, &tied, &rank);
-        let (rule, lr) = (plan.optimizer.clone(), plan.lr);
-        let weights = WeightStore::new(params, gradients, rule, lr, shards, kept, device.clone())?;
+        let norms = norm_shards(&params, &layout, cuts, &parameters, &tied, &rank);
+        let update = (plan.optimizer.clone(), plan.lr);
+        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
         let count = model_plan.stages().len();
         let chunks = stages.into_iter().map(|(number, stage)| Chunk::new(number, count, stage)).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
@@ -247,13 +260,27 @@ impl Trainer {
         self.driver.steps_ahead()
     }
 
-    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping. Empty
-    /// for a frozen one.
+    /// The slices of a parameter that this rank keeps of a vector, in the order in which [`params`](Self::params),
+    /// [`gradient`](Self::gradient) and [`optimizer_states`](Self::optimizer_states) give their elements: one, what the placement says,
+    /// unless ZeRO cuts the vector.
+    pub fn slices(&self, id: ParamId, vector: Vector) -> Vec<LocalSlice> {
+        let weights = self.weights.borrow();
+        let local = weights.params().declarations().spec(id).local(self.rank.mesh(), self.rank.coords());
+        local.boxes(weights.part(id, vector)).into_iter().map(|(slice, _)| slice).collect()
+    }
+
+    /// Whether ranks share out a vector of a parameter.
+    fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
+        self.weights.borrow().is_cut(id, vector)
+    }
+
+    /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all ranks, before
+    /// clipping. Empty for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
         self.weights.borrow().gradient(id)
     }
 
-    /// The optimizer's state vectors of a parameter, as it lies on this rank.
+    /// The optimizer's state vectors of a parameter, as far as this rank keeps them.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         self.weights.borrow().states(id)
     }
@@ -431,6 +458,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if let Some(dp) = ranks.into_iter().find(|&dp| plan.blocks().is_some() && !tree::fits(batch, dp)) {
         return Err(PlanError::Subtree { batch, dp });
     }
+    plan.zero.require_groups(&plan.mesh)?;
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }
