@@ -9,7 +9,7 @@ use std::ops::Range;
 pub type VectorError = Box<dyn Error + Send + Sync>;
 
 /// Vectors of f32 where gradients lie. [`HostVectors`] are those in host memory.
-pub trait Vectors: Debug {
+pub trait Vectors: Debug + Send + Sync {
     /// Memory for `count` elements of any value.
     ///
     /// # Errors

@@ -205,9 +205,9 @@ impl Layout {
     }
 }
 
-/// Gradients in the memory of a device.
+/// Vectors in the memory of a device.
 #[derive(Debug)]
-struct OnDevice(Arc<dyn Device>);
+pub struct OnDevice(pub Arc<dyn Device>);
 
 impl Vectors for OnDevice {
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError> {

@@ -6,6 +6,7 @@ mod chunk;
 mod decoder;
 pub mod dry_run;
 mod error;
+mod gathers;
 mod gradients;
 mod layout;
 mod model_plan;

@@ -62,6 +62,13 @@ pub struct WeightStore {
     device: Arc<dyn Device>,
 }
 
+impl Shared {
+    /// Whether other ranks have slices of it.
+    pub fn is_cut(&self) -> bool {
+        self.slice.padded() > self.slice.count()
+    }
+}
+
 /// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does not depend on timing.
 const IN_FLIGHT: usize = 2;
 
@@ -161,8 +168,8 @@ impl WeightStore {
 
     /// Whether ranks share out a vector of a parameter.
     pub fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
-        let slice = self.shared[self.params().place(id).0].slice;
-        self.window(id, vector) == slice.range() && slice.padded() > slice.count()
+        let shared = &self.shared[self.params().place(id).0];
+        shared.is_cut() && self.window(id, vector) == shared.slice.range()
     }
 
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.

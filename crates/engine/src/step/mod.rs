@@ -23,6 +23,7 @@ mod verify;
 pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
+use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, norm_shards};
 use crate::pass::{Pass, Purpose, Seeds};
@@ -32,7 +33,7 @@ use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, ZeroStage};
 use asynchronous::Asynchronous;
 use driver::Driver;
 use meshwork_core::hash::hash;
@@ -56,6 +57,7 @@ pub struct Trainer {
     device: Arc<dyn Device>,
     plan: ModelPlan,
     chunks: Vec<Chunk>,
+    gathers: Option<Arc<Gathers>>,
     /// Every parameter of the whole model.
     parameters: Vec<ParamSpec>,
     metrics: Rc<[Metric]>,
@@ -149,8 +151,6 @@ impl Trainer {
         require_random_names(&model_plan, rank.world_rank(), &micro)?;
         let layout = Layout::new(plan, &model_plan, &local, &schedule, &tied, &rank)?;
         let (cuts, zero_groups) = (Cuts::of(plan), ZeroGroups::new(&rank, plan.zero)?);
-        let LocalModel { declarations, stages } = local;
-        let declarations = Arc::new(declarations);
         let shared = |(flat, members): (usize, &Vec<ParamId>)| Shared {
             members: members.clone(),
             slice: layout.slice(rank.mesh(), rank.world_rank(), flat),
@@ -161,9 +161,21 @@ impl Trainer {
                 .map(|(sharers, _)| sharers.clone()),
         };
         let shared: Vec<Shared> = layout.flats.iter().enumerate().map(shared).collect();
+        let gathers = match plan.zero.stage {
+            ZeroStage::Weights => {
+                let shared = (&layout, &shared[..]);
+                Some(Arc::new(Gathers::new(plan, &model_plan, &local, shared, rank.world_rank(), &device)?))
+            }
+            _ => None,
+        };
+        let LocalModel { declarations, stages } = local;
+        let declarations = Arc::new(declarations);
         let windows: Vec<_> = shared.iter().map(|shared| cuts.window(Vector::Weights, shared.slice)).collect();
         let (of, seed) = (declarations.clone(), plan.seed);
-        let params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
+        let mut params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
+        if let Some(gathers) = &gathers {
+            params.gather_with(gathers.clone());
+        }
         let tapes = |stage: usize| schedule.micros_at(stage, pp_rank) / driver.updates();
         let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &device)?;
         let names = declarations.specs().iter().map(|spec| spec.name.clone());
@@ -178,7 +190,8 @@ impl Trainer {
         let update = (plan.optimizer.clone(), plan.lr);
         let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
         let count = model_plan.stages().len();
-        let chunks = stages.into_iter().map(|(number, stage)| Chunk::new(number, count, stage)).collect();
+        let chunk = |(number, stage)| Chunk::new(number, count, stage, gathers.clone());
+        let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
@@ -188,6 +201,7 @@ impl Trainer {
             activations,
             scatter,
             chunks,
+            gathers,
             parameters,
             metrics: model_plan.model().metrics().into(),
             plan: model_plan,
@@ -301,6 +315,11 @@ impl Trainer {
         self.weights.borrow().gradients.events().to_vec()
     }
 
+    /// When each flat buffer of weights was gathered and used in the last step, where ranks have slices of them.
+    pub fn gather_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::GatherEvent)> {
+        self.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.events())
+    }
+
     /// Trains on this rank's [samples](Self::samples) of one global batch, to the end: [`start_step`](Self::start_step), then
     /// [`flush`](Self::flush).
     pub fn step(&mut self, batch: &Batch) -> Result<StepReport, TrainError> {
@@ -325,6 +344,7 @@ impl Trainer {
     ) -> Result<Vec<StepReport>, TrainError> {
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
+        self.gathers.iter().for_each(|gathers| gathers.begin_step());
         let terms = self.count_terms(batch)?;
         if terms.contains(&0) {
             return Err(TrainError::NoTerms { step: self.steps_begun + 1 });

@@ -95,7 +95,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         max_norm: rng.pick(&[0.0, 0.5]),
         seed,
         scatter_gather: rng.below(2) == 0,
-        zero: Zero { stage: ZeroStage::ALL[seed as usize % 3], group: None },
+        zero: Zero { stage: ZeroStage::ALL[seed as usize % 4], group: None },
         verify: Verify::Every(1),
     };
     plan.build_schedule().is_ok().then_some(plan)
