@@ -150,9 +150,7 @@ impl Gatherer {
         };
         events.push((Instant::now(), GatherEvent::Started(vector)));
         let room = self.vectors.alloc(of.padded()).map_err(|source| GatherError::Vectors { vector, source })?;
-        sharers
-            .start_all_gather(slice, room)
-            .map_err(|source| GatherError::Comm { vector, source: Box::new(source) })
+        sharers.start_all_gather(slice, room).map_err(|source| GatherError::Comm { vector, source: Box::new(source) })
     }
 
     fn pass(&self) -> std::sync::MutexGuard<'_, Pass> {

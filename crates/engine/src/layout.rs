@@ -3,7 +3,7 @@
 
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, ZeroGroups};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
 use meshwork_core::{Axis, Buffer, DType, FlatSlice, Group, Mesh, Rank, Types};
 use meshwork_data_parallel::{
     Bucket, BucketPlan, Member, Reducer, VectorError, Vectors, cuts_batch, plan as fill, rounds,
@@ -22,6 +22,10 @@ pub const TIED: &str = "tied";
 /// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
 /// enough that most are done before backward ends.
 const BUCKET_ELEMENTS: usize = 1 << 18;
+
+/// Where ranks keep slices of gradients or weights, a few whole buckets are the memory that is left of them: each has at most this share of
+/// a rank's parameters, about a layer.
+const BUCKETS_OF_SLICES: usize = 16;
 
 /// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +67,7 @@ fn buckets(
     found: &Trace,
     tied: &[TiedWeight],
     rank: &Rank,
+    zero: Zero,
 ) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
     let specs = |id: ParamId| model.declarations.spec(id);
     let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
@@ -88,7 +93,12 @@ fn buckets(
         .partition(|member| member.key.tied_ranks.is_some());
     // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
     shared.sort_by_key(|member| &specs(ids[&member.id]).name);
-    let plans = fill(&single, BUCKET_ELEMENTS).into_iter().chain(fill(&shared, 0));
+    let all: usize = single.iter().map(|member| member.elements).sum();
+    let limit = match zero.stage >= ZeroStage::Gradients {
+        true => BUCKET_ELEMENTS.min(all / BUCKETS_OF_SLICES),
+        false => BUCKET_ELEMENTS,
+    };
+    let plans = fill(&single, limit).into_iter().chain(fill(&shared, 0));
     let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
     let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
     layout.extend([frozen.0, frozen.1].into_iter().filter(|frozen| !frozen.is_empty()));
@@ -127,7 +137,7 @@ impl Layout {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut found = trace(model, local, rank.world_rank(), &micro)?;
         found.number_tied_copies(model, local, schedule, tied, rank, &micro)?;
-        let (flats, keys) = buckets(local, &found, tied, rank)?;
+        let (flats, keys) = buckets(local, &found, tied, rank, plan.zero)?;
         let mut places = vec![(0, 0..0, 0); local.declarations.specs().len()];
         let mut elements = Vec::with_capacity(flats.len());
         for (flat, members) in flats.iter().enumerate() {

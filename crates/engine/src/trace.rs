@@ -125,8 +125,7 @@ impl<'a> Forward<'a> {
     /// The tape of a stage, and its output: of the last one the losses.
     fn stage(&self, number: usize, stage: &dyn Stage) -> Result<(Tape, Var), TrainError> {
         let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
-        let tape =
-            Tape::with_policy(rank, params, device, Mode::Train, Position::default(), self.recompute.policy());
+        let tape = Tape::with_policy(rank, params, device, Mode::Train, Position::default(), self.recompute.policy());
         let input = match number.checked_sub(1).map(|before| self.activations[before]) {
             None => None,
             Some(cut) => Some(tape.input(Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types)),

@@ -33,7 +33,9 @@ use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, ZeroStage};
+use crate::{
+    LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, Zero, ZeroStage,
+};
 use asynchronous::Asynchronous;
 use driver::Driver;
 use meshwork_core::hash::hash;
@@ -81,6 +83,7 @@ pub struct Trainer {
     /// The steps begun that are not certain yet, the oldest first.
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
+    zero: Zero,
     watch: Option<Arc<dyn Watch>>,
     verify: Verify,
     /// The claims of the step under way, if it is verified.
@@ -220,6 +223,7 @@ impl Trainer {
             steps_begun: 0,
             pending: VecDeque::new(),
             recompute: plan.recompute,
+            zero: plan.zero,
             watch: None,
             verify: plan.verify,
             claims: None,

@@ -23,6 +23,9 @@ pub struct Params {
     flats: Vec<Buffer>,
     /// Per flat buffer: the elements of it that are stored.
     windows: Vec<Range<usize>>,
+    /// Per flat buffer: whether that is all of it. A parameter that lies in the window of a rank is gathered nevertheless: the others need
+    /// this rank for theirs.
+    whole: Vec<bool>,
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
@@ -65,7 +68,7 @@ impl Params {
     ) -> Result<Self> {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
         let mut places = vec![None; declarations.specs().len()];
-        let (mut flats, mut held) = (Vec::with_capacity(layout.len()), Vec::with_capacity(layout.len()));
+        let (mut flats, mut held, mut whole) = (Vec::new(), Vec::with_capacity(layout.len()), Vec::new());
         for (flat, members) in layout.iter().enumerate() {
             let mut end = 0;
             for &id in members {
@@ -79,6 +82,7 @@ impl Params {
             }
             let window = windows.get(flat).cloned().unwrap_or(0..end);
             flats.push(device.zeros(DType::F32, window.len())?);
+            whole.push(window.start == 0 && window.end >= end);
             held.push(window);
         }
         let places: Vec<_> = places
@@ -110,6 +114,7 @@ impl Params {
             declarations,
             flats,
             windows: held,
+            whole,
             gather: None,
             device: Arc::clone(device),
         })
@@ -143,8 +148,7 @@ impl Params {
 
     /// Whether all elements of a parameter's flat buffer are stored here.
     pub fn is_whole(&self, id: ParamId) -> bool {
-        let (flat, range, _) = &self.places[self.index(id)];
-        self.windows[*flat].start == 0 && self.windows[*flat].end >= range.end
+        self.whole[self.places[self.index(id)].0]
     }
 
     /// The elements of a flat buffer that are stored here.
