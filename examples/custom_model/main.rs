@@ -37,7 +37,7 @@ impl Block {
         let w = |id| tape.param(id);
         let normed = self.norm.forward(tape, x)?; // [b, s, h], Invariant on tp
         let qkv = normed.copy(Axis::Tp)?.linear(&w(self.qkv)?, 1)?; // [b, s, 3, heads/tp, d], Shard(3)
-        let mixed = qkv.causal_attention(None)?.linear(&w(self.out)?, 2)?.all_reduce(Axis::Tp)?; // Σ_tp
+        let mixed = qkv.causal_attention(None, None)?.linear(&w(self.out)?, 2)?.all_reduce(Axis::Tp)?; // Σ_tp
         let inner = normed.copy(Axis::Tp)?.linear(&w(self.up)?, 1)?.relu()?; // [b, s, 4h/tp], Shard(2)
         let squared = inner.mul(&inner)?.linear(&w(self.down)?, 1)?.all_reduce(Axis::Tp)?; // Σ_tp
         x.add(&mixed)?.add(&squared)
@@ -57,7 +57,7 @@ impl Model for Parallel {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.seq, self.vocab)
+        language::fields(self.seq, self.vocab, language::Boundary::Ignored)
     }
 
     fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {

@@ -23,7 +23,7 @@ pub struct Progress {
 
 #[derive(Debug)]
 enum Event {
-    Step(Step),
+    Step(Box<Step>),
     Validation { step: u64, loss: f64 },
     Note(Note),
 }
@@ -73,7 +73,7 @@ impl Progress {
 
     /// Shows a step that was trained.
     pub fn step(&self, step: &Step) {
-        self.send(Event::Step(step.clone()));
+        self.send(Event::Step(Box::new(step.clone())));
     }
 
     /// Shows a validation after `step`.

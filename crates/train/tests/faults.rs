@@ -253,7 +253,6 @@ fn unknown_words_hear_of_the_nearest() {
 fn what_has_not_landed_says_so_and_takes_its_default() {
     for assignment in [
         "parallelism.cp=2",
-        "parallelism.zero_stage=1",
         "parallelism.context_parallel_method=ulysses",
         "memory.recompute=full",
         "memory.offload=cpu",
