@@ -49,8 +49,16 @@ struct Flight {
 enum Kept {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only the input, the weights and the decisions of the forward: a second forward recomputes the rest.
-    Input(Option<Message>, Arc<Params>, Decisions),
+    /// Only what the forward was made of: a second one recomputes the rest.
+    Origin(Box<Origin>),
+}
+
+/// What a second forward needs to give the bits of the first.
+#[derive(Debug)]
+struct Origin {
+    input: Option<Message>,
+    params: Arc<Params>,
+    decisions: Decisions,
 }
 
 /// One forward.
@@ -166,7 +174,7 @@ impl Chunk {
         self.noted.add(first_sample, &run.notes.statistics);
         if pass.purpose == Purpose::Train {
             let kept = match kept_input {
-                Some((input, params)) => Kept::Input(input, params, decisions),
+                Some((input, params)) => Kept::Origin(Box::new(Origin { input, params, decisions })),
                 None => Kept::Tape(Box::new(run)),
             };
             self.flights.insert(number, Flight { of, kept });
@@ -188,7 +196,10 @@ impl Chunk {
         };
         let Forwarded { tape, input, output, notes } = match kept {
             Kept::Tape(forwarded) => *forwarded,
-            Kept::Input(input, params, decisions) => self.run(pass, &of, params, input, Some(decisions))?,
+            Kept::Origin(origin) => {
+                let Origin { input, params, decisions } = *origin;
+                self.run(pass, &of, params, input, Some(decisions))?
+            }
         };
         let mut roots = Vec::new();
         match (grad, of.seeds) {
