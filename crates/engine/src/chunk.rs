@@ -53,8 +53,16 @@ struct Flight {
 enum Kept {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only the input, the weights and the decisions of the forward: a second forward recomputes the rest.
-    Input(Box<Option<Message>>, Arc<Params>, Decisions),
+    /// Only what the forward was made of: a second one recomputes the rest.
+    Origin(Box<Origin>),
+}
+
+/// What a second forward needs to give the bits of the first.
+#[derive(Debug)]
+struct Origin {
+    input: Option<Message>,
+    params: Arc<Params>,
+    decisions: Decisions,
 }
 
 /// One forward.
@@ -173,7 +181,7 @@ impl Chunk {
         self.noted.add(first_sample, &run.notes.statistics);
         if pass.purpose == Purpose::Train {
             let kept = match kept_input {
-                Some((input, params)) => Kept::Input(Box::new(input), params, decisions),
+                Some((input, params)) => Kept::Origin(Box::new(Origin { input, params, decisions })),
                 None => Kept::Tape(Box::new(run)),
             };
             self.flights.insert(number, Flight { of, kept });
@@ -197,12 +205,15 @@ impl Chunk {
         let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
         let (walks, params) = match &kept {
             Kept::Tape(forwarded) => (&[back][..], forwarded.tape.params()),
-            Kept::Input(_, params, _) => (&[Walk::Forward, back][..], params),
+            Kept::Origin(origin) => (&[Walk::Forward, back][..], &origin.params),
         };
         let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, walks, params));
         let Forwarded { tape, input, output, notes } = match kept {
             Kept::Tape(forwarded) => *forwarded,
-            Kept::Input(input, params, decisions) => self.run(pass, &of, params, *input, Some(decisions))?,
+            Kept::Origin(origin) => {
+                let Origin { input, params, decisions } = *origin;
+                self.run(pass, &of, params, input, Some(decisions))?
+            }
         };
         let mut roots = Vec::new();
         match (grad, of.seeds) {

@@ -157,8 +157,8 @@ impl GroupedSwiGlu {
 impl Experts for GroupedSwiGlu {
     fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
         let x = self.shape.enter(rows)?; // [rows, hidden]
-        let pairs = x.grouped_linear(&tape.param(self.gate_up)?, 1, groups)?; // [rows, ffn/tp, 2]
-        let y = pairs.swiglu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
+        let inner = x.grouped_linear_swiglu(&tape.param(self.gate_up)?, 1, groups)?; // [rows, ffn/tp]
+        let y = inner.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
         self.shape.leave(&y) // Σ_tp
     }
 }

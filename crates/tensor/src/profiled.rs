@@ -704,6 +704,18 @@ impl Grouped for Profiled {
         })
     }
 
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        self.record(grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w]), |device| {
+            device.grouped_matmul()?.grouped_linear_swiglu(spec, x, w, stored)
+        })
+    }
+
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.record(grouped("grouped gemm nn", spec, w.dtype(), &[dy, w]), |device| {
             device.grouped_matmul()?.grouped_input_grad(spec, dy, w)

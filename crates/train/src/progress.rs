@@ -275,7 +275,9 @@ mod tests {
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
         let mut screen = Screen::new(300, Some(bar(300, target)));
         let saved = |step| Event::Note(Note::Saved { step, text: format!("step {step}  saved in a folder") });
-        for event in [Event::Validation { step: 8, loss: 3.25 }, saved(8), saved(9), Event::Step(STEP.clone())] {
+        for event in
+            [Event::Validation { step: 8, loss: 3.25 }, saved(8), saved(9), Event::Step(Box::new(STEP.clone()))]
+        {
             screen.show(&event).unwrap();
         }
         drop(screen);

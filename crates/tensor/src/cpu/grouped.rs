@@ -1,4 +1,5 @@
 use super::kernels::matmul::{Epilogue, Update, gemm_blocks, gemm_runs, gemm_shared};
+use super::kernels::round::Stored;
 use super::kernels::{Float, pointwise};
 use super::{Cpu, for_float, row_piece};
 use crate::device::{Device, Work};
@@ -6,31 +7,33 @@ use crate::error::Result;
 use crate::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use crate::tape::Terms;
 use meshwork_core::pool::share;
-use meshwork_core::{Buffer, Element};
+use meshwork_core::{Buffer, DType, Element};
 
 /// A product with fewer multiplications is computed by one thread, beside others.
 const SMALL: usize = 1 << 22;
 
-/// Runs `product(group, first row, out)` for every group, whose results lie one after the other, of `sizes(group)` elements each.
-/// Small products are shared out among the threads; a large one is computed by all of them at once, so that no thread waits for
-/// the largest group.
-fn each_group<T: Element>(
+/// Runs `product(group, first row, out)` for every group, of which `outs` has the destination. Small products are shared out among the
+/// threads; a large one is computed by all of them at once, so that no thread waits for the largest group.
+fn each_group<Out: Send>(
     rows: &[usize],
-    mut out: &mut [T],
-    size: impl Fn(usize) -> usize,
+    outs: impl IntoIterator<Item = Out>,
     work: impl Fn(usize) -> usize,
-    product: impl Fn(usize, usize, &mut [T]) + Sync,
+    product: impl Fn(usize, usize, Out) + Sync,
 ) {
     let (mut small, mut first) = (Vec::new(), 0);
-    for (group, &count) in rows.iter().enumerate() {
-        let part = out.split_off_mut(..size(group)).unwrap_or_default();
+    for ((group, &count), out) in rows.iter().enumerate().zip(outs) {
         match work(group) < SMALL {
-            true => small.push((group, first, part)),
-            false => product(group, first, part),
+            true => small.push((group, first, out)),
+            false => product(group, first, out),
         }
         first += count;
     }
-    share(small, |(group, first, part)| product(group, first, part));
+    share(small, |(group, first, out)| product(group, first, out));
+}
+
+/// One destination of `size` elements for each of `groups` groups, one after the other.
+fn parts<T>(mut out: &mut [T], groups: usize, size: impl Fn(usize) -> usize) -> impl Iterator<Item = &mut [T]> {
+    (0..groups).map(move |group| out.split_off_mut(..size(group)).unwrap_or_default())
 }
 
 impl Cpu {
@@ -47,27 +50,17 @@ impl Cpu {
         self.meter().add_flops(Work::Matmul, spec.flops());
         let mut y = self.alloc(T::DTYPE, rows.iter().sum::<usize>() * to)?;
         let (x, w) = (self.operand_of::<T>(x, (from, 1))?, self.operand_of::<T>(w, strides)?);
+        let outs = parts(y.as_mut_slice::<T>()?, rows.len(), |group| rows[group] * to);
         each_group(
             rows,
-            y.as_mut_slice::<T>()?,
-            |group| rows[group] * to,
+            outs,
             |group| rows[group] * n * k,
             |group, first, y| {
                 // A matrix begins `n · k` elements after the one before it: `n` rows or columns of it.
-                let (x, w) = (x.part(first * from), w.part(group * n * k));
+                let (dims, x, w) = ([rows[group], to, from], x.part(first * from), w.part(group * n * k));
                 match terms {
-                    Terms::WHOLE => {
-                        gemm_shared(
-                            self.precision,
-                            [rows[group], to, from],
-                            x,
-                            w,
-                            y,
-                            Update::Overwrite,
-                            Epilogue::Nothing,
-                        );
-                    }
-                    _ => gemm_blocks(self.precision, [rows[group], to, from], x, w, y, terms),
+                    Terms::WHOLE => gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Nothing),
+                    _ => gemm_blocks(self.precision, dims, x, w, y, terms),
                 }
             },
         );
@@ -78,6 +71,38 @@ impl Cpu {
 impl Grouped for Cpu {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
         for_float!(self, "grouped_linear", w, T => self.of_groups::<T>(spec, x, w, true))
+    }
+
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        let GroupedGemm { rows, n, k, terms } = spec;
+        debug_assert!(terms == Terms::WHOLE, "an epilogue reads sums of one block");
+        for_float!(self, "grouped_linear", w, T => {
+            self.meter().add_flops(Work::Matmul, spec.flops());
+            let total = rows.iter().sum::<usize>();
+            let mut y = self.alloc(T::DTYPE, total * n)?;
+            let (x, w) = (self.operand_of::<T>(x, (k, 1))?, self.operand_of::<T>(w, (1, k))?);
+            let products = parts(y.as_mut_slice::<T>()?, rows.len(), |group| rows[group] * n);
+            let activated = self.stored::<T>("grouped_linear", stored, total * n / 2, |mut out| {
+                let activated = rows.iter().map(|&rows| {
+                    let (first, rest) = std::mem::replace(&mut out, Stored::Full(&mut [])).split_at(rows * n / 2);
+                    out = rest;
+                    first
+                });
+                each_group(rows, products.zip(activated), |group| rows[group] * n * k, |group, first, (y, out)| {
+                    let (x, w) = (x.part(first * k), w.part(group * n * k));
+                    let dims = [rows[group], n, k];
+                    gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Swiglu(out));
+                });
+                Ok(())
+            })?;
+            Ok((y, activated))
+        })
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
@@ -99,7 +124,8 @@ impl Grouped for Cpu {
             self.meter().add_flops(Work::Matmul, GroupedGemm { rows: &rows, ..spec }.flops());
             let (dy, x) = (self.operand_of::<T>(dy, (1, n))?, self.operand_of::<T>(x, (k, 1))?);
             let dw = &mut buffer.as_mut_slice::<T>()?[start..start + blocks.len() * n * k];
-            each_group(&rows, dw, |_| n * k, |group| rows[group] * n * k, |group, _, dw| match &blocks[group][..] {
+            let outs = parts(dw, rows.len(), |_| n * k);
+            each_group(&rows, outs, |group| rows[group] * n * k, |group, _, dw| match &blocks[group][..] {
                 [all] => {
                     let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
                     let (dy, x) = (dy.part(all.start * n), x.part(all.start * k));
@@ -201,6 +227,36 @@ mod tests {
                     let want = one(&cpu, Gemm::linear_input_grad(m, n, k).over(spec.terms), &mine, &w);
                     assert_eq!(dx.as_slice::<f32>().unwrap()[first * k..(first + m) * k], want, "group {g}");
                     first += m;
+                }
+            }
+        }
+    }
+
+    /// The activation in the same pass has the bits of one behind the product, in each type that it may be stored in.
+    #[test]
+    fn the_swiglu_of_groups_has_the_bits_of_both_operations() {
+        use crate::kernel::Pointwise;
+        for (precision, n, k, scale) in [
+            (Precision::F32, 6, 3, 1),
+            (Precision::F32, 96, 80, 40),
+            (Precision::Bf16, 6, 4, 1),
+            (Precision::Bf16, 96, 80, 40),
+        ] {
+            let cpu = Cpu::new(precision);
+            let rows = [3 * scale, 0, 17 * scale, 1];
+            let total: usize = rows.iter().sum();
+            let (x, w) = (values("x", total * k), values("w", rows.len() * n * k));
+            let spec = GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE };
+            let product = cpu.grouped_linear(spec, &x, &w).unwrap();
+            for stored in [DType::F32, cpu.operand_dtype(DType::F32)] {
+                let (y, activated) = cpu.grouped_linear_swiglu(spec, &x, &w, stored).unwrap();
+                let want = cpu.swiglu(&product, stored).unwrap();
+                assert_eq!(y.as_slice::<f32>().unwrap(), product.as_slice::<f32>().unwrap());
+                match stored {
+                    DType::F32 => assert_eq!(activated.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap()),
+                    _ => {
+                        assert_eq!(activated.as_slice::<half::bf16>().unwrap(), want.as_slice::<half::bf16>().unwrap())
+                    }
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::tape::Terms;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -46,6 +46,16 @@ pub struct GroupedGrad<'a> {
 pub trait Grouped: Debug {
     /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>;
+
+    /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[rows, n / 2]` of type
+    /// `stored`), with the bits of both one after the other. Sums of one block alone.
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)>;
     /// `dX_g = dY_g · W_g`.
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>;
     /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.

@@ -2,12 +2,24 @@ use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 
 impl Grouped for Meta {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, _x: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, spec.flops());
         self.alloc(w.dtype(), spec.rows.iter().sum::<usize>() * spec.n)
+    }
+
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        let product = self.grouped_linear(spec, x, w)?;
+        let activated = self.alloc(stored, product.count() / 2)?;
+        Ok((product, activated))
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, _dy: &Buffer, w: &Buffer) -> Result<Buffer> {

@@ -3,6 +3,7 @@
 //! `Y_g = X_g · W_gᵀ + b_g` for the rows `X_g` of each expert g, without padding. The ranks of one axis hold different experts, and
 //! there the rows are `Varying`: each rank has those of its own experts, whichever rank their tokens are from.
 
+use super::swiglu;
 use crate::error::Result;
 use crate::kernel::{GroupedGemm, GroupedGrad};
 use crate::shape::Shape;
@@ -10,6 +11,7 @@ use crate::tape::{Backward, BlockSlot, Forward, Op, Terms, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, SpmdError, Ty, Types};
+use std::cell::Cell;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -126,17 +128,29 @@ struct GroupedLinear {
     weight_shape: Shape,
     /// How the sums of the product, and those of the gradient of x, are cut.
     terms: [Terms; 2],
+    then: Then,
+}
+
+/// The operation on the product.
+#[derive(Debug)]
+enum Then {
+    Nothing,
+    /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its gradient.
+    Swiglu(Cell<bool>),
 }
 
 impl Var {
     /// `X_g · W_gᵀ` for the rows of each group, summed over the last `contract` dims of both: `x [rows, K..]`, `weight [groups, N..,
     /// K..]` to `[rows, N..]`. See [`RowGroups`].
     pub fn grouped_linear(&self, weight: &Var, contract: usize, groups: &Rc<RowGroups>) -> Result<Var> {
-        let dims = weight.shape().len();
-        let out = dims.saturating_sub(contract).max(1);
-        let terms = [out..dims, 1..out].map(|dims| self.tape().terms(weight, dims));
-        let op = GroupedLinear { groups: Rc::clone(groups), contract, weight_shape: weight.shape(), terms };
-        self.tape().apply(op, &[self, weight])
+        self.tape().apply(GroupedLinear::new(self, weight, contract, groups, Then::Nothing), &[self, weight])
+    }
+
+    /// The [SwiGLU](Self::swiglu) of [`grouped_linear`](Self::grouped_linear), for `weight` `[groups, features, 2, K..]`. The result is a
+    /// [matmul operand](crate::Device::operand_dtype), as that of [`linear_swiglu`](Self::linear_swiglu).
+    pub fn grouped_linear_swiglu(&self, weight: &Var, contract: usize, groups: &Rc<RowGroups>) -> Result<Var> {
+        let then = Then::Swiglu(Cell::new(false));
+        self.tape().apply(GroupedLinear::new(self, weight, contract, groups, then), &[self, weight])
     }
 
     /// `X_g + b_g`: `x [rows, N..]`, `bias [groups, N..]`.
@@ -147,6 +161,28 @@ impl Var {
 }
 
 impl GroupedLinear {
+    fn new(x: &Var, weight: &Var, contract: usize, groups: &Rc<RowGroups>, then: Then) -> Self {
+        let dims = weight.shape().len();
+        let out = dims.saturating_sub(contract).max(1);
+        let terms = [out..dims, 1..out].map(|dims| x.tape().terms(weight, dims));
+        Self { groups: Rc::clone(groups), contract, weight_shape: weight.shape(), terms, then }
+    }
+
+    /// The gradient of the product from that of the result.
+    fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Tensor> {
+        match &self.then {
+            Then::Nothing => Ok(grad),
+            Then::Swiglu(turned) if turned.get() => cx.saved(2),
+            // Overwrites the product, which is twice as large as the incoming gradient.
+            Then::Swiglu(turned) => {
+                let product = cx.take_saved(2)?;
+                let grad = swiglu::gradient(&grad, product)?;
+                turned.set(cx.replace_saved(2, grad.clone()));
+                Ok(grad)
+            }
+        }
+    }
+
     fn gemm(&self, terms: Terms) -> GroupedGemm<'_> {
         let (all, k) = self.weight_shape.rows_columns(self.contract);
         GroupedGemm { rows: &self.groups.rows, n: all / self.groups.rows.len().max(1), k, terms }
@@ -155,7 +191,10 @@ impl GroupedLinear {
 
 impl Op for GroupedLinear {
     fn name(&self) -> &'static str {
-        "grouped_linear"
+        match self.then {
+            Then::Nothing => "grouped_linear",
+            Then::Swiglu(_) => "grouped_linear_swiglu",
+        }
     }
 
     fn operands(&self) -> &'static [&'static str] {
@@ -164,7 +203,14 @@ impl Op for GroupedLinear {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let [x, w] = self.groups.of_one(self.name(), [operands[0], operands[1]])?;
-        rules::contract(self.name(), x, w, self.contract)
+        let product = rules::contract(self.name(), x, w, self.contract)?;
+        match self.then {
+            Then::Nothing => Ok(product),
+            Then::Swiglu(_) => {
+                let ndim = x.ndim + w.ndim - 2 * self.contract;
+                swiglu::infer(self.name(), Operand::value("x · weightᵀ", product, ndim))
+            }
+        }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -178,12 +224,31 @@ impl Op for GroupedLinear {
         )?;
         cx.save_input(0)?;
         cx.save_input(1)?;
-        let y = x.device().grouped_matmul()?.grouped_linear(self.gemm(self.terms[0]), x.buffer(), w.buffer())?;
-        let shape = [&[self.groups.total()], &ws[1..ws.len() - self.contract]].concat();
-        Tensor::from_buffer(x.device(), y, &shape[..])
+        let (device, spec) = (x.device(), self.gemm(self.terms[0]));
+        let shape = Shape::new(&[&[self.groups.total()], &ws[1..ws.len() - self.contract]].concat());
+        if let Then::Nothing = self.then {
+            let y = device.grouped_matmul()?.grouped_linear(spec, x.buffer(), w.buffer())?;
+            return Tensor::from_buffer(device, y, shape);
+        }
+        let gated = swiglu::gated(&shape);
+        cx.require(
+            gated.is_some(),
+            || "weight is [groups, .., features, 2, ..], pairs of gate and up".to_owned(),
+            inputs,
+        )?;
+        let (gated, stored) = (gated.unwrap_or_default(), device.operand_dtype(w.dtype()));
+        let (product, y) = device.grouped_matmul()?.grouped_linear_swiglu(spec, x.buffer(), w.buffer(), stored)?;
+        cx.save(&Tensor::from_buffer(device, product, shape)?)?;
+        cx.recipe(move |saved| {
+            let product = saved[2].restore()?;
+            let y = product.device().pointwise()?.swiglu(product.buffer(), stored)?;
+            Tensor::from_buffer(product.device(), y, gated)
+        });
+        Tensor::from_buffer(device, y, gated)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let grad = self.product_grad(cx, grad)?;
         let device = grad.device();
         let mut dw = None;
         if cx.needs(1) {

@@ -470,6 +470,16 @@ impl Grouped for Opaque {
         hidden(self.inner.grouped_matmul()?.grouped_linear(spec, &host(x), &host(w)))
     }
 
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        hidden(self.inner.grouped_matmul()?.grouped_linear_swiglu(spec, &host(x), &host(w), stored))
+    }
+
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
         hidden(self.inner.grouped_matmul()?.grouped_input_grad(spec, &host(dy), &host(w)))
     }
