@@ -3,6 +3,7 @@
 mod buffer;
 pub mod comm;
 mod dtype;
+mod flat;
 pub mod hash;
 mod memory;
 mod mesh;
@@ -20,6 +21,7 @@ pub mod tree;
 pub use buffer::{Buffer, BufferError};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16};
+pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;

@@ -2,8 +2,12 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod gatherer;
 mod plan;
 mod reducer;
+mod vectors;
 
+pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
 pub use plan::{BucketPlan, Member, plan};
-pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, rounds};
+pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};
+pub use vectors::{HostVectors, VectorError, Vectors};

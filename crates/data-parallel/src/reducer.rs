@@ -1,10 +1,12 @@
 //! Runs the reductions of buckets.
 
-use meshwork_core::{Axis, Buffer, CommError, Group, Pending, Rank, ReduceOp};
+use crate::vectors::{VectorError, Vectors};
+use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Group, Pending, Rank, ReduceOp};
+use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The rounds that sum gradients that are Partial on `axes`. The batch is split over dp (with ep) and cp, whose ranks form one
-/// group and one round; each other axis has its own round, in the given order. Axes of degree 1 need none.
+/// The groups that sum gradients that are Partial on `axes`, one after the other. The batch is split over dp (with ep) and cp, whose ranks
+/// form one group; each other axis has its own, in the given order. Axes of degree 1 need none.
 ///
 /// ```
 /// use meshwork_core::{Axis, Rank};
@@ -16,24 +18,46 @@ use std::ops::Range;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rounds(rank: &Rank, axes: impl IntoIterator<Item = Axis>) -> Vec<Group> {
-    let (batch, others): (Vec<_>, Vec<_>) = axes.into_iter().partition(|axis| axis.is_data() || *axis == Axis::Cp);
+    let (batch, others): (Vec<_>, Vec<_>) = axes.into_iter().partition(|&axis| cuts_batch(axis));
     let groups = std::iter::once(rank.group_over(&batch)).chain(others.iter().map(|&axis| rank.group(axis)));
     groups.filter(|group| group.size() > 1).cloned().collect()
 }
 
-/// A flat buffer of gradients that is reduced as one.
+/// Whether the ranks of an axis have other parts of the batch.
+pub fn cuts_batch(axis: Axis) -> bool {
+    axis.is_data() || axis == Axis::Cp
+}
+
+/// Gradients that are reduced as one flat vector.
 #[derive(Debug)]
 pub struct Bucket {
-    /// The gradients.
-    pub gradients: Buffer,
     /// The range of each member.
     pub members: Vec<Range<usize>>,
+    /// Number of elements; with [`scatter`](Self::scatter), without the padding that makes slices equal.
+    pub elements: usize,
     /// The gradients are summed over the first of these groups, the result over the second, and so on. Only the first
     /// round overlaps. Without rounds, the gradients are not changed. See [`rounds`].
     pub rounds: Vec<Group>,
     /// A group to sum over after the rounds whose ranks make their buckets ready in different orders. It never overlaps:
     /// [`Reducer::finish`] sums over it, bucket by bucket. The ranks of the group must have such buckets in one order.
     pub last: Option<Group>,
+    /// Whether the first round leaves each of its ranks only its [slice](FlatSlice) of the sum (a reduce-scatter), which the later ones
+    /// sum. The gradients then need memory of their own only until that round.
+    pub scatter: bool,
+    /// How often each member is made ready before the bucket is reduced: once for each tape that reads it and adds to the same sum.
+    pub shares: usize,
+    /// How often the bucket is filled and reduced in a step. More than once needs [`scatter`](Self::scatter): the slices add up.
+    pub fills: usize,
+}
+
+impl Bucket {
+    /// The slice of the sum that this rank ends with.
+    pub fn slice(&self) -> FlatSlice {
+        match self.rounds.first() {
+            Some(group) if self.scatter => FlatSlice::new(self.elements, group.size(), group.rank()),
+            _ => FlatSlice::whole(self.elements),
+        }
+    }
 }
 
 /// What happened to a bucket, for the timeline.
@@ -56,6 +80,14 @@ pub enum ReduceError {
         bucket: usize,
         /// What failed.
         source: Box<CommError>,
+    },
+    /// Memory for gradients, or a sum of them.
+    #[error("gradient bucket {bucket}: {source}")]
+    Vectors {
+        /// The bucket.
+        bucket: usize,
+        /// What failed.
+        source: VectorError,
     },
     /// A gradient was touched after its reduction had started.
     #[error("gradient {member} of bucket {bucket} was {what} after its reduction had started")]
@@ -83,49 +115,62 @@ pub enum ReduceError {
     },
 }
 
-#[derive(Debug)]
-enum State {
-    /// Some gradients are not final.
-    Filling(Buffer),
-    /// The first reduction runs.
-    Reducing(Pending),
-    /// A reduction failed.
-    Lost,
+/// A member while its bucket is filled.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    /// How often it was made ready in this step.
+    ready: usize,
+    /// Whether it has been written in this fill.
+    written: bool,
 }
 
 #[derive(Debug)]
 struct Slot {
-    state: State,
-    members: Vec<Range<usize>>,
-    is_final: Vec<bool>,
-    rounds: Vec<Group>,
-    last: Option<Group>,
+    bucket: Bucket,
+    members: Vec<Progress>,
+    /// Fills that were reduced in this step.
+    reduced: usize,
+    /// The gradients that come in.
+    filling: Option<Buffer>,
+    /// The first round of the last fill.
+    reducing: Option<Pending>,
+    /// The sum, or this rank's slice of it, of the fills whose first round is over.
+    sum: Option<Buffer>,
+    /// Whether a reduction failed.
+    lost: bool,
 }
 
-/// Reduces buckets of gradients, each once per step, as early as possible.
+/// Fills that may be on their way to slices at once: one that is reduced while the next is started. Each holds the memory of a whole
+/// bucket. That a further one waits for the oldest, whether or not that is done, keeps the peak of memory independent of timing.
+const IN_FLIGHT: usize = 2;
+
+/// Reduces buckets of gradients as early as possible.
 ///
-/// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) once for each when it is final, then
+/// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) for each as often as its bucket says, then
 /// [`finish`](Self::finish). Every rank of a bucket's rounds must make its buckets ready in the same order; the ranks of
 /// [`Bucket::last`] need not.
 #[derive(Debug)]
 pub struct Reducer {
     slots: Vec<Slot>,
+    vectors: Box<dyn Vectors>,
+    /// Buckets whose slices are on their way, the oldest first.
+    in_flight: VecDeque<usize>,
 }
 
 impl Reducer {
-    /// A reducer of these buckets.
-    pub fn new(buckets: Vec<Bucket>) -> Self {
-        let slots = buckets
-            .into_iter()
-            .map(|bucket| Slot {
-                state: State::Filling(bucket.gradients),
-                is_final: vec![false; bucket.members.len()],
-                members: bucket.members,
-                rounds: bucket.rounds,
-                last: bucket.last,
-            })
-            .collect();
-        Self { slots }
+    /// A reducer of these buckets, whose gradients lie in such vectors, all zero.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(buckets: Vec<Bucket>, vectors: impl Vectors + 'static) -> Result<Self, ReduceError> {
+        let slot = |(at, bucket): (usize, Bucket)| {
+            // Where only slices stay, there is nothing before the first reduction.
+            let sum = (!bucket.scatter).then(|| zeros(&vectors, at, bucket.elements)).transpose()?;
+            let members = vec![Progress::default(); bucket.members.len()];
+            Ok(Slot { bucket, members, reduced: 0, filling: None, reducing: None, sum, lost: false })
+        };
+        let slots = buckets.into_iter().enumerate().map(slot).collect::<Result<_, ReduceError>>()?;
+        Ok(Self { slots, vectors: Box::new(vectors), in_flight: VecDeque::new() })
     }
 
     /// Number of buckets.
@@ -133,80 +178,212 @@ impl Reducer {
         self.slots.len()
     }
 
-    /// The gradients of a bucket, and the range of a member in them, for adding to it.
+    /// The range of a member in the gradients of its bucket.
     ///
     /// # Panics
     /// If there is no such bucket or member.
-    pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>), ReduceError> {
-        let slot = &mut self.slots[bucket];
-        let late = ReduceError::TooLate { bucket, member, what: "written" };
-        match &mut slot.state {
-            State::Filling(buffer) if !slot.is_final[member] => Ok((buffer, slot.members[member].clone())),
-            _ => Err(late),
+    pub fn range(&self, bucket: usize, member: usize) -> Range<usize> {
+        self.slots[bucket].bucket.members[member].clone()
+    }
+
+    /// The slice of a bucket's sum that this rank ends with.
+    ///
+    /// # Panics
+    /// If there is no such bucket.
+    pub fn slice(&self, bucket: usize) -> FlatSlice {
+        self.slots[bucket].bucket.slice()
+    }
+
+    /// Begins a step: slices of the last one are freed.
+    pub fn begin(&mut self) {
+        for slot in &mut self.slots {
+            slot.members.fill(Progress::default());
+            slot.reduced = 0;
+            slot.sum.take_if(|_| slot.bucket.scatter);
         }
     }
 
-    /// Marks a gradient as final. The last one of a bucket starts its reduction, which is returned as an event.
+    /// The gradients of a bucket, the range of a member in them, and whether it holds nothing of this fill yet: then write to it, else add
+    /// to it.
+    ///
+    /// # Panics
+    /// If there is no such bucket or member.
+    pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>, bool), ReduceError> {
+        let slot = &mut self.slots[bucket];
+        if slot.lost {
+            return Err(ReduceError::Lost { bucket });
+        }
+        if slot.is_final(member) {
+            return Err(ReduceError::TooLate { bucket, member, what: "written" });
+        }
+        let first = !std::mem::replace(&mut slot.members[member].written, true);
+        let range = slot.bucket.members[member].clone();
+        Ok((slot.filling(bucket, &*self.vectors)?, range, first))
+    }
+
+    /// How often a member must still be made ready before its bucket can be reduced.
+    ///
+    /// # Panics
+    /// If there is no such bucket or member.
+    pub fn awaits(&self, bucket: usize, member: usize) -> usize {
+        let slot = &self.slots[bucket];
+        (slot.bucket.shares * (slot.reduced + 1)).saturating_sub(slot.members[member].ready)
+    }
+
+    /// Counts a tape that has added its share to a gradient. The last one of a bucket starts its reduction, which is returned as an event;
+    /// what has no share at all is zero.
     ///
     /// # Panics
     /// If there is no such bucket or member.
     pub fn ready(&mut self, bucket: usize, member: usize) -> Result<Option<BucketEvent>, ReduceError> {
         let slot = &mut self.slots[bucket];
-        if std::mem::replace(&mut slot.is_final[member], true) {
+        if slot.is_final(member) {
             return Err(ReduceError::TooLate { bucket, member, what: "said to be final" });
         }
-        if slot.is_final.contains(&false) {
+        slot.members[member].ready += 1;
+        let wanted = slot.bucket.shares * (slot.reduced + 1);
+        if slot.members.iter().any(|member| member.ready < wanted) {
             return Ok(None);
         }
-        slot.state = match (std::mem::replace(&mut slot.state, State::Lost), slot.rounds.first()) {
-            (State::Filling(buffer), Some(group)) => {
-                State::Reducing(group.start_all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?)
+        let vectors = &*self.vectors;
+        for at in 0..slot.members.len() {
+            if !std::mem::take(&mut slot.members[at].written) {
+                let range = slot.bucket.members[at].clone();
+                let gradients = slot.filling(bucket, vectors)?;
+                vectors.zero(gradients, range).map_err(|source| ReduceError::Vectors { bucket, source })?;
             }
-            // Without rounds there is nothing to start.
-            (state, _) => state,
-        };
+        }
+        slot.reduced += 1;
+        match slot.bucket.rounds.first() {
+            None => {}
+            Some(_) if slot.bucket.scatter => self.scatter(bucket)?,
+            Some(group) => {
+                let Some(gradients) = slot.filling.take() else { return Err(ReduceError::Lost { bucket }) };
+                slot.lost = true;
+                let pending =
+                    group.start_all_reduce(gradients, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+                (slot.lost, slot.reducing) = (false, Some(pending));
+            }
+        }
         Ok(Some(BucketEvent::Started(bucket)))
     }
 
-    /// Whether the first reduction of a bucket is over on this rank; without a round, whether its gradients are final.
+    /// Starts the first round of a fill whose sum is cut into slices.
+    fn scatter(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        while self.in_flight.len() >= IN_FLIGHT || self.slots[bucket].reducing.is_some() {
+            let Some(oldest) = self.in_flight.pop_front() else { break };
+            self.land(oldest)?;
+        }
+        let slot = &mut self.slots[bucket];
+        let (Some(group), Some(gradients)) = (slot.bucket.rounds.first(), slot.filling.take()) else { return Ok(()) };
+        let room = self
+            .vectors
+            .alloc(slot.bucket.slice().count())
+            .map_err(|source| ReduceError::Vectors { bucket, source })?;
+        slot.lost = true;
+        let pending =
+            group.start_reduce_scatter(gradients, room, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+        (slot.lost, slot.reducing) = (false, Some(pending));
+        self.in_flight.push_back(bucket);
+        Ok(())
+    }
+
+    /// Waits for the first round of a bucket's last fill, and adds its slice to those of earlier ones.
+    fn land(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        let slot = &mut self.slots[bucket];
+        let Some(pending) = slot.reducing.take() else { return Ok(()) };
+        slot.lost = true;
+        let reduced = pending.wait().map_err(|source| failed(bucket, source))?;
+        match &mut slot.sum {
+            Some(sum) => {
+                self.vectors.add(sum, &reduced).map_err(|source| ReduceError::Vectors { bucket, source })?;
+            }
+            sum @ None => *sum = Some(reduced),
+        }
+        slot.lost = false;
+        Ok(())
+    }
+
+    /// Whether the first reduction of a bucket's last fill is over on this rank; without a round, whether its gradients are final.
     pub fn is_reduced(&self, bucket: usize) -> bool {
         let slot = &self.slots[bucket];
-        match &slot.state {
-            State::Reducing(pending) => pending.is_done(),
-            State::Filling(_) => slot.rounds.is_empty() && slot.last.is_none() && !slot.is_final.contains(&false),
-            State::Lost => false,
-        }
+        let pending = slot.reducing.as_ref().is_none_or(Pending::is_done);
+        let all = !slot.bucket.rounds.is_empty() || slot.bucket.last.is_none();
+        slot.reduced == slot.bucket.fills && pending && all && !slot.lost
     }
 
     /// Waits for every bucket, and runs the rounds after the first and the last sum. Afterwards buckets hold the sums and can be filled
     /// again.
     pub fn finish(&mut self, mut on_event: impl FnMut(BucketEvent)) -> Result<(), ReduceError> {
-        for (bucket, slot) in self.slots.iter_mut().enumerate() {
-            if let Some(member) = slot.is_final.iter().position(|is_final| !is_final) {
+        self.in_flight.clear();
+        for bucket in 0..self.slots.len() {
+            let slot = &self.slots[bucket];
+            if slot.lost {
+                return Err(ReduceError::Lost { bucket });
+            }
+            if let Some(member) = (0..slot.members.len()).find(|&member| !slot.is_final(member)) {
                 return Err(ReduceError::Missing { bucket, member });
             }
-            let mut buffer = match std::mem::replace(&mut slot.state, State::Lost) {
-                State::Reducing(pending) => pending.wait().map_err(|source| failed(bucket, source))?,
-                State::Filling(buffer) => buffer,
-                State::Lost => return Err(ReduceError::Lost { bucket }),
-            };
-            for group in slot.rounds.iter().skip(1).chain(&slot.last) {
-                buffer = group.all_reduce(buffer, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+            self.land(bucket)?;
+            let slot = &mut self.slots[bucket];
+            // What needs no first round is the sum as it came in.
+            let sum = slot.sum.take().or(slot.filling.take());
+            slot.lost = true;
+            let mut sum = sum.ok_or(ReduceError::Lost { bucket })?;
+            for group in slot.bucket.rounds.iter().skip(1).chain(&slot.bucket.last) {
+                sum = group.all_reduce(sum, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
             }
-            slot.is_final.fill(false);
-            slot.state = State::Filling(buffer);
+            slot.sum = Some(sum);
+            slot.lost = false;
+            slot.members.fill(Progress::default());
+            slot.reduced = 0;
             on_event(BucketEvent::Done(bucket));
         }
         Ok(())
     }
 
-    /// The gradients of a bucket, if no reduction is running.
+    /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is under way.
     pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
-        match &self.slots[bucket].state {
-            State::Filling(buffer) => Some(buffer),
-            _ => None,
-        }
+        self.slots[bucket].sum.as_ref()
     }
+
+    /// The same, for writing.
+    pub fn gradients_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+        self.slots[bucket].sum.as_mut()
+    }
+}
+
+impl Slot {
+    /// Whether nothing may be added to a member any more in this step.
+    fn is_final(&self, member: usize) -> bool {
+        self.members[member].ready >= self.bucket.shares * self.bucket.fills
+    }
+
+    /// Memory for the gradients that come in: that of the last sum, or new memory where only a slice of the sum is kept.
+    fn filling(&mut self, bucket: usize, vectors: &dyn Vectors) -> Result<&mut Buffer, ReduceError> {
+        let gradients = match (self.filling.take(), self.bucket.scatter) {
+            (Some(gradients), _) => gradients,
+            (None, false) => match self.sum.take() {
+                Some(sum) => sum,
+                None => zeros(vectors, bucket, self.bucket.elements)?,
+            },
+            (None, true) => {
+                let (elements, padded) = (self.bucket.elements, self.bucket.slice().padded());
+                let failed = |source| ReduceError::Vectors { bucket, source };
+                let mut gradients = vectors.alloc(padded).map_err(failed)?;
+                vectors.zero(&mut gradients, elements..padded).map_err(failed)?;
+                gradients
+            }
+        };
+        Ok(self.filling.insert(gradients))
+    }
+}
+
+fn zeros(vectors: &dyn Vectors, bucket: usize, count: usize) -> Result<Buffer, ReduceError> {
+    let failed = |source| ReduceError::Vectors { bucket, source };
+    let mut vector = vectors.alloc(count).map_err(failed)?;
+    vectors.zero(&mut vector, 0..count).map_err(failed)?;
+    Ok(vector)
 }
 
 fn failed(bucket: usize, source: CommError) -> ReduceError {

@@ -1,19 +1,19 @@
 //! Buckets reduced on threads, against sums taken by hand.
 
 use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Buffer, CommError, Mesh, Rank};
-use meshwork_data_parallel::{Bucket, BucketEvent, ReduceError, Reducer, rounds};
+use meshwork_core::{Axis, CommError, FlatSlice, Mesh, OpKind, Rank};
+use meshwork_data_parallel::{Bucket, BucketEvent, HostVectors, ReduceError, Reducer, rounds};
 
 fn bucket(elements: usize, rounds: Vec<meshwork_core::Group>) -> Bucket {
-    let gradients = Buffer::from_vec(vec![0f32; elements]);
-    Bucket { gradients, members: vec![0..elements / 2, elements / 2..elements], rounds, last: None }
+    let members = vec![0..elements / 2, elements / 2..elements];
+    Bucket { members, elements, rounds, last: None, scatter: false, shares: 1, fills: 1 }
 }
 
 /// Adds `value` to all elements of both members, the second one first.
 fn fill(reducer: &mut Reducer, bucket: usize, value: f32) -> Vec<BucketEvent> {
     let mut events = Vec::new();
     for member in [1, 0] {
-        let (buffer, range) = reducer.gradient(bucket, member).unwrap();
+        let (buffer, range, _) = reducer.gradient(bucket, member).unwrap();
         buffer.as_mut_slice::<f32>().unwrap()[range].iter_mut().for_each(|x| *x += value);
         events.extend(reducer.ready(bucket, member).unwrap());
     }
@@ -27,7 +27,7 @@ fn gradients(reducer: &Reducer, bucket: usize) -> Vec<f32> {
 /// A bucket without rounds used to lose its memory with its last gradient, and this step and every later one failed.
 #[test]
 fn a_bucket_without_rounds_keeps_its_memory() {
-    let mut reducer = Reducer::new(vec![bucket(4, Vec::new())]);
+    let mut reducer = Reducer::new(vec![bucket(4, Vec::new())], HostVectors).unwrap();
     for step in 1..=3 {
         assert!(!reducer.is_reduced(0));
         assert_eq!(fill(&mut reducer, 0, 1.0), [BucketEvent::Started(0)]);
@@ -48,7 +48,7 @@ fn rounds_over_products_of_axes_sum_each_gradient_once() {
         [&[Axis::Dp, Axis::Cp], &[Axis::Tp, Axis::Cp, Axis::Dp], &[Axis::Tp], &[Axis::Pp], &[Axis::Dp]];
     let logs = thread::run_mesh(&mesh, |rank| {
         let buckets = sets.map(|axes| bucket(6, rounds(&rank, axes.iter().copied())));
-        let mut reducer = Reducer::new(buckets.into());
+        let mut reducer = Reducer::new(buckets.into(), HostVectors).unwrap();
         let value = |rank: usize| (1 << rank) as f32; // every sum tells its ranks
         (0..sets.len()).for_each(|bucket| drop(fill(&mut reducer, bucket, value(rank.world_rank()))));
         reducer.finish(|_| {}).unwrap();
@@ -73,7 +73,7 @@ fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
         if rank.world_rank() == 1 {
             return Ok(());
         }
-        let mut reducer = Reducer::new(vec![bucket(2, rounds(&rank, [Axis::Dp]))]);
+        let mut reducer = Reducer::new(vec![bucket(2, rounds(&rank, [Axis::Dp]))], HostVectors).unwrap();
         let unfinished = reducer.finish(|_| {}).unwrap_err();
         assert!(matches!(unfinished, ReduceError::Missing { bucket: 0, member: 0 }));
         reducer.ready(0, 0).unwrap();
@@ -85,4 +85,41 @@ fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
         Ok::<_, CommError>(())
     })
     .unwrap();
+}
+
+/// Three ranks share out ten elements, four each. Every fill is reduced by itself, and the slices add up; what nobody wrote in a fill is
+/// zero, whatever the memory held.
+#[test]
+fn slices_of_several_fills_add_up() {
+    let mesh: Mesh = "dp=3".parse().unwrap();
+    let ranks = thread::run_mesh(&mesh, |rank| {
+        let scattered = |fills| Bucket { scatter: true, fills, ..bucket(10, rounds(&rank, [Axis::Dp])) };
+        let mut reducer = Reducer::new(vec![scattered(3), scattered(1)], HostVectors).unwrap();
+        for step in 1..=2 {
+            reducer.begin();
+            assert!(reducer.gradients(0).is_none(), "the last step's slices are freed");
+            fill(&mut reducer, 1, step as f32);
+            for value in [1.0, 10.0, 100.0] {
+                assert_eq!(reducer.awaits(0, 0), 1);
+                let (buffer, range, first) = reducer.gradient(0, 1).unwrap();
+                assert!(first);
+                buffer.as_mut_slice::<f32>().unwrap()[range].fill(value * (1 + rank.world_rank()) as f32);
+                assert!(!reducer.gradient(0, 1).unwrap().2, "a second share is added");
+                assert_eq!(reducer.ready(0, 0).unwrap(), None);
+                assert_eq!(reducer.ready(0, 1).unwrap(), Some(BucketEvent::Started(0)));
+            }
+            assert!(matches!(reducer.gradient(0, 0), Err(ReduceError::TooLate { .. })));
+            reducer.finish(|_| {}).unwrap();
+            let wanted = [0.0, 0.0, 0.0, 0.0, 0.0, 666.0, 666.0, 666.0, 666.0, 666.0, 0.0, 0.0];
+            let slice = FlatSlice::new(10, 3, rank.world_rank());
+            assert_eq!(gradients(&reducer, 0), wanted[slice.range()], "step {step}");
+            let ones = [1.0; 10].map(|one: f32| one * 3.0 * step as f32);
+            assert_eq!(gradients(&reducer, 1)[..slice.part_of(0..10).len()], ones[slice.part_of(0..10)]);
+        }
+        Ok::<_, CommError>(rank.log().drain())
+    });
+    for log in ranks.unwrap() {
+        assert!(log.iter().all(|record| record.op == OpKind::ReduceScatter && record.elements == 12), "{log:?}");
+        assert_eq!(log.len(), 2 * (3 + 1));
+    }
 }

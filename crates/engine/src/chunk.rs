@@ -1,7 +1,9 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
+use crate::gathers::Gathers;
 use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::statistics::Noted;
+use crate::trace::Walk;
 use crate::watch::Watched;
 use crate::weights::WeightStore;
 use crate::{At, PlanError, Recompute, TrainError};
@@ -29,6 +31,8 @@ pub struct Chunk {
     number: usize,
     stages: usize,
     stage: Box<dyn Stage>,
+    /// Brings weights together that this rank has slices of.
+    gathers: Option<Arc<Gathers>>,
     flights: BTreeMap<usize, Flight>,
     /// Tapes whose gradients of weights are still to be computed.
     deferred: BTreeMap<usize, Tape>,
@@ -64,11 +68,12 @@ struct Forwarded {
 
 impl Chunk {
     /// Stage `number` of `stages`.
-    pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>) -> Self {
+    pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>, gathers: Option<Arc<Gathers>>) -> Self {
         Self {
             number,
             stages,
             stage,
+            gathers,
             flights: BTreeMap::new(),
             deferred: BTreeMap::new(),
             noted: Noted::default(),
@@ -140,6 +145,8 @@ impl Chunk {
         input: Option<Message>,
     ) -> Result<Option<Message>, TrainError> {
         let of = pass.micro(number - pass.first_micro)?;
+        let gathers = self.gathers.clone();
+        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, &[Walk::Forward], &params));
         let kept_input = (pass.recompute == Recompute::Stage).then(|| (input.clone(), params.clone()));
         let run = self.run(pass, &of, params, input, None)?;
         let decisions = run.tape.take_decisions();
@@ -186,6 +193,13 @@ impl Chunk {
         let Some(Flight { of, kept }) = self.flights.remove(&number) else {
             return Err(self.out_of_turn(number, "backward before forward"));
         };
+        let gathers = self.gathers.clone();
+        let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
+        let (walks, params) = match &kept {
+            Kept::Tape(forwarded) => (&[back][..], forwarded.tape.params()),
+            Kept::Input(_, params) => (&[Walk::Forward, back][..], params),
+        };
+        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, walks, params));
         let Forwarded { tape, input, output, notes } = match kept {
             Kept::Tape(forwarded) => *forwarded,
             Kept::Input(input, params, decisions) => self.run(pass, &of, params, input, Some(decisions))?,
@@ -224,6 +238,8 @@ impl Chunk {
         let Some(tape) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };
+        let gathers = self.gathers.as_ref();
+        let _gathering = gathers.map(|gathers| gathers.begin(self.number, &[Walk::Weights], tape.params()));
         let gradients = &mut store.borrow_mut().gradients;
         gradients.of_stage(self.number);
         Ok(tape.weight_gradients(gradients)?)

@@ -19,12 +19,6 @@ pub struct Gradients {
     /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets' reductions
     /// follow.
     traced: Vec<(String, Option<Types>)>,
-    /// Per parameter: how many tapes of a step read it.
-    readers: Vec<usize>,
-    /// Per parameter: how many of those have not added their share yet.
-    missing: Vec<usize>,
-    /// Per parameter: whether it has no share yet, and the bucket holds last step's.
-    empty: Vec<bool>,
     /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
     ordered: Option<OrderedSums>,
     device: Arc<dyn Device>,
@@ -34,36 +28,22 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient; `readers` counts, per parameter, the tapes that read it before each
-    /// reduction. `ordered` has the sums of canonical numerics.
+    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient. `ordered` has the sums
+    /// of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
         traced: Vec<(String, Option<Types>)>,
-        readers: Vec<usize>,
         ordered: Option<OrderedSums>,
         device: Arc<dyn Device>,
     ) -> Self {
         let seen_done = vec![false; reducer.buckets()];
-        let empty = vec![true; readers.len()];
-        Self {
-            reducer,
-            places,
-            traced,
-            missing: readers.clone(),
-            empty,
-            readers,
-            ordered,
-            device,
-            events: Vec::new(),
-            seen_done,
-        }
+        Self { reducer, places, traced, ordered, device, events: Vec::new(), seen_done }
     }
 
     /// Forgets every gradient before a step: the first share of each overwrites it.
     pub fn begin(&mut self) {
-        self.missing.copy_from_slice(&self.readers);
-        self.empty.fill(true);
+        self.reducer.begin();
         self.events.clear();
         self.seen_done.fill(false);
         self.ordered.iter_mut().for_each(OrderedSums::clear);
@@ -88,7 +68,8 @@ impl Gradients {
         members.sort_unstable();
         for (&(bucket, member), &copies) in members {
             // The sum goes to the gradient's place in a bucket without copies, before the copies of the next member.
-            let (buffer, all) = self.reducer.gradient(bucket, member)?;
+            let all = self.reducer.range(bucket, member);
+            let buffer = self.reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
             self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
         }
         Ok(())
@@ -99,7 +80,7 @@ impl Gradients {
         self.reducer.buckets()
     }
 
-    /// The reduced gradients of a bucket; nothing for a flat buffer of frozen parameters.
+    /// The reduced gradients of a bucket, or this rank's slice of them; nothing for a flat buffer of frozen parameters.
     pub fn bucket(&self, bucket: usize) -> Option<&Buffer> {
         if bucket < self.reducer.buckets() { self.reducer.gradients(bucket) } else { None }
     }
@@ -193,7 +174,7 @@ impl Gradients {
     /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
     fn place_in_order(&mut self, share: &GradShard) -> Result<GradSlot<'_>> {
         let (bucket, member) = self.places[share.id.index()];
-        let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, all, _) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
         let Some(ordered) = &mut self.ordered else {
             return Ok(GradSlot { buffer, start: all.start, first: true });
         };
@@ -231,7 +212,7 @@ impl Gradients {
     fn finish_order(&mut self, id: ParamId) -> Result<()> {
         let (bucket, member) = self.places[id.index()];
         let Some(ordered) = &mut self.ordered else { return Ok(()) };
-        let (buffer, all) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, all, _) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
         let n = all.len() / ordered.copies[id.index()];
         let mut filled = 0;
         for (&first, waiting) in &mut ordered.sums[id.index()] {
@@ -282,28 +263,18 @@ impl GradSink for Gradients {
 
     fn place(&mut self, share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         self.require_traced(share)?;
-        let first = std::mem::replace(&mut self.empty[share.id.index()], false);
         if self.ordered.is_some() {
             return self.place_in_order(share).map(Some);
         }
         let (bucket, member) = self.places[share.id.index()];
-        let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, range, first) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
         Ok(Some(GradSlot { buffer, start: range.start, first }))
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {
-        let missing = &mut self.missing[id.index()];
-        *missing = missing.saturating_sub(1);
-        if *missing > 0 {
-            return Ok(());
-        }
         let (bucket, member) = self.places[id.index()];
-        if self.ordered.is_some() {
+        if self.ordered.is_some() && self.reducer.awaits(bucket, member) == 1 {
             self.finish_order(id)?;
-        } else if self.empty[id.index()] {
-            // No use of the parameter had a gradient.
-            let (buffer, range) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
-            self.device.optim()?.zero(buffer, range)?;
         }
         if let Some(event) = self.reducer.ready(bucket, member).map_err(as_backward)? {
             self.events.push((Instant::now(), event));

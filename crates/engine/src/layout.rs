@@ -1,10 +1,15 @@
 //! The layout of gradients, and what they are reduced over. Both follow from placements and from the types with which
 //! parameters are read.
 
-use crate::trace::Trace;
-use crate::{LocalModel, PlanError, TiedWeight, TrainError};
-use meshwork_core::{Axis, DType, Group, Rank, Types};
-use meshwork_data_parallel::{Bucket, BucketPlan, Member, Reducer, plan, rounds};
+use crate::trace::{Trace, trace};
+use crate::zero::{Cuts, ZeroGroups};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
+use meshwork_core::{Axis, Buffer, DType, FlatSlice, Group, Mesh, Rank, Types};
+use meshwork_data_parallel::{
+    Bucket, BucketPlan, Member, Reducer, VectorError, Vectors, cuts_batch, plan as fill, rounds,
+};
+use meshwork_nn::Batch;
+use meshwork_pipeline::Schedule;
 use meshwork_tensor::param::reduction_axes;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
@@ -18,6 +23,10 @@ pub const TIED: &str = "tied";
 /// enough that most are done before backward ends.
 const BUCKET_ELEMENTS: usize = 1 << 18;
 
+/// Where ranks keep slices of gradients or weights, a few whole buckets are the memory that is left of them: each has at most this share of
+/// a rank's parameters, about a layer.
+const BUCKETS_OF_SLICES: usize = 16;
+
 /// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
@@ -25,6 +34,8 @@ pub struct Key {
     pub axes: Vec<Axis>,
     /// The pp ranks that hold it, if it is tied across stages.
     pub tied_ranks: Option<Vec<usize>>,
+    /// The stages of this rank that read it: their tapes add to its gradient.
+    pub readers: Vec<usize>,
     /// Copies in which gradients are kept until they are reduced: see [`GradShard`](meshwork_tensor::tape::GradShard).
     pub copies: usize,
 }
@@ -51,11 +62,12 @@ pub fn join_tied(rank: &Rank, tied: &[TiedWeight]) -> Result<BTreeMap<Vec<usize>
 ///
 /// # Errors
 /// A parameter that nothing reads in training and that is not frozen.
-pub fn buckets(
+fn buckets(
     model: &LocalModel,
     found: &Trace,
     tied: &[TiedWeight],
     rank: &Rank,
+    zero: Zero,
 ) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
     let specs = |id: ParamId| model.declarations.spec(id);
     let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
@@ -74,47 +86,151 @@ pub fn buckets(
             let types = found.reads.get(&id).copied().unwrap_or(Types::NONE);
             let axes = reduction_axes(types);
             let tied_ranks = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
-            let copies = found.copies[id.index()];
+            let (copies, readers) = (found.copies[id.index()], found.readers[id.index()].clone());
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
-            Member { id: id.index(), elements, key: Key { axes, tied_ranks, copies } }
+            Member { id: id.index(), elements, key: Key { axes, tied_ranks, readers, copies } }
         })
         .partition(|member| member.key.tied_ranks.is_some());
     // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
     shared.sort_by_key(|member| &specs(ids[&member.id]).name);
-    let plans = plan(&single, BUCKET_ELEMENTS).into_iter().chain(plan(&shared, 0));
+    let all: usize = single.iter().map(|member| member.elements).sum();
+    let limit = match zero.stage >= ZeroStage::Gradients {
+        true => BUCKET_ELEMENTS.min(all / BUCKETS_OF_SLICES),
+        false => BUCKET_ELEMENTS,
+    };
+    let plans = fill(&single, limit).into_iter().chain(fill(&shared, 0));
     let bucket = |bucket: BucketPlan<Key>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
     let (mut layout, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
     layout.extend([frozen.0, frozen.1].into_iter().filter(|frozen| !frozen.is_empty()));
     Ok((layout, keys))
 }
 
-/// Buckets of gradients with the same layout as the weights in `params`, and with the groups of each bucket's key; and
-/// per parameter its (bucket, member).
-pub fn reducer(
-    params: &Params,
-    layout: &[Vec<ParamId>],
-    keys: &[Key],
-    rank: &Rank,
-    embedding_groups: &BTreeMap<Vec<usize>, Group>,
-    device: &Arc<dyn Device>,
-) -> Result<(Reducer, Vec<(usize, usize)>), TrainError> {
-    let mut places = vec![(0, 0); params.declarations().specs().len()];
-    let mut filled = Vec::with_capacity(layout.len());
-    for (bucket, (members, key)) in layout.iter().zip(keys).enumerate() {
-        for (member, id) in members.iter().enumerate() {
-            places[id.index()] = (bucket, member);
+/// The flat buffers of one rank's parameters, and how ranks share them out. A pure function of model, plan and rank.
+#[derive(Debug)]
+pub struct Layout {
+    /// What the pass before the first step found.
+    pub found: Trace,
+    /// Per flat buffer its parameters, in order. Those behind the buckets are frozen.
+    pub flats: Vec<Vec<ParamId>>,
+    /// Per bucket.
+    pub keys: Vec<Key>,
+    /// Per parameter its flat buffer, its range there and its place among the members.
+    places: Vec<(usize, Range<usize>, usize)>,
+    /// Per flat buffer.
+    elements: Vec<usize>,
+    zero: Zero,
+}
+
+impl Layout {
+    /// The layout on `rank`, which may be one that only records: no communication takes place.
+    ///
+    /// # Errors
+    /// A program that is wrongly distributed; a parameter that nothing reads in training and that is not frozen.
+    pub fn new(
+        plan: &Plan,
+        model: &ModelPlan,
+        local: &LocalModel,
+        schedule: &Schedule,
+        tied: &[TiedWeight],
+        rank: &Rank,
+    ) -> Result<Self, TrainError> {
+        let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
+        let mut found = trace(model, local, rank.world_rank(), &micro)?;
+        found.number_tied_copies(model, local, schedule, tied, rank, &micro)?;
+        let (flats, keys) = buckets(local, &found, tied, rank, plan.zero)?;
+        let mut places = vec![(0, 0..0, 0); local.declarations.specs().len()];
+        let mut elements = Vec::with_capacity(flats.len());
+        for (flat, members) in flats.iter().enumerate() {
+            let mut end = 0;
+            for (member, id) in members.iter().enumerate() {
+                let start = end;
+                end += local.declarations.spec(*id).local(rank.mesh(), rank.coords()).stored.count();
+                places[id.index()] = (flat, start..end, member);
+            }
+            elements.push(end);
         }
-        let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| embedding_groups.get(tied_ranks).cloned());
-        // Each member has its copies one after the other. Their sums have the layout of the weights.
-        let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
-        filled.push(Bucket {
-            gradients: device.zeros(DType::F32, key.copies * params.flats()[bucket].count())?,
-            members: members.iter().map(|&id| with_copies(params.place(id).1)).collect(),
-            rounds: rounds(rank, key.axes.iter().copied()),
-            last: tied.filter(|group| group.size() > 1),
-        });
+        Ok(Self { found, flats, keys, places, elements, zero: plan.zero })
     }
-    Ok((Reducer::new(filled), places))
+
+    /// The flat buffer of a parameter, and its range there.
+    pub fn place(&self, id: ParamId) -> (usize, Range<usize>) {
+        let (flat, range, _) = &self.places[id.index()];
+        (*flat, range.clone())
+    }
+
+    /// Per parameter its bucket, and its place among the members.
+    pub fn members(&self) -> Vec<(usize, usize)> {
+        self.places.iter().map(|(flat, _, member)| (*flat, *member)).collect()
+    }
+
+    /// The slice of a flat buffer that is a rank's own, by which ranks share out work and, with ZeRO, memory. Frozen parameters are not
+    /// shared out.
+    pub fn slice(&self, mesh: &Mesh, world_rank: usize, flat: usize) -> FlatSlice {
+        match self.keys.get(flat) {
+            Some(key) => self.zero.slice(mesh, world_rank, &key.axes, self.elements[flat]),
+            None => FlatSlice::whole(self.elements[flat]),
+        }
+    }
+
+    /// The reducer of the buckets. `tapes` counts the tapes of a stage between two updates.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn reducer(
+        &self,
+        rank: &Rank,
+        cuts: Cuts,
+        (zero, tied): (&ZeroGroups, &BTreeMap<Vec<usize>, Group>),
+        tapes: impl Fn(usize) -> usize,
+        device: &Arc<dyn Device>,
+    ) -> Result<Reducer, TrainError> {
+        let bucket = |(flat, key): (usize, &Key)| {
+            let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| tied.get(tied_ranks).cloned());
+            let mut sums = rounds(rank, key.axes.iter().copied());
+            let mut scatter = false;
+            if let (true, Some((sharers, replicas))) = (cuts.scatter(), zero.of(&key.axes))
+                && sharers.size() > 1
+            {
+                let others = rounds(rank, key.axes.iter().copied().filter(|&axis| !cuts_batch(axis)));
+                let replicas = Some(replicas.clone()).filter(|group| group.size() > 1);
+                sums = std::iter::once(sharers.clone()).chain(replicas).chain(others).collect();
+                scatter = true;
+            }
+            let shares = key.readers.iter().map(|&stage| tapes(stage)).sum();
+            let (shares, fills) = if scatter && cuts.scatter_each() { (1, shares) } else { (shares, 1) };
+            // Each member has its copies one after the other. Their sums have the layout of the weights.
+            let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
+            Bucket {
+                members: self.flats[flat].iter().map(|&id| with_copies(self.place(id).1)).collect(),
+                elements: key.copies * self.elements[flat],
+                rounds: sums,
+                last: tied.filter(|group| group.size() > 1),
+                scatter,
+                shares,
+                fills,
+            }
+        };
+        let buckets = self.keys.iter().enumerate().map(bucket).collect();
+        Ok(Reducer::new(buckets, OnDevice(device.clone()))?)
+    }
+}
+
+/// Vectors in the memory of a device.
+#[derive(Debug)]
+pub struct OnDevice(pub Arc<dyn Device>);
+
+impl Vectors for OnDevice {
+    fn alloc(&self, count: usize) -> Result<Buffer, VectorError> {
+        Ok(self.0.alloc(DType::F32, count)?)
+    }
+
+    fn zero(&self, vector: &mut Buffer, range: Range<usize>) -> Result<(), VectorError> {
+        Ok(self.0.optim()?.zero(vector, range)?)
+    }
+
+    fn add(&self, sum: &mut Buffer, vector: &Buffer) -> Result<(), VectorError> {
+        Ok(self.0.pointwise()?.add_assign(sum, 0, vector)?)
+    }
 }
 
 /// A part of a parameter that this rank counts in the gradient norm.
@@ -133,26 +249,45 @@ pub struct NormShard {
 }
 
 /// The parts of a rank's parameters that it counts in the norm, and the number of sums in the whole model. Ranks that hold the same
-/// elements share them out, so that each element is counted once.
+/// elements share them out, so that each element is counted once: data-parallel ranks by their slices of the flat buffers, whether or not
+/// they keep more of the gradients than that.
 ///
 /// In canonical numerics the blocks are slices of each parameter, along the dim that its placement cuts if there is one, and
-/// the order of parameters is that of the whole `model`.
-pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], rank: &Rank) -> (Vec<NormShard>, usize) {
+/// the order of parameters is that of the whole `model`. Ranges are those in the gradients that a rank keeps.
+pub fn norm_shards(
+    params: &Params,
+    layout: &Layout,
+    cuts: Cuts,
+    model: &[ParamSpec],
+    tied: &[TiedWeight],
+    rank: &Rank,
+) -> (Vec<NormShard>, usize) {
     let declarations = params.declarations();
+    let (mesh, coords) = (rank.mesh(), rank.coords());
     let mut shards = Vec::new();
     for id in declarations.ids() {
-        let (flat, range) = params.place(id);
+        let (flat, range) = layout.place(id);
         let spec = declarations.spec(id);
         if spec.group.frozen {
             continue;
         }
-        let (index, replicas) = replica(spec, tied, rank);
         let Some(blocks) = declarations.reduction_blocks() else {
-            let share = |index: usize| range.start + range.len() * index / replicas;
-            shards.push(NormShard { flat, range: share(index)..share(index + 1), segments: 1, pitch: 0, slot: 0 });
+            let slice = layout.slice(mesh, rank.world_rank(), flat);
+            let by_slices = layout.keys[flat].axes.clone();
+            let (index, replicas) = replica(spec, tied, rank, |axis| cuts_batch(axis) && by_slices.contains(&axis));
+            // Where groups of data-parallel ranks have all slices each, the groups share out too.
+            let (group, groups) = layout.zero.replica(mesh, rank.world_rank(), &by_slices);
+            let (index, replicas) = (index * groups + group, replicas * groups);
+            let part = slice.part_of(range);
+            let origin = cuts.window(Vector::Gradients, slice).start;
+            let share = |index: usize| part.start - origin + part.len() * index / replicas;
+            if !part.is_empty() {
+                let range = share(index)..share(index + 1);
+                shards.push(NormShard { flat, range, segments: 1, pitch: 0, slot: 0 });
+            }
             continue;
         };
-        let (mesh, coords) = (rank.mesh(), rank.coords());
+        let (index, replicas) = replica(spec, tied, rank, |_| false);
         let stored = spec.local(mesh, coords).stored;
         let (held, first, before) = match spec.placement.shards().first() {
             Some(&(axis, dim)) => {
@@ -172,10 +307,11 @@ pub fn norm_shards(params: &Params, model: &[ParamSpec], tied: &[TiedWeight], ra
     (shards, declarations.reduction_blocks().map_or(1, |blocks| blocks * model.len()))
 }
 
-/// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks.
-pub fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank) -> (usize, usize) {
+/// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks, not counting along
+/// the axes to `leave`.
+pub fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank, leave: impl Fn(Axis) -> bool) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
-    for axis in rank.mesh().value_axes() {
+    for axis in rank.mesh().value_axes().filter(|&axis| !leave(axis)) {
         if !spec.placement.shards().iter().any(|&(cut, _)| cut == axis) {
             index = index * rank.mesh().degree(axis) + rank.coords().get(axis);
             replicas *= rank.mesh().degree(axis);

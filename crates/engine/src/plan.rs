@@ -2,7 +2,7 @@
 //!
 //! More than 400 lines: what a plan can be refused for stands beside it.
 
-use crate::Verify;
+use crate::{Verify, Zero};
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
@@ -59,6 +59,8 @@ pub struct Plan {
     /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on arrival
     /// (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
     pub scatter_gather: bool,
+    /// What data-parallel ranks share out instead of holding it whole.
+    pub zero: Zero,
     /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
     /// have not drifted apart.
     pub verify: Verify,
@@ -81,6 +83,7 @@ impl Default for Plan {
             max_norm: 1.0,
             seed: 1234,
             scatter_gather: true,
+            zero: Zero::default(),
             verify: Verify::default(),
         }
     }
@@ -329,6 +332,14 @@ pub enum PlanError {
         schedule: String,
         /// What would be valid.
         fix: &'static str,
+    },
+    /// Groups that cannot share out anything.
+    #[error("ZeRO in groups of {group} data-parallel ranks: {problem}")]
+    ZeroGroup {
+        /// Ranks of a group.
+        group: usize,
+        /// Why not, and what would be valid.
+        problem: String,
     },
     /// A parameter that no stage reads in training.
     #[error("parameter {name} is declared and nothing reads it in training: freeze it, or leave it out")]

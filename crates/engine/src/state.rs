@@ -1,7 +1,9 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
-use crate::{ModelPlan, Plan, TrainError};
-use meshwork_core::Axis;
+use crate::layout::Layout;
+use crate::zero::Cuts;
+use crate::{ModelPlan, Plan, TrainError, Vector};
+use meshwork_core::{Axis, Rank};
 use meshwork_nn::Model;
 use meshwork_optim::Rule;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
@@ -82,19 +84,33 @@ pub struct StateSlice {
 /// A plan that does not fit the model.
 pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>, TrainError> {
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
-    let mut layout = Vec::new();
-    for pp_rank in 0..plan.mesh.degree(Axis::Pp) {
+    let (mesh, tied, cuts) = (&plan.mesh, model.tied_weights(&schedule)?, Cuts::of(plan));
+    let mut state = Vec::new();
+    for pp_rank in 0..mesh.degree(Axis::Pp) {
         let local = model.local_model(&schedule, pp_rank)?;
-        let ranks = (0..plan.mesh.world_size()).filter(|&rank| plan.mesh.coords(rank).get(Axis::Pp) == pp_rank);
+        let ranks: Vec<usize> =
+            (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Pp) == pp_rank).collect();
+        // The same on all of them, but for the slices.
+        let recording = Rank::recording(mesh, ranks[0])?;
+        let layout = Layout::new(plan, &model, &local, &schedule, &tied, &recording)?;
         for rank in ranks {
-            for spec in local.declarations.specs() {
-                let slice = spec.local(&plan.mesh, plan.mesh.coords(rank));
-                let of = |(key, _)| StateSlice { key, role: spec.role, dims: spec.dims, slice: slice.clone(), rank };
-                layout.extend(vectors(spec, &plan.optimizer).map(of));
+            for id in local.declarations.ids() {
+                let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
+                let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
+                for (key, number) in vectors(spec, &plan.optimizer) {
+                    let window = cuts.window(number.map_or(Vector::Weights, |_| Vector::States), slice);
+                    let start = window.start.clamp(range.start, range.end);
+                    let part = start - range.start..window.end.clamp(start, range.end) - range.start;
+                    let of = |(slice, _)| {
+                        let (key, role, dims) = (key.clone(), spec.role, spec.dims);
+                        StateSlice { key, role, dims, slice, rank }
+                    };
+                    state.extend(held.boxes(part).into_iter().map(of));
+                }
             }
         }
     }
-    Ok(layout)
+    Ok(state)
 }
 
 /// The vectors of a parameter in the state of a run: its weights, then the states of the update rule, with their places.

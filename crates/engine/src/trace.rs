@@ -3,15 +3,16 @@
 //! twice.
 
 use crate::chunk::outgoing;
-use crate::{LocalModel, ModelPlan, TiedWeight, TrainError};
-use meshwork_core::{Axis, Rank, Types};
+use crate::{LocalModel, ModelPlan, Recompute, TiedWeight, TrainError};
+use meshwork_core::{Axis, Buffer, DType, Rank, Types};
 use meshwork_nn::{Activation, Batch, Stage};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Seed, Weights};
+use meshwork_tensor::param::Gather;
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Notes, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Device, Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The results of the pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,6 +63,25 @@ struct Forward<'a> {
     device: Arc<dyn Device>,
     params: Arc<Params>,
     activations: Vec<Activation>,
+    recompute: Recompute,
+    /// The parameters that were read since they were last taken.
+    read: Arc<Reads>,
+}
+
+/// Stands in for the memory of parameters, and notes which are read.
+#[derive(Debug)]
+struct Reads {
+    device: Arc<dyn Device>,
+    /// Per parameter.
+    elements: Vec<usize>,
+    read: Mutex<Vec<usize>>,
+}
+
+impl Gather for Reads {
+    fn whole(&self, flat: usize, _window: &Buffer) -> Result<Buffer, Error> {
+        self.read.lock().unwrap_or_else(PoisonError::into_inner).push(flat);
+        self.device.alloc(DType::F32, self.elements[flat])
+    }
 }
 
 impl<'a> Forward<'a> {
@@ -70,17 +90,42 @@ impl<'a> Forward<'a> {
         declarations: Arc<Declarations>,
         world_rank: usize,
         batch: &'a Batch,
+        recompute: Recompute,
     ) -> Result<Self, TrainError> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
-        let (device, layout) = (Meta::device(), [declarations.ids().collect::<Vec<_>>()]);
-        let params = Arc::new(Params::new(declarations, plan.mesh(), rank.coords(), &device, &layout, 0)?);
-        Ok(Self { batch, rank, device, params, activations: plan.activations(batch)? })
+        let (mesh, coords, device) = (plan.mesh(), rank.coords(), Meta::device());
+        // Each in a buffer of its own, of which nothing is here: every read is noted.
+        let layout: Vec<Vec<ParamId>> = declarations.ids().map(|id| vec![id]).collect();
+        let nothing = vec![0..0; layout.len()];
+        let elements = declarations.specs().iter().map(|spec| spec.local(mesh, coords).stored.count()).collect();
+        let mut params = Params::in_windows(declarations, mesh, coords, &device, &layout, &nothing, 0)?;
+        let read = Arc::new(Reads { device: device.clone(), elements, read: Mutex::default() });
+        params.gather_with(read.clone());
+        let activations = plan.activations(batch)?;
+        Ok(Self { batch, rank, device, params: Arc::new(params), activations, recompute, read })
+    }
+
+    /// The parameters that were read since the last call.
+    fn take_read(&self) -> Vec<ParamId> {
+        let read = std::mem::take(&mut *self.read.read.lock().unwrap_or_else(PoisonError::into_inner));
+        let ids: Vec<ParamId> = self.params.declarations().ids().collect();
+        read.into_iter().map(|at| ids[at]).collect()
+    }
+
+    /// What the backward of a stage begins with.
+    fn roots<'v>(&self, output: &'v Var, notes: &'v Notes) -> Result<Vec<(&'v Var, Seed)>, Error> {
+        let auxiliary = notes.per_sample.iter().filter(|note| note.coefficient.is_some()).map(|note| &note.value);
+        let seed = |value: &'v Var| {
+            let zeros = Tensor::zeros(&self.device, value.tensor().dtype(), value.shape())?;
+            Ok((value, Seed::typed(zeros, value.types().dual())))
+        };
+        std::iter::once(output).chain(auxiliary).map(seed).collect()
     }
 
     /// The tape of a stage, and its output: of the last one the losses.
     fn stage(&self, number: usize, stage: &dyn Stage) -> Result<(Tape, Var), TrainError> {
         let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
-        let tape = Tape::new(rank, params, device, Mode::Train, Position::default());
+        let tape = Tape::with_policy(rank, params, device, Mode::Train, Position::default(), self.recompute.policy());
         let input = match number.checked_sub(1).map(|before| self.activations[before]) {
             None => None,
             Some(cut) => Some(tape.input(Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types)),
@@ -98,7 +143,7 @@ impl<'a> Forward<'a> {
 /// would refuse them, and cut apart they would draw the same numbers.
 pub fn require_random_names(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> Result<(), TrainError> {
     let LocalModel { declarations, stages } = plan.whole_model()?;
-    let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch)?;
+    let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch, Recompute::None)?;
     let mut drawn = BTreeSet::new();
     for (number, stage) in &stages {
         let (tape, _) = forward.stage(*number, &**stage)?;
@@ -109,11 +154,54 @@ pub fn require_random_names(plan: &ModelPlan, world_rank: usize, batch: &Batch) 
     Ok(())
 }
 
+/// A walk over the tape of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Walk {
+    /// Forward, up to the loss on the last stage.
+    Forward,
+    /// All gradients.
+    Backward,
+    /// The gradients of values, where those of weights are deferred.
+    Inputs,
+    /// Those of weights.
+    Weights,
+}
+
+/// The parameters that a stage reads in each walk, in order.
+pub struct Uses(pub BTreeMap<Walk, Vec<ParamId>>);
+
+/// In which order the stages of one rank read their parameters, on a micro-batch like `batch`.
+pub fn uses(
+    plan: &ModelPlan,
+    model: &LocalModel,
+    world_rank: usize,
+    batch: &Batch,
+    recompute: Recompute,
+) -> Result<BTreeMap<usize, Uses>, TrainError> {
+    let forward = Forward::new(plan, Arc::new(model.declarations.clone()), world_rank, batch, recompute)?;
+    let mut all = BTreeMap::new();
+    for (number, stage) in &model.stages {
+        let (mut walks, mut sink) = (BTreeMap::new(), Order::default());
+        for (weights, backward) in [(Weights::Now, Walk::Backward), (Weights::Deferred, Walk::Inputs)] {
+            let (tape, output) = forward.stage(*number, &**stage)?;
+            walks.insert(Walk::Forward, forward.take_read());
+            let notes = tape.take_notes();
+            tape.backward_from(forward.roots(&output, &notes)?, weights, &mut sink)?;
+            walks.insert(backward, forward.take_read());
+            if weights == Weights::Deferred {
+                tape.weight_gradients(&mut sink)?;
+                walks.insert(Walk::Weights, forward.take_read());
+            }
+        }
+        all.insert(*number, Uses(walks));
+    }
+    Ok(all)
+}
+
 /// Traces the stages of one rank on a micro-batch like `batch`.
 pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace, TrainError> {
     let declarations = Arc::new(model.declarations.clone());
-    let forward = Forward::new(plan, declarations.clone(), world_rank, batch)?;
-    let device = forward.device.clone();
+    let forward = Forward::new(plan, declarations.clone(), world_rank, batch, Recompute::None)?;
     let parameters = declarations.specs().len();
     let mut found = Trace {
         reads: BTreeMap::new(),
@@ -129,14 +217,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
     for (number, stage) in model.stages.iter().rev() {
         let (tape, output) = forward.stage(*number, &**stage)?;
         let notes = tape.take_notes();
-        let seed = |value: &Var| {
-            let zeros = Tensor::zeros(&device, value.tensor().dtype(), value.shape())?;
-            Ok::<_, Error>(Seed::typed(zeros, value.types().dual()))
-        };
-        let mut roots = vec![(&output, seed(&output)?)];
-        for note in notes.per_sample.iter().filter(|note| note.coefficient.is_some()) {
-            roots.push((&note.value, seed(&note.value)?));
-        }
+        let roots = forward.roots(&output, &notes)?;
         tape.backward_from(roots, Weights::Now, &mut order)?;
         for (id, copies) in std::mem::take(&mut order.copies) {
             found.filled.insert((*number, id), copies);

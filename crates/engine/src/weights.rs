@@ -4,15 +4,28 @@ use crate::TrainError;
 use crate::gradients::Gradients;
 use crate::layout::NormShard;
 use crate::statistics::StatisticSums;
-use meshwork_core::{Buffer, DType};
+use crate::zero::{Cuts, Vector};
+use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::{Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-/// The optimizer's state vectors, per flat buffer.
+/// The optimizer's state vectors, per flat buffer: this rank's window of them.
 type States = Vec<Vec<Buffer>>;
+
+/// How ranks share out a flat buffer.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// Its parameters, in order.
+    pub members: Vec<ParamId>,
+    /// The slice that is this rank's own.
+    pub slice: FlatSlice,
+    /// The ranks that have the other slices; `None` for frozen parameters, which are not shared out.
+    pub sharers: Option<Group>,
+}
 
 /// Weights, gradients and optimizer of one rank.
 ///
@@ -31,6 +44,10 @@ pub struct WeightStore {
     states: Arc<States>,
     rule: Rule,
     lr: LrSchedule,
+    /// What is kept of each vector.
+    cuts: Cuts,
+    /// Per flat buffer.
+    shared: Vec<Shared>,
     /// The parts that this rank counts in the gradient norm.
     norm_shards: Vec<NormShard>,
     norm_slots: usize,
@@ -44,6 +61,16 @@ pub struct WeightStore {
     most_versions: usize,
     device: Arc<dyn Device>,
 }
+
+impl Shared {
+    /// Whether other ranks have slices of it.
+    pub fn is_cut(&self) -> bool {
+        self.slice.padded() > self.slice.count()
+    }
+}
+
+/// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does not depend on timing.
+const IN_FLIGHT: usize = 2;
 
 /// What happens to the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,16 +87,17 @@ impl WeightStore {
     pub fn new(
         params: Params,
         gradients: Gradients,
-        rule: Rule,
-        lr: LrSchedule,
+        (rule, lr): (Rule, LrSchedule),
+        (cuts, shared): (Cuts, Vec<Shared>),
         (norm_shards, norm_slots): (Vec<NormShard>, usize),
         kept: usize,
         device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
         let mut states = States::new();
         // Flat buffers behind the buckets hold frozen parameters, which have no state.
-        for flat in &params.flats()[..gradients.buckets()] {
-            let zeros = rule.state_names().iter().map(|_| device.zeros(DType::F32, flat.count()));
+        for Shared { slice, .. } in &shared[..gradients.buckets()] {
+            let count = cuts.window(Vector::States, *slice).len();
+            let zeros = rule.state_names().iter().map(|_| device.zeros(DType::F32, count));
             states.push(zeros.collect::<Result<Vec<_>, Error>>()?);
         }
         let params = Arc::new(params);
@@ -83,6 +111,8 @@ impl WeightStore {
             states: Arc::new(states),
             rule,
             lr,
+            cuts,
+            shared,
             norm_shards,
             norm_slots,
             before: None,
@@ -122,24 +152,53 @@ impl WeightStore {
         self.lr.lr(step)
     }
 
-    /// The gradient of a parameter as it was reduced last; nothing for a frozen one.
-    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        let params = self.params();
-        match self.gradients.bucket(params.place(id).0) {
-            None => Ok(Vec::new()),
-            Some(bucket) => Ok(params.read_from(id, bucket)?),
+    /// The elements of a parameter's flat buffer that this rank keeps of a vector.
+    fn window(&self, id: ParamId, vector: Vector) -> Range<usize> {
+        let flat = self.params().place(id).0;
+        match vector {
+            Vector::Weights => self.params().window(flat),
+            _ => self.cuts.window(vector, self.shared[flat].slice),
         }
     }
 
-    /// The update rule's states of a parameter, in the order of [`Rule::state_names`]; empty for a frozen one.
-    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        self.states_of(id).iter().map(|state| Ok(self.params().read_from(id, state)?)).collect()
+    /// The elements of a parameter, as this rank holds it and counted from its first one, that it keeps of a vector.
+    pub fn part(&self, id: ParamId, vector: Vector) -> Range<usize> {
+        self.params().part(id, &self.window(id, vector))
     }
 
-    /// The weights of a parameter, or one of its states by its place in [`Rule::state_names`], in host memory: without a copy where the
-    /// device computes there.
+    /// Whether ranks share out a vector of a parameter.
+    pub fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
+        let shared = &self.shared[self.params().place(id).0];
+        shared.is_cut() && self.window(id, vector) == shared.slice.range()
+    }
+
+    /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
+    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
+        match self.gradients.bucket(self.params().place(id).0) {
+            None => Ok(Vec::new()),
+            Some(bucket) => self.floats(id, bucket, Vector::Gradients),
+        }
+    }
+
+    /// The update rule's states of a parameter, as far as they are kept, in the order of [`Rule::state_names`]; empty for a frozen one.
+    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+        self.states_of(id).iter().map(|state| self.floats(id, state, Vector::States)).collect()
+    }
+
+    fn floats(&self, id: ParamId, buffer: &Buffer, vector: Vector) -> Result<Vec<f32>, TrainError> {
+        let host = self.params().download(id, buffer, &self.window(id, vector))?;
+        Ok(host.as_slice::<f32>().map_err(Error::from)?.to_vec())
+    }
+
+    /// The weights of a parameter, or one of its states by its place in [`Rule::state_names`], as far as they are kept, in host memory:
+    /// without a copy where the device computes there.
     pub fn vector(&self, id: ParamId, state: Option<usize>) -> Result<Buffer, TrainError> {
-        Ok(self.params().download(id, state.map(|at| &self.states_of(id)[at]))?)
+        let params = self.params();
+        let (buffer, vector) = match state {
+            None => (&params.flats()[params.place(id).0], Vector::Weights),
+            Some(at) => (&self.states_of(id)[at], Vector::States),
+        };
+        Ok(params.download(id, buffer, &self.window(id, vector))?)
     }
 
     /// The flat buffers that hold the states of a parameter; none for a frozen one.
@@ -221,12 +280,15 @@ impl WeightStore {
         self.norms.remove(&step)
     }
 
-    /// Replaces this rank's part of the state of a run.
+    /// Replaces this rank's part of the state of a run: `read` gives the elements of a parameter that are kept here, of the weights or of a
+    /// state.
     pub fn load(
         &mut self,
         updates: u64,
-        mut read: impl FnMut(ParamId, Option<&'static str>) -> Result<Vec<f32>, TrainError>,
+        mut read: impl FnMut(ParamId, Option<&'static str>, Range<usize>) -> Result<Vec<f32>, TrainError>,
     ) -> Result<(), TrainError> {
+        let ids: Vec<ParamId> = self.params().declarations().ids().collect();
+        let windows: Vec<_> = ids.iter().map(|&id| self.window(id, Vector::States)).collect();
         // Older versions belong to a different run.
         self.before = None;
         while self.versions.len() > 1 {
@@ -240,11 +302,12 @@ impl WeightStore {
                 problem: "they are being read".to_owned(),
             });
         };
-        for id in params.declarations().clone().ids() {
-            params.write(id, &read(id, None)?)?;
-            let Some(flat) = states.get_mut(params.place(id).0) else { continue };
+        for (id, window) in ids.into_iter().zip(windows) {
+            let (flat, part) = (params.place(id).0, params.part(id, &window));
+            params.write_part(id, &read(id, None, params.part(id, &params.window(flat)))?)?;
+            let Some(flat) = states.get_mut(flat) else { continue };
             for (state, &name) in flat.iter_mut().zip(self.rule.state_names()) {
-                params.write_into(id, state, &read(id, Some(name))?)?;
+                params.write_into(id, state, &window, &read(id, Some(name), part.clone())?)?;
             }
         }
         self.updates = updates;
@@ -288,18 +351,53 @@ impl WeightStore {
         };
         self.updates += 1;
         let declarations = params.declarations().clone();
-        let optim = self.device.optim()?;
-        for id in declarations.ids() {
-            let (flat, range) = params.place(id);
-            let group = declarations.spec(id).group;
-            let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
-            let update = Update { step: self.updates, lr, grad_scale, decay_factor };
-            if let Some(grads) = self.gradients.bucket(flat) {
-                optim.update(&self.rule, update, &mut params.flats_mut()[flat], grads, &mut states[flat], range)?;
+        let (optim, layout) = (self.device.optim()?, self.device.layout()?);
+        let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
+        for (flat, Shared { members, slice, sharers }) in self.shared.iter().enumerate() {
+            let Some(grads) = self.gradients.bucket(flat) else { continue };
+            let (own, held) = (self.cuts.window(Vector::States, *slice), params.window(flat));
+            let held_here = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
+            // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
+            let (mut weights, whole) = match own == held {
+                true => (held_here, None),
+                false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
+            };
+            let of_gradient = self.cuts.window(Vector::Gradients, *slice);
+            let grads = grads
+                .slice(own.start - of_gradient.start..grads.count().min(own.end - of_gradient.start))
+                .map_err(Error::from)?;
+            for &id in members {
+                let range = own_part(&own, params.place(id).1);
+                let group = declarations.spec(id).group;
+                let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
+                let update = Update { step: self.updates, lr, grad_scale, decay_factor };
+                if !range.is_empty() {
+                    optim.update(&self.rule, update, &mut weights, &grads, &mut states[flat], range)?;
+                }
             }
+            match (whole, sharers) {
+                (Some(whole), Some(group)) => {
+                    if gathered.len() >= IN_FLIGHT
+                        && let Some((flat, oldest)) = gathered.pop_front()
+                    {
+                        params.flats_mut()[flat] = oldest.wait()?;
+                    }
+                    gathered.push_back((flat, group.start_all_gather(weights, whole)?));
+                }
+                _ => params.flats_mut()[flat] = weights,
+            }
+        }
+        for (flat, pending) in gathered {
+            params.flats_mut()[flat] = pending.wait()?;
         }
         update_buffers(params, &*self.device, statistics)
     }
+}
+
+/// The elements of `range` that lie in `own`, counted from its start.
+fn own_part(own: &Range<usize>, range: Range<usize>) -> Range<usize> {
+    let start = range.start.max(own.start);
+    start - own.start..range.end.min(own.end).max(start) - own.start
 }
 
 /// Updates the buffers of statistics, all of which lie in one flat buffer, from the sums of a step.

@@ -6,7 +6,7 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_engine::dry_run::{Prediction, predict};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
@@ -92,6 +92,29 @@ fn a_tower_takes_what_was_predicted() {
                 let found = assert_as_predicted(&tower::tower(4), &plan, tower::batch);
                 assert_eq!(found.into_iter().collect::<Vec<_>>(), groups, "{mesh}");
             }
+        }
+    }
+}
+
+#[test]
+fn what_ranks_share_out_takes_what_was_predicted() {
+    for stage in &ZeroStage::ALL[1..] {
+        for (mesh, schedule, numerics) in [
+            ("dp=4", "gpipe", Numerics::Fast),
+            ("dp=4,pp=2", "zb_v", Numerics::Fast),
+            ("dp=2,tp=2,pp=2", "interleaved_1f1b", Numerics::Fast),
+            ("dp=2,pp=2", "1f1b", Numerics::Canonical { blocks: 8 }),
+        ] {
+            let plan = Plan {
+                schedule: named(schedule),
+                numerics,
+                zero: Zero { stage: *stage, group: None },
+                max_norm: NEVER,
+                global_batch_size: 16,
+                num_microbatches: Some(4),
+                ..tower::plan(mesh)
+            };
+            assert_as_predicted(&tower::tower(8), &plan, tower::batch);
         }
     }
 }

@@ -6,8 +6,11 @@ mod noise;
 mod tower;
 
 use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Mesh};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_core::{Axis, DType, Mesh, OpKind};
+use meshwork_data_parallel::GatherEvent;
+use meshwork_engine::{
+    Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, state_layout,
+};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::layers::Norm;
@@ -117,6 +120,188 @@ fn in_canonical_numerics_the_chain_has_the_bits_of_the_uninterrupted_run() {
             state = Some(next);
         }
         assert!(state.unwrap() == wanted, "{model:?}");
+    }
+}
+
+/// The stages that are compared, each with the whole of dp.
+fn stages() -> impl Iterator<Item = Zero> {
+    ZeroStage::ALL.into_iter().skip(1).map(|stage| Zero { stage, group: None })
+}
+
+/// With one micro-batch no sum changes its order: ranks that share out states, gradients and weights make the steps of ranks that hold
+/// them whole, bit by bit. With several, stages from 2 add up slices of micro-batches where ranks added up their own first.
+#[test]
+fn ranks_that_share_out_have_the_bits_of_those_that_hold_all() {
+    for (mesh, schedule, micros) in [
+        ("dp=4", "gpipe", 1),
+        ("dp=3", "1f1b", 1),
+        ("dp=2,tp=2", "1f1b", 1),
+        ("dp=2,pp=2", "gpipe", 1),
+        ("dp=2,tp=2,pp=2", "1f1b", 4),
+        ("dp=2,pp=2", "zb_v", 4),
+        ("dp=2,pp=2", "zb_h2", 4),
+        ("dp=2,pp=2", "interleaved_1f1b", 4),
+    ] {
+        let plan = Plan {
+            schedule: ScheduleSpec::named(schedule).unwrap(),
+            num_microbatches: Some(micros),
+            global_batch_size: if mesh == "dp=3" { 12 } else { 16 },
+            ..on(mesh, Numerics::Fast)
+        };
+        let (reports, wanted) = go_on(&plan, None, 0..3);
+        for zero in stages() {
+            let (got, state) = go_on(&Plan { zero, ..plan.clone() }, None, 0..3);
+            let exact = micros == 1 || zero.stage == ZeroStage::States;
+            for (got, wanted) in got.iter().zip(&reports) {
+                let off = (got.loss - wanted.loss).abs() / wanted.loss + (got.grad_norm / wanted.grad_norm - 1.0).abs();
+                assert!(off < 2e-5, "{mesh} {schedule} {zero:?}: step {}: {} {}", got.step, got.loss, wanted.loss);
+                assert!(!exact || got.loss == wanted.loss, "{mesh} {schedule} {zero:?}: step {}", got.step);
+                // The norm is summed by buckets, in f64; those of the later stages are smaller.
+                let off = (got.grad_norm / wanted.grad_norm - 1.0).abs();
+                let same = if zero.stage == ZeroStage::States { 0.0 } else { 1e-15 };
+                assert!(!exact || off <= same, "{mesh} {schedule} {zero:?}: step {}: {off}", got.step);
+            }
+            assert!(!exact || state == wanted, "{mesh} {schedule} {zero:?}: other weights or states");
+        }
+    }
+}
+
+/// Canonical numerics have one rank's bits at every stage, and a run goes from any to any: the state is named by slices.
+#[test]
+fn in_canonical_numerics_stages_have_the_bits_of_one_rank_and_a_run_moves_between_them() {
+    let canonical = Numerics::Canonical { blocks: 8 };
+    let (alone, wanted) = go_on(&on("dp=1", canonical), None, 0..8);
+    let mut state: Option<WholeState> = None;
+    let chain = [("dp=4", 3), ("tp=2", 0), ("dp=2,tp=2,pp=2", 2), ("dp=2,pp=2", 1)];
+    for (part, (mesh, stage)) in chain.into_iter().enumerate() {
+        let first = 2 * part as u64;
+        let zero = Zero { stage: ZeroStage::ALL[stage], group: None };
+        let (reports, next) = go_on(&Plan { zero, ..on(mesh, canonical) }, state.as_ref(), first..first + 2);
+        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+            assert_eq!((report.loss, report.grad_norm), (wanted.loss, wanted.grad_norm), "{mesh}, stage {stage}");
+        }
+        state = Some(next);
+    }
+    assert!(state.unwrap() == wanted);
+}
+
+/// Elements that a rank sends and receives over dp in a step, in units of the parameters: an all-reduce counts twice.
+#[test]
+fn a_step_communicates_what_the_formulae_say() {
+    for (micros, mesh) in [(1, "dp=4"), (4, "dp=4"), (4, "dp=2,pp=2")] {
+        for (stage, most) in ZeroStage::ALL.into_iter().zip([2, 2, micros + 1, 3 * micros]) {
+            let zero = Zero { stage, group: None };
+            let schedule = ScheduleSpec::named("gpipe").unwrap();
+            let plan = Plan { zero, schedule, num_microbatches: Some(micros), ..on(mesh, Numerics::Fast) };
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
+                let report = trainer.step(&batch(0, trainer.samples()))?;
+                Ok::<_, TrainError>((report, trainer.local_elements(), trainer.gather_events()))
+            });
+            for (report, parameters, events) in ranks.unwrap() {
+                let on_dp = |op| {
+                    let of = report.records.iter().filter(move |record| record.group == "dp" && record.op == op);
+                    of.filter(|record| record.dtype == DType::F32).map(|record| record.elements).sum::<usize>()
+                };
+                let [reduced, scattered, gathered] =
+                    [OpKind::AllReduce, OpKind::ReduceScatter, OpKind::AllGather].map(on_dp);
+                let all = (2 * reduced + scattered + gathered) as f64 / parameters as f64;
+                let what = format!("{mesh}, {micros} micro-batches, {stage:?}: {all} of {most}");
+                // Slices are of one length: a bucket may be padded by an element for each rank.
+                assert!(all < most as f64 * 1.01 && all > (most as f64 - 0.5).min(2.0 * micros as f64), "{what}");
+                if stage < ZeroStage::Weights {
+                    assert!(all > most as f64 * 0.999, "{what}");
+                    continue;
+                }
+                assert_eq!(gathered.min(scattered), scattered, "{what}: gradients of each micro-batch once");
+                // Each gather but the first of a walk is started while the weights before it are used.
+                let (mut ahead, mut last) = (0, None);
+                for (_, event) in &events {
+                    match *event {
+                        GatherEvent::Used(used) => last = Some(used),
+                        GatherEvent::Started(started) => ahead += usize::from(last != Some(started)),
+                    }
+                }
+                let started = events.iter().filter(|(_, event)| matches!(event, GatherEvent::Started(_))).count();
+                let walks = 2 * micros;
+                assert_eq!(ahead, started - walks, "{what}: {started} gathers in {walks} walks");
+            }
+        }
+    }
+}
+
+/// What is left of the model between two steps, in bytes of f32: 4 for a weight, 4 for a gradient, 8 for the states of AdamW.
+#[test]
+fn a_rank_holds_what_the_formulae_say() {
+    let ranks = 4;
+    for stage in ZeroStage::ALL {
+        let plan = Plan { zero: Zero { stage, group: None }, ..on("dp=4", Numerics::Fast) };
+        let held = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
+            let before = trainer.device().meter().live_bytes();
+            trainer.step(&batch(0, trainer.samples()))?;
+            let meter = trainer.device().meter();
+            Ok::<_, TrainError>((before, meter.live_bytes(), trainer.local_elements()))
+        });
+        for (before, after, parameters) in held.unwrap() {
+            let of = |cut: bool, bytes: usize| if cut { bytes as f64 / ranks as f64 } else { bytes as f64 };
+            let weights = of(stage >= ZeroStage::Weights, 4);
+            let gradients = of(stage >= ZeroStage::States, 4); // once they are reduced
+            let states = of(stage >= ZeroStage::States, 8);
+            let close = |bytes: u64, wanted: f64| {
+                let got = bytes as f64 / parameters as f64;
+                assert!(got >= wanted && got < wanted * 1.02, "{stage:?}: {got} bytes a parameter, {wanted} wanted");
+            };
+            close(before, weights + states + if stage == ZeroStage::Off { gradients } else { 0.0 });
+            close(after, weights + gradients + states);
+        }
+    }
+}
+
+/// Groups of ranks each have everything, and share it out within: the numbers are the same, and so are the bits where groups are subtrees of
+/// the sum over ranks.
+#[test]
+fn groups_share_out_within_and_agree() {
+    for (mesh, group) in [("dp=4", 2), ("dp=4,pp=2", 2), ("dp=4", 1), ("dp=6", 3)] {
+        let batch = if mesh == "dp=6" { 12 } else { 16 };
+        let plan = Plan { num_microbatches: Some(1), global_batch_size: batch, ..on(mesh, Numerics::Fast) };
+        let (reports, wanted) = go_on(&plan, None, 0..2);
+        for stage in ZeroStage::ALL.into_iter().skip(1) {
+            let zero = Zero { stage, group: Some(group) };
+            let (got, state) = go_on(&Plan { zero, ..plan.clone() }, None, 0..2);
+            let off = (got[1].loss - reports[1].loss).abs() / reports[1].loss;
+            assert!(off < 1e-5, "{mesh} {zero:?}: {} {}", got[1].loss, reports[1].loss);
+            assert!(group == 3 || state == wanted, "{mesh} {zero:?}: other bits");
+            let bytes = |group| got[0].comm_bytes[group];
+            assert_eq!(bytes("zero") > 0.0, group > 1, "{mesh} {zero:?}");
+            assert_eq!(bytes("zero_replicas") > 0.0, group > 1, "{mesh} {zero:?}");
+        }
+    }
+}
+
+/// What the layout says a rank holds is what it holds, slice by slice.
+#[test]
+fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
+    for zero in stages() {
+        let plan = Plan { zero, ..on("dp=3,pp=2", Numerics::Fast) };
+        let plan = Plan { global_batch_size: 12, ..plan };
+        let layout = state_layout(&model(), &plan).unwrap();
+        let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device())?.state());
+        let mut elements = [0, 0];
+        for (rank, state) in states.unwrap().iter().enumerate() {
+            let told: Vec<_> = layout.iter().filter(|of| of.rank == rank).map(|of| (&of.key, &of.slice)).collect();
+            let held: Vec<_> = state.pieces.iter().map(|held| (&held.key, &held.piece.slice)).collect();
+            assert_eq!(told, held, "{zero:?}, rank {rank}");
+            for of in &state.pieces {
+                elements[usize::from(of.key.state.is_some())] += of.piece.slice.elements();
+            }
+        }
+        let copies = if zero.stage == ZeroStage::Weights { 1 } else { 3 };
+        assert_eq!(
+            elements[0] * 2,
+            elements[1] * copies,
+            "two states for each weight, of which there are {copies} copies"
+        );
     }
 }
 

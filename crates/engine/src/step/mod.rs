@@ -23,21 +23,26 @@ mod verify;
 pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
+use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
-use crate::layout::{buckets, join_tied, norm_shards, reducer, replica};
+use crate::layout::{Layout, join_tied, norm_shards, replica};
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
-use crate::trace::{require_random_names, trace};
+use crate::trace::require_random_names;
 use crate::transport::PipeTransport;
 use crate::verify::{Claims, Verify};
-use crate::weights::WeightStore;
-use crate::{LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Watch};
+use crate::weights::{Shared, WeightStore};
+use crate::zero::{Cuts, ZeroGroups};
+use crate::{
+    LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, Zero, ZeroStage,
+};
 use asynchronous::Asynchronous;
 use driver::Driver;
 use meshwork_core::hash::hash;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
+use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Position;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
 use pending::PendingStep;
@@ -54,6 +59,7 @@ pub struct Trainer {
     device: Arc<dyn Device>,
     plan: ModelPlan,
     chunks: Vec<Chunk>,
+    gathers: Option<Arc<Gathers>>,
     /// Every parameter of the whole model.
     parameters: Vec<ParamSpec>,
     metrics: Rc<[Metric]>,
@@ -78,6 +84,7 @@ pub struct Trainer {
     /// The steps begun that are not certain yet, the oldest first.
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
+    zero: Zero,
     watch: Option<Arc<dyn Watch>>,
     verify: Verify,
     /// The claims of the step under way, if it is verified.
@@ -148,30 +155,52 @@ impl Trainer {
 
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
         require_random_names(&model_plan, rank.world_rank(), &micro)?;
-        let mut found = trace(&model_plan, &local, rank.world_rank(), &micro)?;
-        found.number_tied_copies(&model_plan, &local, &schedule, &tied, &rank, &micro)?;
-        let (layout, keys) = buckets(&local, &found, &tied, &rank)?;
+        let layout = Layout::new(plan, &model_plan, &local, &schedule, &tied, &rank)?;
+        let (cuts, zero_groups) = (Cuts::of(plan), ZeroGroups::new(&rank, plan.zero)?);
+        let shared = |(flat, members): (usize, &Vec<ParamId>)| Shared {
+            members: members.clone(),
+            slice: layout.slice(rank.mesh(), rank.world_rank(), flat),
+            sharers: layout
+                .keys
+                .get(flat)
+                .and_then(|key| zero_groups.of(&key.axes))
+                .map(|(sharers, _)| sharers.clone()),
+        };
+        let shared: Vec<Shared> = layout.flats.iter().enumerate().map(shared).collect();
+        let gathers = match plan.zero.stage {
+            ZeroStage::Weights => {
+                let shared = (&layout, &shared[..]);
+                Some(Arc::new(Gathers::new(plan, &model_plan, &local, shared, rank.world_rank(), &device)?))
+            }
+            _ => None,
+        };
         let LocalModel { declarations, stages } = local;
         let declarations = Arc::new(declarations);
-        let params = Params::new(declarations.clone(), rank.mesh(), rank.coords(), &device, &layout, plan.seed)?;
-        let (reducer, places) = reducer(&params, &layout, &keys, &rank, &tied_groups, &device)?;
-        let ordered = declarations.reduction_blocks().map(|_| OrderedSums::new(found.copies, found.first_copy));
-        let tapes = |stage: &usize| schedule.micros_at(*stage, pp_rank) / driver.updates();
-        let readers = found.readers.iter().map(|stages| stages.iter().map(tapes).sum()).collect();
+        let windows: Vec<_> = shared.iter().map(|shared| cuts.window(Vector::Weights, shared.slice)).collect();
+        let (of, seed) = (declarations.clone(), plan.seed);
+        let mut params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
+        if let Some(gathers) = &gathers {
+            params.gather_with(gathers.clone());
+        }
+        let tapes = |stage: usize| schedule.micros_at(stage, pp_rank) / driver.updates();
+        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &device)?;
         let names = declarations.specs().iter().map(|spec| spec.name.clone());
-        let traced = names.zip(found.types).collect();
-        let gradients = Gradients::new(reducer, places, traced, readers, ordered, device.clone());
+        let traced = names.zip(layout.found.types.iter().copied()).collect();
+        let copies = || OrderedSums::new(layout.found.copies.clone(), layout.found.first_copy.clone());
+        let ordered = declarations.reduction_blocks().map(|_| copies());
+        let gradients = Gradients::new(reducer, layout.members(), traced, ordered, device.clone());
 
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
-        let shards = norm_shards(&params, &parameters, &tied, &rank);
+        let norms = norm_shards(&params, &layout, cuts, &parameters, &tied, &rank);
         let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
-            replica(spec, &tied, &rank).0 == 0
+            replica(spec, &tied, &rank, |_| false).0 == 0
         });
-        let (rule, lr) = (plan.optimizer.clone(), plan.lr);
-        let weights = WeightStore::new(params, gradients, rule, lr, shards, kept, device.clone())?;
+        let update = (plan.optimizer.clone(), plan.lr);
+        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
         let count = model_plan.stages().len();
-        let chunks = stages.into_iter().map(|(number, stage)| Chunk::new(number, count, stage)).collect();
+        let chunk = |(number, stage)| Chunk::new(number, count, stage, gathers.clone());
+        let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
@@ -181,6 +210,7 @@ impl Trainer {
             activations,
             scatter,
             chunks,
+            gathers,
             parameters,
             metrics: model_plan.model().metrics().into(),
             plan: model_plan,
@@ -200,6 +230,7 @@ impl Trainer {
             steps_begun: 0,
             pending: VecDeque::new(),
             recompute: plan.recompute,
+            zero: plan.zero,
             watch: None,
             verify: plan.verify,
             claims: None,
@@ -254,13 +285,27 @@ impl Trainer {
         self.driver.steps_ahead()
     }
 
-    /// The gradient of a parameter as of the last update: summed over its batch and all ranks, before clipping. Empty
-    /// for a frozen one.
+    /// The slices of a parameter that this rank keeps of a vector, in the order in which [`params`](Self::params),
+    /// [`gradient`](Self::gradient) and [`optimizer_states`](Self::optimizer_states) give their elements: one, what the placement says,
+    /// unless ZeRO cuts the vector.
+    pub fn slices(&self, id: ParamId, vector: Vector) -> Vec<LocalSlice> {
+        let weights = self.weights.borrow();
+        let local = weights.params().declarations().spec(id).local(self.rank.mesh(), self.rank.coords());
+        local.boxes(weights.part(id, vector)).into_iter().map(|(slice, _)| slice).collect()
+    }
+
+    /// Whether ranks share out a vector of a parameter.
+    fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
+        self.weights.borrow().is_cut(id, vector)
+    }
+
+    /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all ranks, before
+    /// clipping. Empty for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
         self.weights.borrow().gradient(id)
     }
 
-    /// The optimizer's state vectors of a parameter, as it lies on this rank.
+    /// The optimizer's state vectors of a parameter, as far as this rank keeps them.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         self.weights.borrow().states(id)
     }
@@ -279,6 +324,11 @@ impl Trainer {
     /// When each gradient bucket of the last step was started and done.
     pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
         self.weights.borrow().gradients.events().to_vec()
+    }
+
+    /// When each flat buffer of weights was gathered and used in the last step, where ranks have slices of them.
+    pub fn gather_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::GatherEvent)> {
+        self.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.events())
     }
 
     /// Trains on this rank's [samples](Self::samples) of one global batch, to the end: [`start_step`](Self::start_step), then
@@ -305,6 +355,7 @@ impl Trainer {
     ) -> Result<Vec<StepReport>, TrainError> {
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
+        self.gathers.iter().for_each(|gathers| gathers.begin_step());
         let terms = self.count_terms(batch)?;
         if terms.contains(&0) {
             return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
@@ -440,6 +491,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
             return Err(PlanError::Subtree { batch, degree, value });
         }
     }
+    plan.zero.require_groups(&plan.mesh)?;
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }

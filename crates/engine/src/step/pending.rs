@@ -6,7 +6,7 @@
 use super::{StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
-use crate::{TIED, TrainError};
+use crate::{TIED, TrainError, ZERO, ZERO_REPLICAS, Zero};
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Mesh, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
@@ -142,7 +142,7 @@ impl Trainer {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
-        let mut values: Vec<f64> = names(self.rank.mesh()).into_iter().map(bytes).collect();
+        let mut values: Vec<f64> = names(self.rank.mesh(), self.zero).into_iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         let peaks = values.len();
         values.resize(peaks + world.size() * (1 + HASHES), 0.0);
@@ -198,7 +198,7 @@ impl Trainer {
         let all = stats.0.wait()?;
         let values = all.as_slice::<f64>().map_err(Error::from)?;
         let world = self.rank.world().size() as f64;
-        let names = names(self.rank.mesh());
+        let names = names(self.rank.mesh(), self.zero);
         let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
         let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
         let (peaks, rest) = rest.split_at(self.rank.world().size());
@@ -231,9 +231,10 @@ fn halves(hash: u64) -> [f64; 2] {
     [(hash >> 32) as f64, f64::from(hash as u32)]
 }
 
-/// Groups whose bytes are reported: those of experts where these are shared out.
-fn names(mesh: &Mesh) -> Vec<&'static str> {
+/// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups of its own.
+fn names(mesh: &Mesh, zero: Zero) -> Vec<&'static str> {
     let experts = mesh.degree(Axis::Ep) > 1;
     let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
-    axes.chain(experts.then_some(EXPERT_DATA)).chain([TIED, WORLD]).collect()
+    let groups = zero.group.is_some().then_some([ZERO, ZERO_REPLICAS]);
+    axes.chain(experts.then_some(EXPERT_DATA)).chain(groups.into_iter().flatten()).chain([TIED, WORLD]).collect()
 }

@@ -1,8 +1,8 @@
 //! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
-use crate::TrainError;
 use crate::state::{StateKey, StatePiece, StateSource, StateView, TrainState, vectors};
+use crate::{TrainError, Vector};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec};
 
@@ -95,7 +95,11 @@ impl Trainer {
                 if wanted(&key) {
                     let vector = weights.vector(id, state)?;
                     let values = vector.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                    visit(StateView { key, dims: spec.dims, slice: slice.clone(), values })?;
+                    let part = weights.part(id, state.map_or(Vector::Weights, |_| Vector::States));
+                    for (slice, place) in slice.boxes(part.clone()) {
+                        let values = &values[place.start - part.start..place.end - part.start];
+                        visit(StateView { key: key.clone(), dims: spec.dims, slice, values })?;
+                    }
                 }
             }
         }
@@ -113,10 +117,13 @@ impl Trainer {
         let weights = self.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
-        weights.load(source.updates(), |id, state| {
+        weights.load(source.updates(), |id, state, part| {
             let spec = declarations.spec(id);
             let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-            source.read(&key, spec.dims, &spec.local(mesh, coords))
+            let boxes = spec.local(mesh, coords).boxes(part);
+            let values: Vec<Vec<f32>> =
+                boxes.iter().map(|(slice, _)| source.read(&key, spec.dims, slice)).collect::<Result<_, _>>()?;
+            Ok(values.concat())
         })?;
         self.steps_begun = source.step();
         Ok(())

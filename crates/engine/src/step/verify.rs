@@ -1,10 +1,11 @@
 //! When a step is verified, and what it claims about parameters.
 
 use super::{Driver, Trainer};
-use crate::TrainError;
 use crate::statistics::StatisticSums;
 use crate::verify::{Claims, Over, of_doubles, of_floats};
+use crate::{TrainError, Vector};
 use meshwork_core::Axis;
+use meshwork_data_parallel::cuts_batch;
 use meshwork_tensor::ParamId;
 use meshwork_tensor::param::StatisticId;
 use std::ops::Range;
@@ -72,25 +73,32 @@ impl Trainer {
             let spec = params.declarations().spec(id);
             let uncut =
                 |&axis: &Axis| mesh.degree(axis) > 1 && spec.placement.shards().iter().all(|(cut, _)| *cut != axis);
-            let mut over: Vec<Over> = mesh.value_axes().filter(uncut).map(Over::Axis).collect();
             let tied = self.tied.iter().find(|tied| tied.name == spec.name);
-            over.extend(tied.map(|tied| Over::Tied(tied.pp_ranks.clone())));
-            if over.is_empty() {
+            let tied: Vec<Over> = tied.map(|tied| Over::Tied(tied.pp_ranks.clone())).into_iter().collect();
+            // What ranks share out is not the same on those that cut the batch.
+            let over = |vector: Vector| -> Vec<Over> {
+                let cut = self.is_cut(id, vector);
+                let same = mesh.value_axes().filter(uncut).filter(|&axis| !(cut && cuts_batch(axis)));
+                same.map(Over::Axis).chain(tied.iter().cloned()).collect()
+            };
+            if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() {
                 continue;
             }
             let states = of_floats(self.optimizer_states(id)?.concat())?;
-            let mut parts =
-                vec![(weights, "weights", of_floats(params.read(id)?)?), (weights, "optimizer states", states)];
+            let mut parts = vec![
+                (over(Vector::Weights), weights, "weights", of_floats(params.read(id)?)?),
+                (over(Vector::States), weights, "optimizer states", states),
+            ];
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.driver {
-                parts.push((gradients, "gradient", of_floats(self.gradient(id)?)?));
+                parts.push((over(Vector::Gradients), gradients, "gradient", of_floats(self.gradient(id)?)?));
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);
             let sums = statistics.iter().filter(|(of, _)| updates(of)).map(|(_, sums)| of_doubles(sums));
-            parts.extend(sums.map(|hash| (gradients, "statistics", hash)));
-            for (over, (claims, part, hash)) in over.iter().flat_map(|over| parts.iter().map(move |part| (over, *part)))
-            {
-                claims.parameter(over, part, &spec.name, hash);
+            let whole = mesh.value_axes().filter(uncut).map(Over::Axis).chain(tied.iter().cloned()).collect::<Vec<_>>();
+            parts.extend(sums.map(|hash| (whole.clone(), gradients, "statistics", hash)));
+            for (over, claims, part, hash) in &parts {
+                over.iter().for_each(|over| claims.parameter(over, part, &spec.name, *hash));
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use crate::generate::{self, Target};
 use crate::program::Program;
 use meshwork_core::{Axis, Mesh, tree};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Verify};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;
@@ -95,6 +95,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         max_norm: rng.pick(&[0.0, 0.5]),
         seed,
         scatter_gather: rng.below(2) == 0,
+        zero: Zero { stage: ZeroStage::ALL[seed as usize % 4], group: None },
         verify: Verify::Every(1),
     };
     plan.build_schedule().is_ok().then_some(plan)

@@ -17,7 +17,7 @@ pub use piece::{Conflict, Piece, assemble};
 pub use placement::Placement;
 pub use slice::LocalSlice;
 pub use statistic::{Statistic, StatisticId, StatisticRule};
-pub use values::Params;
+pub use values::{Gather, Params};
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;

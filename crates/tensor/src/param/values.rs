@@ -7,19 +7,38 @@ use crate::random;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, tree};
+use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// The values of one rank's parameters: flat, contiguous buffers, so that reductions and optimizers work on long
 /// vectors. Each parameter is a slice of a buffer. Readers share memory; writing needs that there are no readers.
+///
+/// Of a flat buffer a rank may store a [window](Self::window) alone, where other ranks have the rest. Its parameters are then
+/// [brought together](Gather) when they are read.
 #[derive(Clone, Debug)]
 pub struct Params {
     declarations: Arc<Declarations>,
     types: Vec<Types>,
     flats: Vec<Buffer>,
+    /// Per flat buffer: the elements of it that are stored.
+    windows: Vec<Range<usize>>,
+    /// Per flat buffer: whether that is all of it. A parameter that lies in the window of a rank is gathered nevertheless: the others need
+    /// this rank for theirs.
+    whole: Vec<bool>,
+    gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
     device: Arc<dyn Device>,
+}
+
+/// Brings together flat buffers of weights of which each rank stores a part.
+pub trait Gather: Debug + Send + Sync {
+    /// All elements of flat buffer `flat`, of which `window` is stored here.
+    ///
+    /// # Errors
+    /// No memory; ranks that do not answer.
+    fn whole(&self, flat: usize, window: &Buffer) -> Result<Buffer>;
 }
 
 impl Params {
@@ -33,9 +52,23 @@ impl Params {
         layout: &[Vec<ParamId>],
         seed: u64,
     ) -> Result<Self> {
+        Self::in_windows(declarations, mesh, coords, device, layout, &[], seed)
+    }
+
+    /// The same, of which only these windows of the flat buffers are stored; of buffers without a window all is. A window may reach beyond
+    /// the last parameter: what lies there is zero.
+    pub fn in_windows(
+        declarations: Arc<Declarations>,
+        mesh: &Mesh,
+        coords: Coords,
+        device: &Arc<dyn Device>,
+        layout: &[Vec<ParamId>],
+        windows: &[Range<usize>],
+        seed: u64,
+    ) -> Result<Self> {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
         let mut places = vec![None; declarations.specs().len()];
-        let mut flats = Vec::with_capacity(layout.len());
+        let (mut flats, mut held, mut whole) = (Vec::new(), Vec::with_capacity(layout.len()), Vec::new());
         for (flat, members) in layout.iter().enumerate() {
             let mut end = 0;
             for &id in members {
@@ -47,7 +80,10 @@ impl Params {
                     return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
                 }
             }
-            flats.push(device.zeros(DType::F32, end)?);
+            let window = windows.get(flat).cloned().unwrap_or(0..end);
+            flats.push(device.zeros(DType::F32, window.len())?);
+            whole.push(window.start == 0 && window.end >= end);
+            held.push(window);
         }
         let places: Vec<_> = places
             .into_iter()
@@ -57,16 +93,19 @@ impl Params {
         if device.has_values() {
             let mut values = Vec::new();
             for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
-                let flat = &mut flats[*flat];
-                if flat.is_host() {
-                    initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[range.clone()]);
-                    continue;
+                let (flat, window) = (&mut flats[*flat], &held[*flat]);
+                let here = shared(range, window);
+                if flat.is_host() && here == *range {
+                    let to = from(window.start, here);
+                    initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[to]);
+                } else if !here.is_empty() {
+                    // Drawn in host memory, one parameter at a time.
+                    values.clear();
+                    values.resize(range.len(), 0.0);
+                    initialise(spec, local, seed, &mut values);
+                    let (part, at) = (&values[from(range.start, here.clone())], here.start - window.start);
+                    device.upload_into(&Buffer::from_slice(part), flat, at)?;
                 }
-                // Drawn in host memory, one parameter at a time.
-                values.clear();
-                values.resize(range.len(), 0.0);
-                initialise(spec, local, seed, &mut values);
-                device.upload_into(&Buffer::from_slice(&values), flat, range.start)?;
             }
         }
         Ok(Self {
@@ -74,8 +113,16 @@ impl Params {
             places: places.into_iter().map(|(flat, range, local)| (flat, range, local.stored)).collect(),
             declarations,
             flats,
+            windows: held,
+            whole,
+            gather: None,
             device: Arc::clone(device),
         })
+    }
+
+    /// Sets what brings together flat buffers of which only a window is stored.
+    pub fn gather_with(&mut self, gather: Arc<dyn Gather>) {
+        self.gather = Some(gather);
     }
 
     /// The declarations.
@@ -83,59 +130,97 @@ impl Params {
         &self.declarations
     }
 
-    /// The value of a parameter, sharing memory.
+    /// The value of a parameter, sharing memory: with that of the flat buffer, or, of one that is stored in part, with what brings it
+    /// together.
     ///
     /// # Errors
-    /// An id that other declarations gave.
+    /// An id that other declarations gave; of a flat buffer that is stored in part, those of [`Gather::whole`].
     pub fn value(&self, id: ParamId) -> Result<Tensor> {
         self.declarations.require_own(id)?;
         let (flat, range, shape) = &self.places[id.index()];
-        Tensor::from_buffer(&self.device, self.flats[*flat].slice(range.clone())?, *shape)
+        let (buffer, window) = (&self.flats[*flat], &self.windows[*flat]);
+        let value = match (&self.gather, self.is_whole(id)) {
+            (Some(gather), false) => gather.whole(*flat, buffer)?.slice(range.clone())?,
+            _ => buffer.slice(from(window.start, shared(range, window)))?,
+        };
+        Tensor::from_buffer(&self.device, value, *shape)
     }
 
-    /// Downloads the elements of a parameter as this rank holds it, padding included.
+    /// Whether all elements of a parameter's flat buffer are stored here.
+    pub fn is_whole(&self, id: ParamId) -> bool {
+        self.whole[self.places[self.index(id)].0]
+    }
+
+    /// The elements of a flat buffer that are stored here.
+    pub fn window(&self, flat: usize) -> Range<usize> {
+        self.windows[flat].clone()
+    }
+
+    /// The elements of a parameter, as this rank holds it and counted from its first one, that lie in a window of its flat buffer.
+    pub fn part(&self, id: ParamId, window: &Range<usize>) -> Range<usize> {
+        let range = &self.places[self.index(id)].1;
+        let here = shared(range, window);
+        from(range.start, here)
+    }
+
+    /// Downloads the elements of a parameter that are stored here, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
-        Ok(self.download(id, None)?.as_slice::<f32>()?.to_vec())
+        let flat = self.places[self.index(id)].0;
+        Ok(self.download(id, &self.flats[flat], &self.windows[flat])?.as_slice::<f32>()?.to_vec())
     }
 
-    /// Replaces the elements of a parameter as this rank holds it, padding included.
+    /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in part, that part is
+    /// kept.
     ///
     /// # Errors
     /// When the number of values is wrong, or when something reads the weights.
     pub fn write(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
+        let (flat, range, shape) = self.places[self.index(id)].clone();
+        if values.len() != range.len() {
+            return Err(wrong_count(values.len(), range.len(), shape));
+        }
+        let part = self.part(id, &self.windows[flat]);
+        self.write_part(id, &values[part])
+    }
+
+    /// Replaces the elements of a parameter that are stored here.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn write_part(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
         let flat = self.places[self.index(id)].0;
         let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
-        let written = self.write_into(id, &mut buffer, values);
+        let written = self.write_into(id, &mut buffer, &self.windows[flat], values);
         self.flats[flat] = buffer;
         written
     }
 
-    /// Downloads the elements at the place of a parameter in `flat`: a vector with the layout of the parameter's flat
-    /// buffer, such as its bucket of gradients or its optimizer states.
-    pub fn read_from(&self, id: ParamId, flat: &Buffer) -> Result<Vec<f32>> {
-        Ok(self.download(id, Some(flat))?.as_slice::<f32>()?.to_vec())
+    /// The elements at the place of a parameter in `vector`, which has the window `window` of a vector with the layout of the parameter's
+    /// flat buffer, such as its gradients or its optimizer states. In host memory: without a copy where the device computes there.
+    pub fn download(&self, id: ParamId, vector: &Buffer, window: &Range<usize>) -> Result<Buffer> {
+        let here = shared(&self.places[self.index(id)].1, window);
+        self.device.download(&vector.slice(from(window.start, here))?)
     }
 
-    /// The elements at the place of a parameter in `flat`, or in the weights, in host memory: without a copy where the device computes there.
-    pub fn download(&self, id: ParamId, flat: Option<&Buffer>) -> Result<Buffer> {
-        let (weights, range, _) = &self.places[self.index(id)];
-        self.device.download(&flat.unwrap_or(&self.flats[*weights]).slice(range.clone())?)
+    /// The same of a whole vector, copied.
+    pub fn read_from(&self, id: ParamId, vector: &Buffer) -> Result<Vec<f32>> {
+        Ok(self.download(id, vector, &(0..vector.count()))?.as_slice::<f32>()?.to_vec())
     }
 
-    /// Replaces the elements at the place of a parameter in `flat`: the counterpart of [`read_from`](Self::read_from).
+    /// Replaces the elements at the place of a parameter in such a vector.
     ///
     /// # Errors
-    /// When the number of values is wrong, or when `flat` is shared.
-    pub fn write_into(&self, id: ParamId, flat: &mut Buffer, values: &[f32]) -> Result<()> {
+    /// When the number of values is wrong, or when `vector` is shared.
+    pub fn write_into(&self, id: ParamId, vector: &mut Buffer, window: &Range<usize>, values: &[f32]) -> Result<()> {
         let (_, range, shape) = &self.places[self.index(id)];
-        if values.len() != range.len() {
-            return Err(Error::Shape {
-                op: "write a parameter",
-                problem: format!("{} elements for the {} that this rank holds", values.len(), range.len()),
-                shapes: vec![shape.to_vec()],
-            });
+        let here = shared(range, window);
+        if values.len() != here.len() {
+            return Err(wrong_count(values.len(), here.len(), *shape));
         }
-        self.device.upload_into(&Buffer::from_slice(values), flat, range.start)
+        match here.is_empty() {
+            true => Ok(()),
+            false => self.device.upload_into(&Buffer::from_slice(values), vector, here.start - window.start),
+        }
     }
 
     /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`] does.
@@ -177,6 +262,22 @@ impl Params {
     pub fn flats_mut(&mut self) -> &mut [Buffer] {
         &mut self.flats
     }
+}
+
+fn wrong_count(given: usize, held: usize, shape: Shape) -> Error {
+    let problem = format!("{given} elements for the {held} that this rank holds");
+    Error::Shape { op: "write a parameter", problem, shapes: vec![shape.to_vec()] }
+}
+
+/// The elements of `range` that lie in `window`.
+fn shared(range: &Range<usize>, window: &Range<usize>) -> Range<usize> {
+    let start = range.start.max(window.start);
+    start..range.end.min(window.end).max(start)
+}
+
+/// A range counted from `origin`.
+fn from(origin: usize, range: Range<usize>) -> Range<usize> {
+    if range.is_empty() { 0..0 } else { range.start - origin..range.end - origin }
 }
 
 /// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics.

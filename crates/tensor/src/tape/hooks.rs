@@ -3,11 +3,12 @@
 use super::reduction_blocks::GradShard;
 use super::{Padding, Position};
 use crate::error::{Error, Result};
-use crate::param::ParamId;
+use crate::param::{ParamId, Params};
 use crate::tensor::Tensor;
 use meshwork_core::{Buffer, Types};
 use std::fmt::{self, Debug};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// How an operation's saved tensors are stored for the backward pass: kept, compressed, offloaded, recomputed.
 pub trait SavedPolicy: Debug {
@@ -62,6 +63,19 @@ pub(super) type Make = dyn Fn(&[Saved]) -> Result<Tensor>;
 impl SavedTensor for Rc<Recipe> {
     fn restore(&self) -> Result<Tensor> {
         (self.make)(&self.saved)
+    }
+}
+
+/// A parameter that is read again in backward.
+#[derive(Debug)]
+pub(super) struct ReadAgain {
+    pub(super) params: Arc<Params>,
+    pub(super) id: ParamId,
+}
+
+impl SavedTensor for ReadAgain {
+    fn restore(&self) -> Result<Tensor> {
+        self.params.value(self.id)
     }
 }
 

@@ -182,6 +182,11 @@ impl Tape {
         &self.inner.device
     }
 
+    /// The parameters that it reads.
+    pub fn params(&self) -> &Arc<Params> {
+        &self.inner.params
+    }
+
     /// Train or evaluate.
     pub fn mode(&self) -> Mode {
         self.inner.mode

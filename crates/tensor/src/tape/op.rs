@@ -1,6 +1,6 @@
 //! The trait of operations.
 
-use super::hooks::{GradSink, Make, Recipe, Saved};
+use super::hooks::{GradSink, Make, ReadAgain, Recipe, Saved};
 use super::padding::Padded;
 use super::uses::Uses;
 use super::{Source, Tape, Var};
@@ -76,9 +76,19 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// The same for input `i`. If the input has a recipe, the recipe is kept instead.
+    /// The same for input `i`. If the input has a recipe, the recipe is kept instead. A parameter that is not whole here is brought
+    /// together again for backward, and its memory is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
+        let params = &self.tape.inner.params;
+        if let Source::Param(id) | Source::Frozen(id) = input.source
+            && !params.is_whole(id)
+        {
+            if self.records {
+                self.saved.push(Saved::Packed(Box::new(ReadAgain { params: params.clone(), id })));
+            }
+            return Ok(());
+        }
         match &input.recipe {
             Some(recipe) if self.records => self.saved.push(Saved::Packed(Box::new(Rc::clone(recipe)))),
             Some(_) => {}

@@ -32,6 +32,7 @@ mod setting;
 mod settings;
 mod size;
 mod words;
+mod zero;
 
 pub use arguments::{help, parse_all};
 pub use cli::Args;

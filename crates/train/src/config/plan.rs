@@ -4,7 +4,7 @@ use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
 use super::words::MoeRouter;
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::Boundary;
@@ -139,6 +139,7 @@ impl Config {
             seed: self.training.seed,
             scatter_gather: self.pipeline.scatter_gather,
             verify: self.training.verify.into(),
+            zero: self.parallelism.zero(),
         })
     }
 
@@ -175,6 +176,13 @@ impl Parallelism {
     /// Where a degree is 0 or the number of ranks overflows.
     pub fn mesh(&self) -> Result<Mesh, MeshError> {
         Mesh::of_degrees([self.tp, self.cp, self.ep, self.dp, self.pp])
+    }
+
+    /// What ranks of dp share out.
+    #[must_use]
+    pub fn zero(&self) -> Zero {
+        let stage = ZeroStage::ALL.get(self.zero_stage).copied().unwrap_or_default();
+        Zero { stage, group: Some(self.zero_group).filter(|&group| group > 0) }
     }
 
     /// Number of ranks of the [mesh](Self::mesh), or `None` if it overflows.

@@ -20,6 +20,7 @@ use super::schedule;
 use super::settings::Settings;
 use super::size;
 use super::words::{Device, ModelKind, MoeRouter};
+use super::zero;
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
 /// values at fault have their defaults.
@@ -39,6 +40,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let mut config = Config::read(&settings, device);
     check(&config, &mut settings);
     experts::check(&config, &mut settings);
+    zero::check(&config, &mut settings);
     idle::notice(&mut config, &settings);
     schedule::resolve(&mut config, &mut settings);
     partition::resolve(&mut config, &mut settings);

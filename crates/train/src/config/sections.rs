@@ -106,8 +106,11 @@ sections! {
         ep: usize = int(1), Count(1);
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch;
-        /// What ZeRO shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
-        zero_stage: usize = int(0), Count(0), awaits "ZeRO";
+        /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also gradients,
+        /// 3 also weights.
+        zero_stage: usize = int(0), Count(0);
+        /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
+        zero_group: usize = int(0), Count(0);
         /// How attention is split over cp.
         context_parallel_method: String = is("ring"), Text, awaits "context parallelism";
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.

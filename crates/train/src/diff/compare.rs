@@ -250,7 +250,7 @@ impl<'a> Pair<'a> {
             let mut delta = Delta::default();
             let first = delta.add(a, b);
             let divergence = first.map(|(at, values, ulps)| {
-                let ranks = held.map(|held| holders_of(held, at));
+                let ranks = held.map(|held| holders_of(held, vector, at));
                 let found = Found { index: unravel(at, &spec.dims), values, ulps, ranks, ..Found::default() };
                 delta.divergence(step, place.clone(), spec.dims.to_vec(), found)
             });
@@ -301,12 +301,12 @@ fn comparable(types: [&Types; 2], programs: [&Program; 2]) -> bool {
     })
 }
 
-/// The ranks that hold an element of a parameter.
-fn holders_of(held: &[Held], at: usize) -> Vec<usize> {
+/// The ranks that hold an element of a vector of a parameter.
+fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
     let holds =
         |piece: &&param::Piece| piece.runs().iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
-    let first = held.iter().filter_map(|held| held.first());
-    let mut ranks: Vec<usize> = first.filter(holds).map(|piece| piece.rank).collect();
+    let pieces = held.iter().filter_map(|held| held.get(vector)).flatten();
+    let mut ranks: Vec<usize> = pieces.filter(holds).map(|piece| piece.rank).collect();
     ranks.sort_unstable();
     ranks
 }

@@ -226,7 +226,7 @@ fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<
 /// Assembles a whole parameter, or a vector that goes with it, from the parts of the ranks: `None` for elements that no
 /// rank holds, and `None` in all for a vector that no rank has. Also returns the first replicas that differ.
 pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
-    let pieces: Vec<_> = held.iter().filter_map(|held| held.get(vector)).filter(|it| !it.values.is_empty()).collect();
+    let pieces: Vec<_> = held.iter().filter_map(|held| held.get(vector)).flatten().collect();
     if pieces.is_empty() {
         return None;
     }

@@ -4,9 +4,9 @@ use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, bf16, pool};
-use meshwork_engine::{At, StepReport, TrainError, Trainer, Watch};
+use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::param::Piece;
+use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Device, ParamId, Tensor};
 use std::collections::{BTreeSet, HashMap};
@@ -28,7 +28,8 @@ pub(super) struct Record {
 
 /// A rank's part of a parameter after a step: the reduced gradient, the weights, and the optimizer's states. A frozen
 /// parameter has only weights, and no elements in place of the gradient.
-pub(super) type Held = Vec<Piece>;
+/// Of what ranks share out, a rank has several slices or none.
+pub(super) type Held = Vec<Vec<Piece>>;
 
 /// All values that the ranks of a run saw in a step.
 #[derive(Debug, Default)]
@@ -180,11 +181,18 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
     let declarations = params.declarations();
     let of = |id: ParamId| {
         let spec = declarations.spec(id);
-        let slice = spec.local(rank.mesh(), rank.coords());
-        let mut vectors = vec![trainer.gradient(id)?, params.read(id)?];
-        vectors.append(&mut trainer.optimizer_states(id)?);
-        let piece = |values| Piece { rank: rank.world_rank(), dims: spec.dims, slice: slice.clone(), values };
-        Ok((spec.name.clone(), vectors.into_iter().map(piece).collect()))
+        let mut vectors = vec![(Vector::Gradients, trainer.gradient(id)?), (Vector::Weights, params.read(id)?)];
+        vectors.extend(trainer.optimizer_states(id)?.into_iter().map(|state| (Vector::States, state)));
+        let pieces = |(vector, mut values): (Vector, Vec<f32>)| {
+            // A frozen parameter has no elements in place of the gradient.
+            let slices = trainer.slices(id, vector).into_iter().filter(|_| !values.is_empty()).collect::<Vec<_>>();
+            let piece = |slice: LocalSlice| {
+                let values = values.drain(..slice.stored.count()).collect();
+                Piece { rank: rank.world_rank(), dims: spec.dims, slice, values }
+            };
+            slices.into_iter().map(piece).collect()
+        };
+        Ok((spec.name.clone(), vectors.into_iter().map(pieces).collect()))
     };
     declarations.ids().map(of).collect()
 }

@@ -462,6 +462,15 @@ impl Frame {
             "moe.num_groups" => some(&if rarely(rng, 6) { 2 } else { 1 }),
             "moe.top_groups" => some(&1),
             "moe.routed_scaling" => some(&rng.pick(&["1", "2.5"])),
+            "parallelism.zero_stage" => match self.dp {
+                1 => rarely(rng, 40).then(|| "1".to_owned()),
+                _ if rarely(rng, 40) => some(&4),
+                _ => one_of(rng, &["0", "1", "2", "3"]),
+            },
+            "parallelism.zero_group" => match self.dp {
+                1 => rarely(rng, 40).then(|| "2".to_owned()),
+                dp => rarely(rng, 6).then(|| (dp / 2).max(1).to_string()),
+            },
             "parallelism.sequence_parallel" => one_of(rng, &["true", "false"]),
             "pipeline.schedule" => match self.schedule {
                 Pipeline::Named(Generator::OneFOneB) if rarely(rng, 2) => None,

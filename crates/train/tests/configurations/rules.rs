@@ -16,6 +16,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     planned(case, &mut rule);
     model(case, &mut rule);
     experts(case, &mut rule);
+    zero(case, &mut rule);
     pipeline(case, &mut rule);
     batch(case, &mut rule);
     canonical(case, &mut rule);
@@ -156,6 +157,17 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(case.get("moe.aux_loss_scope") == Some("global_batch"), "depends on how the batch is cut");
         rule(ep > 1 && divides(ep, experts) && !(experts / ep).is_power_of_two(), "ep ranks without a subtree");
     }
+}
+
+/// Ranks that have the same parameters share them out evenly.
+fn zero(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let ([dp, ..], ep) = (degrees(case), count(case, "parallelism.ep", 1));
+    let [stage, group] = ["zero_stage", "zero_group"].map(|key| count(case, &format!("parallelism.{key}"), 0));
+    rule(stage > 3, "no such stage of ZeRO");
+    rule(stage > 0 && dp == 1, "nobody to share with");
+    rule(group > 0 && stage == 0, "groups that share nothing");
+    rule(group > 0 && !divides(group, dp), "groups of different sizes");
+    rule(group > 0 && !divides(group, ep) && !divides(ep, group), "experts that some groups have more often");
 }
 
 fn generator(case: &Case) -> Generator {

@@ -116,7 +116,7 @@ fn a_step_that_is_not_finite_leaves_the_weights_alone_and_training_can_go_on() {
             trainer.load_parameter(bias, &vec![f32::NAN; width])?;
             let bits = |trainer: &Trainer| -> Result<Vec<u32>, TrainError> {
                 let held = pieces(trainer)?;
-                Ok(held.iter().flat_map(|piece| &piece.weights).map(|weight| weight.to_bits()).collect())
+                Ok(held.iter().flat_map(|piece| &piece.weights.values).map(|weight| weight.to_bits()).collect())
             };
             let before = bits(&trainer)?;
             let rank = trainer.rank().world_rank();
@@ -174,6 +174,6 @@ fn a_parameter_is_loaded_by_its_name_and_whole_size_only() {
     });
     for (rank, pieces) in held.iter().enumerate() {
         let table = pieces.iter().find(|piece| piece.name == "wpe.weight");
-        assert_eq!(table.map(|piece| &piece.weights), (rank < 2).then_some(&ramp), "rank {rank}");
+        assert_eq!(table.map(|piece| &piece.weights.values), (rank < 2).then_some(&ramp), "rank {rank}");
     }
 }

@@ -24,7 +24,7 @@ fn gradients(model: &'static Model, weights: &Whole, rows: &Batch) -> (f64, Whol
             trainer.load_parameter(name, whole)?;
         }
         let report = trainer.step(rows)?;
-        let gradients = pieces(&trainer)?.into_iter().map(|piece| (piece.name, piece.gradient)).collect();
+        let gradients = pieces(&trainer)?.into_iter().map(|piece| (piece.name, piece.gradient.values)).collect();
         Ok((report.loss, gradients))
     });
     ranks.remove(0)

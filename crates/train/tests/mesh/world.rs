@@ -3,11 +3,12 @@
 use crate::cases::Case;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, Rank};
+use meshwork_engine::Vector;
 use meshwork_tensor::Device;
 use meshwork_train::config::Config;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 /// Runs `body` on every rank of the configuration's mesh, each a thread with a trainer on the device that `device` makes for it.
@@ -38,6 +39,23 @@ pub fn train(trainer: &mut Trainer, data: &Data, config: &Config) -> Result<Step
     trainer.step(&batch)
 }
 
+/// One rank's part of a vector of a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// Runs of elements: (start in the whole, range here).
+    pub runs: Vec<(usize, Range<usize>)>,
+    /// The elements, padding included.
+    pub values: Vec<f32>,
+}
+
+impl Deref for Part {
+    type Target = Vec<f32>;
+
+    fn deref(&self) -> &Vec<f32> {
+        &self.values
+    }
+}
+
 /// One rank's part of a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
@@ -45,32 +63,37 @@ pub struct Piece {
     pub name: String,
     /// Elements of the whole parameter.
     pub whole: usize,
-    /// Runs of elements: (start in the whole, range here).
-    pub runs: Vec<(usize, Range<usize>)>,
-    /// The weights, padding included.
-    pub weights: Vec<f32>,
-    /// The gradient of the last step, padding included.
-    pub gradient: Vec<f32>,
-    /// The optimizer's states, padding included.
-    pub states: Vec<Vec<f32>>,
+    /// The weights.
+    pub weights: Part,
+    /// The gradient of the last step.
+    pub gradient: Part,
+    /// The optimizer's states.
+    pub states: Vec<Part>,
 }
 
 /// A rank's part of every parameter of its stages.
 pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
-    let (rank, params) = (trainer.rank(), trainer.params());
+    let params = trainer.params();
     let declarations = params.declarations();
     let piece = |id| {
         let spec = declarations.spec(id);
-        let mut runs = Vec::new();
-        let local = spec.local(rank.mesh(), rank.coords());
-        local.for_each_run(spec.dims, |start, range| runs.push((start as usize, range)));
+        let part = |vector, values| {
+            let (mut runs, mut before) = (Vec::new(), 0);
+            for slice in trainer.slices(id, vector) {
+                slice.for_each_run(spec.dims, |start, range| {
+                    runs.push((start as usize, before + range.start..before + range.end));
+                });
+                before += slice.stored.count();
+            }
+            Part { runs, values }
+        };
+        let states = trainer.optimizer_states(id)?;
         Ok(Piece {
             name: spec.name.clone(),
             whole: spec.global_elements(),
-            runs,
-            weights: params.value(id)?.to_vec::<f32>()?,
-            gradient: trainer.gradient(id)?,
-            states: trainer.optimizer_states(id)?,
+            weights: part(Vector::Weights, params.read(id)?),
+            gradient: part(Vector::Gradients, trainer.gradient(id)?),
+            states: states.into_iter().map(|state| part(Vector::States, state)).collect(),
         })
     };
     declarations.ids().map(piece).collect()
@@ -79,12 +102,12 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
 /// Assembles whole parameters from the pieces of all ranks: their weights, or their gradients.
 ///
 /// Ranks that hold the same element must hold the same bits, padding must be zero, and no element may be missing.
-pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &[f32]) -> BTreeMap<String, Vec<f32>> {
+pub fn assemble(case: &str, ranks: &[Vec<Piece>], values: impl Fn(&Piece) -> &Part) -> BTreeMap<String, Vec<f32>> {
     let mut wholes: BTreeMap<String, Vec<Option<f32>>> = BTreeMap::new();
     for (rank, piece) in ranks.iter().enumerate().flat_map(|(rank, pieces)| pieces.iter().map(move |it| (rank, it))) {
-        let Piece { name, whole, runs, .. } = piece;
+        let (Piece { name, whole, .. }, Part { runs, values }) = (piece, values(piece));
         let whole = wholes.entry(name.clone()).or_insert_with(|| vec![None; *whole]);
-        let mut padding = values(piece).to_vec();
+        let mut padding = values.clone();
         for (start, range) in runs {
             for (place, value) in padding[range.clone()].iter_mut().enumerate() {
                 let (at, here) = (start + place, std::mem::take(value));
@@ -174,11 +197,11 @@ pub fn assert_same_pieces(what: &str, got: &[Piece], wanted: &[Piece]) {
     assert_eq!(got.len(), wanted.len(), "{what}: number of parameters");
     for (got, wanted) in got.iter().zip(wanted) {
         let name = &wanted.name;
-        assert_eq!((&got.name, &got.runs), (name, &wanted.runs), "{what}: parameters");
+        assert_eq!((&got.name, &got.weights.runs), (name, &wanted.weights.runs), "{what}: parameters");
         for (kind, got, wanted) in
             [("gradient", &got.gradient, &wanted.gradient), ("weights", &got.weights, &wanted.weights)]
         {
-            let differs = got.iter().zip(wanted).position(|(got, wanted)| got.to_bits() != wanted.to_bits());
+            let differs = got.iter().zip(wanted.iter()).position(|(got, wanted)| got.to_bits() != wanted.to_bits());
             let pair = differs.map(|at| (at, got[at], wanted[at]));
             assert!(
                 pair.is_none(),

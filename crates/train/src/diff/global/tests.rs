@@ -152,9 +152,7 @@ fn a_parameter_is_put_together_from_pieces() {
     let dims = Shape::new(&[2, 3]);
     let held = |rank: usize, columns: std::ops::Range<usize>, values: &[f32]| -> Held {
         let slice = LocalSlice { stored: Shape::new(&[2, 2]), ranges: vec![0..2, columns] };
-        [&[][..], values]
-            .map(|values| param::Piece { rank, dims, slice: slice.clone(), values: values.to_vec() })
-            .into()
+        vec![Vec::new(), vec![param::Piece { rank, dims, slice, values: values.to_vec() }]]
     };
     let all = [
         held(0, 0..2, &[0.0, 1.0, 3.0, 4.0]),

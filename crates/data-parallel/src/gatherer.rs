@@ -1,0 +1,171 @@
+//! Brings together flat vectors of weights of which each rank has a slice, just before they are used.
+
+use crate::vectors::{VectorError, Vectors};
+use meshwork_core::{Buffer, CommError, FlatSlice, Group, Pending};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+/// A flat vector, and the ranks that share it out.
+#[derive(Clone, Debug)]
+pub struct SharedVector {
+    /// The slice that this rank has.
+    pub slice: FlatSlice,
+    /// The ranks that have the slices, in order.
+    pub sharers: Group,
+}
+
+/// What happened to a vector, for the timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GatherEvent {
+    /// Its gather was started.
+    Started(usize),
+    /// It was used: from now on the vectors before it are no longer kept.
+    Used(usize),
+}
+
+/// Why a vector could not be brought together.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GatherError {
+    /// A communication failed.
+    #[error("gathering the weights of vector {vector}: {source}")]
+    Comm {
+        /// The vector.
+        vector: usize,
+        /// What failed.
+        source: Box<CommError>,
+    },
+    /// There is no memory for it.
+    #[error("the weights of vector {vector}: {source}")]
+    Vectors {
+        /// The vector.
+        vector: usize,
+        /// What failed.
+        source: VectorError,
+    },
+}
+
+/// Gathers vectors in an order that was recorded before: while one is used, the next one is on its way, and one that is not used again is
+/// dropped. Every rank must use the same vectors in the same order; one that the order does not have is gathered when it is asked for.
+#[derive(Debug)]
+pub struct Gatherer {
+    /// By vector; `None` for one that every rank has whole.
+    shared: Vec<Option<SharedVector>>,
+    vectors: Box<dyn Vectors>,
+    pass: Mutex<Pass>,
+}
+
+/// A pass over vectors.
+#[derive(Debug, Default)]
+struct Pass {
+    /// The vectors in the order in which they are used.
+    order: Vec<usize>,
+    /// The place in it of the last one that was used.
+    at: usize,
+    slices: Vec<Buffer>,
+    here: BTreeMap<usize, Gathered>,
+    events: Vec<(Instant, GatherEvent)>,
+}
+
+#[derive(Debug)]
+enum Gathered {
+    Coming(Pending),
+    Here(Buffer),
+}
+
+impl Gatherer {
+    /// A gatherer of these vectors, with memory for the whole ones.
+    pub fn new(shared: Vec<Option<SharedVector>>, vectors: impl Vectors + 'static) -> Self {
+        Self { shared, vectors: Box::new(vectors), pass: Mutex::default() }
+    }
+
+    /// Begins a pass that uses vectors in this order; `slices` are this rank's of all of them. It ends, and what is left of it is freed,
+    /// when the guard is dropped.
+    pub fn begin<'a>(&'a self, order: &[usize], slices: &[Buffer]) -> GatherPass<'a> {
+        let mut pass = self.pass();
+        let events = std::mem::take(&mut pass.events);
+        *pass = Pass { order: order.to_vec(), slices: slices.to_vec(), events, ..Pass::default() };
+        GatherPass(self)
+    }
+
+    /// A whole vector, of which `slice` is here. Its memory is freed when nothing holds it any more.
+    ///
+    /// # Errors
+    /// No memory; ranks that do not answer.
+    ///
+    /// # Panics
+    /// If every rank has the vector whole.
+    pub fn whole(&self, vector: usize, slice: &Buffer) -> Result<Buffer, GatherError> {
+        let pass = &mut *self.pass();
+        pass.events.push((Instant::now(), GatherEvent::Used(vector)));
+        let place = pass.order[pass.at.min(pass.order.len())..].iter().position(|&other| other == vector);
+        if let Some(ahead) = place {
+            pass.at += ahead;
+        }
+        let rest = &pass.order[pass.at.min(pass.order.len())..];
+        pass.here.retain(|kept, _| rest.contains(kept));
+        let gathered = match pass.here.remove(&vector) {
+            Some(gathered) => gathered,
+            None => Gathered::Coming(self.start(vector, slice.clone(), &mut pass.events)?),
+        };
+        // The next one is on its way while this one is used.
+        let next = rest.iter().copied().find(|&other| other != vector).filter(|_| place.is_some());
+        if let Some(next) = next
+            && !pass.here.contains_key(&next)
+        {
+            let coming = self.start(next, pass.slices[next].clone(), &mut pass.events)?;
+            pass.here.insert(next, Gathered::Coming(coming));
+        }
+        let whole = match gathered {
+            Gathered::Here(whole) => whole,
+            Gathered::Coming(pending) => {
+                pending.wait().map_err(|source| GatherError::Comm { vector, source: Box::new(source) })?
+            }
+        };
+        if place.is_some() {
+            pass.here.insert(vector, Gathered::Here(whole.clone()));
+        }
+        Ok(whole)
+    }
+
+    /// The timeline since it was cleared last.
+    pub fn events(&self) -> Vec<(Instant, GatherEvent)> {
+        self.pass().events.clone()
+    }
+
+    /// Begins a new timeline.
+    pub fn clear_events(&self) {
+        self.pass().events.clear();
+    }
+
+    fn start(
+        &self,
+        vector: usize,
+        slice: Buffer,
+        events: &mut Vec<(Instant, GatherEvent)>,
+    ) -> Result<Pending, GatherError> {
+        let Some(SharedVector { slice: of, sharers }) = &self.shared[vector] else {
+            panic!("vector {vector} is whole on every rank")
+        };
+        events.push((Instant::now(), GatherEvent::Started(vector)));
+        let room = self.vectors.alloc(of.padded()).map_err(|source| GatherError::Vectors { vector, source })?;
+        sharers.start_all_gather(slice, room).map_err(|source| GatherError::Comm { vector, source: Box::new(source) })
+    }
+
+    fn pass(&self) -> std::sync::MutexGuard<'_, Pass> {
+        self.pass.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pass that is under way.
+#[derive(Debug)]
+pub struct GatherPass<'a>(&'a Gatherer);
+
+impl Drop for GatherPass<'_> {
+    fn drop(&mut self) {
+        let mut pass = self.0.pass();
+        let events = std::mem::take(&mut pass.events);
+        *pass = Pass { events, ..Pass::default() };
+    }
+}

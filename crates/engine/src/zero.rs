@@ -1,0 +1,222 @@
+//! ZeRO (Rajbhandari et al. 2020): data-parallel ranks share out what each of them would otherwise hold whole. The stage is data: of each
+//! flat buffer a rank has one [slice](FlatSlice), and the stage says which vectors it keeps whole and of which only that slice.
+//!
+//! | stage | weights | gradients | optimizer states |
+//! |---|---|---|---|
+//! | 0 | whole | whole | whole |
+//! | 1 | whole | whole until they are reduced | slice |
+//! | 2 | whole | slice | slice |
+//! | 3 | slice | slice | slice |
+//!
+//! A rank updates its slice. Where it keeps the weights whole, the slices of all ranks are gathered after the update. In canonical numerics
+//! gradients are whole in every stage: a rank sums all of its samples before those of other ranks, and the norm has blocks that slices
+//! would cut.
+
+use crate::{Plan, PlanError};
+use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
+use meshwork_data_parallel::cuts_batch;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What data-parallel ranks share out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ZeroStage {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Optimizer states (ZeRO-1).
+    States,
+    /// Also gradients (ZeRO-2).
+    Gradients,
+    /// Also weights (ZeRO-3).
+    Weights,
+}
+
+impl ZeroStage {
+    /// Every stage, by its number.
+    pub const ALL: [Self; 4] = [Self::Off, Self::States, Self::Gradients, Self::Weights];
+}
+
+/// ZeRO in a [`Plan`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Zero {
+    /// What is shared out.
+    pub stage: ZeroStage,
+    /// The number of data-parallel ranks that share it out: each group of so many neighbours has all of it (hybrid sharding). `None`: all
+    /// of them.
+    pub group: Option<usize>,
+}
+
+/// A vector with the layout of the flat buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vector {
+    /// The weights.
+    Weights,
+    /// Their gradients, once they are reduced.
+    Gradients,
+    /// The states of the optimizer.
+    States,
+}
+
+/// What a rank keeps of each vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cuts {
+    stage: ZeroStage,
+    canonical: bool,
+}
+
+impl Cuts {
+    pub fn of(plan: &Plan) -> Self {
+        Self { stage: plan.zero.stage, canonical: plan.blocks().is_some() }
+    }
+
+    /// Whether gradients are reduced to slices.
+    pub fn scatter(self) -> bool {
+        self.stage >= ZeroStage::States && !self.canonical
+    }
+
+    /// Whether each micro-batch's gradients are, so that none is ever whole for longer than that takes.
+    pub fn scatter_each(self) -> bool {
+        self.stage >= ZeroStage::Gradients && self.scatter()
+    }
+
+    /// The elements of a flat buffer that a rank keeps, of which `slice` is its own.
+    pub fn window(self, vector: Vector, slice: FlatSlice) -> Range<usize> {
+        let cut = match vector {
+            Vector::Weights => self.stage >= ZeroStage::Weights,
+            Vector::Gradients => self.scatter(),
+            Vector::States => self.stage >= ZeroStage::States,
+        };
+        match cut {
+            true => slice.range(),
+            // Weights are gathered from slices that are all of one length.
+            false if vector == Vector::Weights && self.stage >= ZeroStage::States => 0..slice.padded(),
+            false => 0..slice.elements(),
+        }
+    }
+}
+
+impl Zero {
+    /// The axes among these that cut the batch: their ranks have other samples for the same parameters.
+    pub(crate) fn batch_axes(axes: &[Axis]) -> Vec<Axis> {
+        Axis::ALL.into_iter().filter(|axis| axes.contains(axis) && cuts_batch(*axis)).collect()
+    }
+
+    /// The world ranks that share out with this one what is the same along `axes`, itself included; the same number for all of them.
+    fn sharers(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Vec<usize> {
+        let of = |rank: usize| mesh.data_rank(mesh.coords(rank)) / self.group.unwrap_or(mesh.data_degree());
+        mesh.group(world_rank, axes).into_iter().filter(|&rank| of(rank) == of(world_rank)).collect()
+    }
+
+    /// The slice that a rank has of a flat buffer whose gradients are summed over `axes`.
+    pub(crate) fn slice(self, mesh: &Mesh, world_rank: usize, axes: &[Axis], elements: usize) -> FlatSlice {
+        let sharers = self.sharers(mesh, world_rank, &Self::batch_axes(axes));
+        let index = sharers.iter().position(|&rank| rank == world_rank).unwrap_or(0);
+        FlatSlice::new(elements, sharers.len(), index)
+    }
+
+    /// The index of a rank's group among those that have all of it each, and the number of these.
+    pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+        let axes = Self::batch_axes(axes);
+        let sharers = |rank| self.sharers(mesh, rank, &axes);
+        let mut firsts: Vec<usize> = mesh.group(world_rank, &axes).into_iter().map(|rank| sharers(rank)[0]).collect();
+        firsts.sort_unstable();
+        firsts.dedup();
+        let own = sharers(world_rank)[0];
+        (firsts.iter().position(|&first| first == own).unwrap_or(0), firsts.len())
+    }
+
+    /// Refuses groups that cannot be formed.
+    pub(crate) fn require_groups(self, mesh: &Mesh) -> Result<(), PlanError> {
+        let (dp, ep) = (mesh.data_degree(), mesh.degree(Axis::Ep));
+        let Some(group) = self.group else { return Ok(()) };
+        let refuse = |problem: String| Err(PlanError::ZeroGroup { group, problem });
+        if self.stage == ZeroStage::Off {
+            return refuse("shares out nothing at stage 0: use a stage of 1 to 3".to_owned());
+        }
+        if group == 0 || !dp.is_multiple_of(group) {
+            return refuse(format!("does not divide dp={dp}: use one of {}", divisors(dp)));
+        }
+        if !group.is_multiple_of(ep) && !ep.is_multiple_of(group) {
+            return refuse(format!(
+                "would hold other numbers of each expert with ep={ep}: use a multiple or a divisor of ep"
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn divisors(number: usize) -> String {
+    let divisors: Vec<String> =
+        (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).map(|divisor| divisor.to_string()).collect();
+    divisors.join(", ")
+}
+
+/// Name of the groups that share out, where they are not all data-parallel ranks.
+pub const ZERO: &str = "zero";
+/// Name of the groups of ranks that have the same slice then.
+pub const ZERO_REPLICAS: &str = "zero_replicas";
+
+/// The groups of a rank that share out, and those with the same slice, by the axes of the batch.
+#[derive(Debug)]
+pub(crate) struct ZeroGroups(BTreeMap<Vec<Axis>, (Group, Group)>);
+
+impl ZeroGroups {
+    /// Makes the groups. Collective over the world: every rank makes the same ones in the same order.
+    pub fn new(rank: &Rank, zero: Zero) -> Result<Self, CommError> {
+        let (mesh, own) = (rank.mesh(), rank.world_rank());
+        let mut groups = BTreeMap::new();
+        let batch = Zero::batch_axes(&Axis::ALL);
+        for set in 1..1 << batch.len() {
+            let axes: Vec<Axis> = (0..batch.len()).filter(|at| set >> at & 1 == 1).map(|at| batch[at]).collect();
+            let all = rank.group_over(&axes);
+            let sharers = zero.sharers(mesh, own, &axes);
+            let pair = match sharers.len() == all.size() && zero.group.is_none() {
+                true => (all.clone(), rank.group_over(&[]).clone()),
+                false => {
+                    let place = |rank: usize| zero.sharers(mesh, rank, &axes).iter().position(|&other| other == rank);
+                    let same = all.world_ranks().iter().copied().filter(|&rank| place(rank) == place(own));
+                    let replicas: Vec<usize> = same.collect();
+                    (rank.subgroup(ZERO, &sharers)?, rank.subgroup(ZERO_REPLICAS, &replicas)?)
+                }
+            };
+            groups.insert(axes, pair);
+        }
+        Ok(Self(groups))
+    }
+
+    /// The group that shares out what is summed over `axes`, and the group of the ranks with the same slice of it.
+    pub fn of(&self, axes: &[Axis]) -> Option<&(Group, Group)> {
+        self.0.get(&Zero::batch_axes(axes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_shares_out_with_its_neighbours() {
+        let mesh: Mesh = "dp=8,ep=2,tp=2".parse().unwrap();
+        let sharers = |group, axes: &[Axis], rank| Zero { stage: ZeroStage::States, group }.sharers(&mesh, rank, axes);
+        assert_eq!(sharers(None, &Axis::DATA, 5), [1, 3, 5, 7, 9, 11, 13, 15]);
+        assert_eq!(sharers(Some(4), &Axis::DATA, 5), [1, 3, 5, 7]);
+        // Of the four, two hold the same experts.
+        assert_eq!(sharers(Some(4), &[Axis::Dp], 5), [1, 5]);
+        assert_eq!(sharers(Some(2), &[Axis::Dp], 5), [5]);
+        assert_eq!(sharers(None, &[Axis::Dp], 5), [1, 5, 9, 13]);
+    }
+
+    #[test]
+    fn groups_that_cannot_be_formed_are_refused() {
+        let refused = |stage, group, mesh: &str| {
+            Zero { stage, group: Some(group) }.require_groups(&mesh.parse().unwrap()).unwrap_err().to_string()
+        };
+        assert_eq!(
+            refused(ZeroStage::States, 3, "dp=4"),
+            "ZeRO in groups of 3 data-parallel ranks: does not divide dp=4: use one of 1, 2, 4"
+        );
+        assert!(refused(ZeroStage::Off, 2, "dp=4").ends_with("shares out nothing at stage 0: use a stage of 1 to 3"));
+        assert!(refused(ZeroStage::States, 3, "dp=6,ep=2").ends_with("use a multiple or a divisor of ep"));
+    }
+}
