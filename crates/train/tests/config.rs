@@ -316,7 +316,7 @@ fn the_reference_and_the_help_name_every_key() {
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | Full learning rate. |",
         "| `kind` | by preset | gpt2, llama | Architecture. |",
-        "| `context_parallel_method` | ring | text | How attention is split over cp. Not yet: takes only its default. |",
+        "| `context_parallel_method` | \"ring\" | text | How attention is split over cp. Not yet: takes only its default. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");
     }

@@ -250,6 +250,28 @@ fn unknown_words_hear_of_the_nearest() {
 }
 
 #[test]
+fn what_ranks_cannot_share_out_is_refused() {
+    refused(&[
+        (
+            "--mesh dp=2 --set parallelism.zero_stage=4",
+            "parallelism.zero_stage = 4: there is no such stage; use one of 0 to 3",
+        ),
+        (
+            "--set parallelism.zero_stage=1",
+            "parallelism.zero_stage = 1: no ranks to share out with: parallelism.dp = 1; use parallelism.dp of at least 2, or 0",
+        ),
+        (
+            "--mesh dp=4 --set parallelism.zero_stage=2 --set parallelism.zero_group=3",
+            "parallelism.zero_group = 3: does not divide parallelism.dp = 4; use a divisor, or 0 for all of dp",
+        ),
+        (
+            "--mesh dp=4 --set parallelism.zero_group=2",
+            "parallelism.zero_group = 2: shares out nothing with parallelism.zero_stage = 0; use parallelism.zero_stage of 1 to 3, or 0",
+        ),
+    ]);
+}
+
+#[test]
 fn what_has_not_landed_says_so_and_takes_its_default() {
     for assignment in [
         "parallelism.cp=2",

@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 18] = [
+const ALONE: [(&str, Option<&str>); 20] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -57,6 +57,8 @@ const ALONE: [(&str, Option<&str>); 18] = [
     ("pipeline.scatter_gather", None),
     ("training.micro_batch_size", None),
     ("training.verify", None),
+    ("parallelism.zero_stage", None),
+    ("parallelism.zero_group", None),
     ("memory.recompute", None),
     ("metrics.profile", None),
 ];

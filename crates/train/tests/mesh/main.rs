@@ -36,3 +36,4 @@ mod split_work;
 mod steady_state;
 mod streams;
 mod world;
+mod zero;

@@ -50,15 +50,21 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
     ];
     for (case, more) in cases {
         let (config, data) = (case.config(&format!("{ADAMW}{more}")), case.model.data());
-        let reference = on_mesh(&config, |trainer| trained(trainer, &config, &data));
-        for (rank, (got, wanted)) in on_opaque_mesh(&config, &data).iter().zip(&reference).enumerate() {
-            let what = format!("{case} {more}: rank {rank}");
-            assert_eq!(got.0.len(), STEPS, "{what}");
-            for (got, wanted) in got.0.iter().zip(&wanted.0) {
-                assert_same_report(&format!("{what}, step {}", wanted.step), got, wanted);
-            }
-            assert_same_pieces(&what, &got.1, &wanted.1);
+        assert_opaque_as_cpu(&format!("{case} {more}"), &config, &data);
+    }
+}
+
+/// Training on both devices gives the same bits.
+#[track_caller]
+pub fn assert_opaque_as_cpu(name: &str, config: &Config, data: &Data) {
+    let reference = on_mesh(config, |trainer| trained(trainer, config, data));
+    for (rank, (got, wanted)) in on_opaque_mesh(config, data).iter().zip(&reference).enumerate() {
+        let what = format!("{name}: rank {rank}");
+        assert_eq!(got.0.len(), STEPS, "{what}");
+        for (got, wanted) in got.0.iter().zip(&wanted.0) {
+            assert_same_report(&format!("{what}, step {}", wanted.step), got, wanted);
         }
+        assert_same_pieces(&what, &got.1, &wanted.1);
     }
 }
 
