@@ -37,7 +37,7 @@ pub(super) struct Stepped {
     /// Parts of the parameters, by name.
     pub(super) held: HashMap<String, Vec<Held>>,
     /// Loss and gradient norm; `None` if the step failed after its last backward pass.
-    pub(super) report: Option<StepReport>,
+    pub(super) report: Option<Box<StepReport>>,
 }
 
 /// A message of a rank: the values of a step, or that the rank has ended.
@@ -47,7 +47,7 @@ struct Told {
 }
 
 enum What {
-    Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<StepReport> },
+    Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<Box<StepReport>> },
     Gone,
 }
 
@@ -161,7 +161,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
         let done = trainer.step(&batch);
         let records = std::mem::take(&mut *recorder.records.lock().unwrap_or_else(PoisonError::into_inner));
         let (held, report, failed) = match done {
-            Ok(report) => (held(&trainer)?, Some(report), None),
+            Ok(report) => (held(&trainer)?, Some(Box::new(report)), None),
             // Every rank ends with this error, after it has seen all values that led to it.
             Err(error @ TrainError::NotFinite { .. }) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
