@@ -93,8 +93,9 @@ impl Progress {
     }
 
     fn send(&self, event: Event) {
-        // Fails once the screen could not be written.
-        _ = self.events.as_ref().map(|events| events.send(event));
+        if let Some(events) = &self.events {
+            _ = events.send(event); // fails once the screen could not be written
+        }
     }
 }
 

@@ -38,7 +38,7 @@ pub(super) struct Stepped {
     /// Parts of the parameters, by name.
     pub(super) held: HashMap<String, Vec<Held>>,
     /// Loss and gradient norm; `None` if the step failed after its last backward pass.
-    pub(super) report: Option<StepReport>,
+    pub(super) report: Option<Box<StepReport>>,
 }
 
 /// A message of a rank: the values of a step, or that the rank has ended.
