@@ -1,4 +1,6 @@
 //! The weights of one rank, in every version that is still read, with their gradients and optimizer states.
+//!
+//! More than 400 lines: versions, norms and updates of one store, which an asynchronous step and a rollback take together.
 
 use crate::TrainError;
 use crate::gradients::Gradients;

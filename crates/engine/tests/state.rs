@@ -1,5 +1,7 @@
 //! The state of a run by global name, slice and shape: a run moves to another mesh in the middle of training, and
 //! continues with the same numbers.
+//!
+//! More than 400 lines: each way to hold a state, as one short case, beside the run that all are compared with.
 
 mod noise;
 #[allow(dead_code, reason = "another test uses all of it")]

@@ -102,7 +102,7 @@ impl<'scope> World<'scope> {
             missing.remove(&rank);
             records.into_iter().for_each(|(key, record)| stepped.records.entry(key).or_default().push(record));
             held.into_iter().for_each(|(name, held)| stepped.held.entry(name).or_default().push(held));
-            stepped.report = stepped.report.or(report.map(|report| *report));
+            stepped.report = stepped.report.or(report);
         }
         Some(stepped)
     }

@@ -1,3 +1,5 @@
+//! More than 400 lines: one oracle, and the shapes, precisions and masks at which every path is held against it.
+
 use super::super::Float;
 use super::super::gemm::rounded;
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
