@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains models with experts, a dense model of the same FLOPs per token, each way to balance the load, and meshes; draws docs/img/experts.svg.
 
-    benches/experts.py [--text FILE]                 # 1,000 steps, 3 seeds, on the default text and on FILE: about an hour on two cores
+    benches/experts.py [--text FILE]                 # 1,000 steps, 3 seeds on the default text and on FILE: about 20 minutes on two cores
     benches/experts.py --steps 20 --seeds 1 --runs DIR --picture FILE.svg    # a small one, elsewhere
 
 Runs are kept in target/experts, and those that are complete there are not run again. The picture goes to docs/img/experts.svg, the tables to
@@ -20,6 +20,7 @@ from harness import machine, programs
 from harness.svg import COLOURS, panel, path, power_of_ten, text
 
 LAST, WINDOW = 50, 20  # steps of which the final loss is the mean, and of which a point of a curve is
+SHORT = 300  # steps of the runs that show balance and meshes, at most
 DENSE, SWITCH = "dense", "switch, 8 experts"
 MODELS = {
     DENSE: {"model.preset": "tiny"},
@@ -116,12 +117,12 @@ def picture(losses, loads, drift, steps):
         yield from curves(number, f"loss on {corpus}, mean of {runs} seeds", lines, steps, low, high, ticks)
     title = "load of the busiest expert over the mean load, mean of layers"
     lines = {name: smoothed(values) for name, values in loads.items()}
-    yield from curves(len(losses), title, lines, steps, 1, 4, named([1, 1.5, 2, 3, 4]))
+    yield from curves(len(losses), title, lines, min(steps, SHORT), 1, 4, named([1, 1.5, 2, 3, 4]))
     title = "relative difference of the loss from one rank, largest of 20 steps (canonical numerics: none)"
     lines = {name: [(step, math.log10(max(value, FLOOR))) for step, value in largest(values)] for name, values in drift.items() if any(values)}
     low, high = round(math.log10(FLOOR)), 0
     ticks = [(power, power_of_ten(power)) for power in range(low, high + 1, 2)]
-    yield from curves(len(losses) + 1, title, lines, steps, low, high, ticks)
+    yield from curves(len(losses) + 1, title, lines, min(steps, SHORT), low, high, ticks)
     yield text((LEFT + RIGHT) / 2, height - 8, "step")
     yield "</svg>"
 
@@ -136,6 +137,7 @@ def main():
     args = parse.parse_args()
     program = programs.Programs(2).build("gpt_train")
     args.runs.mkdir(parents=True, exist_ok=True)
+    short = min(args.steps, SHORT)
     corpora = {"the default text": None} | ({args.text.name: args.text} if args.text else {})
     losses = {}
     for corpus, data in corpora.items():
@@ -146,14 +148,15 @@ def main():
                 losses.setdefault(corpus, {}).setdefault(model, []).append([step["loss"] for step in steps])
     loads = {}
     for name, sets in BALANCES.items():
-        steps = run(program, sets, args.steps, 1, None, args.runs / f"balance, {name}.jsonl".replace(" ", "_"))
+        steps = run(program, sets, short, 1, None, args.runs / f"balance, {name}.jsonl".replace(" ", "_"))
         loads[name] = [step["moe"]["load_imbalance"] for step in steps]
     drift = {}
     for name, sets in MESHES.items():
         single = {key: value for key, value in sets.items() if not key.startswith("parallelism.")}
-        at = [args.runs / f"mesh, {name}, {which}.jsonl".replace(" ", "_") for which in ["one rank", "mesh"]]
-        pair = [run(program, sets, args.steps, 1, None, file) for sets, file in zip([single, sets], at)]
-        drift[name] = differences(*([step["loss"] for step in steps] for steps in reversed(pair)))
+        alone = args.runs / f"one rank, {', '.join(str(value) for value in single.values())}.jsonl".replace(" ", "_")
+        mesh = args.runs / f"mesh, {name}.jsonl".replace(" ", "_")
+        losses_of = [[step["loss"] for step in run(program, sets, short, 1, None, file)] for sets, file in [(sets, mesh), (single, alone)]]
+        drift[name] = differences(*losses_of)
 
     print(f"| text | model | loss of the last {LAST} steps | seeds |\n|---|---|---|---|")
     for corpus, of_model in losses.items():
