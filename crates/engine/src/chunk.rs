@@ -197,7 +197,7 @@ impl Chunk {
         let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
         let (walks, params) = match &kept {
             Kept::Tape(forwarded) => (&[back][..], forwarded.tape.params()),
-            Kept::Input(_, params) => (&[Walk::Forward, back][..], params),
+            Kept::Input(_, params, _) => (&[Walk::Forward, back][..], params),
         };
         let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, walks, params));
         let Forwarded { tape, input, output, notes } = match kept {
