@@ -47,7 +47,7 @@ impl LocalSlice {
     fn add_boxes(&self, at: &mut Vec<usize>, range: Range<usize>, boxes: &mut Vec<LocalSlice>) {
         let dim = at.len();
         let inner: usize = self.stored.get(dim + 1..).unwrap_or_default().iter().product();
-        if dim + 1 >= self.stored.len() || range.start % inner == 0 && range.end % inner == 0 {
+        if dim + 1 >= self.stored.len() || range.start.is_multiple_of(inner) && range.end.is_multiple_of(inner) {
             // Whole rows.
             let rows = range.start / inner..range.end / inner;
             let held = |dim: usize| match dim.cmp(&at.len()) {
@@ -74,7 +74,7 @@ impl LocalSlice {
         if last > whole {
             self.add_boxes(at, whole * inner..last * inner, boxes);
         }
-        if range.end % inner > 0 {
+        if !range.end.is_multiple_of(inner) {
             self.inside(last, at, 0..range.end % inner, boxes);
         }
     }

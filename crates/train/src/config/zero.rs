@@ -30,7 +30,11 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             format!("does not divide {dp} = {}", mesh.dp),
             "use a divisor, or 0 for all of dp".to_owned(),
         );
-    } else if settings.sound(&[group, dp, ep]) && ranks > 0 && ranks % mesh.ep > 0 && mesh.ep % ranks > 0 {
+    } else if settings.sound(&[group, dp, ep])
+        && ranks > 0
+        && !ranks.is_multiple_of(mesh.ep)
+        && !mesh.ep.is_multiple_of(ranks)
+    {
         let problem = format!("would hold other numbers of each expert with {ep} = {}", mesh.ep);
         fail(group, ranks, problem, format!("use a multiple or a divisor of {ep}"));
     }
