@@ -102,10 +102,15 @@ impl Zero {
         Axis::ALL.into_iter().filter(|axis| axes.contains(axis) && cuts_batch(*axis)).collect()
     }
 
+    /// The number of the group of neighbours that share out, among all of them.
+    fn number(self, mesh: &Mesh, rank: usize) -> usize {
+        mesh.data_rank(mesh.coords(rank)) / self.group.unwrap_or(mesh.data_degree())
+    }
+
     /// The world ranks that share out with this one what is the same along `axes`, itself included; the same number for all of them.
     fn sharers(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Vec<usize> {
-        let of = |rank: usize| mesh.data_rank(mesh.coords(rank)) / self.group.unwrap_or(mesh.data_degree());
-        mesh.group(world_rank, axes).into_iter().filter(|&rank| of(rank) == of(world_rank)).collect()
+        let own = self.number(mesh, world_rank);
+        mesh.group(world_rank, axes).into_iter().filter(|&rank| self.number(mesh, rank) == own).collect()
     }
 
     /// The slice that a rank has of a flat buffer whose gradients are summed over `axes`.
@@ -117,13 +122,12 @@ impl Zero {
 
     /// The index of a rank's group among those that have all of it each, and the number of these.
     pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
-        let axes = Self::batch_axes(axes);
-        let sharers = |rank| self.sharers(mesh, rank, &axes);
-        let mut firsts: Vec<usize> = mesh.group(world_rank, &axes).into_iter().map(|rank| sharers(rank)[0]).collect();
-        firsts.sort_unstable();
-        firsts.dedup();
-        let own = sharers(world_rank)[0];
-        (firsts.iter().position(|&first| first == own).unwrap_or(0), firsts.len())
+        let ranks = mesh.group(world_rank, &Self::batch_axes(axes));
+        // Ascending, because data-parallel ranks are numbered as the ranks of the world are.
+        let mut numbers: Vec<usize> = ranks.into_iter().map(|rank| self.number(mesh, rank)).collect();
+        numbers.dedup();
+        let own = self.number(mesh, world_rank);
+        (numbers.iter().position(|&number| number == own).unwrap_or(0), numbers.len())
     }
 
     /// Refuses groups that cannot be formed.
@@ -174,8 +178,12 @@ impl ZeroGroups {
             let pair = match sharers.len() == all.size() && zero.group.is_none() {
                 true => (all.clone(), rank.group_over(&[]).clone()),
                 false => {
-                    let place = |rank: usize| zero.sharers(mesh, rank, &axes).iter().position(|&other| other == rank);
-                    let same = all.world_ranks().iter().copied().filter(|&rank| place(rank) == place(own));
+                    // The place of each rank in its group of neighbours: those of a group follow each other.
+                    let ranks = all.world_ranks();
+                    let groups = ranks.chunk_by(|&one, &next| zero.number(mesh, one) == zero.number(mesh, next));
+                    let places = groups.flat_map(|group| group.iter().copied().enumerate());
+                    let place = sharers.iter().position(|&rank| rank == own);
+                    let same = places.filter(|&(at, _)| Some(at) == place).map(|(_, rank)| rank);
                     let replicas: Vec<usize> = same.collect();
                     (rank.subgroup(ZERO, &sharers)?, rank.subgroup(ZERO_REPLICAS, &replicas)?)
                 }
@@ -205,6 +213,10 @@ mod tests {
         assert_eq!(sharers(Some(4), &[Axis::Dp], 5), [1, 5]);
         assert_eq!(sharers(Some(2), &[Axis::Dp], 5), [5]);
         assert_eq!(sharers(None, &[Axis::Dp], 5), [1, 5, 9, 13]);
+        let replica = |group, axes: &[Axis], rank| Zero { stage: ZeroStage::States, group }.replica(&mesh, rank, axes);
+        assert_eq!([5, 13].map(|rank| replica(Some(4), &Axis::DATA, rank)), [(0, 2), (1, 2)]);
+        assert_eq!([5, 9].map(|rank| replica(Some(2), &[Axis::Dp], rank)), [(1, 4), (2, 4)]);
+        assert_eq!(replica(None, &Axis::DATA, 13), (0, 1));
     }
 
     #[test]
