@@ -234,6 +234,15 @@ fn what_was_once_wrongly_refused_is_accepted() {
     config("--set pipeline.schedule=pipedream --set training.max_norm=0");
 }
 
+/// The one rank on which costs are counted shares out nothing.
+#[test]
+fn layers_are_dealt_by_cost_with_zero_in_groups() {
+    let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=16 --mesh dp=4,pp=2";
+    let plain = config(line).pipeline.partition;
+    let zero = config(&format!("{line} --set parallelism.zero_stage=3 --set parallelism.zero_group=2"));
+    assert_eq!(zero.pipeline.partition, plain);
+}
+
 #[test]
 fn layers_are_dealt_by_cost_with_vertical_sync() {
     let line = "--set pipeline.partition=cost --set model.preset=medium --set model.num_layers=32 --mesh pp=4 \

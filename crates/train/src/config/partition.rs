@@ -37,6 +37,7 @@ pub(crate) struct Costs {
 pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     let mut one = config.clone();
     (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);
+    (one.parallelism.zero_stage, one.parallelism.zero_group) = (0, 0);
     match dry_run::costs(&one.model(), &one.plan()?)?[..] {
         [embedding, layer, head] => Ok(Costs { embedding, layer, head }),
         _ => unreachable!("one layer and two ends"),
