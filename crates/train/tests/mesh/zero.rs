@@ -25,8 +25,9 @@ fn cases() -> Vec<(Case, &'static str)> {
         (Case { sequence_parallel: true, ..on(&UNTIED, (2, 4, 1), 2) }, "zero_stage = 3"),
         (Case { schedule: "interleaved_1f1b", ..on(&UNTIED, (2, 1, 2), 4) }, "zero_stage = 2"),
         (Case { schedule: "zb_h1", ..on(&UNEVEN, (2, 2, 2), 4) }, "zero_stage = 3"),
-        (Case { schedule: "zb_v", ..on(&UNEVEN, (2, 1, 2), 4) }, "zero_stage = 2"),
-        (Case { schedule: "dualpipe_v", ..on(&DROPOUT, (2, 1, 2), 4) }, "zero_stage = 3"),
+        (Case { schedule: "zb_v", ..on(&UNTIED, (2, 1, 2), 4) }, "zero_stage = 2"),
+        (Case { schedule: "dualpipe_v", ..on(&UNTIED, (2, 1, 2), 4) }, "zero_stage = 3"),
+        (on(&DROPOUT, (4, 1, 1), 2), "zero_stage = 2"),
         (on(&LLAMA, (2, 4, 1), 2), "zero_stage = 2"),
         (Case { schedule: "zb_h2", ..on(&LLAMA, (2, 1, 4), 4) }, "zero_stage = 3"),
     ]
