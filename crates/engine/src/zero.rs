@@ -115,9 +115,24 @@ impl Zero {
 
     /// The slice that a rank has of a flat buffer whose gradients are summed over `axes`.
     pub(crate) fn slice(self, mesh: &Mesh, world_rank: usize, axes: &[Axis], elements: usize) -> FlatSlice {
-        let sharers = self.sharers(mesh, world_rank, &Self::batch_axes(axes));
-        let index = sharers.iter().position(|&rank| rank == world_rank).unwrap_or(0);
-        FlatSlice::new(elements, sharers.len(), index)
+        let (sharers, index) = self.place(mesh, world_rank, axes);
+        FlatSlice::new(elements, sharers, index)
+    }
+
+    /// The number of [`sharers`](Self::sharers), and the index of this one among them: by arithmetic, because a dry run asks for every rank
+    /// of a large world.
+    fn place(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+        let (coords, ep) = (mesh.coords(world_rank), mesh.degree(Axis::Ep));
+        let group = self.group.unwrap_or(mesh.data_degree());
+        Self::batch_axes(axes).into_iter().rev().fold((1, 0), |(sharers, index), axis| {
+            let along = match axis {
+                Axis::Dp => group / ep,
+                Axis::Ep => group.min(ep),
+                axis => mesh.degree(axis),
+            };
+            let along = along.max(1);
+            (sharers * along, index * along + coords.get(axis) % along)
+        })
     }
 
     /// The index of a rank's group among those that have all of it each, and the number of these.
@@ -213,6 +228,15 @@ mod tests {
         assert_eq!(sharers(Some(4), &[Axis::Dp], 5), [1, 5]);
         assert_eq!(sharers(Some(2), &[Axis::Dp], 5), [5]);
         assert_eq!(sharers(None, &[Axis::Dp], 5), [1, 5, 9, 13]);
+        for (group, rank) in
+            [None, Some(4), Some(2), Some(1)].into_iter().flat_map(|group| (0..16).map(move |rank| (group, rank)))
+        {
+            for axes in [&Axis::DATA[..], &[Axis::Dp], &[Axis::Ep], &[]] {
+                let (zero, sharers) = (Zero { stage: ZeroStage::States, group }, sharers(group, axes, rank));
+                let index = sharers.iter().position(|&other| other == rank).unwrap();
+                assert_eq!(zero.place(&mesh, rank, axes), (sharers.len(), index), "{group:?}, {axes:?}, rank {rank}");
+            }
+        }
         let replica = |group, axes: &[Axis], rank| Zero { stage: ZeroStage::States, group }.replica(&mesh, rank, axes);
         assert_eq!([5, 13].map(|rank| replica(Some(4), &Axis::DATA, rank)), [(0, 2), (1, 2)]);
         assert_eq!([5, 9].map(|rank| replica(Some(2), &[Axis::Dp], rank)), [(1, 4), (2, 4)]);
