@@ -2,11 +2,13 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod ddp;
 mod gatherer;
 mod plan;
 mod reducer;
 mod vectors;
 
+pub use ddp::{Ddp, DdpError};
 pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
 pub use plan::{BucketPlan, Member, plan};
 pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};

@@ -1,0 +1,4 @@
+//! Tests through the public interface. One program, because each costs a link.
+
+mod ddp;
+mod reducer;
