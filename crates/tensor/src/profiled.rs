@@ -323,12 +323,12 @@ impl Pointwise for Profiled {
         self.record(what, |device| device.pointwise()?.swiglu_grad(dy, x))
     }
 
-    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
         self.span(Class::Pointwise, "relu", &[x], |device| device.pointwise()?.relu(x))
     }
 
-    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "relu_grad", &[dy, x], |device| device.pointwise()?.relu_grad(dy, x))
+    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "relu_grad", &[dy, above], |device| device.pointwise()?.relu_grad(dy, above))
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
@@ -468,12 +468,14 @@ impl Window for Profiled {
         self.span(Class::Memory, "patches_grad", &[dpatches], |device| device.window()?.patches_grad(windows, dpatches))
     }
 
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)> {
         self.span(Class::Pointwise, "max_pool", &[x], |device| device.window()?.max_pool(windows, x))
     }
 
-    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        self.span(Class::Pointwise, "max_pool_grad", &[dy, x], |device| device.window()?.max_pool_grad(windows, dy, x))
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer> {
+        self.span(Class::Pointwise, "max_pool_grad", &[dy, places], |device| {
+            device.window()?.max_pool_grad(windows, dy, places)
+        })
     }
 
     fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {

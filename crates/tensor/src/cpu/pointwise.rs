@@ -1,5 +1,6 @@
 use super::kernels::{dropout, gelu, pointwise, relu, swiglu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
+use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{DropoutMask, Pointwise};
 use crate::tape::RowBlocks;
@@ -137,21 +138,24 @@ impl Pointwise for Cpu {
         })
     }
 
-    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
         for_float!(self, "relu", x, T => {
             let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| relu::relu(x, out));
-            })
+            let mut above = self.alloc(DType::U8, x.len().div_ceil(relu::PER_BYTE))?;
+            let bits = above.as_mut_slice::<u8>()?.chunks_mut(PIECE / relu::PER_BYTE);
+            let out = self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(bits), |((out, x), bits)| relu::relu(x, out, bits));
+            })?;
+            Ok((out, above))
         })
     }
 
-    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        for_float!(self, "relu", x, T => {
-            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| {
-                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
-                share(pieces, |((dx, x), dy)| relu::relu_backward(x, dy, dx));
+    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer> {
+        for_float!(self, "relu", dy, T => {
+            let (dy, bits) = (dy.as_slice::<T>()?, above.as_slice::<u8>()?.chunks(PIECE / relu::PER_BYTE));
+            self.output::<T>(dy.len(), |dx| {
+                let pieces = dx.chunks_mut(PIECE).zip(dy.chunks(PIECE)).zip(bits);
+                share(pieces, |((dx, dy), bits)| relu::relu_backward(bits, dy, dx));
             })
         })
     }

@@ -1,9 +1,10 @@
 use super::kernels::{Float, windows as kernels};
 use super::{Cpu, PIECE, for_float};
+use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{Window, Windows};
 use meshwork_core::pool::share;
-use meshwork_core::{Buffer, Element};
+use meshwork_core::{Buffer, DType, Element};
 
 /// Runs `kernel` on pieces of whole images: (windows of the piece, its output, its input), each cut by elements of one
 /// image.
@@ -40,6 +41,45 @@ impl Cpu {
     }
 }
 
+/// Of a max pool: elements of an image, of its windows, and images of a piece.
+fn pieces(windows: Windows) -> [usize; 3] {
+    let (pixels, of) = (windows.pixels().max(1), (windows.over(1).rows() * windows.channels).max(1));
+    [pixels, of, (PIECE / pixels).max(1)]
+}
+
+impl Cpu {
+    fn max_pool_placed<T: Float + Element, P: kernels::Place + Element>(
+        &self,
+        windows: Windows,
+        x: &Buffer,
+    ) -> Result<(Buffer, Buffer)> {
+        let (x, count, [pixels, of, images]) = (x.as_slice::<T>()?, windows.rows() * windows.channels, pieces(windows));
+        let mut places = self.alloc(P::DTYPE, count)?;
+        let placed = places.as_mut_slice::<P>()?.chunks_mut(images * of);
+        let y = self.output::<T>(count, |y| {
+            share(y.chunks_mut(images * of).zip(placed).zip(x.chunks(images * pixels)), |((y, places), x)| {
+                kernels::max_pool(&windows.over(x.len() / pixels), x, y, places);
+            });
+        })?;
+        Ok((y, places))
+    }
+
+    fn max_pool_placed_grad<T: Float + Element, P: kernels::Place + Element>(
+        &self,
+        windows: Windows,
+        dy: &Buffer,
+        places: &Buffer,
+    ) -> Result<Buffer> {
+        let (dy, places, [pixels, of, images]) = (dy.as_slice::<T>()?, places.as_slice::<P>()?, pieces(windows));
+        self.output::<T>(windows.samples * windows.pixels(), |dx| {
+            let cut = dx.chunks_mut(images * pixels).zip(dy.chunks(images * of)).zip(places.chunks(images * of));
+            share(cut, |((dx, dy), places)| {
+                kernels::max_pool_backward(&windows.over(dx.len() / pixels), dy, places, dx);
+            });
+        })
+    }
+}
+
 impl Window for Cpu {
     fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "conv2d", x, T => {
@@ -54,17 +94,21 @@ impl Window for Cpu {
         })
     }
 
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
-        let count = windows.rows() * windows.channels;
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)> {
         for_float!(self, "max_pool", x, T => {
-            self.windowed::<T>(windows, count, &[x], |w, y, x| kernels::max_pool(&w, x[0], y))
+            match windows.place_dtype() {
+                DType::U8 => self.max_pool_placed::<T, u8>(windows, x),
+                _ => self.max_pool_placed::<T, i32>(windows, x),
+            }
         })
     }
 
-    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        for_float!(self, "max_pool", x, T => {
-            let run = |w: Windows, dx: &mut [T], from: &[&[T]]| kernels::max_pool_backward(&w, from[0], from[1], dx);
-            self.windowed::<T>(windows, x.count(), &[dy, x], run)
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer> {
+        for_float!(self, "max_pool", dy, T => {
+            match windows.place_dtype() {
+                DType::U8 => self.max_pool_placed_grad::<T, u8>(windows, dy, places),
+                _ => self.max_pool_placed_grad::<T, i32>(windows, dy, places),
+            }
         })
     }
 

@@ -56,10 +56,11 @@ pub trait Pointwise: Debug {
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>;
     /// Turns those pairs into their gradient, in place.
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>;
-    /// max(x, 0); NaN stays NaN.
-    fn relu(&self, x: &Buffer) -> Result<Buffer>;
-    /// dy where x is above 0, else 0.
-    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
+    /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the first element in the lowest
+    /// bit of the first byte.
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>;
+    /// dy where the bit is set, else 0.
+    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>;
     /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
 }

@@ -5,7 +5,7 @@
 //! layout that the next layer reads, and biases and norms repeat over rows as everywhere else.
 
 use crate::error::Result;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
 /// Extents of images and of the windows over them. Pixels beyond the edges are zero, and a maximum never sees them.
@@ -45,6 +45,11 @@ impl Windows {
         self.kernel.iter().product::<usize>() * self.channels
     }
 
+    /// The type of a pixel's place in a window: a byte where that suffices.
+    pub fn place_dtype(&self) -> DType {
+        if self.kernel.iter().product::<usize>() <= 1 << u8::BITS { DType::U8 } else { DType::I32 }
+    }
+
     /// Elements of an image.
     pub fn pixels(&self) -> usize {
         self.image.iter().product::<usize>() * self.channels
@@ -69,12 +74,12 @@ pub trait Window: Debug {
     /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in order.
     fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>;
 
-    /// `[rows, channels]`: the largest pixel of each window; of equal ones the first, which also gets the gradient. NaN
-    /// if the window has one.
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>;
+    /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is the first, and NaN is larger
+    /// than all. Places count the pixels of a window row by row, padding included, in [`place_dtype`](Windows::place_dtype).
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>;
 
-    /// The images' gradient from that of [`max_pool`](Self::max_pool).
-    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
+    /// The images' gradient from that of [`max_pool`](Self::max_pool) and the places.
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer>;
 
     /// `[rows, channels]`: the sum over each window, divided by its number of pixels, padding counted.
     fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>;

@@ -64,12 +64,13 @@ impl Pointwise for Meta {
         Ok(())
     }
 
-    fn relu(&self, x: &Buffer) -> Result<Buffer> {
-        self.like(x)
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
+        let above = self.alloc(DType::U8, x.count().div_ceil(u8::BITS as usize))?;
+        Ok((self.like(x)?, above))
     }
 
-    fn relu_grad(&self, _dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        self.like(x)
+    fn relu_grad(&self, dy: &Buffer, _above: &Buffer) -> Result<Buffer> {
+        self.like(dy)
     }
 
     fn dropout(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {

@@ -13,12 +13,14 @@ impl Window for Meta {
         self.alloc(dpatches.dtype(), windows.samples * windows.pixels())
     }
 
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
-        self.alloc(x.dtype(), windows.rows() * windows.channels)
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)> {
+        let (count, places) = (windows.rows() * windows.channels, windows.place_dtype());
+        let places = self.alloc(places, count)?;
+        Ok((self.alloc(x.dtype(), count)?, places))
     }
 
-    fn max_pool_grad(&self, _windows: Windows, _dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        self.alloc(x.dtype(), x.count())
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, _places: &Buffer) -> Result<Buffer> {
+        self.alloc(dy.dtype(), windows.samples * windows.pixels())
     }
 
     fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {

@@ -84,9 +84,6 @@ impl Op for Pooling {
             || format!("padding {} leaves windows of {:?} on padding alone", self.padding, windows.kernel),
             inputs,
         )?;
-        if self.how == Pool::Max {
-            cx.save_input(0)?;
-        }
         let [height, width] = windows.count();
         let shape = match self.kernel {
             Some(_) => Shape::new(&[windows.samples, height, width, windows.channels]),
@@ -94,7 +91,12 @@ impl Op for Pooling {
         };
         let device = x.device().window()?;
         let y = match self.how {
-            Pool::Max => device.max_pool(windows, x.buffer())?,
+            Pool::Max => {
+                let (y, places) = device.max_pool(windows, x.buffer())?;
+                let count = places.count();
+                cx.save(&Tensor::from_buffer(x.device(), places, [count])?)?;
+                y
+            }
             Pool::Average => device.average_pool(windows, x.buffer())?,
         };
         Tensor::from_buffer(x.device(), y, shape)

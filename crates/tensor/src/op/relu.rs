@@ -1,4 +1,4 @@
-//! `y = max(x, 0)`.
+//! `y = max(x, 0)`. Backward keeps a bit of each element, and the element itself only if others recompute y from it.
 
 use super::whole::require_whole;
 use crate::error::Result;
@@ -18,8 +18,11 @@ impl Var {
     }
 }
 
-fn relu(x: &Tensor) -> Result<Tensor> {
-    Tensor::from_buffer(x.device(), x.device().pointwise()?.relu(x.buffer())?, x.shape())
+/// The result, and its bits for backward.
+fn relu(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (y, above) = x.device().pointwise()?.relu(x.buffer())?;
+    let bytes = above.count();
+    Ok((Tensor::from_buffer(x.device(), y, x.shape())?, Tensor::from_buffer(x.device(), above, [bytes])?))
 }
 
 impl Op for Relu {
@@ -40,9 +43,13 @@ impl Op for Relu {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        cx.save_input(0)?;
-        cx.recipe(|saved| relu(&saved[0].restore()?));
-        relu(inputs[0])
+        let (y, above) = relu(inputs[0])?;
+        cx.save(&above)?;
+        if cx.recomputes() {
+            cx.save_input(0)?;
+            cx.recipe(|saved| Ok(relu(&saved[1].restore()?)?.0));
+        }
+        Ok(y)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {

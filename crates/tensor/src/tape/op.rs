@@ -97,6 +97,11 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
+    /// Whether a [recipe](Self::recipe) would be used: what it alone needs is saved only then.
+    pub fn recomputes(&self) -> bool {
+        self.records && self.tape.inner.policy.recomputes()
+    }
+
     /// Sets the recipe of the result: how to recompute it, bit for bit, from the tensors that this operation saves
     /// anyway. With a policy that [recomputes](super::SavedPolicy::recomputes), operations that need the result in
     /// backward do not keep it, but recompute it when they need it. For results that take a pass over memory or two: a

@@ -111,12 +111,12 @@ impl Pointwise for Opaque {
         hidden(self.inner.pointwise()?.gelu_grad(&host(dy), &host(x)))
     }
 
-    fn relu(&self, x: &Buffer) -> Result<Buffer> {
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
         hidden(self.inner.pointwise()?.relu(&host(x)))
     }
 
-    fn relu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        hidden(self.inner.pointwise()?.relu_grad(&host(dy), &host(x)))
+    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.relu_grad(&host(dy), &host(above)))
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
@@ -214,12 +214,12 @@ impl Window for Opaque {
         hidden(self.inner.window()?.patches_grad(windows, &host(dpatches)))
     }
 
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {
+    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)> {
         hidden(self.inner.window()?.max_pool(windows, &host(x)))
     }
 
-    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        hidden(self.inner.window()?.max_pool_grad(windows, &host(dy), &host(x)))
+    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.window()?.max_pool_grad(windows, &host(dy), &host(places)))
     }
 
     fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer> {

@@ -105,23 +105,60 @@ pub fn patches_backward<T: Float>(windows: &Windows, dpatches: &[T], dx: &mut [T
     );
 }
 
-/// `out[rows, channels]`: the largest pixel of each window. Overwrites.
-pub fn max_pool<T: Float>(windows: &Windows, x: &[T], out: &mut [T]) {
+/// A pixel's place in its window.
+pub trait Place: Copy + Send + Sync {
+    /// The place as this type, which [`Windows::place_dtype`] has chosen.
+    fn new(place: usize) -> Self;
+    /// The place.
+    fn get(self) -> usize;
+}
+
+impl Place for u8 {
+    fn new(place: usize) -> Self {
+        place as Self
+    }
+
+    fn get(self) -> usize {
+        self.into()
+    }
+}
+
+impl Place for i32 {
+    fn new(place: usize) -> Self {
+        place as Self
+    }
+
+    fn get(self) -> usize {
+        self as usize
+    }
+}
+
+/// `out[rows, channels]`: the largest pixel of each window, and in `places` which one it is. Overwrites.
+pub fn max_pool<T: Float, P: Place>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {
     let n = windows.channels;
+    assert_eq!(out.len(), places.len(), "elements of out against places");
+    let places_of = places.chunks_exact_mut((windows.over(1).rows() * n).max(1));
     wide(
         #[inline(always)]
         || {
-            for (x, out) in images(windows, x, out, n) {
+            for ((x, out), places) in images(windows, x, out, n).zip(places_of) {
                 for_windows(
                     windows,
                     #[inline(always)]
                     |window, wi, wj| {
                         let best = &mut out[window * n..][..n];
+                        let places = &mut places[window * n..][..n];
                         best.fill(T::NEG_INFINITY);
-                        for Run { pixels, .. } in runs(windows, wi, wj) {
-                            for pixel in x[pixels].chunks_exact(n) {
-                                for (best, &x) in best.iter_mut().zip(pixel) {
-                                    *best = if beats(x, *best) { x } else { *best };
+                        // What nothing beats, -∞ alone, is the first pixel of the image in the window.
+                        let first = runs(windows, wi, wj).next().map_or(0, |run| run.patch.start / n);
+                        places.fill(P::new(first));
+                        for Run { patch, pixels } in runs(windows, wi, wj) {
+                            for (at, pixel) in x[pixels].chunks_exact(n).enumerate() {
+                                let at = P::new(patch.start / n + at);
+                                for ((best, place), &x) in best.iter_mut().zip(&mut *places).zip(pixel) {
+                                    let beats = beats(x, *best);
+                                    *best = if beats { x } else { *best };
+                                    *place = if beats { at } else { *place };
                                 }
                             }
                         }
@@ -136,37 +173,25 @@ pub fn max_pool<T: Float>(windows: &Windows, x: &[T], out: &mut [T]) {
 #[inline(always)]
 #[expect(clippy::eq_op, reason = "only NaN is not equal to itself")]
 fn beats<T: Float>(x: T, best: T) -> bool {
-    x > best || x != x
+    x > best || x != x && best == best
 }
 
-/// Gradient of the images from `dy[rows, channels]`: each element of it goes to the first largest pixel of its window.
-/// Overwrites.
-pub fn max_pool_backward<T: Float>(windows: &Windows, dy: &[T], x: &[T], dx: &mut [T]) {
-    let n = windows.channels;
+/// Gradient of the images from `dy[rows, channels]`: each element of it goes to the pixel at its place. Overwrites.
+pub fn max_pool_backward<T: Float, P: Place>(windows: &Windows, dy: &[T], places: &[P], dx: &mut [T]) {
+    let Windows { image: [_, width], channels: n, kernel: [_, across], stride, padding, .. } = *windows;
+    assert_eq!(dy.len(), places.len(), "elements of dy against places");
     dx.fill(T::ZERO);
-    let pixels_of = x.chunks_exact(windows.pixels().max(1));
-    assert_eq!(x.len(), dx.len(), "elements of x against dx");
-    for ((dx, dy), x) in images_mut(windows, dx, dy, n).zip(pixels_of) {
+    let places_of = places.chunks_exact((windows.over(1).rows() * n).max(1));
+    for ((dx, dy), places) in images_mut(windows, dx, dy, n).zip(places_of) {
         for_windows(windows, |window, wi, wj| {
-            for channel in 0..n {
-                let mut best = None;
-                let pixels = runs(windows, wi, wj).flat_map(|run| run.pixels.step_by(n));
-                for at in pixels.map(|pixel| pixel + channel) {
-                    if best.is_none_or(|best: usize| !is_nan(x[best]) && beats(x[at], x[best])) {
-                        best = Some(at);
-                    }
-                }
-                if let Some(best) = best {
-                    dx[best] += dy[window * n + channel];
-                }
+            let row = window * n..(window + 1) * n;
+            for (channel, (&dy, place)) in dy[row.clone()].iter().zip(&places[row]).enumerate() {
+                // In padded coordinates the image begins at `padding`.
+                let (down, right) = (wi * stride + place.get() / across, wj * stride + place.get() % across);
+                dx[((down - padding) * width + right - padding) * n + channel] += dy;
             }
         });
     }
-}
-
-#[expect(clippy::eq_op, reason = "only NaN is not equal to itself")]
-fn is_nan<T: Float>(x: T) -> bool {
-    x != x
 }
 
 /// `out[rows, channels]`: the mean of each window, its pixels one after another. Overwrites.
@@ -305,15 +330,15 @@ mod tests {
                 sum[to] += f64::from(x[at]) / area;
                 dsum[at] += f64::from(d[to]) / area;
             });
-            let mut got = vec![9.0; d.len()];
-            max_pool(&w, &x, &mut got);
+            let (mut got, mut places) = (vec![9.0; d.len()], vec![9_i32; d.len()]);
+            max_pool(&w, &x, &mut got, &mut places);
             prop_assert!(got.iter().eq(largest.iter().map(|(value, _)| value)));
             average_pool(&w, &x, &mut got);
             assert_close(&got, &sum, 1e-5);
             let mut dx = vec![9.0; x.len()];
             average_pool_backward(&w, &d, &mut dx);
             assert_close(&dx, &dsum, 1e-5);
-            max_pool_backward(&w, &d, &x, &mut dx);
+            max_pool_backward(&w, &d, &places, &mut dx);
             let mut dlargest = vec![0.0; x.len()];
             largest.iter().zip(&d).for_each(|((_, at), d)| dlargest[*at] += d);
             assert_close(&dx, &widen(&dlargest), 1e-5);
@@ -345,9 +370,10 @@ mod tests {
         for (x, largest) in
             [([1.0, 3.0, 3.0, 2.0], 1), ([1.0, f32::NAN, 3.0, f32::NAN], 1), ([f32::NEG_INFINITY; 4], 0)]
         {
-            let (mut y, mut dx) = ([9.0], [9.0; 4]);
-            max_pool(&row, &x, &mut y);
-            max_pool_backward(&row, &[5.0], &x, &mut dx);
+            let (mut y, mut dx, mut places) = ([9.0], [9.0; 4], [9_u8]);
+            max_pool(&row, &x, &mut y, &mut places);
+            assert_eq!(usize::from(places[0]), largest);
+            max_pool_backward(&row, &[5.0], &places, &mut dx);
             assert_eq!(y[0].to_bits(), x[largest].to_bits());
             assert_eq!(dx, std::array::from_fn(|at| if at == largest { 5.0 } else { 0.0 }));
         }
