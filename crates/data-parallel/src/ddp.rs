@@ -1,9 +1,10 @@
 //! Data parallelism for a training loop of any framework.
 
-use crate::plan::{Member, plan};
+use crate::plan::{BucketPlan, Member, plan};
 use crate::reducer::{Bucket, ReduceError, Reducer};
 use crate::vectors::HostVectors;
-use meshwork_core::{CommError, Group, ReduceOp};
+use meshwork_core::{Buffer, BufferError, CommError, Group, Pending, ReduceOp};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Why a step of [`Ddp`] failed.
@@ -52,6 +53,9 @@ pub enum DdpError {
         /// The sum of the counts.
         count: f64,
     },
+    /// No step has been finished whose gradients are there.
+    #[error("there are no reduced gradients yet: call `finish` until it returns true")]
+    NotYet,
     /// A reduction failed.
     #[error(transparent)]
     Reduce(#[from] ReduceError),
@@ -66,7 +70,8 @@ pub enum DdpError {
 /// Each rank has all parameters and a part of the batch. In a step it passes the gradient of each parameter to
 /// [`gradient`](Self::gradient), best from a hook that runs when backward has it; those of all micro-batches but the last within
 /// [`no_sync`](Self::no_sync). Full buckets are reduced at once, in one order on all ranks, in whatever order gradients come.
-/// [`finish`](Self::finish) waits for them and divides by the number of samples of all ranks: right for parts of unequal size too.
+/// [`finish`](Self::finish) waits for them and divides by the number of samples of all ranks: right for parts of unequal size too. Or ranks go on
+/// before they have each other's gradients: [`with_staleness`](Self::with_staleness).
 ///
 /// ```
 /// use meshwork_core::comm::thread::{self, Options};
@@ -86,16 +91,29 @@ pub enum DdpError {
 #[derive(Debug)]
 pub struct Ddp {
     group: Group,
-    reducer: Reducer,
     /// Bucket and member of each parameter.
     places: Vec<(usize, usize)>,
-    /// The parameters of each bucket that still have no gradient of the last micro-batch.
+    /// A ring: the step whose gradients come in is at `now`, and those before it are being reduced.
+    steps: Vec<Step>,
+    /// Number of the step whose gradients come in.
+    now: usize,
+    /// The numbers of samples of the steps that are being reduced, the oldest first.
+    counts: VecDeque<Pending>,
+    /// Where in the ring the gradients are that were reduced last.
+    reduced: Option<usize>,
+    sync: bool,
+}
+
+/// The gradients of a step.
+#[derive(Debug)]
+struct Step {
+    reducer: Reducer,
+    /// Per bucket: parameters that still have no gradient of the last micro-batch.
     awaited: Vec<usize>,
     /// Whether a parameter's gradient of the last micro-batch is there.
     given: Vec<bool>,
     /// The first bucket whose reduction was not started.
     next: usize,
-    sync: bool,
 }
 
 impl Ddp {
@@ -105,33 +123,46 @@ impl Ddp {
     /// # Errors
     /// No memory for the gradients.
     pub fn new(group: Group, elements: &[usize], bucket_bytes: usize) -> Result<Self, DdpError> {
+        Self::with_staleness(group, elements, bucket_bytes, 0)
+    }
+
+    /// The same, asynchronous with bounded staleness: [`finish`](Self::finish) gives the gradients of the step that lies `staleness` steps
+    /// back, and those of later steps are reduced meanwhile. A rank waits for the others only when it is `staleness` steps ahead of
+    /// them. The weights that an update changes are `staleness` updates newer than those that its gradients were computed with. All ranks make
+    /// the same updates, and every run the same numbers. It takes the memory of `staleness` more gradients.
+    ///
+    /// # Errors
+    /// No memory for the gradients.
+    pub fn with_staleness(
+        group: Group,
+        elements: &[usize],
+        bucket_bytes: usize,
+        staleness: usize,
+    ) -> Result<Self, DdpError> {
         // Backward has the last one first.
         let members: Vec<_> =
             elements.iter().enumerate().rev().map(|(id, &elements)| Member { id, elements, key: () }).collect();
+        let plan = plan(&members, bucket_bytes / size_of::<f32>());
         let mut places = vec![(0, 0); elements.len()];
-        let mut buckets = Vec::new();
-        let mut awaited = Vec::new();
-        for (at, bucket) in plan(&members, bucket_bytes / size_of::<f32>()).into_iter().enumerate() {
-            let mut ranges: Vec<Range<usize>> = Vec::new();
-            for (member, &id) in bucket.members.iter().enumerate() {
-                places[id] = (at, member);
-                let start = ranges.last().map_or(0, |range| range.end);
-                ranges.push(start..start + elements[id]);
-            }
-            awaited.push(ranges.len());
-            let rounds = if group.size() > 1 { vec![group.clone()] } else { Vec::new() };
-            buckets.push(Bucket {
-                members: ranges,
-                elements: bucket.elements,
-                rounds,
-                last: None,
-                scatter: false,
-                shares: 1,
-                fills: 1,
-            });
+        for (at, bucket) in plan.iter().enumerate() {
+            bucket.members.iter().enumerate().for_each(|(member, &id)| places[id] = (at, member));
         }
-        let reducer = Reducer::new(buckets, HostVectors)?;
-        Ok(Self { given: vec![false; places.len()], group, reducer, places, awaited, next: 0, sync: true })
+        let rounds = if group.size() > 1 { vec![group.clone()] } else { Vec::new() };
+        let bucket = |BucketPlan { members, elements: total, .. }: &BucketPlan<()>| {
+            let members = members.iter().scan(0, |end, &id| {
+                *end += elements[id];
+                Some(*end - elements[id]..*end)
+            });
+            let (members, rounds) = (members.collect::<Vec<Range<usize>>>(), rounds.clone());
+            Bucket { members, elements: *total, rounds, last: None, scatter: false, shares: 1, fills: 1 }
+        };
+        let awaited: Vec<usize> = plan.iter().map(|bucket| bucket.members.len()).collect();
+        let step = |_| {
+            let reducer = Reducer::new(plan.iter().map(bucket).collect(), HostVectors)?;
+            Ok::<_, DdpError>(Step { reducer, awaited: awaited.clone(), given: vec![false; places.len()], next: 0 })
+        };
+        let steps = (0..=staleness).map(step).collect::<Result<_, _>>()?;
+        Ok(Self { group, places, steps, now: 0, counts: VecDeque::new(), reduced: None, sync: true })
     }
 
     /// Runs a micro-batch whose gradients only add to those of the step: the next one outside of it is the last, and is reduced.
@@ -151,16 +182,16 @@ impl Ddp {
     /// No such parameter, another length, a second gradient, or a reduction that could not be started.
     pub fn gradient(&mut self, parameter: usize, gradient: &[f32]) -> Result<(), DdpError> {
         let (bucket, member) = self.place(parameter)?;
-        let elements = self.reducer.range(bucket, member).len();
+        let Step { reducer, given, .. } = self.step();
+        let elements = reducer.range(bucket, member).len();
         if gradient.len() != elements {
             return Err(DdpError::Length { parameter, elements, found: gradient.len() });
         }
-        if self.given[parameter] {
+        if given[parameter] {
             return Err(DdpError::Twice { parameter });
         }
-        let (sum, range, first) = self.reducer.gradient(bucket, member)?;
-        let failed = |source: meshwork_core::BufferError| ReduceError::Vectors { bucket, source: source.into() };
-        let sum = &mut sum.as_mut_slice::<f32>().map_err(failed)?[range];
+        let (sum, range, first) = reducer.gradient(bucket, member)?;
+        let sum = &mut sum.as_mut_slice::<f32>().map_err(|error| failed(bucket, error))?[range];
         match first {
             true => sum.copy_from_slice(gradient),
             false => sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x),
@@ -174,51 +205,66 @@ impl Ddp {
     /// As of [`gradient`](Self::gradient).
     pub fn unused(&mut self, parameter: usize) -> Result<(), DdpError> {
         self.place(parameter)?;
-        if self.given[parameter] {
-            return Err(DdpError::Twice { parameter });
+        match self.step().given[parameter] {
+            true => Err(DdpError::Twice { parameter }),
+            false => self.arrived(parameter),
         }
-        self.arrived(parameter)
     }
 
-    /// Waits for the sums over all ranks and divides them by the number of `samples` of all ranks. `samples` is this rank's number, over
-    /// all its micro-batches: whatever its loss was summed over.
+    /// Ends a step: waits for the sums over all ranks and divides them by the number of `samples` of all ranks. `samples` is this rank's
+    /// number, over all its micro-batches: whatever its loss was summed over. Returns whether there are gradients to
+    /// [apply](Self::reduced): with [staleness](Self::with_staleness) not in the first steps.
     ///
     /// # Errors
     /// A parameter without gradient, no samples, or a reduction that failed.
-    pub fn finish(&mut self, samples: f64) -> Result<(), DdpError> {
-        if let Some(parameter) = self.given.iter().position(|given| !given) {
+    pub fn finish(&mut self, samples: f64) -> Result<bool, DdpError> {
+        if let Some(parameter) = self.step().given.iter().position(|given| !given) {
             return Err(DdpError::Missing { parameter, rank: self.group.rank() });
         }
-        let mut count = [samples];
-        self.group.all_reduce_slice(&mut count, ReduceOp::Sum)?;
-        let [count] = count;
+        let count = self.group.start_all_reduce(Buffer::from_vec(vec![samples]), ReduceOp::Sum)?;
+        self.counts.push_back(count);
+        self.now += 1;
+        if self.counts.len() == self.steps.len() { self.flush() } else { Ok(false) }
+    }
+
+    /// Waits for the oldest step that is still being reduced, whatever the staleness: at the end of a run, until it returns that there is
+    /// none.
+    ///
+    /// # Errors
+    /// No samples, or a reduction that failed.
+    pub fn flush(&mut self) -> Result<bool, DdpError> {
+        let at = (self.now - self.counts.len()) % self.steps.len();
+        let Some(count) = self.counts.pop_front() else { return Ok(false) };
+        let Step { reducer, awaited, given, next } = &mut self.steps[at];
+        let count = count.wait()?;
+        let count = count.as_slice::<f64>().map_or(f64::NAN, |count| count.iter().sum());
+        reducer.finish(|_| {})?;
+        // They are counted anew.
+        given.fill(false);
+        *next = 0;
+        self.places.iter().for_each(|&(bucket, _)| awaited[bucket] += 1);
         if !(count > 0.0 && count.is_finite()) {
             return Err(DdpError::Count { count });
         }
-        self.reducer.finish(|_| {})?;
-        for bucket in 0..self.awaited.len() {
-            let sums = self.reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
-            let sums =
-                sums.as_mut_slice::<f32>().map_err(|source| ReduceError::Vectors { bucket, source: source.into() })?;
+        for bucket in 0..awaited.len() {
+            let sums = reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
+            let sums = sums.as_mut_slice::<f32>().map_err(|error| failed(bucket, error))?;
             sums.iter_mut().for_each(|sum| *sum = (f64::from(*sum) / count) as f32);
         }
-        self.given.fill(false);
-        self.next = 0;
-        for &(bucket, _) in &self.places {
-            self.awaited[bucket] += 1;
-        }
-        Ok(())
+        self.reduced = Some(at);
+        Ok(true)
     }
 
-    /// The gradient of a parameter as the last [`finish`](Self::finish) left it, the same on every rank.
+    /// The gradient of a parameter as [`finish`](Self::finish) or [`flush`](Self::flush) left it, the same on every rank: until the
+    /// first gradient of the next step.
     ///
     /// # Errors
-    /// No such parameter, or a reduction that is under way or has failed.
+    /// No such parameter, or no reduced gradients.
     pub fn reduced(&self, parameter: usize) -> Result<&[f32], DdpError> {
         let (bucket, member) = self.place(parameter)?;
-        let sums = self.reducer.gradients(bucket).ok_or(ReduceError::Lost { bucket })?;
-        let sums = sums.as_slice::<f32>().map_err(|source| ReduceError::Vectors { bucket, source: source.into() })?;
-        Ok(&sums[self.reducer.range(bucket, member)])
+        let reducer = &self.steps[self.reduced.ok_or(DdpError::NotYet)?].reducer;
+        let sums = reducer.gradients(bucket).ok_or(ReduceError::Lost { bucket })?;
+        Ok(&sums.as_slice::<f32>().map_err(|error| failed(bucket, error))?[reducer.range(bucket, member)])
     }
 
     fn place(&self, parameter: usize) -> Result<(usize, usize), DdpError> {
@@ -226,21 +272,35 @@ impl Ddp {
         self.places.get(parameter).copied().ok_or(unknown)
     }
 
+    /// The step whose gradients come in.
+    fn step(&mut self) -> &mut Step {
+        let at = self.now % self.steps.len();
+        &mut self.steps[at]
+    }
+
     /// Counts a gradient of the last micro-batch, and starts the reductions of the buckets that it completes: in the order of buckets,
     /// because the ranks' gradients may come in different orders.
     fn arrived(&mut self, parameter: usize) -> Result<(), DdpError> {
+        let at = self.now % self.steps.len();
+        // The memory of these is filled anew.
+        self.reduced.take_if(|reduced| *reduced == at);
         if !self.sync {
             return Ok(());
         }
-        self.given[parameter] = true;
-        self.awaited[self.places[parameter].0] -= 1;
-        while self.awaited.get(self.next) == Some(&0) {
-            let members = self.places.iter().filter(|place| place.0 == self.next).count();
+        let Step { reducer, awaited, given, next } = &mut self.steps[at];
+        given[parameter] = true;
+        awaited[self.places[parameter].0] -= 1;
+        while awaited.get(*next) == Some(&0) {
+            let members = self.places.iter().filter(|place| place.0 == *next).count();
             for member in 0..members {
-                self.reducer.ready(self.next, member)?;
+                reducer.ready(*next, member)?;
             }
-            self.next += 1;
+            *next += 1;
         }
         Ok(())
     }
+}
+
+fn failed(bucket: usize, error: BufferError) -> ReduceError {
+    ReduceError::Vectors { bucket, source: error.into() }
 }

@@ -1,4 +1,5 @@
-//! Trains a language model written with candle over four ranks, each a thread, and holds the losses and weights to those of one rank.
+//! Trains a language model written with candle over four ranks, each a thread, and holds the losses and weights to those of one rank. Then
+//! trains it asynchronously, with gradients of one to eight steps before, to show what that costs.
 //!
 //! ```sh
 //! cargo run --release --manifest-path examples/ddp_candle/Cargo.toml
@@ -16,7 +17,7 @@ use model::Model;
 
 const TEXT: &[u8] = include_bytes!("../../../README.md");
 const RANKS: usize = 4;
-const STEPS: usize = 40;
+const STEPS: usize = 100;
 const MICRO_BATCHES: usize = 2;
 const BATCH: usize = 16;
 const LENGTH: usize = 32;
@@ -36,15 +37,16 @@ fn floats(tensor: &Tensor) -> candle_core::Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// One rank's training from the given weights: the mean losses of the steps, and the weights after them.
-fn train(world: Group, start: &[Vec<f32>]) -> Result<(Vec<f64>, Vec<Vec<f32>>)> {
+/// One rank's training from the given weights, by gradients of `staleness` steps before: the mean losses of the steps, and the weights
+/// after them.
+fn train(world: Group, start: &[Vec<f32>], staleness: usize) -> Result<(Vec<f64>, Vec<Vec<f32>>)> {
     let (model, parameters) = Model::new()?;
     for (parameter, values) in parameters.iter().zip(start) {
         parameter.set(&Tensor::from_slice(values, parameter.dims(), &Device::Cpu)?)?;
     }
     let mut optimizer = AdamW::new(parameters.clone(), ParamsAdamW { lr: 3e-3, ..Default::default() })?;
     let elements: Vec<usize> = parameters.iter().map(|parameter| parameter.elem_count()).collect();
-    let mut ddp = Ddp::new(world.clone(), &elements, 64 << 10)?;
+    let mut ddp = Ddp::with_staleness(world.clone(), &elements, 64 << 10, staleness)?;
 
     let per_micro = BATCH / world.size() / MICRO_BATCHES;
     let samples = (per_micro * LENGTH) as f64;
@@ -68,12 +70,12 @@ fn train(world: Group, start: &[Vec<f32>]) -> Result<(Vec<f64>, Vec<Vec<f32>>)> 
         };
         ddp.no_sync(|ddp| (1..MICRO_BATCHES).try_for_each(|micro| micro_batch(ddp, micro).map(drop)))?;
         let mut grads = micro_batch(&mut ddp, 0)?;
-        ddp.finish(samples * MICRO_BATCHES as f64)?;
-
-        for (at, parameter) in parameters.iter().enumerate() {
-            grads.insert(parameter, Tensor::from_slice(ddp.reduced(at)?, parameter.dims(), &Device::Cpu)?);
+        if ddp.finish(samples * MICRO_BATCHES as f64)? {
+            for (at, parameter) in parameters.iter().enumerate() {
+                grads.insert(parameter, Tensor::from_slice(ddp.reduced(at)?, parameter.dims(), &Device::Cpu)?);
+            }
+            optimizer.step(&grads)?;
         }
-        optimizer.step(&grads)?;
         world.all_reduce_slice(&mut loss_sum, ReduceOp::Sum)?;
         losses.push(loss_sum[0] / (BATCH * LENGTH) as f64);
     }
@@ -84,15 +86,16 @@ fn train(world: Group, start: &[Vec<f32>]) -> Result<(Vec<f64>, Vec<Vec<f32>>)> 
 fn main() -> Result<()> {
     let (_, parameters): (_, Vec<Var>) = Model::new()?;
     let start = parameters.iter().map(|parameter| floats(parameter.as_tensor())).collect::<Result<Vec<_>, _>>()?;
-    let over = |ranks| {
-        let trained =
-            thread::run(ranks, Options::default(), |world| train(world, &start).map_err(|error| error.to_string()))?;
-        anyhow::Ok(trained)
+    let over = |ranks, staleness| {
+        let options = Options::default();
+        anyhow::Ok(thread::run(ranks, options, |world| {
+            train(world, &start, staleness).map_err(|error| error.to_string())
+        })?)
     };
-    let (one, many) = (over(1)?, over(RANKS)?);
+    let (one, many) = (over(1, 0)?, over(RANKS, 0)?);
     let (losses, weights) = &one[0];
     println!("step   one rank   {RANKS} ranks");
-    for step in (0..STEPS).step_by(10).chain([STEPS - 1]) {
+    for step in (0..STEPS).step_by(20).chain([STEPS - 1]) {
         println!("{:>4} {:>10.6} {:>9.6}", step + 1, losses[step], many[0].0[step]);
     }
     for (rank, (of_rank, weights_of_rank)) in many.iter().enumerate() {
@@ -105,5 +108,11 @@ fn main() -> Result<()> {
     ensure!(apart < 1e-2, "weights are {apart} from one rank's");
     ensure!(losses[STEPS - 1] < losses[0] * 0.8, "the model did not learn: {} to {}", losses[0], losses[STEPS - 1]);
     println!("equal: {RANKS} ranks have one rank's losses, and weights within {apart:.1e}");
+
+    println!("\nstaleness   mean loss of the last ten steps");
+    for staleness in [0, 1, 2, 4, 8] {
+        let asynchronous = over(RANKS, staleness)?;
+        println!("{staleness:>9} {:>12.4}", asynchronous[0].0[STEPS - 10..].iter().sum::<f64>() / 10.0);
+    }
     Ok(())
 }
