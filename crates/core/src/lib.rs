@@ -3,6 +3,7 @@
 mod buffer;
 pub mod comm;
 mod dtype;
+pub mod exact;
 mod flat;
 pub mod hash;
 mod memory;

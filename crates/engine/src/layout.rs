@@ -9,6 +9,7 @@ use meshwork_data_parallel::{
     Bucket, BucketPlan, Member, Reducer, VectorError, Vectors, cuts_batch, plan as fill, rounds,
 };
 use meshwork_nn::Batch;
+use meshwork_optim::{Kept, Rule, State};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::param::reduction_axes;
 use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
@@ -38,6 +39,8 @@ pub struct Key {
     pub readers: Vec<usize>,
     /// Copies in which gradients are kept until they are reduced: see [`GradShard`](meshwork_tensor::tape::GradShard).
     pub copies: usize,
+    /// What the update rule keeps of each element.
+    pub states: Vec<State>,
 }
 
 /// The embedding groups, the pp ranks that hold tied parameters. Every rank makes them once, in the same order.
@@ -67,7 +70,7 @@ fn buckets(
     found: &Trace,
     tied: &[TiedWeight],
     rank: &Rank,
-    zero: Zero,
+    (zero, rule): (Zero, &Rule),
 ) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
     let specs = |id: ParamId| model.declarations.spec(id);
     let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
@@ -88,7 +91,9 @@ fn buckets(
             let tied_ranks = tied.iter().find(|tied| tied.name == spec.name).map(|tied| tied.pp_ranks.clone());
             let (copies, readers) = (found.copies[id.index()], found.readers[id.index()].clone());
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
-            Member { id: id.index(), elements, key: Key { axes, tied_ranks, readers, copies } }
+            let mut states = rule.states(&spec.shape());
+            states.retain(|state| !matches!(state.kept, Kept::Sets(_)));
+            Member { id: id.index(), elements, key: Key { axes, tied_ranks, readers, copies, states } }
         })
         .partition(|member| member.key.tied_ranks.is_some());
     // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
@@ -137,7 +142,7 @@ impl Layout {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut found = trace(model, local, rank.world_rank(), &micro)?;
         found.number_tied_copies(model, local, schedule, tied, rank, &micro)?;
-        let (flats, keys) = buckets(local, &found, tied, rank, plan.zero)?;
+        let (flats, keys) = buckets(local, &found, tied, rank, (plan.zero, &plan.optimizer))?;
         let mut places = vec![(0, 0..0, 0); local.declarations.specs().len()];
         let mut elements = Vec::with_capacity(flats.len());
         for (flat, members) in flats.iter().enumerate() {
@@ -170,6 +175,11 @@ impl Layout {
             Some(key) => self.zero.slice(mesh, world_rank, &key.axes, self.elements[flat]),
             None => FlatSlice::whole(self.elements[flat]),
         }
+    }
+
+    /// The index of a rank's group among those that have all slices each of what is summed over `axes`, and the number of these.
+    pub fn replica(&self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+        self.zero.replica(mesh, world_rank, axes)
     }
 
     /// The reducer of the buckets. `tapes` counts the tapes of a stage between two updates.
@@ -276,7 +286,7 @@ pub fn norm_shards(
             let by_slices = layout.keys[flat].axes.clone();
             let (index, replicas) = replica(spec, tied, rank, |axis| cuts_batch(axis) && by_slices.contains(&axis));
             // Where groups of data-parallel ranks have all slices each, the groups share out too.
-            let (group, groups) = layout.zero.replica(mesh, rank.world_rank(), &by_slices);
+            let (group, groups) = layout.replica(mesh, rank.world_rank(), &by_slices);
             let (index, replicas) = (index * groups + group, replicas * groups);
             let part = slice.part_of(range);
             let origin = cuts.window(Vector::Gradients, slice).start;

@@ -1,11 +1,12 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
 use crate::layout::Layout;
+use crate::update::extents;
 use crate::zero::Cuts;
 use crate::{ModelPlan, Plan, TrainError, Vector};
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::Model;
-use meshwork_optim::Rule;
+use meshwork_optim::{Kept, Rule, State};
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
 use meshwork_tensor::{ParamSpec, Role, Shape};
 use std::collections::BTreeMap;
@@ -97,15 +98,16 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             for id in local.declarations.ids() {
                 let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
                 let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
-                for (key, number) in vectors(spec, &plan.optimizer) {
-                    let window = cuts.window(number.map_or(Vector::Weights, |_| Vector::States), slice);
+                for StateVector { key, dims, place } in vectors(spec, &plan.optimizer) {
+                    let of = |slice| StateSlice { key: key.clone(), role: spec.role, dims, slice, rank };
+                    let Some(vector) = place.vector() else {
+                        state.push(of(whole(dims)));
+                        continue;
+                    };
+                    let window = cuts.window(vector, slice);
                     let start = window.start.clamp(range.start, range.end);
                     let part = start - range.start..window.end.clamp(start, range.end) - range.start;
-                    let of = |(slice, _)| {
-                        let (key, role, dims) = (key.clone(), spec.role, spec.dims);
-                        StateSlice { key, role, dims, slice, rank }
-                    };
-                    state.extend(held.boxes(part).into_iter().map(of));
+                    state.extend(held.boxes(part).into_iter().map(|(slice, _)| of(slice)));
                 }
             }
         }
@@ -113,12 +115,57 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
     Ok(state)
 }
 
-/// The vectors of a parameter in the state of a run: its weights, then the states of the update rule, with their places.
-pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> impl Iterator<Item = (StateKey, Option<usize>)> {
+/// A vector of a parameter in the state of a run.
+#[derive(Clone, Debug)]
+pub(crate) struct StateVector {
+    pub key: StateKey,
+    /// Extents of the whole vector.
+    pub dims: Shape,
+    pub place: Place,
+}
+
+/// Where a vector of a parameter lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Weights,
+    /// The number of a state of elements.
+    Elements(usize),
+    /// The number of a state of sets.
+    Sets(usize),
+}
+
+impl Place {
+    /// The vector whose slices ranks have; `None` for what each of them has whole.
+    pub fn vector(self) -> Option<Vector> {
+        match self {
+            Self::Weights => Some(Vector::Weights),
+            Self::Elements(_) => Some(Vector::States),
+            Self::Sets(_) => None,
+        }
+    }
+}
+
+/// The whole of a vector, as a slice.
+pub(crate) fn whole(dims: Shape) -> LocalSlice {
+    LocalSlice { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
+}
+
+/// The vectors of a parameter in the state of a run: its weights, then the states of the update rule.
+pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> Vec<StateVector> {
     let key = |state: Option<&str>| StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-    let states = if spec.group.frozen { &[] } else { rule.state_names() };
-    let states = states.iter().enumerate().map(move |(at, name)| (key(Some(name)), Some(at)));
-    std::iter::once((key(None), None)).chain(states)
+    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, place: Place::Weights }];
+    if spec.group.frozen {
+        return vectors;
+    }
+    let (shape, mut elements, mut sets) = (spec.shape(), 0.., 0..);
+    for State { name, kept } in rule.states(&shape) {
+        let (dims, place) = match kept {
+            Kept::Elements | Kept::Codes => (spec.dims, elements.next().map(Place::Elements)),
+            Kept::Sets(over) => (extents(over, &shape), sets.next().map(Place::Sets)),
+        };
+        vectors.extend(place.map(|place| StateVector { key: key(Some(name)), dims, place }));
+    }
+    vectors
 }
 
 /// A source of state: a run on another mesh, a checkpoint.

@@ -5,7 +5,9 @@
 use crate::TrainError;
 use crate::gradients::Gradients;
 use crate::layout::NormShard;
+use crate::state::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
+use crate::update::{Part, States, Updates};
 use crate::zero::{Cuts, Vector};
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
@@ -14,9 +16,6 @@ use meshwork_tensor::{Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
-
-/// The optimizer's state vectors, per flat buffer: this rank's window of them.
-type States = Vec<Vec<Buffer>>;
 
 /// How ranks share out a flat buffer.
 #[derive(Clone, Debug)]
@@ -45,6 +44,7 @@ pub struct WeightStore {
     updates: u64,
     states: Arc<States>,
     rule: Rule,
+    updater: Updates,
     lr: LrSchedule,
     /// What is kept of each vector.
     cuts: Cuts,
@@ -89,19 +89,17 @@ impl WeightStore {
     pub fn new(
         params: Params,
         gradients: Gradients,
-        (rule, lr): (Rule, LrSchedule),
+        (rule, updater, lr): (Rule, Updates, LrSchedule),
         (cuts, shared): (Cuts, Vec<Shared>),
         (norm_shards, norm_slots): (Vec<NormShard>, usize),
         kept: usize,
         device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
-        let mut states = States::new();
         // Flat buffers behind the buckets hold frozen parameters, which have no state.
-        for Shared { slice, .. } in &shared[..gradients.buckets()] {
-            let count = cuts.window(Vector::States, *slice).len();
-            let zeros = rule.state_names().iter().map(|_| device.zeros(DType::F32, count));
-            states.push(zeros.collect::<Result<Vec<_>, Error>>()?);
-        }
+        let of_buckets = &shared[..gradients.buckets()];
+        let (flats, windows): (Vec<_>, Vec<_>) =
+            of_buckets.iter().map(|shared| (shared.members.clone(), cuts.window(Vector::States, shared.slice))).unzip();
+        let states = updater.states(&flats, &windows)?;
         let params = Arc::new(params);
         Ok(Self {
             gradients,
@@ -112,6 +110,7 @@ impl WeightStore {
             updates: 0,
             states: Arc::new(states),
             rule,
+            updater,
             lr,
             cuts,
             shared,
@@ -182,9 +181,15 @@ impl WeightStore {
         }
     }
 
-    /// The update rule's states of a parameter, as far as they are kept, in the order of [`Rule::state_names`]; empty for a frozen one.
+    /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         self.states_of(id).iter().map(|state| self.floats(id, state, Vector::States)).collect()
+    }
+
+    /// Its states of sets, each whole.
+    pub fn sets(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+        let sets = self.states.sets[id.index()].iter();
+        sets.map(|set| Ok(self.device.download(set)?.as_slice::<f32>().map_err(Error::from)?.to_vec())).collect()
     }
 
     fn floats(&self, id: ParamId, buffer: &Buffer, vector: Vector) -> Result<Vec<f32>, TrainError> {
@@ -192,25 +197,30 @@ impl WeightStore {
         Ok(host.as_slice::<f32>().map_err(Error::from)?.to_vec())
     }
 
-    /// The weights of a parameter, or one of its states by its place in [`Rule::state_names`], as far as they are kept, in host memory:
-    /// without a copy where the device computes there.
-    pub fn vector(&self, id: ParamId, state: Option<usize>) -> Result<Buffer, TrainError> {
+    /// A vector of the state of a parameter, as far as it is kept, in host memory: without a copy where the device computes there.
+    pub fn vector(&self, id: ParamId, place: Place) -> Result<Buffer, TrainError> {
         let params = self.params();
-        let (buffer, vector) = match state {
-            None => (&params.flats()[params.place(id).0], Vector::Weights),
-            Some(at) => (&self.states_of(id)[at], Vector::States),
+        let (buffer, vector) = match place {
+            Place::Weights => (&params.flats()[params.place(id).0], Vector::Weights),
+            Place::Elements(at) => (&self.states_of(id)[at], Vector::States),
+            Place::Sets(at) => return Ok(self.device.download(&self.states.sets[id.index()][at])?),
         };
         Ok(params.download(id, buffer, &self.window(id, vector))?)
     }
 
     /// The flat buffers that hold the states of a parameter; none for a frozen one.
     fn states_of(&self, id: ParamId) -> &[Buffer] {
-        self.states.get(self.params().place(id).0).map_or(&[], Vec::as_slice)
+        self.states.elements.get(self.params().place(id).0).map_or(&[], Vec::as_slice)
     }
 
     /// The update rule.
     pub fn rule(&self) -> &Rule {
         &self.rule
+    }
+
+    /// Whether the update rule reads whole parameters, of this rank or of others.
+    pub fn reads_whole(&self) -> bool {
+        self.updater.reads_whole()
     }
 
     /// The number of sums that make up the squared norm.
@@ -282,12 +292,11 @@ impl WeightStore {
         self.norms.remove(&step)
     }
 
-    /// Replaces this rank's part of the state of a run: `read` gives the elements of a parameter that are kept here, of the weights or of a
-    /// state.
+    /// Replaces this rank's part of the state of a run: `read` gives the elements of a vector of a parameter that are kept here.
     pub fn load(
         &mut self,
         updates: u64,
-        mut read: impl FnMut(ParamId, Option<&'static str>, Range<usize>) -> Result<Vec<f32>, TrainError>,
+        mut read: impl FnMut(ParamId, &StateVector, Range<usize>) -> Result<Vec<f32>, TrainError>,
     ) -> Result<(), TrainError> {
         let ids: Vec<ParamId> = self.params().declarations().ids().collect();
         let windows: Vec<_> = ids.iter().map(|&id| self.window(id, Vector::States)).collect();
@@ -306,10 +315,21 @@ impl WeightStore {
         };
         for (id, window) in ids.into_iter().zip(windows) {
             let (flat, part) = (params.place(id).0, params.part(id, &window));
-            params.write_part(id, &read(id, None, params.part(id, &params.window(flat)))?)?;
-            let Some(flat) = states.get_mut(flat) else { continue };
-            for (state, &name) in flat.iter_mut().zip(self.rule.state_names()) {
-                params.write_into(id, state, &window, &read(id, Some(name), part.clone())?)?;
+            for vector in vectors(params.declarations().clone().spec(id), &self.rule) {
+                match vector.place {
+                    Place::Weights => {
+                        let part = params.part(id, &params.window(flat));
+                        params.write_part(id, &read(id, &vector, part)?)?;
+                    }
+                    Place::Elements(at) => {
+                        let values = read(id, &vector, part.clone())?;
+                        params.write_into(id, &mut states.elements[flat][at], &window, &values)?;
+                    }
+                    Place::Sets(at) => {
+                        let values = Buffer::from_vec(read(id, &vector, 0..vector.dims.count())?);
+                        self.device.upload_into(&values, &mut states.sets[id.index()][at], 0)?;
+                    }
+                }
             }
         }
         self.updates = updates;
@@ -344,38 +364,63 @@ impl WeightStore {
             }
         }
         if Arc::get_mut(&mut self.states).is_none() {
-            let copy = |flat: &Vec<Buffer>| flat.iter().map(|state| copied(&*self.device, state)).collect();
-            self.states = Arc::new(self.states.iter().map(copy).collect::<Result<States, TrainError>>()?);
+            let copy = |all: &Vec<Vec<Buffer>>| {
+                let of = |states: &Vec<Buffer>| states.iter().map(|state| copied(&*self.device, state)).collect();
+                all.iter().map(of).collect::<Result<Vec<Vec<Buffer>>, TrainError>>()
+            };
+            let (elements, sets) = (copy(&self.states.elements)?, copy(&self.states.sets)?);
+            self.states = Arc::new(States { elements, sets });
         }
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
         let (Some(params), Some(states)) = (newest, Arc::get_mut(&mut self.states)) else {
             unreachable!("copied where they were shared")
         };
         self.updates += 1;
-        let declarations = params.declarations().clone();
-        let (optim, layout) = (self.device.optim()?, self.device.layout()?);
+        let (declarations, layout) = (params.declarations().clone(), self.device.layout()?);
+        let (shared, cuts, gradients, step) = (&self.shared, self.cuts, &self.gradients, self.updates);
+        let own = |flat: usize| cuts.window(Vector::States, shared[flat].slice);
+        // The gradients of the elements that this rank updates.
+        let own_grads = |flat: usize| -> Result<Option<Buffer>, TrainError> {
+            let (Some(grads), own) = (gradients.bucket(flat), own(flat)) else { return Ok(None) };
+            let start = own.start - cuts.window(Vector::Gradients, shared[flat].slice).start;
+            Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
+        };
+        let part = |params: &Params, id: ParamId| {
+            let (flat, range) = params.place(id);
+            let (group, own) = (declarations.spec(id).group, own(flat));
+            let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
+            let elements = params.part(id, &own);
+            Part {
+                id,
+                elements,
+                at: own_part(&own, range).start,
+                update: Update { step, lr, grad_scale, decay_factor },
+            }
+        };
+        let totals = self.updater.measure(
+            |id| {
+                let flat = params.place(id).0;
+                let (own, held) = (own(flat), params.window(flat));
+                let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
+                let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
+                Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
+            },
+            states,
+        )?;
         let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
-        for (flat, Shared { members, slice, sharers }) in self.shared.iter().enumerate() {
-            let Some(grads) = self.gradients.bucket(flat) else { continue };
-            let (own, held) = (self.cuts.window(Vector::States, *slice), params.window(flat));
+        for (flat, Shared { members, sharers, .. }) in shared.iter().enumerate() {
+            let Some(grads) = own_grads(flat)? else { continue };
+            let (own, held) = (own(flat), params.window(flat));
+            let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
             let held_here = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
             // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
             let (mut weights, whole) = match own == held {
                 true => (held_here, None),
                 false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
             };
-            let of_gradient = self.cuts.window(Vector::Gradients, *slice);
-            let grads = grads
-                .slice(own.start - of_gradient.start..grads.count().min(own.end - of_gradient.start))
-                .map_err(Error::from)?;
-            for &id in members {
-                let range = own_part(&own, params.place(id).1);
-                let group = declarations.spec(id).group;
-                let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
-                let update = Update { step: self.updates, lr, grad_scale, decay_factor };
-                if !range.is_empty() {
-                    optim.update(&self.rule, update, &mut weights, &grads, &mut states[flat], range)?;
-                }
+            for part in &parts {
+                let of_states = (&mut states.elements[flat][..], &states.sets[part.id.index()][..]);
+                self.updater.update(part, (&mut weights, &grads), of_states, &totals)?;
             }
             match (whole, sharers) {
                 (Some(whole), Some(group)) => {

@@ -70,6 +70,11 @@ impl Cuts {
         Self { stage: plan.zero.stage, canonical: plan.blocks().is_some() }
     }
 
+    /// What ranks share out.
+    pub fn stage(self) -> ZeroStage {
+        self.stage
+    }
+
     /// Whether gradients are reduced to slices.
     pub fn scatter(self) -> bool {
         self.stage >= ZeroStage::States && !self.canonical

@@ -2,6 +2,7 @@
 
 use crate::network::{Layer, Module};
 use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm, Linear};
+use meshwork_tensor::param::ParamGroup;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Var};
 
 /// How a convolution's result is normalised.
@@ -138,7 +139,9 @@ impl Dense {
         let init = Init::Normal { std: (gain / input.count() as f32).sqrt() };
         let whole = Placement::replicated;
         let dims = [&[features], &input[..]].concat();
-        let weight = params.declare(format!("{name}.weight"), &dims, whole(), Role::Weight, init)?;
+        // The last layer is a head.
+        let group = if rectified { ParamGroup::hidden(0, input.len()) } else { ParamGroup::of(Role::Weight) };
+        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
         let bias = params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?;
         Ok(Box::new(Self { weight, bias, dims: input.len(), rectified }))
     }
@@ -188,7 +191,7 @@ impl Layer for PooledClasses {
 
     fn declare(&self, params: &mut Declarations, name: &str, input: Shape) -> Result<Box<dyn Module>> {
         let std = (1.0 / input[2] as f32).sqrt();
-        Ok(Box::new(PooledModule(Linear::new(params, name, input[2], self.classes, true, std)?)))
+        Ok(Box::new(PooledModule(Linear::head(params, name, input[2], self.classes, true, std)?)))
     }
 }
 

@@ -7,6 +7,7 @@
 use crate::MoeError;
 use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::param::ParamGroup;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 use std::fmt::Debug;
 use std::rc::Rc;
@@ -90,7 +91,8 @@ impl GroupedMlp {
         shape.check(mesh)?;
         let ExpertShape { experts, hidden, ffn, .. } = shape;
         let mut declare = |part: &str, dims: &[usize], cut, role, init| {
-            params.declare(format!("{name}.{part}"), dims, shape.placement(cut), role, init)
+            let group = if role == Role::Weight { ParamGroup::hidden(1, 1) } else { ParamGroup::of(role) };
+            params.declare_in(format!("{name}.{part}"), dims, shape.placement(cut), role, init, group)
         };
         let [up, down] = [
             declare("up.weight", &[experts, ffn, hidden], Some(1), Role::Weight, up)?,
@@ -144,7 +146,8 @@ impl GroupedSwiGlu {
         shape.check(mesh)?;
         let ExpertShape { experts, hidden, ffn, .. } = shape;
         let mut declare = |part: &str, dims: &[usize], cut, init| {
-            params.declare(format!("{name}.{part}.weight"), dims, shape.placement(Some(cut)), Role::Weight, init)
+            let (placement, group) = (shape.placement(Some(cut)), ParamGroup::hidden(1, 1));
+            params.declare_in(format!("{name}.{part}.weight"), dims, placement, Role::Weight, init, group)
         };
         Ok(Self {
             shape,

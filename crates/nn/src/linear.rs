@@ -1,5 +1,6 @@
 //! `y = x · Wᵀ + b`, the bias optional.
 
+use meshwork_tensor::param::ParamGroup;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `y[.., out] = x[.., in] · W[out, in]ᵀ + b[out]`, the bias optional.
@@ -23,6 +24,18 @@ impl Linear {
         Self::structural(params, name, &[input], &[output], bias, std)
     }
 
+    /// The same, as the last layer of a model: its weight is no matrix of a [hidden](ParamGroup::hidden) layer.
+    pub fn head(
+        params: &mut Declarations,
+        name: &str,
+        input: usize,
+        output: usize,
+        bias: bool,
+        std: f32,
+    ) -> Result<Self> {
+        Self::declare(params, name, &[input], &[output], bias, std, ParamGroup::of(Role::Weight))
+    }
+
     /// The same over structural dims: `{name}.weight` `[output.., input..]`, `{name}.bias` `[output..]`.
     pub fn structural(
         params: &mut Declarations,
@@ -32,8 +45,21 @@ impl Linear {
         bias: bool,
         std: f32,
     ) -> Result<Self> {
+        Self::declare(params, name, input, output, bias, std, ParamGroup::hidden(0, input.len()))
+    }
+
+    fn declare(
+        params: &mut Declarations,
+        name: &str,
+        input: &[usize],
+        output: &[usize],
+        bias: bool,
+        std: f32,
+        group: ParamGroup,
+    ) -> Result<Self> {
         let (whole, dims) = (Placement::replicated, [output, input].concat());
-        let weight = params.declare(format!("{name}.weight"), &dims, whole(), Role::Weight, Init::Normal { std })?;
+        let init = Init::Normal { std };
+        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
         let bias = match bias {
             true => Some(params.declare(format!("{name}.bias"), output, whole(), Role::Bias, Init::Zeros)?),
             false => None,

@@ -77,7 +77,7 @@ impl Optimizer for AdamW {
 }
 
 /// `base` to the power `exponent` by squaring: the same bits on every platform, which `powf` does not promise.
-fn power(mut base: f64, mut exponent: u64) -> f64 {
+pub(crate) fn power(mut base: f64, mut exponent: u64) -> f64 {
     let mut product = 1.0;
     while exponent > 0 {
         if exponent & 1 == 1 {

@@ -1,16 +1,26 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod adafactor;
 mod adamw;
 mod clip;
+mod lamb;
+mod muon;
 mod optimizer;
 mod rule;
 mod schedule;
 mod sgd;
+mod shape;
+mod whole;
 
+pub use adafactor::Adafactor;
 pub use adamw::AdamW;
 pub use clip::clip_factor;
+pub use lamb::Lamb;
+pub use muon::Muon;
 pub use optimizer::{OptimError, Optimizer, Update};
-pub use rule::Rule;
+pub use rule::{OnHost, Rule};
 pub use schedule::{Decay, LrSchedule};
 pub use sgd::Sgd;
+pub use shape::{Kept, Over, ParamShape, Pass, State};
+pub use whole::{Run, Transform, WholeOptimizer};

@@ -111,6 +111,12 @@ pub enum OptimError {
         /// Number of weights given.
         weights: usize,
     },
+    /// A rule that needs whole parameters was given elements.
+    #[error("{rule} reads whole parameters: run its passes (WholeOptimizer), or use adamw or sgd on elements")]
+    NeedsWhole {
+        /// Name of the update rule.
+        rule: String,
+    },
     /// A user-written rule refused the call for a reason of its own.
     #[error("{rule}: {problem}")]
     Custom {

@@ -1,17 +1,21 @@
-//! An update rule as data: its kind, its hyper-parameters and the names of its states.
+//! An update rule as data: its kind, its hyper-parameters, what it keeps and what it measures.
 
 use std::sync::Arc;
 
-use crate::{AdamW, OptimError, Optimizer, Sgd, Update};
+use crate::{
+    Adafactor, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Sgd, State, Transform, Update,
+    WholeOptimizer,
+};
 
 /// An update rule as data, so that a device can match on it and run a kernel of its own.
 ///
 /// ```
-/// use meshwork_optim::{AdamW, Rule, Sgd};
+/// use meshwork_optim::{AdamW, ParamShape, Rule, Sgd};
 ///
-/// let rule = Rule::from(AdamW::default());
-/// assert_eq!((rule.name(), rule.state_names()), ("adamw", &["exp_avg", "exp_avg_sq"][..]));
-/// assert_eq!(Rule::from(Sgd::default()).state_names().len(), 0); // no momentum, no state
+/// let (rule, vector) = (Rule::from(AdamW::default()), ParamShape::vector(8));
+/// let names: Vec<_> = rule.states(&vector).iter().map(|state| state.name).collect();
+/// assert_eq!((rule.name(), &names[..]), ("adamw", &["exp_avg", "exp_avg_sq"][..]));
+/// assert_eq!(Rule::from(Sgd::default()).states(&vector).len(), 0); // no momentum, no state
 /// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -20,8 +24,32 @@ pub enum Rule {
     AdamW(AdamW),
     /// [`Sgd`], on every device.
     Sgd(Sgd),
+    /// [`Lamb`], on every device.
+    Lamb(Lamb),
+    /// [`Adafactor`], on every device.
+    Adafactor(Adafactor),
+    /// [`Muon`], on every device. It is for matrices of hidden layers: see [`with_muon`](Rule::with_muon).
+    Muon(Muon),
+    /// A rule for the matrices of hidden layers, and one for everything else: tables, heads, biases, norms.
+    Hidden {
+        /// That of matrices of [hidden](ParamShape::hidden) layers.
+        matrices: Box<Rule>,
+        /// That of the others.
+        others: Box<Rule>,
+    },
     /// A user-written rule. It runs where weights lie in host memory; other devices refuse it.
     Custom(Arc<dyn Optimizer>),
+    /// A user-written rule that needs whole parameters, likewise.
+    Whole(Arc<dyn WholeOptimizer>),
+}
+
+/// How a rule runs on host memory.
+#[derive(Debug, Clone, Copy)]
+pub enum OnHost<'a> {
+    /// Element by element.
+    Elements(&'a dyn Optimizer),
+    /// After passes over the whole parameter.
+    Whole(&'a dyn WholeOptimizer),
 }
 
 impl Rule {
@@ -30,22 +58,100 @@ impl Rule {
         Self::Custom(Arc::new(rule))
     }
 
-    /// The rule's name, such as `adamw`.
+    /// A user-written rule that needs whole parameters.
+    pub fn whole(rule: impl WholeOptimizer + 'static) -> Self {
+        Self::Whole(Arc::new(rule))
+    }
+
+    /// Muon for the matrices of hidden layers, AdamW for everything else.
+    #[must_use]
+    pub fn with_muon(muon: Muon, others: AdamW) -> Self {
+        Self::Hidden { matrices: Box::new(muon.into()), others: Box::new(others.into()) }
+    }
+
+    /// The rule of a parameter.
+    #[must_use]
+    pub fn of(&self, shape: &ParamShape) -> &Self {
+        match self {
+            Self::Hidden { matrices, others } => if shape.hidden { matrices } else { others }.of(shape),
+            rule => rule,
+        }
+    }
+
+    /// The rule's name, such as `adamw`. That of a rule for matrices of hidden layers stands for the whole.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.on_host().name()
+        match self.on_host() {
+            OnHost::Elements(rule) => rule.name(),
+            OnHost::Whole(rule) => rule.name(),
+        }
     }
 
-    /// Names of its state vectors, in order. Each vector is as long as the weights, and all zero before the first step.
+    /// What it keeps of a parameter, in order; all zero before the first step.
+    #[must_use]
+    pub fn states(&self, shape: &ParamShape) -> Vec<State> {
+        match self.of(shape).on_host() {
+            OnHost::Elements(rule) => rule.state_names().iter().map(|name| State::of_elements(name)).collect(),
+            OnHost::Whole(rule) => rule.states(shape),
+        }
+    }
+
+    /// The names of the state vectors of a rule that updates element by element.
     #[must_use]
     pub fn state_names(&self) -> &[&'static str] {
-        self.on_host().state_names()
+        match self.on_host() {
+            OnHost::Elements(rule) => rule.state_names(),
+            OnHost::Whole(_) => &[],
+        }
     }
 
-    /// Runs the rule on host slices: [`Optimizer::update`].
+    /// The bytes that it keeps of a parameter.
+    ///
+    /// ```
+    /// use meshwork_optim::{Adafactor, AdamW, ParamShape, Rule};
+    ///
+    /// let matrix = ParamShape { matrices: 1, rows: 1024, columns: 4096, hidden: true };
+    /// assert_eq!(Rule::from(AdamW::default()).state_bytes(&matrix), 8 * 1024 * 4096);
+    /// assert_eq!(Rule::from(Adafactor::default()).state_bytes(&matrix), 4 * (1024 + 4096));
+    /// ```
+    #[must_use]
+    pub fn state_bytes(&self, shape: &ParamShape) -> usize {
+        let bytes = |state: State| match state.kept {
+            Kept::Elements => 4 * shape.elements(),
+            Kept::Codes => shape.elements(),
+            Kept::Sets(over) => 4 * over.count(shape),
+        };
+        self.states(shape).into_iter().map(bytes).sum()
+    }
+
+    /// What it has measured of a whole parameter before it updates; nothing, if elements do not depend on each other.
+    #[must_use]
+    pub fn passes(&self, shape: &ParamShape) -> Vec<Pass> {
+        match self.of(shape).on_host() {
+            OnHost::Elements(_) => Vec::new(),
+            OnHost::Whole(rule) => rule.passes(shape),
+        }
+    }
+
+    /// What it needs of the whole matrices of a parameter before it updates, if it does.
+    #[must_use]
+    pub fn gathers(&self, shape: &ParamShape) -> Option<Transform> {
+        match self.of(shape).on_host() {
+            OnHost::Elements(_) => None,
+            OnHost::Whole(rule) => rule.gathers(shape),
+        }
+    }
+
+    /// Whether an element's update depends on that element alone.
+    #[must_use]
+    pub fn is_elementwise(&self, shape: &ParamShape) -> bool {
+        matches!(self.of(shape).on_host(), OnHost::Elements(_))
+    }
+
+    /// Runs a rule on host slices of elements that do not depend on each other: [`Optimizer::update`].
     ///
     /// # Errors
-    /// When the step is 0, when the slices do not fit together, or when a user-written rule refuses.
+    /// When the step is 0, when the slices do not fit together, when a user-written rule refuses, or when the rule needs whole parameters.
     pub fn update(
         &self,
         update: Update,
@@ -53,26 +159,46 @@ impl Rule {
         grads: &[f32],
         states: &mut [&mut [f32]],
     ) -> Result<(), OptimError> {
-        self.on_host().update(update, weights, grads, states)
+        match self.on_host() {
+            OnHost::Elements(rule) => rule.update(update, weights, grads, states),
+            OnHost::Whole(rule) => Err(OptimError::NeedsWhole { rule: rule.name().to_owned() }),
+        }
     }
 
-    fn on_host(&self) -> &dyn Optimizer {
+    /// How it runs on host memory; of two rules, that of hidden matrices.
+    #[must_use]
+    pub fn on_host(&self) -> OnHost<'_> {
         match self {
-            Self::AdamW(rule) => rule,
-            Self::Sgd(rule) => rule,
-            Self::Custom(rule) => &**rule,
+            Self::AdamW(rule) => OnHost::Elements(rule),
+            Self::Sgd(rule) => OnHost::Elements(rule),
+            Self::Custom(rule) => OnHost::Elements(&**rule),
+            Self::Lamb(rule) => OnHost::Whole(rule),
+            Self::Adafactor(rule) => OnHost::Whole(rule),
+            Self::Muon(rule) => OnHost::Whole(rule),
+            Self::Whole(rule) => OnHost::Whole(&**rule),
+            Self::Hidden { matrices, .. } => matrices.on_host(),
+        }
+    }
+
+    /// Whether a user wrote it, or one of its two rules.
+    #[must_use]
+    pub fn is_users(&self) -> bool {
+        match self {
+            Self::Custom(_) | Self::Whole(_) => true,
+            Self::Hidden { matrices, others } => matrices.is_users() || others.is_users(),
+            _ => false,
         }
     }
 }
 
-impl From<AdamW> for Rule {
-    fn from(rule: AdamW) -> Self {
-        Self::AdamW(rule)
-    }
+macro_rules! from {
+    ($($rule:ident),*) => {$(
+        impl From<$rule> for Rule {
+            fn from(rule: $rule) -> Self {
+                Self::$rule(rule)
+            }
+        }
+    )*};
 }
 
-impl From<Sgd> for Rule {
-    fn from(rule: Sgd) -> Self {
-        Self::Sgd(rule)
-    }
-}
+from!(AdamW, Sgd, Lamb, Adafactor, Muon);

@@ -2,6 +2,7 @@
 
 use crate::Region;
 use meshwork_core::{Axis, Mesh};
+use meshwork_tensor::param::ParamGroup;
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
@@ -29,7 +30,9 @@ impl ColumnLinear {
         require_even_blocks(params, mesh, name, out, cut)?;
         let placement = || Placement::replicated().shard(Axis::Tp, cut);
         let dims = [out, &[input]].concat();
-        let weight = params.declare(format!("{name}.weight"), &dims, placement(), Role::Weight, init)?;
+        // Dims before the cut are parts side by side: queries, keys and values.
+        let group = ParamGroup::hidden(cut, 1);
+        let weight = params.declare_in(format!("{name}.weight"), &dims, placement(), Role::Weight, init, group)?;
         let bias = match bias {
             true => Some(params.declare(format!("{name}.bias"), out, placement(), Role::Bias, Init::Zeros)?),
             false => None,
@@ -97,7 +100,8 @@ impl RowLinear {
         require_even_blocks(params, mesh, name, input, cut)?;
         let dims = [&[output], input].concat();
         let placement = Placement::replicated().shard(Axis::Tp, cut + 1);
-        let weight = params.declare(format!("{name}.weight"), &dims, placement, Role::Weight, init)?;
+        let group = ParamGroup::hidden(0, input.len());
+        let weight = params.declare_in(format!("{name}.weight"), &dims, placement, Role::Weight, init, group)?;
         let whole = Placement::replicated();
         let bias = match bias {
             true => Some(params.declare(format!("{name}.bias"), &[output], whole, Role::Bias, Init::Zeros)?),

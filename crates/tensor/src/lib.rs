@@ -16,6 +16,7 @@ mod error;
 pub mod kernel;
 pub mod meta;
 pub mod op;
+pub mod orthogonal;
 pub mod param;
 pub mod profiled;
 pub mod random;

@@ -697,6 +697,50 @@ impl Optim for Profiled {
         let what = What { class: Class::Optimizer, name: "update", detail, dtype, bytes };
         self.record(what, |device| device.optim()?.update(rule, update, weights, grads, states, range))
     }
+
+    fn measure(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
+    ) -> Result<()> {
+        // Weights and gradients are read, states read and written.
+        let what = whole(part, "measure", weights, &vectors);
+        self.record(what, |device| device.optim()?.measure(part, pass, weights, vectors, into))
+    }
+
+    fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
+        self.span(Class::Optimizer, "exact_sums", &[digits], |device| device.optim()?.exact_sums(digits))
+    }
+
+    fn settle(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
+    ) -> Result<()> {
+        let bytes = sets.iter().map(|set| 2 * set.bytes() as u64).sum();
+        let (detail, dtype) = (Detail::None, dtype(&[totals]));
+        let what = What { class: Class::Optimizer, name: "settle", detail, dtype, bytes };
+        self.record(what, |device| device.optim()?.settle(part, pass, totals, at, sets))
+    }
+
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+        let what = whole(part, "update", weights, &vectors);
+        self.record(what, |device| device.optim()?.update_whole(part, weights, vectors))
+    }
+}
+
+/// A pass over elements of a parameter with their gradients and states.
+fn whole(part: &WholePart<'_>, name: &'static str, weights: &Buffer, vectors: &WholeVectors<'_>) -> What {
+    let states: usize = vectors.states.iter().map(|state| 2 * state.dtype().size()).sum();
+    let per_element = 2 * weights.dtype().size() + vectors.grads.dtype().size() + states;
+    let (detail, dtype) = (Detail::None, dtype(&[weights]));
+    What { class: Class::Optimizer, name, detail, dtype, bytes: (part.part.len() * per_element) as u64 }
 }
 
 impl Grouped for Profiled {

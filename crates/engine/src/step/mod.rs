@@ -30,6 +30,7 @@ use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::trace::require_random_names;
 use crate::transport::PipeTransport;
+use crate::update::{self, Updates};
 use crate::verify::{Claims, Verify};
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
@@ -196,7 +197,9 @@ impl Trainer {
         let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
             replica(spec, &tied, &rank, |_| false).0 == 0
         });
-        let update = (plan.optimizer.clone(), plan.lr);
+        let updates = (&*rank, update::join(&rank, &plan.optimizer, cuts, &parameters)?);
+        let updater = Updates::new(&plan.optimizer, &params, &layout, cuts, updates, &parameters, device.clone());
+        let update = (plan.optimizer.clone(), updater, plan.lr);
         let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
         let count = model_plan.stages().len();
         let chunk = |(number, stage)| Chunk::new(number, count, stage, gathers.clone());
@@ -305,9 +308,14 @@ impl Trainer {
         self.weights.borrow().gradient(id)
     }
 
-    /// The optimizer's state vectors of a parameter, as far as this rank keeps them.
+    /// The optimizer's states of the elements of a parameter, as far as this rank keeps them.
     pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         self.weights.borrow().states(id)
+    }
+
+    /// Its states of rows, columns and other sets of the elements of a parameter, which every rank that holds some of it keeps whole.
+    pub fn set_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+        self.weights.borrow().sets(id)
     }
 
     /// The largest number of activations alive at once on this rank, in units of one micro-batch through one stage, and

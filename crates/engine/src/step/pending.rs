@@ -6,9 +6,9 @@
 use super::{StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
-use crate::{TIED, TrainError, ZERO, ZERO_REPLICAS, Zero};
+use crate::{OPTIMIZER, TIED, TrainError, ZERO, ZERO_REPLICAS};
 use meshwork_core::hash::combine;
-use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Mesh, Pending, Record, ReduceOp, tree};
+use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
 use meshwork_tensor::Error;
 
@@ -128,6 +128,16 @@ impl Trainer {
         Ok(Measured { loss: loss / terms as f64, grad_norm: norm_squared.sqrt(), metrics })
     }
 
+    /// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups of its own, those
+    /// that bring together what the update rule measures.
+    fn names(&self) -> Vec<&'static str> {
+        let experts = self.rank.mesh().degree(Axis::Ep) > 1;
+        let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
+        let zero = self.zero.group.is_some().then_some([ZERO, ZERO_REPLICAS]).into_iter().flatten();
+        let optimizer = self.weights.borrow().reads_whole().then_some(OPTIMIZER);
+        axes.chain(experts.then_some(EXPERT_DATA)).chain(zero).chain(optimizer).chain([TIED, WORLD]).collect()
+    }
+
     /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some rank should
     /// stop, and the statistics that are reported.
     ///
@@ -142,7 +152,7 @@ impl Trainer {
         let world = self.rank.world();
         let on_group = |name| records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
-        let mut values: Vec<f64> = names(self.rank.mesh(), self.zero).into_iter().map(bytes).collect();
+        let mut values: Vec<f64> = self.names().into_iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         let peaks = values.len();
         values.resize(peaks + world.size() * (1 + HASHES), 0.0);
@@ -198,7 +208,7 @@ impl Trainer {
         let all = stats.0.wait()?;
         let values = all.as_slice::<f64>().map_err(Error::from)?;
         let world = self.rank.world().size() as f64;
-        let names = names(self.rank.mesh(), self.zero);
+        let names = self.names();
         let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
         let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
         let (peaks, rest) = rest.split_at(self.rank.world().size());
@@ -229,12 +239,4 @@ const HASHES: usize = 4;
 
 fn halves(hash: u64) -> [f64; 2] {
     [(hash >> 32) as f64, f64::from(hash as u32)]
-}
-
-/// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups of its own.
-fn names(mesh: &Mesh, zero: Zero) -> Vec<&'static str> {
-    let experts = mesh.degree(Axis::Ep) > 1;
-    let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
-    let groups = zero.group.is_some().then_some([ZERO, ZERO_REPLICAS]);
-    axes.chain(experts.then_some(EXPERT_DATA)).chain(groups.into_iter().flatten()).chain([TIED, WORLD]).collect()
 }

@@ -1,8 +1,8 @@
 //! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
-use crate::state::{StateKey, StatePiece, StateSource, StateView, TrainState, vectors};
-use crate::{TrainError, Vector};
+use crate::TrainError;
+use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, vectors, whole};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec};
 
@@ -90,15 +90,19 @@ impl Trainer {
         let declarations = weights.params().declarations().clone();
         for id in declarations.ids() {
             let spec = declarations.spec(id);
-            let slice = spec.local(self.rank.mesh(), self.rank.coords());
-            for (key, state) in vectors(spec, weights.rule()) {
+            let local = spec.local(self.rank.mesh(), self.rank.coords());
+            for StateVector { key, dims, place } in vectors(spec, weights.rule()) {
                 if wanted(&key) {
-                    let vector = weights.vector(id, state)?;
-                    let values = vector.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                    let part = weights.part(id, state.map_or(Vector::Weights, |_| Vector::States));
-                    for (slice, place) in slice.boxes(part.clone()) {
-                        let values = &values[place.start - part.start..place.end - part.start];
-                        visit(StateView { key: key.clone(), dims: spec.dims, slice, values })?;
+                    let buffer = weights.vector(id, place)?;
+                    let all = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                    let Some(vector) = place.vector() else {
+                        visit(StateView { key, dims, slice: whole(dims), values: all })?;
+                        continue;
+                    };
+                    let part = weights.part(id, vector);
+                    for (slice, place) in local.boxes(part.clone()) {
+                        let values = &all[place.start - part.start..place.end - part.start];
+                        visit(StateView { key: key.clone(), dims, slice, values })?;
                     }
                 }
             }
@@ -117,12 +121,13 @@ impl Trainer {
         let weights = self.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
-        weights.load(source.updates(), |id, state, part| {
-            let spec = declarations.spec(id);
-            let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-            let boxes = spec.local(mesh, coords).boxes(part);
+        weights.load(source.updates(), |id, StateVector { key, dims, place }, part| {
+            if place.vector().is_none() {
+                return source.read(key, *dims, &whole(*dims));
+            }
+            let boxes = declarations.spec(id).local(mesh, coords).boxes(part);
             let values: Vec<Vec<f32>> =
-                boxes.iter().map(|(slice, _)| source.read(&key, spec.dims, slice)).collect::<Result<_, _>>()?;
+                boxes.iter().map(|(slice, _)| source.read(key, *dims, slice)).collect::<Result<_, _>>()?;
             Ok(values.concat())
         })?;
         self.steps_begun = source.step();

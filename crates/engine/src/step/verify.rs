@@ -81,7 +81,8 @@ impl Trainer {
                 let same = mesh.value_axes().filter(uncut).filter(|&axis| !(cut && cuts_batch(axis)));
                 same.map(Over::Axis).chain(tied.iter().cloned()).collect()
             };
-            if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() {
+            let sets = self.set_states(id)?.concat();
+            if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
                 continue;
             }
             let states = of_floats(self.optimizer_states(id)?.concat())?;
@@ -89,6 +90,11 @@ impl Trainer {
                 (over(Vector::Weights), weights, "weights", of_floats(params.read(id)?)?),
                 (over(Vector::States), weights, "optimizer states", states),
             ];
+            if !sets.is_empty() {
+                // Whole on every rank, whatever cuts the parameter.
+                let all = mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
+                parts.push((all.chain(tied.iter().cloned()).collect(), weights, "optimizer states", of_floats(sets)?));
+            }
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.driver {
                 parts.push((over(Vector::Gradients), gradients, "gradient", of_floats(self.gradient(id)?)?));

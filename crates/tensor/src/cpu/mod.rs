@@ -16,6 +16,7 @@ mod permutation;
 mod pointwise;
 mod reduction;
 mod routing;
+mod whole;
 mod windows;
 
 use crate::device::{Device, Meter};

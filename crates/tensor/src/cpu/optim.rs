@@ -1,9 +1,11 @@
-use super::{Cpu, PIECE};
+use super::{Cpu, PIECE, whole};
+use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::Optim;
-use meshwork_core::Buffer;
+use crate::kernel::{Measured, Optim, WholePart, WholeVectors};
+use meshwork_core::exact::{self, LIMBS};
 use meshwork_core::pool::share;
 use meshwork_core::simd::wide;
+use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use std::iter;
 use std::ops::Range;
@@ -75,10 +77,43 @@ impl Optim for Cpu {
         });
         Ok(outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?)
     }
+
+    fn measure(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
+    ) -> Result<()> {
+        whole::measure(part, pass, weights, vectors, into)
+    }
+
+    fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
+        let mut sums = self.alloc(DType::F64, digits.count() / LIMBS)?;
+        let digits = digits.as_slice::<f64>()?.chunks_exact(LIMBS);
+        sums.as_mut_slice::<f64>()?.iter_mut().zip(digits).for_each(|(sum, digits)| *sum = exact::value(digits));
+        Ok(sums)
+    }
+
+    fn settle(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
+    ) -> Result<()> {
+        whole::settle(part, pass, totals, at, sets)
+    }
+
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+        whole::update(part, weights, vectors)
+    }
 }
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
-fn sum_of_squares(x: &[f32]) -> f64 {
+pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
     wide(
         #[inline(always)]
         || {

@@ -1,8 +1,10 @@
 //! Operations of an optimizer step on flat vectors. The rules themselves are in `meshwork-optim`.
 
 use crate::error::Result;
+use crate::param::LocalSlice;
+use crate::shape::Shape;
 use meshwork_core::Buffer;
-use meshwork_optim::{Rule, Update};
+use meshwork_optim::{ParamShape, Rule, Update};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -38,4 +40,76 @@ pub trait Optim: Debug {
         states: &mut [Buffer],
         range: Range<usize>,
     ) -> Result<()>;
+
+    /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the measures to `into`; without
+    /// it only states of elements are updated. Refuses rules as [`update`](Self::update) does.
+    fn measure(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
+    ) -> Result<()>;
+
+    /// The sums whose digits `digits` has, [`LIMBS`](meshwork_core::exact::LIMBS) for each.
+    fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>;
+
+    /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements of `totals` from `at` on.
+    fn settle(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
+    ) -> Result<()>;
+
+    /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>;
+}
+
+/// Elements of a parameter that lie one after the other in flat vectors, and the rule that reads the whole parameter.
+#[derive(Clone, Debug)]
+pub struct WholePart<'a> {
+    /// The rule.
+    pub rule: &'a Rule,
+    /// The step.
+    pub update: Update,
+    /// The whole parameter, as the rule sees it.
+    pub shape: ParamShape,
+    /// Its extents.
+    pub dims: Shape,
+    /// What this rank holds of it.
+    pub slice: &'a LocalSlice,
+    /// The elements of that, as they are stored.
+    pub part: Range<usize>,
+    /// Where they begin in weights, gradients and states.
+    pub at: usize,
+}
+
+/// The vectors that go with elements of a parameter.
+#[derive(Debug)]
+pub struct WholeVectors<'a> {
+    /// Gradients.
+    pub grads: &'a Buffer,
+    /// The states of elements, in f32 or in bytes.
+    pub states: &'a mut [Buffer],
+    /// The states of sets.
+    pub sets: &'a [Buffer],
+    /// The totals of the passes so far.
+    pub totals: &'a [Buffer],
+    /// The transformed matrices, whole, once they are gathered.
+    pub gathered: Option<&'a Buffer>,
+}
+
+/// Where measures are added.
+#[derive(Debug)]
+pub enum Measured<'a> {
+    /// To f64 numbers from this element on, one for each set, or the larger of both is taken.
+    Sums(&'a mut Buffer, usize),
+    /// To the digits of exact sums, from this element on.
+    Digits(&'a mut Buffer, usize),
+    /// As the elements of whole matrices.
+    Values(&'a mut Buffer),
 }

@@ -1,7 +1,9 @@
 use super::Meta;
+use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::Optim;
-use meshwork_core::Buffer;
+use crate::kernel::{Measured, Optim, WholePart, WholeVectors};
+use meshwork_core::exact::LIMBS;
+use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 
@@ -31,6 +33,36 @@ impl Optim for Meta {
         _states: &mut [Buffer],
         _range: Range<usize>,
     ) -> Result<()> {
+        Ok(())
+    }
+
+    fn measure(
+        &self,
+        _part: &WholePart<'_>,
+        _pass: usize,
+        _weights: &Buffer,
+        _vectors: WholeVectors<'_>,
+        _into: Option<Measured<'_>>,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
+        self.alloc(DType::F64, digits.count() / LIMBS)
+    }
+
+    fn settle(
+        &self,
+        _part: &WholePart<'_>,
+        _pass: usize,
+        _totals: &mut Buffer,
+        _at: usize,
+        _sets: &mut [Buffer],
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    fn update_whole(&self, _part: &WholePart<'_>, _weights: &mut Buffer, _vectors: WholeVectors<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ mod statistic;
 mod values;
 
 pub use gradients::{Gradients, reduction_axes};
-pub use group::ParamGroup;
+pub use group::{Matrices, ParamGroup};
 pub use id::ParamId;
 pub use piece::{Conflict, Piece, assemble};
 pub use placement::Placement;
@@ -309,6 +309,15 @@ impl ParamSpec {
                 format!("{axis} cuts dim {first} and dim {second}: a rank would hold the blocks of a diagonal alone");
             return refuse(problem, format!("cut one dim over {axis}, and the other over another axis"));
         }
+        if let Some(Matrices { stacked, columns }) = self.group.matrices
+            && (columns == 0 || stacked + columns >= dims)
+        {
+            let problem = format!("{stacked} dims number its matrices and {columns} are columns, of {dims} dims");
+            return refuse(
+                problem,
+                "leave a dim or more for the rows, and have one or more for the columns".to_owned(),
+            );
+        }
         Ok(())
     }
 
@@ -364,6 +373,20 @@ mod tests {
             "parameter wte.weight: two layers declare this name: they would share it on one stage, and hold one each when cut apart; \
              give each layer a name of its own, or tie them with Declarations::tie in the second"
         );
+    }
+
+    #[test]
+    fn matrices_have_rows_and_columns() {
+        let refused = |stacked, columns| {
+            let (whole, group) = (Placement::replicated(), ParamGroup::hidden(stacked, columns));
+            Declarations::new().declare_in("w", &[2, 4, 4], whole, Role::Weight, INIT, group).unwrap_err().to_string()
+        };
+        assert_eq!(
+            refused(1, 2),
+            "parameter w: 1 dims number its matrices and 2 are columns, of 3 dims; leave a dim or more for the rows, and have one or \
+             more for the columns"
+        );
+        assert!(refused(1, 0).contains("0 are columns"));
     }
 
     #[test]

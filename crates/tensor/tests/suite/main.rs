@@ -15,6 +15,7 @@ mod ids;
 mod images;
 mod opaque;
 mod operands;
+mod optimizers;
 mod own_ops;
 mod padded;
 mod recipes;

@@ -148,7 +148,7 @@ fn update_rules_run_as_data_and_a_users_own_is_refused_by_name() {
     assert_eq!(run(&Cpu::device(), &mine).unwrap(), [[1.0, 7.0, 7.0, 4.0]]);
     assert_eq!(
         run(&device(), &mine).unwrap_err().to_string(),
-        "device opaque has no kernel for the update rule mine, and the host cannot read its memory: use adamw or sgd, or a \
+        "device opaque has no kernel for the update rule mine, and the host cannot read its memory: use a rule of meshwork-optim, or a \
          device in host memory"
     );
 }

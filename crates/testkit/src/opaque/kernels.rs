@@ -410,17 +410,94 @@ impl Optim for Opaque {
         states: &mut [Buffer],
         range: Range<usize>,
     ) -> Result<()> {
-        // Like a device that has kernels for these two rules and cannot run the host's code.
-        let (Rule::AdamW(_) | Rule::Sgd(_)) = rule else {
-            let (device, rule) = (self.name().to_owned(), rule.name().to_owned());
-            return Err(Error::UpdateRule { device, rule, valid: "adamw or sgd" });
-        };
+        self.require_kernel(rule)?;
         let optim = self.inner.optim()?;
         let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
         let updated =
             with_host(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
         states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
         updated
+    }
+
+    fn measure(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
+    ) -> Result<()> {
+        self.require_kernel(part.rule)?;
+        self.with_vectors(vectors, |optim, vectors| match into {
+            None => optim.measure(part, pass, &host(weights), vectors, None),
+            Some(Measured::Sums(into, at)) => with_host(into, |into| {
+                optim.measure(part, pass, &host(weights), vectors, Some(Measured::Sums(into, at)))
+            }),
+            Some(Measured::Digits(into, at)) => with_host(into, |into| {
+                optim.measure(part, pass, &host(weights), vectors, Some(Measured::Digits(into, at)))
+            }),
+            Some(Measured::Values(into)) => {
+                with_host(into, |into| optim.measure(part, pass, &host(weights), vectors, Some(Measured::Values(into))))
+            }
+        })
+    }
+
+    fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.optim()?.exact_sums(&host(digits)))
+    }
+
+    fn settle(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
+    ) -> Result<()> {
+        let mut behind: Vec<Buffer> = sets.iter_mut().map(take).collect();
+        let settled = with_host(totals, |totals| self.inner.optim()?.settle(part, pass, totals, at, &mut behind));
+        sets.iter_mut().zip(behind).for_each(|(set, behind)| give_back(set, behind));
+        settled
+    }
+
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+        self.require_kernel(part.rule)?;
+        with_host(weights, |weights| {
+            self.with_vectors(vectors, |optim, vectors| optim.update_whole(part, weights, vectors))
+        })
+    }
+}
+
+impl Opaque {
+    /// Like a device that has kernels for our rules and cannot run the host's code.
+    fn require_kernel(&self, rule: &Rule) -> Result<()> {
+        if rule.is_users() {
+            let (device, rule) = (self.name().to_owned(), rule.name().to_owned());
+            return Err(Error::UpdateRule { device, rule, valid: "a rule of meshwork-optim" });
+        }
+        Ok(())
+    }
+
+    /// Runs `work` on the host memory behind vectors.
+    fn with_vectors<T>(
+        &self,
+        vectors: WholeVectors<'_>,
+        work: impl FnOnce(&dyn Optim, WholeVectors<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let WholeVectors { grads, states, sets, totals, gathered } = vectors;
+        let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
+        let (sets, totals): (Vec<_>, Vec<_>) = (sets.iter().map(host).collect(), totals.iter().map(host).collect());
+        let (grads, gathered) = (host(grads), gathered.map(host));
+        let vectors = WholeVectors {
+            grads: &grads,
+            states: &mut behind,
+            sets: &sets,
+            totals: &totals,
+            gathered: gathered.as_ref(),
+        };
+        let result = work(self.inner.optim()?, vectors);
+        states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
+        result
     }
 }
 

@@ -16,8 +16,20 @@ const LLAMA: [&str; 6] = [
     "model.rope_scaling_original_seq_len",
 ];
 const GPT2: [&str; 1] = ["model.dropout"];
-const ADAMW: [&str; 3] = ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"];
-const SGD: [&str; 1] = ["optimizer.momentum"];
+/// Keys of the update rule that not all rules read, with those that do.
+const BY_RULE: [(&str, &[OptimizerName]); 8] = {
+    use OptimizerName::{Adafactor, Adamw, Lamb, Muon, Sgd};
+    [
+        ("optimizer.beta1", &[Adamw, Lamb, Muon]),
+        ("optimizer.beta2", &[Adamw, Lamb, Muon]),
+        ("optimizer.eps", &[Adamw, Lamb, Muon]),
+        ("optimizer.momentum", &[Sgd]),
+        ("optimizer.muon_momentum", &[Muon]),
+        ("optimizer.relative_step", &[Adafactor]),
+        ("optimizer.decay_rate", &[Adafactor]),
+        ("optimizer.clip_threshold", &[Adafactor]),
+    ]
+};
 const MOE: [&str; 17] = [
     "moe.top_k",
     "moe.router",
@@ -44,7 +56,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
     let (kind, rule) = (config.model.kind, config.optimizer.name);
     let unread = |key: &str, word: &str| format!("{key} = {word:?} does not read it");
     let by_kind: &[&str] = if kind == ModelKind::Gpt2 { &LLAMA } else { &GPT2 };
-    let by_rule: &[&str] = if rule == OptimizerName::Adamw { &SGD } else { &ADAMW };
+    let by_rule: Vec<&str> = BY_RULE.iter().filter(|(_, rules)| !rules.contains(&rule)).map(|(key, _)| *key).collect();
     let unscaled = kind == ModelKind::Llama && config.model.rope_scaling_factor == 1.0;
     // (the key that decides, whether it makes others meaningless, which ones, why)
     let rules = [
@@ -71,7 +83,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ),
         ("checkpoint.resume", !config.checkpoint.resume, &["checkpoint.permit"], "checkpoint.resume is off".to_owned()),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
-        ("optimizer.name", true, by_rule, unread("optimizer.name", rule.name())),
+        ("optimizer.name", true, &by_rule, unread("optimizer.name", rule.name())),
     ];
     for (by, applies, keys, why) in rules {
         for key in keys.iter().filter(|_| applies && settings.sound(&[by])) {

@@ -10,7 +10,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::Boundary;
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
-use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
+use meshwork_optim::{Adafactor, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use std::sync::Arc;
@@ -196,10 +196,16 @@ impl Optimizer {
     /// The update rule that the section describes.
     #[must_use]
     pub fn rule(&self) -> Rule {
-        let &Self { beta1, beta2, eps, weight_decay, momentum, .. } = self;
+        let &Self { beta1, beta2, eps, weight_decay, momentum, relative_step, decay_rate, clip_threshold, .. } = self;
+        let adamw = AdamW { beta1, beta2, eps, weight_decay };
         match self.name {
-            OptimizerName::Adamw => AdamW { beta1, beta2, eps, weight_decay }.into(),
+            OptimizerName::Adamw => adamw.into(),
             OptimizerName::Sgd => Sgd { momentum, weight_decay }.into(),
+            OptimizerName::Lamb => Lamb { beta1, beta2, eps, weight_decay }.into(),
+            OptimizerName::Adafactor => {
+                Adafactor { relative_step, decay_rate, clip_threshold, weight_decay, ..Adafactor::default() }.into()
+            }
+            OptimizerName::Muon => Rule::with_muon(Muon { momentum: self.muon_momentum, weight_decay }, adamw),
         }
     }
 }

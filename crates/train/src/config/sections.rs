@@ -209,20 +209,28 @@ sections! {
 
     /// The update rule.
     [optimizer] Optimizer {
-        /// Update rule.
+        /// Update rule. muon is for the matrices of hidden layers and leaves everything else to adamw.
         name: OptimizerName = is("adamw"), one_of(OptimizerName::WORDS);
         /// Full learning rate.
         lr: f64 = float(3e-4), Number(NotNegative);
-        /// Decay of AdamW's mean gradient.
+        /// Decay of the mean gradient of adamw and lamb.
         beta1: f64 = float(0.9), Number(BelowOne);
-        /// Decay of AdamW's mean squared gradient.
+        /// Decay of the mean squared gradient of adamw and lamb.
         beta2: f64 = float(0.95), Number(BelowOne);
-        /// Added to AdamW's denominator.
+        /// Added to the denominator of adamw and lamb.
         eps: f64 = float(1e-8), Number(Positive);
-        /// Weight decay, on weights only; decoupled in adamw, L2 in sgd.
+        /// Weight decay, on weights only; L2 in sgd, part of the scaled step in lamb, decoupled in the others.
         weight_decay: f64 = float(0.1), Number(NotNegative);
         /// Momentum of sgd.
         momentum: f64 = float(0.0), Number(BelowOne);
+        /// Momentum of muon.
+        muon_momentum: f64 = float(0.95), Number(BelowOne);
+        /// Whether steps of adafactor are relative to the size of a parameter and fall as 1/√t, with optimizer.lr as the ceiling.
+        relative_step: bool = ON, Switch;
+        /// Decay of adafactor's mean squared gradient: 1 - t^-decay_rate.
+        decay_rate: f64 = float(0.8), Number(Positive);
+        /// Root mean square above which adafactor scales a step down.
+        clip_threshold: f64 = float(1.0), Number(Positive);
     }
 
     /// The learning rate over the steps.

@@ -63,6 +63,12 @@ words! {
         Adamw = "adamw",
         /// [`Sgd`](meshwork_optim::Sgd).
         Sgd = "sgd",
+        /// [`Lamb`](meshwork_optim::Lamb).
+        Lamb = "lamb",
+        /// [`Adafactor`](meshwork_optim::Adafactor).
+        Adafactor = "adafactor",
+        /// [`Muon`](meshwork_optim::Muon) for hidden matrices, AdamW for everything else.
+        Muon = "muon",
     }
 
     /// `lr_scheduler.decay`.

@@ -1,0 +1,108 @@
+//! Sums of squares that do not depend on their order: fixed-point numbers wide enough for the square of every f32.
+//!
+//! The square of an f32 is an integer of 48 bits times a power of two between 2^-298 and 2^208. A sum of squares is kept as an integer
+//! multiple of 2^-298, in [`LIMBS`] digits of 32 bits; adding integers rounds nothing. So ranks may cut a sum in any way, add up the
+//! digits of their parts in any order, and get the same bits from [`value`].
+//!
+//! ```
+//! use meshwork_core::exact::{LIMBS, add_square, carry, value};
+//!
+//! let sum = |x: &[f32]| {
+//!     let mut digits = [0; LIMBS];
+//!     x.iter().for_each(|&x| add_square(&mut digits, x));
+//!     carry(&mut digits)
+//! };
+//! let (whole, left, right) = (sum(&[1e-20, 3e15, 0.1]), sum(&[0.1]), sum(&[3e15, 1e-20]));
+//! let parts: Vec<f64> = left.iter().zip(right).map(|(left, right)| left + right).collect();
+//! assert_eq!(value(&parts), value(&whole)); // though 0.1² is lost beside (3e15)² in f64
+//! ```
+
+/// Numbers in a sum: 19 digits of 32 bits, the lowest first, and how many terms were not finite.
+pub const LIMBS: usize = 20;
+
+const DIGITS: usize = LIMBS - 1;
+const MASK: u64 = (1 << 32) - 1;
+/// The exponent of the lowest bit: that of the square of the smallest f32.
+const LOWEST: i32 = -298;
+
+/// Adds x². At most 2^31 additions between two calls of [`carry`].
+#[inline(always)]
+pub fn add_square(digits: &mut [u64; LIMBS], x: f32) {
+    let bits = x.to_bits();
+    let exponent = (bits >> 23 & 255) as usize;
+    if exponent == 255 {
+        digits[DIGITS] += 1;
+        return;
+    }
+    let mantissa = u64::from(bits & 0x7f_ffff | u32::from(exponent > 0) << 23);
+    let bit = 2 * exponent.saturating_sub(1);
+    let square = u128::from(mantissa * mantissa) << (bit % 32);
+    for (digit, part) in digits[bit / 32..bit / 32 + 3].iter_mut().zip([square, square >> 32, square >> 64]) {
+        *digit += part as u64 & MASK;
+    }
+}
+
+/// The digits below 2^32 each, as numbers that ranks may add up: exact for up to 2^21 of them.
+pub fn carry(digits: &mut [u64; LIMBS]) -> [f64; LIMBS] {
+    for at in 0..DIGITS - 1 {
+        digits[at + 1] += digits[at] >> 32;
+        digits[at] &= MASK;
+    }
+    digits.map(|digit| digit as f64)
+}
+
+/// The sum, rounded. `digits` may be those of several sums added up. NaN if a term was not finite.
+///
+/// # Panics
+/// On another number of digits than [`LIMBS`].
+pub fn value(digits: &[f64]) -> f64 {
+    let mut whole = [0; LIMBS];
+    assert_eq!(digits.len(), LIMBS, "digits of one sum");
+    whole.iter_mut().zip(digits).for_each(|(whole, &digit)| *whole = digit as u64);
+    carry(&mut whole);
+    if whole[DIGITS] > 0 {
+        return f64::NAN;
+    }
+    // The three highest digits have at least 65 bits: what lies below is less than a thousandth of the last bit of an f64.
+    let Some(top) = whole[..DIGITS].iter().rposition(|&digit| digit > 0) else { return 0.0 };
+    let first = top.saturating_sub(2);
+    let high = whole[first..=top].iter().rev().fold(0u128, |high, &digit| high << 32 | u128::from(digit));
+    let exponent = LOWEST + 32 * first as i32;
+    high as f64 * f64::from_bits(((1023 + exponent) as u64) << 52)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn digits(x: &[f32]) -> [f64; LIMBS] {
+        let mut digits = [0; LIMBS];
+        x.iter().for_each(|&x| add_square(&mut digits, x));
+        carry(&mut digits)
+    }
+
+    #[test]
+    fn single_squares_are_exact_over_the_whole_range() {
+        for x in [0.0, -0.0, 1.0, -1.5, 0.1, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), -f32::from_bits(0x7f_ffff)]
+        {
+            assert_eq!(value(&digits(&[x])), f64::from(x) * f64::from(x), "{x:e}");
+        }
+        assert!(value(&digits(&[1.0, f32::INFINITY])).is_nan() && value(&digits(&[f32::NAN])).is_nan());
+    }
+
+    proptest! {
+        /// In any order, over any parts, the same bits; and within rounding what f64 sums to.
+        #[test]
+        fn any_cut_and_order_gives_the_same_bits(bits in prop::collection::vec(any::<u32>(), 1..200), at in 0..200_usize) {
+            let mut x: Vec<f32> = bits.into_iter().map(f32::from_bits).filter(|x| x.is_finite()).collect();
+            let whole = value(&digits(&x));
+            let near: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            prop_assert!((whole - near).abs() <= 1e-13 * near);
+            x.reverse();
+            let (left, right) = x.split_at(at.min(x.len()));
+            let parts: Vec<f64> = digits(left).iter().zip(digits(right)).map(|(left, right)| left + right).collect();
+            prop_assert_eq!(value(&parts).to_bits(), whole.to_bits());
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! The update of parameters as their rules declare it. Which elements, sets and matrices a rule reads is data, so nothing here knows a rule.
+//!
+//! A rule that reads whole parameters takes passes: each rank measures the elements that it updates, one all-reduce brings together the
+//! measures of all parameters, and every rank settles the totals. In canonical numerics sums travel as the digits of
+//! [exact ones](meshwork_core::exact): they do not depend on who has which elements.
+
+use crate::TrainError;
+use crate::layout::{Layout, replica};
+use crate::zero::{Cuts, ZeroStage};
+use meshwork_core::exact::LIMBS;
+use meshwork_core::{Axis, Buffer, CommError, DType, Group, Rank, ReduceOp};
+use meshwork_data_parallel::cuts_batch;
+use meshwork_optim::{Kept, Over, ParamShape, Pass, Rule, State, Transform, Update};
+use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::orthogonal::transform;
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params, Shape};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Name of the groups in which ranks bring together what a rule measures of whole parameters.
+pub const OPTIMIZER: &str = "optimizer";
+
+/// The optimizer's state on one rank.
+#[derive(Debug)]
+pub struct States {
+    /// Per flat buffer: the states of elements, this rank's window of them.
+    pub elements: Vec<Vec<Buffer>>,
+    /// Per parameter: the states of sets, whole.
+    pub sets: Vec<Vec<Buffer>>,
+}
+
+/// How one parameter is updated.
+#[derive(Debug)]
+struct Member {
+    rule: Rule,
+    shape: ParamShape,
+    dims: Shape,
+    /// What this rank holds of it.
+    slice: LocalSlice,
+    states: Vec<State>,
+    passes: Vec<Pass>,
+    /// Per pass: where its totals lie among those of the pass.
+    places: Vec<usize>,
+    transform: Option<Transform>,
+    /// Whether this rank's elements count: of ranks that update the same ones, those of one do.
+    counted: bool,
+}
+
+/// How the parameters of one rank are updated.
+#[derive(Debug)]
+pub struct Updates {
+    /// Per parameter; `None` for frozen ones.
+    members: Vec<Option<Member>>,
+    /// Those whose rules read them whole, in the order of the flat buffers: the same on all ranks of the group.
+    whole: Vec<ParamId>,
+    /// The ranks that update other elements of the same parameters.
+    group: Option<Group>,
+    exact: bool,
+    device: Arc<dyn Device>,
+}
+
+/// What was measured in each pass: sums, then maxima.
+pub type Totals = Vec<[Option<Buffer>; 2]>;
+
+/// The two kinds of passes, which are reduced by themselves.
+const KINDS: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Max];
+
+fn kind(pass: &Pass) -> usize {
+    match pass {
+        Pass::Squares(_) => 0,
+        Pass::Largest(_) => 1,
+    }
+}
+
+/// Elements of a parameter at the time of a step.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The parameter.
+    pub id: ParamId,
+    /// The elements of it that this rank updates, as it stores the parameter.
+    pub elements: Range<usize>,
+    /// Where they begin in the windows of weights, gradients and states.
+    pub at: usize,
+    /// The step.
+    pub update: Update,
+}
+
+/// The extents of a state of sets.
+pub fn extents(over: Over, shape: &ParamShape) -> Shape {
+    Shape::new(&over.extents(shape))
+}
+
+/// Whether the update rule reads any of these parameters whole.
+pub fn reads_whole(rule: &Rule, parameters: &[ParamSpec]) -> bool {
+    parameters.iter().any(|spec| !spec.group.frozen && !rule.is_elementwise(&spec.shape()))
+}
+
+/// The group of a rank that updates the same parameters, or other elements of them. Collective over the world.
+pub fn join(rank: &Rank, rule: &Rule, cuts: Cuts, parameters: &[ParamSpec]) -> Result<Option<Group>, CommError> {
+    if !reads_whole(rule, parameters) {
+        return Ok(None);
+    }
+    let axes = axes(rank, cuts, parameters);
+    Ok(Some(rank.subgroup(OPTIMIZER, &rank.mesh().group(rank.world_rank(), &axes))?))
+}
+
+/// The axes along which ranks update other elements of a parameter.
+fn axes(rank: &Rank, cuts: Cuts, parameters: &[ParamSpec]) -> Vec<Axis> {
+    let cut = |axis: &Axis| {
+        let placed = |spec: &ParamSpec| spec.placement.shards().iter().any(|(cut, _)| cut == axis);
+        cuts_batch(*axis) && cuts.stage() >= ZeroStage::States || parameters.iter().any(placed)
+    };
+    rank.mesh().value_axes().filter(cut).collect()
+}
+
+impl Updates {
+    /// The updates of the parameters in `layout` by `rule`. `parameters` are those of the whole model, `group` what [`join`] gave.
+    pub fn new(
+        rule: &Rule,
+        params: &Params,
+        layout: &Layout,
+        cuts: Cuts,
+        (rank, group): (&Rank, Option<Group>),
+        parameters: &[ParamSpec],
+        device: Arc<dyn Device>,
+    ) -> Self {
+        let declarations = params.declarations();
+        let shared = axes(rank, cuts, parameters);
+        let mut members: Vec<Option<Member>> = declarations.specs().iter().map(|_| None).collect();
+        let (mut whole, mut ends): (Vec<ParamId>, Vec<[usize; 2]>) = Default::default();
+        for &id in layout.flats.iter().take(layout.keys.len()).flatten() {
+            let (spec, flat) = (declarations.spec(id), layout.place(id).0);
+            let shape = spec.shape();
+            let (passes, transform) = (rule.passes(&shape), rule.gathers(&shape));
+            if !rule.is_elementwise(&shape) {
+                whole.push(id);
+            }
+            ends.resize(ends.len().max(passes.len()), [0; 2]);
+            let place = |(pass, end): (&Pass, &mut [usize; 2])| {
+                let place = end[kind(pass)];
+                end[kind(pass)] += pass.over().iter().map(|over| over.count(&shape)).sum::<usize>();
+                place
+            };
+            let places = passes.iter().zip(&mut ends).map(place).collect();
+            let by_slices = &layout.keys[flat].axes;
+            let cut = |axis: Axis| cuts.stage() >= ZeroStage::States && cuts_batch(axis) && by_slices.contains(&axis);
+            let (index, _) = replica(spec, &[], rank, |axis| !shared.contains(&axis) || cut(axis));
+            // Groups of data-parallel ranks that share out among themselves have all slices each.
+            let (of_groups, _) = layout.replica(rank.mesh(), rank.world_rank(), by_slices);
+            let counted = index == 0 && (cuts.stage() < ZeroStage::States || of_groups == 0);
+            members[id.index()] = Some(Member {
+                rule: rule.of(&shape).clone(),
+                dims: spec.dims,
+                slice: spec.local(rank.mesh(), rank.coords()),
+                states: rule.states(&shape),
+                shape,
+                passes,
+                places,
+                transform,
+                counted,
+            });
+        }
+        Self { members, whole, group, exact: declarations.reduction_blocks().is_some(), device }
+    }
+
+    /// Whether a rule reads whole parameters, on this rank or on another.
+    pub fn reads_whole(&self) -> bool {
+        self.group.is_some()
+    }
+
+    fn member(&self, id: ParamId) -> Option<&Member> {
+        self.members.get(id.index())?.as_ref()
+    }
+
+    /// States for the flat buffers, of which a rank keeps `windows`, all zero.
+    pub fn states(&self, flats: &[Vec<ParamId>], windows: &[Range<usize>]) -> Result<States, TrainError> {
+        let zeros = |dtype, count| self.device.zeros(dtype, count);
+        let of_flat = |(members, window): (&Vec<ParamId>, &Range<usize>)| {
+            let states = members.first().and_then(|&id| self.member(id)).map_or(&[][..], |member| &member.states);
+            let elements = states.iter().filter_map(|state| match state.kept {
+                Kept::Elements => Some(zeros(DType::F32, window.len())),
+                Kept::Codes => Some(zeros(DType::U8, window.len())),
+                Kept::Sets(_) => None,
+            });
+            elements.collect::<Result<Vec<Buffer>, Error>>()
+        };
+        let of_param = |member: &Option<Member>| {
+            let sets = member.iter().flat_map(|member| member.states.iter().zip(std::iter::repeat(&member.shape)));
+            let sets = sets.filter_map(|(state, shape)| match state.kept {
+                Kept::Sets(over) => Some(zeros(DType::F32, over.count(shape))),
+                _ => None,
+            });
+            sets.collect::<Result<Vec<Buffer>, Error>>()
+        };
+        Ok(States {
+            elements: flats.iter().zip(windows).map(of_flat).collect::<Result<_, Error>>()?,
+            sets: self.members.iter().map(of_param).collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// Takes the passes of all parameters that are read whole: `of` gives the part of a parameter that is updated here, with its weights and
+    /// gradients. Changes states; weights stay.
+    pub fn measure(
+        &self,
+        of: impl Fn(ParamId) -> Result<(Part, usize, Buffer, Buffer), TrainError>,
+        states: &mut States,
+    ) -> Result<Totals, TrainError> {
+        let optim = self.device.optim()?;
+        let mut totals = Totals::new();
+        let members = || self.whole.iter().filter_map(|&id| Some((id, self.member(id)?)));
+        let passes = members().map(|(_, member)| member.passes.len()).max().unwrap_or(0);
+        for pass in 0..passes {
+            let mut measured = [None, None];
+            for (number, op) in KINDS.into_iter().enumerate() {
+                let of_kind = || members().filter(|(_, member)| member.passes.get(pass).map(kind) == Some(number));
+                let count: usize =
+                    of_kind().flat_map(|(_, of)| of.passes[pass].over().iter().map(|over| over.count(&of.shape))).sum();
+                if count == 0 {
+                    continue;
+                }
+                let exact = self.exact && op == ReduceOp::Sum;
+                let mut sums = self.device.zeros(DType::F64, count * if exact { LIMBS } else { 1 })?;
+                for (id, member) in of_kind() {
+                    let (part, flat, weights, grads) = of(id)?;
+                    if part.elements.is_empty() {
+                        continue;
+                    }
+                    let place = member.places[pass];
+                    let into = member.counted.then_some(match exact {
+                        true => Measured::Digits(&mut sums, place * LIMBS),
+                        false => Measured::Sums(&mut sums, place),
+                    });
+                    let (elements, sets) = (&mut states.elements[flat], &states.sets[id.index()]);
+                    let done = member.totals(&totals)?;
+                    let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
+                    optim.measure(&member.part(&part), pass, &weights, vectors, into)?;
+                }
+                sums = self.reduce(sums, op)?;
+                if exact {
+                    sums = optim.exact_sums(&sums)?;
+                }
+                for (id, member) in of_kind() {
+                    let (part, ..) = of(id)?;
+                    let sets = &mut states.sets[id.index()];
+                    optim.settle(&member.part(&part), pass, &mut sums, member.places[pass], sets)?;
+                }
+                measured[number] = Some(sums);
+            }
+            totals.push(measured);
+        }
+        Ok(totals)
+    }
+
+    /// Updates the weights of a part of a parameter. Collective over the ranks that have other parts of it, where matrices are gathered.
+    pub fn update(
+        &self,
+        part: &Part,
+        (weights, grads): (&mut Buffer, &Buffer),
+        (elements, sets): (&mut [Buffer], &[Buffer]),
+        totals: &Totals,
+    ) -> Result<(), TrainError> {
+        let Some(member) = self.member(part.id) else { return Ok(()) };
+        let (optim, here) = (self.device.optim()?, !part.elements.is_empty());
+        if member.rule.is_elementwise(&member.shape) {
+            let range = part.at..part.at + part.elements.len();
+            return match here {
+                true => Ok(optim.update(&member.rule, part.update, weights, grads, elements, range)?),
+                false => Ok(()),
+            };
+        }
+        let (whole, totals) = (member.part(part), member.totals(totals)?);
+        let mut gathered = None;
+        if let Some(of_matrices) = member.transform {
+            let mut values = self.device.zeros(DType::F32, member.shape.elements())?;
+            if here {
+                let vectors = WholeVectors { grads, states: elements, sets, totals: &totals, gathered: None };
+                let into = member.counted.then_some(Measured::Values(&mut values));
+                optim.measure(&whole, member.passes.len(), weights, vectors, into)?;
+            }
+            let mut values = self.reduce(values, ReduceOp::Sum)?;
+            transform(&*self.device, of_matrices, &member.shape, &mut values)?;
+            gathered = Some(values);
+        }
+        if here {
+            let gathered = gathered.as_ref();
+            let vectors = WholeVectors { grads, states: elements, sets, totals: &totals, gathered };
+            optim.update_whole(&whole, weights, vectors)?;
+        }
+        Ok(())
+    }
+
+    fn reduce(&self, numbers: Buffer, op: ReduceOp) -> Result<Buffer, TrainError> {
+        match &self.group {
+            Some(group) => Ok(group.all_reduce(numbers, op)?),
+            None => Ok(numbers),
+        }
+    }
+}
+
+impl Member {
+    fn part(&self, part: &Part) -> WholePart<'_> {
+        WholePart {
+            rule: &self.rule,
+            update: part.update,
+            shape: self.shape,
+            dims: self.dims,
+            slice: &self.slice,
+            part: part.elements.clone(),
+            at: part.at,
+        }
+    }
+
+    /// Its totals of the passes so far.
+    fn totals(&self, totals: &Totals) -> Result<Vec<Buffer>, TrainError> {
+        let mut own = Vec::new();
+        for ((pass, &place), measured) in self.passes.iter().zip(&self.places).zip(totals) {
+            let count: usize = pass.over().iter().map(|over| over.count(&self.shape)).sum();
+            if let Some(all) = &measured[kind(pass)] {
+                own.push(all.slice(place..place + count).map_err(Error::from)?);
+            }
+        }
+        Ok(own)
+    }
+}

@@ -1,0 +1,133 @@
+//! LAMB: Adam whose step is scaled to the norm of each parameter.
+//!
+//! ```text
+//! g = scale·grad
+//! m = m + (1 - β₁)·(g - m)               m̂ = m / (1 - β₁ᵗ)
+//! v = β₂·v + (1 - β₂)·g²                 v̂ = v / (1 - β₂ᵗ)
+//! u = m̂ / (√v̂ + ε) + decay·w
+//! w = w - lr·‖w‖/‖u‖·u
+//! ```
+//! You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019), algorithm 2 with φ(x) = x. The norms are
+//! those of the whole parameter. Where one of them is 0, the ratio is 1.
+
+use meshwork_core::simd::wide;
+
+use crate::adamw::power;
+use crate::{OptimError, Over, ParamShape, Pass, Run, State, Update, WholeOptimizer};
+
+/// LAMB (You et al.). States: `exp_avg` and `exp_avg_sq`, as in [`AdamW`](crate::AdamW).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Lamb {
+    /// Decay of the running mean of the gradient, in [0, 1).
+    pub beta1: f64,
+    /// Decay of the running mean of the squared gradient, in [0, 1).
+    pub beta2: f64,
+    /// Added to the root of the mean square, above 0.
+    pub eps: f64,
+    /// Weight decay: this share of the weight is part of the step whose norm is taken.
+    pub weight_decay: f64,
+}
+
+impl Default for Lamb {
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.999, eps: 1e-6, weight_decay: 0.01 }
+    }
+}
+
+/// The direction of an element before it is scaled.
+#[derive(Clone, Copy)]
+struct Direction {
+    mean_hat: f32,
+    root_hat: f32,
+    eps: f32,
+    decay: f32,
+}
+
+impl Direction {
+    #[inline(always)]
+    fn of(self, w: f32, m: f32, v: f32) -> f32 {
+        m * self.mean_hat / (v.sqrt() / self.root_hat + self.eps) + self.decay * w
+    }
+}
+
+impl Lamb {
+    fn direction(&self, update: &Update) -> Direction {
+        Direction {
+            mean_hat: (1.0 / (1.0 - power(self.beta1, update.step))) as f32,
+            root_hat: (1.0 - power(self.beta2, update.step)).sqrt() as f32,
+            eps: self.eps as f32,
+            decay: (self.weight_decay * update.decay_factor) as f32,
+        }
+    }
+}
+
+impl WholeOptimizer for Lamb {
+    fn name(&self) -> &str {
+        "lamb"
+    }
+
+    fn states(&self, _shape: &ParamShape) -> Vec<State> {
+        vec![State::of_elements("exp_avg"), State::of_elements("exp_avg_sq")]
+    }
+
+    fn passes(&self, _shape: &ParamShape) -> Vec<Pass> {
+        vec![Pass::Squares(vec![Over::Parameter, Over::Parameter])] // of w and of u
+    }
+
+    fn measure(
+        &self,
+        _pass: usize,
+        update: &Update,
+        weights: &[f32],
+        run: &mut Run<'_, '_>,
+        out: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        let grads = run.grads;
+        let [mean, square] = run.states(self.name(), weights.len())?;
+        let [of_weights, of_steps] = Run::out(self.name(), out)?;
+        let (mean_new, square_old) = ((1.0 - self.beta1) as f32, self.beta2 as f32);
+        let (square_new, direction) = ((1.0 - self.beta2) as f32, self.direction(update));
+        of_weights.copy_from_slice(weights);
+        wide(
+            #[inline(always)]
+            || {
+                let moments = mean.iter_mut().zip(square.iter_mut());
+                for (((&w, &grad), (m, v)), u) in weights.iter().zip(grads).zip(moments).zip(of_steps.iter_mut()) {
+                    let g = update.grad_scale * grad;
+                    *m += mean_new * (g - *m);
+                    *v = square_old * *v + square_new * (g * g);
+                    *u = direction.of(w, *m, *v);
+                }
+            },
+        );
+        Ok(())
+    }
+
+    /// Leaves the ratio of the norms in the place of the first.
+    fn settle(
+        &self,
+        _pass: usize,
+        _update: &Update,
+        _shape: &ParamShape,
+        totals: &mut [&mut [f64]],
+        _sets: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        let (weights, steps) = (totals[0][0].sqrt(), totals[1][0].sqrt());
+        totals[0][0] = if weights > 0.0 && steps > 0.0 { weights / steps } else { 1.0 };
+        Ok(())
+    }
+
+    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
+        let (lr, direction) = ((update.lr * run.totals[0][0]) as f32, self.direction(update));
+        let [mean, square] = run.states(self.name(), weights.len())?;
+        wide(
+            #[inline(always)]
+            || {
+                for ((w, &m), &v) in weights.iter_mut().zip(mean.iter()).zip(square.iter()) {
+                    *w -= lr * direction.of(*w, m, v);
+                }
+            },
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,334 @@
+//! Update rules that read whole parameters, on the elements that lie here. Elements are given to a rule in runs that lie one after the other
+//! in the whole parameter too; runs are put together to jobs that threads share. Jobs depend on extents alone, so that results do not
+//! depend on threads; the measures of jobs are added up in their order.
+
+use super::PIECE;
+use super::optim::sum_of_squares;
+use crate::error::{Error, Result};
+use crate::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_core::exact::{LIMBS, add_square, carry};
+use meshwork_core::pool::share;
+use meshwork_core::{Buffer, DType};
+use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, WholeOptimizer};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// The longest run.
+const RUN: usize = 4096;
+/// The most jobs whose measures are kept until they are added up.
+const JOBS: usize = 16;
+
+/// Some runs, and the range of the flat vectors that they lie in.
+struct Job {
+    range: Range<usize>,
+    /// The first element of each in the whole parameter, and its range in the flat vectors.
+    runs: Vec<(usize, Range<usize>)>,
+}
+
+/// Cuts the elements of a part into jobs of about `elements`. Padding is in no run.
+fn jobs(part: &WholePart<'_>, elements: usize) -> Vec<Job> {
+    let mut jobs: Vec<Job> = Vec::new();
+    for (inner, place) in part.slice.boxes(part.part.clone()) {
+        let origin = part.at + place.start - part.part.start;
+        inner.for_each_run(part.dims, |first, range| {
+            for start in range.clone().step_by(RUN) {
+                let end = range.end.min(start + RUN);
+                let first = first as usize + start - range.start;
+                let (start, end) = (origin + start, origin + end);
+                match jobs.last_mut() {
+                    Some(job) if end - job.range.start <= elements => {
+                        job.range.end = end;
+                        job.runs.push((first, start..end));
+                    }
+                    _ => jobs.push(Job { range: start..end, runs: vec![(first, start..end)] }),
+                }
+            }
+        });
+    }
+    jobs
+}
+
+/// The ranges of jobs, cut out of a vector.
+fn cut<'a, T>(mut rest: &'a mut [T], jobs: &[Job]) -> std::vec::IntoIter<&'a mut [T]> {
+    let (mut at, mut pieces) = (0, Vec::with_capacity(jobs.len()));
+    for Job { range, .. } in jobs {
+        _ = rest.split_off_mut(..range.start - at);
+        pieces.extend(rest.split_off_mut(..range.len()));
+        at = range.end;
+    }
+    pieces.into_iter()
+}
+
+/// The states of elements, in f32 and in bytes: for each job a vector of slices.
+type States<'a> = (Vec<std::vec::IntoIter<&'a mut [f32]>>, Vec<std::vec::IntoIter<&'a mut [u8]>>);
+
+fn states<'a>(states: &'a mut [Buffer], jobs: &[Job]) -> Result<States<'a>> {
+    let (mut floats, mut codes) = (Vec::new(), Vec::new());
+    for state in states {
+        match state.dtype() {
+            DType::U8 => codes.push(cut(state.as_mut_slice::<u8>()?, jobs)),
+            _ => floats.push(cut(state.as_mut_slice::<f32>()?, jobs)),
+        }
+    }
+    Ok((floats, codes))
+}
+
+fn rule<'a>(part: &WholePart<'a>) -> Result<&'a dyn WholeOptimizer> {
+    match part.rule.on_host() {
+        OnHost::Whole(rule) => Ok(rule),
+        OnHost::Elements(rule) => {
+            let (rule, problem) = (rule.name().to_owned(), "it updates element by element and measures nothing");
+            Err(OptimError::Custom { rule, problem: problem.to_owned() }.into())
+        }
+    }
+}
+
+fn slices<T: meshwork_core::Element>(buffers: &[Buffer]) -> Result<Vec<&[T]>> {
+    buffers.iter().map(|buffer| Ok(buffer.as_slice::<T>()?)).collect()
+}
+
+/// The totals of the passes so far, measure by measure.
+fn totals<'a>(passes: &[Pass], shape: &ParamShape, buffers: &'a [Buffer]) -> Result<Vec<&'a [f64]>> {
+    let mut totals = Vec::new();
+    for (pass, buffer) in passes.iter().zip(buffers) {
+        let mut rest = buffer.as_slice::<f64>()?;
+        for over in pass.over() {
+            totals.push(rest.split_off(..over.count(shape)).unwrap_or_default());
+        }
+    }
+    Ok(totals)
+}
+
+/// The measures of a job.
+enum Sums {
+    Nothing,
+    /// Sums of squares.
+    Sums(Vec<f64>),
+    /// Their digits.
+    Digits(Vec<[u64; LIMBS]>),
+    /// Largest values.
+    Largest(Vec<f64>),
+}
+
+impl Sums {
+    /// Adds the numbers of a run, one for each set of `over`, whose numbers begin at `base`.
+    fn add(&mut self, over: Over, shape: &ParamShape, base: usize, first: usize, x: &[f32]) {
+        for_sets(over, shape, first, x.len(), |range, set, each| {
+            let (x, at) = (&x[range], base + set);
+            match (&mut *self, each) {
+                (Self::Nothing, _) => {}
+                (Self::Sums(sums), false) => sums[at] += sum_of_squares(x),
+                (Self::Sums(sums), true) => {
+                    sums[at..].iter_mut().zip(x).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+                }
+                (Self::Digits(sums), false) => x.iter().for_each(|&x| add_square(&mut sums[at], x)),
+                (Self::Digits(sums), true) => sums[at..].iter_mut().zip(x).for_each(|(sum, &x)| add_square(sum, x)),
+                (Self::Largest(most), false) => most[at] = x.iter().fold(most[at], |most, &x| larger(most, x)),
+                (Self::Largest(most), true) => {
+                    most[at..].iter_mut().zip(x).for_each(|(most, &x)| *most = larger(*most, x));
+                }
+            }
+        });
+    }
+}
+
+/// The larger absolute value; NaN if there is one.
+fn larger(most: f64, x: f32) -> f64 {
+    let x = f64::from(x.abs());
+    if x > most || x.is_nan() { x } else { most }
+}
+
+/// Calls `visit(range of the run, set, whether each element has a set of its own)` for a run of elements.
+fn for_sets(
+    over: Over,
+    shape: &ParamShape,
+    first: usize,
+    count: usize,
+    mut visit: impl FnMut(Range<usize>, usize, bool),
+) {
+    let length = match over {
+        Over::Parameter => return visit(0..count, 0, false),
+        Over::Rows | Over::Columns => shape.columns,
+        Over::Blocks(length) => length.max(1),
+    };
+    let mut at = 0;
+    while at < count {
+        let element = first + at;
+        let end = count.min(at + length - element % length);
+        match over {
+            Over::Columns => {
+                let matrix = element / (shape.rows * shape.columns);
+                visit(at..end, matrix * shape.columns + element % shape.columns, true);
+            }
+            _ => visit(at..end, element / length, false),
+        }
+        at = end;
+    }
+}
+
+/// Runs `work(job, run, first element, range within the job, states, codes)` on each run.
+fn for_runs<'j, E: Send>(
+    jobs: &'j [Job],
+    (mut floats, mut codes): States<'_>,
+    extra: impl IntoIterator<Item = E, IntoIter: Send>,
+    work: impl Fn(&'j Job, E, &mut [&mut [f32]], &mut [&mut [u8]]) -> std::result::Result<(), OptimError> + Sync,
+) -> Result<()> {
+    let states = std::iter::from_fn(move || {
+        let floats: Vec<_> = floats.iter_mut().filter_map(Iterator::next).collect();
+        Some((floats, codes.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()))
+    });
+    let failed = Mutex::new(None);
+    share(jobs.iter().zip(extra).zip(states), |((job, extra), (mut floats, mut codes))| {
+        if let Err(error) = work(job, extra, &mut floats, &mut codes) {
+            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        }
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |error| Err(error.into()))
+}
+
+/// The elements `range` of each vector.
+fn within<'s, T>(vectors: &'s mut [&mut [T]], range: &Range<usize>) -> Vec<&'s mut [T]> {
+    vectors.iter_mut().map(|vector| &mut vector[range.clone()]).collect()
+}
+
+pub(super) fn measure(
+    part: &WholePart<'_>,
+    pass: usize,
+    weights: &Buffer,
+    vectors: WholeVectors<'_>,
+    into: Option<Measured<'_>>,
+) -> Result<()> {
+    let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
+    let over = passes.get(pass).map_or(&[][..], Pass::over);
+    let sets: usize = over.iter().map(|over| over.count(&shape)).sum();
+    let measures = over.len().max(1); // one where matrices are gathered
+    let fewest = part.part.len().div_ceil(JOBS);
+    let jobs = jobs(part, fewest.max(PIECE));
+    let (weights, grads) = (weights.as_slice::<f32>()?, vectors.grads.as_slice::<f32>()?);
+    let (sets_kept, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
+    let measured: Vec<Sums> = jobs
+        .iter()
+        .map(|_| match (&into, passes.get(pass)) {
+            (None | Some(Measured::Values(_)), _) | (_, None) => Sums::Nothing,
+            (_, Some(Pass::Largest(_))) => Sums::Largest(vec![0.0; sets]),
+            (Some(Measured::Sums(..)), _) => Sums::Sums(vec![0.0; sets]),
+            (Some(Measured::Digits(..)), _) => Sums::Digits(vec![[0; LIMBS]; sets]),
+        })
+        .collect();
+    let measured: Vec<Mutex<Sums>> = measured.into_iter().map(Mutex::new).collect();
+    let (sums, values) = match into {
+        Some(Measured::Values(values)) => (None, Some(values)),
+        other => (other, None),
+    };
+    // Runs ascend in the whole parameter too.
+    let mut values = match values {
+        Some(values) => Some(values.as_mut_slice::<f32>()?),
+        None => None,
+    };
+    let mut begun = 0;
+    let values = jobs.iter().map(|job| {
+        let (first, (last, range)) = (job.runs.first()?.0, job.runs.last()?);
+        let rest = values.as_mut()?;
+        _ = rest.split_off_mut(..first - begun);
+        begun = last + range.len();
+        rest.split_off_mut(..begun - first)
+    });
+    let values: Vec<Option<&mut [f32]>> = values.collect();
+    let extra = measured.iter().zip(values);
+    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (measured, mut values), floats, codes| {
+        let mut measured = measured.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut room = vec![0.0; measures * RUN];
+        for (first, range) in &job.runs {
+            let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
+            let inner = range.start - job.range.start..range.end - job.range.start;
+            let mut run = Run {
+                shape,
+                first: *first,
+                grads: &grads[range.clone()],
+                states: &mut within(floats, &inner),
+                codes: &mut within(codes, &inner),
+                sets: &sets_kept,
+                totals: &totals,
+                gathered: &[],
+            };
+            rule.measure(pass, &part.update, &weights[range.clone()], &mut run, &mut out)?;
+            let mut base = 0;
+            for (over, x) in over.iter().zip(&out) {
+                measured.add(*over, &shape, base, *first, x);
+                base += over.count(&shape);
+            }
+            if let Some(values) = &mut values {
+                let at = first - job.runs[0].0;
+                values[at..at + range.len()].copy_from_slice(out[0]);
+            }
+        }
+        Ok(())
+    })?;
+    let Some(sums) = sums else { return Ok(()) };
+    let (Measured::Sums(into, at) | Measured::Digits(into, at)) = sums else { return Ok(()) };
+    let into = &mut into.as_mut_slice::<f64>()?[at..];
+    for measured in measured {
+        match measured.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Sums::Nothing => {}
+            Sums::Sums(sums) => into.iter_mut().zip(sums).for_each(|(into, sum)| *into += sum),
+            Sums::Largest(most) => {
+                into.iter_mut()
+                    .zip(most)
+                    .filter(|(into, most)| **into < *most || most.is_nan())
+                    .for_each(|(into, most)| *into = most);
+            }
+            Sums::Digits(sums) => {
+                let digits = sums.into_iter().flat_map(|mut sum| carry(&mut sum));
+                into.iter_mut().zip(digits).for_each(|(into, digit)| *into += digit);
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn settle(
+    part: &WholePart<'_>,
+    pass: usize,
+    totals: &mut Buffer,
+    at: usize,
+    sets: &mut [Buffer],
+) -> Result<()> {
+    let (rule, passes) = (rule(part)?, part.rule.passes(&part.shape));
+    let mut rest = &mut totals.as_mut_slice::<f64>()?[at..];
+    let counts = passes.get(pass).map_or(&[][..], Pass::over).iter().map(|over| over.count(&part.shape));
+    let mut totals: Vec<&mut [f64]> = counts.filter_map(|count| rest.split_off_mut(..count)).collect();
+    let mut sets = sets
+        .iter_mut()
+        .map(|set| set.as_mut_slice::<f32>().map_err(Error::from))
+        .collect::<Result<Vec<&mut [f32]>>>()?;
+    Ok(rule.settle(pass, &part.update, &part.shape, &mut totals, &mut sets)?)
+}
+
+pub(super) fn update(part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+    let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
+    let jobs = jobs(part, PIECE);
+    let grads = vectors.grads.as_slice::<f32>()?;
+    let (sets, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
+    let gathered = match vectors.gathered {
+        Some(gathered) => Some(gathered.as_slice::<f32>()?),
+        None => None,
+    };
+    let weights = cut(weights.as_mut_slice::<f32>()?, &jobs);
+    for_runs(&jobs, states(vectors.states, &jobs)?, weights, |job, weights, floats, codes| {
+        for (first, range) in &job.runs {
+            let inner = range.start - job.range.start..range.end - job.range.start;
+            let mut run = Run {
+                shape,
+                first: *first,
+                grads: &grads[range.clone()],
+                states: &mut within(floats, &inner),
+                codes: &mut within(codes, &inner),
+                sets: &sets,
+                totals: &totals,
+                gathered: gathered.map_or(&[], |gathered| &gathered[*first..first + range.len()]),
+            };
+            rule.update(&part.update, &mut weights[inner.clone()], &mut run)?;
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,68 @@
+//! Matrices made orthogonal, on any device.
+
+use crate::device::Device;
+use crate::error::Result;
+use crate::kernel::{Gemm, Map};
+use meshwork_core::{Buffer, DType};
+use meshwork_optim::{ParamShape, Transform};
+
+/// Below this norm a matrix is divided by it instead of its norm.
+const EPS: f64 = 1e-7;
+
+/// Applies a transform to each of the matrices in `x`, an f32 vector. Takes memory for two more matrices and three of their shorter sides.
+///
+/// # Errors
+/// No memory; a device that cannot compute it.
+pub fn transform(device: &dyn Device, transform: Transform, shape: &ParamShape, x: &mut Buffer) -> Result<()> {
+    let Transform::Orthogonal { coefficients, iterations } = transform else { return Ok(()) };
+    let count = shape.rows * shape.columns;
+    for matrix in 0..shape.matrices {
+        let at = matrix * count;
+        let start = device.layout()?.narrow(x, 1, x.count(), 1, at..at + count)?;
+        let orthogonal = orthogonal(device, coefficients, iterations, [shape.rows, shape.columns], start)?;
+        device.layout()?.copy_into(&orthogonal, 0..count, x, at)?;
+    }
+    Ok(())
+}
+
+/// With the Gram matrix of the shorter side: X·Xᵀ from the left, or XᵀX from the right.
+fn orthogonal(
+    device: &dyn Device,
+    [a, b, c]: [f64; 3],
+    iterations: usize,
+    [rows, columns]: [usize; 2],
+    mut x: Buffer,
+) -> Result<Buffer> {
+    let (matmul, map) = (device.matmul()?, device.elementwise()?);
+    let (side, tall) = (rows.min(columns), rows > columns);
+    let gram_of = match tall {
+        true => Gemm::linear_weight_grad(rows, columns, columns).exact(true),
+        false => Gemm::linear(rows, rows, columns).exact(true),
+    };
+    let square = Gemm::linear_input_grad(side, side, side).exact(true);
+    let apply = Gemm::linear_input_grad(rows, side, columns).accumulating(true).exact(true);
+    x = map.map(Map::Scale(1.0 / norm(device, &x)?.max(EPS)), &x)?;
+    for _ in 0..iterations {
+        let mut gram = device.alloc(DType::F32, side * side)?;
+        matmul.gemm(gram_of, &x, &x, &mut gram, 0)?; // A
+        let mut polynomial = device.alloc(DType::F32, side * side)?;
+        matmul.gemm(square, &gram, &gram, &mut polynomial, 0)?; // A²
+        let mut polynomial = map.map(Map::Scale(c), &polynomial)?;
+        device.pointwise()?.add_assign(&mut polynomial, 0, &map.map(Map::Scale(b), &gram)?)?; // b·A + c·A²
+        let mut next = map.map(Map::Scale(a), &x)?;
+        let [left, right] = if tall { [&x, &polynomial] } else { [&polynomial, &x] };
+        matmul.gemm(apply, left, right, &mut next, 0)?;
+        x = next;
+    }
+    Ok(x)
+}
+
+/// The root of the sum of squares; 1 where there are no values.
+fn norm(device: &dyn Device, x: &Buffer) -> Result<f64> {
+    let mut sum = device.zeros(DType::F64, 1)?;
+    device.optim()?.sum_of_squares(x, 0..x.count(), 1, 0, &mut sum, 0)?;
+    match device.has_values() {
+        true => Ok(device.download(&sum)?.as_slice::<f64>()?[0].sqrt()),
+        false => Ok(1.0),
+    }
+}

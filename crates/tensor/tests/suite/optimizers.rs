@@ -1,0 +1,355 @@
+//! Update rules that read whole parameters: against recorded steps, and cut over ranks in every way.
+
+use meshwork_core::exact::LIMBS;
+use meshwork_core::{Buffer, DType};
+use meshwork_optim::{Adafactor, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, State, Update};
+use meshwork_optim::{WholeOptimizer, clip_factor};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::orthogonal::transform;
+use meshwork_tensor::param::{LocalSlice, Piece};
+use meshwork_tensor::{Device, Result, Shape};
+use meshwork_testkit::opaque::Opaque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One rank's elements of a parameter, with what it keeps.
+struct Held {
+    slice: LocalSlice,
+    part: Range<usize>,
+    weights: Buffer,
+    states: Vec<Buffer>,
+    sets: Vec<Buffer>,
+}
+
+/// A parameter that is cut over ranks, which take their steps in turn.
+struct Cut {
+    device: Arc<dyn Device>,
+    rule: Rule,
+    shape: ParamShape,
+    dims: Shape,
+    exact: bool,
+    ranks: Vec<Held>,
+}
+
+impl Cut {
+    /// Cuts `weights`: each slice is held whole, and then in as many flat parts as `parts` says.
+    fn new(
+        device: &Arc<dyn Device>,
+        rule: &Rule,
+        shape: ParamShape,
+        dims: Shape,
+        weights: &[f32],
+        cuts: &[Cutting],
+    ) -> Self {
+        let ranks = cuts
+            .iter()
+            .map(|(slice, part)| {
+                let piece = Piece::cut(0, dims, slice.clone(), weights);
+                let (mut states, mut sets) = (Vec::new(), Vec::new());
+                for State { kept, .. } in rule.states(&shape) {
+                    match kept {
+                        Kept::Elements => states.push(device.zeros(DType::F32, part.len()).unwrap()),
+                        Kept::Codes => states.push(device.zeros(DType::U8, part.len()).unwrap()),
+                        Kept::Sets(over) => sets.push(device.zeros(DType::F32, over.count(&shape)).unwrap()),
+                    }
+                }
+                let weights = device.upload(&Buffer::from_slice(&piece.values[part.clone()])).unwrap();
+                Held { slice: slice.clone(), part: part.clone(), weights, states, sets }
+            })
+            .collect();
+        Self { device: device.clone(), rule: rule.clone(), shape, dims, exact: true, ranks }
+    }
+
+    fn step(&mut self, update: Update, grads: &[f32]) -> Result<()> {
+        let (device, rule, shape, dims) = (&self.device, &self.rule, self.shape, self.dims);
+        let optim = device.optim()?;
+        let part = |slice: LocalSlice, part: Range<usize>| (slice, part);
+        let places: Vec<_> = self.ranks.iter().map(|rank| part(rank.slice.clone(), rank.part.clone())).collect();
+        let whole = |rank: usize| WholePart {
+            rule,
+            update,
+            shape,
+            dims,
+            slice: &places[rank].0,
+            part: places[rank].1.clone(),
+            at: 0,
+        };
+        let grads: Vec<Buffer> = places
+            .iter()
+            .map(|(slice, part)| {
+                let piece = Piece::cut(0, dims, slice.clone(), grads);
+                device.upload(&Buffer::from_slice(&piece.values[part.clone()])).unwrap()
+            })
+            .collect();
+        let mut totals: Vec<Vec<Buffer>> = self.ranks.iter().map(|_| Vec::new()).collect();
+        for (number, pass) in rule.passes(&shape).iter().enumerate() {
+            let count: usize = pass.over().iter().map(|over| over.count(&shape)).sum();
+            let exact = self.exact && matches!(pass, Pass::Squares(_));
+            let mut sum = vec![0.0; count * if exact { LIMBS } else { 1 }];
+            for (at, rank) in self.ranks.iter_mut().enumerate() {
+                let mut own = device.zeros(DType::F64, sum.len())?;
+                let (sets, states) = (&rank.sets, &mut rank.states);
+                let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
+                let into = if exact { Measured::Digits(&mut own, 0) } else { Measured::Sums(&mut own, 0) };
+                optim.measure(&whole(at), number, &rank.weights, vectors, Some(into))?;
+                let own = device.download(&own)?;
+                for (sum, &own) in sum.iter_mut().zip(own.as_slice::<f64>()?) {
+                    *sum = if matches!(pass, Pass::Squares(_)) { *sum + own } else { own.max(*sum) };
+                }
+            }
+            for (at, rank) in self.ranks.iter_mut().enumerate() {
+                let mut all = device.upload(&Buffer::from_slice(&sum))?;
+                if exact {
+                    all = optim.exact_sums(&all)?;
+                }
+                optim.settle(&whole(at), number, &mut all, 0, &mut rank.sets)?;
+                totals[at].push(all);
+            }
+        }
+        let mut gathered = None;
+        if let Some(of_matrices) = rule.gathers(&shape) {
+            let mut values = device.zeros(DType::F32, shape.elements())?;
+            for (at, rank) in self.ranks.iter_mut().enumerate() {
+                let (sets, states) = (&rank.sets, &mut rank.states);
+                let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
+                let into = Some(Measured::Values(&mut values));
+                optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
+            }
+            transform(&**device, of_matrices, &shape, &mut values)?;
+            gathered = Some(values);
+        }
+        for (at, rank) in self.ranks.iter_mut().enumerate() {
+            let (sets, states) = (&rank.sets, &mut rank.states);
+            let gathered = gathered.as_ref();
+            let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered };
+            optim.update_whole(&whole(at), &mut rank.weights, vectors)?;
+        }
+        Ok(())
+    }
+
+    fn weights(&self) -> Vec<f32> {
+        let mut whole = vec![f32::NAN; self.dims.count()];
+        for rank in &self.ranks {
+            let values = self.device.download(&rank.weights).unwrap();
+            for (inner, place) in rank.slice.boxes(rank.part.clone()) {
+                let from = place.start - rank.part.start;
+                inner.for_each_run(self.dims, |first, range| {
+                    let values = &values.as_slice::<f32>().unwrap()[from + range.start..from + range.end];
+                    whole[first as usize..][..values.len()].copy_from_slice(values);
+                });
+            }
+        }
+        whole
+    }
+}
+
+type Cutting = (LocalSlice, Range<usize>);
+
+fn whole(dims: Shape) -> LocalSlice {
+    LocalSlice { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
+}
+
+/// Ways to cut a parameter: whole; flat slices, as of ZeRO; a dim, as of tp, padded where it does not divide; both.
+fn cuttings(dims: Shape) -> Vec<Vec<Cutting>> {
+    let flat = |slice: LocalSlice, parts: usize| -> Vec<Cutting> {
+        let (count, all) = (slice.stored.count().div_ceil(parts), slice.stored.count());
+        let part = |at: usize| (slice.clone(), (at * count).min(all)..((at + 1) * count).min(all));
+        (0..parts).map(part).collect()
+    };
+    let mut ways = vec![flat(whole(dims), 1), flat(whole(dims), 2), flat(whole(dims), 5)];
+    for dim in 0..dims.len() {
+        let held = dims[dim].div_ceil(2);
+        let half = |at: usize| {
+            let (mut ranges, stored) = (whole(dims).ranges, dims.with(dim, held));
+            ranges[dim] = at * held..((at + 1) * held).min(dims[dim]);
+            LocalSlice { stored, ranges }
+        };
+        ways.push(vec![half(0), half(1)].into_iter().flat_map(|slice| flat(slice, 1)).collect());
+        ways.push(vec![half(0), half(1)].into_iter().flat_map(|slice| flat(slice, 3)).collect());
+    }
+    ways
+}
+
+fn shape_of(dims: Shape) -> ParamShape {
+    match dims.len() {
+        1 => ParamShape::vector(dims[0]),
+        2 => ParamShape { matrices: 1, rows: dims[0], columns: dims[1], hidden: true },
+        _ => ParamShape { matrices: dims[0], rows: dims[1], columns: dims[2], hidden: true },
+    }
+}
+
+fn devices() -> [Arc<dyn Device>; 2] {
+    [Cpu::device(), Opaque::device(Cpu::device())]
+}
+
+/// What `make_optimizer_fixtures.py` recorded.
+fn fixtures() -> serde_json::Value {
+    serde_json::from_str(include_str!("../fixtures/optimizers.json")).unwrap()
+}
+
+fn floats(value: &serde_json::Value) -> Vec<f32> {
+    value.as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect()
+}
+
+#[test]
+fn steps_are_those_of_the_published_implementations() {
+    let rules = [
+        Rule::from(Lamb { weight_decay: 0.1, ..Lamb::default() }),
+        Adafactor { weight_decay: 0.1, ..Adafactor::default() }.into(),
+        Muon::default().into(),
+    ];
+    for rule in &rules {
+        let lr = if rule.name() == "adafactor" { 0.05 } else { 0.01 };
+        let fixtures = fixtures();
+        let cases = fixtures[rule.name()].as_array().unwrap();
+        assert!(cases.len() > 1);
+        for case in cases {
+            let dims: Vec<usize> =
+                case["shape"].as_array().unwrap().iter().map(|extent| extent.as_u64().unwrap() as usize).collect();
+            let (dims, start) = (Shape::new(&dims), floats(&case["start"]));
+            for (device, exact) in devices().iter().flat_map(|device| [(device, false), (device, true)]) {
+                let mut cut = Cut::new(device, rule, shape_of(dims), dims, &start, &cuttings(dims)[0]);
+                cut.exact = exact;
+                let steps = case["grads"].as_array().unwrap().iter().zip(case["weights"].as_array().unwrap());
+                for (step, (grads, wanted)) in (1..).zip(steps) {
+                    // Half the gradients, with a factor of two.
+                    let halves: Vec<f32> = floats(grads).iter().map(|grad| grad / 2.0).collect();
+                    cut.step(Update { step, lr, grad_scale: 2.0, decay_factor: 1.0 }, &halves).unwrap();
+                    for (at, (got, wanted)) in cut.weights().iter().zip(floats(wanted)).enumerate() {
+                        // Weights are about 1, steps about 0.01 to 0.05; Newton-Schulz amplifies the rounding of its products.
+                        assert!(
+                            (got - wanted).abs() < 2e-6,
+                            "{rule:?} of {dims:?}, step {step}, element {at}: {got} {wanted}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Largest values of blocks and a state in bytes, which none of our rules keeps beside f32 states: w moves by the largest absolute gradient of
+/// its block, and a byte counts the steps.
+#[derive(Debug)]
+struct Blocks;
+
+impl WholeOptimizer for Blocks {
+    fn name(&self) -> &str {
+        "blocks"
+    }
+
+    fn states(&self, _: &ParamShape) -> Vec<State> {
+        let over = Over::Blocks(7);
+        vec![State { name: "steps", kept: Kept::Codes }, State::of_elements("sum"), State::of_sets("largest", over)]
+    }
+
+    fn passes(&self, _: &ParamShape) -> Vec<Pass> {
+        vec![Pass::Largest(vec![Over::Blocks(7)])]
+    }
+
+    fn measure(
+        &self,
+        _: usize,
+        update: &Update,
+        _: &[f32],
+        run: &mut Run<'_, '_>,
+        out: &mut [&mut [f32]],
+    ) -> std::result::Result<(), OptimError> {
+        run.codes[0].iter_mut().for_each(|code| *code += 1);
+        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = update.grad_scale * grad);
+        Ok(())
+    }
+
+    fn settle(
+        &self,
+        _: usize,
+        _: &Update,
+        _: &ParamShape,
+        totals: &mut [&mut [f64]],
+        sets: &mut [&mut [f32]],
+    ) -> std::result::Result<(), OptimError> {
+        sets[0].iter_mut().zip(&*totals[0]).for_each(|(set, &total)| *set += total as f32);
+        Ok(())
+    }
+
+    fn update(
+        &self,
+        update: &Update,
+        weights: &mut [f32],
+        run: &mut Run<'_, '_>,
+    ) -> std::result::Result<(), OptimError> {
+        for (at, w) in weights.iter_mut().enumerate() {
+            let block = (run.first + at) / 7;
+            run.states[0][at] += run.totals[0][block] as f32;
+            assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (update.step, run.sets[0][block]));
+            *w -= update.lr as f32 * run.states[0][at];
+        }
+        Ok(())
+    }
+}
+
+/// Ranks may cut a parameter in any way: with exact sums the bits are those of one rank, on every device.
+#[test]
+fn bits_do_not_depend_on_who_holds_which_elements() {
+    let rules = [
+        Rule::from(Lamb::default()),
+        Adafactor::default().into(),
+        Adafactor { relative_step: false, ..Adafactor::default() }.into(),
+        Muon::default().into(),
+        Rule::whole(Blocks),
+    ];
+    let key = meshwork_tensor::random::key(3, "values");
+    for (rule, dims) in
+        rules.iter().flat_map(|rule| [&[13][..], &[6, 10], &[2, 5, 7]].map(|dims| (rule, Shape::new(dims))))
+    {
+        if dims.len() == 1 && rule.name() == "muon" {
+            continue; // it is for matrices
+        }
+        let normal = |step: u64| {
+            let mut values = vec![0.0; dims.count()];
+            meshwork_tensor::random::fill_normal(key, 1000 * step, &mut values);
+            values
+        };
+        let mut bits: Option<Vec<u32>> = None;
+        let users = matches!(rule, Rule::Whole(_));
+        for (device, way) in
+            devices().iter().flat_map(|device| cuttings(dims).into_iter().map(move |way| (device, way)))
+        {
+            if users && device.name() == "opaque" {
+                continue; // cannot call the host
+            }
+            let mut cut = Cut::new(device, rule, shape_of(dims), dims, &normal(0), &way);
+            for step in 1..4 {
+                let grad_scale = clip_factor(8.0, 5.0);
+                cut.step(Update { step, lr: 0.1, grad_scale, decay_factor: 0.5 }, &normal(step)).unwrap();
+            }
+            let got: Vec<u32> = cut.weights().iter().map(|weight| weight.to_bits()).collect();
+            assert_eq!(&got, bits.get_or_insert_with(|| got.clone()), "{rule:?} of {dims:?} in {way:?}");
+        }
+    }
+}
+
+#[test]
+fn rules_of_elements_and_of_whole_parameters_are_not_mistaken_for_each_other() {
+    let device = Cpu::device();
+    let mut weights = Buffer::from_slice(&[1.0f32]);
+    let update = Update { step: 1, lr: 1.0, grad_scale: 1.0, decay_factor: 0.0 };
+    let refused = device.optim().unwrap().update(
+        &Lamb::default().into(),
+        update,
+        &mut weights,
+        &Buffer::from_slice(&[1.0f32]),
+        &mut [],
+        0..1,
+    );
+    assert_eq!(
+        refused.unwrap_err().to_string(),
+        "optimizer: lamb reads whole parameters: run its passes (WholeOptimizer), or use adamw or sgd on elements"
+    );
+    let dims = Shape::new(&[1]);
+    let sgd = Rule::from(meshwork_optim::Sgd::default());
+    let mut cut = Cut::new(&device, &sgd, shape_of(dims), dims, &[1.0], &cuttings(dims)[0]);
+    let refused = cut.step(update, &[1.0]).unwrap_err().to_string();
+    assert_eq!(refused, "optimizer: sgd: it updates element by element and measures nothing");
+}
