@@ -4,7 +4,7 @@ use crate::layout::Layout;
 use crate::update::extents;
 use crate::zero::Cuts;
 use crate::{ModelPlan, Plan, TrainError, Vector};
-use meshwork_core::{Axis, Rank};
+use meshwork_core::{Axis, DType, Rank};
 use meshwork_nn::Model;
 use meshwork_optim::{Kept, Rule, State};
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
@@ -47,9 +47,11 @@ pub struct StateView<'a> {
     pub key: StateKey,
     /// Extents of the whole vector.
     pub dims: Shape,
+    /// The type in which its elements are stored.
+    pub dtype: DType,
     /// The part that this rank holds, and how it is stored.
     pub slice: LocalSlice,
-    /// Its elements as they are stored, padding included.
+    /// Its elements as they are stored, padding included; bytes as numbers.
     pub values: &'a [f32],
 }
 
@@ -73,6 +75,8 @@ pub struct StateSlice {
     pub role: Role,
     /// Extents of the whole vector.
     pub dims: Shape,
+    /// The type in which its elements are stored.
+    pub dtype: DType,
     /// The slice.
     pub slice: LocalSlice,
     /// The world rank that holds it.
@@ -98,8 +102,8 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             for id in local.declarations.ids() {
                 let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
                 let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
-                for StateVector { key, dims, place } in vectors(spec, &plan.optimizer) {
-                    let of = |slice| StateSlice { key: key.clone(), role: spec.role, dims, slice, rank };
+                for StateVector { key, dims, dtype, place } in vectors(spec, &plan.optimizer) {
+                    let of = |slice| StateSlice { key: key.clone(), role: spec.role, dims, dtype, slice, rank };
                     let Some(vector) = place.vector() else {
                         state.push(of(whole(dims)));
                         continue;
@@ -121,6 +125,7 @@ pub(crate) struct StateVector {
     pub key: StateKey,
     /// Extents of the whole vector.
     pub dims: Shape,
+    pub dtype: DType,
     pub place: Place,
 }
 
@@ -153,7 +158,7 @@ pub(crate) fn whole(dims: Shape) -> LocalSlice {
 /// The vectors of a parameter in the state of a run: its weights, then the states of the update rule.
 pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> Vec<StateVector> {
     let key = |state: Option<&str>| StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, place: Place::Weights }];
+    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, dtype: DType::F32, place: Place::Weights }];
     if spec.group.frozen {
         return vectors;
     }
@@ -163,7 +168,8 @@ pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> Vec<StateVector> {
             Kept::Elements | Kept::Codes => (spec.dims, elements.next().map(Place::Elements)),
             Kept::Sets(over) => (extents(over, &shape), sets.next().map(Place::Sets)),
         };
-        vectors.extend(place.map(|place| StateVector { key: key(Some(name)), dims, place }));
+        let dtype = if kept == Kept::Codes { DType::U8 } else { DType::F32 };
+        vectors.extend(place.map(|place| StateVector { key: key(Some(name)), dims, dtype, place }));
     }
     vectors
 }

@@ -193,7 +193,7 @@ impl WeightStore {
     }
 
     fn floats(&self, id: ParamId, buffer: &Buffer, vector: Vector) -> Result<Vec<f32>, TrainError> {
-        let host = self.params().download(id, buffer, &self.window(id, vector))?;
+        let host = numbers(self.params().download(id, buffer, &self.window(id, vector))?)?;
         Ok(host.as_slice::<f32>().map_err(Error::from)?.to_vec())
     }
 
@@ -205,7 +205,7 @@ impl WeightStore {
             Place::Elements(at) => (&self.states_of(id)[at], Vector::States),
             Place::Sets(at) => return Ok(self.device.download(&self.states.sets[id.index()][at])?),
         };
-        Ok(params.download(id, buffer, &self.window(id, vector))?)
+        numbers(params.download(id, buffer, &self.window(id, vector))?)
     }
 
     /// The flat buffers that hold the states of a parameter; none for a frozen one.
@@ -322,8 +322,13 @@ impl WeightStore {
                         params.write_part(id, &read(id, &vector, part)?)?;
                     }
                     Place::Elements(at) => {
-                        let values = read(id, &vector, part.clone())?;
-                        params.write_into(id, &mut states.elements[flat][at], &window, &values)?;
+                        let (values, state) = (read(id, &vector, part.clone())?, &mut states.elements[flat][at]);
+                        let values = match state.dtype() {
+                            DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
+                            _ => Buffer::from_vec(values),
+                        };
+                        let at = own_part(&window, params.place(id).1).start;
+                        self.device.upload_into(&values, state, at)?;
                     }
                     Place::Sets(at) => {
                         let values = Buffer::from_vec(read(id, &vector, 0..vector.dims.count())?);
@@ -462,6 +467,17 @@ fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &Statist
         }
     }
     Ok(device.upload_into(&Buffer::from_vec(all), &mut params.flats_mut()[flat], 0)?)
+}
+
+/// Bytes as numbers; numbers as they are.
+fn numbers(host: Buffer) -> Result<Buffer, TrainError> {
+    match host.dtype() {
+        DType::U8 => {
+            let codes = host.as_slice::<u8>().map_err(Error::from)?;
+            Ok(Buffer::from_vec(codes.iter().map(|&code| f32::from(code)).collect()))
+        }
+        _ => Ok(host),
+    }
 }
 
 fn copied(device: &dyn Device, buffer: &Buffer) -> Result<Buffer, TrainError> {

@@ -6,11 +6,13 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_engine::dry_run::{Prediction, predict};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
+use meshwork_engine::{Numerics, OPTIMIZER, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
-use meshwork_optim::{AdamW, Rule, Sgd};
+use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, Muon, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -115,6 +117,42 @@ fn what_ranks_share_out_takes_what_was_predicted() {
                 ..tower::plan(mesh)
             };
             assert_as_predicted(&tower::tower(8), &plan, tower::batch);
+        }
+    }
+}
+
+/// What rules that read whole parameters keep, measure and bring together.
+#[test]
+fn rules_that_read_whole_parameters_take_what_was_predicted() {
+    let sizes =
+        Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 8, ..Gpt2Config::default() };
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
+    for optimizer in [
+        Lamb::default().into(),
+        Adafactor::default().into(),
+        Rule::with_muon(Muon::default(), AdamW::default()),
+        Rule::with_adam8bit(Adam8bit::default()),
+    ] {
+        for (mesh, schedule, stage, numerics) in [
+            ("dp=2,tp=2,pp=2", "1f1b", 2, Numerics::Fast),
+            ("dp=2,pp=2", "zb_v", 1, Numerics::Canonical { blocks: 8 }),
+            ("dp=4", "gpipe", 3, Numerics::Fast),
+        ] {
+            let plan = Plan {
+                schedule: named(schedule),
+                numerics,
+                zero: Zero { stage: ZeroStage::ALL[stage], group: None },
+                optimizer: optimizer.clone(),
+                max_norm: NEVER,
+                global_batch_size: 16,
+                num_microbatches: Some(4),
+                ..tower::plan(mesh)
+            };
+            let tokens = |samples: Range<usize>| vec![1; samples.len() * sizes.seq_len];
+            let found = assert_as_predicted(&model, &plan, |_, samples| {
+                language::batch(tokens(samples.clone()), tokens(samples), sizes.seq_len).unwrap()
+            });
+            assert!(found.contains(OPTIMIZER), "{mesh}: {optimizer:?}");
         }
     }
 }

@@ -4,6 +4,7 @@
 //! More than 400 lines: each way to hold a state, as one short case, beside the run that all are compared with.
 
 mod noise;
+mod rules;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;
 
@@ -19,7 +20,7 @@ use meshwork_models::layers::Norm;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
-use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
+use meshwork_optim::{Adafactor, AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
@@ -284,8 +285,11 @@ fn groups_share_out_within_and_agree() {
 /// What the layout says a rank holds is what it holds, slice by slice.
 #[test]
 fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
-    for zero in stages() {
-        let plan = Plan { zero, ..on("dp=3,pp=2", Numerics::Fast) };
+    for (zero, optimizer) in
+        stages().flat_map(|zero| [AdamW::default().into(), Rule::from(Adafactor::default())].map(|rule| (zero, rule)))
+    {
+        let factored = optimizer.name() == "adafactor";
+        let plan = Plan { zero, optimizer, ..on("dp=3,pp=2", Numerics::Fast) };
         let plan = Plan { global_batch_size: 12, ..plan };
         let layout = state_layout(&model(), &plan).unwrap();
         let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device())?.state());
@@ -297,6 +301,10 @@ fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
             for of in &state.pieces {
                 elements[usize::from(of.key.state.is_some())] += of.piece.slice.elements();
             }
+        }
+        if factored {
+            assert!(elements[1] * 2 < elements[0], "rows and columns of matrices");
+            continue;
         }
         let copies = if zero.stage == ZeroStage::Weights { 1 } else { 3 };
         assert_eq!(

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod adafactor;
+mod adam8bit;
 mod adamw;
 mod clip;
 mod lamb;
@@ -14,6 +15,7 @@ mod shape;
 mod whole;
 
 pub use adafactor::Adafactor;
+pub use adam8bit::Adam8bit;
 pub use adamw::AdamW;
 pub use clip::clip_factor;
 pub use lamb::Lamb;

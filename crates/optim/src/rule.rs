@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::{
-    Adafactor, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Sgd, State, Transform, Update,
-    WholeOptimizer,
+    Adafactor, Adam8bit, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Sgd, State, Transform,
+    Update, WholeOptimizer,
 };
 
 /// An update rule as data, so that a device can match on it and run a kernel of its own.
@@ -30,6 +30,8 @@ pub enum Rule {
     Adafactor(Adafactor),
     /// [`Muon`], on every device. It is for matrices of hidden layers: see [`with_muon`](Rule::with_muon).
     Muon(Muon),
+    /// [`Adam8bit`], on every device. It is for matrices of hidden layers: see [`with_adam8bit`](Rule::with_adam8bit).
+    Adam8bit(Adam8bit),
     /// A rule for the matrices of hidden layers, and one for everything else: tables, heads, biases, norms.
     Hidden {
         /// That of matrices of [hidden](ParamShape::hidden) layers.
@@ -67,6 +69,12 @@ impl Rule {
     #[must_use]
     pub fn with_muon(muon: Muon, others: AdamW) -> Self {
         Self::Hidden { matrices: Box::new(muon.into()), others: Box::new(others.into()) }
+    }
+
+    /// Adam with states of 8 bits for the matrices of hidden layers, and of 32 bits for everything else.
+    #[must_use]
+    pub fn with_adam8bit(rule: Adam8bit) -> Self {
+        Self::Hidden { matrices: Box::new(rule.into()), others: Box::new(rule.adamw.into()) }
     }
 
     /// The rule of a parameter.
@@ -175,6 +183,7 @@ impl Rule {
             Self::Lamb(rule) => OnHost::Whole(rule),
             Self::Adafactor(rule) => OnHost::Whole(rule),
             Self::Muon(rule) => OnHost::Whole(rule),
+            Self::Adam8bit(rule) => OnHost::Whole(rule),
             Self::Whole(rule) => OnHost::Whole(&**rule),
             Self::Hidden { matrices, .. } => matrices.on_host(),
         }
@@ -201,4 +210,4 @@ macro_rules! from {
     )*};
 }
 
-from!(AdamW, Sgd, Lamb, Adafactor, Muon);
+from!(AdamW, Sgd, Lamb, Adafactor, Muon, Adam8bit);

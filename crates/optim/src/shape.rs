@@ -92,6 +92,12 @@ impl State {
         Self { name, kept: Kept::Elements }
     }
 
+    /// A byte for each element.
+    #[must_use]
+    pub const fn of_codes(name: &'static str) -> Self {
+        Self { name, kept: Kept::Codes }
+    }
+
     /// A number for each set.
     #[must_use]
     pub const fn of_sets(name: &'static str, over: Over) -> Self {

@@ -6,8 +6,8 @@ use crate::kernel::{Gemm, Map};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{ParamShape, Transform};
 
-/// Below this norm a matrix is divided by it instead of its norm.
-const EPS: f64 = 1e-7;
+/// The least norm that a matrix is divided by.
+const LEAST: f64 = 1e-7;
 
 /// Applies a transform to each of the matrices in `x`, an f32 vector. Takes memory for two more matrices and three of their shorter sides.
 ///
@@ -41,7 +41,9 @@ fn orthogonal(
     };
     let square = Gemm::linear_input_grad(side, side, side).exact(true);
     let apply = Gemm::linear_input_grad(rows, side, columns).accumulating(true).exact(true);
-    x = map.map(Map::Scale(1.0 / norm(device, &x)?.max(EPS)), &x)?;
+    let mut squares = device.zeros(DType::F64, 1)?;
+    device.optim()?.sum_of_squares(&x, 0..rows * columns, 1, 0, &mut squares, 0)?;
+    device.optim()?.divide_by_root(&mut x, &squares, LEAST)?;
     for _ in 0..iterations {
         let mut gram = device.alloc(DType::F32, side * side)?;
         matmul.gemm(gram_of, &x, &x, &mut gram, 0)?; // A
@@ -55,14 +57,4 @@ fn orthogonal(
         x = next;
     }
     Ok(x)
-}
-
-/// The root of the sum of squares; 1 where there are no values.
-fn norm(device: &dyn Device, x: &Buffer) -> Result<f64> {
-    let mut sum = device.zeros(DType::F64, 1)?;
-    device.optim()?.sum_of_squares(x, 0..x.count(), 1, 0, &mut sum, 0)?;
-    match device.has_values() {
-        true => Ok(device.download(&sum)?.as_slice::<f64>()?[0].sqrt()),
-        false => Ok(1.0),
-    }
 }

@@ -711,6 +711,13 @@ impl Optim for Profiled {
         self.record(what, |device| device.optim()?.measure(part, pass, weights, vectors, into))
     }
 
+    fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
+        let bytes = 2 * x.bytes() as u64;
+        let what =
+            What { class: Class::Optimizer, name: "divide_by_root", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.optim()?.divide_by_root(x, squares, least))
+    }
+
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
         self.span(Class::Optimizer, "exact_sums", &[digits], |device| device.optim()?.exact_sums(digits))
     }

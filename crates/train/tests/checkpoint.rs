@@ -1,13 +1,13 @@
 //! A run that is saved, and goes on from its files on another mesh.
 
-use meshwork_checkpoint::{Lock, Writer, folder_name, threads};
+use meshwork_checkpoint::{Checkpoint, Dtype, Lock, Writer, folder_name, threads};
 use meshwork_core::comm::thread::{self, WorldError};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, Trainer, state_layout};
+use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, Trainer, Zero, ZeroStage, state_layout};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model};
-use meshwork_optim::{Rule, Sgd};
+use meshwork_optim::{Adafactor, Adam8bit, AdamW, Muon, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_train::checkpoint::{CheckpointError, Resumed, resume, save, save_plan};
@@ -251,6 +251,43 @@ fn a_state_that_does_not_fit_is_refused_with_everything_that_does_not() {
     assert!(shallower.contains("h.7.ln_1.weight: the checkpoint has [16], the model none"), "{shallower}");
     let sgd = refused(gpt2(), Sgd { momentum: 0.9, weight_decay: 0.0 }.into());
     assert!(sgd.contains("wte.weight:exp_avg: the checkpoint has [61, 16], the model none"), "{sgd}");
+    let bytes = refused(gpt2(), Rule::with_adam8bit(Adam8bit::default()));
+    assert!(bytes.contains("mlp.up.weight:exp_avg: the checkpoint has F32 [32, 16], the model U8 [32, 16]"), "{bytes}");
+    assert!(bytes.contains("mlp.up.weight:exp_avg_largest: the checkpoint has none, the model [1, 1]"), "{bytes}");
+}
+
+/// States of rows, columns and blocks, and those in bytes: from mesh to mesh and from stage to stage of ZeRO, as they are.
+#[test]
+fn states_of_every_layout_are_saved_and_resharded() {
+    let model = model();
+    for optimizer in [
+        Rule::from(Adafactor::default()),
+        Rule::with_muon(Muon::default(), AdamW::default()),
+        Rule::with_adam8bit(Adam8bit { block: 48, ..Adam8bit::default() }),
+    ] {
+        let on = |mesh: &str, stage: usize| Plan {
+            optimizer: optimizer.clone(),
+            zero: Zero { stage: ZeroStage::ALL[stage], group: None },
+            ..plan(mesh, "1f1b", Numerics::Canonical { blocks: 8 })
+        };
+        let (alone, dir) = (uninterrupted(&model, &on("dp=1", 0), 3), tempfile::tempdir().unwrap());
+        for (done, plan) in [on("dp=2,tp=2", 2), on("dp=2,pp=2", 3), on("tp=4", 0)].into_iter().enumerate() {
+            let ranks = go_on(&model, &plan, dir.path(), done as u64 + 1).unwrap();
+            let losses: Vec<f64> = ranks[0].reports.iter().map(|report| report.loss).collect();
+            assert_eq!(losses, [alone[done].loss], "{optimizer:?} on {}", plan.mesh);
+        }
+        let checkpoint = Checkpoint::open_step(dir.path(), 3).unwrap();
+        let stored = |name: &str| {
+            let tensors = checkpoint.index().tensors.iter().map(|of| &of.tensor);
+            tensors.filter(|of| of.name == name).map(|of| (of.dtype, of.dims.clone())).next()
+        };
+        let wanted = match optimizer.name() {
+            "adafactor" => ("h.0.attn.qkv.weight:row_var", Dtype::F32, vec![3, 16]),
+            "muon" => ("h.0.attn.qkv.weight:momentum_buffer", Dtype::F32, vec![3, 4, 4, 16]),
+            _ => ("h.0.attn.qkv.weight:exp_avg", Dtype::U8, vec![3, 4, 4, 16]),
+        };
+        assert_eq!(stored(wanted.0), Some((wanted.1, wanted.2)));
+    }
 }
 
 #[test]

@@ -172,7 +172,7 @@ fn wrong_toml_types() {
          model.dropout = \"none\": is a string, not a number; use a number of at least 0 and below 1\n\
          data.path = [\"a\", \"b\"]: is an array, not a string; use a string\n\
          optimizer.lr = true: is a boolean, not a number; use a number of at least 0\n\
-         optimizer.name = 2024-01-01: is a date, not a string; use adamw or sgd or lamb or adafactor or muon\n\
+         optimizer.name = 2024-01-01: is a date, not a string; use adamw or sgd or lamb or adafactor or muon or adam8bit\n\
          optimizer.eps = { value = 1 }: is a table, not a number; use a number above 0"
     );
 }

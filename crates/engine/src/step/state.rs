@@ -66,7 +66,7 @@ impl Trainer {
         let mut pieces = Vec::new();
         let (step, updates) = self.visit_state(
             |_| true,
-            |StateView { key, dims, slice, values }| {
+            |StateView { key, dims, slice, values, .. }| {
                 let (rank, values) = (self.rank.world_rank(), values.to_vec());
                 pieces.push(StatePiece { key, piece: Piece { rank, dims, slice, values } });
                 Ok::<_, TrainError>(())
@@ -91,18 +91,18 @@ impl Trainer {
         for id in declarations.ids() {
             let spec = declarations.spec(id);
             let local = spec.local(self.rank.mesh(), self.rank.coords());
-            for StateVector { key, dims, place } in vectors(spec, weights.rule()) {
+            for StateVector { key, dims, dtype, place } in vectors(spec, weights.rule()) {
                 if wanted(&key) {
                     let buffer = weights.vector(id, place)?;
                     let all = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
                     let Some(vector) = place.vector() else {
-                        visit(StateView { key, dims, slice: whole(dims), values: all })?;
+                        visit(StateView { key, dims, dtype, slice: whole(dims), values: all })?;
                         continue;
                     };
                     let part = weights.part(id, vector);
                     for (slice, place) in local.boxes(part.clone()) {
                         let values = &all[place.start - part.start..place.end - part.start];
-                        visit(StateView { key: key.clone(), dims, slice, values })?;
+                        visit(StateView { key: key.clone(), dims, dtype, slice, values })?;
                     }
                 }
             }
@@ -121,7 +121,7 @@ impl Trainer {
         let weights = self.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
-        weights.load(source.updates(), |id, StateVector { key, dims, place }, part| {
+        weights.load(source.updates(), |id, StateVector { key, dims, place, .. }, part| {
             if place.vector().is_none() {
                 return source.read(key, *dims, &whole(*dims));
             }

@@ -89,6 +89,12 @@ impl Optim for Cpu {
         whole::measure(part, pass, weights, vectors, into)
     }
 
+    fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
+        let norm = squares.as_slice::<f64>()?.iter().sum::<f64>().sqrt().max(least) as f32;
+        share(x.as_mut_slice::<f32>()?.chunks_mut(PIECE), |piece| piece.iter_mut().for_each(|x| *x /= norm));
+        Ok(())
+    }
+
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
         let mut sums = self.alloc(DType::F64, digits.count() / LIMBS)?;
         let digits = digits.as_slice::<f64>()?.chunks_exact(LIMBS);

@@ -52,6 +52,9 @@ pub trait Optim: Debug {
         into: Option<Measured<'_>>,
     ) -> Result<()>;
 
+    /// Divides x by the root of the only element of `squares`, an f64, or by `least` if that is larger.
+    fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>;
+
     /// The sums whose digits `digits` has, [`LIMBS`](meshwork_core::exact::LIMBS) for each.
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>;
 

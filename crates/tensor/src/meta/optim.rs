@@ -47,6 +47,10 @@ impl Optim for Meta {
         Ok(())
     }
 
+    fn divide_by_root(&self, _x: &mut Buffer, _squares: &Buffer, _least: f64) -> Result<()> {
+        Ok(())
+    }
+
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
         self.alloc(DType::F64, digits.count() / LIMBS)
     }

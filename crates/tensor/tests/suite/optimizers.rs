@@ -2,7 +2,9 @@
 
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{Adafactor, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, State, Update};
+use meshwork_optim::{
+    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, State, Update,
+};
 use meshwork_optim::{WholeOptimizer, clip_factor};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
@@ -198,6 +200,7 @@ fn steps_are_those_of_the_published_implementations() {
         Rule::from(Lamb { weight_decay: 0.1, ..Lamb::default() }),
         Adafactor { weight_decay: 0.1, ..Adafactor::default() }.into(),
         Muon::default().into(),
+        Adam8bit { block: 16, ..Adam8bit::default() }.into(),
     ];
     for rule in &rules {
         let lr = if rule.name() == "adafactor" { 0.05 } else { 0.01 };
@@ -297,6 +300,7 @@ fn bits_do_not_depend_on_who_holds_which_elements() {
         Adafactor::default().into(),
         Adafactor { relative_step: false, ..Adafactor::default() }.into(),
         Muon::default().into(),
+        Adam8bit { block: 9, ..Adam8bit::default() }.into(),
         Rule::whole(Blocks),
     ];
     let key = meshwork_tensor::random::key(3, "values");

@@ -442,6 +442,10 @@ impl Optim for Opaque {
         })
     }
 
+    fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
+        with_host(x, |x| self.inner.optim()?.divide_by_root(x, &host(squares), least))
+    }
+
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
         hidden(self.inner.optim()?.exact_sums(&host(digits)))
     }

@@ -16,8 +16,8 @@ pub(crate) use resume::read_weights;
 pub use resume::{Resumed, misfits, resume};
 pub use save::{save, save_plan};
 
-use meshwork_checkpoint::{Damage, LockError, PlanError, SaveError, Slice, SnapshotError};
-use meshwork_core::CommError;
+use meshwork_checkpoint::{Damage, Dtype, LockError, PlanError, SaveError, Slice, SnapshotError};
+use meshwork_core::{CommError, DType};
 use meshwork_engine::{StateKey, TrainError};
 use meshwork_models::huggingface;
 use meshwork_tensor::Shape;
@@ -115,6 +115,10 @@ fn name_of(key: &StateKey) -> String {
 
 fn dims_of(shape: Shape) -> Vec<u64> {
     shape.iter().map(|&extent| extent as u64).collect()
+}
+
+fn dtype_of(dtype: DType) -> Dtype {
+    if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
 fn slice_of(slice: &LocalSlice) -> Slice {

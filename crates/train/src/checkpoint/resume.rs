@@ -4,7 +4,7 @@
 //! any of them found damage, all go on to the checkpoint before.
 
 use super::save::little_endian;
-use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
+use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, ReadError, share, steps};
 use meshwork_core::{Group, ReduceOp};
 use meshwork_engine::{Plan, StateKey, StateSlice, StateSource, TrainError, Trainer, state_layout};
@@ -74,15 +74,17 @@ pub fn resume<E: From<CheckpointError>>(
 
 /// Everything in which the state of a checkpoint differs from what ranks hold: vectors that only one of them has, other extents.
 pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
-    let wanted: BTreeMap<String, Shape> = layout.iter().map(|of| (name_of(&of.key), of.dims)).collect();
+    let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype)));
+    let wanted: BTreeMap<String, (Shape, Dtype)> = layout.iter().map(of_model).collect();
     let stored: BTreeMap<&str, _> = index.tensors.iter().map(|of| (&*of.tensor.name, &of.tensor)).collect();
     let mut misfits = Vec::new();
-    for (name, &dims) in &wanted {
+    for (name, &(dims, held)) in &wanted {
         match stored.get(&**name) {
             None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
-            Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != Dtype::F32 => {
+            Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != held => {
                 let (found, dtype) = (&tensor.dims, tensor.dtype.name());
-                misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model F32 {dims:?}"));
+                let held = held.name();
+                misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model {held} {dims:?}"));
             }
             Some(_) => {}
         }
@@ -133,10 +135,13 @@ impl StateSource for Source<'_> {
     }
 
     fn read(&self, key: &StateKey, _: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
-        let mut values = vec![0f32; slice.stored.count()];
-        let bytes = bytemuck::cast_slice_mut(&mut values);
-        let read = self.checkpoint.read_into(&name_of(key), &slice_of(slice), &dims_of(slice.stored), bytes);
-        match read {
+        let (name, count) = (name_of(key), slice.stored.count());
+        let (mut values, mut codes) = (vec![0f32; count], vec![0u8; count]);
+        let in_bytes =
+            self.checkpoint.index().tensors.iter().any(|of| of.tensor.name == name && of.tensor.dtype == Dtype::U8);
+        let bytes = if in_bytes { &mut codes } else { bytemuck::cast_slice_mut(&mut values) };
+        match self.checkpoint.read_into(&name, &slice_of(slice), &dims_of(slice.stored), bytes) {
+            Ok(()) if in_bytes => Ok(codes.into_iter().map(f32::from).collect()),
             Ok(()) => Ok(little_endian(values.into()).into_owned()),
             Err(error) => {
                 let (name, problem) = (key.to_string(), error.to_string());

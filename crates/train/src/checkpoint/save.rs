@@ -1,6 +1,6 @@
 //! Saves the state of a trainer.
 
-use super::{CheckpointError, RUN, UPDATES, dims_of, name_of, slice_of};
+use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
 use meshwork_engine::{Plan, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
@@ -25,7 +25,7 @@ pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, Checkp
                 (None, Role::Buffer) => Kind::Buffer,
                 (None, _) => Kind::Weight,
             };
-            tensors.push(Tensor { name, kind, dtype: Dtype::F32, dims: dims_of(of.dims) });
+            tensors.push(Tensor { name, kind, dtype: dtype_of(of.dtype), dims: dims_of(of.dims) });
             tensors.len() - 1
         });
         held.push(Held { tensor, slice: slice_of(&of.slice), ranks: vec![of.rank] });
@@ -50,9 +50,13 @@ pub fn save(
     let rank = trainer.rank().world_rank();
     let (step, updates) = trainer.visit_state(
         |key| wanted.writes(rank, &name_of(key)),
-        |StateView { key, slice, values, .. }| {
-            let (extents, values) = (dims_of(slice.stored), little_endian(values.into()));
-            snapshot.put(&name_of(&key), &slice_of(&slice), &extents, bytemuck::cast_slice(&values))?;
+        |StateView { key, dtype, slice, values, .. }| {
+            let (name, extents) = (name_of(&key), dims_of(slice.stored));
+            let mut put = |bytes: &[u8]| snapshot.put(&name, &slice_of(&slice), &extents, bytes);
+            match dtype_of(dtype) {
+                Dtype::U8 => put(&values.iter().map(|&code| code as u8).collect::<Vec<u8>>())?,
+                _ => put(bytemuck::cast_slice(&little_endian(values.into())))?,
+            }
             Ok::<_, CheckpointError>(())
         },
     )?;

@@ -17,17 +17,18 @@ const LLAMA: [&str; 6] = [
 ];
 const GPT2: [&str; 1] = ["model.dropout"];
 /// Keys of the update rule that not all rules read, with those that do.
-const BY_RULE: [(&str, &[OptimizerName]); 8] = {
-    use OptimizerName::{Adafactor, Adamw, Lamb, Muon, Sgd};
+const BY_RULE: [(&str, &[OptimizerName]); 9] = {
+    use OptimizerName::{Adafactor, Adam8bit, Adamw, Lamb, Muon, Sgd};
     [
-        ("optimizer.beta1", &[Adamw, Lamb, Muon]),
-        ("optimizer.beta2", &[Adamw, Lamb, Muon]),
-        ("optimizer.eps", &[Adamw, Lamb, Muon]),
+        ("optimizer.beta1", &[Adamw, Lamb, Muon, Adam8bit]),
+        ("optimizer.beta2", &[Adamw, Lamb, Muon, Adam8bit]),
+        ("optimizer.eps", &[Adamw, Lamb, Muon, Adam8bit]),
         ("optimizer.momentum", &[Sgd]),
         ("optimizer.muon_momentum", &[Muon]),
         ("optimizer.relative_step", &[Adafactor]),
         ("optimizer.decay_rate", &[Adafactor]),
         ("optimizer.clip_threshold", &[Adafactor]),
+        ("optimizer.block", &[Adam8bit]),
     ]
 };
 const MOE: [&str; 17] = [

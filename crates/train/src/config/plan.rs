@@ -10,7 +10,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::Boundary;
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
-use meshwork_optim::{Adafactor, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
+use meshwork_optim::{Adafactor, Adam8bit, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use std::sync::Arc;
@@ -205,6 +205,7 @@ impl Optimizer {
             OptimizerName::Adafactor => {
                 Adafactor { relative_step, decay_rate, clip_threshold, weight_decay, ..Adafactor::default() }.into()
             }
+            OptimizerName::Adam8bit => Rule::with_adam8bit(Adam8bit { adamw, block: self.block }),
             OptimizerName::Muon => Rule::with_muon(Muon { momentum: self.muon_momentum, weight_decay }, adamw),
         }
     }

@@ -209,15 +209,15 @@ sections! {
 
     /// The update rule.
     [optimizer] Optimizer {
-        /// Update rule. muon is for the matrices of hidden layers and leaves everything else to adamw.
+        /// Update rule. muon and adam8bit are for the matrices of hidden layers and leave everything else to adamw.
         name: OptimizerName = is("adamw"), one_of(OptimizerName::WORDS);
         /// Full learning rate.
         lr: f64 = float(3e-4), Number(NotNegative);
-        /// Decay of the mean gradient of adamw and lamb.
+        /// Decay of the mean gradient of adamw, adam8bit and lamb.
         beta1: f64 = float(0.9), Number(BelowOne);
-        /// Decay of the mean squared gradient of adamw and lamb.
+        /// Decay of the mean squared gradient of adamw, adam8bit and lamb.
         beta2: f64 = float(0.95), Number(BelowOne);
-        /// Added to the denominator of adamw and lamb.
+        /// Added to the denominator of adamw, adam8bit and lamb.
         eps: f64 = float(1e-8), Number(Positive);
         /// Weight decay, on weights only; L2 in sgd, part of the scaled step in lamb, decoupled in the others.
         weight_decay: f64 = float(0.1), Number(NotNegative);
@@ -231,6 +231,8 @@ sections! {
         decay_rate: f64 = float(0.8), Number(Positive);
         /// Root mean square above which adafactor scales a step down.
         clip_threshold: f64 = float(1.0), Number(Positive);
+        /// Consecutive elements of a parameter that share a scale in adam8bit.
+        block: usize = int(2048), Count(1);
     }
 
     /// The learning rate over the steps.

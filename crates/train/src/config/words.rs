@@ -69,6 +69,8 @@ words! {
         Adafactor = "adafactor",
         /// [`Muon`](meshwork_optim::Muon) for hidden matrices, AdamW for everything else.
         Muon = "muon",
+        /// [`Adam8bit`](meshwork_optim::Adam8bit) for hidden matrices, AdamW for everything else.
+        Adam8bit = "adam8bit",
     }
 
     /// `lr_scheduler.decay`.

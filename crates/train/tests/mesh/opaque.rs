@@ -52,6 +52,14 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
         let (config, data) = (case.config(&format!("{ADAMW}{more}")), case.model.data());
         assert_opaque_as_cpu(&format!("{case} {more}"), &config, &data);
     }
+    for rule in ["lamb", "adafactor", "muon", "adam8bit"] {
+        for (case, more) in [(mesh, ""), (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n")] {
+            let text = case.text(&format!("{}{more}", ADAMW.replace("adamw", rule)));
+            let text = text.replace("[parallelism]\n", "[parallelism]\nzero_stage = 1\n");
+            let (config, data) = (Config::from_toml(&text).unwrap(), case.model.data());
+            assert_opaque_as_cpu(&format!("{case} {rule} {more}"), &config, &data);
+        }
+    }
 }
 
 /// Training on both devices gives the same bits.

@@ -1,0 +1,211 @@
+//! Adam with states of 8 bits.
+//!
+//! ```text
+//! m, v: those of the step before, dequantised        x = code[i]·largest |x| of its block
+//! m = m + (1 - β₁)·(g - m),  v = β₂·v + (1 - β₂)·g²    in f32, g = scale·grad
+//! w = w·(1 - lr·decay) - lr·m̂ / (√v̂ + ε)              by these, as AdamW
+//! i = argmin |code[i] - x / largest |x| of its block|   of m and of v
+//! ```
+//! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): the dynamic tree code, with a sign for m and an extra bit of
+//! fraction for v. Blocks are consecutive elements of the whole parameter, whoever holds them: the largest values are brought together over
+//! ranks, which rounds nothing. So the numbers depend on no mesh.
+
+use std::sync::OnceLock;
+
+use crate::adamw::power;
+use crate::{AdamW, OptimError, Over, ParamShape, Pass, Run, State, Update, WholeOptimizer};
+
+/// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the paper keeps in 32 bits,
+/// embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and `exp_avg_sq`, and for each block the largest value
+/// of each.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adam8bit {
+    /// The hyper-parameters, as AdamW's.
+    pub adamw: AdamW,
+    /// Elements of a block, at least 1; 2048 in the paper.
+    pub block: usize,
+}
+
+impl Default for Adam8bit {
+    fn default() -> Self {
+        Self { adamw: AdamW::default(), block: 2048 }
+    }
+}
+
+/// 256 numbers in ascending order, of which 0 and 1 are two.
+struct Code {
+    values: [f32; 256],
+    /// Between a number and the next.
+    middles: [f32; 255],
+    zero: u8,
+}
+
+impl Code {
+    /// The dynamic tree code: in each of seven decades below 1 the middles of equal steps, twice as many in each decade as in the one below.
+    fn new(signed: bool) -> Self {
+        let mut values = vec![0.0, 1.0];
+        for decade in 0..7 {
+            let steps = 1 << if signed { decade } else { decade + 1 };
+            let scale = 10f64.powi(decade - 6);
+            for step in 0..steps {
+                let middle = scale * (0.1 + 0.9 * (f64::from(step) + 0.5) / f64::from(steps));
+                values.push(middle);
+                values.extend(signed.then_some(-middle));
+            }
+        }
+        values.sort_by(f64::total_cmp);
+        let zero = values.partition_point(|&value| value < 0.0) as u8;
+        let rounded = |at: usize| values[at] as f32;
+        let middle = |at: usize| ((values[at] + values[at + 1]) / 2.0) as f32;
+        Self { values: std::array::from_fn(rounded), middles: std::array::from_fn(middle), zero }
+    }
+
+    /// For numbers of either sign.
+    fn signed() -> &'static Self {
+        static CODE: OnceLock<Code> = OnceLock::new();
+        CODE.get_or_init(|| Self::new(true))
+    }
+
+    /// For numbers of at least 0.
+    fn unsigned() -> &'static Self {
+        static CODE: OnceLock<Code> = OnceLock::new();
+        CODE.get_or_init(|| Self::new(false))
+    }
+
+    /// The nearest number to `x / largest`.
+    fn nearest(&self, x: f32, largest: f32) -> u8 {
+        match largest > 0.0 {
+            true => {
+                let x = x / largest;
+                self.middles.partition_point(|&middle| middle < x) as u8
+            }
+            false => self.zero,
+        }
+    }
+
+    fn value(&self, code: u8, largest: f32) -> f32 {
+        self.values[usize::from(code)] * largest
+    }
+}
+
+impl Adam8bit {
+    /// The new moments of an element, from its codes and the largest values of its block before.
+    fn moments(&self, g: f32, codes: [u8; 2], largest: [f32; 2]) -> [f32; 2] {
+        let AdamW { beta1, beta2, .. } = self.adamw;
+        let m = Code::signed().value(codes[0], largest[0]);
+        let v = Code::unsigned().value(codes[1], largest[1]);
+        [m + (1.0 - beta1) as f32 * (g - m), beta2 as f32 * v + (1.0 - beta2) as f32 * (g * g)]
+    }
+
+    fn codes<'r, 'a>(&self, codes: &'r mut [&'a mut [u8]]) -> Result<&'r mut [&'a mut [u8]; 2], OptimError> {
+        let given = codes.len();
+        codes.try_into().map_err(|_| Run::wrong(self.name(), "states of codes", given, 2))
+    }
+}
+
+impl WholeOptimizer for Adam8bit {
+    fn name(&self) -> &str {
+        "adam8bit"
+    }
+
+    fn states(&self, _shape: &ParamShape) -> Vec<State> {
+        let blocks = Over::Blocks(self.block);
+        vec![
+            State::of_codes("exp_avg"),
+            State::of_codes("exp_avg_sq"),
+            State::of_sets("exp_avg_largest", blocks),
+            State::of_sets("exp_avg_sq_largest", blocks),
+        ]
+    }
+
+    fn passes(&self, _shape: &ParamShape) -> Vec<Pass> {
+        vec![Pass::Largest(vec![Over::Blocks(self.block); 2])]
+    }
+
+    fn measure(
+        &self,
+        _pass: usize,
+        update: &Update,
+        _weights: &[f32],
+        run: &mut Run<'_, '_>,
+        out: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        let [mean, square] = self.codes(run.codes)?;
+        let [of_mean, of_square] = Run::out(self.name(), out)?;
+        for (at, &grad) in run.grads.iter().enumerate() {
+            let block = (run.first + at) / self.block;
+            let largest = [run.sets[0][block], run.sets[1][block]];
+            [of_mean[at], of_square[at]] = self.moments(update.grad_scale * grad, [mean[at], square[at]], largest);
+        }
+        Ok(())
+    }
+
+    /// The new largest values become the state, and the old ones stay until the update in the places of the totals.
+    fn settle(
+        &self,
+        _pass: usize,
+        _update: &Update,
+        _shape: &ParamShape,
+        totals: &mut [&mut [f64]],
+        sets: &mut [&mut [f32]],
+    ) -> Result<(), OptimError> {
+        for (set, totals) in sets.iter_mut().zip(totals) {
+            for (set, total) in set.iter_mut().zip(totals.iter_mut()) {
+                (*set, *total) = (*total as f32, f64::from(*set));
+            }
+        }
+        Ok(())
+    }
+
+    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
+        let AdamW { beta1, beta2, eps, weight_decay } = self.adamw;
+        let keep = (1.0 - update.lr * (weight_decay * update.decay_factor)) as f32;
+        let lr_hat = (update.lr / (1.0 - power(beta1, update.step))) as f32;
+        let root_hat = (1.0 - power(beta2, update.step)).sqrt() as f32;
+        let [mean, square] = self.codes(run.codes)?;
+        for (at, (w, &grad)) in weights.iter_mut().zip(run.grads).enumerate() {
+            let block = (run.first + at) / self.block;
+            let before = [run.totals[0][block] as f32, run.totals[1][block] as f32];
+            let [m, v] = self.moments(update.grad_scale * grad, [mean[at], square[at]], before);
+            *w = *w * keep - lr_hat * (m / (v.sqrt() / root_hat + eps as f32));
+            mean[at] = Code::signed().nearest(m, run.sets[0][block]);
+            square[at] = Code::unsigned().nearest(v, run.sets[1][block]);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Code;
+
+    /// The first and last numbers as the authors' code has them, and what lies between.
+    #[test]
+    fn the_codes_are_the_dynamic_trees() {
+        let (signed, unsigned) = (Code::signed(), Code::unsigned());
+        for code in [signed, unsigned] {
+            assert!(code.values.array_windows().all(|[a, b]| a < b) && code.values[255] == 1.0);
+            assert_eq!(code.values[usize::from(code.zero)], 0.0);
+        }
+        assert_eq!(
+            [signed.values[0], signed.values[126], signed.values[127], signed.values[128]],
+            [-0.99296875, -5.5e-7, 0.0, 5.5e-7]
+        );
+        assert_eq!([unsigned.values[1], unsigned.values[2], unsigned.values[254]], [3.25e-7, 7.75e-7, 0.9964844]);
+        assert_eq!((signed.zero, unsigned.zero), (127, 0));
+    }
+
+    #[test]
+    fn a_number_gets_the_nearest_code_of_its_block() {
+        for code in [Code::signed(), Code::unsigned()] {
+            let lowest = if code.zero == 0 { 0 } else { -1000 };
+            for x in (lowest..=1000).map(|x| x as f32 / 500.0) {
+                let off = |value: f32| (f64::from(value) - f64::from(x / 2.0)).abs();
+                let nearest = code.values.iter().map(|&value| off(value)).fold(f64::INFINITY, f64::min);
+                let got = off(code.values[usize::from(code.nearest(x, 2.0))]);
+                assert!(got <= nearest + 1e-7, "{x}: {got} {nearest}");
+            }
+            assert_eq!(code.value(code.nearest(0.0, 0.0), 0.0), 0.0, "a block of zeros");
+        }
+    }
+}
