@@ -15,6 +15,7 @@ use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params, Shape};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -54,6 +55,8 @@ pub struct Updates {
     members: Vec<Option<Member>>,
     /// Those whose rules read them whole, in the order of the flat buffers: the same on all ranks of the group.
     whole: Vec<ParamId>,
+    /// Flat buffers whose matrices are gathered at once: so many that each rank of the group has one to transform.
+    rounds: Vec<Range<usize>>,
     /// The ranks that update other elements of the same parameters.
     group: Option<Group>,
     exact: bool,
@@ -71,6 +74,15 @@ fn kind(pass: &Pass) -> usize {
         Pass::Squares(_) => 0,
         Pass::Largest(_) => 1,
     }
+}
+
+/// The transformed matrices of some parameters: ranks share out that work, and each then has all of them.
+#[derive(Debug)]
+pub struct Gathered {
+    /// A chunk for each rank of the group.
+    all: Buffer,
+    /// Where the matrices of each parameter begin.
+    places: BTreeMap<ParamId, Vec<usize>>,
 }
 
 /// Elements of a parameter at the time of a step.
@@ -161,7 +173,25 @@ impl Updates {
                 counted,
             });
         }
-        Self { members, whole, group, exact: declarations.reduction_blocks().is_some(), device }
+        let matrices = |id: &ParamId| {
+            let member = members[id.index()].as_ref().filter(|member| member.transform.is_some());
+            member.map_or(0, |member| member.shape.matrices)
+        };
+        let ranks = group.as_ref().map_or(1, Group::size);
+        let (mut rounds, mut first, mut count) = (Vec::new(), 0, 0);
+        for (flat, ids) in layout.flats.iter().take(layout.keys.len()).enumerate() {
+            count += ids.iter().map(matrices).sum::<usize>();
+            if count >= ranks || flat + 1 == layout.keys.len() {
+                rounds.push(first..flat + 1);
+                (first, count) = (flat + 1, 0);
+            }
+        }
+        Self { members, whole, rounds, group, exact: declarations.reduction_blocks().is_some(), device }
+    }
+
+    /// The flat buffers that are updated at once, one after the other.
+    pub fn rounds(&self) -> &[Range<usize>] {
+        &self.rounds
     }
 
     /// Whether a rule reads whole parameters, on this rank or on another.
@@ -252,42 +282,86 @@ impl Updates {
         Ok(totals)
     }
 
-    /// Updates the weights of a part of a parameter. Collective over the ranks that have other parts of it, where matrices are gathered.
+    /// Brings together the matrices of those of these parameters whose rules read them, and transforms them. Each rank transforms some.
+    pub fn gather(
+        &self,
+        ids: impl IntoIterator<Item = ParamId>,
+        of: impl Fn(ParamId) -> Result<(Part, usize, Buffer, Buffer), TrainError>,
+        states: &mut States,
+        totals: &Totals,
+    ) -> Result<Option<Gathered>, TrainError> {
+        let gathers = |id| Some((id, self.member(id)?, self.member(id)?.transform?));
+        let members: Vec<_> = ids.into_iter().filter_map(gathers).collect();
+        let Some(group) = self.group.as_ref().filter(|_| !members.is_empty()) else { return Ok(None) };
+        let (optim, layout) = (self.device.optim()?, self.device.layout()?);
+        // Each matrix goes to the rank with the fewest elements so far.
+        let mut loads = vec![0; group.size()];
+        let mut places: BTreeMap<ParamId, Vec<(usize, usize)>> = BTreeMap::new();
+        for (id, Member { shape, .. }, _) in &members {
+            let place = |_| {
+                let owner = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
+                loads[owner] += shape.rows * shape.columns;
+                (owner, loads[owner] - shape.rows * shape.columns)
+            };
+            places.insert(*id, (0..shape.matrices).map(place).collect());
+        }
+        let chunk = loads.iter().copied().max().unwrap_or(0);
+        let mut all = self.device.zeros(DType::F32, group.size() * chunk)?;
+        for &(id, member, _) in &members {
+            let (part, flat, weights, grads) = of(id)?;
+            if part.elements.is_empty() {
+                continue;
+            }
+            let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.matrix());
+            let (elements, sets) = (&mut states.elements[flat], &states.sets[id.index()]);
+            let done = member.totals(totals)?;
+            let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
+            let into = member.counted.then_some(Measured::Values(&mut values));
+            optim.measure(&member.part(&part), member.passes.len(), &weights, vectors, into)?;
+            for (matrix, (owner, at)) in places[&id].iter().enumerate() {
+                layout.copy_into(&values, matrix * count..(matrix + 1) * count, &mut all, owner * chunk + at)?;
+            }
+        }
+        let mut own = group.reduce_scatter(all, self.device.alloc(DType::F32, chunk)?, ReduceOp::Sum)?;
+        for (id, member, of_matrices) in &members {
+            for &(_, at) in places[id].iter().filter(|(owner, _)| *owner == group.rank()) {
+                transform(&*self.device, *of_matrices, [member.shape.rows, member.shape.columns], &mut own, at)?;
+            }
+        }
+        let all = group.all_gather(own, self.device.alloc(DType::F32, group.size() * chunk)?)?;
+        let begin = |places: Vec<(usize, usize)>| places.into_iter().map(|(owner, at)| owner * chunk + at).collect();
+        Ok(Some(Gathered { all, places: places.into_iter().map(|(id, places)| (id, begin(places))).collect() }))
+    }
+
+    /// Updates the weights of a part of a parameter.
     pub fn update(
         &self,
         part: &Part,
         (weights, grads): (&mut Buffer, &Buffer),
-        (elements, sets): (&mut [Buffer], &[Buffer]),
+        (states, sets): (&mut [Buffer], &[Buffer]),
         totals: &Totals,
+        gathered: Option<&Gathered>,
     ) -> Result<(), TrainError> {
-        let Some(member) = self.member(part.id) else { return Ok(()) };
-        let (optim, here) = (self.device.optim()?, !part.elements.is_empty());
+        let Some(member) = self.member(part.id).filter(|_| !part.elements.is_empty()) else { return Ok(()) };
+        let optim = self.device.optim()?;
         if member.rule.is_elementwise(&member.shape) {
             let range = part.at..part.at + part.elements.len();
-            return match here {
-                true => Ok(optim.update(&member.rule, part.update, weights, grads, elements, range)?),
-                false => Ok(()),
-            };
+            return Ok(optim.update(&member.rule, part.update, weights, grads, states, range)?);
         }
-        let (whole, totals) = (member.part(part), member.totals(totals)?);
-        let mut gathered = None;
-        if let Some(of_matrices) = member.transform {
-            let mut values = self.device.zeros(DType::F32, member.shape.elements())?;
-            if here {
-                let vectors = WholeVectors { grads, states: elements, sets, totals: &totals, gathered: None };
-                let into = member.counted.then_some(Measured::Values(&mut values));
-                optim.measure(&whole, member.passes.len(), weights, vectors, into)?;
+        let matrices = match gathered.and_then(|gathered| Some((&gathered.all, gathered.places.get(&part.id)?))) {
+            None => None,
+            Some((all, places)) => {
+                let count = member.matrix();
+                let mut matrices = self.device.alloc(DType::F32, member.shape.elements())?;
+                for (matrix, &at) in places.iter().enumerate() {
+                    self.device.layout()?.copy_into(all, at..at + count, &mut matrices, matrix * count)?;
+                }
+                Some(matrices)
             }
-            let mut values = self.reduce(values, ReduceOp::Sum)?;
-            transform(&*self.device, of_matrices, &member.shape, &mut values)?;
-            gathered = Some(values);
-        }
-        if here {
-            let gathered = gathered.as_ref();
-            let vectors = WholeVectors { grads, states: elements, sets, totals: &totals, gathered };
-            optim.update_whole(&whole, weights, vectors)?;
-        }
-        Ok(())
+        };
+        let (totals, gathered) = (member.totals(totals)?, matrices.as_ref());
+        let vectors = WholeVectors { grads, states, sets, totals: &totals, gathered };
+        Ok(optim.update_whole(&member.part(part), weights, vectors)?)
     }
 
     fn reduce(&self, numbers: Buffer, op: ReduceOp) -> Result<Buffer, TrainError> {
@@ -299,6 +373,11 @@ impl Updates {
 }
 
 impl Member {
+    /// Elements of a matrix.
+    fn matrix(&self) -> usize {
+        self.shape.rows * self.shape.columns
+    }
+
     fn part(&self, part: &Part) -> WholePart<'_> {
         WholePart {
             rule: &self.rule,

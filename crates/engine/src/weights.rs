@@ -328,7 +328,9 @@ impl WeightStore {
                             _ => Buffer::from_vec(values),
                         };
                         let at = own_part(&window, params.place(id).1).start;
-                        self.device.upload_into(&values, state, at)?;
+                        if values.count() > 0 {
+                            self.device.upload_into(&values, state, at)?;
+                        }
                     }
                     Place::Sets(at) => {
                         let values = Buffer::from_vec(read(id, &vector, 0..vector.dims.count())?);
@@ -402,41 +404,46 @@ impl WeightStore {
                 update: Update { step, lr, grad_scale, decay_factor },
             }
         };
-        let totals = self.updater.measure(
-            |id| {
-                let flat = params.place(id).0;
-                let (own, held) = (own(flat), params.window(flat));
-                let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
-                let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
-                Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
-            },
-            states,
-        )?;
-        let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
-        for (flat, Shared { members, sharers, .. }) in shared.iter().enumerate() {
-            let Some(grads) = own_grads(flat)? else { continue };
+        // What a rule reads of a parameter before it is updated.
+        let before = |params: &Params, id: ParamId| {
+            let flat = params.place(id).0;
             let (own, held) = (own(flat), params.window(flat));
-            let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
-            let held_here = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
-            // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
-            let (mut weights, whole) = match own == held {
-                true => (held_here, None),
-                false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
-            };
-            for part in &parts {
-                let of_states = (&mut states.elements[flat][..], &states.sets[part.id.index()][..]);
-                self.updater.update(part, (&mut weights, &grads), of_states, &totals)?;
-            }
-            match (whole, sharers) {
-                (Some(whole), Some(group)) => {
-                    if gathered.len() >= IN_FLIGHT
-                        && let Some((flat, oldest)) = gathered.pop_front()
-                    {
-                        params.flats_mut()[flat] = oldest.wait()?;
-                    }
-                    gathered.push_back((flat, group.start_all_gather(weights, whole)?));
+            let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
+            let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
+            Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
+        };
+        let totals = self.updater.measure(|id| before(params, id), states)?;
+        let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
+        for round in self.updater.rounds() {
+            let ids = shared[round.clone()].iter().flat_map(|shared| shared.members.iter().copied());
+            let matrices = self.updater.gather(ids, |id| before(params, id), states, &totals)?;
+            for flat in round.clone() {
+                let (Shared { members, sharers, .. }, Some(grads)) = (&shared[flat], own_grads(flat)?) else {
+                    continue;
+                };
+                let (own, held) = (own(flat), params.window(flat));
+                let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
+                let held_here = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
+                // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
+                let (mut weights, whole) = match own == held {
+                    true => (held_here, None),
+                    false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
+                };
+                for part in &parts {
+                    let of_states = (&mut states.elements[flat][..], &states.sets[part.id.index()][..]);
+                    self.updater.update(part, (&mut weights, &grads), of_states, &totals, matrices.as_ref())?;
                 }
-                _ => params.flats_mut()[flat] = weights,
+                match (whole, sharers) {
+                    (Some(whole), Some(group)) => {
+                        if gathered.len() >= IN_FLIGHT
+                            && let Some((flat, oldest)) = gathered.pop_front()
+                        {
+                            params.flats_mut()[flat] = oldest.wait()?;
+                        }
+                        gathered.push_back((flat, group.start_all_gather(weights, whole)?));
+                    }
+                    _ => params.flats_mut()[flat] = weights,
+                }
             }
         }
         for (flat, pending) in gathered {

@@ -4,25 +4,28 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{Gemm, Map};
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{ParamShape, Transform};
+use meshwork_optim::Transform;
 
 /// The least norm that a matrix is divided by.
 const LEAST: f64 = 1e-7;
 
-/// Applies a transform to each of the matrices in `x`, an f32 vector. Takes memory for two more matrices and three of their shorter sides.
+/// Applies a transform to the matrix `[rows, columns]` in the f32 vector `x` from element `at` on. Takes memory for two more matrices and three of
+/// their shorter sides.
 ///
 /// # Errors
 /// No memory; a device that cannot compute it.
-pub fn transform(device: &dyn Device, transform: Transform, shape: &ParamShape, x: &mut Buffer) -> Result<()> {
+pub fn transform(
+    device: &dyn Device,
+    transform: Transform,
+    [rows, columns]: [usize; 2],
+    x: &mut Buffer,
+    at: usize,
+) -> Result<()> {
     let Transform::Orthogonal { coefficients, iterations } = transform else { return Ok(()) };
-    let count = shape.rows * shape.columns;
-    for matrix in 0..shape.matrices {
-        let at = matrix * count;
-        let start = device.layout()?.narrow(x, 1, x.count(), 1, at..at + count)?;
-        let orthogonal = orthogonal(device, coefficients, iterations, [shape.rows, shape.columns], start)?;
-        device.layout()?.copy_into(&orthogonal, 0..count, x, at)?;
-    }
-    Ok(())
+    let count = rows * columns;
+    let start = device.layout()?.narrow(x, 1, x.count(), 1, at..at + count)?;
+    let orthogonal = orthogonal(device, coefficients, iterations, [rows, columns], start)?;
+    device.layout()?.copy_into(&orthogonal, 0..count, x, at)
 }
 
 /// With the Gram matrix of the shorter side: X·Xᵀ from the left, or XᵀX from the right.

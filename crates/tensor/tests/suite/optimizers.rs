@@ -118,7 +118,10 @@ impl Cut {
                 let into = Some(Measured::Values(&mut values));
                 optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
             }
-            transform(&**device, of_matrices, &shape, &mut values)?;
+            let sides = [shape.rows, shape.columns];
+            for matrix in 0..shape.matrices {
+                transform(&**device, of_matrices, sides, &mut values, matrix * shape.rows * shape.columns)?;
+            }
             gathered = Some(values);
         }
         for (at, rank) in self.ranks.iter_mut().enumerate() {
