@@ -315,6 +315,16 @@ pub enum PlanError {
         /// The schedule.
         schedule: String,
     },
+    /// An update rule for matrices, on a model or a parameter that has none.
+    #[error("the update rule {rule} is for matrices of hidden layers, and {problem}: {fix}")]
+    Rule {
+        /// The rule.
+        rule: String,
+        /// What has none.
+        problem: String,
+        /// What would be valid.
+        fix: &'static str,
+    },
     /// Stages on several ranks that do not go with the rest of the plan.
     #[error("stages on {replicas:?} ranks {problem}")]
     Replicas {

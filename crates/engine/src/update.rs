@@ -4,9 +4,9 @@
 //! measures of all parameters, and every rank settles the totals. In canonical numerics sums travel as the digits of
 //! [exact ones](meshwork_core::exact): they do not depend on who has which elements.
 
-use crate::TrainError;
 use crate::layout::{Layout, replica};
 use crate::zero::{Cuts, ZeroStage};
+use crate::{PlanError, TrainError};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Axis, Buffer, CommError, DType, Group, Rank, ReduceOp};
 use meshwork_data_parallel::cuts_batch;
@@ -101,6 +101,21 @@ pub struct Part {
 /// The extents of a state of sets.
 pub fn extents(over: Over, shape: &ParamShape) -> Shape {
     Shape::new(&over.extents(shape))
+}
+
+/// Refuses a rule for matrices of hidden layers where a model declares none, and where it would be given something else.
+pub fn require_matrices(rule: &Rule, parameters: &[ParamSpec]) -> Result<(), PlanError> {
+    let refuse = |problem, fix| Err(PlanError::Rule { rule: rule.name().to_owned(), problem, fix });
+    let mut trained = parameters.iter().filter(|spec| !spec.group.frozen);
+    if matches!(rule, Rule::Hidden { .. }) && !trained.clone().any(|spec| spec.shape().hidden) {
+        let problem = "the model declares none".to_owned();
+        return refuse(problem, "declare them by ParamGroup::hidden, or use another rule");
+    }
+    let orthogonal = |spec: &&ParamSpec| matches!(rule.gathers(&spec.shape()), Some(Transform::Orthogonal { .. }));
+    match trained.find(|spec| orthogonal(spec) && !spec.shape().is_matrix()) {
+        Some(spec) => refuse(format!("{} {:?} is none", spec.name, spec.dims), "give it another rule by Rule::Hidden"),
+        None => Ok(()),
+    }
 }
 
 /// Whether the update rule reads any of these parameters whole.

@@ -244,7 +244,7 @@ fn unknown_words_hear_of_the_nearest() {
         ),
         (
             "--set optimizer.name=adam",
-            "optimizer.name = \"adam\" (from --set): unknown; the nearest is adamw; use one of adamw, sgd",
+            "optimizer.name = \"adam\" (from --set): unknown; the nearest is adamw; use one of adamw, sgd, lamb, adafactor, muon, adam8bit",
         ),
     ]);
 }

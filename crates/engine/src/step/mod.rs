@@ -197,6 +197,7 @@ impl Trainer {
         let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
             replica(spec, &tied, &rank, |_| false).0 == 0
         });
+        update::require_matrices(&plan.optimizer, &parameters)?;
         let updates = (&*rank, update::join(&rank, &plan.optimizer, cuts, &parameters)?);
         let updater = Updates::new(&plan.optimizer, &params, &layout, cuts, updates, &parameters, device.clone());
         let update = (plan.optimizer.clone(), updater, plan.lr);

@@ -3,7 +3,9 @@
 
 use super::{batch, go_on_with, llama, model, on};
 use meshwork_core::comm::thread;
-use meshwork_engine::{ModelPlan, Numerics, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage};
+use meshwork_engine::{
+    ModelPlan, Numerics, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+};
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_moe::{MoeConfig, RouterKind};
@@ -259,4 +261,23 @@ fn the_bytes_of_states_are_those_of_the_table() {
         let told = format!("| {:.3} |", bytes as f64 / elements as f64);
         assert!(row.ends_with(&told), "{told} in {row}");
     }
+}
+
+#[test]
+fn a_rule_for_matrices_is_refused_where_there_are_none() {
+    let refused = |model: &Arc<dyn Model>, optimizer: Rule| {
+        let plan = Plan { optimizer, ..on("dp=1", Numerics::Fast) };
+        dry_run::predict(model, &plan, 0).unwrap_err().to_string()
+    };
+    let with_muon = Rule::with_muon(Muon::default(), AdamW::default());
+    assert_eq!(
+        refused(&super::tower::tower(2), with_muon),
+        "the update rule muon is for matrices of hidden layers, and the model declares none: declare them by ParamGroup::hidden, or use \
+         another rule"
+    );
+    assert_eq!(
+        refused(&llama(), Muon::default().into()),
+        "the update rule muon is for matrices of hidden layers, and layers.0.input_norm.weight [32] is none: give it another rule by \
+         Rule::Hidden"
+    );
 }

@@ -132,6 +132,24 @@ impl Sums {
     }
 }
 
+impl Sums {
+    /// Adds these to those of other jobs.
+    fn add_to(self, all: &mut [f64]) {
+        match self {
+            Self::Nothing => {}
+            Self::Sums(own) => all.iter_mut().zip(own).for_each(|(all, own)| *all += own),
+            Self::Largest(own) => {
+                let larger = |(all, own): &(&mut f64, f64)| **all < *own || own.is_nan();
+                all.iter_mut().zip(own).filter(larger).for_each(|(all, own)| *all = own);
+            }
+            Self::Digits(own) => {
+                let digits = own.into_iter().flat_map(|mut sum| carry(&mut sum));
+                all.iter_mut().zip(digits).for_each(|(all, digit)| *all += digit);
+            }
+        }
+    }
+}
+
 /// The larger absolute value; NaN if there is one.
 fn larger(most: f64, x: f32) -> f64 {
     let x = f64::from(x.abs());
@@ -166,7 +184,7 @@ fn for_sets(
     }
 }
 
-/// Runs `work(job, run, first element, range within the job, states, codes)` on each run.
+/// Runs `work` on each job, with its item of `extra` and its states in f32 and in bytes.
 fn for_runs<'j, E: Send>(
     jobs: &'j [Job],
     (mut floats, mut codes): States<'_>,
@@ -206,20 +224,22 @@ pub(super) fn measure(
     let jobs = jobs(part, fewest.max(PIECE));
     let (weights, grads) = (weights.as_slice::<f32>()?, vectors.grads.as_slice::<f32>()?);
     let (sets_kept, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
-    let measured: Vec<Sums> = jobs
-        .iter()
-        .map(|_| match (&into, passes.get(pass)) {
-            (None | Some(Measured::Values(_)), _) | (_, None) => Sums::Nothing,
-            (_, Some(Pass::Largest(_))) => Sums::Largest(vec![0.0; sets]),
-            (Some(Measured::Sums(..)), _) => Sums::Sums(vec![0.0; sets]),
-            (Some(Measured::Digits(..)), _) => Sums::Digits(vec![[0; LIMBS]; sets]),
-        })
-        .collect();
-    let measured: Vec<Mutex<Sums>> = measured.into_iter().map(Mutex::new).collect();
+    let digits = matches!(into, Some(Measured::Digits(..)));
     let (sums, values) = match into {
         Some(Measured::Values(values)) => (None, Some(values)),
-        other => (other, None),
+        Some(Measured::Sums(sums, at) | Measured::Digits(sums, at)) => {
+            (Some(Mutex::new(&mut sums.as_mut_slice::<f64>()?[at..])), None)
+        }
+        None => (None, None),
     };
+    let room = || match passes.get(pass).filter(|_| sums.is_some()) {
+        None => Sums::Nothing,
+        Some(Pass::Largest(_)) => Sums::Largest(vec![0.0; sets]),
+        Some(Pass::Squares(_)) if digits => Sums::Digits(vec![[0; LIMBS]; sets]),
+        Some(Pass::Squares(_)) => Sums::Sums(vec![0.0; sets]),
+    };
+    // Sums of jobs, which are added up in their order; where the order does not matter, each job adds its own at once.
+    let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
     // Runs ascend in the whole parameter too.
     let mut values = match values {
         Some(values) => Some(values.as_mut_slice::<f32>()?),
@@ -234,10 +254,9 @@ pub(super) fn measure(
         rest.split_off_mut(..begun - first)
     });
     let values: Vec<Option<&mut [f32]>> = values.collect();
-    let extra = measured.iter().zip(values);
-    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (measured, mut values), floats, codes| {
-        let mut measured = measured.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut room = vec![0.0; measures * RUN];
+    let extra = ordered.iter().zip(values);
+    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (ordered, mut values), floats, codes| {
+        let (mut measured, mut room) = (room(), vec![0.0; measures * RUN]);
         for (first, range) in &job.runs {
             let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
             let inner = range.start - job.range.start..range.end - job.range.start;
@@ -262,25 +281,18 @@ pub(super) fn measure(
                 values[at..at + range.len()].copy_from_slice(out[0]);
             }
         }
+        if let Some(sums) = &sums {
+            match measured {
+                Sums::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
+                measured => measured.add_to(&mut sums.lock().unwrap_or_else(PoisonError::into_inner)),
+            }
+        }
         Ok(())
     })?;
-    let Some(sums) = sums else { return Ok(()) };
-    let (Measured::Sums(into, at) | Measured::Digits(into, at)) = sums else { return Ok(()) };
-    let into = &mut into.as_mut_slice::<f64>()?[at..];
-    for measured in measured {
-        match measured.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Sums::Nothing => {}
-            Sums::Sums(sums) => into.iter_mut().zip(sums).for_each(|(into, sum)| *into += sum),
-            Sums::Largest(most) => {
-                into.iter_mut()
-                    .zip(most)
-                    .filter(|(into, most)| **into < *most || most.is_nan())
-                    .for_each(|(into, most)| *into = most);
-            }
-            Sums::Digits(sums) => {
-                let digits = sums.into_iter().flat_map(|mut sum| carry(&mut sum));
-                into.iter_mut().zip(digits).for_each(|(into, digit)| *into += digit);
-            }
+    if let Some(sums) = sums {
+        let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for own in ordered {
+            Sums::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
         }
     }
     Ok(())

@@ -28,7 +28,7 @@ const BY_RULE: [(&str, &[OptimizerName]); 9] = {
         ("optimizer.relative_step", &[Adafactor]),
         ("optimizer.decay_rate", &[Adafactor]),
         ("optimizer.clip_threshold", &[Adafactor]),
-        ("optimizer.block", &[Adam8bit]),
+        ("optimizer.block_size", &[Adam8bit]),
     ]
 };
 const MOE: [&str; 17] = [

@@ -205,7 +205,7 @@ impl Optimizer {
             OptimizerName::Adafactor => {
                 Adafactor { relative_step, decay_rate, clip_threshold, weight_decay, ..Adafactor::default() }.into()
             }
-            OptimizerName::Adam8bit => Rule::with_adam8bit(Adam8bit { adamw, block: self.block }),
+            OptimizerName::Adam8bit => Rule::with_adam8bit(Adam8bit { adamw, block: self.block_size }),
             OptimizerName::Muon => Rule::with_muon(Muon { momentum: self.muon_momentum, weight_decay }, adamw),
         }
     }

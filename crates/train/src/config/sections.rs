@@ -232,7 +232,7 @@ sections! {
         /// Root mean square above which adafactor scales a step down.
         clip_threshold: f64 = float(1.0), Number(Positive);
         /// Consecutive elements of a parameter that share a scale in adam8bit.
-        block: usize = int(2048), Count(1);
+        block_size: usize = int(2048), Count(1);
     }
 
     /// The learning rate over the steps.

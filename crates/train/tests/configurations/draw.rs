@@ -559,7 +559,7 @@ impl Frame {
             "optimizer.relative_step" => one_of(rng, &["true", "false"]),
             "optimizer.decay_rate" => one_of(rng, &["0.5", "1"]),
             "optimizer.clip_threshold" => one_of(rng, &["0.5", "10"]),
-            "optimizer.block" => one_of(rng, &["1", "7", "64"]),
+            "optimizer.block_size" => one_of(rng, &["1", "7", "64"]),
             "lr_scheduler.warmup_steps" => one_of(rng, &["0", "1", "5"]),
             "lr_scheduler.decay" => one_of(rng, &["none", "linear", "cosine"]),
             "lr_scheduler.decay_steps" => one_of(rng, &["1", "4", "10"]).filter(|_| rng.below(2) == 0),
