@@ -100,7 +100,7 @@ fn totals<'a>(passes: &[Pass], shape: &ParamShape, buffers: &'a [Buffer]) -> Res
 }
 
 /// The measures of a job.
-enum Sums {
+enum Measures {
     Nothing,
     /// Sums of squares.
     Sums(Vec<f64>),
@@ -110,7 +110,7 @@ enum Sums {
     Largest(Vec<f64>),
 }
 
-impl Sums {
+impl Measures {
     /// Adds the numbers of a run, one for each set of `over`, whose numbers begin at `base`.
     fn add(&mut self, over: Over, shape: &ParamShape, base: usize, first: usize, x: &[f32]) {
         for_sets(over, shape, first, x.len(), |range, set, each| {
@@ -132,7 +132,7 @@ impl Sums {
     }
 }
 
-impl Sums {
+impl Measures {
     /// Adds these to those of other jobs.
     fn add_to(self, all: &mut [f64]) {
         match self {
@@ -233,10 +233,10 @@ pub(super) fn measure(
         None => (None, None),
     };
     let room = || match passes.get(pass).filter(|_| sums.is_some()) {
-        None => Sums::Nothing,
-        Some(Pass::Largest(_)) => Sums::Largest(vec![0.0; sets]),
-        Some(Pass::Squares(_)) if digits => Sums::Digits(vec![[0; LIMBS]; sets]),
-        Some(Pass::Squares(_)) => Sums::Sums(vec![0.0; sets]),
+        None => Measures::Nothing,
+        Some(Pass::Largest(_)) => Measures::Largest(vec![0.0; sets]),
+        Some(Pass::Squares(_)) if digits => Measures::Digits(vec![[0; LIMBS]; sets]),
+        Some(Pass::Squares(_)) => Measures::Sums(vec![0.0; sets]),
     };
     // Sums of jobs, which are added up in their order; where the order does not matter, each job adds its own at once.
     let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
@@ -283,7 +283,7 @@ pub(super) fn measure(
         }
         if let Some(sums) = &sums {
             match measured {
-                Sums::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
+                Measures::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
                 measured => measured.add_to(&mut sums.lock().unwrap_or_else(PoisonError::into_inner)),
             }
         }
@@ -292,7 +292,7 @@ pub(super) fn measure(
     if let Some(sums) = sums {
         let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
         for own in ordered {
-            Sums::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
+            Measures::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
         }
     }
     Ok(())
