@@ -41,7 +41,7 @@ pub fn train(
                 let step = trainer.steps_done() + 1;
                 let report = probe.step(step, || trainer.observed_step(&own, |event| probe.observe(event)))?;
                 loss += report.loss / steps_of_epoch as f64;
-                peak = report.peak_bytes.into_iter().max().unwrap_or(0);
+                peak = report.peak_bytes().into_iter().max().unwrap_or(0);
             }
             let parts = held_out.parts(batch).map(|part| own(&part)).collect::<Result<Vec<_>, _>>()?;
             let Evaluation { loss: of_held_out, metrics } = trainer.evaluate(parts)?;

@@ -10,7 +10,7 @@ use crate::{At, PlanError, Recompute, TrainError};
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::{Activation, Stage};
 use meshwork_tensor::tape::{Decisions, Mode, Normaliser, Notes, PerSample, Seed, Weights};
-use meshwork_tensor::{Params, Tape, Tensor, Var};
+use meshwork_tensor::{Category, Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -345,6 +345,7 @@ impl Running<'_> {
         grad: Option<Message>,
         weights: Weights,
     ) -> Result<Option<Message>, TrainError> {
+        let _activations = self.pass.device.meter().enter(Category::Activations);
         self.chunk.backward(self.pass, micro + self.pass.ahead, grad, weights, self.weights)
     }
 }
@@ -357,6 +358,7 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
         if self.pass.purpose == Purpose::Train {
             self.live.acquire();
         }
+        let _activations = self.pass.device.meter().enter(Category::Activations);
         let store = self.weights.borrow();
         let params = match (self.versions)(self.chunk.number, micro) {
             None => store.params(),
@@ -374,6 +376,7 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
 
     fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
         self.live.release();
+        let _activations = self.pass.device.meter().enter(Category::Activations);
         self.chunk.weight_gradients(micro + self.pass.ahead, self.weights)
     }
 

@@ -5,8 +5,8 @@ use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch};
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_nn::{Batch, Model};
 use meshwork_pipeline::{ActionKind, Generator, Phase};
-use meshwork_tensor::Device;
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::{Device, MemoryUse};
 use std::sync::Arc;
 
 /// What one rank holds, computes and communicates in a step.
@@ -16,8 +16,8 @@ pub struct Prediction {
     pub parameters: usize,
     /// Bytes of weights, gradients and optimizer states.
     pub model_bytes: u64,
-    /// Most bytes alive at once: the model's bytes and the activations.
-    pub peak_bytes: u64,
+    /// What holds memory at the moment when most bytes are alive.
+    pub memory: MemoryUse,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,
     /// Every communication, in order.
@@ -25,6 +25,11 @@ pub struct Prediction {
 }
 
 impl Prediction {
+    /// Most bytes alive at once: the model's bytes and the activations.
+    pub fn peak_bytes(&self) -> u64 {
+        self.memory.total()
+    }
+
     /// Logical bytes per step on the groups of that name.
     pub fn bytes_on(&self, group: &str) -> f64 {
         self.records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
@@ -51,7 +56,7 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     }
     reports.extend(trainer.flush(|_| {})?);
     let records = reports.pop().map_or(Vec::new(), |report| report.records);
-    Ok(Prediction { parameters, model_bytes, peak_bytes: device.meter().peak_bytes(), flops, records })
+    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records })
 }
 
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.

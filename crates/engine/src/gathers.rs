@@ -10,7 +10,7 @@ use meshwork_core::Buffer;
 use meshwork_data_parallel::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
 use meshwork_nn::Batch;
 use meshwork_tensor::param::Gather;
-use meshwork_tensor::{Device, Error, Params};
+use meshwork_tensor::{Category, Device, Error, Params};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -51,7 +51,7 @@ impl Gathers {
             let sharers = shared.sharers.clone().filter(|_| shared.is_cut())?;
             Some(SharedVector { slice: shared.slice, sharers })
         };
-        let gatherer = Gatherer::new(shared.iter().map(vector).collect(), OnDevice(device.clone()));
+        let gatherer = Gatherer::new(shared.iter().map(vector).collect(), OnDevice(device.clone(), Category::Buffers));
         Ok(Self { gatherer, orders })
     }
 

@@ -12,7 +12,7 @@ use meshwork_nn::Batch;
 use meshwork_optim::{Kept, Rule, State};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::param::reduction_axes;
-use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
+use meshwork_tensor::{Category, Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -221,16 +221,17 @@ impl Layout {
             }
         };
         let buckets = self.keys.iter().enumerate().map(bucket).collect();
-        Ok(Reducer::new(buckets, OnDevice(device.clone()))?)
+        Ok(Reducer::new(buckets, OnDevice(device.clone(), Category::Gradients))?)
     }
 }
 
-/// Vectors in the memory of a device.
+/// Vectors in the memory of a device, of one category.
 #[derive(Debug)]
-pub struct OnDevice(pub Arc<dyn Device>);
+pub struct OnDevice(pub Arc<dyn Device>, pub Category);
 
 impl Vectors for OnDevice {
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError> {
+        let _category = self.0.meter().enter(self.1);
         Ok(self.0.alloc(DType::F32, count)?)
     }
 

@@ -5,7 +5,7 @@ use crate::chunk::Message;
 use meshwork_core::{Axis, Buffer, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
 use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Device, Shape, Tensor};
+use meshwork_tensor::{Category, Device, Shape, Tensor};
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -80,6 +80,7 @@ impl PipeTransport {
     fn receive(&mut self, from_rank: usize, tag: Tag) -> Result<Buffer, TrainError> {
         let expected = self.expected(tag);
         let shape = self.part(&expected).map_or(expected.shape, |part| Shape::new(&[part]));
+        let _buffers = self.device.meter().enter(Category::Buffers);
         let buffer = self.device.alloc(expected.dtype, shape.count())?;
         Ok(self.group.recv(buffer, from_rank, expected.types.signature(expected.dtype, &shape))?)
     }
@@ -118,6 +119,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
         let expected = self.expected(tag);
         let mut buffer = self.receive(from_rank, tag)?;
         if self.part(&expected).is_some() {
+            let _buffers = self.device.meter().enter(Category::Buffers);
             let whole = self.device.alloc(expected.dtype, expected.shape.count())?;
             buffer = self.tp.all_gather(buffer, whole)?;
         }

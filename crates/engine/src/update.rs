@@ -14,7 +14,7 @@ use meshwork_optim::{Kept, Over, ParamShape, Pass, Rule, State, Transform, Updat
 use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Device, Error, ParamId, ParamSpec, Params, Shape};
+use meshwork_tensor::{Category, Device, Error, ParamId, ParamSpec, Params, Shape};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -220,6 +220,7 @@ impl Updates {
 
     /// States for the flat buffers, of which a rank keeps `windows`, all zero.
     pub fn states(&self, flats: &[Vec<ParamId>], windows: &[Range<usize>]) -> Result<States, TrainError> {
+        let _optimizer = self.device.meter().enter(Category::Optimizer);
         let zeros = |dtype, count| self.device.zeros(dtype, count);
         let of_flat = |(members, window): (&Vec<ParamId>, &Range<usize>)| {
             let states = members.first().and_then(|&id| self.member(id)).map_or(&[][..], |member| &member.states);

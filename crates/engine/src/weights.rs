@@ -12,7 +12,7 @@ use crate::zero::{Cuts, Vector};
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
 use meshwork_tensor::param::StatisticId;
-use meshwork_tensor::{Device, Error, ParamId, Params};
+use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -350,6 +350,8 @@ impl WeightStore {
         statistics: &StatisticSums,
         old: Old,
     ) -> Result<(), TrainError> {
+        let device = self.device.clone();
+        let _buffers = device.meter().enter(Category::Buffers);
         let newest = self.versions.back_mut().unwrap_or_else(|| unreachable!("there is always a newest version"));
         if Arc::get_mut(newest).is_none() || self.kept > 1 {
             if old == Old::Replaced {
@@ -371,6 +373,7 @@ impl WeightStore {
             }
         }
         if Arc::get_mut(&mut self.states).is_none() {
+            let _optimizer = device.meter().enter(Category::Optimizer);
             let copy = |all: &Vec<Vec<Buffer>>| {
                 let of = |states: &Vec<Buffer>| states.iter().map(|state| copied(&*self.device, state)).collect();
                 all.iter().map(of).collect::<Result<Vec<Vec<Buffer>>, TrainError>>()

@@ -40,7 +40,7 @@ fn assert_as_predicted(
         let measured = Prediction {
             parameters: trainer.local_elements(),
             model_bytes,
-            peak_bytes: meter.peak_bytes(),
+            memory: meter.peak(),
             flops,
             records: report.records.clone(),
         };
@@ -55,8 +55,8 @@ fn assert_as_predicted(
             assert_eq!(got, wanted, "rank {rank}, call {call}");
         }
         assert_eq!(measured, predicted, "rank {rank}");
-        let peaks: Vec<u64> = predictions.iter().map(|predicted| predicted.peak_bytes).collect();
-        assert_eq!(report.peak_bytes, peaks, "as reported on rank {rank}");
+        let peaks: Vec<_> = predictions.iter().map(|predicted| predicted.memory).collect();
+        assert_eq!(report.memory, peaks, "as reported on rank {rank}");
         for group in &groups {
             let mean = predictions.iter().map(|predicted| predicted.bytes_on(group)).sum::<f64>() / ranks.len() as f64;
             assert_eq!(

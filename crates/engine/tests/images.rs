@@ -86,7 +86,7 @@ fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, Taken) {
             let report = trainer.step(&images(step, trainer.samples()))?;
             scores.push((report.loss, report.metrics[0].1));
             norms.push(report.grad_norm);
-            peak = report.peak_bytes.into_iter().max().unwrap();
+            peak = report.peak_bytes().into_iter().max().unwrap();
         }
         let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
         scores.push((score.loss, score.metrics[0].1));

@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernel::*;
+use crate::memory::{Accounts, Category, CategoryScope, MemoryUse};
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -162,8 +163,7 @@ pub struct Transfers {
 #[derive(Debug, Default)]
 pub struct Meter {
     flops: [AtomicU64; Work::COUNT],
-    live: AtomicU64,
-    peak: AtomicU64,
+    accounts: Accounts,
     uploads: Counter,
     downloads: Counter,
 }
@@ -202,15 +202,37 @@ impl Meter {
         self.flops.iter().map(|flops| flops.load(Ordering::Relaxed)).sum()
     }
 
-    /// Counts a new buffer of `bytes` bytes.
-    pub fn grow(&self, bytes: usize) {
-        let live = self.live.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
-        self.peak.fetch_max(live, Ordering::Relaxed);
+    /// Makes new buffers belong to `category` while the result lives. Without one they are [`Category::Other`].
+    pub fn enter(&self, category: Category) -> CategoryScope<'_> {
+        self.accounts.enter(category)
+    }
+
+    /// Sets the most bytes that buffers may have at once; `None`: no limit.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        self.accounts.set_limit(bytes);
+    }
+
+    /// Counts a new buffer of `bytes` bytes. Returns the category to [end](Self::shrink) it with.
+    ///
+    /// # Errors
+    /// A buffer beyond the limit.
+    pub fn grow(&self, bytes: usize) -> Result<Category> {
+        self.accounts.grow(bytes as u64)
     }
 
     /// Counts the end of a buffer of `bytes` bytes.
-    pub fn shrink(&self, bytes: usize) {
-        self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+    pub fn shrink(&self, bytes: usize, category: Category) {
+        self.accounts.shrink(bytes as u64, category);
+    }
+
+    /// What the buffers alive now are for.
+    pub fn live(&self) -> MemoryUse {
+        self.accounts.live()
+    }
+
+    /// What the buffers were for when they had the most bytes.
+    pub fn peak(&self) -> MemoryUse {
+        self.accounts.peak()
     }
 
     /// Counts a copy of `bytes` bytes from the host.
@@ -235,11 +257,11 @@ impl Meter {
 
     /// Bytes of the buffers alive now.
     pub fn live_bytes(&self) -> u64 {
-        self.live.load(Ordering::Relaxed)
+        self.live().total()
     }
 
     /// The most bytes that were ever alive at once.
     pub fn peak_bytes(&self) -> u64 {
-        self.peak.load(Ordering::Relaxed)
+        self.peak().total()
     }
 }

@@ -1,5 +1,6 @@
 //! Errors of tensors.
 
+use crate::memory::{Bytes, Category, MemoryUse};
 use meshwork_core::{BufferError, CommError, DType, SpmdError};
 use meshwork_optim::OptimError;
 
@@ -116,6 +117,21 @@ pub enum Error {
         index: usize,
         /// What it would have been taken for here.
         problem: String,
+    },
+    /// A buffer for which the rank's limit leaves no room.
+    #[error(
+        "{} of {} more would exceed the limit of {} that this rank has: it holds {held}",
+        Bytes(*bytes), category.name(), Bytes(*limit)
+    )]
+    MemoryLimit {
+        /// Bytes of the buffer.
+        bytes: u64,
+        /// What it is for.
+        category: Category,
+        /// The limit, in bytes.
+        limit: u64,
+        /// What the rank holds.
+        held: Box<MemoryUse>,
     },
     /// A value of one tape that is used on another.
     #[error(

@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod device;
 mod error;
 pub mod kernel;
+pub mod memory;
 pub mod meta;
 pub mod op;
 pub mod orthogonal;
@@ -26,6 +27,7 @@ mod tensor;
 
 pub use device::{Device, Meter, Transfers, Work};
 pub use error::{Error, Result};
+pub use memory::{Category, MemoryUse};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};
 pub use shape::{MAX_DIMS, Shape};
 pub use tape::{Tape, Var};

@@ -255,7 +255,7 @@ impl Reporter {
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
-            peak_bytes: report.peak_bytes.clone(),
+            peak_bytes: report.peak_bytes(),
             moe: Experts::of(&report.metrics, &report.statistics),
         };
         self.progress.step(&step);

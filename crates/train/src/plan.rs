@@ -46,7 +46,7 @@ fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
 /// Most bytes alive at once on all ranks together.
 pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
     let kinds = kinds(config, &config.mesh()?)?;
-    Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes)).sum())
+    Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes())).sum())
 }
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
@@ -91,7 +91,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         );
     }
     for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
-        let Prediction { parameters, model_bytes, peak_bytes, flops, ref records } = each;
+        let Prediction { parameters, model_bytes, memory, flops, ref records } = each;
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
             _ => (format!("ranks {}", spans(&ranks)), ", each"),
@@ -101,7 +101,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
              states; {} at the peak\n  computation    {:.3} GFLOP a step\n",
             grouped(parameters as u64),
             size(model_bytes as f64),
-            size(peak_bytes as f64),
+            size(memory.total() as f64),
             flops as f64 / 1e9,
         );
         let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
@@ -213,7 +213,7 @@ mod tests {
             assert_eq!(kind(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
         }
         assert_eq!(kinds.iter().map(|kind| kind.ranks.len()).sum::<usize>(), 16);
-        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes)).sum::<u128>();
+        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
         assert_eq!(world_bytes(&config).unwrap(), bytes);
     }
 }

@@ -45,7 +45,7 @@ use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Position;
-use meshwork_tensor::{Device, ParamId, ParamSpec, Params};
+use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::PendingStep;
 use std::cell::{Ref, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -113,12 +113,19 @@ pub struct StepReport {
     pub lr: f64,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
-    /// Most bytes ever alive on each world rank.
-    pub peak_bytes: Vec<u64>,
+    /// What held the memory of each world rank when most bytes were alive.
+    pub memory: Vec<MemoryUse>,
     /// What this rank communicated in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
     /// Whether some rank had been asked to stop by the end of the step.
     pub stop: bool,
+}
+
+impl StepReport {
+    /// Most bytes ever alive on each world rank.
+    pub fn peak_bytes(&self) -> Vec<u64> {
+        self.memory.iter().map(MemoryUse::total).collect()
+    }
 }
 
 impl Trainer {

@@ -10,7 +10,7 @@ use crate::{OPTIMIZER, TIED, TrainError, ZERO, ZERO_REPLICAS};
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
-use meshwork_tensor::Error;
+use meshwork_tensor::{Category, Error, MemoryUse};
 
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
@@ -155,9 +155,11 @@ impl Trainer {
         let mut values: Vec<f64> = self.names().into_iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         let peaks = values.len();
-        values.resize(peaks + world.size() * (1 + HASHES), 0.0);
-        values[peaks + world.rank()] = self.device.meter().peak_bytes() as f64;
-        let hashes = peaks + world.size() + world.rank() * HASHES;
+        values.resize(peaks + world.size() * (CATEGORIES + HASHES), 0.0);
+        for (at, (_, bytes)) in self.device.meter().peak().iter().enumerate() {
+            values[peaks + world.rank() * CATEGORIES + at] = bytes as f64;
+        }
+        let hashes = peaks + world.size() * CATEGORIES + world.rank() * HASHES;
         let run = combine(self.run, self.steps_begun);
         values[hashes..hashes + HASHES].copy_from_slice(&[halves(run), halves(batch)].concat());
         values.extend(self.reported.part(statistics));
@@ -211,7 +213,7 @@ impl Trainer {
         let names = self.names();
         let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
         let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
-        let (peaks, rest) = rest.split_at(self.rank.world().size());
+        let (peaks, rest) = rest.split_at(self.rank.world().size() * CATEGORIES);
         let (hashes, statistics) = rest.split_at(self.rank.world().size() * HASHES);
         self.require_agreement(step, hashes)?;
         Ok(StepReport {
@@ -222,7 +224,7 @@ impl Trainer {
             statistics: self.reported.read(statistics),
             lr: self.weights.borrow().lr(step),
             comm_bytes,
-            peak_bytes: peaks.iter().map(|&peak| peak as u64).collect(),
+            memory: peaks.as_chunks().0.iter().map(|peak| MemoryUse::new(peak.map(|bytes| bytes as u64))).collect(),
             records,
             stop: *stop > 0.0,
         })
@@ -233,6 +235,9 @@ impl Trainer {
 pub(super) fn hash_of_input(batch: &Batch, terms: &[u64]) -> u64 {
     terms.iter().copied().fold(batch.hash(), combine)
 }
+
+/// Numbers by which a rank sends what holds its memory.
+const CATEGORIES: usize = Category::ALL.len();
 
 /// Numbers by which a rank sends its two hashes: each as two halves, which f64 holds exactly.
 const HASHES: usize = 4;

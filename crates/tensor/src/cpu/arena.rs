@@ -1,6 +1,8 @@
 //! A caching arena: blocks of dead buffers are reused for buffers of about the same size.
 
 use crate::device::Meter;
+use crate::error::Result;
+use crate::memory::Category;
 use meshwork_core::{Block, HostMemory, Memory, Recycle};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,16 +48,17 @@ pub(super) struct Metered {
     memory: HostMemory,
     meter: Arc<Meter>,
     bytes: usize,
+    category: Category,
 }
 
 /// Memory of at least `bytes` from the arena, zeroed if asked.
-pub(super) fn memory(arena: &Arc<Arena>, meter: &Arc<Meter>, bytes: usize, zeroed: bool) -> Metered {
+pub(super) fn memory(arena: &Arc<Arena>, meter: &Arc<Meter>, bytes: usize, zeroed: bool) -> Result<Metered> {
+    let category = meter.grow(bytes)?;
     let (mut block, is_zero) = arena.take(bytes);
     if zeroed && !is_zero {
         block.as_mut_slice().fill(0);
     }
-    meter.grow(bytes);
-    Metered { memory: HostMemory::recycled(block, arena.clone()), meter: Arc::clone(meter), bytes }
+    Ok(Metered { memory: HostMemory::recycled(block, arena.clone()), meter: Arc::clone(meter), bytes, category })
 }
 
 impl Memory for Metered {
@@ -74,7 +77,7 @@ impl Memory for Metered {
 
 impl Drop for Metered {
     fn drop(&mut self) {
-        self.meter.shrink(self.bytes);
+        self.meter.shrink(self.bytes, self.category);
     }
 }
 
@@ -85,17 +88,17 @@ mod tests {
     #[test]
     fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
         let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());
-        let mut first = memory(&arena, &meter, 1000, false);
+        let mut first = memory(&arena, &meter, 1000, false).unwrap();
         first.memory.as_mut_slice().fill(7);
         assert_eq!(meter.live_bytes(), 1000);
         drop(first);
         assert_eq!((meter.live_bytes(), meter.peak_bytes()), (0, 1000));
-        let second = memory(&arena, &meter, 900, true);
+        let second = memory(&arena, &meter, 900, true).unwrap();
         assert_eq!(arena.system_allocations(), 1);
         assert!(second.memory.as_slice().iter().all(|&byte| byte == 0));
         // A request that is too small does not take the large block.
         drop(second);
-        let _small = memory(&arena, &meter, 64, false);
+        let _small = memory(&arena, &meter, 64, false).unwrap();
         assert_eq!(arena.system_allocations(), 2);
     }
 }

@@ -63,12 +63,12 @@ impl Device for Cpu {
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), false);
+        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), false)?;
         Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
     }
 
     fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), true);
+        let memory = arena::memory(&self.arena, &self.meter, count * dtype.size(), true)?;
         Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
     }
 

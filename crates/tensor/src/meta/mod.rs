@@ -23,6 +23,7 @@ use crate::cpu::Precision;
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel;
+use crate::memory::Category;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;
 
@@ -49,6 +50,7 @@ impl Meta {
 #[derive(Debug)]
 struct Phantom {
     bytes: usize,
+    category: Category,
     meter: Arc<Meter>,
 }
 
@@ -68,7 +70,7 @@ impl Memory for Phantom {
 
 impl Drop for Phantom {
     fn drop(&mut self) {
-        self.meter.shrink(self.bytes);
+        self.meter.shrink(self.bytes, self.category);
     }
 }
 
@@ -79,8 +81,8 @@ impl Device for Meta {
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
         let bytes = count * dtype.size();
-        self.meter.grow(bytes);
-        let memory = Phantom { bytes, meter: Arc::clone(&self.meter) };
+        let category = self.meter.grow(bytes)?;
+        let memory = Phantom { bytes, category, meter: Arc::clone(&self.meter) };
         Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
     }
 

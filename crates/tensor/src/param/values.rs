@@ -3,6 +3,7 @@
 use super::{Declarations, Init, LocalSlice, ParamId, ParamSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::memory::Category;
 use crate::random;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -67,6 +68,7 @@ impl Params {
         seed: u64,
     ) -> Result<Self> {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
+        let _parameters = device.meter().enter(Category::Parameters);
         let mut places = vec![None; declarations.specs().len()];
         let (mut flats, mut held, mut whole) = (Vec::new(), Vec::with_capacity(layout.len()), Vec::new());
         for (flat, members) in layout.iter().enumerate() {
@@ -254,6 +256,7 @@ impl Params {
     /// A copy of the weights in new memory, as another version.
     pub fn copy(&self) -> Result<Self> {
         let layout = self.device.layout()?;
+        let _parameters = self.device.meter().enter(Category::Parameters);
         let flats = self.flats.iter().map(|flat| layout.copy(flat)).collect::<Result<_>>()?;
         Ok(Self { flats, ..self.clone() })
     }

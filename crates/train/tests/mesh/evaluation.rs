@@ -88,7 +88,7 @@ fn an_evaluation_between_two_steps_changes_nothing() {
     for (rank, (with, without)) in reports(true).into_iter().zip(reports(false)).enumerate() {
         for (with, without) in with.into_iter().zip(without) {
             // If an evaluation holds more memory at once than a step, the peak may differ.
-            let with = StepReport { peak_bytes: without.peak_bytes.clone(), ..with };
+            let with = StepReport { memory: without.memory.clone(), ..with };
             assert_same_report(&format!("rank {rank}, evaluating between the steps or not"), &with, &without);
         }
     }

@@ -181,7 +181,7 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
                 assert_parity(&name, &got, &reference);
                 for (rank, counted) in got.usage.iter().enumerate() {
                     let predicted = predict(&config, rank).unwrap();
-                    let predicted = (predicted.parameters, predicted.flops, predicted.peak_bytes);
+                    let predicted = (predicted.parameters, predicted.flops, predicted.peak_bytes());
                     assert_eq!(
                         (counted.parameters, counted.flops, counted.peak_bytes),
                         predicted,
@@ -248,7 +248,7 @@ fn the_memory_of_overlapping_steps_is_predicted() {
             Ok(trainer.device().meter().peak_bytes())
         });
         for (rank, peak) in peaks.into_iter().enumerate() {
-            assert_eq!(peak, predict(&config, rank).unwrap().peak_bytes, "{case}: rank {rank}");
+            assert_eq!(peak, predict(&config, rank).unwrap().peak_bytes(), "{case}: rank {rank}");
         }
     }
 }

@@ -17,17 +17,17 @@ pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
         let predicted =
             predict(&config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
         // If steps overlap, a single step has its peak before the next begins.
-        let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes };
+        let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes() };
         let wanted = RankUsage { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
         assert_eq!(*usage, wanted, "{case}: rank {rank} against its prediction");
-        assert!(peak_bytes <= predicted.peak_bytes, "{case}: rank {rank}");
+        assert!(peak_bytes <= predicted.peak_bytes(), "{case}: rank {rank}");
         let both = report.records.iter().zip(&predicted.records).enumerate();
         for (call, (got, wanted)) in both {
             assert_eq!(got, wanted, "{case}: call {call} of rank {rank} against its prediction");
         }
         assert_eq!(report.records.len(), predicted.records.len(), "{case}: number of calls of rank {rank}");
         let peaks: Vec<u64> = got.usage.iter().map(|usage| usage.peak_bytes).collect();
-        assert_eq!(report.peak_bytes, peaks, "{case}: peaks of all ranks as reported on rank {rank}");
+        assert_eq!(report.peak_bytes(), peaks, "{case}: peaks of all ranks as reported on rank {rank}");
     }
 }
 
@@ -168,7 +168,7 @@ fn the_peak_of_1f1b_does_not_grow_with_the_number_of_micro_batches() {
              [pipeline]\nnum_microbatches = {micros}"
         );
         let config = Config::from_toml(&text).unwrap();
-        (0..4).map(|rank| predict(&config, rank).unwrap().peak_bytes).collect()
+        (0..4).map(|rank| predict(&config, rank).unwrap().peak_bytes()).collect()
     };
     // Except for the loss of each sample, an f64 that stays on the device until the step is over.
     let losses = |micros: u64| 8 * micros;
