@@ -6,7 +6,7 @@ mod output;
 
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{load, plan, train};
+use meshwork::train::{load, plan, plan_memory, train};
 use output::{BAD_INPUT, FAILED, fail, show, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
@@ -28,6 +28,12 @@ fn main() -> ExitCode {
     };
     for notice in &config.notices {
         tell(&format_args!("note: {notice}"));
+    }
+    if args.plan_memory {
+        return match plan_memory::report(&config) {
+            Ok(report) => show(&report),
+            Err(error) => fail(FAILED, &error),
+        };
     }
     if config.training.steps == 0 {
         return match plan::report(&config) {

@@ -6,13 +6,16 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_engine::dry_run::{Prediction, predict};
-use meshwork_engine::{Numerics, OPTIMIZER, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
+use meshwork_engine::{
+    ModelPlan, Numerics, OPTIMIZER, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage,
+};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, Muon, Rule, Sgd};
+use meshwork_tensor::Category;
 use meshwork_tensor::cpu::Cpu;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -167,5 +170,61 @@ fn a_network_with_batch_norms_takes_what_was_predicted() {
             let plan = Plan { mesh, recompute, global_batch_size: noise::BATCH, ..tower::plan("dp=1") };
             assert_as_predicted(&network, &plan, noise::images);
         }
+    }
+}
+
+/// Between steps a rank holds 4 bytes of each parameter, 4 of its gradient and 8 of AdamW's states, as far as its stage of ZeRO leaves them.
+#[test]
+fn memory_is_counted_by_what_it_is_for() {
+    for (stage, parts) in ZeroStage::ALL.iter().zip([[1, 1, 1], [1, 4, 4], [1, 4, 4], [4, 4, 4]]) {
+        let zero = Zero { stage: *stage, group: None };
+        let plan = Plan { zero, optimizer: AdamW::default().into(), ..tower::plan("dp=4") };
+        let held = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(tower::tower(4), &plan, rank, Cpu::device())?;
+            trainer.step(&tower::batch(0, trainer.samples()))?;
+            let (live, peak) = (trainer.device().meter().live(), trainer.device().meter().peak());
+            Ok::<_, TrainError>((live, peak))
+        })
+        .unwrap();
+        // A frozen parameter has weights alone, whole on each rank.
+        let parameters = ModelPlan::new(tower::tower(4), &plan).unwrap().parameters().unwrap();
+        let count = |frozen| {
+            let of = parameters.iter().filter(|spec| spec.group.frozen == frozen);
+            of.map(|spec| spec.global_elements() as u64).sum::<u64>()
+        };
+        for (live, peak) in held {
+            let kept =
+                [(Category::Parameters, 4, count(true)), (Category::Gradients, 4, 0), (Category::Optimizer, 8, 0)];
+            for ((category, bytes, frozen), parts) in kept.into_iter().zip(parts) {
+                let (least, found) = (bytes * (count(false) / parts + frozen), live.of(category));
+                // Slices are padded to equal lengths, by less than one element a rank and bucket.
+                assert!(
+                    (least..=least + 1024).contains(&found),
+                    "stage {stage:?}: {found} bytes of {category:?}, {least}"
+                );
+            }
+            assert_eq!(live.of(Category::Activations), 0, "stage {stage:?}: nothing is kept between steps");
+            assert!(peak.of(Category::Activations) > 0 && peak.total() >= live.total(), "stage {stage:?}");
+        }
+    }
+}
+
+/// With the predicted bytes as its limit a rank trains; with one byte less the run ends on every rank, and the cause says what holds the memory.
+#[test]
+fn a_limit_is_held_to_the_byte_and_ends_every_rank() {
+    let (model, plan) = (tower::tower(4), Plan { max_norm: NEVER, ..tower::plan("dp=2,pp=2") });
+    let peaks: Vec<u64> = (0..4).map(|rank| predict(&model, &plan, rank).unwrap().peak_bytes()).collect();
+    let train = |less: u64| {
+        thread::run_mesh(&plan.mesh, |rank| {
+            let (device, number) = (Cpu::device(), rank.world_rank());
+            device.meter().set_limit(Some(peaks[number] - if number == 1 { less } else { 0 }));
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, device)?;
+            trainer.step(&tower::batch(0, trainer.samples()))
+        })
+    };
+    assert_eq!(train(0).unwrap().len(), 4);
+    let error = train(1).unwrap_err().to_string();
+    for word in ["rank 1", "would exceed the limit of", "it holds parameters", "gradients", "activations"] {
+        assert!(error.contains(word), "{word} in {error}");
     }
 }

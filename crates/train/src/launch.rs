@@ -7,6 +7,7 @@ use crate::data::Data;
 use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, Start, Step};
+use crate::plan;
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::tensorboard::TensorBoard;
@@ -16,6 +17,7 @@ use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
 use meshwork_engine::{ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
+use meshwork_tensor::MemoryUse;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -119,6 +121,7 @@ fn run(
     let mut reporter = None;
     let (plan, number) = (config.plan()?, rank.world_rank());
     let device = probe.device(config.device.open(config.training.dtype));
+    device.meter().set_limit(config.memory.limit());
     let mut trainer = Trainer::new(config.model(), &plan, rank, device)?;
     let (mut saver, mut resumed) = (None, None);
     if let (Some(dir), Some(writers)) = (&config.checkpoint.dir, writers) {
@@ -212,6 +215,8 @@ struct Reporter {
     metrics: Option<Metrics>,
     tensorboard: Option<TensorBoard>,
     progress: Progress,
+    /// Of the last step.
+    memory: Vec<MemoryUse>,
 }
 
 impl Reporter {
@@ -221,12 +226,14 @@ impl Reporter {
         let open = if from.is_some() { Metrics::append } else { Metrics::create };
         let mut metrics = metrics.map(open).transpose()?;
         if let Some(metrics) = &mut metrics {
-            let start = Start::new(config, parameters, data.hash()).resumed(from.map(|resumed| resumed.step));
+            let start = Start::new(config, parameters, data.hash(), plan::memory(config)?)
+                .resumed(from.map(|resumed| resumed.step));
             metrics.write(&Event::Start(start))?;
         }
         let folder = config.metrics.tensorboard.as_deref().map(Path::new);
         let tensorboard = folder.map(TensorBoard::create).transpose()?;
-        let mut reporter = Self { metrics, tensorboard, progress: Progress::new(config.training.steps) };
+        let mut reporter =
+            Self { metrics, tensorboard, progress: Progress::new(config.training.steps), memory: Vec::new() };
         match (from, &config.checkpoint.dir) {
             (Some(Resumed { step, passed_over, .. }), _) => {
                 let damaged =
@@ -258,6 +265,7 @@ impl Reporter {
             peak_bytes: report.peak_bytes(),
             moe: Experts::of(&report.metrics, &report.statistics),
         };
+        self.memory.clone_from(&report.memory);
         self.progress.step(&step);
         if let Some(tensorboard) = &mut self.tensorboard {
             let scalars = step.scalars();
@@ -284,7 +292,8 @@ impl Reporter {
     fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), RunError> {
         if let Some(metrics) = &mut self.metrics {
             let seconds = started.elapsed().as_secs_f64();
-            metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds })?;
+            let memory_measured = std::mem::take(&mut self.memory);
+            metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds, memory_measured })?;
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ mod launch;
 mod load;
 pub mod metrics;
 pub mod plan;
+pub mod plan_memory;
 pub mod profile;
 pub mod progress;
 pub mod report;

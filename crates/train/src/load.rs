@@ -2,7 +2,7 @@
 
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
-use crate::{metrics, plan};
+use crate::{metrics, plan, plan_memory};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -47,8 +47,8 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
     settings.faults.extend(folder_of_checkpoints(&config));
     let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
-    if settings.faults.is_empty() && config.training.steps > 0 {
-        settings.faults.extend(too_large(&config));
+    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
+        settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));
     }
     match data {
         Some(data) if settings.faults.is_empty() => {

@@ -1,10 +1,10 @@
 //! Metrics: one JSON object per line, in full precision.
 //!
 //! ```text
-//! {"event":"start","version":"0.1.0","mesh":{"dp":2,..},"parameters":820736,"data_hash":"..","config":{..}}
+//! {"event":"start","version":"0.1.0","mesh":{"dp":2,..},"parameters":820736,"data_hash":"..","memory_predicted":[{"parameters":..,..},..],"config":{..}}
 //! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"peak_bytes":[..]}
 //! {"event":"validation","step":..,"loss":..}
-//! {"event":"end","steps":..,"loss":..,"seconds":..}
+//! {"event":"end","steps":..,"loss":..,"seconds":..,"memory_measured":[{"parameters":..,..},..]}
 //! ```
 //! JSON has no infinities and no NaN: such a number is written as `null`.
 
@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use meshwork_engine::ReportedStatistic;
 use meshwork_models::experts::{TOKENS, imbalance};
+use meshwork_tensor::MemoryUse;
 use serde::de::IgnoredAny;
 use serde::{Serialize, Serializer};
 
@@ -46,6 +47,9 @@ pub enum Event<'a> {
         loss: Option<f64>,
         /// Wall time from start to end.
         seconds: f64,
+        /// What held the memory of each world rank when most bytes were alive.
+        #[serde(serialize_with = "by_category")]
+        memory_measured: Vec<MemoryUse>,
     },
 }
 
@@ -61,6 +65,9 @@ pub struct Start<'a> {
     parameters: u64,
     /// Fingerprint of the token stream.
     data_hash: String,
+    /// What will hold the memory of each world rank when most bytes are alive.
+    #[serde(serialize_with = "by_category")]
+    memory_predicted: Vec<MemoryUse>,
     /// Every key, resolved.
     config: &'a Config,
     /// The steps that were complete, where the run goes on from a checkpoint.
@@ -69,13 +76,22 @@ pub struct Start<'a> {
 }
 
 impl<'a> Start<'a> {
-    /// The start of a run of `config` on data of this [hash](crate::Data::hash).
+    /// The start of a run of `config` on data of this [hash](crate::Data::hash), and the memory that it is
+    /// [predicted](crate::plan::memory) to take.
     #[must_use]
-    pub fn new(config: &'a Config, parameters: u64, data_hash: String) -> Self {
+    pub fn new(config: &'a Config, parameters: u64, data_hash: String, memory_predicted: Vec<MemoryUse>) -> Self {
         let mesh = &config.parallelism;
         let degrees = [mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep];
         let mesh = AXES.into_iter().zip(degrees.map(|degree| degree as u64)).collect();
-        Self { version: env!("CARGO_PKG_VERSION"), mesh, parameters, data_hash, config, resumed: None }
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            mesh,
+            parameters,
+            data_hash,
+            memory_predicted,
+            config,
+            resumed: None,
+        }
     }
 
     /// The same, of a run that goes on after `step` steps.
@@ -167,6 +183,17 @@ impl Step {
 
 fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(pairs.iter().copied())
+}
+
+/// The memory of each rank, by category.
+fn by_category<S: Serializer>(ranks: &[MemoryUse], serializer: S) -> Result<S::Ok, S::Error> {
+    struct OfRank<'a>(&'a MemoryUse);
+    impl Serialize for OfRank<'_> {
+        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            serializer.collect_map(self.0.iter().map(|(category, bytes)| (category.name(), bytes)))
+        }
+    }
+    serializer.collect_seq(ranks.iter().map(OfRank))
 }
 
 /// Whole numbers by layer.

@@ -8,7 +8,8 @@ use meshwork_engine::dry_run;
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
-use meshwork_tensor::ParamSpec;
+use meshwork_tensor::memory::Bytes;
+use meshwork_tensor::{MemoryUse, ParamSpec};
 use std::collections::BTreeSet;
 
 /// Predicts a step of the rank `world_rank` of the configuration's mesh.
@@ -20,15 +21,15 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
 }
 
 /// Ranks of one pp rank that do the same work.
-struct Kind {
-    ranks: Vec<usize>,
+pub(crate) struct Kind {
+    pub(crate) ranks: Vec<usize>,
     pp_rank: usize,
-    each: Prediction,
+    pub(crate) each: Prediction,
 }
 
 /// The work of every rank. Ranks that differ only along dp do the same, so a thousand of them need no more predictions
 /// than one.
-fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
+pub(crate) fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
     let mut kinds: Vec<Kind> = Vec::new();
     for first in (0..mesh.world_size()).filter(|&rank| mesh.data_rank(mesh.coords(rank)) == 0) {
         let pp_rank = mesh.coords(first).get(Axis::Pp);
@@ -41,6 +42,19 @@ fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
     }
     kinds.iter_mut().for_each(|kind| kind.ranks.sort_unstable());
     Ok(kinds)
+}
+
+/// What holds the memory of each rank when most bytes are alive.
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
+    let mesh = config.mesh()?;
+    let mut memory = vec![MemoryUse::default(); mesh.world_size()];
+    for Kind { ranks, each, .. } in kinds(config, &mesh)? {
+        ranks.into_iter().for_each(|rank| memory[rank] = each.memory);
+    }
+    Ok(memory)
 }
 
 /// Most bytes alive at once on all ranks together.
@@ -123,7 +137,7 @@ fn by_stage(layers: &[usize]) -> String {
 }
 
 /// Ascending numbers as `0-3,8-11`.
-fn spans(numbers: &[usize]) -> String {
+pub(crate) fn spans(numbers: &[usize]) -> String {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
         match spans.last_mut() {
@@ -160,10 +174,7 @@ pub(crate) fn grouped(number: u64) -> String {
 
 /// Bytes in binary units.
 pub(crate) fn size(bytes: f64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let scale = (0..units.len() - 1).find(|&unit| bytes < 1024f64.powi(unit as i32 + 1)).unwrap_or(units.len() - 1);
-    let value = bytes / 1024f64.powi(scale as i32);
-    if scale == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", units[scale]) }
+    Bytes(bytes.round() as u64).to_string()
 }
 
 #[cfg(test)]

@@ -278,7 +278,6 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         "parallelism.context_parallel_method=ulysses",
         "memory.recompute=full",
         "memory.offload=cpu",
-        "memory.limit_bytes=1",
         "compress.kind=topk",
     ] {
         let refusal = refusal(&format!("--set {assignment}"));

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use meshwork_engine::ReportedStatistic;
+use meshwork_tensor::MemoryUse;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::metrics::{Event, Experts, Metrics, Start, Step};
@@ -34,11 +35,13 @@ fn lines_are_those_of_the_contract() {
         // Each line is written at once, not when the file is closed.
         fs::read_to_string(&path).unwrap()
     };
-    let start = lines(Event::Start(Start::new(&config, 123, "abc".to_string())));
+    let start =
+        lines(Event::Start(Start::new(&config, 123, "abc".to_string(), vec![MemoryUse::new([1, 2, 3, 4, 5, 6])])));
     let version = env!("CARGO_PKG_VERSION");
     let prefix = format!(
         "{{\"event\":\"start\",\"version\":\"{version}\",\"mesh\":{{\"dp\":2,\"tp\":4,\"pp\":1,\"cp\":1,\"ep\":1}},\
-         \"parameters\":123,\"data_hash\":\"abc\",\"config\":{{\"model\":{{\"preset\":\"tiny\","
+         \"parameters\":123,\"data_hash\":\"abc\",\"memory_predicted\":[{{\"parameters\":1,\"gradients\":2,\"optimizer\":3,\
+         \"activations\":4,\"buffers\":5,\"other\":6}}],\"config\":{{\"model\":{{\"preset\":\"tiny\","
     );
     assert!(start.starts_with(&prefix), "{start}");
     let value: serde_json::Value = serde_json::from_str(&start).unwrap();
@@ -48,7 +51,8 @@ fn lines_are_those_of_the_contract() {
     lines(Event::Step(step(5.540000000000001)));
     lines(Event::Step(step(f64::NAN)));
     lines(Event::Validation { step: 1, loss: 5.5 });
-    let text = lines(Event::End { steps: 1, loss: Some(5.25), seconds: 0.5 });
+    let text =
+        lines(Event::End { steps: 1, loss: Some(5.25), seconds: 0.5, memory_measured: vec![MemoryUse::default()] });
     let rest: Vec<&str> = text.lines().skip(1).collect();
     let tail = "\"grad_norm\":0.30000000000000004,\"lr\":0.0003,\"step_ms\":12.5,\"tokens_per_s\":1000.0,\
                 \"comm_bytes\":{\"dp\":7,\"tp\":0},\"peak_bytes\":[5,6]}";
@@ -58,7 +62,8 @@ fn lines_are_those_of_the_contract() {
             &format!("{{\"event\":\"step\",\"step\":1,\"loss\":5.540000000000001,{tail}"),
             &format!("{{\"event\":\"step\",\"step\":1,\"loss\":null,{tail}"),
             "{\"event\":\"validation\",\"step\":1,\"loss\":5.5}",
-            "{\"event\":\"end\",\"steps\":1,\"loss\":5.25,\"seconds\":0.5}",
+            "{\"event\":\"end\",\"steps\":1,\"loss\":5.25,\"seconds\":0.5,\"memory_measured\":[{\"parameters\":0,\"gradients\":0,\
+             \"optimizer\":0,\"activations\":0,\"buffers\":0,\"other\":0}]}",
         ]
     );
 }

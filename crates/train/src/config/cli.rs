@@ -30,6 +30,8 @@ pub struct Args {
     pub metrics: Option<PathBuf>,
     /// `--set key=value`, `--data` and `--steps` as (key, value, flag), in their order: later ones win.
     pub assignments: Vec<(String, String, &'static str)>,
+    /// Whether `--plan-memory` was given: to report memory instead of training.
+    pub plan_memory: bool,
     /// Whether `--help` was given.
     pub help: bool,
     /// What is wrong with the command line itself; reported together with the faults of the settings.
@@ -55,6 +57,11 @@ pub(super) fn command() -> Command {
         .args(short)
         .arg(flag("device", "cpu", "Where the ranks compute; cuda has not landed yet"))
         .arg(flag("metrics", "FILE.jsonl", "File to write one JSON line per event to"))
+        .arg(
+            Arg::new("plan-memory").long("plan-memory").action(ArgAction::SetTrue).help(
+                "Print what each rank will hold, and the cheapest settings below memory.limit_bytes; do not train",
+            ),
+        )
         .arg(flag("set", "section.key=value", "Overrides one key; later ones win").action(ArgAction::Append))
 }
 
@@ -69,6 +76,7 @@ impl Args {
             device: one("device"),
             metrics: one("metrics").map(PathBuf::from),
             assignments: Vec::new(),
+            plan_memory: matches.get_flag("plan-memory"),
             help: matches.get_flag("help"),
             faults,
         };

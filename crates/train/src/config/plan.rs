@@ -1,6 +1,6 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
-use super::sections::{Comm, LrScheduler, Optimizer, Parallelism, Pipeline};
+use super::sections::{Comm, LrScheduler, Memory, Optimizer, Parallelism, Pipeline};
 use super::words::MoeRouter;
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
@@ -189,6 +189,14 @@ impl Parallelism {
     #[must_use]
     pub fn world_size(&self) -> Option<usize> {
         [self.dp, self.tp, self.pp, self.cp].into_iter().try_fold(1usize, usize::checked_mul)
+    }
+}
+
+impl Memory {
+    /// The bytes that a rank may have at once, if they are limited.
+    #[must_use]
+    pub fn limit(&self) -> Option<u64> {
+        Some(self.limit_bytes).filter(|&bytes| bytes > 0)
     }
 }
 

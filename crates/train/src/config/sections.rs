@@ -289,8 +289,9 @@ sections! {
         recompute: String = is("none"), Choice { landed: &["none", "selective"], planned: &["full"] };
         /// What to keep in host memory.
         offload: String = is("none"), Text, awaits "offloading";
-        /// Memory per rank; 0 = no limit.
-        limit_bytes: u64 = int(0), Count(0), awaits "a memory limit";
+        /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no limit. A run that
+        /// is predicted to take more does not start, and the error says which settings fit. --plan-memory shows them too.
+        limit_bytes: u64 = int(0), Count(0);
     }
 
     /// Checkpoints of a run.

@@ -609,6 +609,11 @@ impl Frame {
                 _ => one_of(rng, &["0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective"]),
+            "memory.limit_bytes" => match rng.below(12) {
+                0 => some(&1_000_000),
+                1 => some(&(1_u64 << 40)),
+                _ => None,
+            },
             "metrics.profile" => match self.profile {
                 true => some(&true),
                 false => rarely(rng, 8).then(|| "false".to_owned()),

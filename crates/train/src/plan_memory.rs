@@ -1,0 +1,193 @@
+//! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that is too small.
+//!
+//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, and ten for each byte that a rank sends and receives
+//! ([`FLOPS_PER_BYTE`]): it only orders the settings.
+
+use crate::config::{Config, Fault};
+use crate::plan::{kinds, size, spans};
+use meshwork_engine::{TrainError, ZeroStage};
+use meshwork_tensor::{Category, MemoryUse};
+use std::fmt::Write;
+
+/// FLOPs in the time of a byte: a machine of 100 GFLOP/s whose ranks exchange 10 GB/s.
+const FLOPS_PER_BYTE: f64 = 10.0;
+
+/// What is recomputed, from what costs least.
+const RECOMPUTE: [&str; 2] = ["none", "selective"];
+
+/// Settings, and what they are predicted to take.
+struct Candidate {
+    config: Config,
+    /// What the rank with the highest peak holds then.
+    most: MemoryUse,
+    /// Estimated time of a step, in FLOPs of the slowest rank.
+    time: f64,
+}
+
+impl Candidate {
+    fn of(config: Config) -> Result<Self, TrainError> {
+        let kinds = kinds(&config, &config.mesh()?)?;
+        let most = kinds.iter().map(|kind| kind.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
+        let times = kinds.iter().map(|kind| {
+            let sent: f64 = kind.each.records.iter().map(|record| record.bytes()).sum();
+            kind.each.flops as f64 + FLOPS_PER_BYTE * sent
+        });
+        Ok(Self { most, time: times.fold(0.0, f64::max), config })
+    }
+
+    /// The settings in which it differs from `base`, as one writes them.
+    fn settings(&self, base: &Config) -> String {
+        let of = |config: &Config| {
+            [
+                ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
+                ("memory.recompute", config.memory.recompute.clone()),
+                ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
+            ]
+        };
+        let changed = of(&self.config).into_iter().zip(of(base)).filter(|(own, other)| own != other);
+        let words: Vec<String> = changed.map(|((key, value), _)| format!("--set {key}={value}")).collect();
+        if words.is_empty() { "the settings as they are".to_owned() } else { words.join(" ") }
+    }
+}
+
+/// Every combination of settings that this run takes, its own first; then from what changes least.
+fn candidates(config: &Config) -> Vec<Candidate> {
+    let dp = config.parallelism.dp;
+    let (own_stage, own_micros) = (config.parallelism.zero_stage, config.pipeline.num_microbatches);
+    let samples = config.training.global_batch_size / dp.max(1);
+    let stages = if dp > 1 { own_stage..ZeroStage::ALL.len() } else { own_stage..own_stage + 1 };
+    let doubled = std::iter::successors(Some(own_micros), |micros| Some(micros * 2));
+    let micros: Vec<usize> =
+        doubled.take_while(|micros| *micros <= samples && samples.is_multiple_of(*micros)).collect();
+    let recompute = RECOMPUTE.into_iter().skip_while(|word| *word != config.memory.recompute);
+    let recompute: Vec<&str> = recompute.collect();
+    let recompute = if recompute.is_empty() { vec![&*config.memory.recompute] } else { recompute };
+    let mut found = Vec::new();
+    for &num_microbatches in &micros {
+        for word in &recompute {
+            for zero_stage in stages.clone() {
+                let mut tried = config.clone();
+                tried.parallelism.zero_stage = zero_stage;
+                tried.memory.recompute = (*word).to_owned();
+                tried.pipeline.num_microbatches = num_microbatches;
+                tried.training.micro_batch_size = samples / num_microbatches;
+                found.extend(Candidate::of(tried));
+            }
+        }
+    }
+    found
+}
+
+/// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold least.
+fn choose(candidates: &[Candidate], limit: u64) -> (Option<&Candidate>, Option<&Candidate>) {
+    let fitting = candidates.iter().filter(|candidate| candidate.most.total() <= limit);
+    let cheapest = fitting.min_by(|a, b| a.time.total_cmp(&b.time));
+    (cheapest, candidates.iter().min_by_key(|candidate| candidate.most.total()))
+}
+
+/// The text that `--plan-memory` prints.
+///
+/// # Errors
+/// As [`plan::predict`](crate::plan::predict).
+pub fn report(config: &Config) -> Result<String, TrainError> {
+    let mut text = String::from("what a rank holds when it holds most, as predicted\n\n");
+    let mut row = |first: &str, cells: [String; Category::ALL.len() + 1]| {
+        let cells: String = cells.iter().map(|cell| format!("{cell:>13}")).collect();
+        _ = writeln!(text, "{first:<14}{cells}");
+    };
+    let names: Vec<&str> = Category::ALL.iter().map(|category| category.name()).chain(["total"]).collect();
+    row("ranks", std::array::from_fn(|at| names[at].to_owned()));
+    for kind in kinds(config, &config.mesh()?)? {
+        let memory = kind.each.memory;
+        let bytes: Vec<u64> = memory.iter().map(|(_, bytes)| bytes).chain([memory.total()]).collect();
+        row(&spans(&kind.ranks), std::array::from_fn(|at| size(bytes[at] as f64)));
+    }
+    let candidates = candidates(config);
+    let base = candidates.first().map_or(1.0, |own| own.time.max(1.0));
+    let line = |what: &str, candidate: &Candidate| {
+        let (settings, most) = (candidate.settings(config), size(candidate.most.total() as f64));
+        format!(
+            "{what}: {settings}\n    {most} on the fullest rank, {:.2} of the time of a step\n",
+            candidate.time / base
+        )
+    };
+    text.push('\n');
+    let (cheapest, least) = choose(&candidates, config.memory.limit().unwrap_or(u64::MAX));
+    if let Some(limit) = config.memory.limit() {
+        text += &match cheapest {
+            Some(candidate) => line(&format!("cheapest settings below {}", size(limit as f64)), candidate),
+            None => format!("no settings tried here fit {}\n", size(limit as f64)),
+        };
+    }
+    text += &least.map_or(String::new(), |least| line("least memory", least));
+    text += &format!(
+        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute and pipeline.num_microbatches. Times are estimates: the FLOPs of \
+         a step and {FLOPS_PER_BYTE} for each byte that a rank communicates.\n",
+        candidates.len()
+    );
+    Ok(text)
+}
+
+/// The fault of a limit below what the run is predicted to take.
+pub(crate) fn too_large(config: &Config) -> Option<Fault> {
+    let limit = config.memory.limit()?;
+    let own = Candidate::of(config.clone()).ok()?;
+    if own.most.total() <= limit {
+        return None;
+    }
+    let problem = format!("a rank will hold {} ({})", size(own.most.total() as f64), own.most);
+    let candidates = candidates(config);
+    let holds = |candidate: &Candidate| size(candidate.most.total() as f64);
+    let valid = match choose(&candidates, limit) {
+        (Some(fits), _) => format!("use {}, which takes {}", fits.settings(config), holds(fits)),
+        (None, Some(least)) => format!(
+            "the least is {}, or {} bytes, with {}; use a larger limit, more ranks or a smaller model",
+            holds(least),
+            least.most.total(),
+            least.settings(config)
+        ),
+        (None, None) => "use a larger limit".to_owned(),
+    };
+    Some(Fault::new("memory.limit_bytes", limit, problem, valid))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(limit: u64, rest: &str) -> Config {
+        let toml = format!("[memory]\nlimit_bytes = {limit}\n[training]\nglobal_batch_size = 16\n{rest}");
+        Config::from_toml(&toml).unwrap()
+    }
+
+    /// What is named fits, and what is said to be the least is: a limit one byte below it has nothing that fits.
+    #[test]
+    fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
+        for mesh in ["[parallelism]\ndp = 4", "[parallelism]\ndp = 2\ntp = 2", "[parallelism]\ndp = 2\npp = 2", ""] {
+            let all = candidates(&config(0, mesh));
+            let own = all[0].most.total();
+            let least = all.iter().map(|candidate| candidate.most.total()).min().unwrap();
+            assert!(least < own, "{mesh}: some settings save memory");
+            assert!(too_large(&config(own, mesh)).is_none(), "{mesh}: it fits exactly");
+            let fault = too_large(&config(own - 1, mesh)).unwrap();
+            assert!(fault.valid.starts_with("use --set "), "{mesh}: {fault}");
+            let fault = too_large(&config(least, mesh)).unwrap();
+            assert!(fault.valid.starts_with("use --set "), "{mesh}: {fault}");
+            let fault = too_large(&config(least - 1, mesh)).unwrap();
+            assert!(
+                fault.valid.starts_with("the least is ") && fault.valid.contains(&least.to_string()),
+                "{mesh}: {fault}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_report_has_a_row_for_each_kind_of_rank_and_the_cheapest_settings() {
+        let toml = "[parallelism]\ndp = 2\npp = 2";
+        let own = candidates(&config(0, toml))[0].most.total();
+        let text = report(&config(own - 1, toml)).unwrap();
+        for word in ["parameters", "optimizer", "0-1", "2-3", "cheapest settings below", "least memory: --set "] {
+            assert!(text.contains(word), "{word} in {text}");
+        }
+    }
+}
