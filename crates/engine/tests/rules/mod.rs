@@ -3,8 +3,10 @@
 
 use super::{batch, go_on_with, llama, model, on};
 use meshwork_core::comm::thread;
+use meshwork_core::exact::LIMBS;
+use meshwork_core::{DType, OpKind};
 use meshwork_engine::{
-    ModelPlan, Numerics, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+    ModelPlan, Numerics, OPTIMIZER, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
 };
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -263,6 +265,36 @@ fn the_bytes_of_states_are_those_of_the_table() {
     }
 }
 
+/// The measures of all parameters travel at once, and in canonical numerics sums as their digits: the table in docs/optimizers.md.
+#[test]
+fn all_parameters_bring_their_measures_together_at_once() {
+    let plan = on("dp=1", Numerics::Fast);
+    let specs = ModelPlan::new(llama(), &plan).unwrap().parameters().unwrap();
+    let shapes: Vec<ParamShape> = specs.iter().map(|spec| spec.shape()).collect();
+    let sum = |of: &dyn Fn(&ParamShape) -> usize| shapes.iter().map(of).sum::<usize>();
+    let rows_and_columns = |shape: &ParamShape| match shape.is_matrix() {
+        true => shape.matrices * (shape.rows + shape.columns),
+        false => 2,
+    };
+    let blocks = |shape: &ParamShape| if shape.hidden { 2 * shape.elements().div_ceil(48) } else { 0 };
+    let matrices = |shape: &ParamShape| if shape.is_matrix() { 2 } else { 0 };
+    let [lamb, adafactor, adam8bit] =
+        [vec![2 * shapes.len()], vec![sum(&rows_and_columns), sum(&matrices)], vec![sum(&blocks)]];
+    for numerics in [Numerics::Fast, CANONICAL] {
+        let digits = if numerics == CANONICAL { LIMBS } else { 1 };
+        let rules = rules();
+        for (rule, wanted, width) in
+            [(&rules[0], &lamb, digits), (&rules[1], &adafactor, digits), (&rules[4], &adam8bit, 1)]
+        {
+            let (reports, _) = go_on_with(&llama(), batch, &cut("tp=2", "1f1b", 0, numerics, rule), None, 0..1);
+            let records = reports[0].records.iter().filter(|record| record.group == OPTIMIZER);
+            let found: Vec<_> = records.map(|record| (record.op, record.dtype, record.elements)).collect();
+            let wanted: Vec<_> = wanted.iter().map(|count| (OpKind::AllReduce, DType::F64, width * count)).collect();
+            assert_eq!(found, wanted, "{rule:?}, {numerics:?}");
+        }
+    }
+}
+
 #[test]
 fn a_rule_for_matrices_is_refused_where_there_are_none() {
     let refused = |model: &Arc<dyn Model>, optimizer: Rule| {
@@ -277,7 +309,7 @@ fn a_rule_for_matrices_is_refused_where_there_are_none() {
     );
     assert_eq!(
         refused(&llama(), Muon::default().into()),
-        "the update rule muon is for matrices of hidden layers, and layers.0.input_norm.weight [32] is none: give it another rule by \
+        "the update rule muon is for matrices of hidden layers, and layers.0.input_layernorm.weight [32] is none: give it another rule by \
          Rule::Hidden"
     );
 }
