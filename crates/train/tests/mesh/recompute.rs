@@ -6,6 +6,7 @@ use crate::parity::assert_parity;
 use crate::world::{Piece, assert_same_pieces, on_mesh, one_step, pieces, step_of};
 use meshwork_train::StepReport;
 use meshwork_train::config::Config;
+use meshwork_train::plan::predict;
 
 /// The configuration of a case that recomputes what `recompute` says, a value of TOML, and shares out what `zero` says.
 fn config(case: &Case, recompute: &str, zero: usize, more: &str) -> Config {
@@ -85,7 +86,7 @@ fn recomputation_has_the_gradient_of_one_rank_and_the_predicted_cost() {
             let stepped = step_of(&name, &config, &case.model.data());
             assert_parity(&name, &stepped, &reference);
             for (rank, usage) in stepped.usage.iter().enumerate().filter(|_| case.schedule != "zb_h2") {
-                let predicted = meshwork_train::predict(&config, rank).unwrap();
+                let predicted = predict(&config, rank).unwrap();
                 let predicted = (predicted.flops, predicted.peak_bytes);
                 assert_eq!((usage.flops, usage.peak_bytes), predicted, "{name}: rank {rank}");
             }
