@@ -1,5 +1,6 @@
 //! The words that keys and flags take, and what they stand for in the other crates.
 
+use std::fmt;
 use std::sync::Arc;
 
 use meshwork_engine::{Recompute, Verify};
@@ -154,6 +155,15 @@ impl Setting for Recomputed {
         match value? {
             Value::String(_) => RecomputeWord::read(value).map(Self::Word),
             _ => usize::read(value).map(Self::Layers),
+        }
+    }
+}
+
+impl fmt::Display for Recomputed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Word(word) => f.write_str(word.name()),
+            Self::Layers(layers) => write!(f, "{layers}"),
         }
     }
 }
