@@ -87,7 +87,7 @@ fn recomputation_has_the_gradient_of_one_rank_and_the_predicted_cost() {
             assert_parity(&name, &stepped, &reference);
             for (rank, usage) in stepped.usage.iter().enumerate().filter(|_| case.schedule != "zb_h2") {
                 let predicted = predict(&config, rank).unwrap();
-                let predicted = (predicted.flops, predicted.peak_bytes);
+                let predicted = (predicted.flops, predicted.peak_bytes());
                 assert_eq!((usage.flops, usage.peak_bytes), predicted, "{name}: rank {rank}");
             }
         }
