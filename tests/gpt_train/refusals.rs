@@ -189,7 +189,7 @@ fn a_bad_configuration_file() {
             "[checkpoint]\nresume = true\n",
             "checkpoint.resume = true: there is no folder to resume from; set checkpoint.dir",
         ),
-        ("[memory]\nrecompute = \"full\"\n", "memory.recompute = \"full\": has not landed yet; use none or selective"),
+        ("[memory]\nrecompute = 0\n", "memory.recompute = 0: is below 1; use \"none\""),
         ("[compress]\nfeedback = \"ef21\"\n", "[compress]: compression has not landed yet; remove the section"),
         (
             "[moe]\nnum_experts = 8\ntop_k = 9\n",

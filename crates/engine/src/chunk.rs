@@ -1,19 +1,18 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
+use crate::TrainError;
 use crate::gathers::Gathers;
 use crate::pass::{MicroBatch, Pass, Purpose};
+use crate::segment::{Forwarded, Kept, Segment, Start};
 use crate::statistics::Noted;
 use crate::trace::Walk;
-use crate::watch::Watched;
 use crate::weights::WeightStore;
-use crate::{At, PlanError, Recompute, TrainError};
 use meshwork_core::{SpmdError, Ty, Types};
-use meshwork_nn::{Activation, Stage};
-use meshwork_tensor::tape::{Decisions, Mode, Normaliser, Notes, PerSample, Seed, Weights};
+use meshwork_nn::Activation;
+use meshwork_tensor::tape::{Normaliser, PerSample, Seed, Weights};
 use meshwork_tensor::{Category, Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// An activation, or its gradient, between two stages.
@@ -30,12 +29,12 @@ pub struct Message {
 pub struct Chunk {
     number: usize,
     stages: usize,
-    stage: Box<dyn Stage>,
+    segments: Vec<Segment>,
     /// Brings weights together that this rank has slices of.
     gathers: Option<Arc<Gathers>>,
     flights: BTreeMap<usize, Flight>,
-    /// Tapes whose gradients of weights are still to be computed.
-    deferred: BTreeMap<usize, Tape>,
+    /// Tapes whose gradients of weights are still to be computed, by the place of their segment, the last one first.
+    deferred: BTreeMap<usize, Vec<(usize, Tape)>>,
     /// Notes of statistics since they were last taken.
     noted: Noted,
     /// Output of the last prediction.
@@ -46,41 +45,17 @@ pub struct Chunk {
 #[derive(Debug)]
 struct Flight {
     of: MicroBatch,
-    kept: Kept,
-}
-
-#[derive(Debug)]
-enum Kept {
-    /// Everything that backward needs.
-    Tape(Box<Forwarded>),
-    /// Only what the forward was made of: a second one recomputes the rest.
-    Origin(Box<Origin>),
-}
-
-/// What a second forward needs to give the bits of the first.
-#[derive(Debug)]
-struct Origin {
-    input: Option<Message>,
-    params: Arc<Params>,
-    decisions: Decisions,
-}
-
-/// One forward.
-#[derive(Debug)]
-struct Forwarded {
-    tape: Tape,
-    input: Option<Var>,
-    output: Var,
-    notes: Notes,
+    /// Of each segment.
+    kept: Vec<Kept>,
 }
 
 impl Chunk {
-    /// Stage `number` of `stages`.
-    pub fn new(number: usize, stages: usize, stage: Box<dyn Stage>, gathers: Option<Arc<Gathers>>) -> Self {
+    /// Stage `number` of `stages`, cut into segments.
+    pub fn new(number: usize, stages: usize, segments: Vec<Segment>, gathers: Option<Arc<Gathers>>) -> Self {
         Self {
             number,
             stages,
-            stage,
+            segments,
             gathers,
             flights: BTreeMap::new(),
             deferred: BTreeMap::new(),
@@ -111,39 +86,6 @@ impl Chunk {
         self.noted = Noted::default();
     }
 
-    /// Runs the forward of one micro-batch, on the last stage up to the loss. Running it again, with the decisions of the first time,
-    /// gives the same bits.
-    fn run(
-        &self,
-        pass: &Pass,
-        of: &MicroBatch,
-        params: Arc<Params>,
-        input: Option<Message>,
-        repeated: Option<Decisions>,
-    ) -> Result<Forwarded, TrainError> {
-        let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
-        let (rank, device) = (pass.rank.clone(), pass.device.clone());
-        let tape = Tape::with_policy(rank, params, device, mode, of.position, pass.recompute.policy());
-        if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
-            let at = At { stage: self.number, micro: of.micro, recomputed: repeated.is_some() };
-            let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
-            tape.observe(Rc::new(Watched { watch, claims, rank, at }));
-        }
-        if let Some(decisions) = repeated {
-            tape.repeat(decisions);
-        }
-        let input = input.map(|message| tape.input(message.tensor, message.types));
-        if input.is_none() && self.number > 0 {
-            return Err(self.out_of_turn(of.micro, "no activation arrived"));
-        }
-        let mut output = self.stage.forward(&tape, &of.samples, input.as_ref())?;
-        if self.is_last() && pass.purpose != Purpose::Predict {
-            output = self.stage.loss(&tape, &of.samples, &output)?;
-        }
-        let notes = tape.take_notes();
-        Ok(Forwarded { tape, input, output, notes })
-    }
-
     /// `number` is the number of the micro-batch in an asynchronous run.
     fn forward(
         &mut self,
@@ -154,37 +96,40 @@ impl Chunk {
     ) -> Result<Option<Message>, TrainError> {
         let of = pass.micro(number - pass.first_micro)?;
         let gathers = self.gathers.clone();
-        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, &[Walk::Forward], &params));
-        let kept_input = (pass.recompute == Recompute::Stage).then(|| (input.clone(), params.clone()));
-        let run = self.run(pass, &of, params, input, None)?;
-        let decisions = run.tape.take_decisions();
-        let first_sample = of.position.first_sample;
-        let mut message = None;
-        if !self.is_last() {
-            message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
-        } else if pass.purpose == Purpose::Predict {
-            let prediction = self.stage.predict(&run.output)?;
-            prediction.require_unpadded("predict", "the prediction")?;
-            self.prediction = Some(prediction.into_tensor());
-        } else {
-            pass.count(0, first_sample, &run.output)?;
+        let walks: Vec<_> = self.segments.iter().map(|segment| (segment.number, Walk::Forward)).collect();
+        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(&walks, &params));
+        let mut start = Start { input, takes_gradient: true, params, applied: 0 };
+        let (mut message, mut all) = (None, Vec::new());
+        for (place, segment) in self.segments.iter().enumerate() {
+            let origin = segment.spec.recomputed.then(|| start.clone());
+            let run = segment.run(pass, &of, start, None)?;
+            let (params, applied) = (run.tape.params().clone(), run.tape.applied());
+            start = Start { input: None, takes_gradient: run.output.takes_gradient(), params, applied };
+            let decisions = run.tape.take_decisions();
+            self.noted.add(of.position.first_sample, &run.notes.statistics);
+            pass.count_metrics(self.number, of.position.first_sample, &run.notes)?;
+            if place + 1 < self.segments.len() {
+                run.output.require_unpadded("a cut between segments", "the activation")?;
+                let (tensor, types) = (run.output.tensor().clone(), run.output.types());
+                start.input = Some(Message { tensor, types });
+            } else if !self.is_last() {
+                message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
+            } else if pass.purpose == Purpose::Predict {
+                let prediction = segment.stage.predict(&run.output)?;
+                prediction.require_unpadded("predict", "the prediction")?;
+                self.prediction = Some(prediction.into_tensor());
+            } else {
+                pass.count(0, of.position.first_sample, &run.output)?;
+            }
+            if pass.purpose == Purpose::Train {
+                all.push(match origin {
+                    Some(start) => Kept::Origin(Box::new((start, decisions))),
+                    None => Kept::Tape(Box::new(run)),
+                });
+            }
         }
-        // A prediction has samples of its own, which are those of no step.
-        let measured = if pass.purpose == Purpose::Predict { &[][..] } else { &run.notes.per_sample };
-        for PerSample { name, value, .. } in measured {
-            let Some(metric) = pass.metrics.iter().position(|metric| metric.name == *name) else {
-                let declared = pass.metrics.iter().map(|metric| metric.name).collect();
-                return Err(PlanError::Metric { stage: self.number, name, declared }.into());
-            };
-            pass.count(1 + metric, first_sample, value)?;
-        }
-        self.noted.add(first_sample, &run.notes.statistics);
         if pass.purpose == Purpose::Train {
-            let kept = match kept_input {
-                Some((input, params)) => Kept::Origin(Box::new(Origin { input, params, decisions })),
-                None => Kept::Tape(Box::new(run)),
-            };
-            self.flights.insert(number, Flight { of, kept });
+            self.flights.insert(number, Flight { of, kept: all });
         }
         Ok(message)
     }
@@ -198,62 +143,83 @@ impl Chunk {
         weights: Weights,
         store: &RefCell<WeightStore>,
     ) -> Result<Option<Message>, TrainError> {
-        let Some(Flight { of, kept }) = self.flights.remove(&number) else {
+        let Some(Flight { of, mut kept }) = self.flights.remove(&number) else {
             return Err(self.out_of_turn(number, "backward before forward"));
         };
-        let gathers = self.gathers.clone();
         let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
-        let (walks, params) = match &kept {
-            Kept::Tape(forwarded) => (&[back][..], forwarded.tape.params()),
-            Kept::Origin(origin) => (&[Walk::Forward, back][..], &origin.params),
-        };
-        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(self.number, walks, params));
-        let Forwarded { tape, input, output, notes } = match kept {
-            Kept::Tape(forwarded) => *forwarded,
-            Kept::Origin(origin) => {
-                let Origin { input, params, decisions } = *origin;
-                self.run(pass, &of, params, input, Some(decisions))?
-            }
-        };
-        let mut roots = Vec::new();
-        match (grad, of.seeds) {
-            (Some(message), _) => roots.push((&output, Seed::typed(message.tensor, message.types))),
-            (None, Some(seeds)) if self.is_last() => {
-                roots.push((&output, tape.loss_seed(&output, Normaliser::Terms(seeds.terms))?))
-            }
-            _ => return Err(self.out_of_turn(number, "no gradient arrived")),
+        let (mut walks, mut params) = (Vec::new(), None);
+        for (segment, kept) in self.segments.iter().zip(&kept).rev() {
+            let (again, read) = match kept {
+                Kept::Tape(forwarded) => (None, forwarded.tape.params()),
+                Kept::Origin(origin) => (Some((segment.number, Walk::Forward)), &origin.0.params),
+            };
+            params = Some(read.clone());
+            walks.extend(again.into_iter().chain([(segment.number, back)]));
         }
-        for PerSample { value, coefficient, .. } in &notes.per_sample {
-            if let (Some(coefficient), Some(seeds)) = (coefficient, of.seeds) {
-                roots.push((value, tape.loss_seed(value, Normaliser::Scale(coefficient * seeds.auxiliary))?));
-            }
+        let gathers = self.gathers.clone().zip(params);
+        let _gathering = gathers.as_ref().map(|(gathers, params)| gathers.begin(&walks, params));
+        let mut grad = grad;
+        if grad.is_none() && !(self.is_last() && of.seeds.is_some()) {
+            return Err(self.out_of_turn(number, "no gradient arrived"));
         }
-        let gradients = &mut store.borrow_mut().gradients;
-        gradients.of_stage(self.number);
-        tape.backward_from(roots, weights, gradients)?;
-        let message = match &input {
-            None => None,
-            Some(input) => {
+        let mut deferred = Vec::new();
+        for (place, segment) in self.segments.iter().enumerate().rev() {
+            let Some(kept) = kept.pop() else {
+                return Err(self.out_of_turn(number, "a segment has kept nothing"));
+            };
+            let Forwarded { tape, input, output, notes } = match kept {
+                Kept::Tape(forwarded) => *forwarded,
+                Kept::Origin(origin) => {
+                    let (start, decisions) = *origin;
+                    segment.run(pass, &of, start, Some(decisions))?
+                }
+            };
+            let mut roots = Vec::new();
+            match (grad.take(), of.seeds) {
+                (Some(message), _) => roots.push((&output, Seed::typed(message.tensor, message.types))),
+                (None, Some(seeds)) if segment.spec.part.last => {
+                    roots.push((&output, tape.loss_seed(&output, Normaliser::Terms(seeds.terms))?))
+                }
+                // Nothing that takes a gradient goes from here to the next segment.
+                (None, _) => {}
+            }
+            for PerSample { value, coefficient, .. } in &notes.per_sample {
+                if let (Some(coefficient), Some(seeds)) = (coefficient, of.seeds) {
+                    roots.push((value, tape.loss_seed(value, Normaliser::Scale(coefficient * seeds.auxiliary))?));
+                }
+            }
+            let gradients = &mut store.borrow_mut().gradients;
+            gradients.of_segment(segment.number);
+            tape.backward_from(roots, weights, gradients)?;
+            // A constant has no gradient: nothing before it takes one.
+            if let Some(input) = input.as_ref().filter(|input| input.takes_gradient()) {
                 let tensor =
                     tape.take_grad(input).ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
-                Some(Message { tensor, types: input.types().dual() })
+                grad = Some(Message { tensor, types: input.types().dual() });
             }
-        };
-        if weights == Weights::Deferred {
-            self.deferred.insert(number, tape);
+            if weights == Weights::Deferred {
+                deferred.push((place, tape));
+            }
         }
-        Ok(message)
+        if weights == Weights::Deferred {
+            self.deferred.insert(number, deferred);
+        }
+        Ok(grad)
     }
 
     fn weight_gradients(&mut self, number: usize, store: &RefCell<WeightStore>) -> Result<(), TrainError> {
-        let Some(tape) = self.deferred.remove(&number) else {
+        let Some(tapes) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };
-        let gathers = self.gathers.as_ref();
-        let _gathering = gathers.map(|gathers| gathers.begin(self.number, &[Walk::Weights], tape.params()));
-        let gradients = &mut store.borrow_mut().gradients;
-        gradients.of_stage(self.number);
-        Ok(tape.weight_gradients(gradients)?)
+        let walks: Vec<_> = tapes.iter().map(|(place, _)| (self.segments[*place].number, Walk::Weights)).collect();
+        let gathers = self.gathers.as_ref().zip(tapes.first().map(|(_, tape)| tape.params().clone()));
+        let _gathering = gathers.as_ref().map(|(gathers, params)| gathers.begin(&walks, params));
+        for (place, tape) in tapes {
+            let gradients = &mut store.borrow_mut().gradients;
+            gradients.of_segment(self.segments[place].number);
+            tape.weight_gradients(gradients)?;
+        }
+        Ok(())
     }
 
     fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {

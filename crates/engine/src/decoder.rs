@@ -4,7 +4,7 @@
 use crate::chunk::{Message, outgoing};
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
-use crate::{LocalModel, ModelPlan, Plan, TrainError};
+use crate::{LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError};
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
@@ -46,7 +46,8 @@ impl Decoder {
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
     ) -> Result<Self, TrainError> {
         require_fit(plan, &rank, &*device)?;
-        let (schedule, model_plan) = (plan.build_schedule()?, ModelPlan::new(model, plan)?);
+        let (schedule, model_plan) =
+            (plan.build_schedule()?, ModelPlan::new(model, &Plan { recompute: Recompute::None, ..plan.clone() })?);
         let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
         let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect::<Vec<_>>()];
@@ -58,7 +59,9 @@ impl Decoder {
                 .map_err(|error| TrainError::Parameter { name: spec.name.clone(), problem: error.to_string() })?;
             params.write(id, &values)?;
         }
-        let cached = |(number, stage)| (number, stage, KeyValueCache::new(capacity));
+        // Nothing goes backward: each stage is one segment.
+        let cached = |segment: Segment| (segment.of_stage, segment.stage, KeyValueCache::new(capacity));
+        let segments = stages.into_iter().flat_map(|(_, segments)| segments);
         Ok(Self {
             rank,
             device,
@@ -66,7 +69,7 @@ impl Decoder {
             schedule,
             scatter: plan.scatter_gather,
             params: Arc::new(params),
-            stages: stages.into_iter().map(cached).collect(),
+            stages: segments.map(cached).collect(),
             capacity,
             past: 0,
         })

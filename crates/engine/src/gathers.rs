@@ -19,7 +19,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct Gathers {
     gatherer: Gatherer,
-    /// The flat buffers that a stage uses in a walk, in order.
+    /// The flat buffers that a segment uses in a walk, in order.
     orders: BTreeMap<(usize, Walk), Vec<usize>>,
 }
 
@@ -38,13 +38,13 @@ impl Gathers {
     ) -> Result<Self, TrainError> {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut orders = BTreeMap::new();
-        for (stage, Uses(walks)) in uses(model, local, world_rank, &micro, plan.recompute)? {
+        for (segment, Uses(walks)) in uses(model, local, world_rank, &micro, plan.recompute)? {
             for (walk, ids) in walks {
                 // Frozen parameters are whole.
                 let flats = ids.into_iter().map(|id| layout.place(id).0).filter(|&flat| flat < layout.keys.len());
                 let mut order: Vec<usize> = flats.filter(|&flat| shared[flat].is_cut()).collect();
                 order.dedup();
-                orders.insert((stage, walk), order);
+                orders.insert((segment, walk), order);
             }
         }
         let vector = |shared: &Shared| {
@@ -55,9 +55,9 @@ impl Gathers {
         Ok(Self { gatherer, orders })
     }
 
-    /// Begins walks of a stage with these weights, one after the other.
-    pub fn begin(&self, stage: usize, walks: &[Walk], params: &Params) -> GatherPass<'_> {
-        let order = walks.iter().filter_map(|&walk| self.orders.get(&(stage, walk))).flatten();
+    /// Begins walks of segments with these weights, one after the other.
+    pub fn begin(&self, walks: &[(usize, Walk)], params: &Params) -> GatherPass<'_> {
+        let order = walks.iter().filter_map(|walk| self.orders.get(walk)).flatten();
         self.gatherer.begin(&order.copied().collect::<Vec<_>>(), params.flats())
     }
 

@@ -49,9 +49,9 @@ impl Gradients {
         self.ordered.iter_mut().for_each(OrderedSums::clear);
     }
 
-    /// Sets the stage whose shares come next.
-    pub fn of_stage(&mut self, number: usize) {
-        self.ordered.iter_mut().for_each(|ordered| ordered.stage = number);
+    /// Sets the segment whose shares come next.
+    pub fn of_segment(&mut self, number: usize) {
+        self.ordered.iter_mut().for_each(|ordered| ordered.segment = number);
     }
 
     /// Waits until every gradient is reduced, and adds up their copies.
@@ -106,9 +106,9 @@ impl Gradients {
 pub struct OrderedSums {
     /// Per parameter: the copies of its gradient.
     copies: Vec<usize>,
-    /// The first copy that a stage fills, for stages where this is not copy 0.
+    /// The first copy that a segment fills, for segments where this is not copy 0.
     first: BTreeMap<(usize, ParamId), usize>,
-    stage: usize,
+    segment: usize,
     /// Per parameter: waiting sums, by the first of the copies that arrive together.
     sums: Vec<BTreeMap<usize, Waiting>>,
 }
@@ -124,9 +124,9 @@ struct Waiting {
 }
 
 impl OrderedSums {
-    /// Sums of no shares yet. `first` names the stages that do not fill a gradient's first copy.
+    /// Sums of no shares yet. `first` names the segments that do not fill a gradient's first copy.
     pub fn new(copies: Vec<usize>, first: BTreeMap<(usize, ParamId), usize>) -> Self {
-        Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, stage: 0 }
+        Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, segment: 0 }
     }
 
     fn clear(&mut self) {
@@ -179,7 +179,7 @@ impl Gradients {
             return Ok(GradSlot { buffer, start: all.start, first: true });
         };
         let copies = ordered.copies[share.id.index()];
-        let before = ordered.first.get(&(ordered.stage, share.id)).copied().unwrap_or(0);
+        let before = ordered.first.get(&(ordered.segment, share.id)).copied().unwrap_or(0);
         let first = before + share.copies.start;
         let n = all.len() / copies;
         let start = all.start + first * n;

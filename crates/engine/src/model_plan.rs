@@ -1,8 +1,9 @@
 //! The declarations of the whole model, stage by stage: plain data that any rank builds without allocating parameters.
 
+use crate::segment::{Segment, SegmentSpec};
 use crate::{Plan, TrainError};
 use meshwork_core::{Axis, Mesh};
-use meshwork_nn::{Activation, Batch, Model, Stage, StageSpec};
+use meshwork_nn::{Activation, Batch, Model, StageSpec};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::{Declarations, Error, ParamId, ParamSpec, Result};
 use std::collections::BTreeMap;
@@ -14,6 +15,8 @@ pub struct ModelPlan {
     model: Arc<dyn Model>,
     mesh: Mesh,
     parts: Vec<StageSpec>,
+    /// The segments of each stage.
+    segments: Vec<Vec<SegmentSpec>>,
     /// Reduction blocks of canonical numerics.
     blocks: Option<usize>,
 }
@@ -23,8 +26,8 @@ pub struct ModelPlan {
 pub struct LocalModel {
     /// Their declarations.
     pub declarations: Declarations,
-    /// The stages, by their number.
-    pub stages: Vec<(usize, Box<dyn Stage>)>,
+    /// The segments of each stage, by the number of the stage.
+    pub stages: Vec<(usize, Vec<Segment>)>,
 }
 
 /// A parameter that several pp ranks hold: two stages that tie it (Megatron's embedding group), or the replicas of one stage. Its
@@ -44,7 +47,8 @@ impl ModelPlan {
     /// A partition that does not fit.
     pub fn new(model: Arc<dyn Model>, plan: &Plan) -> std::result::Result<Self, TrainError> {
         let parts = plan.stages(&*model)?;
-        Ok(Self { model, mesh: plan.mesh.clone(), parts, blocks: plan.blocks() })
+        let segments = parts.iter().map(|part| plan.recompute.segments(part)).collect();
+        Ok(Self { model, mesh: plan.mesh.clone(), parts, segments, blocks: plan.blocks() })
     }
 
     /// The mesh.
@@ -64,22 +68,29 @@ impl ModelPlan {
 
     /// The stages that lie on `pp_rank`, by a schedule's placement.
     pub fn local_model(&self, schedule: &Schedule, pp_rank: usize) -> Result<LocalModel> {
-        let mut declarations = self.declarations();
-        let mut stages: Vec<(usize, Box<dyn Stage>)> = Vec::new();
-        for (number, part) in self.parts.iter().enumerate() {
-            if schedule.ranks_of(number).contains(&pp_rank) {
-                stages.push((number, self.model.stage(&mut declarations, &self.mesh, part)?));
-            }
-        }
-        Ok(LocalModel { declarations, stages })
+        self.held(|stage| schedule.ranks_of(stage).contains(&pp_rank))
     }
 
     /// All stages, as one rank would hold them.
     pub fn whole_model(&self) -> Result<LocalModel> {
+        self.held(|_| true)
+    }
+
+    /// The stages that are `here`.
+    fn held(&self, here: impl Fn(usize) -> bool) -> Result<LocalModel> {
         let mut declarations = self.declarations();
-        let stage = |part| self.model.stage(&mut declarations, &self.mesh, part);
-        let stages = self.parts.iter().map(stage).collect::<Result<Vec<_>>>()?;
-        Ok(LocalModel { declarations, stages: stages.into_iter().enumerate().collect() })
+        let (mut stages, mut before) = (Vec::new(), 0);
+        for (of_stage, specs) in self.segments.iter().enumerate() {
+            if here(of_stage) {
+                let segment = |(number, spec): (usize, &SegmentSpec)| {
+                    let stage = self.model.stage(&mut declarations, &self.mesh, &spec.part)?;
+                    Ok(Segment { number, of_stage, spec: spec.clone(), stage })
+                };
+                stages.push((of_stage, (before..).zip(specs).map(segment).collect::<Result<_>>()?));
+            }
+            before += specs.len();
+        }
+        Ok(LocalModel { declarations, stages })
     }
 
     fn declarations(&self) -> Declarations {

@@ -1,10 +1,10 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
 use crate::verify::Claims;
-use crate::{Recompute, TrainError, Watch};
+use crate::{PlanError, Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
-use meshwork_tensor::tape::Position;
+use meshwork_tensor::tape::{Notes, PerSample, Position};
 use meshwork_tensor::{Device, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -85,6 +85,21 @@ impl Pass {
         let at = row * self.global_batch_size + first_sample as usize;
         let numbers = &mut self.numbers.borrow_mut();
         Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
+    }
+
+    /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of no step.
+    pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
+        if self.purpose == Purpose::Predict {
+            return Ok(());
+        }
+        for PerSample { name, value, .. } in &notes.per_sample {
+            let Some(metric) = self.metrics.iter().position(|metric| metric.name == *name) else {
+                let declared = self.metrics.iter().map(|metric| metric.name).collect();
+                return Err(PlanError::Metric { stage, name, declared }.into());
+            };
+            self.count(1 + metric, first_sample, value)?;
+        }
+        Ok(())
     }
 }
 

@@ -110,10 +110,17 @@ pub enum Recompute {
     Selective,
     /// The whole stage, from its input: GPipe's re-materialisation, at the price of a second forward.
     Stage,
+    /// Every layer from its input, one at a time, at the price of a second forward. An embedding and a head are kept.
+    Full,
+    /// Of n layers of a stage, √n groups of neighbours, each from its input, at the price of a second forward (Chen et al. 2016).
+    Sqrt,
+    /// As [`Full`](Self::Full), the first layers of each stage, as many as this; the others are kept (Megatron-LM's
+    /// `--recompute-method block`).
+    Layers(usize),
 }
 
 impl Recompute {
-    /// How saved tensors are kept for the backward pass.
+    /// How saved tensors are kept for the backward pass. What recomputes more, recomputes norms and activation functions too.
     pub(crate) fn policy(self) -> Rc<dyn SavedPolicy> {
         if self == Self::None { Rc::new(Keep) } else { Rc::new(Selective) }
     }
@@ -357,6 +364,17 @@ pub enum PlanError {
         /// Its name.
         name: String,
     },
+    /// A number of layers to recompute that no stage has.
+    #[error(
+        "recomputation of the first {layers} layers of each stage: the largest stage has {largest}; use a number from 1 to {largest}, or \
+         Recompute::None"
+    )]
+    Recompute {
+        /// Layers to recompute.
+        layers: usize,
+        /// Layers of the largest stage.
+        largest: usize,
+    },
     /// A metric that the model does not declare.
     #[error("stage {stage} reports {name:?}, which the model does not declare; it declares {declared:?}")]
     Metric {
@@ -424,7 +442,7 @@ impl Plan {
     /// The part of the model in each stage.
     ///
     /// # Errors
-    /// A partition that does not fit the model or the schedule.
+    /// A partition that does not fit the model or the schedule; a number of layers to recompute that no stage has.
     pub fn stages(&self, model: &dyn Model) -> Result<Vec<StageSpec>, PlanError> {
         let (layers, stages) = (model.num_layers(), self.schedule.stages(self.mesh.degree(Axis::Pp)));
         let counts = match &self.partition[..] {
@@ -437,7 +455,13 @@ impl Plan {
         if counts.len() != stages || sum != Some(layers) {
             return Err(PlanError::Partition { layers, partition: counts, stages });
         }
-        Ok(StageSpec::cut(&counts))
+        let largest = counts.iter().copied().max().unwrap_or(0);
+        match self.recompute {
+            Recompute::Layers(layers) if !(1..=largest).contains(&layers) => {
+                Err(PlanError::Recompute { layers, largest })
+            }
+            _ => Ok(StageSpec::cut(&counts)),
+        }
     }
 
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.

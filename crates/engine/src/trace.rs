@@ -3,9 +3,9 @@
 //! twice.
 
 use crate::chunk::outgoing;
-use crate::{LocalModel, ModelPlan, Recompute, TiedWeight, TrainError};
+use crate::{LocalModel, ModelPlan, Recompute, Segment, TiedWeight, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Rank, Types};
-use meshwork_nn::{Activation, Batch, Stage};
+use meshwork_nn::{Activation, Batch};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::param::Gather;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct Trace {
     /// Types with which each parameter is read: on axes where that is `Replicate` its gradient is `Partial`.
     pub reads: BTreeMap<ParamId, Types>,
-    /// Per parameter: the stages of this rank that read it.
+    /// Per parameter: the stages of this rank that read it, once for each segment that does.
     pub readers: Vec<Vec<usize>>,
     /// Per parameter: the types of its gradient; `None` if nothing reads it.
     pub types: Vec<Option<Types>>,
@@ -27,9 +27,9 @@ pub struct Trace {
     pub ready: Vec<ParamId>,
     /// Per parameter: the copies in which its gradient is kept until it is reduced.
     pub copies: Vec<usize>,
-    /// The first of them that a stage fills, for stages where this is not copy 0.
+    /// The first of them that a segment fills, for segments where this is not copy 0.
     pub first_copy: BTreeMap<(usize, ParamId), usize>,
-    /// The number of copies that each stage fills.
+    /// The number of copies that each segment fills.
     filled: BTreeMap<(usize, ParamId), usize>,
 }
 
@@ -122,20 +122,38 @@ impl<'a> Forward<'a> {
         std::iter::once(output).chain(auxiliary).map(seed).collect()
     }
 
-    /// The tape of a stage, and its output: of the last one the losses.
-    fn stage(&self, number: usize, stage: &dyn Stage) -> Result<(Tape, Var), TrainError> {
-        let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
-        let tape = Tape::with_policy(rank, params, device, Mode::Train, Position::default(), self.recompute.policy());
-        let input = match number.checked_sub(1).map(|before| self.activations[before]) {
+    /// Runs the segments of a stage, and gives the tape of each and its output, of the last one the losses, to `then`.
+    fn stage(
+        &self,
+        number: usize,
+        segments: &[Segment],
+        mut then: impl FnMut(&Segment, Tape, Var) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let mut input = match number.checked_sub(1).map(|before| self.activations[before]) {
             None => None,
-            Some(cut) => Some(tape.input(Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types)),
+            Some(cut) => Some((Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types, true)),
         };
-        let mut output = stage.forward(&tape, self.batch, input.as_ref())?;
-        match self.activations.get(number) {
-            Some(activation) => drop(outgoing(number, &output, activation)?),
-            None => output = stage.loss(&tape, self.batch, &output)?,
+        for (place, segment) in segments.iter().enumerate() {
+            let Segment { spec, stage, .. } = segment;
+            let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
+            let policy = self.recompute.policy();
+            let tape = Tape::with_policy(rank, params, device, Mode::Train, Position::default(), policy);
+            let input_here = input.map(|(tensor, types, takes_gradient)| match takes_gradient {
+                true => tape.input(tensor, types),
+                false => tape.constant(tensor, types),
+            });
+            let mut output = stage.forward(&tape, self.batch, input_here.as_ref())?;
+            if spec.part.last {
+                output = stage.loss(&tape, self.batch, &output)?;
+            }
+            match self.activations.get(number) {
+                Some(activation) if place + 1 == segments.len() => drop(outgoing(number, &output, activation)?),
+                _ => output.require_unpadded("a cut between segments", "the activation")?,
+            }
+            input = Some((output.tensor().clone(), output.types(), output.takes_gradient()));
+            then(segment, tape, output)?;
         }
-        Ok((tape, output))
+        Ok(())
     }
 }
 
@@ -145,16 +163,18 @@ pub fn require_random_names(plan: &ModelPlan, world_rank: usize, batch: &Batch) 
     let LocalModel { declarations, stages } = plan.whole_model()?;
     let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch, Recompute::None)?;
     let mut drawn = BTreeSet::new();
-    for (number, stage) in &stages {
-        let (tape, _) = forward.stage(*number, &**stage)?;
-        if let Some(name) = tape.random_names().into_iter().find(|name| !drawn.insert(name.clone())) {
-            return Err(Error::RandomName { name }.into());
-        }
+    for (number, segments) in &stages {
+        forward.stage(*number, segments, |_, tape, _| {
+            match tape.random_names().into_iter().find(|name| !drawn.insert(name.clone())) {
+                Some(name) => Err(Error::RandomName { name }.into()),
+                None => Ok(()),
+            }
+        })?;
     }
     Ok(())
 }
 
-/// A walk over the tape of a stage.
+/// A walk over the tape of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Walk {
     /// Forward, up to the loss on the last stage.
@@ -167,10 +187,10 @@ pub enum Walk {
     Weights,
 }
 
-/// The parameters that a stage reads in each walk, in order.
+/// The parameters that a segment reads in each walk, in order.
 pub struct Uses(pub BTreeMap<Walk, Vec<ParamId>>);
 
-/// In which order the stages of one rank read their parameters, on a micro-batch like `batch`.
+/// In which order the segments of one rank read their parameters, on a micro-batch like `batch`.
 pub fn uses(
     plan: &ModelPlan,
     model: &LocalModel,
@@ -180,20 +200,22 @@ pub fn uses(
 ) -> Result<BTreeMap<usize, Uses>, TrainError> {
     let forward = Forward::new(plan, Arc::new(model.declarations.clone()), world_rank, batch, recompute)?;
     let mut all = BTreeMap::new();
-    for (number, stage) in &model.stages {
-        let (mut walks, mut sink) = (BTreeMap::new(), Order::default());
+    for (number, segments) in &model.stages {
+        let mut sink = Order::default();
         for (weights, backward) in [(Weights::Now, Walk::Backward), (Weights::Deferred, Walk::Inputs)] {
-            let (tape, output) = forward.stage(*number, &**stage)?;
-            walks.insert(Walk::Forward, forward.take_read());
-            let notes = tape.take_notes();
-            tape.backward_from(forward.roots(&output, &notes)?, weights, &mut sink)?;
-            walks.insert(backward, forward.take_read());
-            if weights == Weights::Deferred {
-                tape.weight_gradients(&mut sink)?;
-                walks.insert(Walk::Weights, forward.take_read());
-            }
+            forward.stage(*number, segments, |segment, tape, output| {
+                let Uses(walks) = all.entry(segment.number).or_insert_with(|| Uses(BTreeMap::new()));
+                walks.insert(Walk::Forward, forward.take_read());
+                let notes = tape.take_notes();
+                tape.backward_from(forward.roots(&output, &notes)?, weights, &mut sink)?;
+                walks.insert(backward, forward.take_read());
+                if weights == Weights::Deferred {
+                    tape.weight_gradients(&mut sink)?;
+                    walks.insert(Walk::Weights, forward.take_read());
+                }
+                Ok(())
+            })?;
         }
-        all.insert(*number, Uses(walks));
     }
     Ok(all)
 }
@@ -213,27 +235,33 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
         filled: BTreeMap::new(),
     };
     let mut order = Order::default();
-    // Later stages go backward first.
-    for (number, stage) in model.stages.iter().rev() {
-        let (tape, output) = forward.stage(*number, &**stage)?;
+    let mut tapes = Vec::new();
+    for (number, segments) in &model.stages {
+        forward.stage(*number, segments, |segment, tape, output| {
+            tapes.push((*number, segment.number, tape, output));
+            Ok(())
+        })?;
+    }
+    // Later ones go backward first.
+    for (stage, segment, tape, output) in tapes.into_iter().rev() {
         let notes = tape.take_notes();
         let roots = forward.roots(&output, &notes)?;
         tape.backward_from(roots, Weights::Now, &mut order)?;
         for (id, copies) in std::mem::take(&mut order.copies) {
-            found.filled.insert((*number, id), copies);
-            let of_stage = &mut found.copies[id.index()];
-            match (declarations.reduction_blocks(), *of_stage) {
-                (_, 0) => *of_stage = copies,
-                // In fast numerics all stages add to the same copy.
+            found.filled.insert((segment, id), copies);
+            let of_all = &mut found.copies[id.index()];
+            match (declarations.reduction_blocks(), *of_all) {
+                (_, 0) => *of_all = copies,
+                // In fast numerics all segments add to the same copy.
                 (None, _) => {}
                 (Some(_), before) => {
-                    found.first_copy.insert((*number, id), before);
-                    *of_stage += copies;
+                    found.first_copy.insert((segment, id), before);
+                    *of_all += copies;
                 }
             }
         }
         for (id, types) in tape.reads() {
-            found.readers[id.index()].push(*number);
+            found.readers[id.index()].push(stage);
             let first = *found.reads.entry(id).or_insert(types);
             if first != types {
                 return Err(Error::ReadBothWays {
@@ -267,7 +295,7 @@ impl Trace {
             return Ok(());
         }
         let own = rank.coords().get(Axis::Pp);
-        // By name: the copies that each stage of the whole model fills.
+        // By name: the copies that each segment of the whole model fills.
         let mut filled: BTreeMap<String, BTreeMap<usize, usize>> = BTreeMap::new();
         for pp_rank in 0..rank.mesh().degree(Axis::Pp) {
             let (there, found);
@@ -280,21 +308,21 @@ impl Trace {
                     (&there, &found)
                 }
             };
-            for (&(stage, id), &copies) in &found.filled {
+            for (&(segment, id), &copies) in &found.filled {
                 let name = model.declarations.spec(id).name.clone();
-                filled.entry(name).or_default().insert(stage, copies);
+                filled.entry(name).or_default().insert(segment, copies);
             }
         }
         for TiedWeight { name, .. } in tied {
-            let (Some(id), Some(stages)) = (model.declarations.find(name), filled.get(name)) else { continue };
-            let copies: usize = stages.values().sum();
-            if copies == 2 && stages.len() == 2 {
+            let (Some(id), Some(segments)) = (model.declarations.find(name), filled.get(name)) else { continue };
+            let copies: usize = segments.values().sum();
+            if copies == 2 && segments.len() == 2 {
                 continue;
             }
             self.copies[id.index()] = copies;
             let mut before = 0;
-            for (&stage, &copies) in stages.iter().rev() {
-                self.first_copy.insert((stage, id), before);
+            for (&segment, &copies) in segments.iter().rev() {
+                self.first_copy.insert((segment, id), before);
                 before += copies;
             }
         }

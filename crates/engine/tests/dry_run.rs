@@ -90,6 +90,8 @@ fn a_tower_takes_what_was_predicted() {
             ("gpipe", Recompute::Stage, Numerics::Fast),
             ("zb_h1", Recompute::Selective, canonical),
             ("zb_h2", Recompute::None, Numerics::Fast),
+            ("1f1b", Recompute::Full, Numerics::Fast),
+            ("zb_h1", Recompute::Sqrt, canonical),
         ] {
             for optimizer in [Rule::from(Sgd::default()), AdamW::default().into()] {
                 let schedule = named(schedule);
@@ -104,14 +106,15 @@ fn a_tower_takes_what_was_predicted() {
 #[test]
 fn what_ranks_share_out_takes_what_was_predicted() {
     for stage in &ZeroStage::ALL[1..] {
-        for (mesh, schedule, numerics) in [
-            ("dp=4", "gpipe", Numerics::Fast),
-            ("dp=4,pp=2", "zb_v", Numerics::Fast),
-            ("dp=2,tp=2,pp=2", "interleaved_1f1b", Numerics::Fast),
-            ("dp=2,pp=2", "1f1b", Numerics::Canonical { blocks: 8 }),
+        for (mesh, schedule, recompute, numerics) in [
+            ("dp=4", "gpipe", Recompute::Full, Numerics::Fast),
+            ("dp=4,pp=2", "zb_v", Recompute::Layers(2), Numerics::Fast),
+            ("dp=2,tp=2,pp=2", "interleaved_1f1b", Recompute::None, Numerics::Fast),
+            ("dp=2,pp=2", "1f1b", Recompute::Sqrt, Numerics::Canonical { blocks: 8 }),
         ] {
             let plan = Plan {
                 schedule: named(schedule),
+                recompute,
                 numerics,
                 zero: Zero { stage: *stage, group: None },
                 max_norm: NEVER,
@@ -165,7 +168,7 @@ fn a_network_with_batch_norms_takes_what_was_predicted() {
     let network = ResNetConfig { groups: vec![(4, 2), (8, 2)], norm: Norm::Batch, ..ResNetConfig::digits() }.network();
     let network: Arc<dyn Model> = Arc::new(network);
     for mesh in ["dp=2", "pp=2", "dp=2,pp=2"] {
-        for recompute in [Recompute::None, Recompute::Selective, Recompute::Stage] {
+        for recompute in [Recompute::None, Recompute::Selective, Recompute::Stage, Recompute::Full, Recompute::Sqrt] {
             let mesh = mesh.parse().unwrap();
             let plan = Plan { mesh, recompute, global_batch_size: noise::BATCH, ..tower::plan("dp=1") };
             assert_as_predicted(&network, &plan, noise::images);

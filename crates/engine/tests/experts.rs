@@ -118,11 +118,11 @@ fn train(
 
 const MESHES: [(&str, &str, usize, Recompute); 8] = [
     ("dp=2", "1f1b", 1, Recompute::None),
-    ("dp=2,ep=2", "1f1b", 1, Recompute::None),
+    ("dp=2,ep=2", "1f1b", 1, Recompute::Full),
     ("dp=4,ep=4", "1f1b", 2, Recompute::Selective),
-    ("dp=4,ep=2", "1f1b", 2, Recompute::None),
+    ("dp=4,ep=2", "1f1b", 2, Recompute::Sqrt),
     ("tp=2,dp=2,ep=2", "1f1b", 2, Recompute::None),
-    ("pp=2", "zb_h1", 4, Recompute::None),
+    ("pp=2", "zb_h1", 4, Recompute::Full),
     ("tp=2,dp=2,ep=2,pp=2", "1f1b", 2, Recompute::Stage),
     ("dp=4,ep=2,pp=2", "zb_h1", 2, Recompute::Selective),
 ];

@@ -3,7 +3,7 @@
 //! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, and ten for each byte that a rank sends and receives
 //! ([`FLOPS_PER_BYTE`]): it only orders the settings.
 
-use crate::config::{Config, Fault};
+use crate::config::{Config, Fault, RecomputeWord, Recomputed};
 use crate::plan::{kinds, size, spans};
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
@@ -13,7 +13,8 @@ use std::fmt::Write;
 const FLOPS_PER_BYTE: f64 = 10.0;
 
 /// What is recomputed, from what costs least.
-const RECOMPUTE: [&str; 2] = ["none", "selective"];
+const RECOMPUTE: [RecomputeWord; 5] =
+    [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
 
 /// Settings, and what they are predicted to take.
 struct Candidate {
@@ -40,7 +41,7 @@ impl Candidate {
         let of = |config: &Config| {
             [
                 ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
-                ("memory.recompute", config.memory.recompute.clone()),
+                ("memory.recompute", config.memory.recompute.to_string()),
                 ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
             ]
         };
@@ -59,16 +60,17 @@ fn candidates(config: &Config) -> Vec<Candidate> {
     let doubled = std::iter::successors(Some(own_micros), |micros| Some(micros * 2));
     let micros: Vec<usize> =
         doubled.take_while(|micros| *micros <= samples && samples.is_multiple_of(*micros)).collect();
-    let recompute = RECOMPUTE.into_iter().skip_while(|word| *word != config.memory.recompute);
-    let recompute: Vec<&str> = recompute.collect();
-    let recompute = if recompute.is_empty() { vec![&*config.memory.recompute] } else { recompute };
+    let own = config.memory.recompute;
+    let recompute = RECOMPUTE.map(Recomputed::Word).into_iter().skip_while(|word| *word != own);
+    let recompute: Vec<Recomputed> = recompute.collect();
+    let recompute = if recompute.is_empty() { vec![own] } else { recompute };
     let mut found = Vec::new();
     for &num_microbatches in &micros {
-        for word in &recompute {
+        for &recompute in &recompute {
             for zero_stage in stages.clone() {
                 let mut tried = config.clone();
                 tried.parallelism.zero_stage = zero_stage;
-                tried.memory.recompute = (*word).to_owned();
+                tried.memory.recompute = recompute;
                 tried.pipeline.num_microbatches = num_microbatches;
                 tried.training.micro_batch_size = samples / num_microbatches;
                 found.extend(Candidate::of(tried));

@@ -233,10 +233,14 @@ fn unknown_words_hear_of_the_nearest() {
             "--set model.kind=resnet",
             "model.kind = \"resnet\" (from --set): unknown; the nearest is gpt2; use one of gpt2, llama",
         ),
-        // A near miss of a planned word deserves to hear of it.
         (
             "--set memory.recompute=ful",
-            "memory.recompute = \"ful\" (from --set): unknown; the nearest, full, has not landed yet; use none or selective",
+            "memory.recompute = \"ful\" (from --set): unknown; use \"none\", \"selective\", \"full\", \"sqrt\", \"stage\", or a whole \
+             number of at least 1",
+        ),
+        (
+            "--mesh pp=2 --set memory.recompute=3",
+            "memory.recompute = 3: no stage has as many layers: the largest has 2; use at most 2 layers, or \"full\" for all",
         ),
         (
             "--set training.dtype=f16",
@@ -273,13 +277,9 @@ fn what_ranks_cannot_share_out_is_refused() {
 
 #[test]
 fn what_has_not_landed_says_so_and_takes_its_default() {
-    for assignment in [
-        "parallelism.cp=2",
-        "parallelism.context_parallel_method=ulysses",
-        "memory.recompute=full",
-        "memory.offload=cpu",
-        "compress.kind=topk",
-    ] {
+    for assignment in
+        ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses", "memory.offload=cpu", "compress.kind=topk"]
+    {
         let refusal = refusal(&format!("--set {assignment}"));
         assert_eq!(refusal.lines().count(), 1, "{refusal}");
         assert!(refusal.contains("has not landed yet; "), "{refusal}");
@@ -289,7 +289,7 @@ fn what_has_not_landed_says_so_and_takes_its_default() {
         Config::from_toml("[compress]\n").unwrap_err().to_string(),
         "[compress]: compression has not landed yet; remove the section"
     );
-    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=none");
+    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=full");
 }
 
 #[test]

@@ -210,7 +210,7 @@ impl Trainer {
         let update = (plan.optimizer.clone(), updater, plan.lr);
         let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
         let count = model_plan.stages().len();
-        let chunk = |(number, stage)| Chunk::new(number, count, stage, gathers.clone());
+        let chunk = |(number, segments)| Chunk::new(number, count, segments, gathers.clone());
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);

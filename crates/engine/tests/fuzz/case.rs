@@ -88,7 +88,14 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         num_microbatches: Some(micros),
         numerics: if canonical { Numerics::Canonical { blocks } } else { Numerics::Fast },
         precision: if !canonical && rng.below(8) == 0 { Precision::Bf16 } else { Precision::F32 },
-        recompute: rng.pick(&[Recompute::None, Recompute::Selective, Recompute::Stage]),
+        recompute: rng.pick(&[
+            Recompute::None,
+            Recompute::Selective,
+            Recompute::Stage,
+            Recompute::Full,
+            Recompute::Sqrt,
+            Recompute::Layers(1),
+        ]),
         // The momentum after the first step is the gradient, as it was clipped.
         optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),
         lr: LrSchedule { base: 0.125, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },

@@ -174,6 +174,16 @@ impl Tape {
         _ = self.inner.observer.set(observer);
     }
 
+    /// Counts operations from `number` on, for observers: those of a stage may lie on several tapes.
+    pub fn count_from(&self, number: usize) {
+        self.inner.applied.set(number);
+    }
+
+    /// Number of operations applied so far, those before this tape included.
+    pub fn applied(&self) -> usize {
+        self.inner.applied.get()
+    }
+
     /// The rank that this tape computes for.
     pub fn rank(&self) -> &Arc<Rank> {
         &self.inner.rank

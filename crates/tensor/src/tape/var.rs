@@ -51,6 +51,11 @@ impl Var {
         &self.tape
     }
 
+    /// Whether backward may run from it: it depends on an input or a parameter that takes a gradient.
+    pub fn takes_gradient(&self) -> bool {
+        self.source.takes_gradient()
+    }
+
     pub(crate) fn source(&self) -> Source {
         self.source
     }

@@ -5,6 +5,7 @@ use super::Config;
 use super::fault::{Fault, quoted};
 use super::settings::Settings;
 use super::size::MAX_LAYERS;
+use super::words::Recomputed;
 use meshwork_engine::{TrainError, dry_run};
 use meshwork_pipeline::Schedule;
 use toml::Value;
@@ -141,6 +142,21 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
         _ => vec![],
     };
     settings.faults.append(&mut faults);
+}
+
+/// Refuses to recompute more layers of a stage than any has.
+pub(crate) fn check_recompute(config: &Config, settings: &mut Settings) {
+    let key = "memory.recompute";
+    let largest = config.pipeline.partition.iter().copied().max().unwrap_or(0);
+    if let Recomputed::Layers(layers) = config.memory.recompute
+        && layers > largest
+        && largest > 0
+        && settings.sound(&[key, KEY, LAYERS, STAGES])
+    {
+        let of = if largest == 1 { "layer" } else { "layers" };
+        let problem = format!("no stage has as many layers: the largest has {largest}");
+        settings.fault(key, layers, problem, format!("use at most {largest} {of}, or \"full\" for all"));
+    }
 }
 
 /// What is wrong with a list for this number of stages, and of layers if that is known.

@@ -4,7 +4,7 @@ use super::sections::{Comm, LrScheduler, Memory, Optimizer, Parallelism, Pipelin
 use super::words::MoeRouter;
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Zero, ZeroStage};
+use meshwork_engine::{Numerics, Plan, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::Boundary;
@@ -132,7 +132,7 @@ impl Config {
             num_microbatches: Some(self.pipeline.num_microbatches),
             numerics: self.numerics(),
             precision: self.training.dtype.precision(),
-            recompute: if self.memory.recompute == "selective" { Recompute::Selective } else { Recompute::None },
+            recompute: self.memory.recompute.into(),
             optimizer: self.optimizer.rule(),
             lr: self.lr_scheduler.schedule(self.optimizer.lr),
             max_norm: self.training.max_norm,

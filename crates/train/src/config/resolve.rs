@@ -49,6 +49,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     settings.faults.extend(thread_fault(std::env::var_os(pool::THREADS_VARIABLE)));
     settings.faults.extend(simd_fault(std::env::var_os(simd::SIMD_VARIABLE)));
     partition::resolve_by_cost(&mut config, &mut settings);
+    partition::check_recompute(&config, &mut settings);
     (config, settings)
 }
 

@@ -13,7 +13,7 @@ use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, secti
 use super::settings::Settings;
 use super::words::{
     AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OptimizerName,
-    VerifySteps, VerifyWord,
+    RecomputeWord, Recomputed, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -284,9 +284,10 @@ sections! {
 
     /// Ways to save memory.
     [memory] Memory {
-        /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions, for a few passes
-        /// over memory. Recomputed activations are bitwise identical.
-        recompute: String = is("none"), Choice { landed: &["none", "selective"], planned: &["full"] };
+        /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions. The others recompute
+        /// these too. full: each layer from its input. sqrt: √n groups of the n layers of a stage. stage: the whole stage. A number: the
+        /// first layers of each stage, as many as that. Recomputed activations are bitwise identical.
+        recompute: Recomputed = is("none"), WordOrCount(RecomputeWord::WORDS);
         /// What to keep in host memory.
         offload: String = is("none"), Text, awaits "offloading";
         /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no limit. A run that

@@ -1,8 +1,9 @@
 //! The words that keys and flags take, and what they stand for in the other crates.
 
+use std::fmt;
 use std::sync::Arc;
 
-use meshwork_engine::Verify;
+use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use serde::Serialize;
@@ -91,6 +92,20 @@ words! {
         FirstStep = "first_step",
     }
 
+    /// `memory.recompute`, unless it is a number.
+    RecomputeWord {
+        /// Nothing.
+        None = "none",
+        /// Norms and activation functions.
+        Selective = "selective",
+        /// Each layer from its input.
+        Full = "full",
+        /// Groups of layers, √n of them in a stage of n.
+        Sqrt = "sqrt",
+        /// Each stage from its input.
+        Stage = "stage",
+    }
+
     /// `data.end_of_text`, unless it is an id.
     EndOfTextWord {
         /// That of the tokenizer.
@@ -121,6 +136,47 @@ impl Setting for VerifySteps {
         match value? {
             Value::String(_) => VerifyWord::read(value).map(Self::Word),
             _ => u64::read(value).map(Self::Every),
+        }
+    }
+}
+
+/// `memory.recompute`: a word, or a number of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum Recomputed {
+    /// What it names.
+    Word(RecomputeWord),
+    /// The first layers of each stage.
+    Layers(usize),
+}
+
+impl Setting for Recomputed {
+    fn read(value: Option<&Value>) -> Option<Self> {
+        match value? {
+            Value::String(_) => RecomputeWord::read(value).map(Self::Word),
+            _ => usize::read(value).map(Self::Layers),
+        }
+    }
+}
+
+impl fmt::Display for Recomputed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Word(word) => f.write_str(word.name()),
+            Self::Layers(layers) => write!(f, "{layers}"),
+        }
+    }
+}
+
+impl From<Recomputed> for Recompute {
+    fn from(recomputed: Recomputed) -> Self {
+        match recomputed {
+            Recomputed::Word(RecomputeWord::None) => Self::None,
+            Recomputed::Word(RecomputeWord::Selective) => Self::Selective,
+            Recomputed::Word(RecomputeWord::Full) => Self::Full,
+            Recomputed::Word(RecomputeWord::Sqrt) => Self::Sqrt,
+            Recomputed::Word(RecomputeWord::Stage) => Self::Stage,
+            Recomputed::Layers(layers) => Self::Layers(layers),
         }
     }
 }

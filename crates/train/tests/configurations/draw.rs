@@ -608,7 +608,7 @@ impl Frame {
                 0 if self.data != Data::Cicero => some(&0.002),
                 _ => one_of(rng, &["0.1", "0.5"]),
             },
-            "memory.recompute" => one_of(rng, &["none", "selective"]),
+            "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
             "memory.limit_bytes" => match rng.below(12) {
                 0 => some(&1_000_000),
                 1 => some(&(1_u64 << 40)),

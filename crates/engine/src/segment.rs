@@ -1,0 +1,182 @@
+//! Segments: the parts of a stage that go forward and backward one after another, each on a tape of its own. A segment that is recomputed
+//! keeps only its input, and runs forward again before its backward (Chen et al. 2016, arXiv:1604.06174). A model may be cut between
+//! any two layers, so a segment is what a stage is: a [`Stage`] of the model. No model says anything about recomputation.
+
+use crate::chunk::Message;
+use crate::pass::{MicroBatch, Pass, Purpose};
+use crate::watch::Watched;
+use crate::{At, Recompute, TrainError};
+use meshwork_nn::{Stage, StageSpec};
+use meshwork_tensor::tape::{Decisions, Mode, Notes};
+use meshwork_tensor::{Params, Tape, Var};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// A part of a stage as data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SegmentSpec {
+    /// The part of the model.
+    pub part: StageSpec,
+    /// Whether it keeps only its input for backward.
+    pub recomputed: bool,
+}
+
+/// A part of a stage, with the parameters that it declared.
+#[derive(Debug)]
+pub struct Segment {
+    /// Its number among the segments of all stages.
+    pub number: usize,
+    /// The stage that it is part of.
+    pub of_stage: usize,
+    /// What it is as data.
+    pub spec: SegmentSpec,
+    /// The part of the model.
+    pub stage: Box<dyn Stage>,
+}
+
+impl Recompute {
+    /// The segments of a stage.
+    ///
+    /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each has a segment.
+    pub fn segments(self, stage: &StageSpec) -> Vec<SegmentSpec> {
+        let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed }];
+        let layers = stage.layers.len();
+        // The sizes of the segments that are recomputed, from the first layer on.
+        let sizes = match self {
+            Self::None | Self::Selective => return whole(false),
+            Self::Stage => return whole(true),
+            Self::Full => vec![1; layers],
+            Self::Layers(most) => vec![1; most.min(layers)],
+            Self::Sqrt => {
+                let parts = (1..=layers).find(|parts| parts * parts >= layers).unwrap_or(0);
+                (0..parts).map(|part| layers / parts + usize::from(part < layers % parts)).collect()
+            }
+        };
+        let (start, end) = (stage.layers.start, stage.layers.end);
+        let kept = |layers, first, last| SegmentSpec { part: StageSpec { layers, first, last }, recomputed: false };
+        let mut segments = Vec::new();
+        if stage.first {
+            segments.push(kept(start..start, true, false));
+        }
+        let mut at = start;
+        for size in sizes {
+            let part = StageSpec { layers: at..at + size, first: false, last: false };
+            segments.push(SegmentSpec { part, recomputed: true });
+            at += size;
+        }
+        if at < end || stage.last || segments.is_empty() {
+            segments.push(kept(at..end, false, stage.last));
+        }
+        segments
+    }
+}
+
+/// What a forward is made of.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// What the segment before gave; `None` for the first of the model.
+    pub input: Option<Message>,
+    /// Whether the input takes a gradient.
+    pub takes_gradient: bool,
+    /// The weights.
+    pub params: Arc<Params>,
+    /// Operations of the stage before it.
+    pub applied: usize,
+}
+
+/// What backward has of a segment.
+#[derive(Debug)]
+pub enum Kept {
+    /// Everything that it needs.
+    Tape(Box<Forwarded>),
+    /// Only what the forward was made of: a second one, which decides as the first did, recomputes the rest.
+    Origin(Box<(Start, Decisions)>),
+}
+
+/// One forward of a segment.
+#[derive(Debug)]
+pub struct Forwarded {
+    /// Its tape.
+    pub tape: Tape,
+    /// What came in.
+    pub input: Option<Var>,
+    /// What it gave; of the last segment of a model the losses.
+    pub output: Var,
+    /// What layers noted.
+    pub notes: Notes,
+}
+
+impl Segment {
+    /// Runs the forward of one micro-batch, on the last segment of a model up to the loss. Running it again, with the decisions of the
+    /// first time, gives the same bits.
+    pub(crate) fn run(
+        &self,
+        pass: &Pass,
+        of: &MicroBatch,
+        start: Start,
+        repeated: Option<Decisions>,
+    ) -> Result<Forwarded, TrainError> {
+        let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
+        let (rank, device) = (pass.rank.clone(), pass.device.clone());
+        let tape = Tape::with_policy(rank, start.params, device, mode, of.position, pass.recompute.policy());
+        tape.count_from(start.applied);
+        if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
+            let at = At { stage: self.of_stage, micro: of.micro, recomputed: repeated.is_some() };
+            let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
+            tape.observe(Rc::new(Watched { watch, claims, rank, at }));
+        }
+        if let Some(decisions) = repeated {
+            tape.repeat(decisions);
+        }
+        let input = start.input.map(|Message { tensor, types }| match start.takes_gradient {
+            true => tape.input(tensor, types),
+            false => tape.constant(tensor, types),
+        });
+        if input.is_none() && !self.spec.part.first {
+            let problem = "no activation arrived";
+            return Err(TrainError::Stage { stage: self.of_stage, micro: of.micro, problem });
+        }
+        let mut output = self.stage.forward(&tape, &of.samples, input.as_ref())?;
+        if self.spec.part.last && pass.purpose != Purpose::Predict {
+            output = self.stage.loss(&tape, &of.samples, &output)?;
+        }
+        let notes = tape.take_notes();
+        Ok(Forwarded { tape, input, output, notes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `e` for an embedding, `h` for a head, numbers of layers, in brackets what is recomputed.
+    fn drawn(recompute: Recompute, layers: std::ops::Range<usize>, first: bool, last: bool) -> String {
+        let segment = |SegmentSpec { part, recomputed }: SegmentSpec| {
+            let text = format!(
+                "{}{}{}",
+                if part.first { "e" } else { "" },
+                part.layers.len(),
+                if part.last { "h" } else { "" }
+            );
+            if recomputed { format!("[{text}]") } else { text }
+        };
+        let all = recompute.segments(&StageSpec { layers, first, last });
+        all.into_iter().map(segment).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn a_stage_is_cut_into_what_is_kept_and_what_is_recomputed() {
+        assert_eq!(drawn(Recompute::None, 0..5, true, true), "e5h");
+        assert_eq!(drawn(Recompute::Selective, 0..5, true, false), "e5");
+        assert_eq!(drawn(Recompute::Stage, 0..5, true, true), "[e5h]");
+        assert_eq!(drawn(Recompute::Full, 0..3, true, true), "e0 [1] [1] [1] 0h");
+        assert_eq!(drawn(Recompute::Full, 3..5, false, false), "[1] [1]");
+        assert_eq!(drawn(Recompute::Full, 5..5, false, false), "0", "a stage without layers");
+        assert_eq!(drawn(Recompute::Full, 5..5, false, true), "0h");
+        assert_eq!(drawn(Recompute::Layers(2), 0..5, true, true), "e0 [1] [1] 3h");
+        assert_eq!(drawn(Recompute::Layers(9), 5..7, false, false), "[1] [1]");
+        assert_eq!(drawn(Recompute::Sqrt, 0..10, true, true), "e0 [3] [3] [2] [2] 0h");
+        assert_eq!(drawn(Recompute::Sqrt, 0..9, false, false), "[3] [3] [3]");
+        assert_eq!(drawn(Recompute::Sqrt, 0..1, false, false), "[1]");
+    }
+}
