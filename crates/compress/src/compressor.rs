@@ -16,7 +16,7 @@ pub struct Guarantee {
 impl Guarantee {
     /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which error feedback needs above 0; `None` if it is not known to be.
     pub fn contraction(self) -> Option<f64> {
-        (self.error < 1.0).then(|| 1.0 - self.error)
+        (self.error < 1.0).then_some(1.0 - self.error)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::compressor::{Draws, SumMethod};
 use crate::feedback::Sender;
-use crate::sum::{SumState, shard_len, shards, sum, traffic};
+use crate::sum::{SumBuffers, shard_len, shards, sum, traffic};
 use crate::{CompressError, Compressor, Feedback, Shape};
 use meshwork_core::{Group, Record};
 use std::ops::{Deref, Range};
@@ -144,9 +144,9 @@ impl Reduction {
         let [target, sent, out] = &mut self.scratch;
         self.feedback.outgoing(part.0, self.last.is_none(), &mut self.sender, target);
         self.last = Some(step);
-        let state = SumState { warm: &mut self.warm, shard: &mut self.shard_residual };
+        let buffers = SumBuffers { sum: out, sent, warm: &mut self.warm, shard: &mut self.shard_residual };
         let draws = Draws::new(self.seed, &self.name, step);
-        sum(group, &*self.compressor, target, self.shape, draws, state, out, sent)?;
+        sum(group, &*self.compressor, target, self.shape, draws, buffers)?;
         self.feedback.sent(target, sent, &mut self.sender);
         self.feedback.received(&mut self.sum_estimate, out);
         Ok(Replicated(out))

@@ -7,13 +7,18 @@ use crate::{CompressError, Compressor, Fold, Message, Per, Shape};
 use meshwork_core::{DType, Group, OpKind, Record, ReduceOp, bf16};
 use std::ops::Range;
 
-/// What a rank keeps between sums. Slices may be empty where [`SumState::sizes`] says 0.
-#[derive(Debug, Default)]
-pub struct SumState<'a> {
-    /// The warm state of the compressor, the same on every rank for PowerSGD.
+/// What a sum gives, and what a rank keeps between sums.
+#[derive(Debug)]
+pub struct SumBuffers<'a> {
+    /// The sum, as long as the value. Overwritten.
+    pub sum: &'a mut [f32],
+    /// This rank's part of the sum, as long as the value: what it sent of `x` where ranks send messages, or an equal share of the sum of PowerSGD, as
+    /// its authors' feedback has it. Overwritten.
+    pub sent: &'a mut [f32],
+    /// The warm state of the compressor, of [`Compressor::warm_len`] elements; the same on every rank for PowerSGD.
     pub warm: &'a mut [f32],
-    /// What the second compression of this rank's shard of the sum lost, to be added to the next sum (the server error of 1-bit Adam). Empty:
-    /// it stays lost.
+    /// What the second compression of this rank's shard of the sum lost, to be added to the next sum (the server error of 1-bit Adam), of
+    /// [`shard_len`] elements. Empty: it stays lost.
     pub shard: &'a mut [f32],
 }
 
@@ -47,7 +52,7 @@ fn shard_messages(
     shards(per, shape, ranks).into_iter().map(message).collect()
 }
 
-/// Elements of [`SumState::shard`] on a rank.
+/// Elements of [`SumBuffers::shard`] on a rank.
 pub fn shard_len(compressor: &(impl Compressor + ?Sized), shape: Shape, rank: usize, ranks: usize) -> usize {
     match compressor.sum() {
         SumMethod::ScatterGather(per) => shards(per, shape, ranks)[rank].len(),
@@ -89,11 +94,8 @@ pub fn traffic(
     Ok(calls.into_iter().map(record).collect())
 }
 
-/// The sum over the ranks of a group of what each rank's compressor leaves of its `x`, in `out`: the same bits on every rank. All ranks call
+/// The sum over the ranks of a group of what each rank's compressor leaves of its `x`, in `sum`: the same bits on every rank. All ranks call
 /// it with the same compressor, shape and draws.
-///
-/// `sent` becomes this rank's part of the sum: what it sent of `x` where ranks send messages, or an equal share of the sum of PowerSGD, as its
-/// authors' feedback has it.
 ///
 /// Rank r of a group draws from element r·n on where ranks draw apart; their second compression draws from element `ranks`·n on.
 ///
@@ -105,16 +107,15 @@ pub fn sum(
     x: &[f32],
     shape: Shape,
     draws: Draws,
-    state: SumState<'_>,
-    out: &mut [f32],
-    sent: &mut [f32],
+    buffers: SumBuffers<'_>,
 ) -> Result<(), CompressError> {
     compressor.check(shape)?;
+    let SumBuffers { sum: out, sent, warm, shard } = buffers;
     let len = shape.len();
     for (what, elements) in [("the value", x.len()), ("the sum", out.len()), ("what was sent", sent.len())] {
         count(what, elements, len)?;
     }
-    count("the warm state", state.warm.len(), compressor.warm_len(shape))?;
+    count("the warm state", warm.len(), compressor.warm_len(shape))?;
     if shape.is_empty() {
         return Ok(());
     }
@@ -122,7 +123,7 @@ pub fn sum(
     let own_draws = draws.skip(rank * len);
     match compressor.sum() {
         SumMethod::Gather => {
-            let message = Message::compress(compressor, x, shape, own_draws, state.warm)?;
+            let message = Message::compress(compressor, x, shape, own_draws, warm)?;
             message.restore(compressor, shape, Fold::Replace, sent)?;
             let mut all = vec![0; ranks * message.as_bytes().len()];
             group.all_gather_slice(message.as_bytes(), &mut all)?;
@@ -156,36 +157,35 @@ pub fn sum(
         }
         SumMethod::Factors(low_rank) => {
             let mut p = vec![0.0; low_rank.factors(shape)[0]];
-            low_rank.start(state.warm, shape, draws);
-            low_rank.times(x, state.warm, shape, &mut p);
+            low_rank.start(warm, shape, draws);
+            low_rank.times(x, warm, shape, &mut p);
             group.all_reduce_slice(&mut p, ReduceOp::Sum)?;
             low_rank.orthogonalise(&mut p);
-            low_rank.transposed_times(x, &p, shape, state.warm);
-            group.all_reduce_slice(state.warm, ReduceOp::Sum)?;
-            low_rank.product(&p, state.warm, shape, Fold::Replace, out);
+            low_rank.transposed_times(x, &p, shape, warm);
+            group.all_reduce_slice(warm, ReduceOp::Sum)?;
+            low_rank.product(&p, warm, shape, Fold::Replace, out);
             sent.iter_mut().zip(out).for_each(|(sent, sum)| *sent = *sum / ranks as f32);
         }
         SumMethod::ScatterGather(per) => {
             let shards = shard_messages(compressor, per, shape, ranks)?;
-            scatter_gather(group, compressor, x, shape, draws, state.shard, out, sent, &shards)?;
+            let buffers = SumBuffers { sum: out, sent, warm, shard };
+            scatter_gather(group, compressor, x, shape, draws, buffers, &shards)?;
         }
     }
     Ok(())
 }
 
-#[expect(clippy::too_many_arguments, reason = "those of `sum`")]
 fn scatter_gather(
     group: &Group,
     compressor: &(impl Compressor + ?Sized),
     x: &[f32],
     shape: Shape,
     draws: Draws,
-    lost: &mut [f32],
-    out: &mut [f32],
-    sent: &mut [f32],
+    buffers: SumBuffers<'_>,
     shards: &[(Range<usize>, Shape, usize)],
 ) -> Result<(), CompressError> {
     let (rank, ranks) = (group.rank(), group.size());
+    let SumBuffers { sum: out, sent, shard: lost, .. } = buffers;
     let mut messages = Vec::with_capacity(shards.iter().map(|shard| shard.2).sum());
     for (range, part, bytes) in shards.iter().filter(|shard| !shard.1.is_empty()) {
         let draws = draws.skip(rank * shape.len() + range.start);

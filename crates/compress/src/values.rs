@@ -373,9 +373,7 @@ fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {
         let place = ((x - min) / step).min(levels);
         *code = (place + INTEGERS).to_bits() as u8;
     }
-    if !(step > 0.0) {
-        codes.fill(0); // All are equal, or something is not finite.
-    }
+    clear_without_step(step, codes);
 }
 
 #[inline(always)]
@@ -388,7 +386,13 @@ fn stochastic(x: &[f32], min: f32, step: f32, levels: f32, noise: &[f32], codes:
         let up = if *u < place - below { 1.0 } else { 0.0 };
         *code = (below + up + INTEGERS).to_bits() as u8;
     }
-    if !(step > 0.0) {
+    clear_without_step(step, codes);
+}
+
+/// Where all values are equal, or something is not finite, all codes are zero.
+#[inline(always)]
+fn clear_without_step(step: f32, codes: &mut [u8]) {
+    if step.is_nan() || step <= 0.0 {
         codes.fill(0);
     }
 }

@@ -196,8 +196,8 @@ mod tests {
             let k = key(seed, "fill");
             let mut u = vec![9_f32; len];
             fill_uniform(k, start, &mut u);
-            for i in 0..len {
-                prop_assert_eq!(u[i].to_bits(), uniform(k, start + i as u64).to_bits());
+            for (i, u) in u.iter().enumerate() {
+                prop_assert_eq!(u.to_bits(), uniform(k, start + i as u64).to_bits());
             }
         }
     }
