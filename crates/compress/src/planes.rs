@@ -1,5 +1,7 @@
 //! Codes of a few bits as bit planes: see [`wire`](crate::wire).
 
+use meshwork_core::simd::wide;
+
 /// Elements of a tile.
 pub const TILE: usize = 512;
 
@@ -9,11 +11,13 @@ pub fn bytes(count: usize, bits: usize) -> usize {
 }
 
 /// Packs the codes of one tile, of which the first `count` are used and the others zero.
-#[inline(always)]
 pub fn pack(codes: &[u8; TILE], count: usize, bits: usize, out: &mut [u8]) {
     // The stride of all tiles but the last is a constant, so that its loops become vector instructions.
     match count {
-        TILE => pack_strided(codes, TILE / 8, bits, out),
+        TILE => wide(
+            #[inline(always)]
+            || pack_strided(codes, TILE / 8, bits, out),
+        ),
         _ => pack_strided(codes, count.div_ceil(8), bits, out),
     }
 }
@@ -34,10 +38,12 @@ fn pack_strided(codes: &[u8; TILE], stride: usize, bits: usize, out: &mut [u8]) 
 }
 
 /// Restores the codes of one tile of `count`. Returns whether all bits beyond them are zero.
-#[inline(always)]
 pub fn unpack(planes: &[u8], count: usize, bits: usize, codes: &mut [u8; TILE]) -> bool {
     match count {
-        TILE => unpack_strided(planes, TILE / 8, bits, codes),
+        TILE => wide(
+            #[inline(always)]
+            || unpack_strided(planes, TILE / 8, bits, codes),
+        ),
         _ => unpack_strided(planes, count.div_ceil(8), bits, codes),
     }
     codes[count..].iter().all(|&code| code == 0)

@@ -19,10 +19,7 @@ pub fn largest(x: &[f32], count: usize, base: usize, out: &mut Vec<u32>) {
     let (threshold, ties) = threshold(x, count);
     let room = out.len();
     out.resize(room + count, 0);
-    wide(
-        #[inline(always)]
-        || emit(x, threshold, ties, base, &mut out[room..]),
-    );
+    emit(x, threshold, ties, base, &mut out[room..]);
 }
 
 #[inline(always)]
@@ -51,19 +48,10 @@ fn threshold(x: &[f32], count: usize) -> (u32, usize) {
     for (bucket, lanes) in tables.iter().enumerate().rev() {
         let here: usize = lanes.iter().map(|&count| count as usize).sum();
         if here >= left {
-            let mut keys = vec![0; here + 1];
-            wide(
-                #[inline(always)]
-                || {
-                    let mut at = 0;
-                    for &x in x {
-                        // The last place takes what is not in the bucket: no branch that depends on data.
-                        keys[at] = key(x);
-                        at += usize::from(key(x) >> SHIFT == bucket as u32);
-                    }
-                },
-            );
-            keys.truncate(here);
+            let (mut keys, low) = (Vec::with_capacity(here), (bucket as u32) << SHIFT);
+            for x in x.chunks(64) {
+                each_one(mask(x, low, low + (1 << SHIFT) - 1), |i| keys.push(key(x[i])));
+            }
             return kth(&mut keys, left);
         }
         left -= here;
@@ -78,24 +66,49 @@ fn kth(keys: &mut [u32], count: usize) -> (u32, usize) {
 }
 
 /// Writes the indices of all elements above the threshold and of the first `ties` that are equal to it.
-#[inline(always)]
 fn emit(x: &[f32], threshold: u32, mut ties: usize, base: usize, out: &mut [u32]) {
     let mut at = 0;
     for (chunk, x) in x.chunks(64).enumerate() {
-        let (mut above, mut equal) = (0_u64, 0_u64);
-        for (i, &x) in x.iter().enumerate() {
-            above |= u64::from(key(x) > threshold) << i;
-            equal |= u64::from(key(x) == threshold) << i;
-        }
+        let mut chosen = mask(x, threshold + 1, u32::MAX);
+        let mut equal = if ties > 0 { mask(x, threshold, threshold) } else { 0 };
         while equal != 0 && ties > 0 {
-            above |= equal & equal.wrapping_neg();
+            chosen |= equal & equal.wrapping_neg();
             equal &= equal - 1;
             ties -= 1;
         }
-        while above != 0 {
-            out[at] = (base + 64 * chunk) as u32 + above.trailing_zeros();
+        each_one(chosen, |i| {
+            out[at] = (base + 64 * chunk + i) as u32;
             at += 1;
-            above &= above - 1;
-        }
+        });
+    }
+}
+
+/// A bit for each of at most 64 elements: whether its key is among `low..=high`.
+#[inline(always)]
+fn mask(x: &[f32], low: u32, high: u32) -> u64 {
+    let mut flags = [0_u8; 64];
+    wide(
+        #[inline(always)]
+        || match x.first_chunk::<64>() {
+            Some(x) => {
+                flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
+            }
+            None => {
+                flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
+            }
+        },
+    );
+    let (eights, _) = flags.as_chunks::<8>();
+    // The product moves the lowest bits of eight bytes into the highest byte, the first one lowest.
+    let byte = |flags: &[u8; 8]| u64::from_le_bytes(*flags).wrapping_mul(0x0102_0408_1020_4080) >> 56;
+    eights.iter().enumerate().fold(0, |mask, (i, flags)| mask | byte(flags) << (8 * i))
+}
+
+/// Calls `f` with the place of each bit that is set.
+#[inline(always)]
+fn each_one(mut mask: u64, mut f: impl FnMut(usize)) {
+    while mask != 0 {
+        f(mask.trailing_zeros() as usize);
+        mask &= mask - 1;
     }
 }

@@ -139,7 +139,14 @@ fn drawn(count: usize, below: usize, draws: Draws) -> Vec<u32> {
         let new = if taken[at / 64] >> (at % 64) & 1 == 0 { at } else { last };
         taken[new / 64] |= 1 << (new % 64);
     }
-    (0..below as u32).filter(|&i| taken[i as usize / 64] >> (i % 64) & 1 == 1).collect()
+    let mut drawn = Vec::with_capacity(count);
+    for (i, mut word) in taken.into_iter().enumerate() {
+        while word != 0 {
+            drawn.push(64 * i as u32 + word.trailing_zeros());
+            word &= word - 1;
+        }
+    }
+    drawn
 }
 
 impl Compressor for Sparse {

@@ -128,7 +128,11 @@ impl Values {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
                         let (min, step) = (pairs[2 * part], pairs[2 * part + 1]);
                         let codes = &codes[range.clone()];
-                        tile[range].iter_mut().zip(codes).for_each(|(x, &code)| *x = min + f32::from(code) * step);
+                        let tile = &mut tile[range];
+                        wide(
+                            #[inline(always)]
+                            || tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = min + f32::from(code) * step),
+                        );
                     });
                     put(start, &tile[..codes.len()]);
                 })?;
@@ -140,7 +144,11 @@ impl Values {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
                         let (scale, codes) = (scales[part].to_bits(), &codes[range.clone()]);
                         let signed = |code| f32::from_bits(scale ^ (u32::from(code) << 31));
-                        tile[range].iter_mut().zip(codes).for_each(|(x, &code)| *x = signed(code));
+                        let tile = &mut tile[range];
+                        wide(
+                            #[inline(always)]
+                            || tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = signed(code)),
+                        );
                     });
                     put(start, &tile[..codes.len()]);
                 })?;
@@ -252,54 +260,44 @@ impl Compressor for Values {
                 let pairs: Vec<[f32; 2]> = per.ranges(shape).map(|range| min_and_step(&x[range], levels)).collect();
                 let packed = put_floats(body, pairs.iter().flatten().copied().collect::<Vec<_>>().into_iter());
                 let mut noise = [0.5; TILE];
-                wide(
-                    #[inline(always)]
-                    || {
-                        pack(packed, x.len(), bits.into(), |start, codes| {
-                            if rounding == Rounding::Stochastic {
-                                fill_uniform(draws.key, draws.start + start as u64, &mut noise[..codes.len()]);
-                            }
-                            each_part(per.unit(shape), start, codes.len(), |part, range| {
-                                let [min, step] = pairs[part];
-                                let x = &x[start + range.start..start + range.end];
-                                let codes = &mut codes[range.clone()];
-                                match rounding {
-                                    Rounding::Nearest => nearest(x, min, step, levels, codes),
-                                    Rounding::Stochastic => stochastic(x, min, step, levels, &noise[range], codes),
-                                }
-                            });
-                        })
-                    },
-                );
+                pack(packed, x.len(), bits.into(), |start, codes| {
+                    if rounding == Rounding::Stochastic {
+                        fill_uniform(draws.key, draws.start + start as u64, &mut noise[..codes.len()]);
+                    }
+                    each_part(per.unit(shape), start, codes.len(), |part, range| {
+                        let [min, step] = pairs[part];
+                        let x = &x[start + range.start..start + range.end];
+                        let codes = &mut codes[range.clone()];
+                        match rounding {
+                            Rounding::Nearest => nearest(x, min, step, levels, codes),
+                            Rounding::Stochastic => stochastic(x, min, step, levels, &noise[range], codes),
+                        }
+                    });
+                })
             }
             Values::Sign { per } => {
                 let scales: Vec<f32> = per.ranges(shape).map(|range| mean_abs(&x[range])).collect();
                 let packed = put_floats(body, scales.into_iter());
-                wide(
-                    #[inline(always)]
-                    || {
-                        pack(packed, x.len(), 1, |start, codes| {
-                            let x = &x[start..start + codes.len()];
-                            codes.iter_mut().zip(x).for_each(|(code, x)| *code = (x.to_bits() >> 31) as u8);
-                        })
-                    },
-                );
+                pack(packed, x.len(), 1, |start, codes| {
+                    let x = &x[start..start + codes.len()];
+                    wide(
+                        #[inline(always)]
+                        || codes.iter_mut().zip(x).for_each(|(code, x)| *code = (x.to_bits() >> 31) as u8),
+                    );
+                });
             }
         }
     }
 
     fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError> {
-        wide(
-            #[inline(always)]
-            || match fold {
-                Fold::Replace => {
-                    self.restore(body, shape, |start, tile| out[start..start + tile.len()].copy_from_slice(tile))
-                }
-                Fold::Add => self.restore(body, shape, |start, tile| {
-                    out[start..start + tile.len()].iter_mut().zip(tile).for_each(|(y, x)| *y += x);
-                }),
-            },
-        )
+        match fold {
+            Fold::Replace => {
+                self.restore(body, shape, |start, tile| out[start..start + tile.len()].copy_from_slice(tile))
+            }
+            Fold::Add => self.restore(body, shape, |start, tile| {
+                out[start..start + tile.len()].iter_mut().zip(tile).for_each(|(y, x)| *y += x);
+            }),
+        }
     }
 }
 
@@ -367,25 +365,39 @@ fn largest_bits(x: &[f32]) -> u32 {
 /// 2^23 and the numbers above it have no fraction: adding it rounds to the nearest integer, which is then in the low bits.
 const INTEGERS: f32 = 8_388_608.0;
 
-#[inline(always)]
 fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {
-    for (code, &x) in codes.iter_mut().zip(x) {
-        let place = ((x - min) / step).min(levels);
-        *code = (place + INTEGERS).to_bits() as u8;
-    }
+    wide(
+        #[inline(always)]
+        || {
+            for (code, &x) in codes.iter_mut().zip(x) {
+                *code = (place(x, min, step, levels) + INTEGERS).to_bits() as u8;
+            }
+        },
+    );
     clear_without_step(step, codes);
 }
 
+/// Where a value lies between the codes, at most at the last one.
 #[inline(always)]
+fn place(x: f32, min: f32, step: f32, levels: f32) -> f32 {
+    let place = (x - min) / step;
+    if place > levels { levels } else { place }
+}
+
 fn stochastic(x: &[f32], min: f32, step: f32, levels: f32, noise: &[f32], codes: &mut [u8]) {
-    for ((code, &x), u) in codes.iter_mut().zip(x).zip(noise) {
-        let place = ((x - min) / step).min(levels);
-        // The integer below: what rounds up lies above.
-        let whole = (place + INTEGERS) - INTEGERS;
-        let below = if whole > place { whole - 1.0 } else { whole };
-        let up = if *u < place - below { 1.0 } else { 0.0 };
-        *code = (below + up + INTEGERS).to_bits() as u8;
-    }
+    wide(
+        #[inline(always)]
+        || {
+            for ((code, &x), u) in codes.iter_mut().zip(x).zip(noise) {
+                let place = place(x, min, step, levels);
+                // The integer below: what rounds up lies above.
+                let whole = (place + INTEGERS) - INTEGERS;
+                let below = if whole > place { whole - 1.0 } else { whole };
+                let up = if *u < place - below { 1.0 } else { 0.0 };
+                *code = (below + up + INTEGERS).to_bits() as u8;
+            }
+        },
+    );
     clear_without_step(step, codes);
 }
 
@@ -402,7 +414,7 @@ fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
     wide(
         #[inline(always)]
         || {
-            const LANES: usize = 64;
+            const LANES: usize = 32;
             let (mut low, mut high, mut bits) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [0; LANES]);
             let (chunks, rest) = x.as_chunks::<LANES>();
             for x in chunks {
@@ -453,7 +465,9 @@ fn encode<F: Fp8>(x: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-#[inline(always)]
 fn decode<F: Fp8>(codes: &[u8], scale: f32, out: &mut [f32]) {
-    out.iter_mut().zip(codes).for_each(|(x, &code)| *x = F::decode(code) * scale);
+    wide(
+        #[inline(always)]
+        || out.iter_mut().zip(codes).for_each(|(x, &code)| *x = F::decode(code) * scale),
+    );
 }
