@@ -3,7 +3,6 @@ largest tenth of |x|, sorted and not."""
 
 import argparse
 import json
-import statistics
 import time
 
 import torch
@@ -25,7 +24,7 @@ def main():
             values = x[indices]
             times.append(time.perf_counter() - start)
         assert values.numel() == keep
-        row = {"kind": "compress", "op": "torch.topk", "sorted": sort, "bytes": args.bytes, "ms": 1e3 * statistics.median(times)}
+        row = {"kind": "compress", "op": "torch.topk", "sorted": sort, "bytes": args.bytes, "ms": 1e3 * min(times)}
         print(json.dumps(row))
 
 

@@ -12,11 +12,10 @@ pub fn bytes(count: usize, bits: usize) -> usize {
 
 /// Packs the codes of one tile, of which the first `count` are used and the others zero.
 pub fn pack(codes: &[u8; TILE], count: usize, bits: usize, out: &mut [u8]) {
-    // The stride of all tiles but the last is a constant, so that its loops become vector instructions.
     match count {
         TILE => wide(
             #[inline(always)]
-            || pack_strided(codes, TILE / 8, bits, out),
+            || pack_tile(codes, bits, out),
         ),
         _ => pack_strided(codes, count.div_ceil(8), bits, out),
     }
@@ -61,5 +60,20 @@ fn unpack_strided(planes: &[u8], stride: usize, bits: usize, codes: &mut [u8; TI
                 *code |= ((byte >> j) & 1) << bit;
             }
         }
+    }
+}
+
+/// As [`pack_strided`], with lengths that the compiler knows. A comparison and a mask are vector instructions, a shift of bytes is not.
+#[inline(always)]
+fn pack_tile(codes: &[u8; TILE], bits: usize, out: &mut [u8]) {
+    let (rows, _) = codes.as_chunks::<{ TILE / 8 }>();
+    for (bit, plane) in out.as_chunks_mut::<{ TILE / 8 }>().0[..bits].iter_mut().enumerate() {
+        let mut packed = [0_u8; TILE / 8];
+        for (j, codes) in rows.iter().enumerate() {
+            for (byte, code) in packed.iter_mut().zip(codes) {
+                *byte |= if code & (1 << bit) == 0 { 0 } else { 1 << j };
+            }
+        }
+        *plane = packed;
     }
 }

@@ -414,7 +414,7 @@ fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
     wide(
         #[inline(always)]
         || {
-            const LANES: usize = 32;
+            const LANES: usize = 16;
             let (mut low, mut high, mut bits) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [0; LANES]);
             let (chunks, rest) = x.as_chunks::<LANES>();
             for x in chunks {
@@ -424,12 +424,19 @@ fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
                     bits[l] = bits[l].max(x[l].to_bits() & 0x7fff_ffff);
                 }
             }
-            let low = low.into_iter().chain(rest.iter().copied()).fold(f32::INFINITY, f32::min);
-            let high = high.into_iter().chain(rest.iter().copied()).fold(f32::NEG_INFINITY, f32::max);
-            let bits = bits.into_iter().fold(largest_bits(rest), u32::max);
-            match bits < f32::INFINITY.to_bits() && (high - low).is_finite() {
+            let (mut least, mut most, mut largest) = (f32::INFINITY, f32::NEG_INFINITY, largest_bits(rest));
+            for l in 0..LANES {
+                least = if low[l] < least { low[l] } else { least };
+                most = if high[l] > most { high[l] } else { most };
+                largest = largest.max(bits[l]);
+            }
+            for &x in rest {
+                least = if x < least { x } else { least };
+                most = if x > most { x } else { most };
+            }
+            match largest < f32::INFINITY.to_bits() && (most - least).is_finite() {
                 // A sum with zero: of equal numbers the sign of a zero must not depend on their order.
-                true => [low + 0.0, (high - low) / levels],
+                true => [least + 0.0, (most - least) / levels],
                 false => [f32::NAN; 2],
             }
         },
