@@ -3,6 +3,7 @@
 #![warn(missing_docs)]
 
 pub use meshwork_checkpoint as checkpoint;
+pub use meshwork_compress as compress;
 pub use meshwork_core as core;
 pub use meshwork_data_parallel as data_parallel;
 pub use meshwork_engine as engine;

@@ -10,6 +10,7 @@ mod memory;
 mod mesh;
 pub mod pool;
 pub mod profile;
+pub mod random;
 mod rank;
 pub mod simd;
 mod spmd;

@@ -1,0 +1,117 @@
+//! The trait of all methods.
+
+use crate::{CompressError, MessageError, Method, Per, PowerSgd, Shape, Sparse};
+use meshwork_core::random::{Key, key};
+use std::fmt::Debug;
+
+/// What a method keeps of a value: E|C(x) - x|² is at most `error` · |x|², in exact arithmetic, for values in the range of normal numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Guarantee {
+    /// The bound. 0: nothing is lost. 1: nothing is known to be kept.
+    pub error: f64,
+    /// Whether the mean of C(x) over all draws is x.
+    pub unbiased: bool,
+}
+
+impl Guarantee {
+    /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which error feedback needs above 0; `None` if it is not known to be.
+    pub fn contraction(self) -> Option<f64> {
+        (self.error < 1.0).then_some(1.0 - self.error)
+    }
+}
+
+/// The random numbers of one use: element i draws number `start + i` of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draws {
+    /// The stream.
+    pub key: Key,
+    /// The number of the first element.
+    pub start: u64,
+}
+
+impl Draws {
+    /// The draws of `name` in a step.
+    pub fn new(seed: u64, name: &str, step: u64) -> Draws {
+        Draws { key: key(seed, &format!("compress {name}@{step}")), start: 0 }
+    }
+
+    /// The draws from element `by` on.
+    pub fn skip(self, by: usize) -> Draws {
+        Draws { start: self.start + by as u64, ..self }
+    }
+}
+
+/// Whether restored values replace what is there or are added to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fold {
+    /// They replace it.
+    Replace,
+    /// They are added to it.
+    Add,
+}
+
+/// How the ranks of a group sum values of which each compresses its own: see [`sum`](crate::sum()).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum SumMethod {
+    /// Messages are gathered and added in the order of the ranks. Right for every method.
+    Gather,
+    /// Each rank gets the messages of its shard from all, adds them, compresses the sum again, and all gather these (1-bit Adam). Shards are
+    /// whole numbers of these parts, as long as there are several.
+    ScatterGather(Per),
+    /// The method loses nothing: an all-reduce in f32.
+    AllReduce,
+    /// An all-reduce in bf16, added in f32 and rounded once.
+    AllReduceBf16,
+    /// All ranks draw the same indices, whose values are all-reduced.
+    SharedIndices(Sparse),
+    /// Both factors are all-reduced.
+    Factors(PowerSgd),
+}
+
+/// A method of lossy compression, of f32s on slices. Implement it for a method of your own; use it through [`Message`](crate::Message) and
+/// [`sum`](crate::sum()), which check shapes and messages.
+///
+/// The same input and draws give the same bytes on every machine.
+pub trait Compressor: Send + Sync + Debug {
+    /// The scheme as text, with all that the reader of a message must know.
+    fn name(&self) -> String;
+
+    /// Its number in the header of messages.
+    fn method(&self) -> Method {
+        Method::Custom
+    }
+
+    /// Whether values of this shape can be compressed; by default all can.
+    ///
+    /// # Errors
+    /// What is wrong with the shape.
+    fn check(&self, _shape: Shape) -> Result<(), CompressError> {
+        Ok(())
+    }
+
+    /// Bytes of a message, without its header.
+    fn body_bytes(&self, shape: Shape) -> usize;
+
+    /// What is kept of a value.
+    fn guarantee(&self, shape: Shape) -> Guarantee;
+
+    /// Elements that the sender keeps from one use to the next, zeros at first.
+    fn warm_len(&self, _shape: Shape) -> usize {
+        0
+    }
+
+    /// How ranks sum.
+    fn sum(&self) -> SumMethod {
+        SumMethod::Gather
+    }
+
+    /// Compresses `x` into `body`. The lengths are those of the shape, `body_bytes` and `warm_len`.
+    fn write(&self, x: &[f32], shape: Shape, draws: Draws, warm: &mut [f32], body: &mut [u8]);
+
+    /// Restores into `out`. The lengths are those of the shape and `body_bytes`; the bytes may be any.
+    ///
+    /// # Errors
+    /// Bytes that no value has.
+    fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError>;
+}

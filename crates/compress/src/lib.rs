@@ -1,0 +1,35 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod aq_sgd;
+mod compressor;
+mod error;
+pub mod feedback;
+mod fp8;
+mod indices;
+mod low_rank;
+mod message;
+mod planes;
+mod reduction;
+mod scheme;
+mod select;
+mod shape;
+mod sparse;
+pub mod sum;
+mod values;
+pub mod wire;
+
+pub use aq_sgd::{AqSgd, FileStore, MemoryStore, Store};
+pub use compressor::{Compressor, Draws, Fold, Guarantee, SumMethod};
+pub use error::{CompressError, MessageError};
+pub use feedback::{Feedback, reshard};
+pub use low_rank::PowerSgd;
+pub use message::{Message, wire_bytes};
+pub use reduction::{Partial, Reduction, Replicated, StateKind, StateSpec};
+pub use scheme::Scheme;
+pub use shape::{Per, Shape};
+pub use sparse::{Choice, Keep, Sparse};
+pub use sum::sum;
+pub use values::{Fp8Format, Rounding, Values};
+pub use wire::Method;

@@ -1,0 +1,97 @@
+//! A compressed value.
+
+use crate::wire::{self, HEADER};
+use crate::{CompressError, Compressor, Draws, Fold, Shape};
+
+/// Bytes of a message, header included. It depends on the scheme and shape alone.
+///
+/// # Errors
+/// A shape that the scheme does not compress.
+pub fn wire_bytes(compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<usize, CompressError> {
+    compressor.check(shape)?;
+    Ok(HEADER + compressor.body_bytes(shape))
+}
+
+/// A compressed value, as it is sent.
+///
+/// Messages cannot be added, as the bytes of most methods are no numbers: restore them, or use [`sum`](crate::sum()).
+///
+/// ```compile_fail,E0369
+/// fn sum(a: meshwork_compress::Message, b: meshwork_compress::Message) {
+///     let _ = a + b;
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message(Vec<u8>);
+
+impl Message {
+    /// Compresses `x`. `warm` is the state of [`Compressor::warm_len`] elements, empty for most methods.
+    ///
+    /// # Errors
+    /// A shape that the scheme does not compress, or slices of other lengths.
+    pub fn compress(
+        compressor: &(impl Compressor + ?Sized),
+        x: &[f32],
+        shape: Shape,
+        draws: Draws,
+        warm: &mut [f32],
+    ) -> Result<Message, CompressError> {
+        let mut bytes = vec![0; wire_bytes(compressor, shape)?];
+        count("the value", x.len(), shape.len())?;
+        count("the warm state", warm.len(), compressor.warm_len(shape))?;
+        let (header, body) = bytes.split_at_mut(HEADER);
+        header.copy_from_slice(&wire::header(compressor, shape));
+        compressor.write(x, shape, draws, warm, body);
+        Ok(Message(bytes))
+    }
+
+    /// A message that was received. Its bytes are checked when it is restored.
+    pub fn received(bytes: Vec<u8>) -> Message {
+        Message(bytes)
+    }
+
+    /// The bytes to send.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The bytes to send.
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.0
+    }
+
+    /// Restores the value into `out`, or adds it to what is there.
+    ///
+    /// # Errors
+    /// A message of another scheme or shape, or one that is malformed. `out` may have changed then.
+    pub fn restore(
+        &self,
+        compressor: &(impl Compressor + ?Sized),
+        shape: Shape,
+        fold: Fold,
+        out: &mut [f32],
+    ) -> Result<(), CompressError> {
+        restore(&self.0, compressor, shape, fold, out)
+    }
+}
+
+/// As [`Message::restore`], of borrowed bytes.
+pub(crate) fn restore(
+    bytes: &[u8],
+    compressor: &(impl Compressor + ?Sized),
+    shape: Shape,
+    fold: Fold,
+    out: &mut [f32],
+) -> Result<(), CompressError> {
+    compressor.check(shape)?;
+    count("the restored value", out.len(), shape.len())?;
+    Ok(compressor.read(wire::body(bytes, compressor, shape)?, shape, fold, out)?)
+}
+
+/// Checks the length of a slice.
+pub(crate) fn count(what: &'static str, count: usize, wanted: usize) -> Result<(), CompressError> {
+    match count == wanted {
+        true => Ok(()),
+        false => Err(CompressError::Count { what, count, wanted }),
+    }
+}

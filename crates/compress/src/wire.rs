@@ -1,0 +1,121 @@
+//! The wire format, version 1. Everything is little-endian, and every size follows from the scheme and the shape.
+//!
+//! A message is a header of 16 bytes and a body:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0 | version of the format: 1 |
+//! | 1 | number of the [`Method`] |
+//! | 2..4 | zero |
+//! | 4..8 | fingerprint: the low half of [`meshwork_core::hash::hash`] of the scheme's text, a space and the shape (`topk:0.1 1x50`) |
+//! | 8..16 | number of elements |
+//!
+//! Bodies, of n elements in G parts ([`Per`](crate::Per)):
+//!
+//! | scheme | body |
+//! |---|---|
+//! | `none` | n f32 |
+//! | `bf16` | n bf16 |
+//! | `fp8` | G scales (f32, powers of two), n bytes |
+//! | `quant:b` | G pairs of f32, minimum and step; codes of b bits: b·⌈n/8⌉ bytes |
+//! | `sign` | G scales (f32); codes of 1 bit (1: negative): ⌈n/8⌉ bytes |
+//! | `topk` | indices of k elements below n; then the k values, as a vector by the scheme behind the `+` (none: f32) |
+//! | `randk` | the two words of the key (u32) and the first counter (u64) that draw the indices; then the k values, likewise |
+//! | `powersgd:r` | the factors P (rows·r), row by row, and Q (cols·r), column by column, f32; nothing of an empty matrix |
+//!
+//! **Codes** of b bits are stored as bit planes, in tiles of 512 elements. A tile of m elements has for each of its b bits, the lowest
+//! first, a plane of s = ⌈m/8⌉ bytes, and bit j of byte i of a plane belongs to element j·s + i. Bits of elements beyond m are zero.
+//!
+//! **Indices** are k increasing numbers below n, in the smaller of two codings, the first if they are equal. A bitmap has ⌈n/8⌉ bytes,
+//! and bit i % 8 of byte i / 8 is set for index i. Packed differences (Elias 1974, Fano 1971) cut each index into its low w bits and the
+//! rest, w = ⌊log2(n/k)⌋: first come the low bits of each index, one after the other, in ⌈k·w/8⌉ bytes; then a bit vector in which each
+//! index sets one bit, and the zeros between two ones count the difference of their rests: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Bits that are left over
+//! are zero. Either size depends on n and k alone.
+
+use crate::{Compressor, MessageError, Shape};
+use meshwork_core::hash::hash;
+
+/// The version of the format that this crate writes and reads.
+pub const VERSION: u8 = 1;
+
+/// Bytes of the header.
+pub const HEADER: usize = 16;
+
+/// The number of a method in the header. Numbers are never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Method {
+    /// `none`
+    None = 0,
+    /// `bf16`
+    Bf16 = 1,
+    /// `fp8`
+    Fp8 = 2,
+    /// `quant`
+    Quantize = 3,
+    /// `sign`
+    Sign = 4,
+    /// `topk`
+    TopK = 5,
+    /// `randk`
+    RandomK = 6,
+    /// `powersgd`
+    PowerSgd = 7,
+    /// A compressor of another crate.
+    Custom = 255,
+}
+
+/// The header of a message.
+pub(crate) fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[0] = VERSION;
+    header[1] = compressor.method() as u8;
+    let fingerprint = hash(format!("{} {shape}", compressor.name()).as_bytes()) as u32;
+    header[4..8].copy_from_slice(&fingerprint.to_le_bytes());
+    header[8..].copy_from_slice(&(shape.len() as u64).to_le_bytes());
+    header
+}
+
+/// The body of a message, if it is one of this compressor and shape.
+pub(crate) fn body<'a>(
+    bytes: &'a [u8],
+    compressor: &(impl Compressor + ?Sized),
+    shape: Shape,
+) -> Result<&'a [u8], MessageError> {
+    let wanted = HEADER + compressor.body_bytes(shape);
+    let Some((found, body)) = bytes.split_at_checked(HEADER) else {
+        return Err(MessageError::Bytes { bytes: bytes.len(), wanted });
+    };
+    let expected = header(compressor, shape);
+    if found[0] != VERSION {
+        return Err(MessageError::Version(found[0]));
+    }
+    if found[1] != expected[1] {
+        return Err(MessageError::Method { found: found[1], wanted: compressor.method() });
+    }
+    if found[2..4] != [0; 2] {
+        return Err(MessageError::Padding);
+    }
+    if found != expected {
+        return Err(MessageError::Fingerprint { scheme: compressor.name(), shape });
+    }
+    match bytes.len() == wanted {
+        true => Ok(body),
+        false => Err(MessageError::Bytes { bytes: bytes.len(), wanted }),
+    }
+}
+
+/// Cuts f32s off the front of a body; the sizes were checked with the header.
+pub(crate) fn floats(body: &[u8], count: usize) -> (impl Iterator<Item = f32>, &[u8]) {
+    let (head, rest) = body.split_at(4 * count);
+    (head.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes)), rest)
+}
+
+/// Writes f32s to the front of a body and returns the rest of it.
+pub(crate) fn put_floats(body: &mut [u8], values: impl ExactSizeIterator<Item = f32>) -> &mut [u8] {
+    let (head, rest) = body.split_at_mut(4 * values.len());
+    for (bytes, value) in head.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+        *bytes = value.to_le_bytes();
+    }
+    rest
+}
