@@ -17,6 +17,11 @@ use std::f32::consts::TAU;
 pub struct Key([u32; 2]);
 
 impl Key {
+    /// The two words of the key as the generator takes them, for devices that draw their own bits.
+    pub fn words(self) -> [u32; 2] {
+        self.0
+    }
+
     /// Mixes a hash, so that near hashes give unrelated keys.
     fn from_hash(hash: u64) -> Key {
         let mixed = mix(hash);
