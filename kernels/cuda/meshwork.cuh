@@ -13,7 +13,7 @@ using u16 = unsigned short;
 #define THREADS 256
 #define FULL_WARP 0xffffffffu
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #define DEVICE __device__ __forceinline__
 
 #ifndef SHARED

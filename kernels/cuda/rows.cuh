@@ -71,17 +71,16 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
             for (int k = 0; k < K; k++) total[k] += lane[k];
             continue;
         }
-        __syncthreads();  // the sums of the round before are read
         if (team.lane == 0) {
             for (int k = 0; k < K; k++) partial[k * ROW_HALVES + team.first + team.half] = lane[k];
         }
-        __syncthreads();
+        __syncthreads();  // the sums are written
         for (int half = 0; half < team.halves && round + half < blocks; half++) {
             for (int k = 0; k < K; k++) total[k] += static_cast<double>(partial[k * ROW_HALVES + team.first + half]);
         }
+        __syncthreads();  // they are read: the next round, or the next call, may write
     }
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
-    if (team.halves > 1) __syncthreads();  // so that the next call may write
 }
 
 // The largest element of the row, minus infinity if it is empty; NaN is passed over. Called as row_sums.
@@ -95,13 +94,12 @@ template <class Partial> DEVICE float row_max(const Team& team, i64 n, Partial& 
         max = max > other ? max : other;
     }
     if (team.halves == 1) return max;
-    __syncthreads();
     if (team.lane == 0) partial[team.first + team.half] = max;
-    __syncthreads();
+    __syncthreads();  // the maxima are written
     for (int half = 0; half < team.halves; half++) {
         float other = partial[team.first + half];
         max = max > other ? max : other;
     }
-    __syncthreads();
+    __syncthreads();  // they are read
     return max;
 }

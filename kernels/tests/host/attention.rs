@@ -17,7 +17,12 @@ struct Case {
     dropped: bool,
 }
 
-fn case([batch, seq, heads, head_dim]: [usize; 4], [size, kv_heads, first]: [usize; 3], rotated: bool, dropped: bool) -> Case {
+fn case(
+    [batch, seq, heads, head_dim]: [usize; 4],
+    [size, kv_heads, first]: [usize; 3],
+    rotated: bool,
+    dropped: bool,
+) -> Case {
     let dims = Dims { batch, seq, heads, head_dim };
     Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped }
 }
@@ -34,7 +39,7 @@ fn assert_same(what: &str, got: &[f32], want: &[f32]) {
 }
 
 #[test]
-fn attention_is_that_of_the_cpu() {
+pub fn attention_is_that_of_the_cpu() {
     let cases = [
         case([1, 1, 1, 1], [1, 1, 0], false, false),
         case([2, 37, 2, 20], [1, 2, 0], false, false),
@@ -47,7 +52,8 @@ fn attention_is_that_of_the_cpu() {
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| format!("{name} of {dims:?}, {groups:?}");
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
-        let (q, kv, dout) = (values("q", rows * width), values("kv", rows * 2 * kv_width), values("dout", rows * width));
+        let (q, kv, dout) =
+            (values("q", rows * width), values("kv", rows * 2 * kv_width), values("dout", rows * width));
         let angles = values("angles", seq * head_dim);
         let mask = Mask { key: key(5, "attention"), p: if dropped { 0.25 } else { 0.0 } };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
@@ -64,7 +70,19 @@ fn attention_is_that_of_the_cpu() {
         let (mut q_turned, mut kv_turned, kv_row) = (q.clone(), kv.clone(), 2 * kv_width);
         if rotated {
             let pairs = |heads: usize| [rows * heads * head_dim / 2, 0];
-            launch!("rotary_forward", pairs(heads), &q, width, &angles, &mut q_turned, width, rows, seq, heads, head_dim);
+            launch!(
+                "rotary_forward",
+                pairs(heads),
+                &q,
+                width,
+                &angles,
+                &mut q_turned,
+                width,
+                rows,
+                seq,
+                heads,
+                head_dim
+            );
             let to = &mut kv_turned;
             launch!("rotary_forward", pairs(kv_heads), &kv, kv_row, &angles, to, kv_row, rows, seq, kv_heads, head_dim);
         }

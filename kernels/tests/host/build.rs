@@ -1,7 +1,8 @@
 //! Compiles the kernels for the host.
 
 use libloading::Library;
-use meshwork_kernels::{HEADERS, KERNELS, SOURCES};
+use meshwork_kernels::{HEADERS, KERNELS, Kernel, SOURCES};
+use std::cell::Cell;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -20,17 +21,34 @@ pub fn sanitized() -> bool {
 pub fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     let texts = || HEADERS.iter().chain(SOURCES).map(|source| (source.name, source.text.to_owned())).collect();
-    LIBRARY.get_or_init(|| compile(if sanitized() { "sanitized" } else { "plain" }, texts(), &entries(|_| true))).as_ref()
+    let name = if sanitized() { "sanitized" } else { "plain" };
+    INSTEAD.get().or_else(|| LIBRARY.get_or_init(|| compile(name, texts(), KERNELS)).as_ref())
 }
 
-/// The lines of the table of kernels for which `picked` holds of the source's name.
-pub fn entries(picked: impl Fn(&str) -> bool) -> String {
-    let picked = KERNELS.iter().filter(|kernel| picked(kernel.source.name));
-    picked.map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types())).collect()
+thread_local! {
+    static INSTEAD: Cell<Option<&'static Library>> = const { Cell::new(None) };
+}
+
+/// Runs something on this thread with another library than [`library`].
+pub fn with<R>(library: &'static Library, run: impl FnOnce() -> R) -> R {
+    INSTEAD.set(Some(library));
+    let result = run();
+    INSTEAD.set(None);
+    result
+}
+
+/// The library once more, with a state of its own.
+pub fn copy() -> Option<&'static Library> {
+    library()?;
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels/plain");
+    let copy = folder.join("libcopy.so");
+    fs::copy(folder.join("libkernels.so"), &copy).expect("the library copied");
+    // SAFETY: as in `compile`.
+    Some(Box::leak(Box::new(unsafe { Library::new(&copy) }.expect("the copy loaded"))))
 }
 
 /// A library of these files, the `.cu` among them included in order. `None` as for [`library`].
-pub fn compile(name: &str, files: Vec<(&str, String)>, entries: &str) -> Option<Library> {
+pub fn compile(name: &str, files: Vec<(&str, String)>, kernels: &[Kernel]) -> Option<Library> {
     if !cfg!(target_arch = "x86_64") {
         eprintln!("left out: the host runner of kernels needs x86-64");
         return None;
@@ -40,12 +58,23 @@ pub fn compile(name: &str, files: Vec<(&str, String)>, entries: &str) -> Option<
     fs::create_dir_all(&folder).expect("a folder for the library");
     let write = |name: &str, text: &str| fs::write(folder.join(name), text).expect("a source written");
     files.iter().for_each(|(name, text)| write(name, text));
-    let includes = files.iter().filter(|(name, _)| name.ends_with(".cu")).map(|(name, _)| format!("#include \"{name}\"\n"));
+    let includes =
+        files.iter().filter(|(name, _)| name.ends_with(".cu")).map(|(name, _)| format!("#include \"{name}\"\n"));
     write("sources.inc", &includes.collect::<String>());
-    write("kernels.inc", entries);
+    let entries = kernels.iter().map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types()));
+    write("kernels.inc", &entries.collect::<String>());
     let library = folder.join("libkernels.so");
     let mut compiler = Command::new("g++");
-    compiler.args(["-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]);
+    compiler.args([
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+    ]);
     compiler.args(["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]);
     if sanitized() {
         compiler.args(["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]);

@@ -7,7 +7,7 @@ use meshwork_tensor::kernel::{Loss, VocabShard};
 
 /// Rows and words; with padding inside and columns of others around, cut over three ranks.
 #[test]
-fn cross_entropy_is_that_of_the_cpu() {
+pub fn cross_entropy_is_that_of_the_cpu() {
     for (samples, rows, words) in [(1, 1, 1), (2, 6, 50), (3, 99, 7), (1, 3, 1500), (2, 4, 10_000)] {
         let targets: Vec<i32> = (0..rows).map(|i| if i % 4 == 3 { -100 } else { (i * 7 % words) as i32 }).collect();
         let all: Vec<f32> = values("logits", rows * words).iter().map(|x| 3.0 * x).collect();
@@ -32,7 +32,8 @@ fn cross_entropy_is_that_of_the_cpu() {
             if !launch!("cross_entropy_stats", sizes, &logits, &targets, pitch, skipped, valid, first, m, s, t, rows) {
                 return;
             }
-            let (want_max, want_sums) = Cpu::default().row_stats(&Buffer::from_slice(&logits), &targets_, *shard).unwrap();
+            let (want_max, want_sums) =
+                Cpu::default().row_stats(&Buffer::from_slice(&logits), &targets_, *shard).unwrap();
             assert_bits("max", &max, want_max.as_slice().unwrap());
             assert_bits("sum and target", &[&sum[..], &target].concat(), want_sums.as_slice().unwrap());
             launch!("cross_entropy_larger", [rows, 0], &mut maxima, &max, rows);

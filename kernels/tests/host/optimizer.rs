@@ -63,7 +63,9 @@ fn sgd_is_that_of_the_cpu() {
 #[test]
 fn squares_are_summed_in_the_order_of_the_cpu() {
     let x = values("x", 70_000);
-    for (len, segments, pitch) in [(1, 1, 0), (31, 1, 0), (1000, 9, 1003), (32_768, 2, 32_768), (66_000, 1, 0), (33_000, 2, 36_000)] {
+    for (len, segments, pitch) in
+        [(1, 1, 0), (31, 1, 0), (1000, 9, 1003), (32_768, 2, 32_768), (66_000, 1, 0), (33_000, 2, 36_000)]
+    {
         let parts_len = segments * usize::div_ceil(len, 32_768);
         let (mut parts, mut sums) = (vec![f64::NAN; parts_len], vec![0.5, 0.25]);
         if !launch!("sum_of_squares", [parts_len, 0], &x, len, segments, pitch, &mut parts) {

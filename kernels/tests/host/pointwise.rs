@@ -78,7 +78,8 @@ fn activations_are_those_of_the_cpu() {
 #[test]
 fn casts_are_those_of_half() {
     let near = |x: f32| [x.to_bits().wrapping_sub(1), x.to_bits(), x.to_bits().wrapping_add(1)].map(f32::from_bits);
-    let all = (0..=u16::MAX).step_by(7).chain([0x7c00, 0x7c01, 0x7bff, 0x7f80, 0x7f81, 0x7f7f, 1, 0x3ff, 0x400, 0x8001]);
+    let all =
+        (0..=u16::MAX).step_by(7).chain([0x7c00, 0x7c01, 0x7bff, 0x7f80, 0x7f81, 0x7f7f, 1, 0x3ff, 0x400, 0x8001]);
     let mut from: Vec<f32> = Vec::new();
     for bits in all.clone() {
         let [f, g] = [f16::from_bits(bits), f16::from_bits(bits ^ 1)].map(f16::to_f32);

@@ -17,7 +17,11 @@ fn ranks_are_summed_in_the_tree() {
         }
         assert_bits("sum", &out, &(0..count).map(|i| sum(&column(i))).collect::<Vec<_>>());
         launch!("reduce_max_f32", [count, 0], inputs.as_slice(), ranks, &mut out, count);
-        assert_bits("max", &out, &(0..count).map(|i| column(i).into_iter().fold(f32::MIN, f32::max)).collect::<Vec<_>>());
+        assert_bits(
+            "max",
+            &out,
+            &(0..count).map(|i| column(i).into_iter().fold(f32::MIN, f32::max)).collect::<Vec<_>>(),
+        );
 
         let halves: Vec<Vec<f16>> = inputs.iter().map(|x| x.iter().map(|&x| f16::from_f32(x)).collect()).collect();
         let mut out = vec![f16::NAN; count];

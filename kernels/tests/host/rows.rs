@@ -30,7 +30,7 @@ fn slice(buffer: &Buffer) -> &[f32] {
 }
 
 #[test]
-fn layer_norms_are_those_of_the_cpu() {
+pub fn layer_norms_are_those_of_the_cpu() {
     for [rows, n] in SIZES {
         let what = format!("{rows} rows of {n}");
         // A large mean, which a variance in one pass would not survive.
@@ -109,7 +109,8 @@ fn gradients_of_rms_norms_are_those_of_the_cpu() {
     for ([rows, n], slices) in SIZES.into_iter().zip([1, 1, 2, 1, 1, 3, 1, 1]).chain([([200, 40], 1), ([300, 3], 2)]) {
         let blocks = RowBlocks { samples: 1, slices };
         let what = format!("{rows} rows of {n}");
-        let (x, weight, dy, rstd) = (values("x", rows * n), values("w", n), values("dy", rows * n), values("rstd", rows));
+        let (x, weight, dy, rstd) =
+            (values("x", rows * n), values("w", n), values("dy", rows * n), values("rstd", rows));
         let old = values("old", rows * n);
         let [dy_, x_, weight_, rstd_] = [&dy, &x, &weight, &rstd].map(|x| Buffer::from_slice(x));
         for accumulate in [false, true] {

@@ -14,7 +14,7 @@ fn ids(count: usize, vocab: usize) -> Vec<i32> {
 }
 
 #[test]
-fn embeddings_are_those_of_the_cpu() {
+pub fn embeddings_are_those_of_the_cpu() {
     // Ids beyond the shard on both sides; more ids than go through shared memory at once; more columns than a block has.
     for (vocab, first, rows, count, h) in [(9, 0, 9, 5, 3), (300, 70, 150, 560, 5), (20, 3, 9, 28, 300)] {
         let (ids, table, dout) = (ids(count, vocab), values("table", rows * h), values("dout", count * h));
