@@ -60,6 +60,7 @@ inline Dim3 block_index, block_dim, grid_dim;
 inline uint64_t epoch;        // barriers so far, over all blocks: no two stretches between barriers have the same
 inline uint64_t block_epoch;  // the first of this block
 inline std::string message;   // why the launch failed
+inline bool abandoned;        // whether any launch has failed, with fibers that never ended
 inline std::function<void()> body;
 inline void* scheduler;  // its stack pointer
 #if defined(__SANITIZE_ADDRESS__)
@@ -142,7 +143,9 @@ inline void start(Fiber& fiber, unsigned index) {
         fiber.stack = static_cast<char*>(memory);
     }
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(fiber.stack, STACK);
+    // What ran here before left its outermost frames poisoned; all its frames if its launch failed.
+    size_t left = abandoned ? STACK : STACK / 64;
+    __asan_unpoison_memory_region(fiber.stack + STACK - left, left);
     fiber.fake_stack = nullptr;
 #endif
     auto top = reinterpret_cast<void**>(fiber.stack + STACK);
@@ -224,6 +227,7 @@ inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, u
         block_index = {flat % grid.x, flat / grid.x % grid.y, flat / (grid.x * grid.y)};
         run_block(seed);
         if (message.empty()) continue;
+        abandoned = true;
         static thread_local std::string kept;
         kept = message;
         return kept.c_str();
