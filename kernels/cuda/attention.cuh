@@ -1,0 +1,52 @@
+// What the forward and the backward of attention share: places of heads, dropout of probabilities, and tiles of rows in shared memory.
+#pragma once
+#include "math.cuh"
+#include "random.cuh"
+
+// The head of this block: sample and head from blockIdx.x, its heads of keys and values shared by `group` heads of queries.
+struct Head {
+    i64 sample, head, kv_head;
+};
+
+DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
+    i64 head = blockIdx.x % heads;
+    return {static_cast<i64>(blockIdx.x) / heads, head, first_kv + head / group};
+}
+
+// Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq] decides. Keys are asked for in order.
+struct RowDropout {
+    u64 start, block;
+    Words words;
+    u32 key0, key1;
+    float p, kept;
+
+    __device__ __forceinline__ RowDropout(u64 start, u32 key0, u32 key1, float p, float kept)
+        : start(start), block(~0ull), words{}, key0(key0), key1(key1), p(p), kept(kept) {}
+
+    __device__ __forceinline__ float factor(i64 key) {
+        if (p <= 0.0f) return 1.0f;
+        u64 index = start + static_cast<u64>(key);
+        if (index / 4 != block) {
+            block = index / 4;
+            words = philox(block, key0, key1);
+        }
+        return dropout_factor(words, index, p, kept);
+    }
+};
+
+// Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile whose rows are `stride` apart; zeros beyond the last row.
+// `from` is the head's first row. The caller's barriers are around it.
+template <int ROWS, class Tile>
+DEVICE void load_rows(Tile& tile, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim) {
+    for (int at = static_cast<int>(threadIdx.x); at < ROWS * head_dim; at += THREADS) {
+        int r = at / head_dim, e = at % head_dim;
+        tile[r * stride + e] = first + r < seq ? from[(first + r) * row + e] : 0.0f;
+    }
+}
+
+// One chain of fused multiply-adds over the features, from zero.
+template <class A, class B> DEVICE float chain(A& a, int a_at, B& b, int b_at, int head_dim) {
+    float sum = 0.0f;
+    for (int e = 0; e < head_dim; e++) sum = fmaf(a[a_at + e], b[b_at + e], sum);
+    return sum;
+}

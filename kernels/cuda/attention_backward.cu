@@ -1,0 +1,214 @@
+// Causal self attention, backward, with the probabilities recomputed from lse (as in Dao et al., arXiv:2205.14135).
+//
+//   P = e^(S scale - lse),  dP = (dO Vᵀ)∘M,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D) scale
+//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  of a group of heads the sum of their dK and of their dV
+//
+// Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries, rows dkv_row apart: in
+//           place without groups, else in [batch, seq, heads, head_dim], which rotary_backward turns back and attention_group_sum adds up.
+// Geometry  dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head and 16 keys, over the
+//           queries by 16. A thread has one pair of a tile, then features. Shared memory for tiles of Q, dO, K, V and of P and dS.
+// Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
+// Bits      those of the CPU in f32, as in attention_forward.cu: S and dP are chains over the features, dQ is chained over the keys and dK and dV
+//           over the queries in blocks of 128; groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
+#include "attention.cuh"
+#include "tree.cuh"
+
+#define TILE 16  // queries, keys, and threads of a query or key
+#define BACKWARD_BLOCK 128
+#define HALF_WARP 16
+
+// D of each row. Elements: 16 times the rows.
+KERNEL attention_dots(const float* dout, const float* out, float* dots, i64 batch, i64 seq, i64 heads, i64 head_dim) {
+    i64 row = global_thread() / HALF_WARP, whole = head_dim / HALF_WARP * HALF_WARP;
+    int lane = static_cast<int>(threadIdx.x) % HALF_WARP;
+    bool live = row < batch * seq * heads;
+    const float* x = dout + (live ? row * head_dim : 0);
+    const float* y = out + (live ? row * head_dim : 0);
+    float sum = 0.0f;
+    for (i64 e = lane; live && e < whole; e += HALF_WARP) sum += x[e] * y[e];
+    for (int width = HALF_WARP / 2; width > 0; width /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, width);
+    if (!live || lane != 0) return;
+    for (i64 e = whole; e < head_dim; e++) sum = sum + x[e] * y[e];
+    i64 head = row % heads, at = row / heads;
+    dots[(at / seq * heads + head) * seq + at % seq] = sum;
+}
+
+// The operands and sizes of one head. Rows of q are q_row apart, of k and v kv_row, of dO heads * head_dim.
+struct Operands {
+    const float *q, *k, *v, *dout, *lse, *dots;
+    i64 q_row, kv_row, out_row, seq;
+    int head_dim;
+    float scale;
+};
+
+DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
+                            const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale) {
+    i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * seq;
+    return {q + head.sample * seq * q_row + head.head * head_dim, k + head.sample * seq * kv_row + head.kv_head * head_dim,
+            v + head.sample * seq * kv_row + head.kv_head * head_dim, dout + head.sample * seq * out_row + head.head * head_dim,
+            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale};
+}
+
+struct Scores {
+    float p, ds;
+};
+
+// P∘M and dS of a pair of rows in the tiles; zero where the mask hides it.
+template <class Tile>
+DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
+    if (j > i || i >= of.seq) return {0.0f, 0.0f};
+    float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
+    float p = exp_bits(s * of.scale - of.lse[i]);
+    if (dropout.p <= 0.0f) return {p, p * (dp - of.dots[i]) * of.scale};
+    dropout.start += static_cast<u64>(i) * static_cast<u64>(of.seq);
+    float factor = dropout.factor(j);
+    return {p * factor, p * (dp * factor - of.dots[i]) * of.scale};
+}
+
+template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands& of, float* dq, i64 dq_row, const RowDropout& dropout) {
+    constexpr int STRIDE = FEATURES * TILE + 1;
+    SHARED(float, q, TILE * STRIDE);
+    SHARED(float, dout, TILE * STRIDE);
+    SHARED(float, k, TILE * STRIDE);
+    SHARED(float, v, TILE * STRIDE);
+    SHARED(float, ds, TILE * (TILE + 1));
+    i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.seq, first + TILE);
+    int query = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
+    i64 i = first + query;
+    load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim);
+    load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim);
+    float sum[FEATURES], part[FEATURES];
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
+    for (i64 keys = 0; keys < end; keys += TILE) {
+        if (keys % BACKWARD_BLOCK == 0 && keys > 0) {
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) sum[f] = keys == BACKWARD_BLOCK ? part[f] : sum[f] + part[f], part[f] = 0.0f;
+        }
+        __syncthreads();  // the keys and scores before these are read
+        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim);
+        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim);
+        __syncthreads();
+        ds[query * (TILE + 1) + lane] =
+            scores_of(of, q, dout, query * STRIDE, k, v, lane * STRIDE, i, keys + lane, dropout).ds;
+        __syncthreads();
+        for (int key = 0; key < TILE; key++) {
+            float gradient = ds[query * (TILE + 1) + key];
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) {
+                int e = lane + TILE * f;
+                if (e < of.head_dim) part[f] = fmaf(gradient, k[key * STRIDE + e], part[f]);
+            }
+        }
+    }
+    if (i >= of.seq) return;
+    float* to = dq + (head.sample * of.seq + i) * dq_row + head.head * of.head_dim;
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+        int e = lane + TILE * f;
+        if (e < of.head_dim) to[e] = end > BACKWARD_BLOCK ? sum[f] + part[f] : part[f];
+    }
+}
+
+template <int FEATURES>
+DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* dv, i64 dkv_row, const RowDropout& dropout) {
+    constexpr int STRIDE = FEATURES * TILE + 1;
+    SHARED(float, q, TILE * STRIDE);
+    SHARED(float, dout, TILE * STRIDE);
+    SHARED(float, k, TILE * STRIDE);
+    SHARED(float, v, TILE * STRIDE);
+    SHARED(float, p, TILE * (TILE + 1));
+    SHARED(float, ds, TILE * (TILE + 1));
+    i64 first = static_cast<i64>(blockIdx.y) * TILE, diagonal = first / BACKWARD_BLOCK * BACKWARD_BLOCK;
+    int row = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
+    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.seq, of.head_dim);
+    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.seq, of.head_dim);
+    float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
+    for (i64 queries = first; queries < of.seq; queries += TILE) {
+        if (queries % BACKWARD_BLOCK == 0 && queries > diagonal) {
+            bool second = queries == diagonal + BACKWARD_BLOCK;
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) {
+                k_sum[f] = second ? k_part[f] : k_sum[f] + k_part[f], k_part[f] = 0.0f;
+                v_sum[f] = second ? v_part[f] : v_sum[f] + v_part[f], v_part[f] = 0.0f;
+            }
+        }
+        __syncthreads();  // the queries and scores before these are read
+        load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim);
+        load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim);
+        __syncthreads();
+        // As a thread of a pair: `row` is a query, `lane` a key.
+        Scores scores = scores_of(of, q, dout, row * STRIDE, k, v, lane * STRIDE, queries + row, first + lane, dropout);
+        p[row * (TILE + 1) + lane] = scores.p;
+        ds[row * (TILE + 1) + lane] = scores.ds;
+        __syncthreads();
+        // As a thread of features: `row` is a key.
+        for (int query = 0; query < TILE; query++) {
+            float probability = p[query * (TILE + 1) + row], gradient = ds[query * (TILE + 1) + row];
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) {
+                int e = lane + TILE * f;
+                if (e >= of.head_dim) continue;
+                v_part[f] = fmaf(probability, dout[query * STRIDE + e], v_part[f]);
+                k_part[f] = fmaf(gradient, q[query * STRIDE + e], k_part[f]);
+            }
+        }
+    }
+    if (first + row >= of.seq) return;
+    i64 to = (head.sample * of.seq + first + row) * dkv_row + head.head * of.head_dim;
+    bool several = of.seq > diagonal + BACKWARD_BLOCK;
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+        int e = lane + TILE * f;
+        if (e >= of.head_dim) continue;
+        dk[to + e] = several ? k_sum[f] + k_part[f] : k_part[f];
+        dv[to + e] = several ? v_sum[f] + v_part[f] : v_part[f];
+    }
+}
+
+// Dropout as in attention_forward.cu.
+#define ATTENTION_BACKWARD(CALL, ...) \
+    Head head = head_of(heads, group, first_kv); \
+    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale); \
+    u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
+    CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(seq) * static_cast<u64>(seq), key0, key1, p, kept))
+
+KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                               const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                               float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                               i64 global_heads) {
+    ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
+}
+
+KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                                i64 global_heads) {
+    ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
+}
+
+KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                                const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
+                                int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                                i64 global_heads) {
+    ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
+}
+
+KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
+                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                                 i64 global_heads) {
+    ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
+}
+
+// The sums over the heads of each group, from [rows, heads, head_dim] to heads first .. of rows to_row apart, in the tree.
+KERNEL attention_group_sum(const float* from, float* to, i64 to_row, i64 rows, i64 heads, i64 group, i64 first, i64 head_dim) {
+    i64 at = global_thread(), groups = heads / group;
+    if (at >= rows * groups * head_dim) return;
+    i64 e = at % head_dim, g = at / head_dim % groups, row = at / head_dim / groups;
+    Tree tree;
+    for (i64 head = g * group; head < (g + 1) * group; head++) tree.push(from[(row * heads + head) * head_dim + e]);
+    to[row * to_row + (first + g) * head_dim + e] = tree.finish();
+}

@@ -1,0 +1,125 @@
+// Causal self attention, forward, without the matrix of all pairs (as in Dao et al., arXiv:2205.14135), heads of queries in groups that share
+// keys and values (Ainslie et al., arXiv:2305.13245).
+//
+//   S = Q Kᵀ for j <= i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
+//
+// Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group; out [batch, seq, heads,
+//           head_dim]; lse [batch, heads, seq]. Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+// Geometry  a block a head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory for tiles of queries and
+//           of keys or values, and two of probabilities.
+// Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
+//           from the L2 cache; and the output.
+// Bits      those of the CPU in f32 (crates/tensor/src/cpu/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
+//           maximum of the whole row, which an online softmax does not know: so the scores are computed twice, first for their maximum. S is one
+//           chain over the features; the total is summed and O is chained over the keys in blocks of 256. The precision bf16 of the CPU, and
+//           with it the tensor cores, are not here.
+#include "attention.cuh"
+
+#define QUERIES 32
+#define KEYS 32
+#define LANES 8  // threads of a query
+#define EACH 4   // keys of a thread, neighbours
+#define FORWARD_KEYS 256
+
+// Features of a thread: e = lane + 8 j.
+template <int FEATURES>
+DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
+                              i64 group, i64 first_kv, int head_dim, float scale, RowDropout dropout, u64 head_start) {
+    constexpr int STRIDE = FEATURES * LANES + 1;
+    SHARED(float, queries, QUERIES * STRIDE);
+    SHARED(float, tile, KEYS * STRIDE);
+    SHARED(float, plain, QUERIES * (KEYS + 1));
+    SHARED(float, dropped, QUERIES * (KEYS + 1));
+    Head head = head_of(heads, group, first_kv);
+    i64 first = static_cast<i64>(blockIdx.y) * QUERIES, end = smaller(seq, first + QUERIES);
+    int query = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+    i64 i = first + query;
+    const float* q_head = q + head.sample * seq * q_row + head.head * head_dim;
+    const float* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
+    const float* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
+    load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim);
+
+    float max = -INFINITE;
+    for (i64 keys = 0; keys < end; keys += KEYS) {
+        __syncthreads();  // the keys before these are read
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
+        __syncthreads();
+        for (int j = 0; j < EACH; j++) {
+            int key = lane * EACH + j;
+            if (keys + key > i || i >= seq) continue;
+            float score = chain(tile, key * STRIDE, queries, query * STRIDE, head_dim);
+            max = score > max ? score : max;
+        }
+    }
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        float other = __shfl_xor_sync(FULL_WARP, max, width);
+        max = max > other ? max : other;
+    }
+
+    float sum[FEATURES], part[FEATURES], total = 0.0f, total_part = 0.0f;
+    dropout.start = head_start + static_cast<u64>(i) * static_cast<u64>(seq);
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
+    for (i64 keys = 0; keys < end; keys += KEYS) {
+        if (keys % FORWARD_KEYS == 0 && keys > 0) {
+            total += total_part, total_part = 0.0f;
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) sum[f] = keys == FORWARD_KEYS ? part[f] : sum[f] + part[f], part[f] = 0.0f;
+        }
+        __syncthreads();  // the values and probabilities before these are read
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
+        __syncthreads();
+        for (int j = 0; j < EACH; j++) {
+            int key = lane * EACH + j, at = query * (KEYS + 1) + key;
+            float p = 0.0f, factor = 0.0f;
+            if (keys + key <= i && i < seq) {
+                p = exp_bits((chain(tile, key * STRIDE, queries, query * STRIDE, head_dim) - max) * scale);
+                factor = dropout.factor(keys + key);
+            }
+            plain[at] = p;
+            dropped[at] = p * factor;
+        }
+        __syncthreads();  // the keys are read
+        load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim);
+        __syncthreads();
+        for (int key = 0; key < KEYS; key++) {
+            total_part += static_cast<float>(plain[query * (KEYS + 1) + key]);
+            float p = dropped[query * (KEYS + 1) + key];
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) {
+                int e = lane + LANES * f;
+                if (e < head_dim) part[f] = fmaf(p, tile[key * STRIDE + e], part[f]);
+            }
+        }
+    }
+    if (i >= seq) return;
+    total += total_part;
+    float inverse = 1.0f / total;
+    float* to = out + ((head.sample * seq + i) * heads + head.head) * head_dim;
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+        int e = lane + LANES * f;
+        if (e < head_dim) to[e] = (end > FORWARD_KEYS ? sum[f] + part[f] : part[f]) * inverse;
+    }
+    if (lane == 0) lse[(head.sample * heads + head.head) * seq + i] = max * scale + ln_bits(total);
+}
+
+// Dropout: p = 0 for none; kept = 1 / (1 - p); the global numbers of sample 0 and head 0 of this call, and heads of all ranks together.
+#define ATTENTION_FORWARD(FEATURES) \
+    u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
+    u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
+                static_cast<u64>(seq) * static_cast<u64>(seq); \
+    attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, \
+                                RowDropout(0, key0, key1, p, kept), start)
+
+KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
+                            i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
+                            i64 first_sample, i64 first_head, i64 global_heads) {
+    ATTENTION_FORWARD(8);
+}
+
+KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
+                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
+                             i64 first_sample, i64 first_head, i64 global_heads) {
+    ATTENTION_FORWARD(16);
+}

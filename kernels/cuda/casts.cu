@@ -1,0 +1,60 @@
+// Casts between numbers of 32 and 16 bits, and copies between tensors and a bucket of many.
+//
+//   to = round(from), to nearest, ties to even
+//
+// Shapes    from, to [count]. A bucket holds tensor t at starts[t] .. starts[t + 1]; tensors [tensors] are their addresses.
+// Geometry  a thread an element.
+// Bytes     6 an element; of buckets 4 read, 4 written.
+// Bits      exact where nothing is rounded. f32 to bf16: half's bf16::from_f32, as the communicator rounds; to operands of products,
+//           where subnormals become zeros: crates/tensor/src/cpu/kernels/round.rs. f32 to f16: half's f16::from_f32.
+#include "float16.cuh"
+
+KERNEL f32_to_bf16(const float* from, u16* to, i64 count) {
+    i64 i = global_thread();
+    if (i < count) to[i] = to_bf16(from[i]);
+}
+
+KERNEL f32_to_operand(const float* from, u16* to, i64 count) {
+    i64 i = global_thread();
+    if (i < count) to[i] = to_operand(from[i]);
+}
+
+KERNEL bf16_to_f32(const u16* from, float* to, i64 count) {
+    i64 i = global_thread();
+    if (i < count) to[i] = from_bf16(from[i]);
+}
+
+KERNEL f32_to_f16(const float* from, u16* to, i64 count) {
+    i64 i = global_thread();
+    if (i < count) to[i] = to_f16(from[i]);
+}
+
+KERNEL f16_to_f32(const u16* from, float* to, i64 count) {
+    i64 i = global_thread();
+    if (i < count) to[i] = from_f16(from[i]);
+}
+
+// The tensor that holds element i of the bucket: the last that starts at or before it.
+DEVICE i64 tensor_of(const i64* starts, i64 tensors, i64 i) {
+    i64 low = 0, high = tensors;
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (starts[middle] <= i) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+KERNEL bucket_gather(const float* const* tensors, const i64* starts, i64 count_tensors, float* bucket, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    i64 tensor = tensor_of(starts, count_tensors, i);
+    bucket[i] = tensors[tensor][i - starts[tensor]];
+}
+
+KERNEL bucket_scatter(const float* bucket, const i64* starts, i64 count_tensors, float* const* tensors, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    i64 tensor = tensor_of(starts, count_tensors, i);
+    tensors[tensor][i - starts[tensor]] = bucket[i];
+}

@@ -1,0 +1,37 @@
+// Dropout whose mask does not depend on the mesh: the counter-based random bits of crates/tensor/src/random.rs.
+//
+//   y = x factor(i),  factor(i) = 0 if uniform(key, i) < p else 1 / (1 - p),  i the row-major index in the global tensor
+//
+// Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
+// Geometry  a thread four elements, so that where they are neighbours in a block of Philox it is computed once.
+// Bytes     4 read and 4 written an element.
+// Bits      those of the CPU: crates/tensor/src/cpu/kernels/dropout.rs.
+#include "random.cuh"
+
+#define EACH 4
+
+// The place of a local tensor of `dims` dims in the global one: sizes are its extents, then the first global index of each dim, then the
+// global extents.
+DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
+    u64 index = 0, stride = 1;
+    for (int d = dims - 1; d >= 0; d--) {
+        index += static_cast<u64>(local % sizes[d] + sizes[dims + d]) * stride;
+        local /= sizes[d];
+        stride *= static_cast<u64>(sizes[2 * dims + d]);
+    }
+    return index;
+}
+
+KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, float* y, i64 count) {
+    i64 first = global_thread() * EACH;
+    Words words = {};
+    u64 block = ~0ull;
+    for (i64 i = first; i < smaller(count, first + EACH); i++) {
+        u64 index = global_index(sizes, dims, i);
+        if (index / 4 != block) {
+            block = index / 4;
+            words = philox(block, key0, key1);
+        }
+        y[i] = dropout_factor(words, index, p, kept) * x[i];
+    }
+}

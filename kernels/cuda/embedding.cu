@@ -1,0 +1,91 @@
+// Token and position embeddings; a table may be a shard, the rows from first_row on.
+//
+//   out[i] = table[ids[i] - first_row], zeros for ids outside;  dtable[ids[i] - first_row] += dout[i], in the order of i
+//   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
+//
+// Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
+// Geometry  lookups: a thread an element. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
+//           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
+//           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
+// Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
+//           ids once for each 64 rows (or each row) and 256 columns, from the L2 cache.
+// Bits      those of the CPU: crates/tensor/src/cpu/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
+//           added in the balanced tree.
+#include "tree.cuh"
+
+#define TABLE_ROWS 64
+
+KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 rows, float* out, i64 count, i64 h) {
+    i64 at = global_thread();
+    if (at >= count * h) return;
+    i64 row = static_cast<i64>(ids[at / h]) - first_row;
+    out[at] = row >= 0 && row < rows ? table[row * h + at % h] : 0.0f;
+}
+
+// dtable is overwritten, or added to if `accumulate` is not 0.
+KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
+    SHARED(int, shared_ids, THREADS);
+    i64 begin = static_cast<i64>(blockIdx.x) * TABLE_ROWS, end = smaller(rows, begin + TABLE_ROWS);
+    i64 column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
+    if (!accumulate && column < h) {
+        for (i64 row = begin; row < end; row++) dtable[row * h + column] = 0.0f;
+    }
+    for (i64 first = 0; first < count; first += THREADS) {
+        __syncthreads();  // the ids before these are read
+        if (first + threadIdx.x < count) shared_ids[threadIdx.x] = ids[first + threadIdx.x];
+        __syncthreads();
+        for (i64 i = 0; column < h && i < smaller(THREADS, count - first); i++) {
+            i64 row = static_cast<i64>(shared_ids[i]) - first_row;
+            if (row >= begin && row < end) dtable[row * h + column] += dout[(first + i) * h + column];
+        }
+    }
+}
+
+// The same with the ids cut into runs of `run`, each summed from zero, which are added up in the tree, and the sum to dtable.
+KERNEL embedding_backward_tree(const int* ids, const float* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run,
+                               i64 h) {
+    SHARED(int, shared_ids, THREADS);
+    i64 row = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
+    Tree tree;
+    float sum = 0.0f;
+    bool any = false;
+    for (i64 first = 0; first < count; first += THREADS) {
+        __syncthreads();  // the ids before these are read
+        if (first + threadIdx.x < count) shared_ids[threadIdx.x] = ids[first + threadIdx.x];
+        __syncthreads();
+        for (i64 i = first; i < smaller(first + THREADS, count); i++) {
+            if (static_cast<i64>(shared_ids[i - first]) - first_row == row && column < h) {
+                sum += dout[i * h + column];
+                any = true;
+            }
+            if ((i + 1) % run == 0) {
+                // A run without the word adds zeros, which changes no bits: no such sum is a negative zero.
+                tree.push(sum);
+                sum = 0.0f;
+            }
+        }
+    }
+    if (column >= h) return;
+    float old = accumulate ? dtable[row * h + column] : 0.0f;
+    dtable[row * h + column] = any ? old + tree.finish() : old;
+}
+
+KERNEL positions_forward(const float* x, const float* table, i64 first, i64 seq, float* out, i64 count, i64 h) {
+    i64 at = global_thread();
+    if (at < count) out[at] = x[at] + table[(first + at / h % seq) * h + at % h];
+}
+
+// Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are cut into runs of
+// `run`, each summed in order from zero, which are added up in the tree.
+KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
+    i64 at = global_thread();
+    if (at >= seq * h) return;
+    Tree tree;
+    for (i64 begin = 0; begin < batch; begin += run) {
+        float sum = 0.0f;
+        for (i64 sample = begin; sample < smaller(batch, begin + run); sample++) sum += dout[sample * seq * h + at];
+        tree.push(sum);
+    }
+    float old = accumulate ? dtable[first * h + at] : 0.0f;
+    dtable[first * h + at] = old + tree.finish();
+}

@@ -1,0 +1,76 @@
+// Layer norm over the last dim (Ba, Kiros and Hinton, arXiv:1607.06450).
+//
+//   mean = Σ x / n,  rstd = 1/√(Σ (x - mean)² / n + eps),  y = (x - mean) rstd gamma + beta
+//   x̂ = (x - mean) rstd,  g = dy gamma,  dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n),  dgamma = Σ_rows dy x̂,  dbeta = Σ_rows dy
+//
+// Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
+// Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
+// Bytes     forward 4 rows n read from memory (the other two passes hit the cache) and as many written, half if y is bf16; backward 8
+//           rows n read, 4 written (4 more read to accumulate); parts 8 rows n read again.
+// Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
+//           (bias.cu) adds up.
+#include "rows.cuh"
+#include "float16.cuh"
+
+template <class Out>
+DEVICE void layer_norm_forward(const float* x, const float* gamma, const float* beta, float eps, Out* y, float* mean, float* rstd,
+                               i64 rows, i64 n) {
+    SHARED(float, partial, ROW_HALVES);
+    Team team = team_of(rows, n);
+    const float* row = x + (team.live ? team.row * n : 0);
+    float count = static_cast<float>(n), sum[1];
+    row_sums<1>(team, n, partial, sum, [&](i64 i, float(&term)[1]) { term[0] = row[i]; });
+    float m = sum[0] / count;
+    row_sums<1>(team, n, partial, sum, [&](i64 i, float(&term)[1]) { term[0] = (row[i] - m) * (row[i] - m); });
+    float r = 1.0f / sqrtf(sum[0] / count + eps);
+    if (!team.live) return;
+    if (team.half == 0 && team.lane == 0) mean[team.row] = m, rstd[team.row] = r;
+    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(&y[team.row * n + i], (row[i] - m) * r * gamma[i] + beta[i]);
+}
+
+KERNEL layer_norm_forward_f32(const float* x, const float* gamma, const float* beta, float eps, float* y, float* mean, float* rstd,
+                              i64 rows, i64 n) {
+    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+}
+
+KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* beta, float eps, u16* y, float* mean, float* rstd,
+                               i64 rows, i64 n) {
+    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+}
+
+// dx, which is overwritten, or added to if `accumulate` is not 0.
+KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
+                           int accumulate, i64 rows, i64 n) {
+    SHARED(float, partial, 2 * ROW_HALVES);
+    Team team = team_of(rows, n);
+    i64 at = team.live ? team.row * n : 0;
+    float m = 0.0f, r = 0.0f, count = static_cast<float>(n), sums[2];
+    if (team.live) m = mean[team.row], r = rstd[team.row];
+    row_sums<2>(team, n, partial, sums, [&](i64 i, float(&terms)[2]) {
+        float g = dy[at + i] * gamma[i];
+        terms[0] = g;
+        terms[1] = g * ((x[at + i] - m) * r);
+    });
+    if (!team.live) return;
+    float g_mean = sums[0] / count, gx_mean = sums[1] / count;
+    for (i64 i = first_of(team); i < n; i += stride_of(team)) {
+        float normal = (x[at + i] - m) * r;
+        float share = r * (dy[at + i] * gamma[i] - g_mean - normal * gx_mean);
+        dx[at + i] = accumulate ? dx[at + i] + share : share;
+    }
+}
+
+// For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.
+KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* mean, const float* rstd, const i64* starts,
+                                 float* dgamma, float* dbeta, i64 n) {
+    i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
+    if (column >= n) return;
+    float gamma_sum = 0.0f, beta_sum = 0.0f;
+    for (i64 row = starts[part]; row < starts[part + 1]; row++) {
+        float g = dy[row * n + column], normal = (x[row * n + column] - mean[row]) * rstd[row];
+        gamma_sum += g * normal;
+        beta_sum += g;
+    }
+    dgamma[part * n + column] = gamma_sum;
+    dbeta[part * n + column] = beta_sum;
+}

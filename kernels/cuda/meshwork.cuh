@@ -1,0 +1,26 @@
+// What every kernel starts from: types with fixed sizes, and the words that differ between a GPU and the host.
+//
+// Compiled with -fmad=false (-ffp-contract=off on the host): a product and a sum are fused where fmaf says so and nowhere else,
+// because the bits of the results are those of the CPU kernels in crates/tensor/src/cpu/kernels. Indices of elements are 64 bits wide.
+#pragma once
+
+using i64 = long long;
+using u64 = unsigned long long;
+using u32 = unsigned int;
+using u16 = unsigned short;
+
+// Threads of every block, unless a kernel's head says otherwise.
+#define THREADS 256
+#define FULL_WARP 0xffffffffu
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#define DEVICE __device__ __forceinline__
+
+#ifndef SHARED
+#define SHARED(type, name, count) __shared__ type name[count]
+#endif
+
+// The number of this thread in the grid, of one dim.
+DEVICE i64 global_thread() { return static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; }
+
+DEVICE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }

@@ -1,0 +1,336 @@
+// CUDA C++ on the host: what the kernels of ../cuda use of it, for g++ on x86-64, with checks.
+//
+// Every thread of a block is a fiber with a stack of its own. A fiber runs until it waits (for its block at __syncthreads, or for
+// its warp at a shuffle) or ends; the next one then runs. Their order, and that of the blocks, follows from a seed: a kernel
+// whose results depend on it has a race. A launch fails, with a message that names the thread, if
+//
+// - two threads touch a word of shared memory, at least one writes it, and no barrier of the block is between them: this is found
+//   whatever the order in which they ran, because each word knows who read and wrote it since the last barrier;
+// - a thread reads a word of shared memory that nobody in its block has written, or touches one beyond the array;
+// - threads wait at a barrier or shuffle that others of their block or warp never reach.
+//
+// Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the threads of
+// a warp without a barrier of the block, atomics, the instructions that only PTX has, and the time anything takes.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <sys/mman.h>
+#include <vector>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if !defined(__x86_64__)
+#error "fibers switch stacks by instructions of x86-64"
+#endif
+
+namespace host {
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+
+enum class State { runnable, at_block, at_warp, done };
+
+struct Fiber {
+    void* stack_pointer;
+    char* stack;
+    Dim3 thread;
+    unsigned index;
+    State state;
+    uint64_t slot[2];   // what it gave to a shuffle, and to the one before
+    unsigned shuffles;  // how many it has passed
+#if defined(__SANITIZE_ADDRESS__)
+    void* fake_stack;
+#endif
+};
+
+constexpr size_t STACK = 256 << 10;
+constexpr unsigned WARP = 32;
+
+inline Fiber* current;
+inline std::vector<Fiber> fibers;
+inline unsigned live;  // fibers of this block
+inline Dim3 block_index, block_dim, grid_dim;
+inline uint64_t epoch;        // barriers so far, over all blocks: no two stretches between barriers have the same
+inline uint64_t block_epoch;  // the first of this block
+inline std::string message;   // why the launch failed
+inline bool abandoned;        // whether any launch has failed, with fibers that never ended
+inline std::function<void()> body;
+inline void* scheduler;  // its stack pointer
+#if defined(__SANITIZE_ADDRESS__)
+inline const void* scheduler_bottom;
+inline size_t scheduler_size;
+#endif
+
+extern "C" void meshwork_switch(void** save, void* load);
+asm(R"(
+.text
+.p2align 4
+.globl meshwork_switch
+.hidden meshwork_switch
+.type meshwork_switch, @function
+meshwork_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size meshwork_switch, . - meshwork_switch
+)");
+
+// Back to the scheduler; returns when it resumes this fiber, which it never does after `State::done` or a failure.
+inline void leave(State state) {
+    Fiber* self = current;
+    self->state = state;
+#if defined(__SANITIZE_ADDRESS__)
+    void** keep = state == State::done ? nullptr : &self->fake_stack;
+    __sanitizer_start_switch_fiber(keep, scheduler_bottom, scheduler_size);
+#endif
+    meshwork_switch(&self->stack_pointer, scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(self->fake_stack, nullptr, nullptr);
+#endif
+}
+
+[[noreturn]] inline void fail(const std::string& what) {
+    message = what + " (thread " + std::to_string(current->thread.x) + " of block " + std::to_string(block_index.x) + ", " +
+              std::to_string(block_index.y) + ")";
+    leave(State::done);
+    abort();  // nobody resumes it
+}
+
+[[noreturn]] inline void entry() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+#endif
+    body();
+    leave(State::done);
+    abort();
+}
+
+inline void resume(Fiber& fiber) {
+    current = &fiber;
+#if defined(__SANITIZE_ADDRESS__)
+    void* fake = nullptr;
+    __sanitizer_start_switch_fiber(&fake, fiber.stack, STACK);
+#endif
+    meshwork_switch(&scheduler, fiber.stack_pointer);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+}
+
+inline void start(Fiber& fiber, unsigned index) {
+    if (!fiber.stack) {
+        void* memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) abort();
+        fiber.stack = static_cast<char*>(memory);
+    }
+#if defined(__SANITIZE_ADDRESS__)
+    // What ran here before left its outermost frames poisoned; all its frames if its launch failed.
+    size_t left = abandoned ? STACK : STACK / 64;
+    __asan_unpoison_memory_region(fiber.stack + STACK - left, left);
+    fiber.fake_stack = nullptr;
+#endif
+    auto top = reinterpret_cast<void**>(fiber.stack + STACK);
+    *--top = nullptr;  // where entry would return to: keeps the stack aligned as after a call
+    *--top = reinterpret_cast<void*>(&entry);
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    fiber.stack_pointer = top;
+    fiber.index = index;
+    fiber.thread = {index % block_dim.x, index / block_dim.x % block_dim.y, index / (block_dim.x * block_dim.y)};
+    fiber.state = State::runnable;
+    fiber.shuffles = 0;
+}
+
+// A permutation of 0 .. count: for seed 0 the order itself, for seed 1 the reverse, else a random one.
+inline std::vector<unsigned> order(unsigned count, uint64_t& seed) {
+    std::vector<unsigned> order(count);
+    for (unsigned i = 0; i < count; i++) order[i] = seed == 1 ? count - 1 - i : i;
+    for (unsigned i = count; seed > 1 && i > 1; i--) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        std::swap(order[i - 1], order[(seed >> 33) % i]);
+        seed |= 2;
+    }
+    return order;
+}
+
+// Lets waiting threads go on whose partners all wait too. False if there are none: all are done, or some wait for ever.
+inline bool release() {
+    bool any = false;
+    for (unsigned first = 0; first < live; first += WARP) {
+        unsigned end = std::min(first + WARP, live), waiting = 0;
+        for (unsigned i = first; i < end; i++) waiting += fibers[i].state == State::at_warp;
+        if (waiting != end - first) continue;
+        for (unsigned i = first; i < end; i++) fibers[i].state = State::runnable;
+        any = true;
+    }
+    if (any) return true;
+    unsigned waiting = 0, done = 0;
+    for (unsigned i = 0; i < live; i++) {
+        waiting += fibers[i].state == State::at_block;
+        done += fibers[i].state == State::done;
+    }
+    if (done == live) return false;
+    if (waiting != live) {
+        for (unsigned i = 0; i < live; i++) {
+            if (fibers[i].state == State::done) continue;
+            current = &fibers[i];
+            const char* where = fibers[i].state == State::at_block ? "__syncthreads" : "a shuffle";
+            message = std::string("a thread waits for ever at ") + where + ", which others do not reach (thread " +
+                      std::to_string(current->thread.x) + " of block " + std::to_string(block_index.x) + ")";
+            return false;
+        }
+    }
+    for (unsigned i = 0; i < live; i++) fibers[i].state = State::runnable;
+    epoch++;
+    return true;
+}
+
+inline void run_block(uint64_t& seed) {
+    block_epoch = ++epoch;
+    for (unsigned i = 0; i < live; i++) start(fibers[i], i);
+    do {
+        for (unsigned i : order(live, seed)) {
+            if (fibers[i].state == State::runnable) resume(fibers[i]);
+            if (!message.empty()) return;
+        }
+    } while (release());
+    epoch++;
+}
+
+// Runs a kernel. Returns null, or why it failed: valid until the next launch on this thread.
+inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, uint64_t seed) {
+    static std::mutex one_at_a_time;
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    body = std::move(kernel), grid_dim = grid, block_dim = block, live = block.x * block.y * block.z;
+    message.clear();
+    if (fibers.size() < live) fibers.resize(live);
+    uint64_t block_seed = seed;
+    for (unsigned flat : order(grid.x * grid.y * grid.z, block_seed)) {
+        block_index = {flat % grid.x, flat / grid.x % grid.y, flat / (grid.x * grid.y)};
+        run_block(seed);
+        if (message.empty()) continue;
+        abandoned = true;
+        static thread_local std::string kept;
+        kept = message;
+        return kept.c_str();
+    }
+    return nullptr;
+}
+
+// A barrier of the source that threads pass without waiting, for tests of the checks: the end of a file's name, and a line.
+inline std::string skipped_file;
+inline int skipped_line;
+
+inline void barrier(const char* file, int line) {
+    size_t end = strlen(file), count = skipped_file.size();
+    if (line == skipped_line && end >= count && skipped_file == file + (end - count)) return;
+    leave(State::at_block);
+}
+
+template <class T> T exchange(T value, unsigned from) {
+    static_assert(sizeof(T) <= 8);
+    unsigned parity = current->shuffles++ & 1;
+    memcpy(&current->slot[parity], &value, sizeof(T));
+    leave(State::at_warp);
+    unsigned source = current->index / WARP * WARP + from;
+    if (source >= live) fail("a shuffle reads lane " + std::to_string(from) + ", which the warp does not have");
+    memcpy(&value, &fibers[source].slot[parity], sizeof(T));
+    return value;
+}
+
+// An array in shared memory, whose words know who touched them since the last barrier.
+template <class T, int N> class Shared {
+    struct Word {
+        T value;
+        uint64_t written, read;  // the epochs
+        unsigned writer, reader;
+    };
+    static constexpr unsigned SEVERAL = ~0u;
+    Word words[N];
+    const char* name;
+
+    [[noreturn]] void fault(const char* what, int i, unsigned other) const {
+        fail(std::string(what) + " " + name + "[" + std::to_string(i) + "]" +
+             (other == SEVERAL ? std::string() : " with thread " + std::to_string(other)));
+    }
+
+  public:
+    explicit Shared(const char* name) : words(), name(name) {}
+
+    T load(int i) {
+        Word& word = words[i];
+        if (word.written < block_epoch) fault("reads shared memory that nobody wrote:", i, SEVERAL);
+        if (word.written == epoch && word.writer != current->index) fault("a race: reads", i, word.writer);
+        word.reader = word.read == epoch && word.reader != current->index ? SEVERAL : current->index;
+        word.read = epoch;
+        return word.value;
+    }
+
+    void store(int i, T value) {
+        Word& word = words[i];
+        if (word.written == epoch && word.writer != current->index) fault("a race: writes", i, word.writer);
+        if (word.read == epoch && word.reader != current->index) fault("a race: writes", i, word.reader);
+        word.written = epoch, word.writer = current->index, word.value = value;
+    }
+
+    struct Element {
+        Shared& array;
+        int i;
+        operator T() const { return array.load(i); }
+        T operator=(T value) const { return array.store(i, value), value; }
+        T operator=(const Element& other) const { return *this = static_cast<T>(other); }
+        T operator+=(T value) const { return *this = array.load(i) + value; }
+    };
+
+    Element operator[](long long i) {
+        if (i < 0 || i >= N) fail(std::string("beyond shared memory: ") + name + "[" + std::to_string(i) + "]");
+        return Element{*this, static_cast<int>(i)};
+    }
+};
+
+}  // namespace host
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx (host::current->thread)
+#define blockIdx (host::block_index)
+#define blockDim (host::block_dim)
+#define gridDim (host::grid_dim)
+#define SHARED(type, name, count) static host::Shared<type, count> name(#name)
+
+#define __syncthreads() host::barrier(__FILE__, __LINE__)
+template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
+    return host::exchange(value, (host::current->index % host::WARP) ^ lanes);
+}
+template <class T> T __shfl_sync(unsigned, T value, int lane) { return host::exchange(value, lane); }
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t(a) * b) >> 32); }

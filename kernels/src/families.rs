@@ -1,0 +1,184 @@
+//! The sources, and the kernels that they define. The host library that the tests compile asserts each list of arguments.
+
+use crate::geometry::Geometry;
+use crate::kernel::{Arg, Kernel, Pass, Source, Type};
+
+macro_rules! sources {
+    ($($name:ident = $file:literal;)*) => { $(
+        static $name: Source = Source { name: $file, text: include_str!(concat!("../cuda/", $file)) };
+    )* };
+}
+
+sources! {
+    MESHWORK = "meshwork.cuh";
+    MATH = "math.cuh";
+    FLOAT16 = "float16.cuh";
+    ROWS = "rows.cuh";
+    TREE = "tree.cuh";
+    RANDOM = "random.cuh";
+    ATTENTION = "attention.cuh";
+    LAYER_NORM = "layer_norm.cu";
+    RMS_NORM = "rms_norm.cu";
+    BIAS = "bias.cu";
+    GELU = "gelu.cu";
+    SWIGLU = "swiglu.cu";
+    OPTIMIZER = "optimizer.cu";
+    GRAD_NORM = "grad_norm.cu";
+    CASTS = "casts.cu";
+    REDUCE_RANKS = "reduce_ranks.cu";
+    DROPOUT = "dropout.cu";
+    ROTARY = "rotary.cu";
+    EMBEDDING = "embedding.cu";
+    CROSS_ENTROPY = "cross_entropy.cu";
+    ATTENTION_FORWARD = "attention_forward.cu";
+    ATTENTION_BACKWARD = "attention_backward.cu";
+}
+
+/// The headers that sources include, by name: NVRTC takes them with the source.
+pub static HEADERS: &[&Source] = &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &ATTENTION];
+
+/// The files of kernels, one family each.
+pub static SOURCES: &[&Source] = &[
+    &LAYER_NORM,
+    &RMS_NORM,
+    &BIAS,
+    &GELU,
+    &SWIGLU,
+    &OPTIMIZER,
+    &GRAD_NORM,
+    &CASTS,
+    &REDUCE_RANKS,
+    &DROPOUT,
+    &ROTARY,
+    &EMBEDDING,
+    &CROSS_ENTROPY,
+    &ATTENTION_FORWARD,
+    &ATTENTION_BACKWARD,
+];
+
+/// `name in FILE, Geometry: pass Type name, ..` for each kernel.
+macro_rules! kernels {
+    ($($name:ident in $source:ident, $geometry:expr; $($pass:ident $of:ident $arg:ident),+;)*) => {
+        /// All kernels.
+        pub static KERNELS: &[Kernel] = &[$(Kernel {
+            name: stringify!($name),
+            source: &$source,
+            geometry: $geometry,
+            args: &[$(Arg { name: stringify!($arg), pass: Pass::$pass, of: Type::$of }),+],
+        }),*];
+    };
+}
+
+/// Rows of a table that a block of threads of `embedding_backward` has: `items` of its geometry are the table's rows divided by this, rounded up.
+pub const TABLE_ROWS: u64 = 64;
+
+const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
+
+kernels! {
+    layer_norm_forward_f32 in LAYER_NORM, Geometry::Rows;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
+    layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rows;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
+    layer_norm_backward in LAYER_NORM, Geometry::Rows;
+        In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
+    layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
+        In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
+    rms_norm_forward_f32 in RMS_NORM, Geometry::Rows;
+        In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Value I64 n;
+    rms_norm_forward_bf16 in RMS_NORM, Geometry::Rows;
+        In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n;
+    rms_norm_backward in RMS_NORM, Geometry::Rows;
+        In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
+    rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
+        In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
+    add in BIAS, ELEMENTS; In F32 a, In F32 b, Out F32 out, Value I64 count;
+    add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
+    bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
+    bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Value I64 n;
+    sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
+    gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
+    gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Value I64 n;
+    gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Value I64 n;
+    swiglu_forward_f32 in SWIGLU, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
+    swiglu_forward_bf16 in SWIGLU, ELEMENTS; In F32 x, Out Bits16 out, Value I64 count;
+    swiglu_backward in SWIGLU, ELEMENTS; In F32 dy, Out F32 x, Value I64 count;
+    adamw in OPTIMIZER, ELEMENTS;
+        Out F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 keep, Value F32 lr_hat,
+        Value F32 root_hat, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 eps, Value I64 count;
+    sgd in OPTIMIZER, ELEMENTS;
+        Out F32 weights, In F32 grads, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value I64 count;
+    sgd_momentum in OPTIMIZER, ELEMENTS;
+        Out F32 weights, In F32 grads, Out F32 buffer, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value F32 momentum,
+        Value I64 count;
+    sum_of_squares in GRAD_NORM, Geometry::Warps; In F32 x, Value I64 len, Value I64 segments, Value I64 pitch, Out F64 parts;
+    sum_of_parts in GRAD_NORM, Geometry::OneWarp; In F64 parts, Value I64 count, Out F64 sums, Value I64 at;
+    unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
+    f32_to_bf16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
+    f32_to_operand in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
+    bf16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
+    f32_to_f16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
+    f16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
+    bucket_gather in CASTS, ELEMENTS; Ins F32 tensors, In I64 starts, Value I64 count_tensors, Out F32 bucket, Value I64 count;
+    bucket_scatter in CASTS, ELEMENTS; In F32 bucket, In I64 starts, Value I64 count_tensors, Outs F32 tensors, Value I64 count;
+    reduce_sum_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
+    reduce_sum_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_sum_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_max_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
+    tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
+    dropout in DROPOUT, Geometry::Elements { each: 4 };
+        In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
+    rotary_forward in ROTARY, ELEMENTS;
+        In F32 from, Value I64 from_row, In F32 angles, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 seq, Value I64 heads,
+        Value I64 head_dim;
+    rotary_backward in ROTARY, ELEMENTS;
+        Out F32 x, Value I64 row, In F32 angles, Value I64 rows, Value I64 seq, Value I64 heads, Value I64 head_dim;
+    embedding_forward in EMBEDDING, ELEMENTS;
+        In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Value I64 h;
+    embedding_backward in EMBEDDING, Geometry::Columns;
+        In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
+    embedding_backward_tree in EMBEDDING, Geometry::Columns;
+        In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 run, Value I64 h;
+    positions_forward in EMBEDDING, ELEMENTS;
+        In F32 x, In F32 table, Value I64 first, Value I64 seq, Out F32 out, Value I64 count, Value I64 h;
+    positions_backward in EMBEDDING, ELEMENTS;
+        In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
+    cross_entropy_stats in CROSS_ENTROPY, Geometry::Rows;
+        In F32 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
+        Out F32 target, Value I64 rows;
+    cross_entropy_larger in CROSS_ENTROPY, ELEMENTS; Out F32 max, In F32 other, Value I64 rows;
+    cross_entropy_rescale in CROSS_ENTROPY, ELEMENTS; In F32 local, In F32 global, Out F32 sum, Value I64 rows;
+    cross_entropy_lse in CROSS_ENTROPY, ELEMENTS; In F32 max, In F32 sum, Out F32 lse, Value I64 rows;
+    cross_entropy_loss in CROSS_ENTROPY, Geometry::Warps;
+        In I32 targets, In F32 max, In F32 sum, In F32 target, Out F64 loss, Value I64 samples, Value I64 rows;
+    cross_entropy_backward in CROSS_ENTROPY, Geometry::Rows;
+        Out F32 logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped, Value I64 width, Value I64 valid,
+        Value I64 first, Value I64 samples, Value I64 rows;
+    attention_forward_64 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_forward_128 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_dots in ATTENTION_BACKWARD, ELEMENTS;
+        In F32 dout, In F32 out, Out F32 dots, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 head_dim;
+    attention_backward_q_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_backward_q_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_backward_kv_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_backward_kv_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
+        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+    attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
+        In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Value I64 group, Value I64 first, Value I64 head_dim;
+}

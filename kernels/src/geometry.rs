@@ -1,0 +1,134 @@
+//! How many blocks of threads a kernel is launched with.
+
+/// Threads of every block: `THREADS` in `cuda/meshwork.cuh`.
+pub const THREADS: u32 = 256;
+
+/// Threads of a warp.
+const WARP: u64 = 32;
+
+/// Threads that sum one block of a row in the CPU's order, and elements of that block: `cuda/rows.cuh`.
+const ROW_LANES: u64 = 16;
+const ROW_BLOCK: u64 = 1024;
+
+/// What a grid covers. Each kernel has one; [`launch`](Self::launch) makes the grid from the sizes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Geometry {
+    /// A thread for `each` neighbouring elements of `items`; `width` is not used.
+    Elements {
+        /// Elements of a thread.
+        each: u32,
+    },
+    /// `items` rows of `width` elements, each for a team of half warps.
+    Rows,
+    /// A block of threads for each of `items` and each 256 of `width` columns.
+    Columns,
+    /// A warp for each of `items`; `width` is not used.
+    Warps,
+    /// One warp, whatever the sizes.
+    OneWarp,
+    /// A block of threads for each of `items` heads and each `rows` of `width` positions.
+    Tiles {
+        /// Positions of a block.
+        rows: u32,
+    },
+}
+
+/// A grid and its blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks in x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block in x, y and z.
+    pub block: [u32; 3],
+}
+
+impl Geometry {
+    /// The grid for sizes of a call, each as the variant says. `None` if there is nothing to do, or if it is more than a grid
+    /// can have: 2^31 - 1 blocks in x, 65,535 in y.
+    ///
+    /// ```
+    /// use meshwork_kernels::{Geometry, Launch};
+    ///
+    /// // Rows of 768 elements: 16 to a block of threads.
+    /// assert_eq!(Geometry::Rows.launch(100, 768), Some(Launch { grid: [7, 1, 1], block: [256, 1, 1] }));
+    /// assert_eq!(Geometry::Rows.launch(100, 50_257).map(|launch| launch.grid), Some([100, 1, 1]));
+    /// assert_eq!(Geometry::Elements { each: 1 }.launch(0, 0), None);
+    /// ```
+    pub fn launch(self, items: u64, width: u64) -> Option<Launch> {
+        let block = if self == Self::OneWarp { WARP as u32 } else { THREADS };
+        let (x, y) = match self {
+            Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
+            Self::Rows => (items.div_ceil(rows_per_block(width)), 1),
+            Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
+            Self::Warps => (items.div_ceil(u64::from(THREADS) / WARP), 1),
+            Self::OneWarp => (1, 1),
+            Self::Tiles { rows } => (items, width.div_ceil(u64::from(rows))),
+        };
+        let fits = (1..1 << 31).contains(&x) && (1..1 << 16).contains(&y);
+        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1] })
+    }
+}
+
+/// Rows of a block of threads, each with the power of two of half warps that `team_halves` gives it.
+fn rows_per_block(n: u64) -> u64 {
+    let halves = u64::from(THREADS) / ROW_LANES;
+    halves / n.div_ceil(ROW_BLOCK).clamp(1, halves).next_power_of_two()
+}
+
+/// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names end in `parts` sum
+/// the rows of each part; `sum_parts` then sums the parts of each block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowParts {
+    /// The first row of each part, and the number of rows.
+    pub rows: Vec<i64>,
+    /// The first part of each block, and the number of parts.
+    pub parts: Vec<i64>,
+}
+
+impl RowParts {
+    /// The parts of blocks of this many rows each.
+    ///
+    /// ```
+    /// let cut = meshwork_kernels::RowParts::new([100, 10]);
+    /// assert_eq!(cut.rows, [0, 64, 100, 110]);
+    /// assert_eq!(cut.parts, [0, 2, 3]);
+    /// ```
+    pub fn new(blocks: impl IntoIterator<Item = u32>) -> Self {
+        const PART: u32 = 64;
+        let mut cut = Self { rows: vec![0], parts: vec![0] };
+        let mut end = 0;
+        for rows in blocks {
+            for first in (0..rows).step_by(PART as usize) {
+                cut.rows.push(end + i64::from((first + PART).min(rows)));
+            }
+            end += i64::from(rows);
+            cut.parts.push(cut.rows.len() as i64 - 1);
+        }
+        cut
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grids_cover_their_items() {
+        let grid = |geometry: Geometry, items, width| geometry.launch(items, width).map(|launch| launch.grid);
+        assert_eq!(grid(Geometry::Elements { each: 4 }, 1025, 0), Some([2, 1, 1]));
+        assert_eq!(grid(Geometry::Columns, 7, 257), Some([7, 2, 1]));
+        assert_eq!(grid(Geometry::Warps, 9, 0), Some([2, 1, 1]));
+        assert_eq!(grid(Geometry::Tiles { rows: 32 }, 6, 33), Some([6, 2, 1]));
+        assert_eq!(Geometry::OneWarp.launch(5, 5).map(|launch| launch.block), Some([32, 1, 1]));
+        for (n, rows) in [(1, 16), (1024, 16), (1025, 8), (2049, 4), (4097, 2), (8193, 1), (1 << 40, 1)] {
+            assert_eq!(rows_per_block(n), rows, "{n}");
+        }
+    }
+
+    #[test]
+    fn what_no_grid_has_is_none() {
+        assert_eq!(Geometry::Columns.launch(1, 256 * 65_536), None);
+        assert_eq!(Geometry::Elements { each: 1 }.launch(1 << 39, 0), None);
+        assert_eq!(Geometry::Tiles { rows: 32 }.launch(0, 8), None);
+    }
+}

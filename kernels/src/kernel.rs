@@ -1,0 +1,110 @@
+//! Kernels as data: where each is written, how it is launched, and what it takes.
+
+use crate::geometry::Geometry;
+
+/// A file of CUDA C++.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Source {
+    /// Its name, by which other files include it.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+/// The type of an element, or of a number passed by value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Type {
+    /// `float`.
+    F32,
+    /// `double`.
+    F64,
+    /// Numbers of 16 bits, `unsigned short`: bf16 or f16, as the kernel's name says.
+    Bits16,
+    /// `int`.
+    I32,
+    /// `unsigned int`.
+    U32,
+    /// `long long`: sizes and indices.
+    I64,
+    /// `unsigned long long`.
+    U64,
+}
+
+/// How an argument is passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// By value.
+    Value,
+    /// The address of elements that are read.
+    In,
+    /// The address of elements that are written, or read and written.
+    Out,
+    /// The address of addresses of elements that are read.
+    Ins,
+    /// The address of addresses of elements that are written.
+    Outs,
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arg {
+    /// Its name in the source.
+    pub name: &'static str,
+    /// How it is passed.
+    pub pass: Pass,
+    /// The type of the number or of the elements.
+    pub of: Type,
+}
+
+/// A kernel.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// Its name, without mangling.
+    pub name: &'static str,
+    /// The file that it is compiled from.
+    pub source: &'static Source,
+    /// How it is launched.
+    pub geometry: Geometry,
+    /// What it takes, in order.
+    pub args: &'static [Arg],
+}
+
+impl Type {
+    /// Its name in C++.
+    pub fn c_name(self) -> &'static str {
+        match self {
+            Type::F32 => "float",
+            Type::F64 => "double",
+            Type::Bits16 => "unsigned short",
+            Type::I32 => "int",
+            Type::U32 => "unsigned int",
+            Type::I64 => "long long",
+            Type::U64 => "unsigned long long",
+        }
+    }
+}
+
+impl Arg {
+    /// Its type in C++.
+    pub fn c_type(&self) -> String {
+        let of = self.of.c_name();
+        match self.pass {
+            Pass::Value => of.to_owned(),
+            Pass::In => format!("const {of}*"),
+            Pass::Out => format!("{of}*"),
+            Pass::Ins => format!("const {of}* const*"),
+            Pass::Outs => format!("{of}* const*"),
+        }
+    }
+}
+
+impl Kernel {
+    /// The types of its arguments in C++, `const float*, long long`.
+    ///
+    /// ```
+    /// assert_eq!(meshwork_kernels::kernel("add_assign").unwrap().c_types(), "float*, const float*, long long");
+    /// ```
+    pub fn c_types(&self) -> String {
+        self.args.iter().map(Arg::c_type).collect::<Vec<_>>().join(", ")
+    }
+}

@@ -1,0 +1,62 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod families;
+mod geometry;
+mod kernel;
+
+pub use families::{HEADERS, KERNELS, SOURCES, TABLE_ROWS};
+pub use geometry::{Geometry, Launch, RowParts, THREADS};
+pub use kernel::{Arg, Kernel, Pass, Source, Type};
+
+/// What the compiler must be told, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product and sum are fused but
+/// where the source says so. Division, square roots and subnormal numbers stay as the standard has them, which is the default.
+pub const OPTIONS: [&str; 5] = ["-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"];
+
+/// The kernel of this name.
+pub fn kernel(name: &str) -> Option<&'static Kernel> {
+    KERNELS.iter().find(|kernel| kernel.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every kernel of a source is declared, and the other way round; every name is declared once.
+    #[test]
+    fn the_table_has_the_kernels_of_the_sources() {
+        let mut declared: Vec<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
+        let mut written: Vec<&str> = Vec::new();
+        for source in SOURCES {
+            let names = source.text.lines().filter_map(|line| line.strip_prefix("KERNEL ")?.split('(').next());
+            for name in names {
+                assert_eq!(kernel(name).map(|kernel| kernel.source), Some(*source), "{name}");
+                written.push(name);
+            }
+        }
+        declared.sort_unstable();
+        written.sort_unstable();
+        assert_eq!(declared, written);
+        assert!(declared.windows(2).all(|two| two[0] != two[1]));
+    }
+
+    /// Each file says what it computes before its first line of code, and includes nothing but our headers.
+    #[test]
+    fn sources_open_with_what_they_are() {
+        for source in SOURCES {
+            let head: Vec<&str> = source.text.lines().take_while(|line| line.starts_with("//")).collect();
+            for part in ["// Shapes ", "// Geometry ", "// Bytes ", "// Bits "] {
+                assert!(head.iter().any(|line| line.starts_with(part)), "{}: {part}", source.name);
+            }
+        }
+        for source in SOURCES.iter().chain(HEADERS) {
+            let code = source.text.lines().filter_map(|line| line.split("//").next());
+            assert!(code.clone().all(|line| !line.contains("atomic")), "{}", source.name);
+            for included in source.text.lines().filter_map(|line| line.strip_prefix("#include ")) {
+                let known = HEADERS.iter().any(|header| included == format!("\"{}\"", header.name));
+                assert!(known, "{} includes {included}", source.name);
+            }
+        }
+    }
+}

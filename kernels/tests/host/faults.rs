@@ -1,0 +1,146 @@
+//! Faults on purpose: each must be found, or the checks of the other tests mean little.
+
+use crate::launch::{Given, try_launch};
+use crate::{attention, build, loss, rows, tables};
+use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
+use std::ffi::{CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Each kernel writes `count` floats and has one fault but the first.
+static FAULTY: Source = Source {
+    name: "faulty.cu",
+    text: r#"
+#include "meshwork.cuh"
+
+// Each thread writes what its neighbour wrote.
+KERNEL sound(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    words[threadIdx.x] = static_cast<float>(threadIdx.x);
+    __syncthreads();
+    if (threadIdx.x < count) out[threadIdx.x] = words[(threadIdx.x + 1) % THREADS];
+}
+
+// The same without the barrier.
+KERNEL missing_barrier(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    words[threadIdx.x] = static_cast<float>(threadIdx.x);
+    if (threadIdx.x < count) out[threadIdx.x] = words[threadIdx.x ^ 1];
+}
+
+// Two threads write a word, the same value even.
+KERNEL race(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    words[threadIdx.x / 2] = 1.0f;
+    __syncthreads();
+    if (threadIdx.x < count) out[threadIdx.x] = words[threadIdx.x / 2];
+}
+
+// A write after reads of others.
+KERNEL write_after_read(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    if (threadIdx.x == 0) words[0] = 1.0f;
+    __syncthreads();
+    if (threadIdx.x < count) out[threadIdx.x] = words[0];
+    if (threadIdx.x == 255) words[0] = 2.0f;
+}
+
+KERNEL unwritten(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    if (threadIdx.x > 0) words[threadIdx.x] = 1.0f;
+    __syncthreads();
+    if (threadIdx.x < count) out[threadIdx.x] = words[threadIdx.x];
+}
+
+KERNEL beyond(float* out, i64 count) {
+    SHARED(float, words, THREADS);
+    words[threadIdx.x + 1] = 1.0f;
+    if (threadIdx.x < count) out[threadIdx.x] = 1.0f;
+}
+
+// A barrier that half of the threads leave out.
+KERNEL divergent(float* out, i64 count) {
+    if (threadIdx.x >= THREADS / 2) return;
+    __syncthreads();
+    if (threadIdx.x < count) out[threadIdx.x] = 1.0f;
+}
+
+// A shuffle that one lane leaves out.
+KERNEL half_shuffle(float* out, i64 count) {
+    float value = 1.0f;
+    if (threadIdx.x != 7) value = __shfl_xor_sync(FULL_WARP, value, 1);
+    if (threadIdx.x < count) out[threadIdx.x] = value;
+}
+
+// Threads add to the same place in global memory.
+KERNEL unordered(float* out, i64 count) {
+    if (threadIdx.x < count) out[0] = out[0] * 0.5f + static_cast<float>(threadIdx.x);
+}
+"#,
+};
+
+const fn faulty(name: &'static str) -> Kernel {
+    const ARGS: &[Arg] =
+        &[Arg { name: "out", pass: Pass::Out, of: Type::F32 }, Arg { name: "count", pass: Pass::Value, of: Type::I64 }];
+    Kernel { name, source: &FAULTY, geometry: Geometry::Elements { each: 1 }, args: ARGS }
+}
+
+#[test]
+fn planted_faults_are_found() {
+    let faults = [
+        ("sound", ""),
+        // A race, or a word that is not written yet: as the order has it.
+        ("missing_barrier", " words["),
+        ("race", "a race: writes words[0] with thread"),
+        ("write_after_read", "a race: "),
+        ("unwritten", "reads shared memory that nobody wrote: words[0] (thread 0 of block 0, 0)"),
+        ("beyond", "beyond shared memory: words[256]"),
+        ("divergent", "a thread waits for ever at __syncthreads, which others do not reach"),
+        ("half_shuffle", "a thread waits for ever at a shuffle, which others do not reach"),
+        ("unordered", "results depend on the order of threads"),
+    ];
+    let kernels = faults.map(|(name, _)| faulty(name));
+    let meshwork = HEADERS.iter().find(|header| header.name == "meshwork.cuh").expect("the header of all kernels");
+    let files = vec![(meshwork.name, meshwork.text.to_owned()), (FAULTY.name, FAULTY.text.to_owned())];
+    let Some(library) = build::compile("faulty", files, &kernels) else { return };
+    for (kernel, (_, found)) in kernels.iter().zip(faults) {
+        let mut out = vec![0.0_f32; 256];
+        let given = vec![Given::from(&mut out), Given::from(256_usize)];
+        match try_launch(&library, kernel, [256, 0], given) {
+            Ok(()) => assert!(found.is_empty(), "{}: not found", kernel.name),
+            Err(why) => assert!(!found.is_empty() && why.contains(found), "{}: {why}", kernel.name),
+        }
+    }
+}
+
+/// Without any one of the barriers in the sources, some test above fails because of a race or an unwritten word.
+#[test]
+fn every_barrier_is_needed() {
+    let Some(library) = build::copy() else { return };
+    let skip = |file: &str, line: usize| {
+        let file = CString::new(file).expect("a name without zeros");
+        // SAFETY: the library's function of this type, which copies the name.
+        unsafe {
+            let skip = library.get::<unsafe extern "C" fn(*const c_char, i32)>(b"meshwork_skip").expect("its entry");
+            skip(file.as_ptr(), line as i32);
+        }
+    };
+    let mut found = 0;
+    for source in SOURCES.iter().chain(HEADERS) {
+        let tests: &[fn()] = match source.name {
+            "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, loss::cross_entropy_is_that_of_the_cpu],
+            "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
+            _ => &[attention::attention_is_that_of_the_cpu],
+        };
+        let lines = source.text.lines().enumerate().filter(|(_, line)| line.contains("__syncthreads();"));
+        for (at, _) in lines {
+            skip(source.name, at + 1);
+            let failures =
+                tests.iter().filter_map(|test| build::with(library, || catch_unwind(AssertUnwindSafe(test))).err());
+            let why = failures.filter_map(|panic| panic.downcast_ref::<String>().cloned()).next();
+            let why = why.unwrap_or_else(|| panic!("{}:{}: nobody misses this barrier", source.name, at + 1));
+            assert!(why.contains("a race: ") || why.contains("nobody wrote"), "{}:{}: {why}", source.name, at + 1);
+            found += 1;
+        }
+    }
+    assert!(found > 10, "{found} barriers");
+}

@@ -1,0 +1,112 @@
+//! Sums, biases and activations, bit by bit against the CPU; casts against `half`.
+
+use crate::launch::Null;
+use crate::{assert_bits, launch, values};
+use half::{bf16, f16};
+use meshwork_tensor::cpu::kernels::round::{Stored, round};
+use meshwork_tensor::cpu::kernels::{gelu, pointwise, swiglu};
+
+/// Ordinary values and the ends of the range, NaN last.
+fn awkward(name: &str, count: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = values(name, count).iter().map(|x| 4.0 * x).collect();
+    let ends = [0.0, -0.0, 29.9, -31.0, 1e-40, -1e-30, 1e20, -1e20, 3e38, f32::INFINITY, f32::NEG_INFINITY];
+    x.iter_mut().zip(ends).for_each(|(x, end)| *x = end);
+    x
+}
+
+#[test]
+fn sums_and_biases_are_those_of_the_cpu() {
+    for [rows, n] in [[1, 1], [7, 33], [3, 1001]] {
+        let count = rows * n;
+        let (x, y, bias) = (values("x", count), values("y", count), values("bias", n));
+        let (mut got, mut want) = (vec![f32::NAN; count], vec![0.0; count]);
+        if !launch!("add", [count, 0], &x, &y, &mut got, count) {
+            return;
+        }
+        pointwise::add(&x, &y, &mut want);
+        assert_bits("add", &got, &want);
+        launch!("add_assign", [count, 0], &mut got, &x, count);
+        pointwise::add_assign(&mut want, &x);
+        assert_bits("add_assign", &got, &want);
+        launch!("bias", [count, 0], &x, &bias, &mut got, count, n);
+        pointwise::bias(&x, &bias, &mut want);
+        assert_bits("bias", &got, &want);
+        launch!("bias_residual", [count, 0], &x, &bias, &y, &mut got, count, n);
+        pointwise::bias_residual(&x, &bias, &y, &mut want);
+        assert_bits("bias_residual", &got, &want);
+    }
+}
+
+#[test]
+fn activations_are_those_of_the_cpu() {
+    for [rows, n] in [[1, 14], [7, 33], [3, 1001]] {
+        let count = rows * n;
+        let (x, dy, bias) = (awkward("x", count), values("dy", count), values("bias", n));
+        let (mut got, mut want) = (vec![f32::NAN; count], vec![0.0; count]);
+        if !launch!("gelu_forward_f32", [count, 0], &x, &bias, &mut got, count, n) {
+            return;
+        }
+        gelu::bias_gelu(&x, &bias, Stored::Full(&mut want));
+        assert_bits("bias and gelu", &got, &want);
+        let (mut rounded, mut want_rounded) = (vec![bf16::ONE; count], vec![bf16::ZERO; count]);
+        launch!("gelu_forward_bf16", [count, 0], &x, &bias, &mut rounded, count, n);
+        round(&want, &mut want_rounded);
+        assert!(rounded.iter().zip(&want_rounded).all(|(a, b)| a.to_bits() == b.to_bits()), "rounded bias and gelu");
+        launch!("gelu_forward_f32", [count, 0], &x, Null, &mut got, count, n);
+        gelu::gelu(&x, &mut want);
+        assert_bits("gelu", &got, &want);
+        let (mut dx, mut want_dx) = (dy.clone(), dy.clone());
+        launch!("gelu_backward", [count, 0], &x, &bias, &mut dx, count, n);
+        gelu::bias_gelu_backward(&x, &bias, &mut want_dx, &mut vec![0.0; n]);
+        assert_bits("gradient of bias and gelu", &dx, &want_dx);
+
+        let (pairs, dy) = (awkward("pairs", 2 * count), values("dy", count));
+        launch!("swiglu_forward_f32", [count, 0], &pairs, &mut got, count);
+        swiglu::swiglu(&pairs, Stored::Full(&mut want));
+        assert_bits("swiglu", &got, &want);
+        launch!("swiglu_forward_bf16", [count, 0], &pairs, &mut rounded, count);
+        round(&want, &mut want_rounded);
+        assert!(rounded.iter().zip(&want_rounded).all(|(a, b)| a.to_bits() == b.to_bits()), "rounded swiglu");
+        let (mut dx, mut want_dx) = (pairs.clone(), pairs);
+        launch!("swiglu_backward", [count, 0], &dy, &mut dx, count);
+        swiglu::swiglu_backward(&dy, &mut want_dx);
+        assert_bits("gradient of swiglu", &dx, &want_dx);
+    }
+}
+
+/// Every f16 and bf16 and, around each, the f32s where rounding decides.
+#[test]
+fn casts_are_those_of_half() {
+    let near = |x: f32| [x.to_bits().wrapping_sub(1), x.to_bits(), x.to_bits().wrapping_add(1)].map(f32::from_bits);
+    let all =
+        (0..=u16::MAX).step_by(7).chain([0x7c00, 0x7c01, 0x7bff, 0x7f80, 0x7f81, 0x7f7f, 1, 0x3ff, 0x400, 0x8001]);
+    let mut from: Vec<f32> = Vec::new();
+    for bits in all.clone() {
+        let [f, g] = [f16::from_bits(bits), f16::from_bits(bits ^ 1)].map(f16::to_f32);
+        from.extend(near(f).into_iter().chain(near((f + g) / 2.0)));
+        let b = bf16::from_bits(bits).to_f32();
+        from.extend(near(b).into_iter().chain(near(f32::from_bits(b.to_bits() | 0x8000))));
+    }
+    from.extend([65_519.996, 65_520.0, 2_f32.powi(-25), 2_f32.powi(-25) * 1.000_001, 1e-40, -1e-40]);
+    let count = from.len();
+    let (mut b, mut f, mut operand) = (vec![bf16::ONE; count], vec![f16::ONE; count], vec![bf16::ONE; count]);
+    if !launch!("f32_to_bf16", [count, 0], &from, &mut b, count) {
+        return;
+    }
+    launch!("f32_to_f16", [count, 0], &from, &mut f, count);
+    launch!("f32_to_operand", [count, 0], &from, &mut operand, count);
+    let mut want_operand = vec![bf16::ZERO; count];
+    round(&from, &mut want_operand);
+    for (i, &x) in from.iter().enumerate() {
+        assert_eq!(b[i].to_bits(), bf16::from_f32(x).to_bits(), "bf16 of {x:e}");
+        assert_eq!(f[i].to_bits(), f16::from_f32(x).to_bits(), "f16 of {x:e}");
+        assert_eq!(operand[i].to_bits(), want_operand[i].to_bits(), "operand of {x:e}");
+    }
+    let (halves, wholes): (Vec<f16>, Vec<bf16>) = all.map(|bits| (f16::from_bits(bits), bf16::from_bits(bits))).unzip();
+    let count = halves.len();
+    let (mut from_half, mut from_whole) = (vec![0.0_f32; count], vec![0.0_f32; count]);
+    launch!("f16_to_f32", [count, 0], &halves, &mut from_half, count);
+    launch!("bf16_to_f32", [count, 0], &wholes, &mut from_whole, count);
+    assert_bits("f16", &from_half, &halves.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+    assert_bits("bf16", &from_whole, &wholes.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+}

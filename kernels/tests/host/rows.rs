@@ -1,0 +1,131 @@
+//! Norms, bit by bit against the CPU.
+
+use crate::{assert_bits, launch, values};
+use half::bf16;
+use meshwork_core::{Buffer, DType};
+use meshwork_kernels::RowParts;
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::kernel::Norm;
+use meshwork_tensor::tape::RowBlocks;
+
+/// Rows and elements of each: one half warp a row, several, all, and several rounds; rows that do not fill the last block.
+const SIZES: [[usize; 2]; 8] = [[1, 1], [3, 7], [17, 33], [21, 768], [5, 1024], [9, 1025], [3, 5003], [2, 17_500]];
+
+const EPS: f32 = 1e-5;
+
+/// A gradient of gains or biases from the parts that a kernel left: the rows of each block summed.
+fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
+    let blocks = cut.parts.len() - 1;
+    let mut sums = vec![f32::NAN; blocks * n];
+    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, n);
+    sums
+}
+
+fn row_parts(rows: usize, blocks: RowBlocks) -> RowParts {
+    RowParts::new(blocks.rows(rows).map(|rows| rows as u32))
+}
+
+fn slice(buffer: &Buffer) -> &[f32] {
+    buffer.as_slice().unwrap()
+}
+
+#[test]
+pub fn layer_norms_are_those_of_the_cpu() {
+    for [rows, n] in SIZES {
+        let what = format!("{rows} rows of {n}");
+        // A large mean, which a variance in one pass would not survive.
+        let x: Vec<f32> = values("x", rows * n).iter().map(|x| 3.0 * x + 100.0).collect();
+        let (gamma, beta) = (values("gamma", n), values("beta", n));
+        let [mut y, mut mean, mut rstd] = [rows * n, rows, rows].map(|len| vec![f32::NAN; len]);
+        let args = ("layer_norm_forward_f32", "layer_norm_forward_bf16");
+        if !launch!(args.0, [rows, n], &x, &gamma, &beta, EPS, &mut y, &mut mean, &mut rstd, rows, n) {
+            return;
+        }
+        let mut rounded = vec![bf16::NAN; rows * n];
+        launch!(args.1, [rows, n], &x, &gamma, &beta, EPS, &mut rounded, &mut mean, &mut rstd, rows, n);
+        let cpu = Cpu::new(meshwork_tensor::cpu::Precision::Bf16);
+        let [x_, gamma_, beta_] = [&x, &gamma, &beta].map(|x| Buffer::from_slice(x));
+        let want = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::F32).unwrap();
+        let (want_rounded, ..) = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::Bf16).unwrap();
+        assert_bits(&format!("y of {what}"), &y, slice(&want.0));
+        assert_bits(&format!("mean of {what}"), &mean, slice(&want.1));
+        assert_bits(&format!("rstd of {what}"), &rstd, slice(&want.2));
+        assert_eq!(rounded, want_rounded.as_slice::<bf16>().unwrap(), "{what}");
+    }
+}
+
+#[test]
+fn gradients_of_layer_norms_are_those_of_the_cpu() {
+    for ([rows, n], slices) in SIZES.into_iter().zip([1, 1, 2, 1, 1, 3, 1, 1]).chain([([200, 40], 1), ([300, 3], 2)]) {
+        let blocks = RowBlocks { samples: 1, slices };
+        let what = format!("{rows} rows of {n}");
+        let (x, gamma, dy) = (values("x", rows * n), values("gamma", n), values("dy", rows * n));
+        let (mean, rstd) = (values("mean", rows), values("rstd", rows));
+        let old = values("old", rows * n);
+        let cpu = Cpu::default();
+        let [dy_, x_, gamma_, mean_, rstd_] = [&dy, &x, &gamma, &mean, &rstd].map(|x| Buffer::from_slice(x));
+        for accumulate in [false, true] {
+            let sum = accumulate.then(|| Buffer::from_slice(&old));
+            let want = cpu.layer_norm_grad(&dy_, &x_, &gamma_, [&mean_, &rstd_], blocks, sum).unwrap();
+            let (mut dx, add) = (old.clone(), i32::from(accumulate));
+            if !launch!("layer_norm_backward", [rows, n], &dy, &x, &gamma, &mean, &rstd, &mut dx, add, rows, n) {
+                return;
+            }
+            assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
+            let cut = row_parts(rows, blocks);
+            let parts = cut.rows.len() - 1;
+            let [mut dgamma, mut dbeta] = [(); 2].map(|()| vec![f32::NAN; parts * n]);
+            let sizes = [parts, n];
+            launch!("layer_norm_backward_parts", sizes, &dy, &x, &mean, &rstd, &cut.rows, &mut dgamma, &mut dbeta, n);
+            assert_bits(&format!("dgamma of {what}"), &finish(&dgamma, &cut, n), slice(&want.1));
+            assert_bits(&format!("dbeta of {what}"), &finish(&dbeta, &cut, n), slice(&want.2));
+        }
+    }
+}
+
+#[test]
+fn rms_norms_are_those_of_the_cpu() {
+    for [rows, n] in SIZES {
+        let what = format!("{rows} rows of {n}");
+        let (x, weight) = (values("x", rows * n), values("weight", n));
+        let [mut y, mut rstd] = [rows * n, rows].map(|len| vec![f32::NAN; len]);
+        if !launch!("rms_norm_forward_f32", [rows, n], &x, &weight, EPS, &mut y, &mut rstd, rows, n) {
+            return;
+        }
+        let mut rounded = vec![bf16::NAN; rows * n];
+        launch!("rms_norm_forward_bf16", [rows, n], &x, &weight, EPS, &mut rounded, &mut rstd, rows, n);
+        let cpu = Cpu::new(meshwork_tensor::cpu::Precision::Bf16);
+        let [x_, weight_] = [&x, &weight].map(|x| Buffer::from_slice(x));
+        let want = cpu.rms_norm(&x_, &weight_, f64::from(EPS), DType::F32).unwrap();
+        let (want_rounded, _) = cpu.rms_norm(&x_, &weight_, f64::from(EPS), DType::Bf16).unwrap();
+        assert_bits(&format!("y of {what}"), &y, slice(&want.0));
+        assert_bits(&format!("rstd of {what}"), &rstd, slice(&want.1));
+        assert_eq!(rounded, want_rounded.as_slice::<bf16>().unwrap(), "{what}");
+    }
+}
+
+#[test]
+fn gradients_of_rms_norms_are_those_of_the_cpu() {
+    for ([rows, n], slices) in SIZES.into_iter().zip([1, 1, 2, 1, 1, 3, 1, 1]).chain([([200, 40], 1), ([300, 3], 2)]) {
+        let blocks = RowBlocks { samples: 1, slices };
+        let what = format!("{rows} rows of {n}");
+        let (x, weight, dy, rstd) =
+            (values("x", rows * n), values("w", n), values("dy", rows * n), values("rstd", rows));
+        let old = values("old", rows * n);
+        let [dy_, x_, weight_, rstd_] = [&dy, &x, &weight, &rstd].map(|x| Buffer::from_slice(x));
+        for accumulate in [false, true] {
+            let sum = accumulate.then(|| Buffer::from_slice(&old));
+            let want = Cpu::default().rms_norm_grad(&dy_, &x_, &weight_, &rstd_, blocks, sum).unwrap();
+            let (mut dx, add) = (old.clone(), i32::from(accumulate));
+            if !launch!("rms_norm_backward", [rows, n], &dy, &x, &weight, &rstd, &mut dx, add, rows, n) {
+                return;
+            }
+            assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
+            let cut = row_parts(rows, blocks);
+            let parts = cut.rows.len() - 1;
+            let mut dweight = vec![f32::NAN; parts * n];
+            launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, &cut.rows, &mut dweight, n);
+            assert_bits(&format!("dweight of {what}"), &finish(&dweight, &cut, n), slice(&want.1));
+        }
+    }
+}
