@@ -15,17 +15,12 @@ use crate::simd::wide;
 pub struct Key([u32; 2]);
 
 impl Key {
-    /// The two words of the key as the generator takes them, for devices that draw their own bits.
-    pub fn words(self) -> [u32; 2] {
-        self.0
-    }
-
     /// The key of which [`words`](Self::words) are these: for a stream whose name was sent.
     pub const fn from_words(words: [u32; 2]) -> Key {
         Key(words)
     }
 
-    /// The two words of the key.
+    /// The two words of the key as the generator takes them, for devices that draw their own bits.
     pub const fn words(self) -> [u32; 2] {
         self.0
     }
