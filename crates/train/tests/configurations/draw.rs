@@ -609,11 +609,7 @@ impl Frame {
                 _ => one_of(rng, &["0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
-            "memory.limit_bytes" => match rng.below(12) {
-                0 => some(&1_000_000),
-                1 => some(&(1_u64 << 40)),
-                _ => None,
-            },
+            "memory.limit_bytes" => rarely(rng, 8).then(|| (1_u64 << 40).to_string()),
             "metrics.profile" => match self.profile {
                 true => some(&true),
                 false => rarely(rng, 8).then(|| "false".to_owned()),
