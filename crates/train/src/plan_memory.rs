@@ -1,7 +1,7 @@
 //! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that is too small.
 //!
-//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, and ten for each byte that a rank sends and receives
-//! ([`FLOPS_PER_BYTE`]): it only orders the settings.
+//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, and ten for each byte that a rank sends and receives:
+//! it only orders the settings.
 
 use crate::config::{Config, Fault, RecomputeWord, Recomputed};
 use crate::plan::{kinds, size, spans};
