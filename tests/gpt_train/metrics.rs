@@ -18,7 +18,7 @@ fn every_line_has_every_field() {
     assert_eq!(order, ["start", "step", "step", "validation", "step", "step", "validation", "step", "end"]);
 
     let start = &run[0];
-    assert_eq!(keys(start), ["event", "version", "mesh", "parameters", "data_hash", "config"]);
+    assert_eq!(keys(start), ["event", "version", "mesh", "parameters", "data_hash", "memory_predicted", "config"]);
     assert_eq!(start["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(start["mesh"], serde_json::json!({"dp": 2, "tp": 2, "pp": 2, "cp": 1, "ep": 1}));
     let block = 12 * 16 * 16 + 13 * 16;
@@ -71,7 +71,21 @@ fn every_line_has_every_field() {
         assert_eq!(keys(validation), ["event", "step", "loss"]);
     }
     let end = run.last().unwrap();
-    assert_eq!(keys(end), ["event", "steps", "loss", "seconds"]);
+    assert_eq!(keys(end), ["event", "steps", "loss", "seconds", "memory_measured"]);
+    let ranks = |line: &Value, key: &str| line[key].as_array().unwrap().clone();
+    let (predicted, measured) = (ranks(start, "memory_predicted"), ranks(end, "memory_measured"));
+    assert_eq!((predicted.len(), measured.len()), (8, 8));
+    for (rank, (predicted, measured)) in predicted.iter().zip(&measured).enumerate() {
+        let categories = ["parameters", "gradients", "optimizer", "activations", "buffers", "other"];
+        assert_eq!((keys(predicted), keys(measured)), (categories.to_vec(), categories.to_vec()));
+        for category in categories {
+            let [predicted, measured] = [predicted, measured].map(|bytes| bytes[category].as_f64().unwrap());
+            assert!(
+                (predicted - measured).abs() <= 0.05 * measured,
+                "{category} of rank {rank}: {predicted}, {measured}"
+            );
+        }
+    }
     let last = numbers(&run, "step", "loss")[4];
     assert_eq!((end["steps"].as_u64(), end["loss"].as_f64()), (Some(5), Some(last)));
     assert!(end["seconds"].as_f64().unwrap() > 0.0);
