@@ -36,7 +36,7 @@ fn file(name: &str, text: &str) -> PathBuf {
 
 #[test]
 fn the_command_line_is_held_to_its_flags() {
-    const FLAGS: &str = "--config, --mesh, --data, --steps, --device, --metrics, --set, --help";
+    const FLAGS: &str = "--config, --mesh, --data, --steps, --device, --metrics, --plan-memory, --set, --help";
     refused(&[
         ("--mseh dp=2", &format!("--mseh: unknown flag; the nearest is --mesh; use one of {FLAGS}")),
         ("train", &format!("train: not a flag; use one of {FLAGS}")),
