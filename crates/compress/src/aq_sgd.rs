@@ -30,7 +30,7 @@ pub trait Store: Send + Debug {
 pub struct MemoryStore(Vec<Vec<f32>>);
 
 impl MemoryStore {
-    /// Room for so many samples.
+    /// A store for this number of samples. None of them has been seen.
     pub fn new(samples: usize) -> MemoryStore {
         MemoryStore(vec![Vec::new(); samples])
     }
@@ -77,10 +77,10 @@ impl FileStore {
         (HEAD + samples.div_ceil(8)) as u64 + 4 * samples as u64 * len as u64
     }
 
-    /// Opens a file of so many samples of so many elements, or makes it.
+    /// Opens the file, or creates it, with `samples` buffers of `len` elements each.
     ///
     /// # Errors
-    /// A file of other samples, or none of this format, or one that cannot be read or written.
+    /// A file with another number or length of buffers, or of another format, or one that cannot be read or written.
     pub fn open(path: impl AsRef<Path>, samples: usize, len: usize) -> Result<FileStore, CompressError> {
         let path = path.as_ref().to_path_buf();
         let fail = |problem: String| CompressError::File { path: path.display().to_string(), problem };
@@ -160,7 +160,7 @@ impl AqSgd {
     /// A link for activations of one shape. Both sides use the same compressor.
     ///
     /// # Errors
-    /// A shape that the scheme does not compress, or a scheme with a state of its own, of which each sample would need one.
+    /// A shape that the scheme cannot compress. A scheme that keeps a state (PowerSGD), because each sample would need its own.
     pub fn new(compressor: Box<dyn Compressor>, shape: Shape, store: Box<dyn Store>) -> Result<AqSgd, CompressError> {
         compressor.check(shape)?;
         match compressor.warm_len(shape) {

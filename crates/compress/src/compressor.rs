@@ -50,7 +50,7 @@ pub enum Fold {
     Add,
 }
 
-/// How the ranks of a group sum values of which each compresses its own: see [`sum`](crate::sum()).
+/// How a group sums values when each rank compresses its own: see [`sum`](crate::sum()).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum SumMethod {

@@ -10,7 +10,7 @@ pub fn bytes(count: usize, bits: usize) -> usize {
     bits * count.div_ceil(8)
 }
 
-/// Packs the codes of one tile, of which the first `count` are used and the others zero.
+/// Packs the first `count` codes of a tile. The other codes must be zero.
 pub fn pack(codes: &[u8; TILE], count: usize, bits: usize, out: &mut [u8]) {
     match count {
         TILE => wide(

@@ -45,7 +45,7 @@ pub enum StateKind {
     Slice,
 }
 
-/// The name and place of a state, for whoever saves it.
+/// The name, dims and slice of a state, as a checkpoint needs them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateSpec {
     /// `NAME.residual`, `NAME.estimate`, `NAME.momentum`, `NAME.sum_estimate`, `NAME.warm`, `NAME.shard_residual`.
@@ -170,7 +170,7 @@ impl Reduction {
         self.last
     }
 
-    /// The states that are in use, declared for whoever saves them.
+    /// The states that are in use, with what a checkpoint needs to save and reshard them.
     pub fn states(&self) -> Vec<(StateSpec, &[f32])> {
         let values = [
             &self.sender.residual,

@@ -7,8 +7,8 @@
 //! i = argmin |code[i] - x / largest |x| of its block|   of m and of v
 //! ```
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): the dynamic tree code, with a sign for m and an extra bit of
-//! fraction for v. Blocks are consecutive elements of the whole parameter, whoever holds them: the largest values are brought together over
-//! ranks, which rounds nothing. So the numbers depend on no mesh.
+//! fraction for v. Blocks are consecutive elements of the whole parameter, on whichever ranks they lie: an all-reduce takes the largest value
+//! of each block, which rounds nothing. So the numbers do not depend on the mesh.
 
 use std::sync::OnceLock;
 

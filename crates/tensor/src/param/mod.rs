@@ -1,5 +1,7 @@
 //! Parameters with placements. A parameter states its structural dims, and per axis whether one of them is cut, once.
 //! These determine its slice on each rank, its initial values, and how its gradient is synchronised.
+//!
+//! More than 400 lines: the documented declarations of one type, and the refusals that belong to them.
 
 mod gradients;
 mod group;

@@ -1,6 +1,6 @@
 //! The tape: operations on [`Var`]s are applied, typed and recorded; [`Tape::backward`] runs them in reverse.
 //!
-//! There is one tape per (chunk, micro-batch). It has three hooks for memory and overlap features, and one for
+//! There is one tape per micro-batch and segment of a stage; without recomputation of layers, a stage is one segment. It has three hooks for memory and overlap features, and one for
 //! observers:
 //! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values are stored for the backward pass. With
 //!   [`Selective`], values that are cheap to recompute ([`Forward::recipe`]) are not stored at all;
