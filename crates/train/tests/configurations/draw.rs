@@ -7,6 +7,7 @@ use std::fmt;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::thread;
 
 use meshwork_pipeline::{Generator, Shape};
 use meshwork_testkit::Rng;
@@ -485,7 +486,10 @@ impl Frame {
                     let schedule =
                         generator.build(Shape { pp, virtual_stages: chunks, micros }).expect("a valid shape");
                     let file = path(&format!("{}-{pp}-{chunks}-{micros}.txt", generator.name()));
-                    fs::write(&file, schedule.to_string()).expect("a file for a schedule");
+                    // Renamed into place: the other test of this program may be reading the file.
+                    let written = format!("{file}.{:?}", thread::current().id());
+                    fs::write(&written, schedule.to_string()).expect("a file for a schedule");
+                    fs::rename(&written, &file).expect("a file for a schedule");
                     Some(file)
                 }
                 _ => None,
