@@ -13,7 +13,7 @@ pub const TOLERANCE: f64 = 1e-8;
 /// `(f(x + STEP·e_i) - f(x - STEP·e_i)) / (2·STEP)` for every element `i`.
 ///
 /// On the ranks of a world, where `f` communicates, every rank calls this with the same `x`, and they stay in step.
-pub fn central_difference(x: &[f64], mut f: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
+pub fn central_difference(x: &[f64], f: &mut dyn FnMut(&[f64]) -> f64) -> Vec<f64> {
     let mut moved = x.to_vec();
     let mut gradient = Vec::with_capacity(x.len());
     for i in 0..x.len() {
@@ -37,6 +37,11 @@ pub fn central_difference(x: &[f64], mut f: impl FnMut(&[f64]) -> f64) -> Vec<f6
 /// If an element differs by more than [`TOLERANCE`], or is not a number.
 #[track_caller]
 pub fn assert_gradient(name: &str, x: &[f64], gradient: &[f64], mut f: impl FnMut(&[f64]) -> f64) {
+    compare(name, x, gradient, &mut f);
+}
+
+#[track_caller]
+fn compare(name: &str, x: &[f64], gradient: &[f64], f: &mut dyn FnMut(&[f64]) -> f64) {
     assert_eq!(gradient.len(), x.len(), "{name}: elements of the gradient");
     let bound = TOLERANCE * f(x).abs().max(1.0);
     for (i, (&got, want)) in gradient.iter().zip(central_difference(x, f)).enumerate() {

@@ -116,9 +116,16 @@ pub fn check_op(
     inputs: &[OpInput],
     op: impl Fn(&[Var]) -> Result<Var> + Sync,
 ) -> std::result::Result<Report, CheckError> {
+    check(name, inputs, &op)
+}
+
+/// An operation. Not a type parameter: the checker would be compiled once for each operation that is checked.
+type Op<'a> = &'a (dyn Fn(&[Var]) -> Result<Var> + Sync);
+
+fn check(name: &str, inputs: &[OpInput], op: Op<'_>) -> std::result::Result<Report, CheckError> {
     let (mut accepted, mut refused, mut cases, mut last) = (Vec::new(), 0, Vec::new(), String::new());
     for types in combinations(inputs) {
-        let case = Case { inputs, types: &types, op: &op };
+        let case = Case { inputs, types: &types, op };
         let verdicts = DEGREES.map(|degree| case.verdict(degree));
         let accepted_on = verdicts.iter().position(|verdict| *verdict == Verdict::Accepted);
         let refusal = verdicts.iter().find_map(Verdict::refusal);
@@ -181,10 +188,10 @@ type Declare<'a> = Box<dyn Fn(&mut Declarations, &Mesh) -> Result<Ids> + Sync + 
 type Apply<'a> = Box<dyn Fn(&Ids, &Tape, &[Var]) -> Result<Var> + Sync + 'a>;
 
 /// One combination of types.
-struct Case<'a, F> {
+struct Case<'a> {
     inputs: &'a [OpInput],
     types: &'a [Ty],
-    op: &'a F,
+    op: Op<'a>,
 }
 
 /// What one rank computes of the values of all ranks, or, with a `Varying` operand, of those of each rank.
@@ -193,7 +200,7 @@ struct Reference {
     ranks: Vec<RankResult>,
 }
 
-impl<F: Fn(&[Var]) -> Result<Var> + Sync> Case<'_, F> {
+impl Case<'_> {
     fn operands(&self) -> impl Iterator<Item = (&OpInput, Ty)> {
         self.inputs.iter().zip(self.types.iter().copied())
     }
@@ -351,7 +358,7 @@ impl<F: Fn(&[Var]) -> Result<Var> + Sync> Case<'_, F> {
         for (i, gradient) in alone.inputs.iter().enumerate() {
             let Some(gradient) = gradient else { continue };
             let mut error = None;
-            let wanted = central_difference(&inputs[i].part.values, |moved| {
+            let wanted = central_difference(&inputs[i].part.values, &mut |moved| {
                 let mut inputs = inputs.clone();
                 inputs[i].part.values = moved.to_vec();
                 value(&inputs).unwrap_or_else(|failed| {

@@ -24,7 +24,7 @@ mod world;
 use std::any::Any;
 use std::fmt::{self, Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use self::world::{RankLife, ThreadComm, World};
@@ -91,37 +91,59 @@ where
     F: Fn(Group) -> Result<T, E> + Sync,
 {
     let world = Arc::new(World::new(n, options.timeout));
-    let groups: Vec<_> = (0..n).map(|rank| Group::from(communicator(&world, rank))).collect();
-    let ends: Vec<Result<T, RankEnd<E>>> = sync::scope(|scope| {
+    let results: Vec<Mutex<Option<Result<T, E>>>> = (0..n).map(|_| Mutex::default()).collect();
+    let panics = run_threads(&world, n, &|rank, group| {
+        let result = body(group);
+        let end = match &result {
+            Ok(_) => Activity::Returned,
+            Err(error) => Activity::Failed(error.to_string()),
+        };
+        *results[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        end
+    });
+    let end = |(result, panic): (Mutex<Option<Result<T, E>>>, Option<String>)| {
+        match (result.into_inner().unwrap_or_else(PoisonError::into_inner), panic) {
+            (Some(result), None) => result.map_err(RankEnd::Error),
+            (_, panic) => Err(RankEnd::Panic(panic.unwrap_or_default())),
+        }
+    };
+    let ends: Vec<Result<T, RankEnd<E>>> = results.into_iter().zip(panics).map(end).collect();
+    if ends.iter().all(Result::is_ok) {
+        return Ok(ends.into_iter().filter_map(Result::ok).collect());
+    }
+    let (rank, cause, fault) = world.first_failure();
+    Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
+}
+
+/// The threads of [`run`]: `body` says how its rank ended, and the result has the message of each rank that panicked or did not start.
+/// Without type parameters, so that it is compiled once and not for each program.
+fn run_threads(world: &Arc<World>, n: usize, body: &(dyn Fn(usize, Group) -> Activity + Sync)) -> Vec<Option<String>> {
+    let groups: Vec<_> = (0..n).map(|rank| Group::from(communicator(world, rank))).collect();
+    sync::scope(|scope| {
         let start = |(rank, group)| {
-            let (world, body) = (&world, &body);
             // Outlives a thread that does not start, so that the report says this, and not that its communicators were
             // dropped.
             let _life = Group::clone(&group);
             let run = move || {
                 // Lives longer than the body, so that a panic is reported with its message.
                 let _life = Group::clone(&group);
-                run_rank(world, rank, || body(group))
+                run_rank(world, rank, || body(rank, group))
             };
             let started = sync::spawn_scoped(scope, format!("rank {rank}"), run);
             started.map_err(|error| {
                 // Reported at once, because the ranks already started may be waiting for this one.
                 let error = format!("its thread did not start: {error}");
                 world.end(rank, Activity::Failed(error.clone()));
-                RankEnd::Panic(error)
+                error
             })
         };
         let threads: Vec<_> = groups.into_iter().enumerate().map(start).collect();
-        let join = |thread: sync::ScopedJoinHandle<'_, _>| {
-            thread.join().unwrap_or_else(|panic| Err(RankEnd::Panic(message(&*panic))))
+        let join = |thread: Result<sync::ScopedJoinHandle<'_, _>, String>| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| Some(message(&*panic))),
+            Err(error) => Some(error),
         };
-        threads.into_iter().map(|thread| thread.and_then(join)).collect()
-    });
-    if ends.iter().all(Result::is_ok) {
-        return Ok(ends.into_iter().filter_map(Result::ok).collect());
-    }
-    let (rank, cause, fault) = world.first_failure();
-    Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
+        threads.into_iter().map(join).collect()
+    })
 }
 
 /// Runs `body` on every rank of a mesh, each on its own thread, and returns their results by world rank. Like [`run`],
@@ -159,23 +181,19 @@ where
     run(mesh.world_size(), options, |world| body(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?)))
 }
 
-/// Runs one rank and tells the world how it ended.
-fn run_rank<T, E: Display>(world: &World, rank: usize, body: impl FnOnce() -> Result<T, E>) -> Result<T, RankEnd<E>> {
+/// Runs one rank, tells the world how it ended, and returns the message of a panic.
+fn run_rank(world: &World, rank: usize, body: impl FnOnce() -> Activity) -> Option<String> {
     let _core = pool::Core::of_rank();
     // Unwind safe: the body is not used after a panic, and the bookkeeping of the world is always complete.
     match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(value)) => {
-            world.end(rank, Activity::Returned);
-            Ok(value)
-        }
-        Ok(Err(error)) => {
-            world.end(rank, Activity::Failed(error.to_string()));
-            Err(RankEnd::Error(error))
+        Ok(end) => {
+            world.end(rank, end);
+            None
         }
         Err(panic) => {
             let message = message(&*panic);
             world.end(rank, Activity::Panicked(message.clone()));
-            Err(RankEnd::Panic(message))
+            Some(message)
         }
     }
 }

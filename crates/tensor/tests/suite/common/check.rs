@@ -13,6 +13,11 @@ pub type Input<'a> = (&'a str, &'a [usize], Ty);
 /// Checks `program`'s gradient with respect to each input. The objective is `⟨output, seed⟩` for a random seed, so that
 /// every element of the output has a different weight.
 pub fn check_on(rank: &Arc<Rank>, name: &str, inputs: &[Input<'_>], program: impl Fn(&Tape, &[Var]) -> Result<Var>) {
+    check_program(rank, name, inputs, &program);
+}
+
+/// Not generic: it would be compiled once for each program.
+fn check_program(rank: &Arc<Rank>, name: &str, inputs: &[Input<'_>], program: &dyn Fn(&Tape, &[Var]) -> Result<Var>) {
     let start: Vec<Vec<f64>> = inputs.iter().map(|(name, shape, _)| values(name, shape.iter().product())).collect();
     let run = |inputs_now: &[Vec<f64>]| {
         let tape = tape_of(rank);
