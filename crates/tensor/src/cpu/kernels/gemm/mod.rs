@@ -80,6 +80,10 @@ pub(super) const K_BLOCK: usize = 256;
 /// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's width.
 pub(super) const N_BLOCK: usize = 768;
 
+/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its rows are read from
+/// end to end and what is packed stays in the first cache.
+pub(super) const FEW_ROWS: usize = 16;
+
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
@@ -599,8 +603,12 @@ impl<F: Finish<f32>> Product<F> {
             }
         }
         PACKED.with_borrow_mut(|[packed_a, packed_b]| {
-            for j in (0..self.n).step_by(N_BLOCK) {
-                let columns = (self.n - j).min(N_BLOCK);
+            let at_once = match self.b {
+                Operand::Strided(b) if self.m <= FEW_ROWS && b.row == 1 => 2 * M::LANES,
+                _ => N_BLOCK,
+            };
+            for j in (0..self.n).step_by(at_once) {
+                let columns = (self.n - j).min(at_once);
                 for l in (0..self.k).step_by(K_BLOCK) {
                     let k = (self.k - l).min(K_BLOCK);
                     // SAFETY: a block of columns and terms of a product that the caller vouches for.
