@@ -93,7 +93,7 @@ fn main() {
                     } else {
                         let rates = product.rates(full, [Column::Alone, Column::Shared, Column::Cold]);
                         let [alone, shared, cold] =
-                            rates.map(|Rate { median, best }| format!("{median:.0} ({best:.0})"));
+                            rates.map(|Rate { median, best }| format!("{median:.1} ({best:.1})"));
                         let [m, n, k] = dims;
                         let shape = format!("{m}x{n}x{k}");
                         println!("{name:26} {shape:>18} {alone:>11} {shared:>11} {cold:>11}");

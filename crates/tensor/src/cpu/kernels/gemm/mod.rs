@@ -98,6 +98,9 @@ const GROUP: usize = 8;
 /// Up to this many columns, packing A costs more than its layout can.
 const A_IN_PLACE: usize = 512;
 
+/// So few rows of A are read as they lie, wherever they map to.
+const UNPACKED_ROWS: usize = 4;
+
 /// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is always packed.
 const ALIASED: usize = 1024;
 
@@ -667,7 +670,8 @@ impl<F: Finish<f32>> Product<F> {
     ) {
         let Matrix { row: apart, column: along, .. } = self.a;
         let far = if along == 1 { apart } else { along };
-        let lies_well = (along == 1 || apart == 1) && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let lies_well =
+            (along == 1 || apart == 1) && (self.m <= UNPACKED_ROWS || self.n <= A_IN_PLACE && far % ALIASED != 0);
         let in_place = self.a.at(0, l).in_place::<M>().filter(|_| lies_well);
         let group = if along == 1 { 1 } else { GROUP };
         let words = M::words(k);
