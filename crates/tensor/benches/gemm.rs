@@ -25,9 +25,17 @@ use meshwork_tensor::cpu::kernels::matmul::{
 };
 use meshwork_tensor::cpu::kernels::round::{Stored, round};
 
-/// Preset, tokens of a step, hidden size, vocabulary.
-const PRESETS: [(&str, usize, usize, usize); 4] =
-    [("tiny", 2048, 128, 256), ("small", 3072, 384, 256), ("medium", 2048, 512, 50_257), ("gpt2", 2048, 768, 50_304)];
+/// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row reads its weight at
+/// twice as many bytes per second as it has operations.
+const PRESETS: [(&str, usize, usize, usize); 7] = [
+    ("token", 1, 768, 50_257),
+    ("tokens4", 4, 768, 50_257),
+    ("tokens16", 16, 768, 50_257),
+    ("tiny", 2048, 128, 256),
+    ("small", 3072, 384, 256),
+    ("medium", 2048, 512, 50_257),
+    ("gpt2", 2048, 768, 50_304),
+];
 
 /// Layer, its outputs and inputs in units of (hidden size, vocabulary), and the operation that follows it. The gated
 /// layer has 2.5 instead of 8/3 hidden sizes, for an even number of features.
@@ -85,7 +93,7 @@ fn main() {
                     } else {
                         let rates = product.rates(full, [Column::Alone, Column::Shared, Column::Cold]);
                         let [alone, shared, cold] =
-                            rates.map(|Rate { median, best }| format!("{median:.0} ({best:.0})"));
+                            rates.map(|Rate { median, best }| format!("{median:.1} ({best:.1})"));
                         let [m, n, k] = dims;
                         let shape = format!("{m}x{n}x{k}");
                         println!("{name:26} {shape:>18} {alone:>11} {shared:>11} {cold:>11}");

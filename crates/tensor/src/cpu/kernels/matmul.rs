@@ -9,6 +9,7 @@
 //! More than 400 lines: the assertions of the entry points are the requirements of the unsafe calls below, and both are
 //! read together.
 
+mod few_rows;
 mod reduction_blocks;
 #[cfg(test)]
 mod tests;
@@ -111,6 +112,9 @@ pub fn gemm_shared<T: Float>(
     update: Update,
     epilogue: Epilogue<'_, T>,
 ) {
+    if few_rows::few(m) {
+        return few_rows::product(precision, [m, n, k], a, b, c, update, epilogue);
+    }
     let threads = pool::threads();
     if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
         serial(precision, [m, n, k], a, Source::Strided(b), (c, (n, 1)), update, epilogue);

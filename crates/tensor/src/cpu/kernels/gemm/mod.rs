@@ -80,6 +80,10 @@ pub(super) const K_BLOCK: usize = 256;
 /// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's width.
 pub(super) const N_BLOCK: usize = 768;
 
+/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its rows are read from
+/// end to end and what is packed stays in the first cache.
+pub(super) const FEW_ROWS: usize = 16;
+
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
@@ -93,6 +97,9 @@ const GROUP: usize = 8;
 
 /// Up to this many columns, packing A costs more than its layout can.
 const A_IN_PLACE: usize = 512;
+
+/// So few rows of A are read as they lie, wherever they map to.
+const UNPACKED_ROWS: usize = 4;
 
 /// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is always packed.
 const ALIASED: usize = 1024;
@@ -599,8 +606,12 @@ impl<F: Finish<f32>> Product<F> {
             }
         }
         PACKED.with_borrow_mut(|[packed_a, packed_b]| {
-            for j in (0..self.n).step_by(N_BLOCK) {
-                let columns = (self.n - j).min(N_BLOCK);
+            let at_once = match self.b {
+                Operand::Strided(b) if self.m <= FEW_ROWS && b.row == 1 => 2 * M::LANES,
+                _ => N_BLOCK,
+            };
+            for j in (0..self.n).step_by(at_once) {
+                let columns = (self.n - j).min(at_once);
                 for l in (0..self.k).step_by(K_BLOCK) {
                     let k = (self.k - l).min(K_BLOCK);
                     // SAFETY: a block of columns and terms of a product that the caller vouches for.
@@ -659,7 +670,8 @@ impl<F: Finish<f32>> Product<F> {
     ) {
         let Matrix { row: apart, column: along, .. } = self.a;
         let far = if along == 1 { apart } else { along };
-        let lies_well = (along == 1 || apart == 1) && self.n <= A_IN_PLACE && far % ALIASED != 0;
+        let lies_well =
+            (along == 1 || apart == 1) && (self.m <= UNPACKED_ROWS || self.n <= A_IN_PLACE && far % ALIASED != 0);
         let in_place = self.a.at(0, l).in_place::<M>().filter(|_| lies_well);
         let group = if along == 1 { 1 } else { GROUP };
         let words = M::words(k);

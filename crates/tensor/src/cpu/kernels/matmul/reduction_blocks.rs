@@ -4,7 +4,7 @@
 //! first sum of a strip is in C itself, the others are in memory that each thread keeps.
 
 use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
-use super::{assert_inside, gemm_shared, pack, serial};
+use super::{assert_inside, few_rows, gemm_shared, pack, serial};
 use crate::cpu::kernels::gemm;
 use crate::cpu::kernels::{Float, pointwise};
 use crate::tape::Terms;
@@ -113,6 +113,17 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
     // A block of one run that is summed at once can be added directly to the sum of its left neighbour, with the same
     // bits.
     let at_once = runs.iter().all(|block| block.len() == 1 && (1..=gemm::K_BLOCK).contains(&block[0].len));
+    if few_rows::few(m) {
+        return few_rows::by_columns([m, n, k], c, Update::Overwrite, |first, columns, c| {
+            add_up(c, blocks, at_once, |block, c, update| {
+                for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
+                    let update = if i > 0 { Update::Accumulate } else { update };
+                    let b = Source::Strided(b.from(0, first));
+                    serial(precision, [m, columns, len], a, b, (c, (columns, 1)), update, Epilogue::Nothing);
+                }
+            });
+        });
+    }
     if n * k > 4 * PACKED {
         // B is too large to be packed as a whole for every strip of C. The blocks are then so long that C need not stay
         // in the cache.

@@ -380,6 +380,33 @@ fn overlapping_outputs_are_refused() {
 
 /// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
 /// end at the same places.
+/// A row has the same bits whether it is multiplied with few others or many, with sums in blocks or without: what is decoded token
+/// by token is what a whole pass computes.
+#[test]
+fn few_rows_have_the_bits_of_many() {
+    let (m, n, k) = (40, 700, 1030);
+    let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", n * k));
+    let rounded = stored(Precision::Bf16, &b);
+    for precision in [Precision::F32, Precision::Bf16] {
+        let right = match precision {
+            Precision::F32 => [Full(&b[..], (1, k)), Full(&b, (n, 1))],
+            Precision::Bf16 => [Rounded(&rounded[..], (1, k)), Rounded(&rounded, (n, 1))],
+        };
+        for (right, blocks) in right.into_iter().flat_map(|right| [1, 4].map(|blocks| (right, blocks))) {
+            let terms = Terms { segments: 1, blocks };
+            let product = |m: usize| {
+                let mut c = vec![f32::NAN; m * n];
+                gemm_blocks(precision, [m, n, k], Full(&a, (k, 1)), right, &mut c, terms);
+                c
+            };
+            let many = product(m);
+            for few in [1, 2, 5, gemm::FEW_ROWS, gemm::FEW_ROWS + 1] {
+                assert!(product(few) == many[..few * n], "{precision:?}, {few} rows, {blocks} blocks");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
     for ([m, n, k], blocks) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
