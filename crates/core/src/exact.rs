@@ -17,7 +17,7 @@
 //! assert_eq!(value(&parts), value(&whole)); // though 0.1² is lost beside (3e15)² in f64
 //! ```
 
-/// Numbers in a sum: 19 digits of 32 bits, the lowest first, and how many terms were not finite.
+/// Numbers in a sum: 19 digits of 32 bits, the lowest first, and a number above 0 if a term was not finite.
 pub const LIMBS: usize = 20;
 
 const DIGITS: usize = LIMBS - 1;
@@ -25,19 +25,62 @@ const MASK: u64 = (1 << 32) - 1;
 /// The exponent of the lowest bit: that of the square of the smallest f32.
 const LOWEST: i32 = -298;
 
+/// Numbers of one exponent that are added up before their digits are: 2^16 squares of 48 bits fit into 64.
+const RUN: usize = 1 << 16;
+/// Fewer numbers than this are added one by one.
+const FEW: usize = 512;
+
 /// Adds x². At most 2^31 additions between two calls of [`carry`].
 #[inline(always)]
 pub fn add_square(digits: &mut [u64; LIMBS], x: f32) {
+    let (exponent, square) = square(x);
+    add(digits, exponent, square);
+}
+
+/// Adds Σ x². Squares of one exponent are added up first, so that many numbers take a fraction of the time of [`add_square`] and count
+/// as fewer additions.
+pub fn add_squares(digits: &mut [u64; LIMBS], x: &[f32]) {
+    for x in x.chunks(RUN) {
+        if x.len() < FEW {
+            x.iter().for_each(|&x| add_square(digits, x));
+            continue;
+        }
+        // Several sums of each exponent, so that one addition need not wait for the one before.
+        let mut sums = [[0; 256]; 4];
+        for x in x.chunks(4) {
+            for (sums, &x) in sums.iter_mut().zip(x) {
+                let (exponent, square) = square(x);
+                sums[exponent] += square;
+            }
+        }
+        for exponent in 0..256 {
+            match sums.iter().map(|sums| sums[exponent]).sum() {
+                0 => {}
+                sum => add(digits, exponent, sum),
+            }
+        }
+    }
+}
+
+/// The exponent as it is stored, and the square of the mantissa; not zero if x is not finite.
+#[inline(always)]
+fn square(x: f32) -> (usize, u64) {
     let bits = x.to_bits();
     let exponent = (bits >> 23 & 255) as usize;
+    let mantissa = u64::from(bits & 0x7f_ffff | u32::from(exponent > 0) << 23);
+    (exponent, mantissa * mantissa)
+}
+
+/// Adds squares of mantissas of one exponent.
+#[inline(always)]
+fn add(digits: &mut [u64; LIMBS], exponent: usize, squares: u64) {
     if exponent == 255 {
         digits[DIGITS] += 1;
         return;
     }
-    let mantissa = u64::from(bits & 0x7f_ffff | u32::from(exponent > 0) << 23);
     let bit = 2 * exponent.saturating_sub(1);
-    let square = u128::from(mantissa * mantissa) << (bit % 32);
-    for (digit, part) in digits[bit / 32..bit / 32 + 3].iter_mut().zip([square, square >> 32, square >> 64]) {
+    let squares = u128::from(squares) << (bit % 32);
+    for (digit, part) in digits[bit / 32..bit / 32 + 3].iter_mut().zip([squares, squares >> 32, squares >> 64]) {
         *digit += part as u64 & MASK;
     }
 }
@@ -91,6 +134,21 @@ mod tests {
         assert!(value(&digits(&[1.0, f32::INFINITY])).is_nan() && value(&digits(&[f32::NAN])).is_nan());
     }
 
+    /// More numbers of one exponent than fit into one sum of 64 bits, and those that are not finite.
+    #[test]
+    fn many_squares_of_one_exponent_do_not_overflow() {
+        let most = f32::from_bits(0x3fff_ffff);
+        let mut sum = [0; LIMBS];
+        add_squares(&mut sum, &vec![most; 3 * RUN + 5]);
+        let exact = (3 * RUN + 5) as f64 * (f64::from(most) * f64::from(most));
+        assert_eq!(value(&carry(&mut sum)), exact);
+        for wrong in [f32::NAN, f32::NEG_INFINITY] {
+            let mut sum = [0; LIMBS];
+            add_squares(&mut sum, &[&vec![1.0; 1000][..], &[wrong]].concat());
+            assert!(value(&carry(&mut sum)).is_nan());
+        }
+    }
+
     proptest! {
         /// In any order, over any parts, the same bits; and within rounding what f64 sums to.
         #[test]
@@ -99,6 +157,10 @@ mod tests {
             let whole = value(&digits(&x));
             let near: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
             prop_assert!((whole - near).abs() <= 1e-13 * near);
+            let mut at_once = [0; LIMBS];
+            let repeated: Vec<f32> = x.iter().copied().cycle().take(8 * x.len()).collect();
+            add_squares(&mut at_once, &repeated);
+            prop_assert_eq!(value(&carry(&mut at_once)), value(&digits(&repeated)));
             x.reverse();
             let (left, right) = x.split_at(at.min(x.len()));
             let parts: Vec<f64> = digits(left).iter().zip(digits(right)).map(|(left, right)| left + right).collect();

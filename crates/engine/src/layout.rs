@@ -249,32 +249,14 @@ impl Vectors for OnDevice {
 pub struct NormShard {
     /// The flat buffer.
     pub flat: usize,
-    /// Its first range in the flat buffer.
+    /// Its range in the gradients of the flat buffer that a rank keeps.
     pub range: Range<usize>,
-    /// Number of ranges.
-    pub segments: usize,
-    /// Distance from the start of one range to the start of the next.
-    pub pitch: usize,
-    /// The sum that it is added to. In canonical numerics each sum is that of one block, which one rank computes whole.
-    pub slot: usize,
 }
 
-/// The parts of a rank's parameters that it counts in the norm, and the number of sums in the whole model. Ranks that hold the same
-/// elements share them out, so that each element is counted once: data-parallel ranks by their slices of the flat buffers, whether or not
-/// they keep more of the gradients than that.
-///
-/// In canonical numerics the blocks are slices of each parameter, along the dim that its placement cuts if there is one, and
-/// the order of parameters is that of the whole `model`. Ranges are those in the gradients that a rank keeps.
-pub fn norm_shards(
-    params: &Params,
-    layout: &Layout,
-    cuts: Cuts,
-    model: &[ParamSpec],
-    tied: &[TiedWeight],
-    rank: &Rank,
-) -> (Vec<NormShard>, usize) {
-    let declarations = params.declarations();
-    let (mesh, coords) = (rank.mesh(), rank.coords());
+/// The parts of a rank's parameters that it counts in the norm. Ranks that hold the same elements share them out, so that each element
+/// is counted once: data-parallel ranks by their slices of the flat buffers, whether or not they keep more of the gradients than that.
+pub fn norm_shards(params: &Params, layout: &Layout, cuts: Cuts, tied: &[TiedWeight], rank: &Rank) -> Vec<NormShard> {
+    let (declarations, mesh) = (params.declarations(), rank.mesh());
     let mut shards = Vec::new();
     for id in declarations.ids() {
         let (flat, range) = layout.place(id);
@@ -282,40 +264,20 @@ pub fn norm_shards(
         if spec.group.frozen {
             continue;
         }
-        let Some(blocks) = declarations.reduction_blocks() else {
-            let slice = layout.slice(mesh, rank.world_rank(), flat);
-            let by_slices = layout.keys[flat].axes.clone();
-            let (index, replicas) = replica(spec, tied, rank, |axis| cuts_batch(axis) && by_slices.contains(&axis));
-            // Where groups of data-parallel ranks have all slices each, the groups share out too.
-            let (group, groups) = layout.replica(mesh, rank.world_rank(), &by_slices);
-            let (index, replicas) = (index * groups + group, replicas * groups);
-            let part = slice.part_of(range);
-            let origin = cuts.window(Vector::Gradients, slice).start;
-            let share = |index: usize| part.start - origin + part.len() * index / replicas;
-            if !part.is_empty() {
-                let range = share(index)..share(index + 1);
-                shards.push(NormShard { flat, range, segments: 1, pitch: 0, slot: 0 });
-            }
-            continue;
-        };
-        let (index, replicas) = replica(spec, tied, rank, |_| false);
-        let stored = spec.local(mesh, coords).stored;
-        let (held, first, before) = match spec.placement.shards().first() {
-            Some(&(axis, dim)) => {
-                let held = blocks / mesh.degree(axis);
-                (held, coords.get(axis) * held, stored[..dim].iter().product::<usize>())
-            }
-            None => (blocks, 0, 1),
-        };
-        let pitch = range.len() / before.max(1);
-        let number = model.iter().position(|other| other.name == spec.name).unwrap_or(0);
-        for block in (0..held).filter(|block| (first + block) % replicas == index) {
-            let within = |block: usize| range.start + pitch * block / held;
-            let slot = number * blocks + first + block;
-            shards.push(NormShard { flat, range: within(block)..within(block + 1), segments: before, pitch, slot });
+        let slice = layout.slice(mesh, rank.world_rank(), flat);
+        let by_slices = layout.keys[flat].axes.clone();
+        let (index, replicas) = replica(spec, tied, rank, |axis| cuts_batch(axis) && by_slices.contains(&axis));
+        // Where groups of data-parallel ranks have all slices each, the groups share out too.
+        let (group, groups) = layout.replica(mesh, rank.world_rank(), &by_slices);
+        let (index, replicas) = (index * groups + group, replicas * groups);
+        let part = slice.part_of(range);
+        let origin = cuts.window(Vector::Gradients, slice).start;
+        let share = |index: usize| part.start - origin + part.len() * index / replicas;
+        if !part.is_empty() {
+            shards.push(NormShard { flat, range: share(index)..share(index + 1) });
         }
     }
-    (shards, declarations.reduction_blocks().map_or(1, |blocks| blocks * model.len()))
+    shards
 }
 
 /// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks, not counting along

@@ -9,6 +9,7 @@ use crate::state::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
 use crate::update::{Part, States, Updates};
 use crate::zero::{Cuts, Vector};
+use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
 use meshwork_tensor::param::StatisticId;
@@ -52,7 +53,8 @@ pub struct WeightStore {
     shared: Vec<Shared>,
     /// The parts that this rank counts in the gradient norm.
     norm_shards: Vec<NormShard>,
-    norm_slots: usize,
+    /// In canonical numerics the squared norm is an exact sum, whose digits do not depend on the mesh.
+    exact_norm: bool,
     /// Weights and states before an update that may be rolled back.
     before: Option<(Arc<Params>, Arc<States>)>,
     /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
@@ -84,14 +86,13 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`. Forwards may read the `kept` newest versions. The squared norm consists of `norm_slots`
-    /// sums, to which `norm_shards` are added.
+    /// Starts from `params`. Forwards may read the `kept` newest versions.
     pub fn new(
         params: Params,
         gradients: Gradients,
         (rule, updater, lr): (Rule, Updates, LrSchedule),
         (cuts, shared): (Cuts, Vec<Shared>),
-        (norm_shards, norm_slots): (Vec<NormShard>, usize),
+        norm_shards: Vec<NormShard>,
         kept: usize,
         device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
@@ -100,6 +101,7 @@ impl WeightStore {
         let (flats, windows): (Vec<_>, Vec<_>) =
             of_buckets.iter().map(|shared| (shared.members.clone(), cuts.window(Vector::States, shared.slice))).unzip();
         let states = updater.states(&flats, &windows)?;
+        let exact_norm = params.declarations().reduction_blocks().is_some();
         let params = Arc::new(params);
         Ok(Self {
             gradients,
@@ -115,7 +117,7 @@ impl WeightStore {
             cuts,
             shared,
             norm_shards,
-            norm_slots,
+            exact_norm,
             before: None,
             norms: BTreeMap::new(),
             device,
@@ -223,18 +225,20 @@ impl WeightStore {
         self.updater.reads_whole()
     }
 
-    /// The number of sums that make up the squared norm.
+    /// The number of f64 numbers that the squared norm is summed up in: one, or the digits of an exact sum.
     pub fn norm_slots(&self) -> usize {
-        self.norm_slots
+        if self.exact_norm { LIMBS } else { 1 }
     }
 
-    /// Adds this rank's share of the sums that make up the squared norm of the reduced gradients to the f64 vector `sums` on the
-    /// device, from element `at` on: each element of the model is counted by one rank.
+    /// Adds this rank's share of the squared norm of the reduced gradients to the f64 vector `sums` on the device, from element `at`
+    /// on: each element of the model is counted by one rank.
     pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
-        for NormShard { flat, range, segments, pitch, slot } in &self.norm_shards {
-            if let Some(all) = self.gradients.bucket(*flat) {
-                optim.sum_of_squares(all, range.clone(), *segments, *pitch, sums, at + *slot)?;
+        for NormShard { flat, range } in &self.norm_shards {
+            match self.gradients.bucket(*flat) {
+                Some(all) if self.exact_norm => optim.exact_sum_of_squares(all, range.clone(), sums, at)?,
+                Some(all) => optim.sum_of_squares(all, range.clone(), sums, at)?,
+                None => {}
             }
         }
         Ok(())
@@ -278,7 +282,7 @@ impl WeightStore {
         self.gradients.finish()?;
         let (updates, mut sums) = match self.norms.remove(&step) {
             Some(norms) => norms,
-            None => (0, self.device.zeros(DType::F64, self.norm_slots)?),
+            None => (0, self.device.zeros(DType::F64, self.norm_slots())?),
         };
         self.add_norms(&mut sums, 0)?;
         self.norms.insert(step, (updates + 1, sums));

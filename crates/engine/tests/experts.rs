@@ -162,7 +162,7 @@ fn every_mesh_has_the_bits_of_one_rank() {
     }
 }
 
-/// Experts that are whole on every rank of tp sum their inner features as cut ones do.
+/// Experts that are whole on every rank of tp sum their inner features as cut ones do, and so does the norm of their gradients.
 #[test]
 fn cut_and_whole_experts_have_the_same_bits() {
     let model = |over_tp| -> Arc<dyn Model> {
@@ -178,10 +178,13 @@ fn cut_and_whole_experts_have_the_same_bits() {
         ("tp=2", "1f1b", true),
         ("tp=2,pp=2", "zb_v", true),
         ("tp=4,dp=2,ep=2", "1f1b", false),
+        ("tp=4,dp=2,ep=2", "1f1b", true),
     ] {
         let (found, after) = train(&model(over_tp), mesh, schedule, 4, numerics, Recompute::None);
-        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
-        assert_eq!(losses(&found), losses(&reports), "{mesh} {schedule} {over_tp}");
+        let numbers = |reports: &[StepReport]| {
+            reports.iter().map(|report| [report.loss, report.grad_norm].map(f64::to_bits)).collect::<Vec<_>>()
+        };
+        assert_eq!(numbers(&found), numbers(&reports), "{mesh} {schedule} {over_tp}");
         assert_eq!(bits(&after), bits(&state), "{mesh} {schedule} {over_tp}");
     }
 }

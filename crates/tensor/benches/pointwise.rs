@@ -8,6 +8,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Cpu;
@@ -70,6 +71,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let rule = Rule::from(AdamW::default());
     let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay_factor: 1.0 };
     let mut sum = Buffer::zeros(DType::F64, 1);
+    let mut digits = Buffer::zeros(DType::F64, LIMBS);
     let [mut w, g, m, v] = [(); 4].map(|()| numbers(weights));
     let mut states = [m, v];
     let mut zeroed = Buffer::zeros(DType::F32, weights);
@@ -143,7 +145,13 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             8,
             Box::new(|| device.embedding()?.positions(&x_narrow, &dy_narrow, 0, tokens, hidden).map(drop)),
         ),
-        ("sum_of_squares", weights, 4, Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, 1, 0, &mut sum, 0))),
+        ("sum_of_squares", weights, 4, Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, &mut sum, 0))),
+        (
+            "exact_sum_of_squares",
+            weights,
+            4,
+            Box::new(|| device.optim()?.exact_sum_of_squares(&g, 0..weights, &mut digits, 0)),
+        ),
         ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, update, &mut w, &g, &mut states, 0..weights))),
         ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),
     ];

@@ -664,19 +664,18 @@ impl Optim for Profiled {
         self.record(what, |device| device.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(
-        &self,
-        x: &Buffer,
-        range: Range<usize>,
-        segments: usize,
-        pitch: usize,
-        sums: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
-        let bytes = (range.len() * segments * x.dtype().size()) as u64;
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
+        let bytes = (range.len() * x.dtype().size()) as u64;
         let (detail, dtype) = (Detail::None, dtype(&[x]));
         let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.sum_of_squares(x, range, segments, pitch, sums, at))
+        self.record(what, |device| device.optim()?.sum_of_squares(x, range, sums, at))
+    }
+
+    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
+        let bytes = (range.len() * x.dtype().size()) as u64;
+        let (detail, dtype) = (Detail::None, dtype(&[x]));
+        let what = What { class: Class::Optimizer, name: "exact_sum_of_squares", detail, dtype, bytes };
+        self.record(what, |device| device.optim()?.exact_sum_of_squares(x, range, digits, at))
     }
 
     fn update(

@@ -72,9 +72,14 @@ fn squares_are_summed_in_the_order_of_the_cpu() {
             return;
         }
         launch!("sum_of_parts", [1, 0], &parts, parts_len, &mut sums, 1_usize);
-        let mut want = Buffer::from_vec(vec![0.5, 0.25]);
-        Cpu::default().sum_of_squares(&Buffer::from_slice(&x), 0..len, segments, pitch, &mut want, 1).unwrap();
-        assert_eq!(sums, want.as_slice::<f64>().unwrap(), "{segments} segments of {len}");
+        let pieces = (0..segments).flat_map(|i| x[i * pitch..][..len].chunks(32_768));
+        let of_cpu = |piece: &[f32]| {
+            let mut sum = Buffer::from_vec(vec![0.0]);
+            Cpu::default().sum_of_squares(&Buffer::from_slice(piece), 0..piece.len(), &mut sum, 0).unwrap();
+            sum.as_slice::<f64>().unwrap()[0]
+        };
+        let want = 0.25 + pieces.map(of_cpu).sum::<f64>();
+        assert_eq!(sums, [0.5, want], "{segments} segments of {len}");
     }
 }
 

@@ -200,7 +200,7 @@ impl Trainer {
 
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
-        let norms = norm_shards(&params, &layout, cuts, &parameters, &tied, &rank);
+        let norms = norm_shards(&params, &layout, cuts, &tied, &rank);
         let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
             replica(spec, &tied, &rank, |_| false).0 == 0
         });

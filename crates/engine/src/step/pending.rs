@@ -7,6 +7,7 @@ use super::{StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{OPTIMIZER, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use meshwork_core::exact;
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
@@ -79,6 +80,15 @@ impl Measured {
     }
 }
 
+/// The squared norm that some numbers are the sum of: [`WeightStore::norm_slots`](crate::weights::WeightStore::norm_slots).
+fn norm_squared(numbers: &[f64]) -> f64 {
+    match numbers {
+        [] => 0.0,
+        [sum] => *sum,
+        digits => exact::value(digits),
+    }
+}
+
 impl Trainer {
     /// Memory for the numbers of a pass, all zero, with room for the sums of the squared norm if it trains.
     pub(super) fn numbers(&self, purpose: Purpose) -> Result<Buffer, TrainError> {
@@ -108,7 +118,7 @@ impl Trainer {
         Ok(Totals {
             loss: sum(losses),
             metrics: metrics.chunks(samples).map(sum).collect(),
-            norm_squared: sum(norms) / sums.updates.max(1) as f64,
+            norm_squared: norm_squared(norms) / sums.updates.max(1) as f64,
         })
     }
 

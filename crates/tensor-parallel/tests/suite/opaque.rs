@@ -155,7 +155,7 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
                 device.layout()?.copy_into(&whole, 0..range.len(), &mut grads, range.start)?;
             }
             if counts(params.types(id)) {
-                device.optim()?.sum_of_squares(&grads, range, 1, 0, &mut sums, SAMPLES)?;
+                device.optim()?.sum_of_squares(&grads, range, &mut sums, SAMPLES)?;
             }
         }
         let sums = device.download(&tp.all_reduce(sums, ReduceOp::Sum)?)?;

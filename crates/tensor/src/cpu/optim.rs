@@ -23,33 +23,25 @@ impl Optim for Cpu {
         Ok(())
     }
 
-    fn sum_of_squares(
-        &self,
-        x: &Buffer,
-        range: Range<usize>,
-        segments: usize,
-        pitch: usize,
-        sums: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
-        let x = x.as_slice::<f32>()?;
-        let segment = |i: usize| &x[range.start + i * pitch..range.end + i * pitch];
-        let mut parts;
-        if range.len() >= PIECE {
-            let pieces = || (0..segments).flat_map(|i| segment(i).chunks(PIECE));
-            parts = vec![0.0; pieces().count()];
-            share(pieces().zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
-        } else {
-            // Several small ranges share a piece.
-            let many = PIECE / range.len().max(1);
-            parts = vec![0.0; segments];
-            share(parts.chunks_mut(many).enumerate(), |(first, parts)| {
-                for (i, sum) in parts.iter_mut().enumerate() {
-                    *sum = sum_of_squares(segment(first * many + i));
-                }
-            });
-        }
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
+        let x = &x.as_slice::<f32>()?[range];
+        let mut parts = vec![0.0; x.len().div_ceil(PIECE)];
+        share(x.chunks(PIECE).zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
         sums.as_mut_slice::<f64>()?[at] += parts.iter().sum::<f64>();
+        Ok(())
+    }
+
+    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
+        let x = &x.as_slice::<f32>()?[range];
+        let mut parts = vec![[0; LIMBS]; x.len().div_ceil(PIECE)];
+        share(x.chunks(PIECE).zip(&mut parts), |(x, part)| exact::add_squares(part, x));
+        let mut sum = [0; LIMBS];
+        for mut part in parts {
+            exact::carry(&mut part); // below 2^32 each, so that no sum overflows
+            sum.iter_mut().zip(part).for_each(|(sum, digit)| *sum += digit);
+        }
+        let all = &mut digits.as_mut_slice::<f64>()?[at..at + LIMBS];
+        all.iter_mut().zip(exact::carry(&mut sum)).for_each(|(all, digit)| *all += digit);
         Ok(())
     }
 
@@ -161,12 +153,31 @@ mod tests {
             };
             let want: f64 = x[range.clone()].chunks(32_768).map(piece).sum();
             let mut sums = Buffer::from_vec(vec![0.5, 0.0, 0.5]);
-            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0, &mut sums, 1).unwrap();
+            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), &mut sums, 1).unwrap();
             assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want, 0.5], "{range:?}");
             // A second call adds to the first.
-            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), 1, 0, &mut sums, 1).unwrap();
+            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), &mut sums, 1).unwrap();
             assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want + want, 0.5], "{range:?}");
         }
+    }
+
+    /// However a vector is cut, the digits of its sum are the same, and its value is near the sum in f64.
+    #[test]
+    fn exact_sums_do_not_depend_on_how_they_are_cut() {
+        let mut x = vec![0.0_f32; 100_000];
+        fill_normal(key(0, "exact"), 0, &mut x);
+        let x = buffer(&x);
+        let sum = |cuts: &[usize]| {
+            let mut digits = Buffer::from_vec(vec![0.0; LIMBS + 1]);
+            cuts.windows(2)
+                .for_each(|cut| Cpu::default().exact_sum_of_squares(&x, cut[0]..cut[1], &mut digits, 1).unwrap());
+            exact::value(&digits.as_slice::<f64>().unwrap()[1..])
+        };
+        let whole = sum(&[0, 100_000]);
+        assert_eq!([sum(&[0, 3, 40_000, 100_000]), sum(&[0, 32_768, 65_537, 100_000])], [whole; 2]);
+        let mut near = Buffer::from_vec(vec![0.0_f64]);
+        Cpu::default().sum_of_squares(&x, 0..100_000, &mut near, 0).unwrap();
+        assert!((whole / near.as_slice::<f64>().unwrap()[0] - 1.0).abs() < 1e-13);
     }
 
     #[derive(Debug)]

@@ -6,7 +6,7 @@ use super::PIECE;
 use super::optim::sum_of_squares;
 use crate::error::{Error, Result};
 use crate::kernel::{Measured, WholePart, WholeVectors};
-use meshwork_core::exact::{LIMBS, add_square, carry};
+use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, WholeOptimizer};
@@ -121,7 +121,7 @@ impl Measures {
                 (Self::Sums(sums), true) => {
                     sums[at..].iter_mut().zip(x).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
                 }
-                (Self::Digits(sums), false) => x.iter().for_each(|&x| add_square(&mut sums[at], x)),
+                (Self::Digits(sums), false) => add_squares(&mut sums[at], x),
                 (Self::Digits(sums), true) => sums[at..].iter_mut().zip(x).for_each(|(sum, &x)| add_square(sum, x)),
                 (Self::Largest(most), false) => most[at] = x.iter().fold(most[at], |most, &x| larger(most, x)),
                 (Self::Largest(most), true) => {

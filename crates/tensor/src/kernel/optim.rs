@@ -13,18 +13,13 @@ pub trait Optim: Debug {
     /// Sets a range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Adds Σ x² to element `at` of the f64 vector `sums`, over `segments` ranges one after another, each `pitch` behind the one
-    /// before. The sum is accumulated in f64 in an order that depends on the number and length of the ranges alone, then added.
-    /// It stays on the device, so nothing waits for it.
-    fn sum_of_squares(
-        &self,
-        x: &Buffer,
-        range: Range<usize>,
-        segments: usize,
-        pitch: usize,
-        sums: &mut Buffer,
-        at: usize,
-    ) -> Result<()>;
+    /// Adds Σ x² over a range to element `at` of the f64 vector `sums`. The sum is accumulated in f64 in an order that depends on the
+    /// length of the range alone, then added. It stays on the device, so nothing waits for it.
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()>;
+
+    /// Adds Σ x² over a range, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the f64 vector `digits` from `at` on:
+    /// ranks may cut the sum in any way. Exact for up to 2^21 additions to the same digits.
+    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()>;
 
     /// Applies an update rule to a range of f32 vectors. `states` has one vector for each of the rule's
     /// [names](Rule::state_names).

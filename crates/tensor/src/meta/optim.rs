@@ -12,15 +12,11 @@ impl Optim for Meta {
         Ok(())
     }
 
-    fn sum_of_squares(
-        &self,
-        _x: &Buffer,
-        _range: Range<usize>,
-        _segments: usize,
-        _pitch: usize,
-        _sums: &mut Buffer,
-        _at: usize,
-    ) -> Result<()> {
+    fn sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _sums: &mut Buffer, _at: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn exact_sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _digits: &mut Buffer, _at: usize) -> Result<()> {
         Ok(())
     }
 

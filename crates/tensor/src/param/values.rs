@@ -283,10 +283,11 @@ fn from(origin: usize, range: Range<usize>) -> Range<usize> {
     if range.is_empty() { 0..0 } else { range.start - origin..range.end - origin }
 }
 
-/// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics.
+/// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics. Ranks with other samples
+/// have blocks of samples, whatever they hold of a parameter.
 fn require_fit(spec: &ParamSpec, blocks: Option<usize>, mesh: &Mesh) -> Result<()> {
     let Some(blocks) = blocks else { return Ok(()) };
-    let unfit = |&&(axis, _): &&(Axis, usize)| !tree::fits(blocks, mesh.degree(axis));
+    let unfit = |&&(axis, _): &&(Axis, usize)| !Axis::DATA.contains(&axis) && !tree::fits(blocks, mesh.degree(axis));
     let Some(&(axis, dim)) = spec.placement.shards().iter().find(unfit) else { return Ok(()) };
     Err(Error::Placement {
         what: spec.name.clone(),
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_hold_no_whole_subtrees_of_leaves_are_refused() {
+    fn ranks_that_hold_no_whole_subtrees_of_blocks_are_refused() {
         let mut all = Declarations::canonical(8);
         let placement = Placement::replicated().shard(Axis::Tp, 1);
         let id = all.declare("w", &[2, 6], placement, Role::Weight, Init::Zeros).unwrap();
@@ -342,6 +343,18 @@ mod tests {
             build(3).unwrap_err().to_string(),
             "w: dim 1 of extent 6 cannot be cut over tp=3: 8 reduction blocks fit degrees [1, 2, 4, 8]"
         );
+    }
+
+    /// Ranks of `ep` have other samples, whose blocks are samples: three of them fit, whatever the blocks of `tp` are.
+    #[test]
+    fn experts_are_cut_over_degrees_that_reduction_blocks_do_not_fit() {
+        let mut all = Declarations::canonical(8);
+        let placement = Placement::replicated().shard(Axis::Ep, 0);
+        let id = all.declare("experts", &[6, 2], placement, Role::Weight, Init::Zeros).unwrap();
+        let mesh: Mesh = "dp=3,ep=3".parse().unwrap();
+        let params =
+            Params::new(Arc::new(all), &mesh, mesh.coords(1), &crate::meta::Meta::device(), &[vec![id]], 0).unwrap();
+        assert_eq!(params.shape(id)[..], [2, 2]);
     }
 
     #[test]

@@ -389,16 +389,12 @@ impl Optim for Opaque {
         with_host(x, |x| self.inner.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(
-        &self,
-        x: &Buffer,
-        range: Range<usize>,
-        segments: usize,
-        pitch: usize,
-        sums: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
-        with_host(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, segments, pitch, sums, at))
+    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
+        with_host(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, sums, at))
+    }
+
+    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
+        with_host(digits, |digits| self.inner.optim()?.exact_sum_of_squares(&host(x), range, digits, at))
     }
 
     fn update(

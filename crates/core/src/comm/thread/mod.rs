@@ -101,11 +101,12 @@ where
         *results[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         end
     });
-    let end = |(result, panic): (Mutex<Option<Result<T, E>>>, Option<String>)| {
-        match (result.into_inner().unwrap_or_else(PoisonError::into_inner), panic) {
-            (Some(result), None) => result.map_err(RankEnd::Error),
-            (_, panic) => Err(RankEnd::Panic(panic.unwrap_or_default())),
-        }
+    let end = |(result, panic): (Mutex<Option<Result<T, E>>>, Option<String>)| match (
+        result.into_inner().unwrap_or_else(PoisonError::into_inner),
+        panic,
+    ) {
+        (Some(result), None) => result.map_err(RankEnd::Error),
+        (_, panic) => Err(RankEnd::Panic(panic.unwrap_or_default())),
     };
     let ends: Vec<Result<T, RankEnd<E>>> = results.into_iter().zip(panics).map(end).collect();
     if ends.iter().all(Result::is_ok) {
