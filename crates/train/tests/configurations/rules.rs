@@ -154,6 +154,8 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         "Mixtral's weights add up to 1",
     );
     if is_canonical(case) {
+        let shared = count(case, "moe.num_shared_experts", 0) * count(case, "moe.expert_hidden_size", 0);
+        rule(!divides(tp, shared), "inner features of shared experts in whole canonical blocks over tp");
         rule(case.get("moe.aux_loss_scope") == Some("global_batch"), "depends on how the batch is cut");
         rule(ep > 1 && divides(ep, experts) && !(experts / ep).is_power_of_two(), "ep ranks without a subtree");
     }

@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 20] = [
+const ALONE: [(&str, Option<&str>); 21] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -61,6 +61,8 @@ const ALONE: [(&str, Option<&str>); 20] = [
     ("parallelism.zero_group", None),
     ("memory.recompute", None),
     ("metrics.profile", None),
+    // It would go on from what the mesh has saved.
+    ("checkpoint.resume", None),
 ];
 
 /// Trains a configuration that was accepted.
