@@ -1,7 +1,7 @@
 //! Dry runs: one step of one rank on the meta device with recording communicators. A dry run executes the same code as
 //! training.
 
-use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch};
+use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_nn::{Batch, Model};
 use meshwork_pipeline::{ActionKind, Generator, Phase};
@@ -86,6 +86,7 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
         partition,
         global_batch_size: samples,
         num_microbatches: Some(1),
+        zero: Zero::default(), // one rank has nobody to share with
         ..plan.clone()
     })
 }

@@ -5,7 +5,7 @@ mod noise;
 mod tower;
 
 use meshwork_core::comm::thread;
-use meshwork_engine::dry_run::{Prediction, predict};
+use meshwork_engine::dry_run::{Prediction, costs, predict};
 use meshwork_engine::{
     ModelPlan, Numerics, OPTIMIZER, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage,
 };
@@ -230,4 +230,15 @@ fn a_limit_is_held_to_the_byte_and_ends_every_rank() {
     for word in ["rank 1", "would exceed the limit of", "it holds parameters", "gradients", "activations"] {
         assert!(error.contains(word), "{word} in {error}");
     }
+}
+
+/// Parts are measured on one rank, which has no groups to share out in. (The profile of layers and `partition = "cost"` of a run with
+/// `zero_group` were refused.)
+#[test]
+fn the_costs_of_parts_do_not_depend_on_what_ranks_share_out() {
+    let (model, plan) = (tower::tower(4), tower::plan("dp=4"));
+    let zero = Zero { stage: ZeroStage::Weights, group: Some(2) };
+    let wanted = costs(&model, &plan).unwrap();
+    assert_eq!(wanted.len(), 6);
+    assert_eq!(costs(&model, &Plan { zero, ..plan }).unwrap(), wanted);
 }
