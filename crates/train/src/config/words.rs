@@ -106,6 +106,14 @@ words! {
         Stage = "stage",
     }
 
+    /// `memory.offload`.
+    OffloadWord {
+        /// Nothing.
+        None = "none",
+        /// States of the optimizer.
+        Optimizer = "optimizer",
+    }
+
     /// `data.end_of_text`, unless it is an id.
     EndOfTextWord {
         /// That of the tokenizer.
