@@ -137,7 +137,7 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
         Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 8, ..Gpt2Config::default() };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
     let dir = tempfile::tempdir().unwrap();
-    let offload = Offload { optimizer: true, activations: false, to: Arc::new(Folder(dir.path().to_owned())) };
+    let offload = Offload { optimizer: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
     for optimizer in [
         Lamb::default().into(),
         Adafactor::default().into(),
@@ -187,17 +187,19 @@ fn a_network_with_batch_norms_takes_what_was_predicted() {
 #[test]
 fn what_is_offloaded_takes_what_was_predicted() {
     let dir = tempfile::tempdir().unwrap();
-    let offload = Offload { optimizer: true, activations: false, to: Arc::new(Folder(dir.path().to_owned())) };
-    for (mesh, schedule, stage, optimizer) in [
-        ("dp=1", "gpipe", 0, Rule::from(AdamW::default())),
-        ("dp=2,pp=2", "zb_h2", 1, AdamW::default().into()),
-        ("dp=2,tp=2,pp=2", "1f1b", 3, Sgd { momentum: 0.9, weight_decay: 0.0 }.into()),
-        ("dp=2,pp=2", "interleaved_1f1b", 2, Lamb::default().into()),
+    let offload = Offload { optimizer: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
+    for (mesh, schedule, stage, recompute, optimizer) in [
+        ("dp=1", "gpipe", 0, Recompute::None, Rule::from(AdamW::default())),
+        ("dp=2,pp=2", "zb_h2", 1, Recompute::Selective, AdamW::default().into()),
+        ("dp=2,tp=2,pp=2", "1f1b", 3, Recompute::Full, Sgd { momentum: 0.9, weight_decay: 0.0 }.into()),
+        ("dp=2,pp=2", "interleaved_1f1b", 2, Recompute::Layers(1), Lamb::default().into()),
+        ("dp=1", "1f1b", 0, Recompute::Stage, AdamW::default().into()),
     ] {
         let plan = Plan {
             schedule: named(schedule),
             zero: Zero { stage: ZeroStage::ALL[stage], group: None },
             optimizer,
+            recompute,
             offload: Some(offload.clone()),
             max_norm: NEVER,
             global_batch_size: 16,

@@ -230,6 +230,11 @@ impl Disk {
         Ok(Rc::new(disk))
     }
 
+    /// The device whose memory it takes.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
     /// Bytes moved so far, and the most room taken.
     pub fn traffic(&self) -> Traffic {
         Traffic { room: self.space.borrow().most, ..self.moved.get() }

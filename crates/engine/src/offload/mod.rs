@@ -7,6 +7,7 @@
 //! | [`folder`] | a file of a rank in a folder |
 //! | [`disk`] | reads and writes in the background, in the order in which they were asked for |
 //! | [`pages`] | the states of the optimizer, a few pages of them in memory |
+//! | [`saved`] | what forward keeps for backward |
 //!
 //! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for its file at fixed
 //! places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
@@ -14,6 +15,7 @@
 pub(crate) mod disk;
 mod folder;
 pub(crate) mod pages;
+pub(crate) mod saved;
 
 pub use folder::Folder;
 

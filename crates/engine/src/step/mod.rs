@@ -29,6 +29,7 @@ use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, norm_shards, replica};
 use crate::offload::Traffic;
 use crate::offload::disk::Disk;
+use crate::offload::saved::Shelf;
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::trace::require_random_names;
@@ -222,7 +223,9 @@ impl Trainer {
             disk.reserve(dry_run::predict(&model, plan, rank.world_rank())?.offloaded.room)?;
         }
         let count = model_plan.stages().len();
-        let chunk = |(number, segments)| Chunk::new(number, count, segments, gathers.clone());
+        let shelves = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.activations));
+        let shelf = shelves.map(|disk| Rc::new(Shelf::new(disk)));
+        let chunk = |(number, segments)| Chunk::new(number, count, segments, (gathers.clone(), shelf.clone()));
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);

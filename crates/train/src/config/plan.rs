@@ -205,7 +205,9 @@ impl Memory {
     #[must_use]
     pub fn offload(&self) -> Option<Offload> {
         let dir = self.offload_dir.as_ref().filter(|_| self.offload != OffloadWord::None)?;
-        Some(Offload { optimizer: true, activations: false, to: Arc::new(Folder(dir.into())) })
+        let optimizer = matches!(self.offload, OffloadWord::Optimizer | OffloadWord::All);
+        let activations = matches!(self.offload, OffloadWord::Activations | OffloadWord::All);
+        Some(Offload { optimizer, activations, to: Arc::new(Folder(dir.into())) })
     }
 }
 

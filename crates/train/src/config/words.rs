@@ -112,6 +112,10 @@ words! {
         None = "none",
         /// States of the optimizer.
         Optimizer = "optimizer",
+        /// What forward keeps for backward.
+        Activations = "activations",
+        /// Both.
+        All = "all",
     }
 
     /// `data.end_of_text`, unless it is an id.
