@@ -1,9 +1,13 @@
 //! Offload: a run goes on with and without it, whatever the speed of the disk, and a disk that fails ends every rank with the reason.
 
-use super::{batch, go_on, model, on};
+use super::{SEQ, VOCAB, batch, go_on, model, on};
 use meshwork_core::comm::thread;
 use meshwork_engine::offload::{Backing, Folder, Offload, OffloadError, Store};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run};
+use meshwork_engine::{
+    Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_nn::Model;
 use meshwork_optim::{AdamW, Rule};
 use meshwork_tensor::cpu::Cpu;
 use std::io::{self, ErrorKind};
@@ -118,6 +122,46 @@ fn a_run_goes_on_with_and_without_offload_bit_by_bit() {
                 (report.loss.to_bits(), report.grad_norm.to_bits()),
                 (wanted.loss.to_bits(), wanted.grad_norm.to_bits())
             );
+        }
+    }
+}
+
+/// A model that takes four times the limit of a rank trains on one rank with offload, and on eight that share it out without.
+#[test]
+fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
+    let sizes = Gpt2Config {
+        vocab_size: VOCAB,
+        hidden_size: 32,
+        ffn_hidden_size: 64,
+        num_layers: 12,
+        seq_len: SEQ,
+        ..Gpt2Config::default()
+    };
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
+    let one = Plan { num_microbatches: Some(2), recompute: Recompute::Full, ..adamw("dp=1") };
+    let held = Plan { recompute: Recompute::None, num_microbatches: Some(1), ..adamw("dp=1") };
+    let (_dir, offloads) = offloading(one, None);
+    let shared =
+        Plan { mesh: "dp=8".parse().unwrap(), zero: Zero { stage: ZeroStage::Weights, group: None }, ..held.clone() };
+    let predicted = |plan: &Plan| dry_run::predict(&model, plan, 0).unwrap().peak_bytes();
+    let limit = predicted(&held) / 4;
+    let losses = |plan: &Plan, limit: Option<u64>| {
+        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let device = Cpu::device();
+            device.meter().set_limit(limit);
+            let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+            (0..3)
+                .map(|step| Ok(trainer.step(&batch(step, trainer.samples()))?.loss))
+                .collect::<Result<Vec<_>, TrainError>>()
+        });
+        ranks.map(|mut ranks| ranks.swap_remove(0))
+    };
+    assert!(losses(&held, Some(limit)).unwrap_err().to_string().contains("would exceed the limit"));
+    let wanted = losses(&held, None).unwrap();
+    for plan in [&offloads, &shared] {
+        let found = losses(plan, Some(limit)).unwrap_or_else(|error| panic!("{error}"));
+        for (found, wanted) in found.iter().zip(&wanted) {
+            assert!((found - wanted).abs() / wanted < 1e-5, "{}: {found} {wanted}", plan.mesh);
         }
     }
 }
