@@ -36,6 +36,15 @@ pub struct States {
     pub sets: Vec<Vec<Buffer>>,
 }
 
+/// The window of a flat buffer whose states a rank keeps.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// Its parameters, with the elements of the window that are theirs.
+    pub members: Vec<(ParamId, Range<usize>)>,
+    /// Elements of the window.
+    pub elements: usize,
+}
+
 /// How one parameter is updated.
 #[derive(Debug)]
 struct Member {
@@ -226,15 +235,10 @@ impl Updates {
         self.members.get(id.index())?.as_ref()
     }
 
-    /// States for the flat buffers, all zero: of each its parameters, with the elements of the rank's window that are theirs, and the elements
-    /// of the window. Those of elements are on `disk`, if there is one.
-    pub fn states(
-        &self,
-        flats: &[(Vec<(ParamId, Range<usize>)>, usize)],
-        disk: Option<&Rc<Disk>>,
-    ) -> Result<States, TrainError> {
+    /// States for the flat buffers, all zero. Those of elements are on `disk`, if there is one.
+    pub fn states(&self, flats: &[Window], disk: Option<&Rc<Disk>>) -> Result<States, TrainError> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
-        let of_flat = |(members, elements): &(Vec<(ParamId, Range<usize>)>, usize)| {
+        let of_flat = |Window { members, elements }: &Window| {
             let states = members.first().and_then(|&(id, _)| self.member(id)).map_or(&[][..], |member| &member.states);
             let dtypes = states.iter().filter_map(|state| match state.kept {
                 Kept::Elements => Some(DType::F32),
@@ -247,10 +251,9 @@ impl Updates {
             Flat { states: dtypes.collect(), elements: *elements, whole }
         };
         let mut elements = Elements::new(flats.iter().map(of_flat).collect(), disk, &self.device)?;
-        let parts = flats
-            .iter()
-            .enumerate()
-            .flat_map(|(flat, (members, _))| members.iter().map(move |(id, range)| (*id, (flat, range.clone()))));
+        let parts = flats.iter().enumerate().flat_map(|(flat, Window { members, .. })| {
+            members.iter().map(move |(id, range)| (*id, (flat, range.clone())))
+        });
         let order = self.order(&parts.collect(), &elements);
         elements.set_order(order);
         let of_param = |member: &Option<Member>| {

@@ -8,7 +8,7 @@ use crate::layout::NormShard;
 use crate::offload::disk::Disk;
 use crate::state::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
-use crate::update::{Part, States, Updates};
+use crate::update::{Part, States, Updates, Window};
 use crate::zero::{Cuts, Vector};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
@@ -102,7 +102,7 @@ impl WeightStore {
         let of_buckets = shared[..gradients.buckets()].iter().map(|shared| {
             let window = cuts.window(Vector::States, shared.slice);
             let part = |&id: &ParamId| (id, own_part(&window, params.place(id).1));
-            (shared.members.iter().map(part).collect(), window.len())
+            Window { members: shared.members.iter().map(part).collect(), elements: window.len() }
         });
         let states = updater.states(&of_buckets.collect::<Vec<_>>(), disk)?;
         let exact_norm = params.declarations().reduction_blocks().is_some();

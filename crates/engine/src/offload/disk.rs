@@ -1,20 +1,17 @@
 //! The store of a rank, read and written by a thread in the order in which the rank asks.
 
+use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
 use crate::TrainError;
 use meshwork_core::{Buffer, DType, Rank};
 use meshwork_tensor::{Device, Error};
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-
-/// Regions begin and end at multiples of this, in bytes: a page of most systems.
-const ALIGNED: u64 = 4096;
 
 /// How often a rank that waits for its store tells the others that it is alive.
 const ALIVE: Duration = Duration::from_millis(200);
@@ -49,63 +46,6 @@ enum Work {
     Reserve(u64),
     Write { at: u64, from: Buffer },
     Read { at: u64, into: Buffer },
-}
-
-/// Which bytes of the store are free.
-#[derive(Debug, Default)]
-struct Space {
-    /// Ranges below the end: start and length. Neighbours are joined.
-    free: BTreeMap<u64, u64>,
-    end: u64,
-    most: u64,
-}
-
-impl Space {
-    /// The first range that fits, else one at the end.
-    fn take(&mut self, bytes: u64) -> u64 {
-        let fitting = self.free.iter().find(|&(_, &length)| length >= bytes).map(|(&at, &length)| (at, length));
-        let Some((at, length)) = fitting else {
-            self.end += bytes;
-            self.most = self.most.max(self.end);
-            return self.end - bytes;
-        };
-        self.free.remove(&at);
-        if length > bytes {
-            self.free.insert(at + bytes, length - bytes);
-        }
-        at
-    }
-
-    fn give_back(&mut self, mut at: u64, mut bytes: u64) {
-        if let Some(behind) = self.free.remove(&(at + bytes)) {
-            bytes += behind;
-        }
-        if let Some((&before, &length)) = self.free.range(..at).next_back()
-            && before + length == at
-        {
-            self.free.remove(&before);
-            (at, bytes) = (before, bytes + length);
-        }
-        match at + bytes == self.end {
-            true => self.end = at,
-            false => _ = self.free.insert(at, bytes),
-        }
-    }
-}
-
-/// Bytes of the store that are in use while this lives. What is asked for later comes later, so they may be given to another use while
-/// they are still read or written.
-#[derive(Debug)]
-pub struct Region {
-    at: u64,
-    bytes: u64,
-    space: Rc<RefCell<Space>>,
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        self.space.borrow_mut().give_back(self.at, self.bytes);
-    }
 }
 
 /// An answer of the thread. Dropping it waits: what the thread holds is freed by the rank, at a place of its program.
@@ -237,7 +177,7 @@ impl Disk {
 
     /// Bytes moved so far, and the most room taken.
     pub fn traffic(&self) -> Traffic {
-        Traffic { room: self.space.borrow().most, ..self.moved.get() }
+        Traffic { room: self.space.borrow().most(), ..self.moved.get() }
     }
 
     /// Makes room for `bytes` bytes in all.
@@ -258,16 +198,14 @@ impl Disk {
 
     /// A region of so many bytes. What it has is unspecified, but for regions that nothing had before: these are zero.
     pub fn region(self: &Rc<Self>, bytes: usize) -> Rc<Region> {
-        let bytes = (bytes as u64).next_multiple_of(ALIGNED);
-        let at = self.space.borrow_mut().take(bytes);
-        Rc::new(Region { at, bytes, space: self.space.clone() })
+        Rc::new(Region::of(&self.space, bytes as u64))
     }
 
     /// Writes memory of the device to a region, `from` bytes behind its beginning.
     pub fn write(self: &Rc<Self>, region: &Region, from: u64, held: Buffer) -> Result<Writing, TrainError> {
         // What was not foreseen: experts with uneven loads.
-        self.reserve(region.at + region.bytes)?;
-        let (at, bytes) = (region.at + from, held.bytes() as u64);
+        self.reserve(region.end())?;
+        let (at, bytes) = (region.at() + from, held.bytes() as u64);
         let moved = self.moved.get();
         self.moved.set(Traffic { written: moved.written + bytes, ..moved });
         let answer = self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download(&held)? }))?;
@@ -283,7 +221,7 @@ impl Disk {
         count: usize,
     ) -> Result<Reading, TrainError> {
         let device_memory = self.device.alloc(dtype, count)?;
-        let (at, bytes) = (region.at + from, device_memory.bytes() as u64);
+        let (at, bytes) = (region.at() + from, device_memory.bytes() as u64);
         let (into, given) = match device_memory.is_host() {
             true => (device_memory, None),
             false if self.jobs.is_some() => (Buffer::zeros(dtype, count), Some(device_memory)),
@@ -303,7 +241,7 @@ impl Disk {
         count: usize,
     ) -> Result<Buffer, TrainError> {
         let into = Buffer::zeros(dtype, count);
-        let (at, bytes) = (region.at + from, into.bytes() as u64);
+        let (at, bytes) = (region.at() + from, into.bytes() as u64);
         match self.jobs {
             None => Ok(into),
             Some(_) => self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?.wait(),
@@ -312,8 +250,8 @@ impl Disk {
 
     /// Writes host memory that no device counts.
     pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<(), TrainError> {
-        self.reserve(region.at + region.bytes)?;
-        let (at, bytes) = (region.at + from, values.bytes() as u64);
+        self.reserve(region.end())?;
+        let (at, bytes) = (region.at() + from, values.bytes() as u64);
         self.ask("writing", at, bytes, || Ok(Work::Write { at, from: values }))?.wait().map(drop)
     }
 
@@ -369,23 +307,6 @@ mod tests {
     use meshwork_core::Mesh;
     use meshwork_tensor::cpu::Cpu;
     use std::sync::Mutex;
-
-    #[test]
-    fn room_is_taken_again_and_neighbours_are_joined() {
-        let mut space = Space::default();
-        let at: Vec<u64> = [10, 20, 30, 40].map(|bytes| space.take(bytes)).into();
-        assert_eq!((&at[..], space.end), (&[0, 10, 30, 60][..], 100));
-        space.give_back(10, 20);
-        space.give_back(0, 10);
-        assert_eq!(space.free, BTreeMap::from([(0, 30)]));
-        assert_eq!((space.take(25), space.take(10)), (0, 100), "what does not fit goes to the end");
-        space.give_back(60, 40);
-        space.give_back(100, 10);
-        assert_eq!((space.end, space.most), (60, 110), "the end moves back");
-        space.give_back(30, 30);
-        space.give_back(0, 25);
-        assert_eq!((space.free.len(), space.end), (0, 0));
-    }
 
     /// Answers once its other end is dropped.
     #[derive(Debug)]

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`folder`] | a file of a rank in a folder |
 //! | [`disk`] | reads and writes in the background, in the order in which they were asked for |
+//! | [`space`] | which bytes of a store are in use |
 //! | [`pages`] | the states of the optimizer, a few pages of them in memory |
 //! | [`saved`] | what forward keeps for backward |
 //!
@@ -16,6 +17,7 @@ pub(crate) mod disk;
 mod folder;
 pub(crate) mod pages;
 pub(crate) mod saved;
+mod space;
 
 pub use folder::Folder;
 

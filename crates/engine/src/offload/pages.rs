@@ -319,11 +319,11 @@ mod tests {
             (ranges, of_flat)
         };
         assert_eq!(cut(&[flat(10, &[]), flat(3, &[])], 4), (vec![0..4, 4..8, 8..10, 0..3], vec![0..3, 3..4]));
-        assert_eq!(cut(&[flat(10, &[])], usize::MAX), (vec![0..10], vec![0..1]));
+        assert_eq!(cut(&[flat(10, &[]), flat(2, &[])], usize::MAX), (vec![0..10, 0..2], vec![0..1, 1..2]));
         let whole = [0..3, 3..5, 5..9];
         assert_eq!(cut(&[flat(12, &whole)], 4).0, [0..3, 3..5, 5..9, 9..12]);
         assert_eq!(cut(&[flat(12, &whole)], 6).0, [0..5, 5..11, 11..12]);
         assert_eq!(cut(&[flat(12, &whole)], 1).0, [0..3, 3..5, 5..9, 9..10, 10..11, 11..12]);
-        assert_eq!(cut(&[flat(0, &[])], 4), (vec![], vec![0..0]));
+        assert_eq!(cut(&[flat(0, &[]), flat(0, &[])], 4), (vec![], vec![0..0, 0..0]));
     }
 }
