@@ -2,7 +2,8 @@
 //! goes over the pages in an order that is known before: while one is updated, the next is read and the one before is written back. So at
 //! most three are in memory, and none between steps.
 
-use super::disk::{Disk, Reading, Region, Writing};
+use super::disk::{Disk, Reading, Writing};
+use super::space::Region;
 use crate::TrainError;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::{Category, Device, Error};

@@ -1,7 +1,8 @@
 //! What forward keeps for backward, on a disk meanwhile. What a segment has saved is written while the next one goes forward, and read while the
 //! segment behind it goes backward. What was saved last stays in memory until another segment goes forward: its backward may come next.
 
-use super::disk::{Disk, Reading, Region, Writing};
+use super::disk::{Disk, Reading, Writing};
+use super::space::Region;
 use crate::TrainError;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::tape::{Saved, SavedPolicy, SavedTensor};
