@@ -174,6 +174,18 @@ impl Buffer {
         Ok(Buffer { memory: Arc::clone(&self.memory), dtype: self.dtype, offset, count })
     }
 
+    /// Runs `work` on the elements of `range` alone. They can be written if those of this buffer can: it is the same handle, made smaller
+    /// meanwhile.
+    pub fn within<R>(&mut self, range: Range<usize>, work: impl FnOnce(&mut Buffer) -> R) -> Result<R, BufferError> {
+        let part = self.slice(range)?;
+        let whole = std::mem::replace(self, part);
+        let (offset, count) = (whole.offset, whole.count);
+        drop(whole); // so that the part is the only one
+        let result = work(self);
+        (self.offset, self.count) = (offset, count);
+        Ok(result)
+    }
+
     /// Swaps elements with a buffer of the same type and count, without copying them. The two exchange their host
     /// bytes, and keep everything else of their [`Memory`]s. Returns false and does nothing unless both are unique, on
     /// the host, at the same offset, and of memory of the same size.
@@ -264,6 +276,19 @@ mod tests {
         assert!(buffer.is_unique());
         buffer.as_mut_slice::<i32>().unwrap()[2] = 9;
         assert_eq!(buffer.as_slice::<i32>().unwrap(), [1, 2, 9]);
+    }
+
+    #[test]
+    fn a_part_is_written_without_sharing() {
+        let mut buffer = Buffer::from_vec(vec![1i32, 2, 3, 4]).slice(1..4).unwrap();
+        let last = buffer.within(1..3, |part| {
+            part.as_mut_slice::<i32>().unwrap()[0] = 7;
+            part.as_slice::<i32>().unwrap()[1]
+        });
+        assert_eq!((last.unwrap(), buffer.as_slice::<i32>().unwrap()), (4, &[2, 7, 4][..]));
+        assert!(buffer.within(2..4, |_| ()).is_err() && buffer.count() == 3);
+        let other = buffer.clone();
+        assert!(buffer.within(0..1, |part| part.as_mut_slice::<i32>().is_err()).unwrap() && other.count() == 3);
     }
 
     #[test]

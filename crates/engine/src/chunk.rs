@@ -2,17 +2,19 @@
 
 use crate::TrainError;
 use crate::gathers::Gathers;
+use crate::offload::saved::{Shelf, Shelved, Shelving};
 use crate::pass::{MicroBatch, Pass, Purpose};
-use crate::segment::{Forwarded, Kept, Segment, Start};
+use crate::segment::{Forwarded, Kept, Origin, Segment, Start, What};
 use crate::statistics::Noted;
 use crate::trace::Walk;
 use crate::weights::WeightStore;
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::Activation;
-use meshwork_tensor::tape::{Normaliser, PerSample, Seed, Weights};
+use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
 use meshwork_tensor::{Category, Params, Tape, Tensor, Var};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// An activation, or its gradient, between two stages.
@@ -34,7 +36,9 @@ pub struct Chunk {
     gathers: Option<Arc<Gathers>>,
     flights: BTreeMap<usize, Flight>,
     /// Tapes whose gradients of weights are still to be computed, by the place of their segment, the last one first.
-    deferred: BTreeMap<usize, Vec<(usize, Tape)>>,
+    deferred: BTreeMap<usize, Vec<(usize, Tape, Shelved)>>,
+    /// Takes what backward needs out of memory until then.
+    shelf: Option<Rc<Shelf>>,
     /// Notes of statistics since they were last taken.
     noted: Noted,
     /// Output of the last prediction.
@@ -51,7 +55,12 @@ struct Flight {
 
 impl Chunk {
     /// Stage `number` of `stages`, cut into segments.
-    pub fn new(number: usize, stages: usize, segments: Vec<Segment>, gathers: Option<Arc<Gathers>>) -> Self {
+    pub fn new(
+        number: usize,
+        stages: usize,
+        segments: Vec<Segment>,
+        (gathers, shelf): (Option<Arc<Gathers>>, Option<Rc<Shelf>>),
+    ) -> Self {
         Self {
             number,
             stages,
@@ -59,6 +68,7 @@ impl Chunk {
             gathers,
             flights: BTreeMap::new(),
             deferred: BTreeMap::new(),
+            shelf,
             noted: Noted::default(),
             prediction: None,
         }
@@ -83,6 +93,7 @@ impl Chunk {
     pub fn clear(&mut self) {
         self.flights.clear();
         self.deferred.clear();
+        self.shelf.iter().for_each(|shelf| shelf.clear());
         self.noted = Noted::default();
     }
 
@@ -101,8 +112,16 @@ impl Chunk {
         let mut start = Start { input, takes_gradient: true, params, applied: 0 };
         let (mut message, mut all) = (None, Vec::new());
         for (place, segment) in self.segments.iter().enumerate() {
-            let origin = segment.spec.recomputed.then(|| start.clone());
-            let run = segment.run(pass, &of, start, None)?;
+            let plain = pass.recompute.policy();
+            let shelving = self.shelf.as_ref().filter(|_| pass.purpose == Purpose::Train).map(|shelf| {
+                shelf.begin_forward()?;
+                Ok::<_, TrainError>(Rc::new(Shelving::new(shelf, &*plain)))
+            });
+            let shelving = shelving.transpose()?;
+            let policy = shelving.clone().map_or(plain.clone(), |shelving| shelving as Rc<dyn SavedPolicy>);
+            let origin = segment.spec.recomputed.then(|| Origin::keep(start.clone(), &*policy)).transpose()?;
+            let of_tape = if origin.is_some() { plain } else { policy };
+            let mut run = segment.run(pass, &of, start, (of_tape, None))?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
             start = Start { input: None, takes_gradient: run.output.takes_gradient(), params, applied };
             let decisions = run.tape.take_decisions();
@@ -122,10 +141,19 @@ impl Chunk {
                 pass.count(0, of.position.first_sample, &run.output)?;
             }
             if pass.purpose == Purpose::Train {
-                all.push(match origin {
-                    Some(start) => Kept::Origin(Box::new((start, decisions))),
-                    None => Kept::Tape(Box::new(run)),
-                });
+                if shelving.is_some() {
+                    // Operations have saved what they need of the input; the next segment or stage has the output.
+                    run.input = run.input.map(Var::released);
+                    run.output = if segment.spec.part.last { run.output } else { run.output.released() };
+                }
+                let what = match origin {
+                    Some(mut origin) => {
+                        origin.decisions = decisions;
+                        What::Origin(Box::new(origin))
+                    }
+                    None => What::Tape(Box::new(run)),
+                };
+                all.push(Kept { what, shelved: shelving.map_or(Shelved::default(), |shelving| shelving.take()) });
             }
         }
         if pass.purpose == Purpose::Train {
@@ -149,9 +177,9 @@ impl Chunk {
         let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
         let (mut walks, mut params) = (Vec::new(), None);
         for (segment, kept) in self.segments.iter().zip(&kept).rev() {
-            let (again, read) = match kept {
-                Kept::Tape(forwarded) => (None, forwarded.tape.params()),
-                Kept::Origin(origin) => (Some((segment.number, Walk::Forward)), &origin.0.params),
+            let (again, read) = match &kept.what {
+                What::Tape(forwarded) => (None, forwarded.tape.params()),
+                What::Origin(origin) => (Some((segment.number, Walk::Forward)), origin.params()),
             };
             params = Some(read.clone());
             walks.extend(again.into_iter().chain([(segment.number, back)]));
@@ -164,14 +192,17 @@ impl Chunk {
         }
         let mut deferred = Vec::new();
         for (place, segment) in self.segments.iter().enumerate().rev() {
-            let Some(kept) = kept.pop() else {
+            let Some(Kept { what, shelved }) = kept.pop() else {
                 return Err(self.out_of_turn(number, "a segment has kept nothing"));
             };
-            let Forwarded { tape, input, output, notes } = match kept {
-                Kept::Tape(forwarded) => *forwarded,
-                Kept::Origin(origin) => {
-                    let (start, decisions) = *origin;
-                    segment.run(pass, &of, start, Some(decisions))?
+            if let Some(shelf) = &self.shelf {
+                shelf.begin_backward(&shelved, kept.last().map(|next| &next.shelved))?;
+            }
+            let Forwarded { tape, input, output, notes } = match what {
+                What::Tape(forwarded) => *forwarded,
+                What::Origin(origin) => {
+                    let (start, decisions) = origin.again()?;
+                    segment.run(pass, &of, start, (pass.recompute.policy(), Some(decisions)))?
                 }
             };
             let mut roots = Vec::new();
@@ -197,8 +228,11 @@ impl Chunk {
                     tape.take_grad(input).ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
                 grad = Some(Message { tensor, types: input.types().dual() });
             }
+            if let Some(shelf) = &self.shelf {
+                shelf.end_backward(&shelved);
+            }
             if weights == Weights::Deferred {
-                deferred.push((place, tape));
+                deferred.push((place, tape, shelved));
             }
         }
         if weights == Weights::Deferred {
@@ -211,10 +245,14 @@ impl Chunk {
         let Some(tapes) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };
-        let walks: Vec<_> = tapes.iter().map(|(place, _)| (self.segments[*place].number, Walk::Weights)).collect();
-        let gathers = self.gathers.as_ref().zip(tapes.first().map(|(_, tape)| tape.params().clone()));
+        let walks: Vec<_> = tapes.iter().map(|(place, ..)| (self.segments[*place].number, Walk::Weights)).collect();
+        let gathers = self.gathers.as_ref().zip(tapes.first().map(|(_, tape, _)| tape.params().clone()));
         let _gathering = gathers.as_ref().map(|(gathers, params)| gathers.begin(&walks, params));
-        for (place, tape) in tapes {
+        let mut tapes = tapes.into_iter().peekable();
+        while let Some((place, tape, shelved)) = tapes.next() {
+            if let Some(shelf) = &self.shelf {
+                shelf.begin_backward(&shelved, tapes.peek().map(|(.., next)| next))?;
+            }
             let gradients = &mut store.borrow_mut().gradients;
             gradients.of_segment(self.segments[place].number);
             tape.weight_gradients(gradients)?;

@@ -1,6 +1,7 @@
 //! Dry runs: one step of one rank on the meta device with recording communicators. A dry run executes the same code as
 //! training.
 
+use crate::offload::Traffic;
 use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_nn::{Batch, Model};
@@ -22,6 +23,8 @@ pub struct Prediction {
     pub flops: u64,
     /// Every communication, in order.
     pub records: Vec<Record>,
+    /// Bytes that the offload of a step reads and writes, and the most room that it takes.
+    pub offloaded: Traffic,
 }
 
 impl Prediction {
@@ -48,15 +51,17 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     // Measure the last of these steps: the steps that overlap with it are then under way.
     let batch = blank_batch(&trainer);
     let mut reports = Vec::new();
-    let mut flops = 0;
+    let (mut flops, mut moved) = (0, Traffic::default());
     for _ in 0..=trainer.steps_ahead() {
         let before = device.meter().total_flops();
+        moved = trainer.offloaded();
         reports.extend(trainer.start_step(&batch, || false, |_| {})?);
         flops = device.meter().total_flops() - before;
     }
     reports.extend(trainer.flush(|_| {})?);
     let records = reports.pop().map_or(Vec::new(), |report| report.records);
-    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records })
+    let offloaded = trainer.offloaded().since(moved);
+    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, offloaded })
 }
 
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
@@ -87,6 +92,7 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
         global_batch_size: samples,
         num_microbatches: Some(1),
         zero: Zero::default(), // one rank has nobody to share with
+        offload: None,
         ..plan.clone()
     })
 }

@@ -1,6 +1,7 @@
 //! Errors of training.
 
 use crate::PlanError;
+use crate::offload::OffloadError;
 use meshwork_core::{CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
@@ -127,6 +128,9 @@ pub enum TrainError {
     /// An invalid plan.
     #[error("{0}")]
     Plan(Box<PlanError>),
+    /// Memory outside of the device that cannot be read or written.
+    #[error("{0}")]
+    Offload(Box<OffloadError>),
     /// State that does not fit this trainer.
     #[error("state of {name}: {problem}")]
     State {
@@ -140,6 +144,12 @@ pub enum TrainError {
 impl From<PlanError> for TrainError {
     fn from(error: PlanError) -> Self {
         Self::Plan(Box::new(error))
+    }
+}
+
+impl From<OffloadError> for TrainError {
+    fn from(error: OffloadError) -> Self {
+        Self::Offload(Box::new(error))
     }
 }
 

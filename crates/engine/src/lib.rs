@@ -10,6 +10,7 @@ mod gathers;
 mod gradients;
 mod layout;
 mod model_plan;
+pub mod offload;
 mod pass;
 mod plan;
 mod segment;

@@ -47,7 +47,8 @@ impl ModelPlan {
     /// A partition that does not fit.
     pub fn new(model: Arc<dyn Model>, plan: &Plan) -> std::result::Result<Self, TrainError> {
         let parts = plan.stages(&*model)?;
-        let segments = parts.iter().map(|part| plan.recompute.segments(part)).collect();
+        let apart = plan.offload.as_ref().is_some_and(|offload| offload.activations);
+        let segments = parts.iter().map(|part| plan.recompute.segments(part, apart)).collect();
         Ok(Self { model, mesh: plan.mesh.clone(), parts, segments, blocks: plan.blocks() })
     }
 

@@ -2,6 +2,7 @@
 //!
 //! More than 400 lines: what a plan can be refused for stands beside it.
 
+use crate::offload::Offload;
 use crate::{Verify, Zero};
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
@@ -61,6 +62,8 @@ pub struct Plan {
     pub scatter_gather: bool,
     /// What data-parallel ranks share out instead of holding it whole.
     pub zero: Zero,
+    /// What leaves the memory of a rank while it is not needed.
+    pub offload: Option<Offload>,
     /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
     /// have not drifted apart.
     pub verify: Verify,
@@ -84,6 +87,7 @@ impl Default for Plan {
             seed: 1234,
             scatter_gather: true,
             zero: Zero::default(),
+            offload: None,
             verify: Verify::default(),
         }
     }

@@ -3,11 +3,13 @@
 //! any two layers, so a segment is what a stage is: a [`Stage`] of the model. No model says anything about recomputation.
 
 use crate::chunk::Message;
+use crate::offload::saved::Shelved;
 use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::watch::Watched;
 use crate::{At, Recompute, TrainError};
+use meshwork_core::Types;
 use meshwork_nn::{Stage, StageSpec};
-use meshwork_tensor::tape::{Decisions, Mode, Notes};
+use meshwork_tensor::tape::{Decisions, Mode, Notes, Saved, SavedPolicy};
 use meshwork_tensor::{Params, Tape, Var};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -38,11 +40,14 @@ impl Recompute {
     /// The segments of a stage.
     ///
     /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each has a segment.
-    pub fn segments(self, stage: &StageSpec) -> Vec<SegmentSpec> {
+    ///
+    /// Where what is kept leaves memory (`apart`), so does a layer while the next one runs: each that is kept has a segment too.
+    pub fn segments(self, stage: &StageSpec, apart: bool) -> Vec<SegmentSpec> {
         let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed }];
         let layers = stage.layers.len();
         // The sizes of the segments that are recomputed, from the first layer on.
         let sizes = match self {
+            Self::None | Self::Selective if apart => Vec::new(),
             Self::None | Self::Selective => return whole(false),
             Self::Stage => return whole(true),
             Self::Full => vec![1; layers],
@@ -63,6 +68,10 @@ impl Recompute {
             let part = StageSpec { layers: at..at + size, first: false, last: false };
             segments.push(SegmentSpec { part, recomputed: true });
             at += size;
+        }
+        while apart && at < end {
+            segments.push(kept(at..at + 1, false, false));
+            at += 1;
         }
         if at < end || stage.last || segments.is_empty() {
             segments.push(kept(at..end, false, stage.last));
@@ -86,11 +95,51 @@ pub struct Start {
 
 /// What backward has of a segment.
 #[derive(Debug)]
-pub enum Kept {
+pub struct Kept {
+    /// It.
+    pub what: What,
+    /// What of it may have left memory.
+    pub shelved: Shelved,
+}
+
+/// See [`Kept`].
+#[derive(Debug)]
+pub enum What {
     /// Everything that it needs.
     Tape(Box<Forwarded>),
     /// Only what the forward was made of: a second one, which decides as the first did, recomputes the rest.
-    Origin(Box<(Start, Decisions)>),
+    Origin(Box<Origin>),
+}
+
+/// What a forward was made of.
+#[derive(Debug)]
+pub struct Origin {
+    /// All but the input.
+    start: Start,
+    input: Option<(Saved, Types)>,
+    /// What it decided.
+    pub decisions: Decisions,
+}
+
+impl Origin {
+    /// Keeps what a forward is made of as `policy` keeps tensors.
+    pub fn keep(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self, TrainError> {
+        let save = |Message { tensor, types }| Ok::<_, TrainError>((policy.save("a segment", tensor)?, types));
+        let input = start.input.take().map(save).transpose()?;
+        Ok(Self { start, input, decisions: Decisions::default() })
+    }
+
+    /// The weights that the forward read.
+    pub fn params(&self) -> &Arc<Params> {
+        &self.start.params
+    }
+
+    /// What the second forward is made of.
+    pub fn again(self) -> Result<(Start, Decisions), TrainError> {
+        let restore = |(saved, types): (Saved, Types)| Ok::<_, TrainError>(Message { tensor: saved.restore()?, types });
+        let input = self.input.map(restore).transpose()?;
+        Ok((Start { input, ..self.start }, self.decisions))
+    }
 }
 
 /// One forward of a segment.
@@ -107,18 +156,18 @@ pub struct Forwarded {
 }
 
 impl Segment {
-    /// Runs the forward of one micro-batch, on the last segment of a model up to the loss. Running it again, with the decisions of the
-    /// first time, gives the same bits.
+    /// Runs the forward of one micro-batch, on the last segment of a model up to the loss, and keeps what backward needs as `policy` says.
+    /// Running it again, with the decisions of the first time, gives the same bits.
     pub(crate) fn run(
         &self,
         pass: &Pass,
         of: &MicroBatch,
         start: Start,
-        repeated: Option<Decisions>,
+        (policy, repeated): (Rc<dyn SavedPolicy>, Option<Decisions>),
     ) -> Result<Forwarded, TrainError> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
-        let tape = Tape::with_policy(rank, start.params, device, mode, of.position, pass.recompute.policy());
+        let tape = Tape::with_policy(rank, start.params, device, mode, of.position, policy);
         tape.count_from(start.applied);
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
             let at = At { stage: self.of_stage, micro: of.micro, recomputed: repeated.is_some() };
@@ -151,6 +200,10 @@ mod tests {
 
     /// `e` for an embedding, `h` for a head, numbers of layers, in brackets what is recomputed.
     fn drawn(recompute: Recompute, layers: std::ops::Range<usize>, first: bool, last: bool) -> String {
+        drawn_as(recompute, layers, first, last, false)
+    }
+
+    fn drawn_as(recompute: Recompute, layers: std::ops::Range<usize>, first: bool, last: bool, apart: bool) -> String {
         let segment = |SegmentSpec { part, recomputed }: SegmentSpec| {
             let text = format!(
                 "{}{}{}",
@@ -160,7 +213,7 @@ mod tests {
             );
             if recomputed { format!("[{text}]") } else { text }
         };
-        let all = recompute.segments(&StageSpec { layers, first, last });
+        let all = recompute.segments(&StageSpec { layers, first, last }, apart);
         all.into_iter().map(segment).collect::<Vec<_>>().join(" ")
     }
 
@@ -178,5 +231,16 @@ mod tests {
         assert_eq!(drawn(Recompute::Sqrt, 0..10, true, true), "e0 [3] [3] [2] [2] 0h");
         assert_eq!(drawn(Recompute::Sqrt, 0..9, false, false), "[3] [3] [3]");
         assert_eq!(drawn(Recompute::Sqrt, 0..1, false, false), "[1]");
+    }
+
+    #[test]
+    fn what_is_kept_lies_apart_where_it_leaves_memory() {
+        let apart = |recompute, layers, first, last| drawn_as(recompute, layers, first, last, true);
+        assert_eq!(apart(Recompute::None, 0..3, true, true), "e0 1 1 1 0h");
+        assert_eq!(apart(Recompute::Selective, 2..4, false, false), "1 1");
+        assert_eq!(apart(Recompute::Layers(1), 0..3, false, true), "[1] 1 1 0h");
+        assert_eq!(apart(Recompute::Full, 0..2, true, false), "e0 [1] [1]");
+        assert_eq!(apart(Recompute::Stage, 0..2, true, true), "[e2h]");
+        assert_eq!(apart(Recompute::None, 2..2, false, false), "0");
     }
 }

@@ -7,6 +7,8 @@
 //! More than 400 lines: the states, passes, gathers and updates of a parameter, which follow from one table of declarations.
 
 use crate::layout::{Layout, replica};
+use crate::offload::disk::Disk;
+use crate::offload::pages::{Elements, Flat};
 use crate::zero::{Cuts, ZeroStage};
 use crate::{PlanError, TrainError};
 use meshwork_core::exact::LIMBS;
@@ -19,6 +21,7 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Category, Device, Error, ParamId, ParamSpec, Params, Shape};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Name of the groups in which ranks bring together what a rule measures of whole parameters.
@@ -27,10 +30,19 @@ pub const OPTIMIZER: &str = "optimizer";
 /// The optimizer's state on one rank.
 #[derive(Debug)]
 pub struct States {
-    /// Per flat buffer: the states of elements, this rank's window of them.
-    pub elements: Vec<Vec<Buffer>>,
+    /// The states of elements, this rank's windows of the flat buffers.
+    pub elements: Elements,
     /// Per parameter: the states of sets, whole.
     pub sets: Vec<Vec<Buffer>>,
+}
+
+/// The window of a flat buffer whose states a rank keeps.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// Its parameters, with the elements of the window that are theirs.
+    pub members: Vec<(ParamId, Range<usize>)>,
+    /// Elements of the window.
+    pub elements: usize,
 }
 
 /// How one parameter is updated.
@@ -57,6 +69,8 @@ pub struct Updates {
     members: Vec<Option<Member>>,
     /// Those whose rules read them whole, in the order of the flat buffers: the same on all ranks of the group.
     whole: Vec<ParamId>,
+    /// Per flat buffer that is updated its parameters.
+    flats: Vec<Vec<ParamId>>,
     /// Flat buffers whose matrices are gathered at once: so many that each rank of the group has one to transform.
     rounds: Vec<Range<usize>>,
     /// The ranks that update other elements of the same parameters.
@@ -203,7 +217,8 @@ impl Updates {
                 (first, count) = (flat + 1, 0);
             }
         }
-        Self { members, whole, rounds, group, exact: declarations.reduction_blocks().is_some(), device }
+        let flats = layout.flats.iter().take(layout.keys.len()).cloned().collect();
+        Self { members, whole, flats, rounds, group, exact: declarations.reduction_blocks().is_some(), device }
     }
 
     /// The flat buffers that are updated at once, one after the other.
@@ -220,31 +235,59 @@ impl Updates {
         self.members.get(id.index())?.as_ref()
     }
 
-    /// States for the flat buffers, of which a rank keeps `windows`, all zero.
-    pub fn states(&self, flats: &[Vec<ParamId>], windows: &[Range<usize>]) -> Result<States, TrainError> {
+    /// States for the flat buffers, all zero. Those of elements are on `disk`, if there is one.
+    pub fn states(&self, flats: &[Window], disk: Option<&Rc<Disk>>) -> Result<States, TrainError> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
-        let zeros = |dtype, count| self.device.zeros(dtype, count);
-        let of_flat = |(members, window): (&Vec<ParamId>, &Range<usize>)| {
-            let states = members.first().and_then(|&id| self.member(id)).map_or(&[][..], |member| &member.states);
-            let elements = states.iter().filter_map(|state| match state.kept {
-                Kept::Elements => Some(zeros(DType::F32, window.len())),
-                Kept::Codes => Some(zeros(DType::U8, window.len())),
+        let of_flat = |Window { members, elements }: &Window| {
+            let states = members.first().and_then(|&(id, _)| self.member(id)).map_or(&[][..], |member| &member.states);
+            let dtypes = states.iter().filter_map(|state| match state.kept {
+                Kept::Elements => Some(DType::F32),
+                Kept::Codes => Some(DType::U8),
                 Kept::Sets(_) => None,
             });
-            elements.collect::<Result<Vec<Buffer>, Error>>()
+            let measured = |(id, _): &&(ParamId, _)| self.member(*id).is_some_and(|member| !member.is_elementwise());
+            let whole = members.iter().filter(measured).map(|(_, range)| range.clone());
+            let whole = whole.filter(|range| !range.is_empty()).collect();
+            Flat { states: dtypes.collect(), elements: *elements, whole }
         };
+        let mut elements = Elements::new(flats.iter().map(of_flat).collect(), disk, &self.device)?;
+        let parts = flats.iter().enumerate().flat_map(|(flat, Window { members, .. })| {
+            members.iter().map(move |(id, range)| (*id, (flat, range.clone())))
+        });
+        let order = self.order(&parts.collect(), &elements);
+        elements.set_order(order);
         let of_param = |member: &Option<Member>| {
             let sets = member.iter().flat_map(|member| member.states.iter().zip(std::iter::repeat(&member.shape)));
             let sets = sets.filter_map(|(state, shape)| match state.kept {
-                Kept::Sets(over) => Some(zeros(DType::F32, over.count(shape))),
+                Kept::Sets(over) => Some(self.device.zeros(DType::F32, over.count(shape))),
                 _ => None,
             });
             sets.collect::<Result<Vec<Buffer>, Error>>()
         };
-        Ok(States {
-            elements: flats.iter().zip(windows).map(of_flat).collect::<Result<_, Error>>()?,
-            sets: self.members.iter().map(of_param).collect::<Result<_, Error>>()?,
-        })
+        Ok(States { elements, sets: self.members.iter().map(of_param).collect::<Result<_, Error>>()? })
+    }
+
+    /// The pages of states in the order in which [`measure`](Self::measure), [`gather`](Self::gather) and [`update`](Self::update) need
+    /// them, for parameters that lie in these elements of flat buffers.
+    fn order(&self, parts: &BTreeMap<ParamId, (usize, Range<usize>)>, elements: &Elements) -> Vec<usize> {
+        let pages = |id: &ParamId| parts.get(id).map_or(0..0, |(flat, range)| elements.cover(*flat, range));
+        let mut order = Vec::new();
+        let passes = self.whole.iter().filter_map(|&id| Some(self.member(id)?.passes.len())).max().unwrap_or(0);
+        for (pass, number) in (0..passes).flat_map(|pass| (0..KINDS.len()).map(move |number| (pass, number))) {
+            let of_kind =
+                |id: &&ParamId| self.member(**id).and_then(|member| member.passes.get(pass)).map(kind) == Some(number);
+            order.extend(self.whole.iter().filter(of_kind).flat_map(pages));
+        }
+        for round in &self.rounds {
+            let mut ids: Vec<ParamId> = self.flats[round.clone()].concat();
+            ids.retain(|&id| self.member(id).is_some());
+            let gathered = |id: &&ParamId| {
+                self.group.is_some() && self.member(**id).is_some_and(|member| member.transform.is_some())
+            };
+            order.extend(ids.iter().filter(gathered).flat_map(pages));
+            order.extend(ids.iter().flat_map(pages));
+        }
+        order
     }
 
     /// Takes the passes of all parameters that are read whole: `of` gives the part of a parameter that is updated here, with its weights and
@@ -274,13 +317,15 @@ impl Updates {
                     if part.elements.is_empty() {
                         continue;
                     }
+                    let Some(page) = states.elements.cover(flat, &part.window()).next() else { continue };
                     let place = member.places[pass];
                     let into = member.counted.then_some(match exact {
                         true => Measured::Digits(&mut sums, place * LIMBS),
                         false => Measured::Sums(&mut sums, place),
                     });
-                    let (elements, sets) = (&mut states.elements[flat], &states.sets[id.index()]);
                     let done = member.totals(&totals)?;
+                    let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
+                    let (elements, sets) = (states.elements.get(page)?, &states.sets[id.index()]);
                     let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
                     optim.measure(&member.part(&part), pass, &weights, vectors, into)?;
                 }
@@ -330,9 +375,11 @@ impl Updates {
             if part.elements.is_empty() {
                 continue;
             }
+            let Some(page) = states.elements.cover(flat, &part.window()).next() else { continue };
             let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.matrix());
-            let (elements, sets) = (&mut states.elements[flat], &states.sets[id.index()]);
             let done = member.totals(totals)?;
+            let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
+            let (elements, sets) = (states.elements.get(page)?, &states.sets[id.index()]);
             let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
             let into = member.counted.then_some(Measured::Values(&mut values));
             optim.measure(&member.part(&part), member.passes.len(), &weights, vectors, into)?;
@@ -351,21 +398,18 @@ impl Updates {
         Ok(Some(Gathered { all, places: places.into_iter().map(|(id, places)| (id, begin(places))).collect() }))
     }
 
-    /// Updates the weights of a part of a parameter.
+    /// Updates the weights of a part of a parameter, which lie in flat buffer `flat`.
     pub fn update(
         &self,
         part: &Part,
+        flat: usize,
         (weights, grads): (&mut Buffer, &Buffer),
-        (states, sets): (&mut [Buffer], &[Buffer]),
+        states: &mut States,
         totals: &Totals,
         gathered: Option<&Gathered>,
     ) -> Result<(), TrainError> {
         let Some(member) = self.member(part.id).filter(|_| !part.elements.is_empty()) else { return Ok(()) };
         let optim = self.device.optim()?;
-        if member.rule.is_elementwise(&member.shape) {
-            let range = part.at..part.at + part.elements.len();
-            return Ok(optim.update(&member.rule, part.update, weights, grads, states, range)?);
-        }
         let matrices = match gathered.and_then(|gathered| Some((&gathered.all, gathered.places.get(&part.id)?))) {
             None => None,
             Some((all, places)) => {
@@ -378,8 +422,20 @@ impl Updates {
             }
         };
         let (totals, gathered) = (member.totals(totals)?, matrices.as_ref());
-        let vectors = WholeVectors { grads, states, sets, totals: &totals, gathered };
-        Ok(optim.update_whole(&member.part(part), weights, vectors)?)
+        for page in states.elements.cover(flat, &part.window()) {
+            let (here, range) = part.of_page(&states.elements, page, weights.count());
+            let grads = grads.slice(range.start..range.end.min(grads.count())).map_err(Error::from)?;
+            let (elements, sets) = (states.elements.get(page)?, &states.sets[part.id.index()][..]);
+            let update = |weights: &mut Buffer| match member.is_elementwise() {
+                true => optim.update(&member.rule, here.update, weights, &grads, elements, here.window()),
+                false => {
+                    let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &totals, gathered };
+                    optim.update_whole(&member.part(&here), weights, vectors)
+                }
+            };
+            weights.within(range, update).map_err(Error::from)??;
+        }
+        Ok(())
     }
 
     fn reduce(&self, numbers: Buffer, op: ReduceOp) -> Result<Buffer, TrainError> {
@@ -390,7 +446,42 @@ impl Updates {
     }
 }
 
+impl Part {
+    /// Its elements in the windows of weights, gradients and states.
+    pub fn window(&self) -> Range<usize> {
+        self.at..self.at + self.elements.len()
+    }
+
+    /// What of it lies on a page, counted from the page's first element, and the elements of the page, of windows with `count` elements.
+    fn of_page(&self, elements: &Elements, page: usize, count: usize) -> (Self, Range<usize>) {
+        let page = &elements.page(page).range;
+        let (start, end) = (self.at.max(page.start), self.window().end.min(page.end));
+        let first = self.elements.start + start - self.at;
+        let part = Self { elements: first..first + end - start, at: start - page.start, ..self.clone() };
+        (part, page.start..page.end.min(count))
+    }
+
+    /// The same, with what the page has of weights and gradients.
+    fn on_page(
+        &self,
+        elements: &Elements,
+        page: usize,
+        weights: &Buffer,
+        grads: &Buffer,
+    ) -> Result<(Self, Buffer, Buffer), TrainError> {
+        let (part, range) = self.of_page(elements, page, weights.count());
+        let of_grads = range.start..range.end.min(grads.count());
+        let weights = weights.slice(range).map_err(Error::from)?;
+        Ok((part, weights, grads.slice(of_grads).map_err(Error::from)?))
+    }
+}
+
 impl Member {
+    /// Whether its rule reads no more than one element at a time.
+    fn is_elementwise(&self) -> bool {
+        self.rule.is_elementwise(&self.shape)
+    }
+
     /// Elements of a matrix.
     fn matrix(&self) -> usize {
         self.shape.rows * self.shape.columns

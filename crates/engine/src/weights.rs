@@ -5,9 +5,10 @@
 use crate::TrainError;
 use crate::gradients::Gradients;
 use crate::layout::NormShard;
+use crate::offload::disk::Disk;
 use crate::state::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
-use crate::update::{Part, States, Updates};
+use crate::update::{Part, States, Updates, Window};
 use crate::zero::{Cuts, Vector};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
@@ -16,6 +17,7 @@ use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
 /// How ranks share out a flat buffer.
@@ -43,7 +45,7 @@ pub struct WeightStore {
     kept: usize,
     /// Number of the newest version.
     updates: u64,
-    states: Arc<States>,
+    states: Rc<States>,
     rule: Rule,
     updater: Updates,
     lr: LrSchedule,
@@ -56,7 +58,7 @@ pub struct WeightStore {
     /// In canonical numerics the squared norm is an exact sum, whose digits do not depend on the mesh.
     exact_norm: bool,
     /// Weights and states before an update that may be rolled back.
-    before: Option<(Arc<Params>, Arc<States>)>,
+    before: Option<(Arc<Params>, Rc<States>)>,
     /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
     norms: BTreeMap<u64, (usize, Buffer)>,
     /// Older versions that may be alive. The newest is not among them, because a weak reference would prevent writing
@@ -86,7 +88,7 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`. Forwards may read the `kept` newest versions.
+    /// Starts from `params`. Forwards may read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
     pub fn new(
         params: Params,
         gradients: Gradients,
@@ -94,13 +96,15 @@ impl WeightStore {
         (cuts, shared): (Cuts, Vec<Shared>),
         norm_shards: Vec<NormShard>,
         kept: usize,
-        device: Arc<dyn Device>,
+        (device, disk): (Arc<dyn Device>, Option<&Rc<Disk>>),
     ) -> Result<Self, TrainError> {
         // Flat buffers behind the buckets hold frozen parameters, which have no state.
-        let of_buckets = &shared[..gradients.buckets()];
-        let (flats, windows): (Vec<_>, Vec<_>) =
-            of_buckets.iter().map(|shared| (shared.members.clone(), cuts.window(Vector::States, shared.slice))).unzip();
-        let states = updater.states(&flats, &windows)?;
+        let of_buckets = shared[..gradients.buckets()].iter().map(|shared| {
+            let window = cuts.window(Vector::States, shared.slice);
+            let part = |&id: &ParamId| (id, own_part(&window, params.place(id).1));
+            Window { members: shared.members.iter().map(part).collect(), elements: window.len() }
+        });
+        let states = updater.states(&of_buckets.collect::<Vec<_>>(), disk)?;
         let exact_norm = params.declarations().reduction_blocks().is_some();
         let params = Arc::new(params);
         Ok(Self {
@@ -110,7 +114,7 @@ impl WeightStore {
             versions: VecDeque::from([params]),
             kept: kept.max(1),
             updates: 0,
-            states: Arc::new(states),
+            states: Rc::new(states),
             rule,
             updater,
             lr,
@@ -179,13 +183,19 @@ impl WeightStore {
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
         match self.gradients.bucket(self.params().place(id).0) {
             None => Ok(Vec::new()),
-            Some(bucket) => self.floats(id, bucket, Vector::Gradients),
+            Some(bucket) => {
+                let host = self.params().download(id, bucket, &self.window(id, Vector::Gradients))?;
+                Ok(host.as_slice().map_err(Error::from)?.to_vec())
+            }
         }
     }
 
     /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        self.states_of(id).iter().map(|state| self.floats(id, state, Vector::States)).collect()
+        let states = 0..self.states.elements.states(self.params().place(id).0);
+        states
+            .map(|state| Ok(self.vector(id, Place::Elements(state))?.as_slice().map_err(Error::from)?.to_vec()))
+            .collect()
     }
 
     /// Its states of sets, each whole.
@@ -194,25 +204,18 @@ impl WeightStore {
         sets.map(|set| Ok(self.device.download(set)?.as_slice::<f32>().map_err(Error::from)?.to_vec())).collect()
     }
 
-    fn floats(&self, id: ParamId, buffer: &Buffer, vector: Vector) -> Result<Vec<f32>, TrainError> {
-        let host = numbers(self.params().download(id, buffer, &self.window(id, vector))?)?;
-        Ok(host.as_slice::<f32>().map_err(Error::from)?.to_vec())
-    }
-
     /// A vector of the state of a parameter, as far as it is kept, in host memory: without a copy where the device computes there.
     pub fn vector(&self, id: ParamId, place: Place) -> Result<Buffer, TrainError> {
         let params = self.params();
-        let (buffer, vector) = match place {
-            Place::Weights => (&params.flats()[params.place(id).0], Vector::Weights),
-            Place::Elements(at) => (&self.states_of(id)[at], Vector::States),
-            Place::Sets(at) => return Ok(self.device.download(&self.states.sets[id.index()][at])?),
-        };
-        numbers(params.download(id, buffer, &self.window(id, vector))?)
-    }
-
-    /// The flat buffers that hold the states of a parameter; none for a frozen one.
-    fn states_of(&self, id: ParamId) -> &[Buffer] {
-        self.states.elements.get(self.params().place(id).0).map_or(&[], Vec::as_slice)
+        let (flat, range) = params.place(id);
+        match place {
+            Place::Weights => Ok(params.download(id, &params.flats()[flat], &params.window(flat))?),
+            Place::Elements(at) => {
+                let window = self.window(id, Vector::States);
+                numbers(self.states.elements.read(flat, at, own_part(&window, range))?)
+            }
+            Place::Sets(at) => Ok(self.device.download(&self.states.sets[id.index()][at])?),
+        }
     }
 
     /// The update rule.
@@ -311,7 +314,7 @@ impl WeightStore {
         }
         self.older.clear();
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
-        let (Some(params), Some(states)) = (newest, Arc::get_mut(&mut self.states)) else {
+        let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
             return Err(TrainError::State {
                 name: "the weights".to_owned(),
                 problem: "they are being read".to_owned(),
@@ -326,15 +329,13 @@ impl WeightStore {
                         params.write_part(id, &read(id, &vector, part)?)?;
                     }
                     Place::Elements(at) => {
-                        let (values, state) = (read(id, &vector, part.clone())?, &mut states.elements[flat][at]);
-                        let values = match state.dtype() {
+                        let values = read(id, &vector, part.clone())?;
+                        let values = match vector.dtype {
                             DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
                             _ => Buffer::from_vec(values),
                         };
-                        let at = own_part(&window, params.place(id).1).start;
-                        if values.count() > 0 {
-                            self.device.upload_into(&values, state, at)?;
-                        }
+                        let first = own_part(&window, params.place(id).1).start;
+                        states.elements.write(flat, at, first, &values)?;
                     }
                     Place::Sets(at) => {
                         let values = Buffer::from_vec(read(id, &vector, 0..vector.dims.count())?);
@@ -376,17 +377,15 @@ impl WeightStore {
                 self.versions.pop_front();
             }
         }
-        if Arc::get_mut(&mut self.states).is_none() {
+        if Rc::get_mut(&mut self.states).is_none() {
             let _optimizer = device.meter().enter(Category::Optimizer);
-            let copy = |all: &Vec<Vec<Buffer>>| {
-                let of = |states: &Vec<Buffer>| states.iter().map(|state| copied(&*self.device, state)).collect();
-                all.iter().map(of).collect::<Result<Vec<Vec<Buffer>>, TrainError>>()
-            };
-            let (elements, sets) = (copy(&self.states.elements)?, copy(&self.states.sets)?);
-            self.states = Arc::new(States { elements, sets });
+            let copy = |sets: &Vec<Buffer>| sets.iter().map(|set| copied(&*self.device, set)).collect();
+            let elements = self.states.elements.copy()?;
+            let sets = self.states.sets.iter().map(copy).collect::<Result<_, TrainError>>()?;
+            self.states = Rc::new(States { elements, sets });
         }
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
-        let (Some(params), Some(states)) = (newest, Arc::get_mut(&mut self.states)) else {
+        let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
             unreachable!("copied where they were shared")
         };
         self.updates += 1;
@@ -437,8 +436,7 @@ impl WeightStore {
                     false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
                 };
                 for part in &parts {
-                    let of_states = (&mut states.elements[flat][..], &states.sets[part.id.index()][..]);
-                    self.updater.update(part, (&mut weights, &grads), of_states, &totals, matrices.as_ref())?;
+                    self.updater.update(part, flat, (&mut weights, &grads), states, &totals, matrices.as_ref())?;
                 }
                 match (whole, sharers) {
                     (Some(whole), Some(group)) => {
@@ -453,6 +451,7 @@ impl WeightStore {
                 }
             }
         }
+        states.elements.finish()?;
         for (flat, pending) in gathered {
             params.flats_mut()[flat] = pending.wait()?;
         }

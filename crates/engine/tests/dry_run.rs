@@ -6,6 +6,7 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_engine::dry_run::{Prediction, costs, predict};
+use meshwork_engine::offload::{Folder, Offload, Traffic};
 use meshwork_engine::{
     ModelPlan, Numerics, OPTIMIZER, Plan, Recompute, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage,
 };
@@ -32,9 +33,10 @@ fn assert_as_predicted(
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let model_bytes = trainer.device().meter().live_bytes();
-        let (mut reports, mut before) = (Vec::new(), 0);
+        let (mut reports, mut before, mut moved) = (Vec::new(), 0, Traffic::default());
         for step in 0..=trainer.steps_ahead() {
             before = trainer.device().meter().total_flops();
+            moved = trainer.offloaded();
             reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
         }
         let flops = trainer.device().meter().total_flops() - before;
@@ -46,6 +48,7 @@ fn assert_as_predicted(
             memory: meter.peak(),
             flops,
             records: report.records.clone(),
+            offloaded: trainer.offloaded().since(moved),
         };
         Ok::<_, TrainError>((measured, report))
     });
@@ -133,6 +136,8 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
     let sizes =
         Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 8, ..Gpt2Config::default() };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
+    let dir = tempfile::tempdir().unwrap();
+    let offload = Offload { optimizer: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
     for optimizer in [
         Lamb::default().into(),
         Adafactor::default().into(),
@@ -155,10 +160,12 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
                 ..tower::plan(mesh)
             };
             let tokens = |samples: Range<usize>| vec![1; samples.len() * sizes.seq_len];
-            let found = assert_as_predicted(&model, &plan, |_, samples| {
-                language::batch(tokens(samples.clone()), tokens(samples), sizes.seq_len).unwrap()
-            });
-            assert!(found.contains(OPTIMIZER), "{mesh}: {optimizer:?}");
+            for plan in [Plan { offload: Some(offload.clone()), ..plan.clone() }, plan] {
+                let found = assert_as_predicted(&model, &plan, |_, samples| {
+                    language::batch(tokens(samples.clone()), tokens(samples), sizes.seq_len).unwrap()
+                });
+                assert!(found.contains(OPTIMIZER), "{mesh}: {optimizer:?}");
+            }
         }
     }
 }
@@ -172,6 +179,40 @@ fn a_network_with_batch_norms_takes_what_was_predicted() {
             let mesh = mesh.parse().unwrap();
             let plan = Plan { mesh, recompute, global_batch_size: noise::BATCH, ..tower::plan("dp=1") };
             assert_as_predicted(&network, &plan, noise::images);
+        }
+    }
+}
+
+/// What goes to files and comes back, and what is in memory meanwhile.
+#[test]
+fn what_is_offloaded_takes_what_was_predicted() {
+    let dir = tempfile::tempdir().unwrap();
+    let offload = Offload { optimizer: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
+    for (mesh, schedule, stage, recompute, optimizer) in [
+        ("dp=1", "gpipe", 0, Recompute::None, Rule::from(AdamW::default())),
+        ("dp=2,pp=2", "zb_h2", 1, Recompute::Selective, AdamW::default().into()),
+        ("dp=2,tp=2,pp=2", "1f1b", 3, Recompute::Full, Sgd { momentum: 0.9, weight_decay: 0.0 }.into()),
+        ("dp=2,pp=2", "interleaved_1f1b", 2, Recompute::Layers(1), Lamb::default().into()),
+        ("dp=1", "1f1b", 0, Recompute::Stage, AdamW::default().into()),
+    ] {
+        let plan = Plan {
+            schedule: named(schedule),
+            zero: Zero { stage: ZeroStage::ALL[stage], group: None },
+            optimizer,
+            recompute,
+            offload: Some(offload.clone()),
+            max_norm: NEVER,
+            global_batch_size: 16,
+            num_microbatches: Some(4),
+            ..tower::plan(mesh)
+        };
+        assert_as_predicted(&tower::tower(8), &plan, tower::batch);
+        let held = Plan { offload: None, ..plan.clone() };
+        for rank in 0..plan.mesh.world_size() {
+            let [with, without] = [&plan, &held].map(|plan| predict(&tower::tower(8), plan, rank).unwrap());
+            let states = |prediction: &Prediction| prediction.memory.of(Category::Optimizer);
+            assert!(with.memory.total() < without.memory.total(), "{mesh}, rank {rank}");
+            assert!(4 * states(&with) < states(&without), "{mesh}, rank {rank}: {with:?} {without:?}");
         }
     }
 }

@@ -4,6 +4,7 @@
 //! More than 400 lines: each way to hold a state, as one short case, beside the run that all are compared with.
 
 mod noise;
+mod offload;
 mod rules;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;

@@ -133,6 +133,9 @@ pub enum Error {
         /// What the rank holds.
         held: Box<MemoryUse>,
     },
+    /// A saved tensor that its policy cannot give back.
+    #[error("a saved tensor: {0}")]
+    Saved(Box<dyn std::error::Error + Send + Sync>),
     /// A value of one tape that is used on another.
     #[error(
         "{op}: {operand} lies on another tape: its gradient would be lost or added to another value; bring its tensor over with \

@@ -75,6 +75,11 @@ impl Tensor {
         self.buffer
     }
 
+    /// A shape and type without elements.
+    pub(crate) fn without_memory(self) -> Self {
+        Self { buffer: Buffer::zeros(self.buffer.dtype(), 0), ..self }
+    }
+
     /// The memory, for writing in place: the tensor's own if nothing else holds it, else a copy.
     pub fn into_owned_buffer(self) -> Result<Buffer> {
         match self.buffer.is_unique() {

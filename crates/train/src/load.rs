@@ -3,6 +3,7 @@
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::{self, Data};
 use crate::{metrics, plan, plan_memory};
+use meshwork_engine::offload::OffloadError;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -46,6 +47,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         }
     }
     settings.faults.extend(folder_of_checkpoints(&config));
+    settings.faults.extend(folder_of_offload(&config));
     let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
     if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
         settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));
@@ -79,6 +81,17 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
     let (reader, _) = read.into_iter().chain(sources).find(|(_, path)| reads(*path))?;
     let problem = format!("would replace what {reader} reads");
     Some(Fault::new(key, written.display(), problem, "use another file"))
+}
+
+/// The fault of a folder in which no file can be made for what is offloaded.
+fn folder_of_offload(config: &Config) -> Option<Fault> {
+    let offload = config.memory.offload().filter(|_| config.training.steps > 0)?;
+    let problem = match offload.to.open(0).err()? {
+        OffloadError::Open { source, .. } => format!("no file can be made there: {source}"),
+        other => other.to_string(),
+    };
+    let dir = config.memory.offload_dir.as_deref().unwrap_or_default();
+    Some(Fault::new("memory.offload_dir", dir, problem, "name a folder that exists and that this process may write"))
 }
 
 /// The fault of a folder of checkpoints that a run would mix its own into, or that cannot be read.

@@ -105,7 +105,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         );
     }
     for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
-        let Prediction { parameters, model_bytes, memory, flops, ref records } = each;
+        let Prediction { parameters, model_bytes, memory, flops, ref records, offloaded } = each;
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
             _ => (format!("ranks {}", spans(&ranks)), ", each"),
@@ -118,6 +118,11 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
             size(memory.total() as f64),
             flops as f64 / 1e9,
         );
+        if offloaded.room > 0 {
+            let [read, written, room] =
+                [offloaded.read, offloaded.written, offloaded.room].map(|bytes| size(bytes as f64));
+            text += &format!("  offload        {read} read and {written} written a step; {room} of disk\n");
+        }
         let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
         let calls = |group| records.iter().filter(move |record| record.group == group).count();
         let of_group = |group| format!("{group} {} in {}", size(each.bytes_on(group)), count(calls(group), "call"));

@@ -1,9 +1,9 @@
 //! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that is too small.
 //!
-//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, and ten for each byte that a rank sends and receives:
-//! it only orders the settings.
+//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank sends and receives, and a
+//! hundred for each that its offload moves: it only orders the settings.
 
-use crate::config::{Config, Fault, RecomputeWord, Recomputed};
+use crate::config::{Config, Fault, OffloadWord, RecomputeWord, Recomputed};
 use crate::plan::{kinds, size, spans};
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
@@ -11,6 +11,12 @@ use std::fmt::Write;
 
 /// FLOPs in the time of a byte: a machine of 100 GFLOP/s whose ranks exchange 10 GB/s.
 const FLOPS_PER_BYTE: f64 = 10.0;
+
+/// FLOPs in the time of a byte that goes to a disk or comes from it: 1 GB/s on the same machine.
+const FLOPS_PER_DISK_BYTE: f64 = 100.0;
+
+/// Where files go that nobody has named a folder for.
+const HERE: &str = ".";
 
 /// What is recomputed, from what costs least.
 const RECOMPUTE: [RecomputeWord; 5] =
@@ -31,7 +37,8 @@ impl Candidate {
         let most = kinds.iter().map(|kind| kind.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
         let times = kinds.iter().map(|kind| {
             let sent: f64 = kind.each.records.iter().map(|record| record.bytes()).sum();
-            kind.each.flops as f64 + FLOPS_PER_BYTE * sent
+            let moved = kind.each.offloaded.read + kind.each.offloaded.written;
+            kind.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
         });
         Ok(Self { most, time: times.fold(0.0, f64::max), config })
     }
@@ -42,6 +49,8 @@ impl Candidate {
             [
                 ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
                 ("memory.recompute", config.memory.recompute.to_string()),
+                ("memory.offload", config.memory.offload.name().to_owned()),
+                ("memory.offload_dir", config.memory.offload_dir.clone().unwrap_or_default()),
                 ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
             ]
         };
@@ -67,17 +76,34 @@ fn candidates(config: &Config) -> Vec<Candidate> {
     let mut found = Vec::new();
     for &num_microbatches in &micros {
         for &recompute in &recompute {
-            for zero_stage in stages.clone() {
-                let mut tried = config.clone();
-                tried.parallelism.zero_stage = zero_stage;
-                tried.memory.recompute = recompute;
-                tried.pipeline.num_microbatches = num_microbatches;
-                tried.training.micro_batch_size = samples / num_microbatches;
-                found.extend(Candidate::of(tried));
+            for &offload in offloads(config.memory.offload) {
+                for zero_stage in stages.clone() {
+                    let mut tried = config.clone();
+                    tried.parallelism.zero_stage = zero_stage;
+                    tried.memory.recompute = recompute;
+                    tried.memory.offload = offload;
+                    if offload != OffloadWord::None {
+                        tried.memory.offload_dir.get_or_insert_with(|| HERE.to_owned());
+                    }
+                    tried.pipeline.num_microbatches = num_microbatches;
+                    tried.training.micro_batch_size = samples / num_microbatches;
+                    found.extend(Candidate::of(tried));
+                }
             }
         }
     }
     found
+}
+
+/// What may be offloaded where at least `own` is.
+fn offloads(own: OffloadWord) -> &'static [OffloadWord] {
+    use OffloadWord::{Activations, All, None, Optimizer};
+    match own {
+        None => &[None, Optimizer, Activations, All],
+        Optimizer => &[Optimizer, All],
+        Activations => &[Activations, All],
+        All => &[All],
+    }
 }
 
 /// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold least.
@@ -123,8 +149,9 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     }
     text += &least.map_or(String::new(), |least| line("least memory", least));
     text += &format!(
-        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute and pipeline.num_microbatches. Times are estimates: the FLOPs of \
-         a step and {FLOPS_PER_BYTE} for each byte that a rank communicates.\n",
+        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.offload and pipeline.num_microbatches. Times are \
+         estimates: the FLOPs of a step, {FLOPS_PER_BYTE} for each byte that a rank communicates, and {FLOPS_PER_DISK_BYTE} for each that goes \
+         to a disk or comes from it.\n",
         candidates.len()
     );
     Ok(text)
@@ -156,6 +183,7 @@ pub(crate) fn too_large(config: &Config) -> Option<Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicBool;
 
     fn config(limit: u64, rest: &str) -> Config {
         let toml = format!("[memory]\nlimit_bytes = {limit}\n[training]\nglobal_batch_size = 16\n{rest}");
@@ -190,6 +218,36 @@ mod tests {
         let text = report(&config(own - 1, toml)).unwrap();
         for word in ["parameters", "optimizer", "0-1", "2-3", "cheapest settings below", "least memory: --set "] {
             assert!(text.contains(word), "{word} in {text}");
+        }
+    }
+
+    /// Offload is offered where nothing else fits, with a folder, and what is offered trains under the limit on every rank.
+    #[test]
+    fn the_settings_that_are_named_train_under_the_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = format!("offload_dir = {:?}", dir.path().display().to_string());
+        let small = "[model]\nnum_layers = 4\nhidden_size = 32\nnum_heads = 2\nseq_len = 16";
+        for mesh in ["", "[parallelism]\ndp = 2\npp = 2"] {
+            let toml = |limit: u64, more: &str| {
+                let steps = "[training]\nglobal_batch_size = 8\nsteps = 2";
+                Config::from_toml(&format!("[memory]\nlimit_bytes = {limit}\n{more}\n{steps}\n{small}\n{mesh}"))
+                    .unwrap()
+            };
+            let all = candidates(&toml(0, &folder));
+            let without = all.iter().filter(|candidate| candidate.config.memory.offload == OffloadWord::None);
+            let limit = without.map(|candidate| candidate.most.total()).min().unwrap() - 1;
+            let fault = too_large(&toml(limit, "")).unwrap();
+            assert!(fault.valid.contains("--set memory.offload=") && fault.valid.contains("offload_dir=."), "{fault}");
+            let named = choose(&all, limit).0.unwrap().config.clone();
+            let mut config = toml(limit, &folder);
+            config.parallelism.zero_stage = named.parallelism.zero_stage;
+            config.memory = named.memory.clone();
+            config.memory.limit_bytes = limit;
+            config.pipeline.num_microbatches = named.pipeline.num_microbatches;
+            config.training.micro_batch_size = named.training.micro_batch_size;
+            let data = crate::Data::open(&config).unwrap();
+            let outcome = crate::train(&config, &data, None, &AtomicBool::new(false)).unwrap();
+            assert_eq!(outcome.steps, 2, "{mesh}");
         }
     }
 }

@@ -99,6 +99,20 @@ fn a_llama_of_any_size() {
 }
 
 #[test]
+fn an_offload_without_a_folder_is_refused() {
+    let refused = |line: &str| load(&args(line)).unwrap_err().to_string();
+    assert_eq!(
+        refused("--set memory.offload=optimizer"),
+        "memory.offload = optimizer: memory.offload_dir is not set; name a folder on a disk by memory.offload_dir, or use none"
+    );
+    let missing = refused("--set memory.offload=all --set memory.offload_dir=/no/such/folder");
+    assert!(missing.starts_with("memory.offload_dir = /no/such/folder: no file can be made there: "), "{missing}");
+    assert!(missing.ends_with("; name a folder that exists and that this process may write"), "{missing}");
+    let unread = Config::from_args(&args("--set memory.offload_dir=/no/such/folder")).unwrap().notices;
+    assert!(unread[0].ends_with(" has no effect: memory.offload is none"), "{unread:?}");
+}
+
+#[test]
 fn a_llama_that_cannot_be_is_refused() {
     assert_eq!(
         load(&args(
@@ -302,10 +316,13 @@ fn every_word_that_has_landed_is_understood() {
         if let Kind::Choice { landed, .. } = key.kind {
             for word in landed {
                 let name = format!("{section}.{}", key.name);
-                // Settings that asynchronous schedules require.
-                let more = match word.starts_with("pipedream") {
-                    true => " --set model.tie_embeddings=false --set training.max_norm=0",
-                    false => "",
+                // Settings that others require.
+                let more = match (&*name, *word) {
+                    (_, word) if word.starts_with("pipedream") => {
+                        " --set model.tie_embeddings=false --set training.max_norm=0"
+                    }
+                    ("memory.offload", word) if word != "none" => " --set memory.offload_dir=.",
+                    _ => "",
                 };
                 let config = config(&format!("--set {name}={word}{more}"));
                 let dump = serde_json::to_value(config).unwrap();

@@ -23,9 +23,13 @@ mod verify;
 pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
+use crate::dry_run;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, norm_shards, replica};
+use crate::offload::Traffic;
+use crate::offload::disk::Disk;
+use crate::offload::saved::Shelf;
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::trace::require_random_names;
@@ -92,6 +96,8 @@ pub struct Trainer {
     claims: Option<Arc<Claims>>,
     /// Steps that this trainer has begun, whatever their numbers.
     steps_of_trainer: u64,
+    /// What is offloaded.
+    disk: Option<Rc<Disk>>,
     /// Hash of what every rank must have the same: the plan and the parameters.
     run: u64,
 }
@@ -144,7 +150,7 @@ impl Trainer {
         let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let schedule = plan.build_schedule()?;
         let pp_rank = rank.coords().get(Axis::Pp);
-        let model_plan = ModelPlan::new(model, plan)?;
+        let model_plan = ModelPlan::new(model.clone(), plan)?;
         let local = model_plan.local_model(&schedule, pp_rank)?;
         require_synchronous(plan, &schedule, &model_plan)?;
         let tied = model_plan.tied_weights(&schedule)?;
@@ -161,6 +167,7 @@ impl Trainer {
             }
         };
 
+        let disk = plan.offload.as_ref().map(|offload| Disk::open(offload, &rank, &device)).transpose()?;
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
         require_random_names(&model_plan, rank.world_rank(), &micro)?;
         let layout = Layout::new(plan, &model_plan, &local, &schedule, &tied, &rank)?;
@@ -208,9 +215,17 @@ impl Trainer {
         let updates = (&*rank, update::join(&rank, &plan.optimizer, cuts, &parameters)?);
         let updater = Updates::new(&plan.optimizer, &params, &layout, cuts, updates, &parameters, device.clone());
         let update = (plan.optimizer.clone(), updater, plan.lr);
-        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, device.clone())?;
+        let of_states = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.optimizer));
+        let on = (device.clone(), of_states);
+        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, on)?;
+        if let Some(disk) = disk.as_ref().filter(|_| device.has_values()) {
+            // A disk that is too full is found now, and not in the middle of a step.
+            disk.reserve(dry_run::predict(&model, plan, rank.world_rank())?.offloaded.room)?;
+        }
         let count = model_plan.stages().len();
-        let chunk = |(number, segments)| Chunk::new(number, count, segments, gathers.clone());
+        let shelves = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.activations));
+        let shelf = shelves.map(|disk| Rc::new(Shelf::new(disk)));
+        let chunk = |(number, segments)| Chunk::new(number, count, segments, (gathers.clone(), shelf.clone()));
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
@@ -246,6 +261,7 @@ impl Trainer {
             verify: plan.verify,
             claims: None,
             steps_of_trainer: 0,
+            disk,
             run,
             rank,
             device,
@@ -330,6 +346,11 @@ impl Trainer {
     /// of versions of the weights. Both are as [`check`](meshwork_pipeline::check) predicted.
     pub fn peaks(&self) -> (usize, usize) {
         (self.live.most(), self.weights.borrow().most_versions())
+    }
+
+    /// What this rank's offload has moved so far, and the most room that it took.
+    pub fn offloaded(&self) -> Traffic {
+        self.disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic())
     }
 
     /// Shows every value of the training passes from now on to `watch`.

@@ -103,6 +103,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         seed,
         scatter_gather: rng.below(2) == 0,
         zero: Zero { stage: ZeroStage::ALL[seed as usize % 4], group: None },
+        offload: None,
         verify: Verify::Every(1),
     };
     plan.build_schedule().is_ok().then_some(plan)

@@ -76,16 +76,17 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// The same for input `i`. If the input has a recipe, the recipe is kept instead. A parameter that is not whole here is brought
-    /// together again for backward, and its memory is free until then.
+    /// The same for input `i`. If the input has a recipe, the recipe is kept instead. A parameter is held anyway, whatever the policy; one
+    /// that is not whole here is brought together again for backward, and its memory is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
         let params = &self.tape.inner.params;
-        if let Source::Param(id) | Source::Frozen(id) = input.source
-            && !params.is_whole(id)
-        {
+        if let Source::Param(id) | Source::Frozen(id) = input.source {
             if self.records {
-                self.saved.push(Saved::Packed(Box::new(ReadAgain { params: params.clone(), id })));
+                self.saved.push(match params.is_whole(id) {
+                    true => Saved::Kept(input.tensor.clone()),
+                    false => Saved::Packed(Box::new(ReadAgain { params: params.clone(), id })),
+                });
             }
             return Ok(());
         }

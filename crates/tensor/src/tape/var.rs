@@ -17,6 +17,11 @@ impl Var {
         self.tensor
     }
 
+    /// The same without its memory: where a gradient goes, and of which shape and types it is.
+    pub fn released(self) -> Self {
+        Self { tensor: self.tensor.without_memory(), recipe: None, ..self }
+    }
+
     /// The value of a scalar, for reports. Refused if no rank holds the true value.
     pub fn item(&self) -> Result<f64> {
         self.types.require_final("item")?;

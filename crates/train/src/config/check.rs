@@ -9,7 +9,7 @@ use super::batch::multiple;
 use super::fault::{Fault, choose_from};
 use super::partition;
 use super::settings::Settings;
-use super::words::{DecayName, ModelKind};
+use super::words::{DecayName, ModelKind, OffloadWord};
 use super::{Config, architecture};
 
 /// Appends the faults across keys to those of `settings`.
@@ -52,6 +52,13 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
             "the number of ranks, dp · tp · pp · cp, overflows",
             "use as many ranks as you have",
         ));
+    }
+
+    let (key, dir) = ("memory.offload", "memory.offload_dir");
+    if settings.sound(&[key, dir]) && config.memory.offload != OffloadWord::None && config.memory.offload_dir.is_none()
+    {
+        let valid = format!("name a folder on a disk by {dir}, or use none");
+        fail(Fault::new(key, config.memory.offload.name(), format!("{dir} is not set"), valid));
     }
 
     let (key, layers) = ("pipeline.virtual_stages", "model.num_layers");

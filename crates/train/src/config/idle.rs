@@ -4,7 +4,7 @@ use toml::Value;
 
 use super::Config;
 use super::settings::Settings;
-use super::words::{ModelKind, OptimizerName};
+use super::words::{ModelKind, OffloadWord, OptimizerName};
 
 /// Keys that only a Llama reads. The last three describe the scaling of rotary frequencies.
 const LLAMA: [&str; 6] = [
@@ -83,6 +83,12 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             "checkpoint.dir is not set".to_owned(),
         ),
         ("checkpoint.resume", !config.checkpoint.resume, &["checkpoint.permit"], "checkpoint.resume is off".to_owned()),
+        (
+            "memory.offload",
+            config.memory.offload == OffloadWord::None,
+            &["memory.offload_dir"],
+            "memory.offload is none".to_owned(),
+        ),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
         ("optimizer.name", true, &by_rule, unread("optimizer.name", rule.name())),
     ];

@@ -43,8 +43,8 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OptimizerName, RecomputeWord, Recomputed,
-    VerifySteps, VerifyWord,
+    DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OffloadWord, OptimizerName, RecomputeWord,
+    Recomputed, VerifySteps, VerifyWord,
 };
 
 impl Config {

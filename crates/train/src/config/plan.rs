@@ -1,9 +1,10 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Memory, Optimizer, Parallelism, Pipeline};
-use super::words::MoeRouter;
+use super::words::{MoeRouter, OffloadWord};
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
+use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -140,6 +141,7 @@ impl Config {
             scatter_gather: self.pipeline.scatter_gather,
             verify: self.training.verify.into(),
             zero: self.parallelism.zero(),
+            offload: self.memory.offload(),
         })
     }
 
@@ -197,6 +199,15 @@ impl Memory {
     #[must_use]
     pub fn limit(&self) -> Option<u64> {
         Some(self.limit_bytes).filter(|&bytes| bytes > 0)
+    }
+
+    /// What leaves memory, and where it goes.
+    #[must_use]
+    pub fn offload(&self) -> Option<Offload> {
+        let dir = self.offload_dir.as_ref().filter(|_| self.offload != OffloadWord::None)?;
+        let optimizer = matches!(self.offload, OffloadWord::Optimizer | OffloadWord::All);
+        let activations = matches!(self.offload, OffloadWord::Activations | OffloadWord::All);
+        Some(Offload { optimizer, activations, to: Arc::new(Folder(dir.into())) })
     }
 }
 

@@ -12,8 +12,8 @@ use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount,
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OptimizerName,
-    RecomputeWord, Recomputed, VerifySteps, VerifyWord,
+    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OffloadWord,
+    OptimizerName, RecomputeWord, Recomputed, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -288,8 +288,12 @@ sections! {
         /// these too. full: each layer from its input. sqrt: √n groups of the n layers of a stage. stage: the whole stage. A number: the
         /// first layers of each stage, as many as that. Recomputed activations are bitwise identical.
         recompute: Recomputed = is("none"), WordOrCount(RecomputeWord::WORDS);
-        /// What to keep in host memory.
-        offload: String = is("none"), Text, awaits "offloading";
+        /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
+        /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. all: both. It changes no bit
+        /// of a run.
+        offload: OffloadWord = is("none"), one_of(OffloadWord::WORDS);
+        /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder.
+        offload_dir: Option<String> = Unset, Text;
         /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no limit. A run that
         /// is predicted to take more does not start, and the error says which settings fit. --plan-memory shows them too.
         limit_bytes: u64 = int(0), Count(0);

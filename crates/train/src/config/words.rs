@@ -106,6 +106,18 @@ words! {
         Stage = "stage",
     }
 
+    /// `memory.offload`.
+    OffloadWord {
+        /// Nothing.
+        None = "none",
+        /// States of the optimizer.
+        Optimizer = "optimizer",
+        /// What forward keeps for backward.
+        Activations = "activations",
+        /// Both.
+        All = "all",
+    }
+
     /// `data.end_of_text`, unless it is an id.
     EndOfTextWord {
         /// That of the tokenizer.

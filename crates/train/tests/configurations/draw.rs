@@ -613,6 +613,12 @@ impl Frame {
                 _ => one_of(rng, &["0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
+            "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "all"]),
+            // Beside the data there is a folder; a file is none.
+            "memory.offload_dir" => match rng.below(10) {
+                0 => None,
+                _ => Some(path("")),
+            },
             "memory.limit_bytes" => rarely(rng, 8).then(|| (1_u64 << 40).to_string()),
             "metrics.profile" => match self.profile {
                 true => some(&true),

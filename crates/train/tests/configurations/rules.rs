@@ -235,6 +235,8 @@ fn pipeline(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     }
     let recomputed = case.get("memory.recompute").and_then(|layers| layers.parse::<usize>().ok());
     rule(recomputed.is_some_and(|most| most > layers), "no stage has as many layers");
+    let offloads = case.get("memory.offload").is_some_and(|what| what != "none");
+    rule(offloads && case.get("memory.offload_dir").is_none(), "no folder to offload to");
     rule(case.get("pipeline.vertical_sync") == Some("true") && generator != Generator::PipeDream, "only pipedream");
     if own.is_none() && !generator.is_synchronous() {
         rule(tied(case) && pp > 1, "one table in two versions");

@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 21] = [
+const ALONE: [(&str, Option<&str>); 23] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -60,6 +60,8 @@ const ALONE: [(&str, Option<&str>); 21] = [
     ("parallelism.zero_stage", None),
     ("parallelism.zero_group", None),
     ("memory.recompute", None),
+    ("memory.offload", None),
+    ("memory.offload_dir", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),

@@ -7,6 +7,7 @@
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
 //! | `canonical` | in canonical numerics they have its bits |
 //! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
+//! | `offload` | what leaves memory comes back with its bits, and less is held meanwhile |
 //! | `opaque` | a device whose memory the host cannot read trains with the CPU's bits, and a step downloads its report alone |
 //! | `overlap` | gradients are reduced while backward runs |
 //! | `determinism` | one mesh gives the same bits on every run, whatever the timing |
@@ -25,6 +26,7 @@ mod cases;
 mod determinism;
 mod evaluation;
 mod failures;
+mod offload;
 mod opaque;
 mod overlap;
 mod parity;

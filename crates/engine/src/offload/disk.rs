@@ -1,0 +1,356 @@
+//! The store of a rank, read and written by a thread in the order in which the rank asks.
+
+use super::space::{Region, Space};
+use super::{Offload, OffloadError, Store, Traffic};
+use crate::TrainError;
+use meshwork_core::{Buffer, DType, Rank};
+use meshwork_tensor::{Device, Error};
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How often a rank that waits for its store tells the others that it is alive.
+const ALIVE: Duration = Duration::from_millis(200);
+
+/// How long one answer may take before the store counts as broken.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// The store of a rank. Without values there is none: then it counts alone.
+#[derive(Debug)]
+pub struct Disk {
+    name: String,
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    space: Rc<RefCell<Space>>,
+    moved: Cell<Traffic>,
+    reserved: Cell<u64>,
+    patience: Duration,
+    /// Whether its thread is not waited for any more.
+    given_up: Cell<bool>,
+    rank: Arc<Rank>,
+    device: Arc<dyn Device>,
+}
+
+#[derive(Debug)]
+struct Job {
+    work: Work,
+    done: Sender<io::Result<Buffer>>,
+}
+
+#[derive(Debug)]
+enum Work {
+    Reserve(u64),
+    Write { at: u64, from: Buffer },
+    Read { at: u64, into: Buffer },
+}
+
+/// An answer of the thread. Dropping it waits: what the thread holds is freed by the rank, at a place of its program.
+#[derive(Debug)]
+struct Answer {
+    from: Option<Receiver<io::Result<Buffer>>>,
+    what: &'static str,
+    at: u64,
+    bytes: u64,
+    disk: Rc<Disk>,
+}
+
+impl Answer {
+    fn wait(mut self) -> Result<Buffer, TrainError> {
+        let (what, at, bytes) = (self.what, self.at, self.bytes);
+        let Some(from) = self.from.take() else { return Ok(Buffer::empty()) };
+        let (disk, since) = (&self.disk, Instant::now());
+        let source = loop {
+            match from.recv_timeout(ALIVE.min(disk.patience)) {
+                Ok(Ok(buffer)) => return Ok(buffer),
+                Ok(Err(source)) => break source,
+                Err(RecvTimeoutError::Timeout) if since.elapsed() < disk.patience => disk.rank.heartbeat(),
+                Err(RecvTimeoutError::Timeout) => {
+                    disk.given_up.set(true);
+                    break io::Error::new(io::ErrorKind::TimedOut, format!("no answer for {:?}", disk.patience));
+                }
+                Err(RecvTimeoutError::Disconnected) => break io::Error::other("its thread has ended"),
+            }
+        };
+        Err(OffloadError::Io { store: disk.name.clone(), what, bytes, at, source }.into())
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if let Some(from) = self.from.take().filter(|_| !self.disk.given_up.get()) {
+            _ = from.recv();
+        }
+    }
+}
+
+/// A write under way. Its memory is alive until it is waited for.
+#[derive(Debug)]
+pub struct Writing {
+    answer: Answer,
+    held: Buffer,
+}
+
+impl Writing {
+    /// Waits until it is done, and gives the memory back.
+    pub fn wait(self) -> Result<Buffer, TrainError> {
+        self.answer.wait()?;
+        Ok(self.held)
+    }
+}
+
+/// A read under way, into memory that is alive from its beginning.
+#[derive(Debug)]
+pub struct Reading {
+    answer: Answer,
+    /// Memory of a device that the host cannot write.
+    into: Option<Buffer>,
+}
+
+impl Reading {
+    /// Waits for the values.
+    pub fn wait(self) -> Result<Buffer, TrainError> {
+        let disk = self.answer.disk.clone();
+        let read = self.answer.wait()?;
+        match self.into {
+            None => Ok(read),
+            Some(mut into) => {
+                if disk.jobs.is_some() {
+                    disk.device.upload_into(&read, &mut into, 0)?;
+                }
+                Ok(into)
+            }
+        }
+    }
+}
+
+impl Disk {
+    /// Opens the store of a rank.
+    pub fn open(offload: &Offload, rank: &Arc<Rank>, device: &Arc<dyn Device>) -> Result<Rc<Self>, TrainError> {
+        Self::with_patience(offload, rank, device, PATIENCE)
+    }
+
+    fn with_patience(
+        offload: &Offload,
+        rank: &Arc<Rank>,
+        device: &Arc<dyn Device>,
+        patience: Duration,
+    ) -> Result<Rc<Self>, TrainError> {
+        let mut disk = Self {
+            name: String::new(),
+            jobs: None,
+            thread: None,
+            space: Rc::default(),
+            moved: Cell::default(),
+            reserved: Cell::new(0),
+            patience,
+            given_up: Cell::new(false),
+            rank: rank.clone(),
+            device: device.clone(),
+        };
+        if device.has_values() {
+            let store = offload.to.open(rank.world_rank())?;
+            disk.name = store.name();
+            let (jobs, of_thread) = mpsc::channel();
+            disk.jobs = Some(jobs);
+            let name = format!("offload {}", rank.world_rank());
+            let started = thread::Builder::new().name(name).spawn(move || serve(store, of_thread));
+            let refuse = |source| OffloadError::Io {
+                store: disk.name.clone(),
+                what: "starting a thread for",
+                bytes: 0,
+                at: 0,
+                source,
+            };
+            disk.thread = Some(started.map_err(refuse)?);
+        }
+        Ok(Rc::new(disk))
+    }
+
+    /// The device whose memory it takes.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Bytes moved so far, and the most room taken.
+    pub fn traffic(&self) -> Traffic {
+        Traffic { room: self.space.borrow().most(), ..self.moved.get() }
+    }
+
+    /// Makes room for `bytes` bytes in all.
+    pub fn reserve(self: &Rc<Self>, bytes: u64) -> Result<(), TrainError> {
+        if bytes <= self.reserved.get() {
+            return Ok(());
+        }
+        self.reserved.set(bytes);
+        match self.ask("reserving", 0, bytes, || Ok(Work::Reserve(bytes)))?.wait() {
+            Ok(_) => Ok(()),
+            Err(TrainError::Offload(error)) => match *error {
+                OffloadError::Io { store, source, .. } => Err(OffloadError::Full { store, bytes, source }.into()),
+                other => Err(other.into()),
+            },
+            Err(other) => Err(other),
+        }
+    }
+
+    /// A region of so many bytes. What it has is unspecified, but for regions that nothing had before: these are zero.
+    pub fn region(self: &Rc<Self>, bytes: usize) -> Rc<Region> {
+        Rc::new(Region::of(&self.space, bytes as u64))
+    }
+
+    /// Writes memory of the device to a region, `from` bytes behind its beginning.
+    pub fn write(self: &Rc<Self>, region: &Region, from: u64, held: Buffer) -> Result<Writing, TrainError> {
+        // What was not foreseen: experts with uneven loads.
+        self.reserve(region.end())?;
+        let (at, bytes) = (region.at() + from, held.bytes() as u64);
+        let moved = self.moved.get();
+        self.moved.set(Traffic { written: moved.written + bytes, ..moved });
+        let answer = self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download(&held)? }))?;
+        Ok(Writing { answer, held })
+    }
+
+    /// Reads into new memory of the device.
+    pub fn read(
+        self: &Rc<Self>,
+        region: &Region,
+        from: u64,
+        dtype: DType,
+        count: usize,
+    ) -> Result<Reading, TrainError> {
+        let device_memory = self.device.alloc(dtype, count)?;
+        let (at, bytes) = (region.at() + from, device_memory.bytes() as u64);
+        let (into, given) = match device_memory.is_host() {
+            true => (device_memory, None),
+            false if self.jobs.is_some() => (Buffer::zeros(dtype, count), Some(device_memory)),
+            false => (Buffer::empty(), Some(device_memory)),
+        };
+        let moved = self.moved.get();
+        self.moved.set(Traffic { read: moved.read + bytes, ..moved });
+        Ok(Reading { answer: self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?, into: given })
+    }
+
+    /// Reads into host memory that no device counts.
+    pub fn read_now(
+        self: &Rc<Self>,
+        region: &Region,
+        from: u64,
+        dtype: DType,
+        count: usize,
+    ) -> Result<Buffer, TrainError> {
+        let into = Buffer::zeros(dtype, count);
+        let (at, bytes) = (region.at() + from, into.bytes() as u64);
+        match self.jobs {
+            None => Ok(into),
+            Some(_) => self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?.wait(),
+        }
+    }
+
+    /// Writes host memory that no device counts.
+    pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<(), TrainError> {
+        self.reserve(region.end())?;
+        let (at, bytes) = (region.at() + from, values.bytes() as u64);
+        self.ask("writing", at, bytes, || Ok(Work::Write { at, from: values }))?.wait().map(drop)
+    }
+
+    /// Gives the thread work, if there is one.
+    fn ask(
+        self: &Rc<Self>,
+        what: &'static str,
+        at: u64,
+        bytes: u64,
+        work: impl FnOnce() -> Result<Work, Error>,
+    ) -> Result<Answer, TrainError> {
+        let answer = |from| Answer { from, what, at, bytes, disk: self.clone() };
+        let Some(jobs) = &self.jobs else { return Ok(answer(None)) };
+        let (done, from) = mpsc::channel();
+        // A thread that is gone drops the sender, and waiting says so.
+        _ = jobs.send(Job { work: work()?, done });
+        Ok(answer(Some(from)))
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take().filter(|_| !self.given_up.get()) {
+            _ = thread.join(); // a panic there was reported by whoever waited
+        }
+    }
+}
+
+fn serve(mut store: Box<dyn Store>, jobs: Receiver<Job>) {
+    for Job { work, done } in jobs {
+        let result = match work {
+            Work::Reserve(bytes) => store.reserve(bytes).map(|()| Buffer::empty()),
+            Work::Write { at, from } => write(&mut *store, at, &from).map(|()| Buffer::empty()),
+            Work::Read { at, mut into } => read(&mut *store, at, &mut into).map(|()| into),
+        };
+        _ = done.send(result); // nobody waits any more: the rank has failed
+    }
+}
+
+fn write(store: &mut dyn Store, at: u64, from: &Buffer) -> io::Result<()> {
+    store.write(at, from.as_bytes().map_err(io::Error::other)?)
+}
+
+fn read(store: &mut dyn Store, at: u64, into: &mut Buffer) -> io::Result<()> {
+    store.read(at, into.as_bytes_mut().map_err(io::Error::other)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Backing;
+    use super::*;
+    use meshwork_core::Mesh;
+    use meshwork_tensor::cpu::Cpu;
+    use std::sync::Mutex;
+
+    /// Answers once its other end is dropped.
+    #[derive(Debug)]
+    struct Stuck(Arc<Mutex<()>>);
+
+    impl Backing for Stuck {
+        fn open(&self, _rank: usize) -> Result<Box<dyn Store>, OffloadError> {
+            Ok(Box::new(Self(self.0.clone())))
+        }
+    }
+
+    impl Store for Stuck {
+        fn name(&self) -> String {
+            "a disk that hangs".to_owned()
+        }
+
+        fn reserve(&mut self, _bytes: u64) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn read(&mut self, _at: u64, _into: &mut [u8]) -> io::Result<()> {
+            drop(self.0.lock());
+            Ok(())
+        }
+
+        fn write(&mut self, _at: u64, _bytes: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_store_that_never_answers_ends_with_an_error() {
+        let lock = Arc::new(Mutex::new(()));
+        let hangs = lock.lock().unwrap();
+        let offload = Offload { optimizer: true, activations: false, to: Arc::new(Stuck(lock.clone())) };
+        let rank = Arc::new(Rank::recording(&Mesh::default(), 0).unwrap());
+        let disk = Disk::with_patience(&offload, &rank, &Cpu::device(), Duration::from_millis(5)).unwrap();
+        let region = disk.region(64);
+        let error = disk.read(&region, 0, DType::F32, 16).unwrap().wait().unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "offload to a disk that hangs: reading 64 bytes at 0: no answer for 5ms; start again from the last checkpoint"
+        );
+        drop(disk); // does not wait for the thread
+        drop(hangs);
+    }
+}
