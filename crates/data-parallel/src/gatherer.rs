@@ -129,6 +129,11 @@ impl Gatherer {
         Ok(whole)
     }
 
+    /// Whether ranks share out a vector.
+    pub fn is_shared(&self, vector: usize) -> bool {
+        self.shared.get(vector).is_some_and(Option::is_some)
+    }
+
     /// The timeline since it was cleared last.
     pub fn events(&self) -> Vec<(Instant, GatherEvent)> {
         self.pass().events.clone()

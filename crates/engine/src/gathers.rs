@@ -79,4 +79,8 @@ impl Gather for Gathers {
             other => Error::Backward(other.to_string()),
         })
     }
+
+    fn is_shared(&self, flat: usize) -> bool {
+        self.gatherer.is_shared(flat)
+    }
 }

@@ -82,6 +82,10 @@ impl Gather for Reads {
         self.read.lock().unwrap_or_else(PoisonError::into_inner).push(flat);
         self.device.alloc(DType::F32, self.elements[flat])
     }
+
+    fn is_shared(&self, _flat: usize) -> bool {
+        true
+    }
 }
 
 impl<'a> Forward<'a> {

@@ -175,8 +175,7 @@ impl WeightStore {
 
     /// Whether ranks share out a vector of a parameter.
     pub fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
-        let shared = &self.shared[self.params().place(id).0];
-        shared.is_cut() && self.window(id, vector) == shared.slice.range()
+        self.cuts.cuts(vector) && self.shared[self.params().place(id).0].is_cut()
     }
 
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.

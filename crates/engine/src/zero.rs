@@ -85,14 +85,19 @@ impl Cuts {
         self.stage >= ZeroStage::Gradients && self.scatter()
     }
 
-    /// The elements of a flat buffer that a rank keeps, of which `slice` is its own.
-    pub fn window(self, vector: Vector, slice: FlatSlice) -> Range<usize> {
-        let cut = match vector {
+    /// Whether a rank keeps a slice alone of this vector.
+    pub fn cuts(self, vector: Vector) -> bool {
+        match vector {
             Vector::Weights => self.stage >= ZeroStage::Weights,
             Vector::Gradients => self.scatter(),
             Vector::States => self.stage >= ZeroStage::States,
-        };
-        match cut {
+        }
+    }
+
+    /// The elements of a flat buffer that a rank keeps, of which `slice` is its own. Whether a buffer is cut does not follow from this: the
+    /// slice of one rank may have all of it.
+    pub fn window(self, vector: Vector, slice: FlatSlice) -> Range<usize> {
+        match self.cuts(vector) {
             true => slice.range(),
             // Weights are gathered from slices that are all of one length.
             false if vector == Vector::Weights && self.stage >= ZeroStage::States => 0..slice.padded(),

@@ -277,9 +277,7 @@ fn what_ranks_cannot_share_out_is_refused() {
 
 #[test]
 fn what_has_not_landed_says_so_and_takes_its_default() {
-    for assignment in
-        ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses", "memory.offload=cpu", "compress.kind=topk"]
-    {
+    for assignment in ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses", "compress.kind=topk"] {
         let refusal = refusal(&format!("--set {assignment}"));
         assert_eq!(refusal.lines().count(), 1, "{refusal}");
         assert!(refusal.contains("has not landed yet; "), "{refusal}");

@@ -5,7 +5,7 @@ use crate::program::{Block, Cut, Data, Group, Instr, Op, Param, Program, Terms};
 use crate::run::{self, Ended};
 use crate::verdict::{self, Fate};
 use meshwork_core::{Axis, Ty};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, Verify};
+use meshwork_engine::{Numerics, Plan, ScheduleSpec, Verify, Zero, ZeroStage};
 use meshwork_optim::Sgd;
 use meshwork_tensor::{Init, Role};
 
@@ -65,6 +65,24 @@ const CANONICAL: Numerics = Numerics::Canonical { blocks: 4 };
 fn right(program: Program, plan: Plan) {
     if let Fate::Wrong(why) = verdict::fate(&case(program, plan)) {
         panic!("{why}");
+    }
+}
+
+/// A flat buffer of one element lies whole in the slice of the first rank that shares it out: that rank did not gather it, and claimed other
+/// replicas in verify mode, while the others waited for it.
+#[test]
+fn a_buffer_whose_elements_lie_in_one_slice_is_shared_out_by_all_ranks() {
+    let params =
+        [("down", &[1, WIDTH][..], Role::Weight), ("bias", &[1], Role::Bias), ("up", &[WIDTH, 1], Role::Weight)];
+    let narrow = block(
+        params.map(|(name, dims, role)| param(name, dims, role)).to_vec(),
+        &[Op::LinearBias { weight: 0, bias: 1 }, Op::Linear { weight: 2, contract: 1 }],
+    );
+    for stage in ZeroStage::ALL {
+        for numerics in [Numerics::Fast, CANONICAL] {
+            let zero = Zero { stage, group: None };
+            right(program(vec![narrow.clone()]), Plan { zero, ..plan("dp=2", numerics) });
+        }
     }
 }
 

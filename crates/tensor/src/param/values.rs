@@ -24,9 +24,6 @@ pub struct Params {
     flats: Vec<Buffer>,
     /// Per flat buffer: the elements of it that are stored.
     windows: Vec<Range<usize>>,
-    /// Per flat buffer: whether that is all of it. A parameter that lies in the window of a rank is gathered nevertheless: the others need
-    /// this rank for theirs.
-    whole: Vec<bool>,
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
@@ -40,6 +37,10 @@ pub trait Gather: Debug + Send + Sync {
     /// # Errors
     /// No memory; ranks that do not answer.
     fn whole(&self, flat: usize, window: &Buffer) -> Result<Buffer>;
+
+    /// Whether ranks share out flat buffer `flat`. All of them say the same, also one whose window has all of its elements: the others need
+    /// this rank for theirs.
+    fn is_shared(&self, flat: usize) -> bool;
 }
 
 impl Params {
@@ -70,7 +71,7 @@ impl Params {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
         let _parameters = device.meter().enter(Category::Parameters);
         let mut places = vec![None; declarations.specs().len()];
-        let (mut flats, mut held, mut whole) = (Vec::new(), Vec::with_capacity(layout.len()), Vec::new());
+        let (mut flats, mut held) = (Vec::new(), Vec::with_capacity(layout.len()));
         for (flat, members) in layout.iter().enumerate() {
             let mut end = 0;
             for &id in members {
@@ -84,7 +85,6 @@ impl Params {
             }
             let window = windows.get(flat).cloned().unwrap_or(0..end);
             flats.push(device.zeros(DType::F32, window.len())?);
-            whole.push(window.start == 0 && window.end >= end);
             held.push(window);
         }
         let places: Vec<_> = places
@@ -116,7 +116,6 @@ impl Params {
             declarations,
             flats,
             windows: held,
-            whole,
             gather: None,
             device: Arc::clone(device),
         })
@@ -141,16 +140,17 @@ impl Params {
         self.declarations.require_own(id)?;
         let (flat, range, shape) = &self.places[id.index()];
         let (buffer, window) = (&self.flats[*flat], &self.windows[*flat]);
-        let value = match (&self.gather, self.is_whole(id)) {
-            (Some(gather), false) => gather.whole(*flat, buffer)?.slice(range.clone())?,
+        let value = match &self.gather {
+            Some(gather) if !self.is_whole(id) => gather.whole(*flat, buffer)?.slice(range.clone())?,
             _ => buffer.slice(from(window.start, shared(range, window)))?,
         };
         Tensor::from_buffer(&self.device, value, *shape)
     }
 
-    /// Whether all elements of a parameter's flat buffer are stored here.
+    /// Whether a parameter is stored here for good; others are brought together to be read.
     pub fn is_whole(&self, id: ParamId) -> bool {
-        self.whole[self.places[self.index(id)].0]
+        let flat = self.places[self.index(id)].0;
+        self.gather.as_ref().is_none_or(|gather| !gather.is_shared(flat))
     }
 
     /// The elements of a flat buffer that are stored here.
