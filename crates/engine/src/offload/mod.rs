@@ -4,11 +4,11 @@
 //!
 //! | module | what it does |
 //! |---|---|
-//! | [`folder`] | a file of a rank in a folder |
-//! | [`disk`] | reads and writes in the background, in the order in which they were asked for |
-//! | [`space`] | which bytes of a store are in use |
-//! | [`pages`] | the states of the optimizer, a few pages of them in memory |
-//! | [`saved`] | what forward keeps for backward |
+//! | `folder` | a file of a rank in a folder |
+//! | `disk` | reads and writes in the background, in the order in which they were asked for |
+//! | `space` | which bytes of a store are in use |
+//! | `pages` | the states of the optimizer, a few pages of them in memory |
+//! | `saved` | what forward keeps for backward |
 //!
 //! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for its file at fixed
 //! places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
