@@ -10,29 +10,47 @@
 //! added up where the token is ([`combine`](Dispatch::combine)). Integers say which rows these are; they are made on the device, and
 //! the host reads counts alone: of tokens and rows for each sample and expert. Nothing has the size tokens × experts × capacity.
 //!
+//! Where ranks share the experts, the samples of a rank are cut in two chunks, and the rows of one travel while the experts compute the
+//! other:
+//!
+//! ```text
+//! forward                                              backward
+//! exchange    ═══ 0 ═══ ═══ 1 ═══ ═══ 0 ═══ ═══ 1 ═══  ═══ 1 ═══ ═══ 0 ═══ ═══ 1 ═══ ═══ 0 ═══
+//! experts               ─── 0 ─── ─── 1 ───                      ─── 1 ─── ─── 0 ───
+//! ```
+//!
+//! An operation that starts an exchange leaves it with its [chunk](chunk::Chunk), and gives a value without elements; the operation
+//! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So the order in which the
+//! tape runs operations is all that makes exchange and computation overlap.
+//!
 //! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first those of a rank, a subtree if it
-//! holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are.
+//! holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are. Chunks are whole samples, and
+//! [parts](Tape::for_parts) of one use of the experts' weights: nor do the bits depend on them.
 //!
 //! On a device without values the counts are those of an even choice: the tokens of every sample are spread evenly over the experts,
 //! and the number of tokens that a rank is sent is the mean over all choices of k experts.
 
+mod chunk;
 mod counts;
 mod ops;
 
+use chunk::{Chunk, Leaving};
 use counts::{Announced, Counts};
-use meshwork_core::{Axis, Buffer, Group, SpmdError, Types, tree};
-use meshwork_tensor::kernel::Choices;
+use meshwork_core::{Axis, Buffer, Group, Types, tree};
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::{Device, Error, Result, Tape, Tensor, Var};
-use ops::{Combine, Return, Send};
+use ops::{Arrive, Combine, Return, Send};
 use std::rc::Rc;
 use std::sync::Arc;
+
+/// The chunks of samples where ranks exchange rows: the fewest with which an exchange and the experts have something to do at a time. More
+/// would make the products of each smaller.
+const CHUNKS: usize = 2;
 
 /// Where the choices of a micro-batch go.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
     plan: Rc<Plan>,
-    groups: Rc<RowGroups>,
 }
 
 /// The choices of tokens: which experts take them.
@@ -61,37 +79,7 @@ struct Plan {
     tokens: [usize; 2],
     /// Places of a token.
     places: usize,
-    /// Rows that return to this rank.
-    returned: usize,
-    /// Experts of the choices of tokens.
-    experts: Buffer,
-    /// Positions of the rows that return to this rank, and their slots.
-    order: Buffer,
-    slots: Buffer,
-    /// The exchange; `None` where one rank holds all experts.
-    exchange: Option<Exchange>,
-}
-
-/// What goes between ranks.
-#[derive(Debug)]
-struct Exchange {
-    /// Ranks of the choices of tokens, each once.
-    ranks: Buffer,
-    /// Positions of the choices whose tokens are sent, by rank, and their slots.
-    sent: Buffer,
-    sent_slots: Buffer,
-    /// Tokens sent to each rank, and received from it.
-    tokens: [Vec<usize>; 2],
-    /// Choices of the tokens received.
-    received: Buffer,
-    /// Positions of the rows by expert, among the choices received, and their slots.
-    here: Buffer,
-    here_slots: Buffer,
-    /// Row of each result that is returned, in the order of the choices received, and the inverse.
-    results: Buffer,
-    results_inverse: Buffer,
-    /// Results returned to each rank, and received from it.
-    rows: [Vec<usize>; 2],
+    chunks: Vec<Chunk>,
 }
 
 impl Dispatch {
@@ -126,144 +114,60 @@ impl Dispatch {
                 shapes: vec![chosen.experts.shape().to_vec()],
             });
         };
-        let (held, positions) = (num_experts / ranks, samples * seq * places);
-        let permutation = device.permutation()?;
+        let (held, sample) = (num_experts / ranks, seq * places);
         let experts = chosen.experts.buffer();
-        let once = permutation.group_ids(experts, places, held, true)?;
+        let once = device.permutation()?.group_ids(experts, places, held, true)?;
         let counts = Counts::read(&*device, chosen, &once, [samples, ranks])?;
-        let rows_of = |sample: usize, expert: usize| counts.experts[sample * num_experts + expert];
-        let (order, groups, exchange);
-        let returned: usize = counts.experts.iter().sum();
-        if ranks == 1 {
-            order = permutation.sort(experts, 0..num_experts, returned)?;
-            let of = |expert| (0..samples).map(|sample| rows_of(sample, expert)).collect();
+        let chunks = if ranks == 1 {
             let own = tape.first_sample()..tape.first_sample() + samples as u64;
-            groups = RowGroups::new(axis, vec![own], (0..num_experts).map(of).collect());
-            exchange = None;
+            let groups = RowGroups::new(axis, vec![own], counts.by_expert());
+            vec![Chunk::here(&*device, experts, 0..samples, groups)?]
         } else {
-            let by_rank = permutation.group_ids(experts, places, held, false)?;
-            order = permutation.sort(&by_rank, 0..ranks, returned)?;
-            let here = Announced::exchange(tape, &*device, &group, &counts, [samples, held])?;
-            groups = here.groups(axis);
-            exchange = Some(Exchange::new(&*device, &group, experts, once, &counts, &here, [places, held])?);
-        }
-        let slots = permutation.invert(&order, positions)?;
-        let plan = Plan {
-            axis,
-            types: chosen.types,
-            group,
-            tokens: [samples, seq],
-            places,
-            returned,
-            experts: experts.clone(),
-            order,
-            slots,
-            exchange,
-            device: device.clone(),
+            let announced = Announced::exchange(tape, &*device, &group, &counts, [samples, held])?;
+            let chunks = CHUNKS.min(samples);
+            let leave = |chunk| -> Result<(Leaving, Announced)> {
+                let run = samples * chunk / chunks..samples * (chunk + 1) / chunks;
+                let of = |all: &Buffer| all.slice(run.start * sample..run.end * sample);
+                let (of_run, here, choices) = (counts.of(&run), announced.of(&run), [of(experts)?, of(&once)?]);
+                Ok((Leaving::new(&*device, &group, run, choices, places, &of_run, &here)?, here))
+            };
+            // The choices of all chunks travel at once.
+            let leaving: Vec<_> = (0..chunks).map(leave).collect::<Result<_>>()?;
+            let arrive = |(leaving, here): (Leaving, Announced)| leaving.arrive(&*device, &group, &here, axis);
+            leaving.into_iter().map(arrive).collect::<Result<_>>()?
         };
-        Ok(Self { plan: Rc::new(plan), groups: Rc::new(groups) })
+        let plan = Plan { axis, types: chosen.types, device, group, tokens: [samples, seq], places, chunks };
+        Ok(Self { plan: Rc::new(plan) })
     }
 
-    /// The rows of this rank's experts.
-    pub fn groups(&self) -> &Rc<RowGroups> {
-        &self.groups
-    }
-
-    /// The first exchange: `x [b, s, h]`, its samples cut over the axis of the experts, to `[rows, h]` by expert, `Varying` there.
-    pub fn dispatch(&self, x: &Var) -> Result<Var> {
-        x.tape().apply(
-            Send {
-                plan: Rc::clone(&self.plan),
-                rows: self.groups.total(),
-                width: x.shape().last().copied().unwrap_or(1),
-            },
-            &[x],
-        )
-    }
-
-    /// The second exchange: results `[rows, h]` by expert, back to the ranks of their tokens.
-    pub fn give_back(&self, results: &Var) -> Result<Var> {
-        results.tape().apply(Return { plan: Rc::clone(&self.plan), rows: self.groups.total() }, &[results])
+    /// Sends `x [b, s, h]`, its samples cut over the axis of the experts, to the experts: `experts` takes rows `[rows, h]` by expert,
+    /// `Varying` on that axis, and gives their results in the same places and of the same types. It is called for each chunk of the
+    /// samples. The results are on their way back then, and the value returned, to [`combine`](Self::combine) once, has no elements.
+    pub fn through(&self, x: &Var, mut experts: impl FnMut(&Var, &Rc<RowGroups>) -> Result<Var>) -> Result<Var> {
+        let (tape, plan) = (x.tape(), &self.plan);
+        let width = x.shape().last().copied().unwrap_or(1);
+        let sent = tape.apply(Send { plan: Rc::clone(plan), width }, &[x])?;
+        let mut returned: Option<Var> = None;
+        tape.for_parts(plan.chunks.len(), |chunk| {
+            let rows = tape.apply(Arrive { plan: Rc::clone(plan), chunk, width }, &[&sent])?;
+            let results = experts(&rows, &plan.chunks[chunk].groups)?;
+            let op = Return { plan: Rc::clone(plan), chunk };
+            returned = Some(match &returned {
+                None => tape.apply(op, &[&results])?,
+                Some(before) => tape.apply(op, &[&results, before])?,
+            });
+            Ok(())
+        })?;
+        returned.ok_or_else(|| Error::Shape {
+            op: "dispatch",
+            problem: "there are no samples".to_owned(),
+            shapes: vec![x.shape().to_vec()],
+        })
     }
 
     /// `y_t = Σ_j weights[t, j] · results[t, j]`, `[b, s, h]`, over the experts that took the token, in the balanced tree over the
-    /// experts. Zero for a token that none took.
+    /// experts. Zero for a token that none took. `results` is what [`through`](Self::through) returned.
     pub fn combine(&self, results: &Var, weights: &Var) -> Result<Var> {
         results.tape().apply(Combine { plan: Rc::clone(&self.plan) }, &[results, weights])
-    }
-}
-
-impl Exchange {
-    fn new(
-        device: &dyn Device,
-        group: &Group,
-        experts: &Buffer,
-        once: Buffer,
-        counts: &Counts,
-        here: &Announced,
-        [places, held]: [usize; 2],
-    ) -> Result<Self> {
-        let (ranks, me) = (group.size(), group.rank());
-        let permutation = device.permutation()?;
-        let by_rank = |counts: &[usize], of_rank: usize| -> Vec<usize> {
-            let of =
-                |rank: usize| counts.chunks(ranks * of_rank).flat_map(|row| &row[rank * of_rank..][..of_rank]).sum();
-            (0..ranks).map(of).collect()
-        };
-        let tokens = [by_rank(&counts.ranks, 1), here.tokens.clone()];
-        let sent = permutation.sort(&once, 0..ranks, tokens[0].iter().sum())?;
-        let sent_slots = permutation.invert(&sent, experts.count())?;
-        let choices = permutation.gather(experts, &sent, places, places)?;
-        let received = swap(device, group, choices, &tokens, places)?;
-        let rows_here = here.rows_by_rank();
-        let total = rows_here.iter().sum();
-        let order = permutation.sort(&received, me * held..(me + 1) * held, total)?;
-        let slots = permutation.invert(&order, received.count())?;
-        let as_received =
-            permutation.sort(&permutation.group_ids(&received, places, held, false)?, me..me + 1, total)?;
-        let results = permutation.gather(&slots, &as_received, 1, 1)?;
-        let results_inverse = permutation.invert(&results, total)?;
-        Ok(Self {
-            ranks: once,
-            sent,
-            sent_slots,
-            tokens,
-            received,
-            here: order,
-            here_slots: slots,
-            results,
-            results_inverse,
-            rows: [rows_here, by_rank(&counts.experts, held)],
-        })
-    }
-}
-
-/// Exchanges rows of `width` elements, in these numbers to and from each rank.
-fn swap(
-    device: &dyn Device,
-    group: &Group,
-    rows: Buffer,
-    [to, from]: &[Vec<usize>; 2],
-    width: usize,
-) -> Result<Buffer> {
-    let elements = |rows: &[usize]| -> Vec<usize> { rows.iter().map(|rows| rows * width).collect() };
-    let (to, from) = (elements(to), elements(from));
-    let room = device.alloc(rows.dtype(), from.iter().sum())?;
-    Ok(group.all_to_all(rows, room, &to, &from)?)
-}
-
-/// The same in the other direction.
-fn back(counts: &[Vec<usize>; 2]) -> [Vec<usize>; 2] {
-    let [to, from] = counts.clone();
-    [from, to]
-}
-
-impl Plan {
-    fn refuse(&self, op: &str, axis: Axis, problem: String, fix: &str) -> SpmdError {
-        SpmdError { op: op.to_owned(), axis, problem, fix: fix.to_owned() }
-    }
-
-    fn of_tokens<'a>(&self, slots: &'a Buffer, ids: &'a Buffer) -> Choices<'a> {
-        Choices { ids, slots, k: self.places }
     }
 }

@@ -45,9 +45,9 @@ impl MoeLayer {
         }; // [b, s, hidden], Invariant on tp
         let routed = self.router.route(tape, &x)?;
         let dispatch = Dispatch::new(tape, &routed.chosen, self.axis)?;
-        let rows = dispatch.dispatch(&x)?; // [rows, hidden] by expert
-        let results = self.experts.forward(tape, &rows, dispatch.groups())?;
-        let y = dispatch.combine(&dispatch.give_back(&results)?, &routed.weights)?; // [b, s, hidden]
+        // rows [rows, hidden] by expert, a chunk of the samples at a time
+        let results = dispatch.through(&x, |rows, groups| self.experts.forward(tape, rows, groups))?;
+        let y = dispatch.combine(&results, &routed.weights)?; // [b, s, hidden]
         match sequence_parallel {
             true => y.split(Axis::Tp, 1),
             false => Ok(y),

@@ -8,6 +8,8 @@ use std::ops::Range;
 
 /// Numbers of rows for every sample: of each expert, and of tokens for each rank.
 pub(super) struct Counts {
+    num_experts: usize,
+    num_ranks: usize,
     /// `[samples, experts]`
     pub experts: Vec<usize>,
     /// `[samples, ranks]`
@@ -22,17 +24,42 @@ impl Counts {
         };
         let experts = permutation.counts(chosen.experts.buffer(), samples, 0..chosen.num_experts)?;
         let tokens = permutation.counts(once, samples, 0..ranks)?;
-        let read = Self { experts: download(&experts)?, ranks: download(&tokens)? };
+        let Chosen { num_experts, capacity, top_k, .. } = *chosen;
+        let read = Self { num_experts, num_ranks: ranks, experts: download(&experts)?, ranks: download(&tokens)? };
         if device.has_values() {
             return Ok(read);
         }
         let seq = chosen.experts.shape()[1];
-        let Chosen { num_experts, capacity, top_k, .. } = *chosen;
         let of_sample =
             even(seq * top_k, num_experts).map(|count| capacity.map_or(count, |capacity| count.min(capacity)));
         let experts: Vec<usize> = of_sample.collect();
         let tokens = vec![spread(seq, top_k, num_experts, num_experts / ranks); ranks];
-        Ok(Self { experts: experts.repeat(samples), ranks: tokens.repeat(samples) })
+        Ok(Self { experts: experts.repeat(samples), ranks: tokens.repeat(samples), ..read })
+    }
+
+    /// Those of some samples.
+    pub fn of(&self, samples: &Range<usize>) -> Self {
+        let part = |counts: &[usize], each: usize| counts[samples.start * each..samples.end * each].to_vec();
+        Self { experts: part(&self.experts, self.num_experts), ranks: part(&self.ranks, self.num_ranks), ..*self }
+    }
+
+    /// The rows of each sample, for every expert.
+    pub fn by_expert(&self) -> Vec<Vec<usize>> {
+        (0..self.num_experts)
+            .map(|expert| self.experts.iter().skip(expert).step_by(self.num_experts).copied().collect())
+            .collect()
+    }
+
+    /// Tokens for each rank.
+    pub fn tokens_to_ranks(&self) -> Vec<usize> {
+        (0..self.num_ranks).map(|rank| self.ranks.iter().skip(rank).step_by(self.num_ranks).sum()).collect()
+    }
+
+    /// Rows of each rank's experts.
+    pub fn rows_of_ranks(&self) -> Vec<usize> {
+        let held = self.num_experts / self.num_ranks;
+        let of = |rank: usize| self.experts.chunks(self.num_experts).flat_map(|row| &row[rank * held..][..held]).sum();
+        (0..self.num_ranks).map(of).collect()
     }
 }
 
@@ -50,13 +77,16 @@ fn spread(tokens: usize, k: usize, experts: usize, held: usize) -> usize {
 
 /// What the ranks announce to this one: numbers of tokens and rows for its experts.
 pub(super) struct Announced {
-    /// Per rank: its samples.
-    samples: Vec<Range<u64>>,
-    /// `[ranks, samples, experts held here]`
-    rows: Vec<usize>,
+    /// Per rank: its first sample.
+    first: Vec<u64>,
+    /// Samples of each rank.
+    samples: usize,
+    /// Experts here.
     held: usize,
-    /// Tokens from each rank.
-    pub tokens: Vec<usize>,
+    /// `[ranks, samples]`
+    tokens: Vec<usize>,
+    /// `[ranks, samples, experts here]`
+    rows: Vec<usize>,
 }
 
 impl Announced {
@@ -91,29 +121,49 @@ impl Announced {
         };
         let own = message[me * size..][..size].repeat(ranks);
         let read = if device.has_values() { received.as_slice::<i32>()? } else { &own };
-        let (mut tokens, mut rows, mut runs) = (Vec::new(), Vec::new(), Vec::new());
+        let mut of = Self { first: Vec::new(), samples, held, tokens: Vec::new(), rows: Vec::new() };
         for (rank, announced) in read.chunks_exact(size).enumerate() {
-            let first = match device.has_values() {
+            of.first.push(match device.has_values() {
                 true => announced[0] as u64,
                 false => (first + rank as u64 * apart).saturating_sub(me as u64 * apart),
-            };
-            runs.push(first..first + samples as u64);
+            });
             let of_samples = announced[1..].chunks_exact(1 + held);
-            tokens.push(of_samples.clone().map(|of| of[0] as usize).sum());
-            rows.extend(of_samples.flat_map(|of| of[1..].iter().map(|&count| count as usize)));
+            of.tokens.extend(of_samples.clone().map(|of| of[0] as usize));
+            of.rows.extend(of_samples.flat_map(|of| of[1..].iter().map(|&count| count as usize)));
         }
-        Ok(Self { samples: runs, rows, held, tokens })
+        Ok(of)
+    }
+
+    /// What is announced of these samples of each rank.
+    pub fn of(&self, samples: &Range<usize>) -> Self {
+        let part = |counts: &[usize], each: usize| -> Vec<usize> {
+            let of_ranks = counts.chunks_exact(self.samples * each);
+            of_ranks.flat_map(|of| &of[samples.start * each..samples.end * each]).copied().collect()
+        };
+        Self {
+            first: self.first.iter().map(|first| first + samples.start as u64).collect(),
+            samples: samples.len(),
+            held: self.held,
+            tokens: part(&self.tokens, 1),
+            rows: part(&self.rows, self.held),
+        }
     }
 
     /// The rows of each expert: ranks have consecutive samples, so rows in the order of ranks are in that of samples.
     pub fn groups(&self, axis: Axis) -> RowGroups {
         let of = |expert| self.rows.iter().skip(expert).step_by(self.held).copied().collect();
-        RowGroups::new(axis, self.samples.clone(), (0..self.held).map(of).collect())
+        let runs = self.first.iter().map(|&first| first..first + self.samples as u64).collect();
+        RowGroups::new(axis, runs, (0..self.held).map(of).collect())
+    }
+
+    /// Tokens of each rank.
+    pub fn tokens_by_rank(&self) -> Vec<usize> {
+        self.tokens.chunks(self.samples).map(|tokens| tokens.iter().sum()).collect()
     }
 
     /// Rows of the tokens of each rank.
     pub fn rows_by_rank(&self) -> Vec<usize> {
-        self.rows.chunks(self.rows.len() / self.tokens.len()).map(|rows| rows.iter().sum()).collect()
+        self.rows.chunks(self.samples * self.held).map(|rows| rows.iter().sum()).collect()
     }
 }
 

@@ -1,17 +1,35 @@
-//! The operations of a dispatch on the tape: both exchanges, and the weighted sum.
+//! The operations of a dispatch on the tape: both exchanges, each started and waited for, and the weighted sum.
+//!
+//! | operation | forward | backward |
+//! |---|---|---|
+//! | `dispatch` | starts the exchange of tokens, of all chunks | waits for the gradients of their rows |
+//! | `arrive`, of a chunk | waits for them | starts the exchange of their gradients |
+//! | `return`, of a chunk | starts the exchange of results | waits for their gradients |
+//! | `combine` | waits for the results of all chunks | starts the exchange of their gradients |
+//!
+//! What passes between those that start and those that wait are values without elements, `[0, features]`.
 
-use super::{Plan, back, swap};
+use super::Plan;
 use meshwork_core::rules::{Operand, per_axis};
-use meshwork_core::{Buffer, SpmdError, Ty, Types};
+use meshwork_core::{Axis, DType, SpmdError, Ty, Types};
 use meshwork_tensor::tape::{Backward, Forward, Op};
-use meshwork_tensor::{Result, Shape, Tensor};
+use meshwork_tensor::{Result, Tensor};
 use std::rc::Rc;
 
-/// The first exchange.
+/// What stands for rows on their way.
+fn away(plan: &Plan, dtype: DType, width: usize) -> Result<Tensor> {
+    Tensor::zeros(&plan.device, dtype, [0, width])
+}
+
+/// The counts of an exchange in the other direction.
+fn back([to, from]: &[Vec<usize>; 2]) -> [Vec<usize>; 2] {
+    [from.clone(), to.clone()]
+}
+
+/// Starts the first exchange.
 #[derive(Debug)]
 pub(super) struct Send {
     pub plan: Rc<Plan>,
-    pub rows: usize,
     pub width: usize,
 }
 
@@ -64,42 +82,88 @@ impl Op for Send {
             inputs,
         )?;
         let permutation = plan.device.permutation()?;
-        let rows = match &plan.exchange {
-            None => permutation.gather(x.buffer(), &plan.order, plan.places, self.width)?,
-            Some(exchange) => {
-                let sent = permutation.gather(x.buffer(), &exchange.sent, plan.places, self.width)?;
-                let received = swap(&*plan.device, &plan.group, sent, &exchange.tokens, self.width)?;
-                permutation.gather(&received, &exchange.here, plan.places, self.width)?
+        for chunk in &plan.chunks {
+            let x = x.buffer().slice(plan.elements(chunk, self.width))?;
+            match &chunk.exchange {
+                None => chunk.tokens.land(permutation.gather(&x, &chunk.order, plan.places, self.width)?),
+                Some(exchange) => {
+                    let sent = permutation.gather(&x, &exchange.sent, plan.places, self.width)?;
+                    plan.start(&chunk.tokens, sent, &exchange.tokens, self.width)?;
+                }
             }
-        };
-        Tensor::from_buffer(&plan.device, rows, [self.rows, self.width])
+        }
+        away(plan, x.dtype(), self.width)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, _grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        if !cx.needs(0) {
+            return Ok(vec![None]);
+        }
+        let (plan, permutation) = (&*self.plan, self.plan.device.permutation()?);
+        let dx = plan.join(self.width, |chunk| {
+            let rows = chunk.tokens.wait()?;
+            let choices = chunk.exchange.as_ref().map_or(chunk.of_tokens(plan), |exchange| exchange.of_sent(plan));
+            permutation.combine(&rows, choices, None, self.width)
+        })?;
+        let [samples, seq] = plan.tokens;
+        Ok(vec![Some(Tensor::from_buffer(&plan.device, dx, [samples, seq, self.width])?)])
+    }
+}
+
+/// Waits for the rows of a chunk in the first exchange.
+#[derive(Debug)]
+pub(super) struct Arrive {
+    pub plan: Rc<Plan>,
+    pub chunk: usize,
+    pub width: usize,
+}
+
+impl Op for Arrive {
+    fn name(&self) -> &'static str {
+        "arrive"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["sent"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        Ok(operands[0].types)
+    }
+
+    fn forward(&self, _cx: &mut Forward<'_>, _inputs: &[&Tensor]) -> Result<Tensor> {
+        let (plan, chunk) = (&*self.plan, &self.plan.chunks[self.chunk]);
+        let mut rows = chunk.tokens.wait()?;
+        if let Some(exchange) = &chunk.exchange {
+            rows = plan.device.permutation()?.gather(&rows, &exchange.here, plan.places, self.width)?;
+        }
+        Tensor::from_buffer(&plan.device, rows, [chunk.groups.total(), self.width])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         if !cx.needs(0) {
             return Ok(vec![None]);
         }
-        let (plan, permutation) = (&*self.plan, self.plan.device.permutation()?);
-        let combine = |rows: &Buffer, choices| permutation.combine(rows, choices, None, self.width);
-        let dx = match &plan.exchange {
-            None => combine(grad.buffer(), plan.of_tokens(&plan.slots, &plan.experts))?,
+        let (plan, chunk) = (&*self.plan, &self.plan.chunks[self.chunk]);
+        let dtype = grad.dtype();
+        match &chunk.exchange {
+            None => chunk.tokens.land(grad.into_buffer()),
             Some(exchange) => {
-                let received = combine(grad.buffer(), plan.of_tokens(&exchange.here_slots, &exchange.received))?;
+                let permutation = plan.device.permutation()?;
+                let rows = permutation.combine(grad.buffer(), exchange.of_received(plan), None, self.width)?;
                 drop(grad);
-                let sent = swap(&*plan.device, &plan.group, received, &back(&exchange.tokens), self.width)?;
-                combine(&sent, plan.of_tokens(&exchange.sent_slots, &exchange.ranks))?
+                plan.start(&chunk.tokens, rows, &back(&exchange.tokens), self.width)?;
             }
-        };
-        let [samples, seq] = plan.tokens;
-        Ok(vec![Some(Tensor::from_buffer(&plan.device, dx, [samples, seq, self.width])?)])
+        }
+        Ok(vec![Some(away(plan, dtype, self.width)?)])
     }
 }
 
-/// The second exchange.
+/// Starts the second exchange of a chunk, after that of the chunk before.
 #[derive(Debug)]
 pub(super) struct Return {
     pub plan: Rc<Plan>,
-    pub rows: usize,
+    pub chunk: usize,
 }
 
 impl Op for Return {
@@ -108,7 +172,7 @@ impl Op for Return {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &["results"]
+        if self.chunk == 0 { &["results"] } else { &["results", "before"] }
     }
 
     fn only_moves(&self) -> bool {
@@ -117,7 +181,7 @@ impl Op for Return {
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let plan = &*self.plan;
-        per_axis(self.name(), operands, |axis, types| match (types[0], plan.types.get(axis)) {
+        per_axis(self.name(), &operands[..1], |axis, types| match (types[0], plan.types.get(axis)) {
             (Ty::Varying, Some(Ty::Shard(0))) => Ok(Ty::Shard(0)),
             (ty, Some(Ty::Shard(0))) => Err((
                 format!("results are {ty}, and rows of other ranks' tokens are Varying"),
@@ -132,31 +196,36 @@ impl Op for Return {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let (plan, x) = (&*self.plan, inputs[0]);
-        let fits = x.shape().len() == 2 && x.shape()[0] == self.rows;
-        cx.require(fits, || format!("results are [{}, features], as the dispatched rows", self.rows), inputs)?;
-        let Some(exchange) = &plan.exchange else {
-            cx.same_as(0);
-            return Ok(x.clone());
-        };
-        let width = x.shape()[1];
-        let sent = plan.device.permutation()?.gather(x.buffer(), &exchange.results, 1, width)?;
-        let received = swap(&*plan.device, &plan.group, sent, &exchange.rows, width)?;
-        Tensor::from_buffer(&plan.device, received, [plan.returned, width])
+        let (plan, chunk, x) = (&*self.plan, &self.plan.chunks[self.chunk], inputs[0]);
+        let (shape, rows) = (x.shape(), chunk.groups.total());
+        let fits = shape.len() == 2 && shape[0] == rows;
+        cx.require(fits, || format!("results are [{rows}, features], as the dispatched rows"), inputs)?;
+        match &chunk.exchange {
+            None => chunk.results.land(x.buffer().clone()),
+            Some(exchange) => {
+                let sent = plan.device.permutation()?.gather(x.buffer(), &exchange.results, 1, shape[1])?;
+                plan.start(&chunk.results, sent, &exchange.rows, shape[1])?;
+            }
+        }
+        away(plan, x.dtype(), shape[1])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let plan = &*self.plan;
-        let (true, Some(exchange)) = (cx.needs(0), &plan.exchange) else {
-            return Ok(vec![cx.needs(0).then_some(grad)]);
-        };
-        let width = grad.shape()[1];
-        let received = swap(&*plan.device, &plan.group, grad.into_buffer(), &back(&exchange.rows), width)?;
-        let rows = plan.device.permutation()?.gather(&received, &exchange.results_inverse, 1, width)?;
-        Ok(vec![Some(Tensor::from_buffer(&plan.device, rows, [self.rows, width])?)])
+        let (plan, chunk, width) = (&*self.plan, &self.plan.chunks[self.chunk], grad.shape()[1]);
+        let mut results = chunk.results.wait()?;
+        if let Some(exchange) = &chunk.exchange {
+            results = plan.device.permutation()?.gather(&results, &exchange.results_inverse, 1, width)?;
+        }
+        let results = Tensor::from_buffer(&plan.device, results, [chunk.groups.total(), width])?;
+        let mut grads = vec![cx.needs(0).then_some(results)];
+        if self.chunk > 0 {
+            grads.push(cx.needs(1).then_some(grad));
+        }
+        Ok(grads)
     }
 }
 
+/// Waits for the second exchange of all chunks.
 #[derive(Debug)]
 pub(super) struct Combine {
     pub plan: Rc<Plan>,
@@ -191,35 +260,55 @@ impl Op for Combine {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (plan, [results, weights]) = (&*self.plan, [inputs[0], inputs[1]]);
-        let [samples, seq] = plan.tokens;
-        let fits = results.shape().len() == 2 && results.shape()[0] == plan.returned;
+        let ([samples, seq], places) = (plan.tokens, plan.places);
+        let fits = results.shape().len() == 2 && results.shape()[0] == 0;
         cx.require(
-            fits && weights.shape()[..] == [samples, seq, plan.places],
-            || format!("results are [{}, features], and weights [{samples}, {seq}, {}]", plan.returned, plan.places),
+            fits && weights.shape()[..] == [samples, seq, places],
+            || format!("results are on their way back, [0, features], and weights [{samples}, {seq}, {places}]"),
             inputs,
         )?;
-        cx.save_input(0)?;
         cx.save_input(1)?;
-        let (width, choices) = (results.shape()[1], plan.of_tokens(&plan.slots, &plan.experts));
-        let y = plan.device.permutation()?.combine(results.buffer(), choices, Some(weights.buffer()), width)?;
+        let (permutation, width) = (plan.device.permutation()?, results.shape()[1]);
+        let y = plan.join(width, |chunk| {
+            let results = chunk.results.wait()?;
+            let returned = chunk.order.count();
+            cx.save(&Tensor::from_buffer(&plan.device, results.clone(), [returned, width])?)?;
+            let weights = weights.buffer().slice(plan.elements(chunk, places))?;
+            permutation.combine(&results, chunk.of_tokens(plan), Some(&weights), width)
+        })?;
         Tensor::from_buffer(&plan.device, y, [samples, seq, width])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let plan = &*self.plan;
-        let (results, weights) = (cx.saved(0)?, cx.saved(1)?);
-        let (shape, choices): (Shape, _) = (results.shape(), plan.of_tokens(&plan.slots, &plan.experts));
+        let (plan, weights, width) = (&*self.plan, cx.saved(0)?, grad.shape()[2]);
         let permutation = plan.device.permutation()?;
-        let (dresults, dweights) = permutation.combine_grad(
-            grad.buffer(),
-            results.buffer(),
-            choices,
-            &plan.order,
-            weights.buffer(),
-            shape[1],
-        )?;
-        let dresults = Tensor::from_buffer(&plan.device, dresults, shape)?;
+        let mut saved = 0;
+        let dweights = plan.join(plan.places, |chunk| {
+            saved += 1;
+            let results = cx.saved(saved)?;
+            let (dresults, dweights) = permutation.combine_grad(
+                &grad.buffer().slice(plan.elements(chunk, width))?,
+                results.buffer(),
+                chunk.of_tokens(plan),
+                &chunk.order,
+                &weights.buffer().slice(plan.elements(chunk, plan.places))?,
+                width,
+            )?;
+            match &chunk.exchange {
+                _ if !cx.needs(0) => {}
+                None => chunk.results.land(dresults),
+                Some(exchange) => plan.start(&chunk.results, dresults, &back(&exchange.rows), width)?,
+            }
+            Ok(dweights)
+        })?;
         let dweights = Tensor::from_buffer(&plan.device, dweights, weights.shape())?;
-        Ok(vec![cx.needs(0).then_some(dresults), cx.needs(1).then_some(dweights)])
+        let dresults = cx.needs(0).then(|| away(plan, grad.dtype(), width)).transpose()?;
+        Ok(vec![dresults, cx.needs(1).then_some(dweights)])
+    }
+}
+
+impl Plan {
+    fn refuse(&self, op: &str, axis: Axis, problem: String, fix: &str) -> SpmdError {
+        SpmdError { op: op.to_owned(), axis, problem, fix: fix.to_owned() }
     }
 }

@@ -20,6 +20,8 @@ pub(super) struct Node {
     op: Option<Box<dyn Op>>,
     /// Number of operations applied before it.
     number: usize,
+    /// The part of the samples that it was applied to.
+    part: usize,
     sources: Vec<Source>,
     /// Shared with the recipe of the result.
     saved: Rc<[Saved]>,
@@ -34,17 +36,22 @@ impl Node {
     pub(super) fn input(value: &Tensor, types: Types) -> Self {
         let (shape, dtype) = (value.shape(), value.dtype());
         let padding = Padding::default();
-        Self { op: None, number: 0, sources: Vec::new(), saved: Rc::default(), shape, dtype, types, padding }
+        Self { op: None, number: 0, part: 0, sources: Vec::new(), saved: Rc::default(), shape, dtype, types, padding }
     }
 
     pub(super) fn operation(
         op: Box<dyn Op>,
-        number: usize,
+        (number, part): (usize, usize),
         sources: Vec<Source>,
         saved: Rc<[Saved]>,
         (value, types, padding): (&Tensor, Types, Padding),
     ) -> Self {
-        Self { op: Some(op), number, sources, saved, shape: value.shape(), dtype: value.dtype(), types, padding }
+        Self { op: Some(op), number, part, sources, saved, shape: value.shape(), dtype: value.dtype(), types, padding }
+    }
+
+    /// The inputs that it uses. Of an operation on several parts of the samples the first part counts, which comes last in backward.
+    fn uses(&self) -> &[Source] {
+        if self.part == 0 { &self.sources } else { &[] }
     }
 
     fn has_param(&self) -> bool {
@@ -97,7 +104,7 @@ impl Tape {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
-        let mut uses = Uses::of(nodes.iter().flat_map(|node| &node.sources));
+        let mut uses = Uses::of(nodes.iter().flat_map(Node::uses));
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
         for (output, seed) in roots {
             if let Source::Node(root) = output.source() {
@@ -114,7 +121,7 @@ impl Tape {
             let Some(grad) = grads[at].take() else {
                 // No gradient flows here, so its parameters get no share from it.
                 nodes[at].saved = Rc::default();
-                uses.mark_done(&nodes[at].sources, sink)?;
+                uses.mark_done(nodes[at].uses(), sink)?;
                 continue;
             };
             let deferred = weights == Weights::Deferred && nodes[at].has_param();
@@ -181,7 +188,7 @@ impl Tape {
             }
             if !deferred {
                 nodes[at].saved = Rc::default();
-                uses.mark_done(&nodes[at].sources, sink)?;
+                uses.mark_done(nodes[at].uses(), sink)?;
             }
         }
         Ok(())
@@ -196,11 +203,12 @@ impl Tape {
         (at, slot, from): (usize, usize, usize),
         tensor: Tensor,
     ) -> Result<Tensor> {
-        let Node { op: Some(op), number, sources, .. } = &nodes[at] else { return Ok(tensor) };
+        let Node { op: Some(op), number, part, sources, .. } = &nodes[at] else { return Ok(tensor) };
         let maker = &nodes[from];
         let seen = Seen {
             op: op.name(),
             number: *number,
+            part: *part,
             operand: op.operands().get(slot).copied(),
             maker: maker.op.is_some().then_some(maker.number),
             params: &self.param_names(sources.iter().copied()),
@@ -218,7 +226,7 @@ impl Tape {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();
         let deferred = inner.deferred.take();
-        let mut uses = Uses::of(deferred.iter().flat_map(|(at, _)| &nodes[*at].sources));
+        let mut uses = Uses::of(deferred.iter().flat_map(|(at, _)| nodes[*at].uses()));
         for (at, grad) in deferred {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
@@ -247,7 +255,7 @@ impl Tape {
                 }
             }
             nodes[at].saved = Rc::default();
-            uses.mark_done(&nodes[at].sources, sink)?;
+            uses.mark_done(nodes[at].uses(), sink)?;
         }
         Ok(())
     }

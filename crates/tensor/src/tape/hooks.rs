@@ -168,6 +168,8 @@ pub struct Seen<'a> {
     pub op: &'static str,
     /// Number of operations applied on this tape before it.
     pub number: usize,
+    /// The part of the samples, of an operation that is applied [to each of several](super::Tape::for_parts); else 0.
+    pub part: usize,
     /// `None` for the output; in backward the operand whose gradient this is.
     pub operand: Option<&'static str>,
     /// In backward the number of the operation that made the operand; `None` if it came from outside.

@@ -89,6 +89,8 @@ struct Inner {
     cache: OnceCell<KeyValueCache>,
     /// Number of operations applied so far.
     applied: Cell<usize>,
+    /// The part of the samples that operations are applied to, see [`Tape::for_parts`].
+    part: Cell<usize>,
     nodes: RefCell<Vec<Node>>,
     reads: RefCell<BTreeMap<ParamId, Types>>,
     /// Gradients of inputs, once backward has run.
@@ -157,6 +159,7 @@ impl Tape {
             observer: OnceCell::new(),
             cache: OnceCell::new(),
             applied: Cell::new(0),
+            part: Cell::new(0),
             nodes: RefCell::default(),
             reads: RefCell::default(),
             grads: RefCell::default(),
@@ -182,6 +185,22 @@ impl Tape {
     /// Number of operations applied so far, those before this tape included.
     pub fn applied(&self) -> usize {
         self.inner.applied.get()
+    }
+
+    /// Applies the same operations to each of several parts of the samples, in turn: what `apply` does with part 0, with part 1, .. They
+    /// have the same numbers, and are together one use of each parameter that they read, so that the gradients have the bits of one
+    /// operation on all samples. Backward goes through the parts from the last to the first.
+    pub fn for_parts(&self, parts: usize, mut apply: impl FnMut(usize) -> Result<()>) -> Result<()> {
+        let Inner { applied, part, .. } = &*self.inner;
+        let first = applied.get();
+        for number in 0..parts {
+            applied.set(first);
+            part.set(number);
+            let done = apply(number);
+            part.set(0);
+            done?;
+        }
+        Ok(())
     }
 
     /// The rank that this tape computes for.
@@ -335,6 +354,7 @@ impl Tape {
                 let seen = Seen {
                     op: op.name(),
                     number,
+                    part: inner.part.get(),
                     operand: None,
                     maker: None,
                     params: &params,
@@ -355,7 +375,7 @@ impl Tape {
             let sources = inputs.iter().map(|var| var.source).collect();
             Source::Node(self.push(Node::operation(
                 Box::new(op),
-                number,
+                (number, inner.part.get()),
                 sources,
                 saved,
                 (&tensor, types, padding.clone()),

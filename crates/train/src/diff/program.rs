@@ -147,8 +147,8 @@ struct List(Mutex<Vec<Op>>);
 impl Watch for List {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let At { stage, micro, recomputed } = at;
-        let &Seen { op: name, number, operand, params, types, padding, tensor, .. } = seen;
-        if micro > 0 || recomputed && operand.is_none() {
+        let &Seen { op: name, number, part, operand, params, types, padding, tensor, .. } = seen;
+        if micro > 0 || part > 0 || recomputed && operand.is_none() {
             return Ok(None);
         }
         let mut ops = self.0.lock().unwrap_or_else(PoisonError::into_inner);

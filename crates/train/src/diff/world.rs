@@ -213,8 +213,9 @@ impl Watch for Recorder {
             Some(hook) => hook(site, seen)?,
             None => None,
         };
-        // A forward that runs again for its backward was recorded the first time.
-        if at.recomputed && seen.operand.is_none() {
+        // A forward that runs again for its backward was recorded the first time. Of an operation on several parts of the samples, the
+        // first part stands for all: meshes differ in their number.
+        if at.recomputed && seen.operand.is_none() || seen.part > 0 {
             return Ok(replaced);
         }
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);

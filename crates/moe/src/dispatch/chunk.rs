@@ -1,0 +1,212 @@
+//! A chunk of the samples: its permutations, and its rows on their way.
+
+use super::Plan;
+use super::counts::{Announced, Counts};
+use meshwork_core::{Axis, Buffer, Group, Pending};
+use meshwork_tensor::kernel::Choices;
+use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::{Device, Error, Result};
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// Some samples of each rank.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    pub samples: Range<usize>,
+    /// The rows of this rank's experts.
+    pub groups: Rc<RowGroups>,
+    /// Experts of the choices of tokens.
+    experts: Buffer,
+    /// Positions of the rows that return to this rank, and their slots.
+    pub order: Buffer,
+    slots: Buffer,
+    /// The exchange; `None` where one rank holds all experts.
+    pub exchange: Option<Exchange>,
+    /// What travels: tokens, and in backward the gradients of their rows; results, and in backward their gradients.
+    pub tokens: Flight,
+    pub results: Flight,
+}
+
+/// What goes between ranks.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    /// Ranks of the choices of tokens, each once.
+    ranks: Buffer,
+    /// Positions of the choices whose tokens are sent, by rank, and their slots.
+    pub sent: Buffer,
+    sent_slots: Buffer,
+    /// Tokens sent to each rank, and received from it.
+    pub tokens: [Vec<usize>; 2],
+    /// Choices of the tokens received.
+    received: Buffer,
+    /// Positions of the rows by expert, among the choices received, and their slots.
+    pub here: Buffer,
+    here_slots: Buffer,
+    /// Row of each result that is returned, in the order of the choices received, and the inverse.
+    pub results: Buffer,
+    pub results_inverse: Buffer,
+    /// Results returned to each rank, and received from it.
+    pub rows: [Vec<usize>; 2],
+}
+
+/// An exchange that was started and not yet waited for.
+#[derive(Debug, Default)]
+pub(super) struct Flight(RefCell<Option<Pending>>);
+
+impl Flight {
+    /// Rows that are here already.
+    pub fn land(&self, rows: Buffer) {
+        self.0.replace(Some(Pending::done(rows)));
+    }
+
+    pub fn wait(&self) -> Result<Buffer> {
+        let lost = || Error::Backward("rows of experts were waited for before they were sent, or twice".to_owned());
+        Ok(self.0.take().ok_or_else(lost)?.wait()?)
+    }
+}
+
+impl Plan {
+    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank.
+    pub fn start(&self, flight: &Flight, rows: Buffer, counts: &[Vec<usize>; 2], width: usize) -> Result<()> {
+        flight.0.replace(Some(start(&*self.device, &self.group, rows, counts, width)?));
+        Ok(())
+    }
+
+    /// The choices of these ids with their slots.
+    pub fn choices<'a>(&self, ids: &'a Buffer, slots: &'a Buffer) -> Choices<'a> {
+        Choices { ids, slots, k: self.places }
+    }
+
+    /// The elements of a chunk's samples in a value with `width` elements for each token.
+    pub fn elements(&self, chunk: &Chunk, width: usize) -> Range<usize> {
+        let sample = self.tokens[1] * width;
+        chunk.samples.start * sample..chunk.samples.end * sample
+    }
+
+    /// One value of what each chunk has of it, with `width` elements for each token.
+    pub fn join(&self, width: usize, mut of: impl FnMut(&Chunk) -> Result<Buffer>) -> Result<Buffer> {
+        if let [all] = &self.chunks[..] {
+            return of(all);
+        }
+        let mut joined: Option<Buffer> = None;
+        for chunk in &self.chunks {
+            let part = of(chunk)?;
+            let whole = match &mut joined {
+                Some(whole) => whole,
+                None => joined.insert(self.device.alloc(part.dtype(), self.tokens[0] * self.tokens[1] * width)?),
+            };
+            self.device.layout()?.copy_into(&part, 0..part.count(), whole, self.elements(chunk, width).start)?;
+        }
+        Ok(joined.unwrap_or_else(Buffer::empty))
+    }
+}
+
+fn start(
+    device: &dyn Device,
+    group: &Group,
+    rows: Buffer,
+    [to, from]: &[Vec<usize>; 2],
+    width: usize,
+) -> Result<Pending> {
+    let elements = |rows: &[usize]| -> Vec<usize> { rows.iter().map(|rows| rows * width).collect() };
+    let (to, from) = (elements(to), elements(from));
+    let room = device.alloc(rows.dtype(), from.iter().sum())?;
+    Ok(group.start_all_to_all(rows, room, &to, &from)?)
+}
+
+impl Chunk {
+    /// The only chunk of a rank that holds all experts.
+    pub fn here(device: &dyn Device, experts: &Buffer, samples: Range<usize>, groups: RowGroups) -> Result<Self> {
+        let permutation = device.permutation()?;
+        let order = permutation.sort(experts, 0..groups.rows().len(), groups.total())?;
+        let slots = permutation.invert(&order, experts.count())?;
+        let (groups, experts) = (Rc::new(groups), experts.clone());
+        let (tokens, results) = Default::default();
+        Ok(Self { samples, groups, experts, order, slots, exchange: None, tokens, results })
+    }
+
+    /// The choices of its tokens, with the rows that returned to this rank as slots.
+    pub fn of_tokens(&self, plan: &Plan) -> Choices<'_> {
+        plan.choices(&self.experts, &self.slots)
+    }
+}
+
+impl Exchange {
+    /// The choices of the tokens received, with their rows by expert as slots.
+    pub fn of_received(&self, plan: &Plan) -> Choices<'_> {
+        plan.choices(&self.received, &self.here_slots)
+    }
+
+    /// The ranks of the tokens, with the tokens sent as slots.
+    pub fn of_sent(&self, plan: &Plan) -> Choices<'_> {
+        plan.choices(&self.ranks, &self.sent_slots)
+    }
+}
+
+/// A chunk whose choices are on their way to the ranks of their experts.
+pub(super) struct Leaving {
+    samples: Range<usize>,
+    places: usize,
+    /// Experts of the choices of tokens, and their ranks, each once.
+    experts: Buffer,
+    ranks: Buffer,
+    sent: Buffer,
+    choices: Pending,
+    /// Tokens sent to each rank, and rows that it returns.
+    tokens: Vec<usize>,
+    rows: Vec<usize>,
+}
+
+impl Leaving {
+    /// Sends the choices of `samples`, whose `experts` and `ranks` these are. `tokens` are the counts of tokens sent to each rank and received
+    /// from it, `rows` those of the rows that each rank returns.
+    pub fn new(
+        device: &dyn Device,
+        group: &Group,
+        samples: Range<usize>,
+        [experts, ranks]: [Buffer; 2],
+        places: usize,
+        counts: &Counts,
+        here: &Announced,
+    ) -> Result<Self> {
+        let permutation = device.permutation()?;
+        let (tokens, rows) = (counts.tokens_to_ranks(), counts.rows_of_ranks());
+        let sent = permutation.sort(&ranks, 0..group.size(), tokens.iter().sum())?;
+        let choices = permutation.gather(&experts, &sent, places, places)?;
+        let choices = start(device, group, choices, &[tokens.clone(), here.tokens_by_rank()], places)?;
+        Ok(Self { samples, places, experts, ranks, sent, choices, tokens, rows })
+    }
+
+    /// The chunk, once the choices of other ranks' tokens are here.
+    pub fn arrive(self, device: &dyn Device, group: &Group, here: &Announced, axis: Axis) -> Result<Chunk> {
+        let Self { samples, places, experts, ranks, sent, choices, tokens, rows } = self;
+        let (permutation, me, groups) = (device.permutation()?, group.rank(), here.groups(axis));
+        let (held, positions, total) = (groups.rows().len(), experts.count(), groups.total());
+        let by_rank = permutation.group_ids(&experts, places, held, false)?;
+        let order = permutation.sort(&by_rank, 0..group.size(), rows.iter().sum())?;
+        let slots = permutation.invert(&order, positions)?;
+        let sent_slots = permutation.invert(&sent, positions)?;
+        let received = choices.wait()?;
+        let by_expert = permutation.sort(&received, me * held..(me + 1) * held, total)?;
+        let here_slots = permutation.invert(&by_expert, received.count())?;
+        let as_received =
+            permutation.sort(&permutation.group_ids(&received, places, held, false)?, me..me + 1, total)?;
+        let results = permutation.gather(&here_slots, &as_received, 1, 1)?;
+        let results_inverse = permutation.invert(&results, total)?;
+        let exchange = Exchange {
+            ranks,
+            sent,
+            sent_slots,
+            tokens: [tokens, here.tokens_by_rank()],
+            received,
+            here: by_expert,
+            here_slots,
+            results,
+            results_inverse,
+            rows: [here.rows_by_rank(), rows],
+        };
+        let (tokens, results) = Default::default();
+        Ok(Chunk { samples, groups: Rc::new(groups), experts, order, slots, exchange: Some(exchange), tokens, results })
+    }
+}
