@@ -47,10 +47,9 @@ fn counts(case: &Case, rank: Arc<Rank>, device: Arc<dyn Device>, even: bool) -> 
                 top_k: k,
             };
             let dispatch = Dispatch::new(&tape, &chosen, EP)?;
-            let rows = dispatch.dispatch(&x)?;
-            let results = layer.experts().forward(&tape, &rows, dispatch.groups())?;
+            let results = dispatch.through(&x, |rows, groups| layer.experts().forward(&tape, rows, groups))?;
             let weights = tape.input(Tensor::zeros(&device, DType::F32, [samples, seq, k])?, types);
-            dispatch.combine(&dispatch.give_back(&results)?, &weights)?
+            dispatch.combine(&results, &weights)?
         }
     };
     let seed = Tensor::zeros(&device, DType::F32, y.shape())?;

@@ -1,5 +1,6 @@
 //! Layers with experts: against a dense oracle, over meshes, on other devices, and wrongly used.
 
+mod chunks;
 mod devices;
 mod mesh;
 mod misuse;

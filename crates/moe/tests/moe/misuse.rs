@@ -106,15 +106,19 @@ fn results_are_combined_where_their_tokens_are() {
     let tape = Tape::new(alone, Arc::new(params), tape.device().clone(), Mode::Train, Position::default());
     let dispatch = Dispatch::new(&tape, &chosen(&tape), EP).unwrap();
     let tokens = |tp, ep| value(&tape, &[1, 2, HIDDEN], tp, ep);
-    let rows = dispatch.dispatch(&tokens(Ty::Invariant, Ty::Shard(0))).unwrap();
-    assert_eq!(rows.ty(EP), Ty::Varying);
+    let x = tokens(Ty::Invariant, Ty::Shard(0));
     let weights = value(&tape, &[1, 2, 2], Ty::Invariant, Ty::Shard(0));
+    let mut rows = None;
+    let results = dispatch.through(&x, |of_experts, _| Ok(rows.insert(of_experts.clone()).clone())).unwrap();
+    let rows = rows.unwrap();
+    assert_eq!((rows.ty(EP), results.ty(EP)), (Ty::Varying, Ty::Shard(0)));
     let refused = error(dispatch.combine(&rows, &weights));
     assert!(
         refused.contains("results are Varying: they are still on the ranks of their experts; give them back first"),
         "{refused}"
     );
-    dispatch.combine(&dispatch.give_back(&rows).unwrap(), &weights).unwrap();
+    dispatch.combine(&results, &weights).unwrap();
+    assert!(error(dispatch.combine(&results, &weights)).contains("before they were sent, or twice"));
 
     for (tp, ep, say) in [
         (Ty::Invariant, Ty::Invariant, "x is Invariant: an expert would get the same token from every rank"),
@@ -122,12 +126,12 @@ fn results_are_combined_where_their_tokens_are() {
         (Ty::Partial, Ty::Shard(0), "x is Partial"),
         (Ty::Replicate, Ty::Shard(0), "its experts were chosen of Invariant"),
     ] {
-        let refused = error(dispatch.dispatch(&tokens(tp, ep)));
+        let refused = error(dispatch.through(&tokens(tp, ep), |rows, _| Ok(rows.clone())));
         assert!(refused.contains(say), "{refused}");
     }
     // Rows whose sum over tp has not been taken.
     let partial = value(&tape, &[4, HIDDEN], Ty::Partial, Ty::Varying);
-    assert!(error(dispatch.give_back(&partial)).contains("all_reduce them over tp first"));
+    assert!(error(dispatch.through(&x, |_, _| Ok(partial.clone()))).contains("all_reduce them over tp first"));
 }
 
 /// Behind `copy` every rank of tp would add the same loss.
