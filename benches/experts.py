@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Trains models with experts, a dense model of the same FLOPs per token, each way to balance the load, and meshes; draws docs/img/experts.svg.
 
-    benches/experts.py [--text FILE]                 # 1,000 steps, 3 seeds on the default text and on FILE: about 20 minutes on two cores
+    benches/experts.py --docs [--text FILE]          # 1,000 steps, 3 seeds on the default text and on FILE: about 20 minutes on two cores
     benches/experts.py --steps 20 --seeds 1 --runs DIR --picture FILE.svg    # a small one, elsewhere
 
 Runs are kept in target/experts, and those that are complete there are not run again. The picture goes to docs/img/experts.svg, the tables to
-standard output. Needs cargo and Python 3.11.
+standard output and with --docs both into docs/moe.md. Needs cargo and Python 3.11.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,38 @@ def picture(losses, loads, drift, steps):
     yield "</svg>"
 
 
+def loss_table(losses):
+    yield f"| text | model | loss of the last {LAST} steps | seeds |\n|---|---|---|---|"
+    for corpus, of_model in losses.items():
+        for model, runs in of_model.items():
+            last = [statistics.fmean(losses[-LAST:]) for losses in runs]
+            yield f"| {corpus} | {model} | {statistics.fmean(last):.4f} | {', '.join(f'{loss:.4f}' for loss in last)} |"
+
+
+def load_table(loads):
+    yield f"| balanced by | largest load over mean, step 1 to {LAST} | last {LAST} steps | largest of a step in these |\n|---|---|---|---|"
+    for name, values in loads.items():
+        last = values[-LAST:]
+        yield f"| {name} | {statistics.fmean(values[:LAST]):.2f} | {statistics.fmean(last):.2f} | {max(last):.2f} |"
+
+
+def drift_table(drift):
+    yield "| mesh against one rank | loss apart by at most | first step that differs |\n|---|---|---|"
+    for name, values in drift.items():
+        first = next((str(step) for step, value in enumerate(values, 1) if value), "none")
+        yield f"| {name} | {max(values):.0e} | {first} |"
+
+
+def write_between(page, shown):
+    """Replaces what stands between the two marks of a page."""
+    begin, end = "<!-- benches/experts.py -->\n", "<!-- end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        sys.exit(f"{page} has no lines {begin.strip()} and {end}")
+    page.write_text(f"{before}{begin}{shown}\n{end}{after}")
+
+
 def main():
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parse.add_argument("--text", type=Path, help="a text of your own, as a second corpus")
@@ -134,6 +167,7 @@ def main():
     parse.add_argument("--seeds", type=int, default=3)
     parse.add_argument("--runs", type=Path, default=machine.ROOT / "target" / "experts")
     parse.add_argument("--picture", type=Path, default=machine.ROOT / "docs" / "img" / "experts.svg")
+    parse.add_argument("--docs", type=Path, nargs="?", const=machine.ROOT / "docs" / "moe.md", help="the page that shows picture and tables")
     args = parse.parse_args()
     program = programs.Programs(2).build("gpt_train")
     args.runs.mkdir(parents=True, exist_ok=True)
@@ -158,21 +192,14 @@ def main():
         losses_of = [[step["loss"] for step in run(program, sets, short, 1, None, file)] for sets, file in [(sets, mesh), (single, alone)]]
         drift[name] = differences(*losses_of)
 
-    print(f"| text | model | loss of the last {LAST} steps | seeds |\n|---|---|---|---|")
-    for corpus, of_model in losses.items():
-        for model, runs in of_model.items():
-            last = [statistics.fmean(losses[-LAST:]) for losses in runs]
-            print(f"| {corpus} | {model} | {statistics.fmean(last):.4f} | {', '.join(f'{loss:.4f}' for loss in last)} |")
-    print(f"\n| balanced by | largest load over mean, step 1 to {LAST} | last {LAST} steps | largest of a step in these |\n|---|---|---|---|")
-    for name, values in loads.items():
-        last = values[-LAST:]
-        print(f"| {name} | {statistics.fmean(values[:LAST]):.2f} | {statistics.fmean(last):.2f} | {max(last):.2f} |")
-    print("\n| mesh against one rank | loss apart by at most | first step that differs |\n|---|---|---|")
-    for name, values in drift.items():
-        first = next((str(step) for step, value in enumerate(values, 1) if value), "none")
-        print(f"| {name} | {max(values):.0e} | {first} |")
+    shown = "\n\n".join("\n".join(table) for table in [loss_table(losses), load_table(loads), drift_table(drift)])
+    print(shown)
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     args.picture.write_text("\n".join(picture(losses, loads, drift, args.steps)) + "\n")
+    if args.docs:
+        drawn = os.path.relpath(args.picture, args.docs.parent)
+        image = f"![Loss of eight experts and of a dense model, the load of experts, and how far meshes are apart]({drawn})"
+        write_between(args.docs, f"{image}\n\n{shown}")
 
 
 if __name__ == "__main__":

@@ -234,6 +234,7 @@ impl Reporter {
         let tensorboard = folder.map(TensorBoard::create).transpose()?;
         let mut reporter =
             Self { metrics, tensorboard, progress: Progress::new(config.training.steps), memory: Vec::new() };
+        reporter.notes(config.warning().map(str::to_owned));
         match (from, &config.checkpoint.dir) {
             (Some(Resumed { step, passed_over, .. }), _) => {
                 let damaged =

@@ -67,6 +67,7 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 /// together.
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
+    text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
         let files = save_plan(&config.model(), &plan)?;
@@ -202,6 +203,18 @@ mod tests {
         assert!(text.starts_with("mesh tp=1,dp=2,pp=2: 4 ranks\n842,496 parameters\n"), "{text}");
         assert!(text.contains("\n4 layers, 2 + 2 on the stages; products in f32\n"), "{text}");
         assert!(text.contains("ranks 0-1 (pp rank 0), each") && text.contains("ranks 2-3 (pp rank 1), each"), "{text}");
+    }
+
+    #[test]
+    fn a_router_that_looks_ahead_is_told_of() {
+        let of = |router: &str| {
+            let toml = format!("[model]\nseq_len = 8\n[moe]\nnum_experts = 4\nrouter = '{router}'");
+            report(&Config::from_toml(&toml).unwrap()).unwrap()
+        };
+        assert!(
+            of("expert_choice").contains("\nwarning: moe.router = \"expert_choice\" compares a token with later ones")
+        );
+        assert!(!of("topk").contains("warning"));
     }
 
     #[test]

@@ -120,6 +120,27 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
     assert!(!report.identical() && !report.canonical && report.holds(), "{report}");
 }
 
+/// Experts compute the samples of a rank in chunks, as many as the mesh asks for: all other values are paired one by one. What lies on the
+/// experts' ranks alone has its like only where as many share the experts.
+#[test]
+fn experts_on_other_meshes_are_identical_in_canonical_numerics() {
+    let moe = "--set moe.num_experts=4 --set moe.top_k=2 --set training.numerics=canonical";
+    let one = config(&format!("dp=1 {moe}"));
+    for mesh in ["dp=2,ep=2", "dp=2,ep=2,tp=2", "dp=4,ep=4,pp=2", "dp=2,ep=2 --set pipeline.num_microbatches=2"] {
+        let report = held_against([&one, &config(&format!("{mesh} {moe}"))], 2);
+        assert!(report.holds() && report.identical() && report.replicas.is_none(), "{mesh}: {report}");
+        let alike = [
+            "values of each rank's own, on meshes of other degrees",
+            "sums over a micro-batch, where the micro-batches differ",
+        ];
+        assert!(report.skipped.keys().all(|why| alike.contains(&&**why)), "{mesh}: {report}");
+    }
+    let [a, b] =
+        ["dp=2,ep=2,tp=2", "dp=2,ep=2,tp=2 --set pipeline.schedule=gpipe"].map(|mesh| config(&format!("{mesh} {moe}")));
+    let report = held_against([&a, &b], 2);
+    assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{report}");
+}
+
 /// Runs the comparison of a command line.
 fn run(line: &str) -> Report {
     let small = "--set model.vocab_size=259 --set model.num_layers=2 --set model.hidden_size=16 --set model.seq_len=8 \

@@ -7,9 +7,20 @@ use super::fault::Fault;
 use super::settings::Settings;
 use super::words::ModelKind;
 use meshwork_core::tree;
-use meshwork_models::experts::{AuxLossScope, MoeError};
+use meshwork_models::experts::{AuxLossScope, MoeError, RouterKind};
 use meshwork_models::huggingface::not_of_mixtral;
 use meshwork_pipeline::by_name;
+
+impl Config {
+    /// What a user should know before a run, although nothing is wrong.
+    pub fn warning(&self) -> Option<&'static str> {
+        let looks_ahead = self.experts().is_some_and(|experts| experts.moe.router == RouterKind::ExpertChoice);
+        looks_ahead.then_some(
+            "warning: moe.router = \"expert_choice\" compares a token with later ones of its sequence: a causal model sees the future \
+             through it, and generates worse than it was trained",
+        )
+    }
+}
 
 /// Appends what is wrong with the experts and with their ranks to the faults of `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
