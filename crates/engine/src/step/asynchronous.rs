@@ -121,8 +121,8 @@ impl Trainer {
         &mut self,
         batch: &Batch,
         terms: &[u64],
-        stop: &impl Fn() -> bool,
-        observe: &mut impl FnMut(Event),
+        stop: &dyn Fn() -> bool,
+        observe: &mut dyn FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
         let updates = self.weights.get_mut().updates();
         let driver = self.asynchronous();
@@ -157,7 +157,7 @@ impl Trainer {
     }
 
     /// Runs the remaining actions of the steps begun, and completes them.
-    pub(super) fn drain(&mut self, observe: &mut impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
+    pub(super) fn drain(&mut self, observe: &mut dyn FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
         let driver = self.asynchronous();
         if driver.begun == 0 {
             return Ok(Vec::new());
@@ -175,7 +175,7 @@ impl Trainer {
     }
 
     /// Starts the sums of the steps up to and with `last`, all of whose updates have been made on this rank.
-    fn start_completing(&mut self, last: u64, stop: &impl Fn() -> bool) -> Result<(), TrainError> {
+    fn start_completing(&mut self, last: u64, stop: &dyn Fn() -> bool) -> Result<(), TrainError> {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.step <= last && step.sums.is_none()) {
             let Some(mut numbers) = step.numbers.take() else { continue };

@@ -390,6 +390,15 @@ impl Trainer {
         stop: impl Fn() -> bool,
         mut observe: impl FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
+        self.begin(batch, &stop, &mut observe)
+    }
+
+    fn begin(
+        &mut self,
+        batch: &Batch,
+        stop: &dyn Fn() -> bool,
+        observe: &mut dyn FnMut(Event),
+    ) -> Result<Vec<StepReport>, TrainError> {
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         self.gathers.iter().for_each(|gathers| gathers.begin_step());
@@ -399,8 +408,8 @@ impl Trainer {
         }
         self.begin_claims();
         match self.driver {
-            Driver::Synchronous(_) => self.step_synchronously(batch, &terms, &stop, &mut observe),
-            Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, &stop, &mut observe),
+            Driver::Synchronous(_) => self.step_synchronously(batch, &terms, stop, observe),
+            Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, stop, observe),
         }
     }
 
@@ -487,7 +496,7 @@ impl Trainer {
     }
 
     /// Runs some of this rank's actions in the training schedule.
-    fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut impl FnMut(Event)) -> Result<(), TrainError> {
+    fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let (schedule, weights) = (self.driver.schedule(), &self.weights);
         let versions = |stage, micro| self.driver.version(stage, micro);
         let running = |chunk| Running { chunk, pass, weights, live: &self.live, versions: &versions };

@@ -75,8 +75,8 @@ impl Trainer {
         &mut self,
         batch: &Batch,
         terms: &[u64],
-        stop: &impl Fn() -> bool,
-        observe: &mut impl FnMut(Event),
+        stop: &dyn Fn() -> bool,
+        observe: &mut dyn FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
         let step = self.steps_begun + 1;
         let mut pass = self.training_pass(batch, terms)?;
