@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import machine, programs
+from harness import machine, pages, programs
 from harness.svg import COLOURS, panel, path, power_of_ten, text
 
 LAST, WINDOW = 50, 20  # steps of which the final loss is the mean, and of which a point of a curve is
@@ -150,16 +150,6 @@ def drift_table(drift):
         yield f"| {name} | {max(values):.0e} | {first} |"
 
 
-def write_between(page, shown):
-    """Replaces what stands between the two marks of a page."""
-    begin, end = "<!-- benches/experts.py -->\n", "<!-- end -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, ended, after = rest.partition(end)
-    if not (found and ended):
-        sys.exit(f"{page} has no lines {begin.strip()} and {end}")
-    page.write_text(f"{before}{begin}{shown}\n{end}{after}")
-
-
 def main():
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parse.add_argument("--text", type=Path, help="a text of your own, as a second corpus")
@@ -199,7 +189,7 @@ def main():
     if args.docs:
         drawn = os.path.relpath(args.picture, args.docs.parent)
         image = f"![Loss of eight experts and of a dense model, the load of experts, and how far meshes are apart]({drawn})"
-        write_between(args.docs, f"{image}\n\n{shown}")
+        pages.write_between(args.docs, "benches/experts.py", f"{image}\n\n{shown}")
 
 
 if __name__ == "__main__":
