@@ -38,6 +38,7 @@ WAYS = {
     "recompute selective": ({RECOMPUTE: "selective"}, "16 Ψ", lambda n: 16),
     "recompute sqrt": ({RECOMPUTE: "sqrt"}, "16 Ψ", lambda n: 16),
     "recompute full": ({RECOMPUTE: "full"}, "16 Ψ", lambda n: 16),
+    "activations in bf16": ({"memory.saved_dtype": "bf16"}, "16 Ψ", lambda n: 16),
     "products of bf16": ({"training.dtype": "bf16"}, "16 Ψ", lambda n: 16),
     "offload optimizer": ({OFFLOAD: "optimizer"}, "8 Ψ", lambda n: 8),
     "offload activations": ({OFFLOAD: "activations"}, "16 Ψ", lambda n: 16),

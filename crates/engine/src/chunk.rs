@@ -120,7 +120,7 @@ impl Chunk {
             let shelving = shelving.transpose()?;
             let policy = shelving.clone().map_or(plain.clone(), |shelving| shelving as Rc<dyn SavedPolicy>);
             let origin = segment.spec.recomputed.then(|| Origin::keep(start.clone(), &*policy)).transpose()?;
-            let of_tape = if origin.is_some() { plain } else { policy };
+            let of_tape = pass.reduced(if origin.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, (of_tape, None))?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
             start = Start { input: None, takes_gradient: run.output.takes_gradient(), params, applied };
@@ -141,11 +141,9 @@ impl Chunk {
                 pass.count(0, of.position.first_sample, &run.output)?;
             }
             if pass.purpose == Purpose::Train {
-                if shelving.is_some() {
-                    // Operations have saved what they need of the input; the next segment or stage has the output.
-                    run.input = run.input.map(Var::released);
-                    run.output = if segment.spec.part.last { run.output } else { run.output.released() };
-                }
+                // Operations have saved what they need of the input; the next segment or stage has the output.
+                run.input = run.input.map(Var::released);
+                run.output = if segment.spec.part.last { run.output } else { run.output.released() };
                 let what = match origin {
                     Some(mut origin) => {
                         origin.decisions = decisions;
@@ -202,7 +200,7 @@ impl Chunk {
                 What::Tape(forwarded) => *forwarded,
                 What::Origin(origin) => {
                     let (start, decisions) = origin.again()?;
-                    segment.run(pass, &of, start, (pass.recompute.policy(), Some(decisions)))?
+                    segment.run(pass, &of, start, (pass.reduced(pass.recompute.policy()), Some(decisions)))?
                 }
             };
             let mut roots = Vec::new();

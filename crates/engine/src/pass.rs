@@ -4,7 +4,7 @@ use crate::verify::Claims;
 use crate::{PlanError, Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
-use meshwork_tensor::tape::{Notes, PerSample, Position};
+use meshwork_tensor::tape::{HalfType, Notes, PerSample, Position, Reduced, SavedPolicy};
 use meshwork_tensor::{Device, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -55,6 +55,8 @@ pub struct Pass {
     pub ahead: usize,
     /// What backward recomputes.
     pub recompute: Recompute,
+    /// The type to which what it needs else is rounded.
+    pub saved: Option<HalfType>,
     /// Metrics that the model declares.
     pub metrics: Rc<[Metric]>,
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
@@ -75,6 +77,14 @@ impl Pass {
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
         let samples = self.batch.part(first..first + self.micro_batch)?;
         Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
+    }
+
+    /// The policy that rounds what `policy` then keeps, if anything is to be rounded.
+    pub fn reduced(&self, policy: Rc<dyn SavedPolicy>) -> Rc<dyn SavedPolicy> {
+        match self.saved {
+            Some(to) => Rc::new(Reduced::new(policy, to)),
+            None => policy,
+        }
     }
 
     /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.

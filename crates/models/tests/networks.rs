@@ -7,8 +7,9 @@ use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{Mode, Position};
+use meshwork_tensor::tape::{HalfType, Keep, Mode, Position, Reduced, SavedPolicy};
 use meshwork_tensor::{Declarations, Device, Params, Tape, Tensor};
+use std::rc::Rc;
 use std::sync::Arc;
 
 fn networks() -> [Network; 4] {
@@ -74,17 +75,18 @@ fn the_digits_networks_have_the_parameters_of_their_equations() {
     assert_eq!(count(VggConfig::digits().network()), convs + (2 * 2 * 32 * 64 + 64) + 650);
 }
 
-/// Bytes that a forward of `batch` images keeps for backward, beside its input and result.
-fn kept(network: &Network, batch: usize) -> u64 {
+/// Bytes that a forward of `batch` images keeps for backward by `policy`, the images too, beside its result.
+fn kept(network: &Network, batch: usize, policy: Rc<dyn SavedPolicy>) -> u64 {
     let mut declared = Declarations::new();
     let modules = network.declare(&mut declared, 0..network.layers()).unwrap();
     let (rank, layout) = (Arc::new(Rank::alone().unwrap()), [declared.ids().collect()]);
     let device: Arc<dyn Device> = Arc::new(Meta::default());
     let params = Params::new(Arc::new(declared), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
-    let tape = Tape::new(rank, Arc::new(params), device.clone(), Mode::Train, Position::default());
+    let position = Position::default();
+    let tape = Tape::with_policy(rank, Arc::new(params), device.clone(), Mode::Train, position, policy);
+    let before = device.meter().live_bytes();
     let images = [&[batch], &network.boundary(0)[..]].concat();
     let mut x = tape.input(Tensor::zeros(&device, DType::F32, &images[..]).unwrap(), Types::NONE);
-    let before = device.meter().live_bytes();
     for module in &modules {
         x = module.forward(&tape, &x).unwrap();
     }
@@ -92,20 +94,19 @@ fn kept(network: &Network, batch: usize) -> u64 {
 }
 
 /// Of each image a convolution keeps its input, the norm behind it the convolution's result, ReLU a bit of each element, and max pooling a byte
-/// of each maximum (Gist, section 4.1). A batch norm keeps the two moments of each channel too.
+/// of each maximum (Gist, section 4.1). A batch norm keeps the two moments of each channel too. In 16 bits all floats but the moments take half.
 #[test]
 fn networks_keep_bits_of_relu_and_places_of_max_pooling() {
     let (batch, groups) = (4, vec![vec![64, 64], vec![128, 128], vec![256, 256, 256]]);
     let vgg = VggConfig { image: [32, 32, 3], groups: groups.clone(), hidden: vec![96], ..VggConfig::digits() };
-    let (mut bytes, mut whole, mut moments) = (0, 0, 0);
+    let (mut floats, mut bytes, mut whole, mut moments) = (0, 0, 0, 0);
     let (mut side, mut channels) = (32, 3);
-    for (g, group) in groups.iter().enumerate() {
-        for (c, &features) in group.iter().enumerate() {
+    for group in &groups {
+        for &features in group {
             let (input, result) = (batch * side * side * channels, batch * side * side * features);
-            // The images themselves are the caller's.
-            let input = if (g, c) == (0, 0) { 0 } else { 4 * input };
-            bytes += input + 4 * result + result / 8;
-            whole += input + 4 * result + 4 * result;
+            floats += input + result;
+            bytes += result / 8;
+            whole += 4 * (input + result + result);
             moments += 2 * 4 * features;
             channels = features;
         }
@@ -114,9 +115,12 @@ fn networks_keep_bits_of_relu_and_places_of_max_pooling() {
         whole += 4 * batch * 4 * side * side * channels;
     }
     let flat = batch * side * side * channels;
-    bytes += 4 * flat + batch * 96 / 8 + 4 * batch * 96;
+    floats += flat + batch * 96;
+    bytes += batch * 96 / 8;
     whole += 4 * flat + 4 * batch * 96 + 4 * batch * 96;
-    let kept = kept(&vgg.network(), batch);
-    println!("{kept} bytes, {whole} with the inputs of ReLU and max pooling whole");
-    assert_eq!(kept, (bytes + moments) as u64);
+    let exact = kept(&vgg.network(), batch, Rc::new(Keep));
+    let reduced = kept(&vgg.network(), batch, Rc::new(Reduced::new(Rc::new(Keep), HalfType::Bf16)));
+    println!("{exact} bytes, {reduced} in 16 bits, {whole} with the inputs of ReLU and max pooling whole");
+    assert_eq!(exact, (4 * floats + bytes + moments) as u64);
+    assert_eq!(reduced, (2 * floats + bytes + moments) as u64);
 }

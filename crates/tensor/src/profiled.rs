@@ -331,6 +331,10 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "relu_grad", &[dy, above], |device| device.pointwise()?.relu_grad(dy, above))
     }
 
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        self.span(Class::Pointwise, "cast", &[x], |device| device.pointwise()?.cast(x, to))
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.span(Class::Pointwise, "dropout", &[x], |device| device.pointwise()?.dropout(x, mask))
     }

@@ -48,7 +48,7 @@ use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, 
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::tape::Position;
+use meshwork_tensor::tape::{HalfType, Position};
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::PendingStep;
 use std::cell::{Ref, RefCell};
@@ -89,6 +89,7 @@ pub struct Trainer {
     /// The steps begun that are not certain yet, the oldest first.
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
+    saved: Option<HalfType>,
     zero: Zero,
     watch: Option<Arc<dyn Watch>>,
     verify: Verify,
@@ -256,6 +257,7 @@ impl Trainer {
             steps_begun: 0,
             pending: VecDeque::new(),
             recompute: plan.recompute,
+            saved: plan.saved,
             zero: plan.zero,
             watch: None,
             verify: plan.verify,
@@ -471,6 +473,7 @@ impl Trainer {
             first_micro: 0,
             ahead: 0,
             recompute: self.recompute,
+            saved: self.saved,
             metrics: self.metrics.clone(),
             numbers: RefCell::new(self.numbers(purpose)?),
             global_batch_size: self.global_batch_size,

@@ -7,6 +7,7 @@ use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, Zer
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::tape::HalfType;
 use meshwork_testkit::Rng;
 
 /// A program and its runs.
@@ -96,6 +97,8 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
             Recompute::Sqrt,
             Recompute::Layers(1),
         ]),
+        // In fast numerics an error in the last bit may become one of 16 bits.
+        saved: (canonical && seed % 3 == 1).then_some(HalfType::Bf16),
         // The momentum after the first step is the gradient, as it was clipped.
         optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),
         lr: LrSchedule { base: 0.125, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },

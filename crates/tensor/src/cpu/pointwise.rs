@@ -1,11 +1,11 @@
-use super::kernels::{dropout, gelu, pointwise, relu, swiglu};
+use super::kernels::{dropout, gelu, pointwise, relu, round, swiglu};
 use super::{Cpu, PIECE, RowSums, for_float, row_piece};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{DropoutMask, Pointwise};
 use crate::tape::RowBlocks;
 use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
+use meshwork_core::{Buffer, DType, Element};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
@@ -160,6 +160,24 @@ impl Pointwise for Cpu {
         })
     }
 
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        match (x.dtype(), to) {
+            (DType::F32, DType::Bf16) => self.each(x, round::round),
+            (DType::F32, DType::F16) => self.each(x, round::to_f16),
+            (DType::Bf16, DType::F32) => self.each(x, round::from_bf16),
+            (DType::F16, DType::F32) => self.each(x, round::from_f16),
+            (from, to) => {
+                let dtype = if from == DType::F32 { to } else { from };
+                Err(Error::DType {
+                    op: "cast",
+                    device: self.name().to_owned(),
+                    dtype,
+                    valid: "f32 to bf16 or f16, and back",
+                })
+            }
+        }
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         let region = dropout::Region {
             shape: &mask.local[..mask.ndim],
@@ -174,6 +192,16 @@ impl Pointwise for Cpu {
                     dropout::dropout(mask, region, i * PIECE, x, y);
                 });
             })
+        })
+    }
+}
+
+impl Cpu {
+    /// The result of `convert` for each piece of x.
+    fn each<T: Element, U: Element>(&self, x: &Buffer, convert: fn(&[T], &mut [U])) -> Result<Buffer> {
+        let x = x.as_slice::<T>()?;
+        self.output::<U>(x.len(), |out| {
+            share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| convert(x, out));
         })
     }
 }

@@ -61,6 +61,8 @@ pub trait Pointwise: Debug {
     fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>;
     /// dy where the bit is set, else 0.
     fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>;
+    /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or f16, and back.
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer>;
     /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
 }

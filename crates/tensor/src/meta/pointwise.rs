@@ -73,6 +73,10 @@ impl Pointwise for Meta {
         self.like(dy)
     }
 
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        self.alloc(to, x.count())
+    }
+
     fn dropout(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {
         self.like(x)
     }

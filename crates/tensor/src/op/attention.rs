@@ -91,7 +91,7 @@ impl Op for CausalAttention {
         let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
         cx.save_input(0)?;
         cx.save(&out)?;
-        cx.save(&Tensor::from_buffer(qkv.device(), lse, [s.batch, s.heads, s.seq])?)?;
+        cx.save_exact(&Tensor::from_buffer(qkv.device(), lse, [s.batch, s.heads, s.seq])?)?;
         inputs[1..].iter().try_for_each(|positions| cx.save(positions))?;
         Ok(out)
     }

@@ -202,7 +202,7 @@ impl Op for GroupedAttention {
         cx.save_input(0)?;
         cx.save_input(1)?;
         cx.save(&out)?;
-        cx.save(&Tensor::from_buffer(q.device(), lse, [of.batch, of.heads, of.seq])?)?;
+        cx.save_exact(&Tensor::from_buffer(q.device(), lse, [of.batch, of.heads, of.seq])?)?;
         inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
         Ok(out)
     }

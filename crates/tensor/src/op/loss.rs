@@ -153,10 +153,10 @@ impl Op for VocabLoss {
         }
         let samples = targets.shape().first().copied().unwrap_or(1);
         let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
-        cx.save(logits)?;
+        cx.save_exact(logits)?;
         cx.save(targets)?;
         let rows = lse.count();
-        cx.save(&Tensor::from_buffer(logits.device(), lse, [rows])?)?;
+        cx.save_exact(&Tensor::from_buffer(logits.device(), lse, [rows])?)?;
         Tensor::from_buffer(logits.device(), total, [samples])
     }
 

@@ -54,7 +54,7 @@ impl Op for RmsNorm {
         cx.save_input(0)?;
         cx.save_input(1)?;
         let rows = rstd.count();
-        cx.save(&Tensor::from_buffer(x.device(), rstd, [rows])?)?;
+        cx.save_exact(&Tensor::from_buffer(x.device(), rstd, [rows])?)?;
         cx.recipe(move |saved| {
             let (x, weight) = (saved[0].restore()?, saved[1].restore()?);
             let (y, _) = x.device().norm()?.rms_norm(x.buffer(), weight.buffer(), eps, stored)?;

@@ -15,6 +15,12 @@ pub trait SavedPolicy: Debug {
     /// Saves a tensor for the backward of operation `op`.
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
 
+    /// The same for a tensor that must come back bit by bit: the statistics of a norm, the log-sum-exp of attention, the logits of a loss. They
+    /// are few, and a small error of theirs is a large one of the gradient.
+    fn save_exact(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
+        self.save(op, tensor)
+    }
+
     /// Whether values that are cheap to recompute, those with a [recipe](super::Forward::recipe), are recomputed in
     /// backward and not saved at all.
     fn recomputes(&self) -> bool {

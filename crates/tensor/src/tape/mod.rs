@@ -18,7 +18,8 @@ mod hooks;
 mod notes;
 mod op;
 mod padding;
-pub mod reduction_blocks;
+pub mod reduced;
+mod reduction_blocks;
 mod seed;
 mod uses;
 mod var;
@@ -29,6 +30,7 @@ pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTen
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use padding::{Padded, Padding};
+pub use reduced::{HalfType, Reduced};
 pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
 pub use seed::{Normaliser, Seed};
 

@@ -76,7 +76,15 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// The same for input `i`. If the input has a recipe, the recipe is kept instead. A parameter is held anyway, whatever the policy; one
+    /// The same for a tensor that no policy may round.
+    pub fn save_exact(&mut self, tensor: &Tensor) -> Result<()> {
+        if self.records {
+            self.saved.push(self.tape.inner.policy.save_exact(self.op, tensor.clone())?);
+        }
+        Ok(())
+    }
+
+    /// Keeps input `i`, as [`save`](Self::save) does. If the input has a recipe, the recipe is kept instead. A parameter is held anyway, whatever the policy; one
     /// that is not whole here is brought together again for backward, and its memory is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];

@@ -19,6 +19,7 @@ mod optimizers;
 mod own_ops;
 mod padded;
 mod recipes;
+mod reduced;
 mod reduction_blocks;
 mod swiglu;
 mod unchecked;

@@ -119,6 +119,10 @@ impl Pointwise for Opaque {
         hidden(self.inner.pointwise()?.relu_grad(&host(dy), &host(above)))
     }
 
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        hidden(self.inner.pointwise()?.cast(&host(x), to))
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         hidden(self.inner.pointwise()?.dropout(&host(x), mask))
     }

@@ -2,9 +2,9 @@
 
 use toml::Value;
 
-use super::Config;
 use super::settings::Settings;
-use super::words::{ModelKind, OffloadWord, OptimizerName};
+use super::words::{ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
+use super::{Config, Recomputed};
 
 /// Keys that only a Llama reads. The last three describe the scaling of rotary frequencies.
 const LLAMA: [&str; 6] = [
@@ -58,6 +58,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
     let unread = |key: &str, word: &str| format!("{key} = {word:?} does not read it");
     let by_kind: &[&str] = if kind == ModelKind::Gpt2 { &LLAMA } else { &GPT2 };
     let by_rule: Vec<&str> = BY_RULE.iter().filter(|(_, rules)| !rules.contains(&rule)).map(|(key, _)| *key).collect();
+    let recompute = config.memory.recompute;
     let unscaled = kind == ModelKind::Llama && config.model.rope_scaling_factor == 1.0;
     // (the key that decides, whether it makes others meaningless, which ones, why)
     let rules = [
@@ -88,6 +89,15 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             config.memory.offload == OffloadWord::None,
             &["memory.offload_dir"],
             "memory.offload is none".to_owned(),
+        ),
+        (
+            "memory.saved_dtype",
+            config.memory.saved_dtype != SavedDtype::F32 && recompute == Recomputed::Word(RecomputeWord::Selective),
+            &["memory.recompute"],
+            format!(
+                "memory.saved_dtype is {}: norms and activation functions would be computed from rounded values",
+                config.memory.saved_dtype.name()
+            ),
         ),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
         ("optimizer.name", true, &by_rule, unread("optimizer.name", rule.name())),

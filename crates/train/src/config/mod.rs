@@ -44,7 +44,7 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OffloadWord, OptimizerName, RecomputeWord,
-    Recomputed, VerifySteps, VerifyWord,
+    Recomputed, SavedDtype, VerifySteps, VerifyWord,
 };
 
 impl Config {

@@ -134,6 +134,7 @@ impl Config {
             numerics: self.numerics(),
             precision: self.training.dtype.precision(),
             recompute: self.memory.recompute.into(),
+            saved: self.memory.saved_dtype.into(),
             optimizer: self.optimizer.rule(),
             lr: self.lr_scheduler.schedule(self.optimizer.lr),
             max_norm: self.training.max_norm,

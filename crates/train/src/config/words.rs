@@ -6,6 +6,7 @@ use std::sync::Arc;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
 use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::tape::HalfType;
 use serde::Serialize;
 use toml::Value;
 
@@ -104,6 +105,16 @@ words! {
         Sqrt = "sqrt",
         /// Each stage from its input.
         Stage = "stage",
+    }
+
+    /// `memory.saved_dtype`.
+    SavedDtype {
+        /// As they are.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// IEEE floats of 16 bits.
+        F16 = "f16",
     }
 
     /// `memory.offload`.
@@ -248,6 +259,16 @@ impl From<AuxScope> for AuxLossScope {
         match scope {
             AuxScope::Sequence => Self::Sequence,
             AuxScope::GlobalBatch => Self::GlobalBatch,
+        }
+    }
+}
+
+impl From<SavedDtype> for Option<HalfType> {
+    fn from(dtype: SavedDtype) -> Self {
+        match dtype {
+            SavedDtype::F32 => None,
+            SavedDtype::Bf16 => Some(HalfType::Bf16),
+            SavedDtype::F16 => Some(HalfType::F16),
         }
     }
 }

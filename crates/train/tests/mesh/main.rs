@@ -33,6 +33,7 @@ mod parity;
 mod partition;
 mod pytorch;
 mod recompute;
+mod saved;
 mod schedules;
 mod split_work;
 mod steady_state;

@@ -5,7 +5,9 @@
 
 use super::Float;
 use super::gemm;
-use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use meshwork_core::simd::wide;
 
 /// Number of elements computed at a time before they are rounded; they stay in the L1 cache.
 const PIECE: usize = 256;
@@ -27,6 +29,22 @@ struct Piece<T>([T; PIECE]);
 /// ```
 pub fn round(from: &[f32], to: &mut [bf16]) {
     gemm::round(from, to);
+}
+
+/// These values as f32, which has all of them. Panics if the lengths differ.
+pub fn from_bf16(from: &[bf16], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len());
+    wide(|| to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16)));
+}
+
+/// The nearest `f16` of each, ties to even; beyond its range infinity. Panics if the lengths differ.
+pub fn to_f16(from: &[f32], to: &mut [f16]) {
+    to.convert_from_f32_slice(from);
+}
+
+/// These values as f32, which has all of them. Panics if the lengths differ.
+pub fn from_f16(from: &[f16], to: &mut [f32]) {
+    from.convert_to_f32_slice(to);
 }
 
 /// The destination of results, as contiguous elements.
