@@ -22,6 +22,14 @@ KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 
     out[at] = row >= 0 && row < rows ? table[row * h + at % h] : 0.0f;
 }
 
+// *outside becomes 1 if an id is not below `vocab`, or is negative and `masked` is 0, and is left alone otherwise. All who write it write the same.
+KERNEL check_ids(const int* ids, i64 vocab, int masked, int* outside, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    i64 id = ids[i];
+    if (id >= vocab || (id < 0 && !masked)) *outside = 1;
+}
+
 // dtable is overwritten, or added to if `accumulate` is not 0.
 KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
     SHARED(int, shared_ids, THREADS);

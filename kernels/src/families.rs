@@ -24,6 +24,8 @@ sources! {
     SWIGLU = "swiglu.cu";
     OPTIMIZER = "optimizer.cu";
     GRAD_NORM = "grad_norm.cu";
+    EXACT_SQUARES = "exact_squares.cu";
+    PRODUCT = "product.cu";
     CASTS = "casts.cu";
     REDUCE_RANKS = "reduce_ranks.cu";
     DROPOUT = "dropout.cu";
@@ -46,6 +48,8 @@ pub static SOURCES: &[&Source] = &[
     &SWIGLU,
     &OPTIMIZER,
     &GRAD_NORM,
+    &EXACT_SQUARES,
+    &PRODUCT,
     &CASTS,
     &REDUCE_RANKS,
     &DROPOUT,
@@ -71,6 +75,12 @@ macro_rules! kernels {
 
 /// Rows of a table that a block of threads of `embedding_backward` has: `items` of its geometry are the table's rows divided by this, rounded up.
 pub const TABLE_ROWS: u64 = 64;
+
+/// Elements that a thread of `exact_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
+pub const EXACT_PIECE: u64 = 4096;
+
+/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
+pub const SQUARES_PIECE: u64 = 32_768;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
@@ -113,6 +123,14 @@ kernels! {
     sum_of_squares in GRAD_NORM, Geometry::Warps; In F32 x, Value I64 len, Value I64 segments, Value I64 pitch, Out F64 parts;
     sum_of_parts in GRAD_NORM, Geometry::OneWarp; In F64 parts, Value I64 count, Out F64 sums, Value I64 at;
     unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
+    exact_squares in EXACT_SQUARES, ELEMENTS; In F32 x, Out U64 parts, Value I64 count, Value I64 pieces;
+    exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits, Value I64 at;
+    product_f32 in PRODUCT, ELEMENTS;
+        In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
+        Value I64 k, Value I64 segments, Value I64 blocks, Value I64 count, Value I64 n;
+    product_bf16 in PRODUCT, ELEMENTS;
+        In Bits16 a, Value I64 a_row, Value I64 a_term, In Bits16 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
+        Value I64 k, Value I64 segments, Value I64 blocks, Value I64 count, Value I64 n;
     f32_to_bf16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     f32_to_operand in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     bf16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
@@ -134,6 +152,7 @@ kernels! {
         Out F32 x, Value I64 row, In F32 angles, Value I64 rows, Value I64 seq, Value I64 heads, Value I64 head_dim;
     embedding_forward in EMBEDDING, ELEMENTS;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Value I64 h;
+    check_ids in EMBEDDING, ELEMENTS; In I32 ids, Value I64 vocab, Value I32 masked, Out I32 outside, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
         In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
     embedding_backward_tree in EMBEDDING, Geometry::Columns;

@@ -1,12 +1,14 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "host"), forbid(unsafe_code))]
 #![warn(missing_docs)]
 
 mod families;
 mod geometry;
+#[cfg(feature = "host")]
+pub mod host;
 mod kernel;
 
-pub use families::{HEADERS, KERNELS, SOURCES, TABLE_ROWS};
+pub use families::{EXACT_PIECE, HEADERS, KERNELS, SOURCES, SQUARES_PIECE, TABLE_ROWS};
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
 

@@ -27,6 +27,44 @@ pub struct AdamW {
     pub weight_decay: f64,
 }
 
+/// The numbers of one update that are the same for all elements.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWFactors {
+    /// The multiple of each gradient.
+    pub grad_scale: f32,
+    /// 1 - lr·decay.
+    pub keep: f32,
+    /// lr / (1 - β₁ᵗ).
+    pub lr_hat: f32,
+    /// √(1 - β₂ᵗ).
+    pub root_hat: f32,
+    /// 1 - β₁.
+    pub mean_new: f32,
+    /// β₂.
+    pub square_old: f32,
+    /// 1 - β₂.
+    pub square_new: f32,
+    /// ε.
+    pub eps: f32,
+}
+
+impl AdamW {
+    /// The factors of an update, computed in f64 and rounded once: what a device's own kernel takes.
+    pub fn factors(&self, update: Update) -> AdamWFactors {
+        let Update { step, lr, grad_scale, decay_factor } = update;
+        AdamWFactors {
+            grad_scale,
+            keep: (1.0 - lr * (self.weight_decay * decay_factor)) as f32,
+            lr_hat: (lr / (1.0 - power(self.beta1, step))) as f32,
+            root_hat: (1.0 - power(self.beta2, step)).sqrt() as f32,
+            mean_new: (1.0 - self.beta1) as f32,
+            square_old: self.beta2 as f32,
+            square_new: (1.0 - self.beta2) as f32,
+            eps: self.eps as f32,
+        }
+    }
+}
+
 impl Default for AdamW {
     fn default() -> Self {
         Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }
@@ -50,15 +88,8 @@ impl Optimizer for AdamW {
         states: &mut [&mut [f32]],
     ) -> Result<(), OptimError> {
         let [mean, square] = update.check(self.name(), weights, grads, states)?;
-        let Update { step, lr, grad_scale, decay_factor } = update;
-
-        // Scalars in f64, rounded once; elements in f32.
-        let keep = (1.0 - lr * (self.weight_decay * decay_factor)) as f32;
-        let lr_hat = (lr / (1.0 - power(self.beta1, step))) as f32;
-        let root_hat = (1.0 - power(self.beta2, step)).sqrt() as f32;
-        let (mean_new, square_old) = ((1.0 - self.beta1) as f32, self.beta2 as f32);
-        let square_new = (1.0 - self.beta2) as f32;
-        let eps = self.eps as f32;
+        let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
+            self.factors(update);
 
         wide(
             #[inline(always)]

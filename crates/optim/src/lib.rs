@@ -16,7 +16,7 @@ mod whole;
 
 pub use adafactor::Adafactor;
 pub use adam8bit::Adam8bit;
-pub use adamw::AdamW;
+pub use adamw::{AdamW, AdamWFactors};
 pub use clip::clip_factor;
 pub use lamb::Lamb;
 pub use muon::Muon;

@@ -49,6 +49,26 @@ pub enum Error {
         /// The kernel trait, such as `matmul`.
         kernels: &'static str,
     },
+    /// An operation that the device has no kernel for.
+    #[error("{op}: device {device} has no kernel for {dtype}")]
+    MissingOperation {
+        /// The operation.
+        op: &'static str,
+        /// The device.
+        device: String,
+        /// The type of its operands.
+        dtype: DType,
+    },
+    /// A device that failed.
+    #[error("{op}: device {device}: {fault}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// The device.
+        device: String,
+        /// What it says.
+        fault: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A function of the host on a device that cannot run any.
     #[error(
         "{op}: device {device} runs no functions of the host: build it of operations that the device has, or give the device a kernel"

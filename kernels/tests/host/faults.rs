@@ -3,7 +3,6 @@
 use crate::launch::{Given, try_launch};
 use crate::{attention, build, loss, rows, tables};
 use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
-use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Each kernel writes `count` floats and has one fault but the first.
@@ -100,8 +99,8 @@ fn planted_faults_are_found() {
     ];
     let kernels = faults.map(|(name, _)| faulty(name));
     let meshwork = HEADERS.iter().find(|header| header.name == "meshwork.cuh").expect("the header of all kernels");
-    let files = vec![(meshwork.name, meshwork.text.to_owned()), (FAULTY.name, FAULTY.text.to_owned())];
-    let Some(library) = build::compile("faulty", files, &kernels) else { return };
+    let files = [(meshwork.name, meshwork.text), (FAULTY.name, FAULTY.text)];
+    let Some(library) = build::compile(&files, &kernels) else { return };
     for (kernel, (_, found)) in kernels.iter().zip(faults) {
         let mut out = vec![0.0_f32; 256];
         let given = vec![Given::from(&mut out), Given::from(256_usize)];
@@ -116,14 +115,6 @@ fn planted_faults_are_found() {
 #[test]
 fn every_barrier_is_needed() {
     let Some(library) = build::copy() else { return };
-    let skip = |file: &str, line: usize| {
-        let file = CString::new(file).expect("a name without zeros");
-        // SAFETY: the library's function of this type, which copies the name.
-        unsafe {
-            let skip = library.get::<unsafe extern "C" fn(*const c_char, i32)>(b"meshwork_skip").expect("its entry");
-            skip(file.as_ptr(), line as i32);
-        }
-    };
     let mut found = 0;
     for source in SOURCES.iter().chain(HEADERS) {
         let tests: &[fn()] = match source.name {
@@ -133,7 +124,7 @@ fn every_barrier_is_needed() {
         };
         let lines = source.text.lines().enumerate().filter(|(_, line)| line.contains("__syncthreads();"));
         for (at, _) in lines {
-            skip(source.name, at + 1);
+            library.skip_barrier(source.name, at + 1).expect("a line of a source");
             let failures =
                 tests.iter().filter_map(|test| build::with(library, || catch_unwind(AssertUnwindSafe(test))).err());
             let why = failures.filter_map(|panic| panic.downcast_ref::<String>().cloned()).next();

@@ -2,9 +2,9 @@
 
 use bytemuck::Pod;
 use half::{bf16, f16};
-use libloading::Library;
-use meshwork_kernels::{Kernel, Pass, Type};
-use std::ffi::{CStr, CString, c_char, c_void};
+use meshwork_kernels::host::Host;
+use meshwork_kernels::{Kernel, Launch, Pass, Type};
+use std::ffi::c_void;
 
 /// Orders of threads that every launch runs in: as numbered, reversed, and one at random.
 const ORDERS: [u64; 3] = [0, 1, 7];
@@ -140,7 +140,7 @@ pub fn launch(name: &str, sizes: [usize; 2], given: Vec<Given<'_>>) -> bool {
 /// # Errors
 /// Why the launch failed, or that two orders gave different results.
 pub fn try_launch(
-    library: &Library,
+    library: &Host,
     kernel: &Kernel,
     [items, width]: [usize; 2],
     mut given: Vec<Given<'_>>,
@@ -160,7 +160,7 @@ pub fn try_launch(
     for &order in orders {
         let places = given.iter_mut().flat_map(|given| given.written().iter_mut());
         places.zip(&before).for_each(|(bytes, before)| bytes.copy_from_slice(before));
-        call(library, kernel.name, grid.grid, grid.block, order, &mut given)?;
+        call(library, kernel, grid, order, &mut given)?;
         let after = contents(&mut given);
         if first.get_or_insert_with(|| after.clone()) != &after {
             return Err(format!("results depend on the order of threads: that of seed {order} has others"));
@@ -169,16 +169,7 @@ pub fn try_launch(
     Ok(())
 }
 
-type Entry = unsafe extern "C" fn(*const c_char, *mut *mut c_void, *const u32, *const u32, u64) -> *const c_char;
-
-fn call(
-    library: &Library,
-    name: &str,
-    grid: [u32; 3],
-    block: [u32; 3],
-    order: u64,
-    given: &mut [Given<'_>],
-) -> Result<(), String> {
+fn call(library: &Host, kernel: &Kernel, launch: Launch, order: u64, given: &mut [Given<'_>]) -> Result<(), String> {
     // As cuLaunchKernel has them: the address of each argument, which is a number, an address, or that of addresses.
     let mut lists: Vec<Vec<*const c_void>> = Vec::new();
     let mut values: Vec<u64> = Vec::new();
@@ -197,14 +188,6 @@ fn call(
             }
         });
     }
-    let mut addresses: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-    let name = CString::new(name).expect("a name without zeros");
-    // SAFETY: the library's function of this type; every argument has the type that the library asserts for this kernel, and buffers
-    // as large as the kernel's head says, or the sanitizer reports it.
-    let failure = unsafe {
-        let entry = library.get::<Entry>(b"meshwork_launch").expect("the library's entry");
-        let failure = entry(name.as_ptr(), addresses.as_mut_ptr(), grid.as_ptr(), block.as_ptr(), order);
-        if failure.is_null() { None } else { Some(CStr::from_ptr(failure).to_string_lossy().into_owned()) }
-    };
-    failure.map_or(Ok(()), Err)
+    // SAFETY: every argument has the type of the table, and buffers are as large as the kernel's head says, or the sanitizer reports it.
+    unsafe { library.launch(kernel, launch, &mut values, order) }
 }

@@ -11,6 +11,7 @@ mod launch;
 mod loss;
 mod optimizer;
 mod pointwise;
+mod product;
 mod ranks;
 mod rows;
 mod tables;

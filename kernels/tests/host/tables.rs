@@ -47,6 +47,18 @@ pub fn embeddings_are_those_of_the_cpu() {
 }
 
 #[test]
+fn ids_outside_the_vocabulary_are_seen() {
+    for (id, masked, seen) in [(8, 0, 0), (9, 0, 1), (-1, 0, 1), (-1, 1, 0), (9, 1, 1), (i32::MIN, 0, 1)] {
+        let (mut ids, mut outside) = (vec![3; 300], vec![0]);
+        ids[299] = id;
+        if !launch!("check_ids", [300, 0], &ids, 9_usize, masked, &mut outside, 300_usize) {
+            return;
+        }
+        assert_eq!(outside, [seen], "{id}");
+    }
+}
+
+#[test]
 fn positions_are_those_of_the_cpu() {
     for (batch, seq, first, h) in [(1, 1, 0, 1), (5, 7, 2, 33), (8, 3, 0, 100)] {
         let (count, rows) = (batch * seq * h, first + seq + 1);

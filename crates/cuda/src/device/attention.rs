@@ -1,0 +1,157 @@
+use super::CudaDevice;
+use crate::driver::{Address, Argument};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
+use meshwork_tensor::{Device, Result, Work};
+
+const OP: &str = "attention";
+
+/// The longest head that kernels take.
+const HEAD: usize = 128;
+
+/// Where queries, keys and values begin, and how many elements lie from one token to the next.
+struct Heads {
+    q: Address,
+    q_row: usize,
+    k: Address,
+    v: Address,
+    kv_row: usize,
+    group: usize,
+    first_kv: usize,
+}
+
+impl Heads {
+    /// Of qkv `[batch, seq, 3, heads, head_dim]`.
+    fn fused(at: Address, shape: AttentionShape) -> Self {
+        let width = shape.heads * shape.head_dim;
+        let [k, v] = [1, 2].map(|part| at.offset(4 * part * width));
+        Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
+    }
+
+    fn args(&self) -> Vec<Argument> {
+        vec![self.q.into(), self.q_row.into(), self.k.into(), self.v.into(), self.kv_row.into()]
+    }
+}
+
+impl CudaDevice {
+    /// The kernel for heads of this length, and the arguments that all of them end with.
+    fn attention(
+        &self,
+        kernels: [&'static str; 2],
+        shape: AttentionShape,
+        heads: &Heads,
+        masks: AttentionMasks<'_>,
+    ) -> Result<(&'static str, Vec<Argument>)> {
+        if shape.head_dim > HEAD {
+            return Err(self.lacks("attention of heads above 128", DType::F32));
+        }
+        if masks.documents.is_some() {
+            return Err(self.lacks("attention within documents", DType::F32));
+        }
+        let dropout = masks.dropout.copied();
+        let ([key0, key1], p) = dropout.map_or(([0, 0], 0.0), |dropout| (dropout.key.words(), dropout.p));
+        let places = dropout.map_or([0; 3], |of| [of.first_sample, of.first_head, of.global_heads]);
+        let mut args: Vec<Argument> =
+            [shape.seq, shape.heads, heads.group, heads.first_kv].map(Argument::from).to_vec();
+        args.push((shape.head_dim as i32).into());
+        args.push(((1.0 / (shape.head_dim as f64).sqrt()) as f32).into());
+        args.extend([key0, key1].map(Argument::from));
+        args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
+        args.extend(places.map(|place| Argument::from(place as i64)));
+        Ok((kernels[usize::from(shape.head_dim > HEAD / 2)], args))
+    }
+
+    fn attend(&self, shape: AttentionShape, heads: &Heads, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
+        let (kernel, rest) = self.attention(["attention_forward_64", "attention_forward_128"], shape, heads, masks)?;
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
+        let lse = self.alloc(DType::F32, batch * count * seq)?;
+        let out = self.alloc(DType::F32, batch * seq * count * head_dim)?;
+        let mut args = heads.args();
+        args.extend([self.place(OP, &out)?, self.place(OP, &lse)?].map(Argument::from));
+        args.extend(rest);
+        self.launch(OP, kernel, [batch * count, seq], &args)?;
+        Ok((out, lse))
+    }
+
+    /// Writes the gradients of queries (place, elements to the next token), and of each head's own keys and values.
+    fn attend_back(
+        &self,
+        shape: AttentionShape,
+        heads: &Heads,
+        [dout, out, lse]: [&Buffer; 3],
+        masks: AttentionMasks<'_>,
+        dq: (Address, usize),
+        (dk, dv, dkv_row): (Address, Address, usize),
+    ) -> Result<()> {
+        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
+        let of_q = ["attention_backward_q_64", "attention_backward_q_128"];
+        let of_kv = ["attention_backward_kv_64", "attention_backward_kv_128"];
+        let (of_q, rest) = self.attention(of_q, shape, heads, masks)?;
+        let (of_kv, _) = self.attention(of_kv, shape, heads, masks)?;
+        self.meter().add_flops(Work::Attention, shape.backward_flops());
+        let dots = self.scratch(DType::F32, batch * seq * count)?;
+        let place = |buffer| self.place(OP, buffer);
+        let (dout, lse, dots) = (place(dout)?, place(lse)?, place(&dots)?);
+        let sizes = [batch, seq, count, head_dim].map(Argument::from);
+        let args = [&[dout.into(), place(out)?.into(), dots.into()][..], &sizes].concat();
+        self.launch(OP, "attention_dots", [16 * batch * seq * count, 0], &args)?;
+        let mut saved = heads.args();
+        saved.extend([dout, lse, dots].map(Argument::from));
+        let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
+        self.launch(OP, of_q, [batch * count, seq], &args)?;
+        let args = [&saved[..], &[dk.into(), dv.into(), dkv_row.into()], &rest].concat();
+        self.launch(OP, of_kv, [batch * count, seq], &args)
+    }
+}
+
+impl Attention for CudaDevice {
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        self.f32s(OP, &[qkv])?;
+        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape), masks)
+    }
+
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        dout: &Buffer,
+        qkv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        masks: AttentionMasks<'_>,
+    ) -> Result<Buffer> {
+        self.f32s(OP, &[dout, qkv, out, lse])?;
+        let dqkv = self.alloc(DType::F32, qkv.count())?;
+        let heads = Heads::fused(self.place(OP, qkv)?, shape);
+        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape);
+        self.attend_back(shape, &heads, [dout, out, lse], masks, (q, q_row), (k, v, kv_row))?;
+        Ok(dqkv)
+    }
+
+    fn grouped(
+        &self,
+        _shape: GroupedShape,
+        q: &Buffer,
+        _kv: &Buffer,
+        _masks: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
+        Err(self.lacks("grouped attention", q.dtype()))
+    }
+
+    fn decode(&self, _shape: DecodeShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
+        Err(self.lacks("attention with a cache", q.dtype()))
+    }
+
+    fn grouped_grad(
+        &self,
+        _shape: GroupedShape,
+        _dout: &Buffer,
+        q: &Buffer,
+        _kv: &Buffer,
+        _out: &Buffer,
+        _lse: &Buffer,
+        _masks: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
+        Err(self.lacks("grouped attention", q.dtype()))
+    }
+}

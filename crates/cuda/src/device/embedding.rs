@@ -1,0 +1,99 @@
+use super::CudaDevice;
+use meshwork_core::{Buffer, DType};
+use meshwork_kernels::TABLE_ROWS;
+use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
+use meshwork_tensor::{Device, Result};
+use std::ops::Range;
+
+impl Embedding for CudaDevice {
+    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
+        let op = "embedding";
+        self.f32s(op, &[table])?;
+        self.check_ids(0, ids, vocab, false)?;
+        let (count, out) = (ids.count(), self.alloc(DType::F32, ids.count() * width)?);
+        let args = [
+            self.place(op, ids)?.into(),
+            self.place(op, table)?.into(),
+            rows.start.into(),
+            rows.len().into(),
+            self.place(op, &out)?.into(),
+            count.into(),
+            width.into(),
+        ];
+        self.launch(op, "embedding_forward", [out.count(), 0], &args)?;
+        Ok(out)
+    }
+
+    fn lookup_grad(
+        &self,
+        ids: &Buffer,
+        dout: &Buffer,
+        rows: Range<usize>,
+        width: usize,
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        let op = "embedding";
+        let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
+        self.f32s(op, &[dout, buffer])?;
+        let (held, count) = (rows.len(), ids.count());
+        if !accumulate {
+            self.zero(buffer, start + held * width..start + table_rows * width)?;
+        }
+        let to = self.place_mut(op, buffer)?.offset(4 * start);
+        let ids = [self.place(op, ids)?.into(), self.place(op, dout)?.into(), rows.start.into()];
+        let (into, size) = ([to.into(), i32::from(accumulate).into(), count.into()], width.into());
+        if blocks == 1 {
+            let args = [&ids[..], &[held.into()], &into, &[size]].concat();
+            self.launch(op, "embedding_backward", [held.div_ceil(TABLE_ROWS as usize), width], &args)
+        } else {
+            let args = [&ids[..], &into, &[(count / blocks).into(), size]].concat();
+            self.launch(op, "embedding_backward_tree", [held, width], &args)
+        }
+    }
+
+    fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
+        let op = "positions";
+        self.f32s(op, &[x, table])?;
+        let (count, out) = (x.count(), self.alloc(DType::F32, x.count())?);
+        let args = [
+            self.place(op, x)?.into(),
+            self.place(op, table)?.into(),
+            first.into(),
+            seq.into(),
+            self.place(op, &out)?.into(),
+            count.into(),
+            width.into(),
+        ];
+        self.launch(op, "positions_forward", [count, 0], &args)?;
+        Ok(out)
+    }
+
+    fn positions_grad(
+        &self,
+        dout: &Buffer,
+        first: usize,
+        seq: usize,
+        width: usize,
+        dtable: TableGrad<'_>,
+    ) -> Result<()> {
+        let op = "positions";
+        let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
+        self.f32s(op, &[dout, buffer])?;
+        if !accumulate {
+            self.zero(buffer, start..start + first * width)?;
+            self.zero(buffer, start + (first + seq) * width..start + rows * width)?;
+        }
+        let batch = dout.count() / (seq * width).max(1);
+        let args = [
+            self.place(op, dout)?.into(),
+            first.into(),
+            seq.into(),
+            self.place_mut(op, buffer)?.offset(4 * start).into(),
+            i32::from(accumulate).into(),
+            batch.into(),
+            batch.div_ceil(blocks).max(1).into(),
+            width.into(),
+        ];
+        self.launch(op, "positions_backward", [seq * width, 0], &args)
+    }
+}

@@ -1,0 +1,83 @@
+use super::{CudaDevice, Products};
+use crate::driver::{Argument, Operand, Product};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{Gemm, Matmul};
+use meshwork_tensor::tape::Terms;
+use meshwork_tensor::{Device, Result, Work};
+
+const OP: &str = "matmul";
+
+impl Matmul for CudaDevice {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        self.f32s(OP, &[a, b, c])?;
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, .. } = spec;
+        self.meter().add_flops(Work::Matmul, spec.flops());
+        if m * n == 0 {
+            return Ok(());
+        }
+        c.slice(start..start + m * n)?;
+        let c = self.place_mut(OP, c)?.offset(4 * start);
+        let [a, b] = [self.place(OP, a)?, self.place(OP, b)?];
+        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
+            let operands = [(a, a_transposed), (b, b_transposed)];
+            let operands = operands.map(|(at, transposed)| Operand { at, transposed, bf16: false });
+            let product = Product { mnk: [m, n, k], operands, c, accumulate };
+            return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
+        }
+        let [a_row, a_term] = if a_transposed { [1, m] } else { [k, 1] };
+        let [b_term, b_column] = if b_transposed { [1, k] } else { [n, 1] };
+        let args: [Argument; 13] = [
+            a.into(),
+            a_row.into(),
+            a_term.into(),
+            b.into(),
+            b_term.into(),
+            b_column.into(),
+            c.into(),
+            i32::from(accumulate).into(),
+            k.into(),
+            terms.segments.into(),
+            terms.blocks.into(),
+            (m * n).into(),
+            n.into(),
+        ];
+        self.launch(OP, "product_f32", [m * n, 0], &args)
+    }
+
+    fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
+        if specs.iter().any(|spec| spec.terms != Terms::WHOLE) {
+            return Err(self.lacks("sum of two products in blocks", c.dtype()));
+        }
+        let [first, second] = specs;
+        self.gemm(first.accumulating(false), a[0], b[0], c, start)?;
+        self.gemm(second.accumulating(true), a[1], b[1], c, start)
+    }
+
+    fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        let mut y = self.alloc(DType::F32, m * n)?;
+        self.gemm(Gemm::linear(m, n, k), x, w, &mut y, 0)?;
+        self.add_bias(&mut y, bias)?;
+        Ok(y)
+    }
+
+    fn linear_bias_gelu(
+        &self,
+        [m, n, k]: [usize; 3],
+        x: &Buffer,
+        w: &Buffer,
+        bias: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        let mut y = self.alloc(DType::F32, m * n)?;
+        self.gemm(Gemm::linear(m, n, k), x, w, &mut y, 0)?;
+        let activated = self.gelu_of(&y, Some(bias), stored)?;
+        Ok((y, activated))
+    }
+
+    fn linear_swiglu(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
+        let mut y = self.alloc(DType::F32, m * n)?;
+        self.gemm(Gemm::linear(m, n, k), x, w, &mut y, 0)?;
+        let activated = self.swiglu_of(&y, stored)?;
+        Ok((y, activated))
+    }
+}

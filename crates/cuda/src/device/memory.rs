@@ -1,0 +1,167 @@
+//! Memory of a device, which the host cannot read, from a caching allocator.
+//!
+//! A block returns to the allocator when its last buffer is dropped, which is while the device may still work on it. That is no harm: the
+//! next owner's work is queued in the same stream behind it. A block that another stream wrote first keeps an event that this stream
+//! must wait for.
+
+use crate::driver::{Address, Driver, DriverError, Event, Stream};
+use meshwork_core::{HostMemory, Memory};
+use meshwork_tensor::{Category, Meter};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Blocks are multiples of this many bytes.
+const UNIT: usize = 256;
+
+/// The stream that writes a block first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// Kernels.
+    Compute,
+    /// Copies from the host.
+    Copies,
+}
+
+/// The memory and the streams of a device.
+#[derive(Debug)]
+pub(super) struct Pool {
+    pub(super) driver: Arc<dyn Driver>,
+    pub(super) compute: Stream,
+    pub(super) copies: Stream,
+    pub(super) meter: Arc<Meter>,
+    free: Mutex<[BTreeMap<usize, Vec<Block>>; 2]>,
+}
+
+/// Memory that nobody owns.
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    at: Address,
+    bytes: usize,
+    /// When its last owner is done with it, if that is not a moment of the stream of its origin.
+    done: Option<Event>,
+}
+
+/// Memory that buffers own.
+#[derive(Debug)]
+pub(super) struct DeviceMemory {
+    pool: Arc<Pool>,
+    at: Address,
+    bytes: usize,
+    origin: Origin,
+    /// What the meter counts it as, and how many bytes; none for what the device needs for itself.
+    counted: Option<(Category, usize)>,
+}
+
+impl Pool {
+    pub(super) fn new(driver: Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let (compute, copies) = (driver.stream()?, driver.stream()?);
+        Ok(Self { driver, compute, copies, meter: Arc::default(), free: Mutex::default() })
+    }
+
+    fn free(&self) -> MutexGuard<'_, [BTreeMap<usize, Vec<Block>>; 2]> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory of at least `bytes` bytes, for work that is queued in the stream of `origin` from now on. `counted` by the meter in the category of
+    /// the moment, or not at all.
+    pub(super) fn memory(
+        self: &Arc<Self>,
+        bytes: usize,
+        origin: Origin,
+        counted: bool,
+    ) -> meshwork_tensor::Result<DeviceMemory> {
+        let counted = if counted { Some((self.meter.grow(bytes)?, bytes)) } else { None };
+        match self.take(bytes.max(1).next_multiple_of(UNIT), origin) {
+            Ok(Block { at, bytes, .. }) => Ok(DeviceMemory { pool: self.clone(), at, bytes, origin, counted }),
+            Err(fault) => {
+                if let Some((category, bytes)) = counted {
+                    self.meter.shrink(bytes, category);
+                }
+                let held = self.meter.live();
+                let fault = if let DriverError::OutOfMemory { .. } = fault {
+                    format!("{fault}; this rank's buffers hold {held}").into()
+                } else {
+                    fault.into()
+                };
+                Err(meshwork_tensor::Error::Device { op: "alloc", device: self.driver.name().to_owned(), fault })
+            }
+        }
+    }
+
+    fn take(&self, bytes: usize, origin: Origin) -> Result<Block, DriverError> {
+        let mut free = self.free();
+        // As the CPU's arena: not more than a quarter too large.
+        let mut fitting = free[origin as usize].range_mut(bytes..=bytes + bytes / 4 + UNIT);
+        if let Some(block) = fitting.find_map(|(_, blocks)| blocks.pop()) {
+            if let Some(done) = block.done {
+                self.driver.wait(self.copies, done)?;
+            }
+            return Ok(block);
+        }
+        let new = |at| Block { at, bytes, done: None };
+        match self.driver.alloc(bytes) {
+            Err(DriverError::OutOfMemory { .. }) => {
+                // What lies unused in other sizes goes back.
+                for block in free.iter_mut().flat_map(|of| std::mem::take(of).into_values().flatten()) {
+                    self.driver.free(block.at)?;
+                }
+                self.driver.alloc(bytes).map(new)
+            }
+            at => at.map(new),
+        }
+    }
+
+    /// Takes back memory whose last work is queued in the stream of computation.
+    fn retire(&self, at: Address, bytes: usize, origin: Origin) -> Result<(), DriverError> {
+        self.driver.discard(self.compute, at, bytes)?;
+        let done = match origin {
+            Origin::Compute => None,
+            Origin::Copies => Some(self.driver.record(self.compute)?),
+        };
+        self.free()[origin as usize].entry(bytes).or_default().push(Block { at, bytes, done });
+        Ok(())
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for block in free.into_iter().flat_map(|of| of.into_values().flatten()) {
+            _ = self.driver.free(block.at); // a device that failed keeps its memory
+        }
+    }
+}
+
+impl DeviceMemory {
+    pub(super) fn at(&self) -> Address {
+        self.at
+    }
+
+    /// Whether it is of the device of this pool.
+    pub(super) fn is_of(&self, pool: &Arc<Pool>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+}
+
+impl Memory for DeviceMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host(&self) -> Option<&HostMemory> {
+        None
+    }
+
+    fn host_mut(&mut self) -> Option<&mut HostMemory> {
+        None
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Some((category, bytes)) = self.counted {
+            self.pool.meter.shrink(bytes, category);
+        }
+        _ = self.pool.retire(self.at, self.bytes, self.origin); // the fault comes out of the next call
+    }
+}

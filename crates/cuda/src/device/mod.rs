@@ -1,0 +1,239 @@
+//! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
+//!
+//! Kernels run in one stream, copies from and to the host in another; events order the two. Nothing blocks the host but
+//! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
+
+mod attention;
+mod embedding;
+mod layout;
+mod loss;
+mod matmul;
+mod memory;
+mod norm;
+mod optim;
+mod pointwise;
+mod rows;
+
+use crate::driver::{Address, Argument, Driver, DriverError};
+use memory::{DeviceMemory, Origin, Pool};
+use meshwork_core::{Buffer, BufferError, DType};
+use meshwork_kernels::kernel;
+use meshwork_tensor::kernel::{Attention, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, check_copy};
+use meshwork_tensor::{Device, Error, Meter, Result};
+use rows::Cuts;
+use std::any::Any;
+use std::sync::Arc;
+
+/// Whose order of sums matrix products have. Sums that are cut into blocks have the CPU's either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Products {
+    /// The CPU's: its bits, slowly.
+    OfTheCpu,
+    /// That of the library of the device.
+    OfTheLibrary,
+}
+
+/// A device of one rank.
+#[derive(Debug)]
+pub struct CudaDevice {
+    pool: Arc<Pool>,
+    products: Products,
+    cuts: Cuts,
+    /// Whether ids were outside the vocabulary: one number for each of [`CHECKED`].
+    outside: DeviceMemory,
+}
+
+/// The operations whose ids kernels check; what they find comes out of the next download.
+const CHECKED: [&str; 2] = ["embedding", "cross_entropy"];
+
+impl CudaDevice {
+    /// A device that works through `driver`.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn new(driver: Arc<dyn Driver>, products: Products) -> Result<Self> {
+        let device = driver.name().to_owned();
+        let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
+        let pool = Arc::new(Pool::new(driver).map_err(failed)?);
+        let outside = pool.memory(4 * CHECKED.len(), Origin::Compute, false)?;
+        pool.driver.zero(pool.compute, outside.at(), 4 * CHECKED.len()).map_err(failed)?;
+        Ok(Self { pool, products, cuts: Cuts::default(), outside })
+    }
+
+    fn buffer(&self, dtype: DType, count: usize, origin: Origin, counted: bool) -> Result<Buffer> {
+        let memory = self.pool.memory(count * dtype.size(), origin, counted)?;
+        Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
+    }
+
+    /// Memory that the meter does not count, for what the CPU keeps on its stack.
+    fn scratch(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.buffer(dtype, count, Origin::Compute, false)
+    }
+
+    /// A copy of host memory, which the stream of computation waits for.
+    fn uploaded(&self, host: &Buffer, counted: bool) -> Result<Buffer> {
+        let buffer = self.buffer(host.dtype(), host.count(), Origin::Copies, counted)?;
+        let Pool { driver, compute, copies, .. } = &*self.pool;
+        let at = self.place("upload", &buffer)?;
+        let copied = driver.write(*copies, at, host.as_bytes()?).and_then(|()| driver.record(*copies));
+        copied.and_then(|copied| driver.wait(*compute, copied)).map_err(self.failed("upload"))?;
+        Ok(buffer)
+    }
+
+    /// Where the elements of a buffer begin.
+    fn place(&self, op: &'static str, buffer: &Buffer) -> Result<Address> {
+        let memory: &dyn Any = &**buffer.memory();
+        match memory.downcast_ref::<DeviceMemory>().filter(|memory| memory.is_of(&self.pool)) {
+            Some(memory) => Ok(memory.at().offset(buffer.offset() * buffer.dtype().size())),
+            None => {
+                let fault = format!("{buffer:?} is memory of another device").into();
+                Err(Error::Device { op, device: self.name().to_owned(), fault })
+            }
+        }
+    }
+
+    /// The same, for writing.
+    fn place_mut(&self, op: &'static str, buffer: &mut Buffer) -> Result<Address> {
+        match buffer.is_unique() {
+            true => self.place(op, buffer),
+            false => Err(BufferError::Shared { dtype: buffer.dtype(), count: buffer.count() }.into()),
+        }
+    }
+
+    /// That operands are of f32.
+    fn f32s(&self, op: &'static str, operands: &[&Buffer]) -> Result<()> {
+        match operands.iter().find(|operand| operand.dtype() != DType::F32) {
+            None => Ok(()),
+            Some(other) => {
+                let (device, dtype) = (self.name().to_owned(), other.dtype());
+                Err(Error::DType { op, device, dtype, valid: "f32" })
+            }
+        }
+    }
+
+    /// Queues a kernel for `[items, width]` of its geometry.
+    fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
+        let [items, width] = sizes.map(|size| size as u64);
+        let missing = || self.lacks(op, DType::F32);
+        let kernel = kernel(name).ok_or_else(missing)?;
+        if items == 0 {
+            return Ok(());
+        }
+        let Some(launch) = kernel.geometry.launch(items, width) else {
+            let fault = format!("kernel {name}: no grid has {items} items of width {width}").into();
+            return Err(Error::Device { op, device: self.name().to_owned(), fault });
+        };
+        self.pool.driver.launch(self.pool.compute, kernel, launch, args).map_err(self.failed(op))
+    }
+
+    /// The error for an operation without a kernel.
+    fn lacks(&self, op: &'static str, dtype: DType) -> Error {
+        Error::MissingOperation { op, device: self.name().to_owned(), dtype }
+    }
+
+    fn failed(&self, op: &'static str) -> impl Fn(DriverError) -> Error {
+        move |fault| Error::Device { op, device: self.name().to_owned(), fault: fault.into() }
+    }
+
+    /// Queues a check of ids, whose result the next download sees.
+    fn check_ids(&self, checked: usize, ids: &Buffer, vocab: usize, masked: bool) -> Result<()> {
+        let (op, count) = (CHECKED[checked], ids.count());
+        let args = [self.place(op, ids)?.into(), vocab.into(), i32::from(masked).into()];
+        let outside = [self.outside.at().offset(4 * checked).into(), count.into()];
+        self.launch(op, "check_ids", [count, 0], &[&args[..], &outside].concat())
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> &str {
+        self.pool.driver.name()
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.buffer(dtype, count, Origin::Compute, true)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        let mut buffer = self.alloc(dtype, count)?;
+        self.optim()?.zero(&mut buffer, 0..count)?;
+        Ok(buffer)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.pool.meter.add_upload(host.bytes());
+        self.uploaded(host, true)
+    }
+
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        check_copy(host, &(0..host.count()), dst, at)?;
+        self.pool.meter.add_upload(host.bytes());
+        let to = self.place_mut("upload", dst)?.offset(at * dst.dtype().size());
+        let Pool { driver, compute, copies, .. } = &*self.pool;
+        let bytes = host.as_bytes()?;
+        let queue = || {
+            driver.wait(*copies, driver.record(*compute)?)?; // who wrote or read there before
+            driver.write(*copies, to, bytes)?;
+            driver.wait(*compute, driver.record(*copies)?)
+        };
+        queue().map_err(self.failed("upload"))
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.pool.meter.add_download(buffer.bytes());
+        let from = self.place("download", buffer)?;
+        let Pool { driver, compute, copies, .. } = &*self.pool;
+        let mut host = Buffer::zeros(buffer.dtype(), buffer.count());
+        let mut outside = [0; 4 * CHECKED.len()];
+        let bytes = host.as_bytes_mut()?;
+        let mut queue = || {
+            driver.wait(*copies, driver.record(*compute)?)?;
+            driver.read(*copies, from, bytes)?;
+            driver.read(*copies, self.outside.at(), &mut outside)
+        };
+        queue().map_err(self.failed("download"))?;
+        let found = outside.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]);
+        match found {
+            None => Ok(host),
+            Some((_, op)) => {
+                let fault = "an id is not in the vocabulary".into();
+                Err(Error::Device { op, device: self.name().to_owned(), fault })
+            }
+        }
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.pool.meter
+    }
+
+    fn matmul(&self) -> Result<&dyn Matmul> {
+        Ok(self)
+    }
+
+    fn pointwise(&self) -> Result<&dyn Pointwise> {
+        Ok(self)
+    }
+
+    fn norm(&self) -> Result<&dyn Norm> {
+        Ok(self)
+    }
+
+    fn attention(&self) -> Result<&dyn Attention> {
+        Ok(self)
+    }
+
+    fn embedding(&self) -> Result<&dyn Embedding> {
+        Ok(self)
+    }
+
+    fn loss(&self) -> Result<&dyn Loss> {
+        Ok(self)
+    }
+
+    fn layout(&self) -> Result<&dyn Layout> {
+        Ok(self)
+    }
+
+    fn optim(&self) -> Result<&dyn Optim> {
+        Ok(self)
+    }
+}

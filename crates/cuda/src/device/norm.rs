@@ -1,0 +1,113 @@
+use super::CudaDevice;
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::Norm;
+use meshwork_tensor::tape::RowBlocks;
+use meshwork_tensor::{Device, Result};
+
+impl Norm for CudaDevice {
+    fn layer_norm(
+        &self,
+        x: &Buffer,
+        gamma: &Buffer,
+        beta: &Buffer,
+        eps: f64,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let op = "layer_norm";
+        self.f32s(op, &[x, gamma, beta])?;
+        let kernel = self.stored(op, stored, ["layer_norm_forward_f32", "layer_norm_forward_bf16"])?;
+        let (n, rows) = (gamma.count(), x.count() / gamma.count());
+        let (mean, rstd) = (self.alloc(DType::F32, rows)?, self.alloc(DType::F32, rows)?);
+        let y = self.alloc(stored, x.count())?;
+        let place = |buffer| self.place(op, buffer);
+        let args = [
+            place(x)?.into(),
+            place(gamma)?.into(),
+            place(beta)?.into(),
+            (eps as f32).into(),
+            place(&y)?.into(),
+            place(&mean)?.into(),
+            place(&rstd)?.into(),
+            rows.into(),
+            n.into(),
+        ];
+        self.launch(op, kernel, [rows, n], &args)?;
+        Ok((y, mean, rstd))
+    }
+
+    fn layer_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        gamma: &Buffer,
+        [mean, rstd]: [&Buffer; 2],
+        blocks: RowBlocks,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer, Buffer)> {
+        let op = "layer_norm";
+        self.f32s(op, &[dy, x, gamma, mean, rstd])?;
+        let (n, rows) = (gamma.count(), mean.count());
+        let cut = self.cut(rows, blocks)?;
+        let sums = self.alloc(DType::F32, 2 * n * cut.parts())?;
+        let accumulate = i32::from(sum.is_some());
+        let mut dx = sum.map_or_else(|| self.alloc(DType::F32, x.count()), Ok)?;
+        let to = self.place_mut(op, &mut dx)?;
+        let place = |buffer| self.place(op, buffer);
+        let saved = [place(dy)?, place(x)?, place(gamma)?, place(mean)?, place(rstd)?];
+        let [dy, x, gamma, mean, rstd] = saved.map(Into::into);
+        let args = [dy, x, gamma, mean, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
+        self.launch(op, "layer_norm_backward", [rows, n], &args)?;
+        let halves = [sums.slice(0..n * cut.parts())?, sums.slice(n * cut.parts()..sums.count())?];
+        let [dgammas, dbetas] = [place(&halves[0])?, place(&halves[1])?];
+        let args = [dy, x, mean, rstd, self.starts(op, &cut)?.into(), dgammas.into(), dbetas.into(), n.into()];
+        self.launch(op, "layer_norm_backward_parts", [cut.parts(), n], &args)?;
+        Ok((dx, self.sum_parts(op, &halves[0], &cut, n)?, self.sum_parts(op, &halves[1], &cut, n)?))
+    }
+
+    fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
+        let op = "rms_norm";
+        self.f32s(op, &[x, weight])?;
+        let kernel = self.stored(op, stored, ["rms_norm_forward_f32", "rms_norm_forward_bf16"])?;
+        let (n, rows) = (weight.count(), x.count() / weight.count());
+        let rstd = self.alloc(DType::F32, rows)?;
+        let y = self.alloc(stored, x.count())?;
+        let place = |buffer| self.place(op, buffer);
+        let args = [
+            place(x)?.into(),
+            place(weight)?.into(),
+            (eps as f32).into(),
+            place(&y)?.into(),
+            place(&rstd)?.into(),
+            rows.into(),
+            n.into(),
+        ];
+        self.launch(op, kernel, [rows, n], &args)?;
+        Ok((y, rstd))
+    }
+
+    fn rms_norm_grad(
+        &self,
+        dy: &Buffer,
+        x: &Buffer,
+        weight: &Buffer,
+        rstd: &Buffer,
+        blocks: RowBlocks,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, Buffer)> {
+        let op = "rms_norm";
+        self.f32s(op, &[dy, x, weight, rstd])?;
+        let (n, rows) = (weight.count(), rstd.count());
+        let cut = self.cut(rows, blocks)?;
+        let sums = self.alloc(DType::F32, n * cut.parts())?;
+        let accumulate = i32::from(sum.is_some());
+        let mut dx = sum.map_or_else(|| self.alloc(DType::F32, x.count()), Ok)?;
+        let to = self.place_mut(op, &mut dx)?;
+        let place = |buffer| self.place(op, buffer);
+        let [dy, x, weight, rstd] = [place(dy)?, place(x)?, place(weight)?, place(rstd)?].map(Into::into);
+        let args = [dy, x, weight, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
+        self.launch(op, "rms_norm_backward", [rows, n], &args)?;
+        let args = [dy, x, rstd, self.starts(op, &cut)?.into(), place(&sums)?.into(), n.into()];
+        self.launch(op, "rms_norm_backward_parts", [cut.parts(), n], &args)?;
+        Ok((dx, self.sum_parts(op, &sums, &cut, n)?))
+    }
+}

@@ -1,0 +1,190 @@
+use super::CudaDevice;
+use crate::driver::{Address, Argument};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{DropoutMask, Layout, Pointwise};
+use meshwork_tensor::tape::RowBlocks;
+use meshwork_tensor::{Device, Result};
+
+impl CudaDevice {
+    /// A result of `count` numbers of f32 that a kernel over elements writes after its `inputs`.
+    fn elements(
+        &self,
+        op: &'static str,
+        kernel: &'static str,
+        count: usize,
+        inputs: &[&Buffer],
+        rest: &[Argument],
+    ) -> Result<Buffer> {
+        self.f32s(op, inputs)?;
+        let out = self.alloc(DType::F32, count)?;
+        self.write_elements(op, kernel, count, inputs, &out, rest)?;
+        Ok(out)
+    }
+
+    /// The same into `out`.
+    fn write_elements(
+        &self,
+        op: &'static str,
+        kernel: &'static str,
+        count: usize,
+        inputs: &[&Buffer],
+        out: &Buffer,
+        rest: &[Argument],
+    ) -> Result<()> {
+        let mut args = Vec::with_capacity(inputs.len() + rest.len() + 2);
+        for input in inputs.iter().chain([&out]) {
+            args.push(self.place(op, input)?.into());
+        }
+        args.push(count.into());
+        args.extend(rest);
+        self.launch(op, kernel, [count, 0], &args)
+    }
+
+    /// gelu(x + bias) in the type `stored`; without a bias, gelu(x).
+    pub(super) fn gelu_of(&self, x: &Buffer, bias: Option<&Buffer>, stored: DType) -> Result<Buffer> {
+        self.f32s("gelu", &[x])?;
+        let kernel = self.stored("gelu", stored, ["gelu_forward_f32", "gelu_forward_bf16"])?;
+        let (count, out) = (x.count(), self.alloc(stored, x.count())?);
+        let (bias, n) = self.bias_of("gelu", bias)?;
+        let args = [self.place("gelu", x)?.into(), bias, self.place("gelu", &out)?.into(), count.into(), n.into()];
+        self.launch("gelu", kernel, [count, 0], &args)?;
+        Ok(out)
+    }
+
+    /// The kernel that writes f32 or the one that writes bf16.
+    pub(super) fn stored(&self, op: &'static str, stored: DType, kernels: [&'static str; 2]) -> Result<&'static str> {
+        match stored {
+            DType::F32 => Ok(kernels[0]),
+            DType::Bf16 => Ok(kernels[1]),
+            other => Err(self.lacks(op, other)),
+        }
+    }
+
+    fn bias_of(&self, op: &'static str, bias: Option<&Buffer>) -> Result<(Argument, usize)> {
+        match bias {
+            None => Ok((Address::NULL.into(), 1)),
+            Some(bias) => Ok((self.place(op, bias)?.into(), bias.count())),
+        }
+    }
+
+    /// dy becomes dy · gelu'(x + bias).
+    fn gelu_back(&self, dy: &mut Buffer, x: &Buffer, bias: Option<&Buffer>) -> Result<()> {
+        self.f32s("gelu", &[x, dy])?;
+        let (bias, n) = self.bias_of("gelu", bias)?;
+        let (count, dy) = (x.count(), self.place_mut("gelu", dy)?);
+        let args = [self.place("gelu", x)?.into(), bias, dy.into(), count.into(), n.into()];
+        self.launch("gelu", "gelu_backward", [count, 0], &args)
+    }
+
+    /// x becomes x + bias.
+    pub(super) fn add_bias(&self, x: &mut Buffer, bias: &Buffer) -> Result<()> {
+        self.f32s("bias", &[x, bias])?;
+        let (at, n, count) = (self.place_mut("bias", x)?, bias.count(), x.count());
+        let args = [at.into(), self.place("bias", bias)?.into(), at.into(), count.into(), n.into()];
+        self.launch("bias", "bias", [count, 0], &args)
+    }
+
+    /// silu(gate) · up of the pairs in x, in the type `stored`.
+    pub(super) fn swiglu_of(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        self.f32s("swiglu", &[x])?;
+        let kernel = self.stored("swiglu", stored, ["swiglu_forward_f32", "swiglu_forward_bf16"])?;
+        let out = self.alloc(stored, x.count() / 2)?;
+        self.write_elements("swiglu", kernel, out.count(), &[x], &out, &[])?;
+        Ok(out)
+    }
+}
+
+impl Pointwise for CudaDevice {
+    fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
+        self.elements("add", "add", a.count(), &[a, b], &[])
+    }
+
+    fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
+        self.f32s("add", &[a, b])?;
+        a.slice(at..at + b.count())?;
+        let to = self.place_mut("add", a)?.offset(4 * at);
+        self.launch("add", "add_assign", [b.count(), 0], &[to.into(), self.place("add", b)?.into(), b.count().into()])
+    }
+
+    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
+        self.f32s("add", &[x])?;
+        let whole = self.place_mut("add", x)?;
+        // A thread reads an element of each vector before it writes one, and no thread may write what another still reads.
+        let apart = to == start || to + n <= start;
+        let scratch = if apart { None } else { Some(self.scratch(DType::F32, n)?) };
+        let out = scratch.as_ref().map_or(Ok(whole.offset(4 * to)), |scratch| self.place("add", scratch))?;
+        let args = [whole.offset(4 * start).into(), count.into(), out.into(), n.into()];
+        self.launch("add", "tree_sum", [n, 0], &args)?;
+        match &scratch {
+            Some(scratch) => self.copy_into(scratch, 0..n, x, to),
+            None => Ok(()),
+        }
+    }
+
+    fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        self.elements("bias", "bias", x.count(), &[x, bias], &[bias.count().into()])
+    }
+
+    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
+        self.f32s("bias", &[dy])?;
+        let cut = self.cut(dy.count() / n, blocks)?;
+        let parts = self.sum_rows("bias", dy, &cut, n)?;
+        self.sum_parts("bias", &parts, &cut, n)
+    }
+
+    fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
+        let rest = [bias.count().into()];
+        self.elements("bias_residual", "bias_residual", x.count(), &[x, bias, residual], &rest)
+    }
+
+    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
+        self.gelu_of(x, Some(bias), stored)
+    }
+
+    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
+        self.gelu_back(dy, x, Some(bias))?;
+        self.bias_grad(dy, bias.count(), blocks)
+    }
+
+    fn gelu(&self, x: &Buffer) -> Result<Buffer> {
+        self.gelu_of(x, None, DType::F32)
+    }
+
+    fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        let mut dx = self.copy(dy)?;
+        self.gelu_back(&mut dx, x, None)?;
+        Ok(dx)
+    }
+
+    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
+        self.swiglu_of(x, stored)
+    }
+
+    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
+        self.f32s("swiglu", &[dy, x])?;
+        let args = [self.place("swiglu", dy)?.into(), self.place_mut("swiglu", x)?.into(), dy.count().into()];
+        self.launch("swiglu", "swiglu_backward", [dy.count(), 0], &args)
+    }
+
+    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
+        Err(self.lacks("relu", x.dtype()))
+    }
+
+    fn relu_grad(&self, dy: &Buffer, _above: &Buffer) -> Result<Buffer> {
+        Err(self.lacks("relu", dy.dtype()))
+    }
+
+    fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
+        self.f32s("dropout", &[x])?;
+        let DropoutMask { p, key, ndim, local, offset, global } = *mask;
+        let local = local[..ndim].iter().map(|&extent| extent as i64);
+        let sizes = local.chain(offset[..ndim].iter().chain(&global[..ndim]).map(|&at| at as i64));
+        let sizes = self.uploaded(&Buffer::from_vec(sizes.collect::<Vec<i64>>()), false)?;
+        let (y, [key0, key1], count) = (self.alloc(DType::F32, x.count())?, key.words(), x.count());
+        let kept = (1.0 / (1.0 - f64::from(p))) as f32;
+        let from = [self.place("dropout", x)?.into(), self.place("dropout", &sizes)?.into(), (ndim as i32).into()];
+        let rest = [key0.into(), key1.into(), p.into(), kept.into(), self.place("dropout", &y)?.into(), count.into()];
+        self.launch("dropout", "dropout", [count, 0], &[&from[..], &rest].concat())?;
+        Ok(y)
+    }
+}

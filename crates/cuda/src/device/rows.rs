@@ -1,0 +1,69 @@
+//! How rows are cut where a sum runs over them: made once, and kept on the device.
+
+use super::{CudaDevice, memory::Origin};
+use crate::driver::Address;
+use meshwork_core::{Buffer, DType};
+use meshwork_kernels::RowParts;
+use meshwork_tensor::tape::RowBlocks;
+use meshwork_tensor::{Device, Result};
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// The cuts so far, by the number of rows and their blocks.
+#[derive(Debug, Default)]
+pub(super) struct Cuts(Mutex<HashMap<[usize; 3], Cut>>);
+
+/// Rows in parts, and parts in blocks.
+#[derive(Clone, Debug)]
+pub(super) struct Cut {
+    /// The first row of each part, and the number of rows, in i64.
+    rows: Buffer,
+    /// The first part of each block, and the number of parts, in i64.
+    parts: Buffer,
+}
+
+impl Cut {
+    /// The number of parts.
+    pub(super) fn parts(&self) -> usize {
+        self.rows.count() - 1
+    }
+}
+
+impl CudaDevice {
+    /// The cut of so many rows.
+    pub(super) fn cut(&self, rows: usize, blocks: RowBlocks) -> Result<Cut> {
+        let key = [rows, blocks.samples, blocks.slices];
+        let mut cuts = self.cuts.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cut) = cuts.get(&key) {
+            return Ok(cut.clone());
+        }
+        let cut = RowParts::new(blocks.rows(rows).map(|rows| rows as u32));
+        let upload = |starts: Vec<i64>| self.uploaded(&Buffer::from_vec(starts), false);
+        let cut = Cut { rows: upload(cut.rows)?, parts: upload(cut.parts)? };
+        cuts.insert(key, cut.clone());
+        Ok(cut)
+    }
+
+    /// Where the cut of the rows begins, for kernels that sum parts.
+    pub(super) fn starts(&self, op: &'static str, cut: &Cut) -> Result<Address> {
+        self.place(op, &cut.rows)
+    }
+
+    /// For each part the sum of its rows of x.
+    pub(super) fn sum_rows(&self, op: &'static str, x: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
+        let parts = self.alloc(DType::F32, n * cut.parts())?;
+        let args = [self.place(op, x)?.into(), self.starts(op, cut)?.into(), self.place(op, &parts)?.into(), n.into()];
+        self.launch(op, "sum_parts", [cut.parts(), n], &args)?;
+        Ok(parts)
+    }
+
+    /// For each block the sum of the sums of its parts, `n` numbers each.
+    pub(super) fn sum_parts(&self, op: &'static str, parts: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
+        let blocks = cut.parts.count() - 1;
+        let sums = self.buffer(DType::F32, n * blocks, Origin::Compute, true)?;
+        let starts = self.place(op, &cut.parts)?;
+        let args = [self.place(op, parts)?.into(), starts.into(), self.place(op, &sums)?.into(), n.into()];
+        self.launch(op, "sum_parts", [blocks, n], &args)?;
+        Ok(sums)
+    }
+}

@@ -1,0 +1,266 @@
+//! The seam: all that a device asks of CUDA.
+//!
+//! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue work and return; the
+//! work of a stream runs in order, that of two streams in any order that [`record`](Driver::record) and [`wait`](Driver::wait) permit.
+
+use meshwork_kernels::{Kernel, Launch, Pass, Type};
+use std::fmt::{self, Debug};
+
+/// A place in the memory of a device, in bytes; 0 is no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Address(pub u64);
+
+impl Address {
+    /// No place, where a kernel takes that for "none".
+    pub const NULL: Address = Address(0);
+
+    /// The place so many bytes further on.
+    pub fn offset(self, bytes: usize) -> Self {
+        Self(self.0 + bytes as u64)
+    }
+}
+
+/// A queue of work of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream(pub usize);
+
+/// A moment in the work of a stream: all that was queued in it before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Event(pub u64);
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Properties {
+    /// Its name, as its maker has it.
+    pub name: String,
+    /// Its number among the devices of its driver.
+    pub ordinal: usize,
+    /// Bytes of its memory.
+    pub memory: u64,
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// A number: its type, and its bits in the lowest bytes.
+    Number(Type, u64),
+    /// The address of elements, or of addresses.
+    Place(Address),
+}
+
+macro_rules! numbers {
+    ($($t:ty => $of:ident),*) => { $(impl From<$t> for Argument {
+        fn from(value: $t) -> Self {
+            let mut bytes = [0; 8];
+            bytes[..size_of::<$t>()].copy_from_slice(&value.to_le_bytes());
+            Self::Number(Type::$of, u64::from_le_bytes(bytes))
+        }
+    })* };
+}
+numbers!(f32 => F32, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
+
+impl From<usize> for Argument {
+    /// A size or an index, which kernels take as `long long`.
+    fn from(value: usize) -> Self {
+        Self::from(value as i64)
+    }
+}
+
+impl From<Address> for Argument {
+    fn from(at: Address) -> Self {
+        Self::Place(at)
+    }
+}
+
+/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, in f32, all row-major and contiguous. The order of its sums is the library's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// Rows of C, columns of C, and the length of the sums.
+    pub mnk: [usize; 3],
+    /// A and B.
+    pub operands: [Operand; 2],
+    /// C, in f32.
+    pub c: Address,
+    /// Add to C instead of overwriting it.
+    pub accumulate: bool,
+}
+
+/// An operand of a [`Product`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// Where it begins.
+    pub at: Address,
+    /// Stored as [k, m] instead of [m, k], or as [n, k] instead of [k, n].
+    pub transposed: bool,
+    /// Of bf16 instead of f32.
+    pub bf16: bool,
+}
+
+/// Why the driver refused a call, or what went wrong in work that was queued earlier.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DriverError {
+    /// The device has not as much memory.
+    #[error("the device has no memory for {bytes} bytes more: {held} of its {memory} are in use")]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: usize,
+        /// Bytes in use.
+        held: u64,
+        /// Bytes of the device.
+        memory: u64,
+    },
+    /// An address or range that no allocation has.
+    #[error("{call}: {bytes} bytes at {at:#x} lie in no allocation of the device")]
+    Place {
+        /// The call, or the kernel.
+        call: &'static str,
+        /// The first byte.
+        at: u64,
+        /// Their number.
+        bytes: usize,
+    },
+    /// A stream or event that the driver did not give out.
+    #[error("{call}: {what} is not one of this device")]
+    Unknown {
+        /// The call.
+        call: &'static str,
+        /// The stream or event.
+        what: String,
+    },
+    /// Arguments that are not those of the kernel's table.
+    #[error("kernel {kernel}: argument {at} ({name}) is {given}, and {expected} was expected")]
+    Argument {
+        /// The kernel.
+        kernel: &'static str,
+        /// The position of the argument.
+        at: usize,
+        /// Its name.
+        name: &'static str,
+        /// What was given.
+        given: String,
+        /// What the table says.
+        expected: String,
+    },
+    /// Fewer or more arguments than the kernel takes.
+    #[error("kernel {kernel} takes {expected} arguments and was given {given}")]
+    Arguments {
+        /// The kernel.
+        kernel: &'static str,
+        /// What was given.
+        given: usize,
+        /// What it takes.
+        expected: usize,
+    },
+    /// A kernel that failed while it ran. The device does no more work.
+    #[error("kernel {kernel}: {why}")]
+    Kernel {
+        /// The kernel.
+        kernel: &'static str,
+        /// What was found.
+        why: String,
+    },
+    /// Bytes beside an allocation that were written.
+    #[error("{call} wrote beyond the {bytes} bytes at {at:#x}")]
+    Beyond {
+        /// The call, or the kernel.
+        call: &'static str,
+        /// The allocation.
+        at: u64,
+        /// Its size.
+        bytes: usize,
+    },
+}
+
+/// The result of a call of a driver.
+pub type Result<T> = std::result::Result<T, DriverError>;
+
+/// One device and its queues of work. The host's copies of data are those of the call: `write` has copied its bytes when it returns.
+///
+/// An error of queued work comes out of a later call, and stays: the device does no more work, as with CUDA.
+pub trait Driver: Send + Sync + Debug {
+    /// `cuda` or `cuda-emulated`.
+    fn name(&self) -> &str;
+
+    /// What the device is.
+    fn properties(&self) -> &Properties;
+
+    /// A new stream.
+    fn stream(&self) -> Result<Stream>;
+
+    /// Memory of at least `bytes` bytes at a multiple of 256, whose contents are unspecified.
+    fn alloc(&self, bytes: usize) -> Result<Address>;
+
+    /// Gives memory back, once all queued work is done.
+    fn free(&self, at: Address) -> Result<()>;
+
+    /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no number.
+    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
+
+    /// A moment after all that `stream` has queued so far.
+    fn record(&self, stream: Stream) -> Result<Event>;
+
+    /// Queues that what follows in `stream` begins after `event`.
+    fn wait(&self, stream: Stream, event: Event) -> Result<()>;
+
+    /// Lets the host wait for an event.
+    fn finish(&self, event: Event) -> Result<()>;
+
+    /// Queues a copy from the host.
+    fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()>;
+
+    /// Copies to the host what lies there after all that `stream` has queued, and waits for that.
+    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
+
+    /// Queues a copy within the device: `rows` rows of `bytes` bytes, whose beginnings are `pitch` bytes apart in the source and in the destination. They do
+    /// not overlap.
+    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()>;
+
+    /// Queues that `bytes` bytes become zero.
+    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
+
+    /// Queues a kernel.
+    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()>;
+
+    /// Queues a matrix product.
+    fn product(&self, stream: Stream, product: Product) -> Result<()>;
+}
+
+/// Rows in the memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The first byte of the first row.
+    pub at: Address,
+    /// Bytes from the beginning of a row to that of the next.
+    pub pitch: usize,
+}
+
+/// Holds arguments against the table of a kernel.
+///
+/// # Errors
+/// The first that does not fit.
+pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()> {
+    if args.len() != kernel.args.len() {
+        return Err(DriverError::Arguments { kernel: kernel.name, given: args.len(), expected: kernel.args.len() });
+    }
+    for (at, (given, expected)) in args.iter().zip(kernel.args).enumerate() {
+        let fits = match given {
+            Argument::Number(of, _) => expected.pass == Pass::Value && expected.of == *of,
+            Argument::Place(_) => expected.pass != Pass::Value,
+        };
+        if !fits {
+            let (given, name) = (given.to_string(), expected.name);
+            return Err(DriverError::Argument { kernel: kernel.name, at, name, given, expected: expected.c_type() });
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(of, _) => write!(f, "a number of type {}", of.c_name()),
+            Self::Place(at) => write!(f, "the address {:#x}", at.0),
+        }
+    }
+}

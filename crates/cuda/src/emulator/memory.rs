@@ -1,0 +1,141 @@
+//! The emulated memory of a device: host memory whose ends are watched.
+
+use crate::driver::{Address, DriverError, Result};
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::BTreeMap;
+
+/// Bytes on both sides of an allocation that nobody may write.
+const FENCE: usize = 256;
+const FENCE_BYTE: u8 = 0xa5;
+
+/// What memory holds that nobody wrote, or whose owner is gone: no number as a float, -1 as an integer.
+const POISON: u8 = 0xff;
+
+/// All allocations, by the address of their first byte.
+#[derive(Debug, Default)]
+pub(super) struct Memory {
+    blocks: BTreeMap<u64, Block>,
+    held: u64,
+}
+
+/// One allocation and its fences.
+#[derive(Debug)]
+struct Block {
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: a block owns its memory, and nothing else has the pointer but kernels while they run, under the lock of the emulator.
+unsafe impl Send for Block {}
+
+impl Block {
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes.checked_add(2 * FENCE)?, FENCE).ok()
+    }
+
+    fn new(bytes: usize) -> Option<Self> {
+        let layout = Self::layout(bytes)?;
+        // SAFETY: the size is not zero. All of it is written before it can be read.
+        let start = unsafe { alloc(layout) };
+        if start.is_null() {
+            return None;
+        }
+        // SAFETY: as many bytes as were just allocated.
+        unsafe {
+            start.write_bytes(FENCE_BYTE, layout.size());
+            start.add(FENCE).write_bytes(POISON, bytes);
+        }
+        Some(Self { start, bytes })
+    }
+
+    fn address(&self) -> u64 {
+        self.start as u64 + FENCE as u64
+    }
+
+    fn part(&self, from: usize, count: usize) -> &[u8] {
+        assert!(from + count <= self.bytes + 2 * FENCE);
+        // SAFETY: within the allocation, all of whose bytes are written; no kernel runs meanwhile, because it has `&mut Memory`.
+        unsafe { std::slice::from_raw_parts(self.start.add(from), count) }
+    }
+
+    fn part_mut(&mut self, from: usize, count: usize) -> &mut [u8] {
+        assert!(from + count <= self.bytes + 2 * FENCE);
+        // SAFETY: as in `part`, and this is the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(from), count) }
+    }
+
+    /// Whether nobody wrote on the fences.
+    fn is_whole(&self) -> bool {
+        let fences = self.part(0, FENCE).iter().chain(self.part(FENCE + self.bytes, FENCE));
+        fences.into_iter().all(|&byte| byte == FENCE_BYTE)
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.bytes) {
+            // SAFETY: allocated with this layout in `new`, and dropped once.
+            unsafe { dealloc(self.start, layout) }
+        }
+    }
+}
+
+impl Memory {
+    /// Memory of `bytes` bytes, poisoned; no more than `limit` in all.
+    pub(super) fn alloc(&mut self, bytes: usize, limit: u64) -> Result<Address> {
+        let full = DriverError::OutOfMemory { bytes, held: self.held, memory: limit };
+        if self.held.saturating_add(bytes as u64) > limit {
+            return Err(full);
+        }
+        let block = Block::new(bytes).ok_or(full)?;
+        let at = block.address();
+        self.held += bytes as u64;
+        self.blocks.insert(at, block);
+        Ok(Address(at))
+    }
+
+    /// Gives an allocation back. Its fences must be whole.
+    pub(super) fn free(&mut self, at: Address) -> Result<()> {
+        self.check(at, "free")?;
+        match self.blocks.remove(&at.0) {
+            Some(block) => self.held -= block.bytes as u64,
+            None => return Err(DriverError::Place { call: "free", at: at.0, bytes: 0 }),
+        }
+        Ok(())
+    }
+
+    fn block(&self, at: Address, bytes: usize, call: &'static str) -> Result<(&Block, usize)> {
+        let found = self.blocks.range(..=at.0).next_back().map(|(start, block)| (block, (at.0 - start) as usize));
+        let inside = |(block, from): &(&Block, usize)| from.checked_add(bytes).is_some_and(|end| end <= block.bytes);
+        found.filter(inside).ok_or(DriverError::Place { call, at: at.0, bytes })
+    }
+
+    /// The bytes from an address on.
+    pub(super) fn read(&self, at: Address, bytes: usize, call: &'static str) -> Result<&[u8]> {
+        let (block, from) = self.block(at, bytes, call)?;
+        Ok(block.part(FENCE + from, bytes))
+    }
+
+    /// The same, for writing.
+    pub(super) fn write(&mut self, at: Address, bytes: usize, call: &'static str) -> Result<&mut [u8]> {
+        self.block(at, bytes, call)?;
+        let found = self.blocks.range_mut(..=at.0).next_back();
+        let (start, block) = found.ok_or(DriverError::Place { call, at: at.0, bytes })?;
+        Ok(block.part_mut(FENCE + (at.0 - start) as usize, bytes))
+    }
+
+    /// Fills bytes with what is no number.
+    pub(super) fn poison(&mut self, at: Address, bytes: usize) -> Result<()> {
+        self.write(at, bytes, "discard")?.fill(POISON);
+        Ok(())
+    }
+
+    /// That an address lies in an allocation, which nobody has written beyond.
+    pub(super) fn check(&self, at: Address, call: &'static str) -> Result<()> {
+        let (block, _) = self.block(at, 0, call)?;
+        match block.is_whole() {
+            true => Ok(()),
+            false => Err(DriverError::Beyond { call, at: block.address(), bytes: block.bytes }),
+        }
+    }
+}

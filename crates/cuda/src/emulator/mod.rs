@@ -1,0 +1,122 @@
+//! A device in host memory, for machines without a GPU: it runs the kernels that g++ compiled ([`meshwork_kernels::host`]).
+//!
+//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes on is drawn from a
+//! seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers in some orders. Memory that nobody
+//! wrote, or whose owner is gone, holds what is no number; writes beyond an allocation and addresses in none are errors.
+//!
+//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one after the other.
+
+mod memory;
+mod order;
+mod work;
+
+use crate::driver::{Address, Argument, Driver, Event, Place, Product, Properties, Result, Stream, check_arguments};
+use meshwork_kernels::host::Host;
+use meshwork_kernels::{Kernel, Launch};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use work::{State, Work};
+
+pub use order::Order;
+
+/// An emulated device.
+#[derive(Debug)]
+pub struct Emulator {
+    properties: Properties,
+    state: Mutex<State>,
+}
+
+impl Emulator {
+    /// A device of `memory` bytes that runs `kernels`.
+    pub fn new(kernels: Arc<Host>, memory: u64, order: Order) -> Self {
+        let properties = Properties { name: "emulated in host memory".to_owned(), ordinal: 0, memory };
+        Self { properties, state: Mutex::new(State::new(kernels, order)) }
+    }
+
+    /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
+    pub fn skip_wait(&self, nth: u64) {
+        self.lock().skip_wait(nth);
+    }
+
+    /// The waits of streams for events so far.
+    pub fn waits(&self) -> u64 {
+        self.lock().waits()
+    }
+
+    /// Pieces of work that are queued and have not run.
+    pub fn queued(&self) -> usize {
+        self.lock().queued()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Driver for Emulator {
+    fn name(&self) -> &str {
+        "cuda-emulated"
+    }
+
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        Ok(self.lock().stream())
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Address> {
+        self.lock().memory.alloc(bytes, self.properties.memory)
+    }
+
+    fn free(&self, at: Address) -> Result<()> {
+        let mut state = self.lock();
+        state.finish_all()?;
+        state.memory.free(at)
+    }
+
+    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.lock().push(stream, Work::Discard { at, bytes })
+    }
+
+    fn record(&self, stream: Stream) -> Result<Event> {
+        self.lock().record(stream)
+    }
+
+    fn wait(&self, stream: Stream, event: Event) -> Result<()> {
+        self.lock().wait(stream, event)
+    }
+
+    fn finish(&self, event: Event) -> Result<()> {
+        self.lock().finish(event)
+    }
+
+    fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
+        self.lock().push(stream, Work::Write { to, bytes: bytes.to_vec() })
+    }
+
+    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+        let mut state = self.lock();
+        let event = state.record(stream)?;
+        state.finish(event)?;
+        into.copy_from_slice(state.memory.read(from, into.len(), "read")?);
+        Ok(())
+    }
+
+    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
+        self.lock().push(stream, Work::Copy { from, to, bytes, rows })
+    }
+
+    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.lock().push(stream, Work::Zero { at, bytes })
+    }
+
+    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        check_arguments(kernel, args)?;
+        self.lock().push(stream, Work::Launch { kernel, launch, args: args.to_vec() })
+    }
+
+    fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        self.lock().push(stream, Work::Product(product))
+    }
+}

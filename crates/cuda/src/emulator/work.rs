@@ -1,0 +1,219 @@
+//! Queues of work, and what each piece of it does.
+
+use super::memory::Memory;
+use super::order::{Draws, Order};
+use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
+use half::bf16;
+use meshwork_kernels::host::Host;
+use meshwork_kernels::{Kernel, Launch};
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+
+/// A piece of work.
+#[derive(Debug)]
+pub(super) enum Work {
+    Write { to: Address, bytes: Vec<u8> },
+    Copy { from: Place, to: Place, bytes: usize, rows: usize },
+    Zero { at: Address, bytes: usize },
+    Discard { at: Address, bytes: usize },
+    Launch { kernel: &'static Kernel, launch: Launch, args: Vec<Argument> },
+    Product(Product),
+    Record(Event),
+    Wait(Event),
+}
+
+/// What is queued, and what was done.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) memory: Memory,
+    kernels: Arc<Host>,
+    queues: Vec<VecDeque<Work>>,
+    /// Events that were recorded and are not passed yet.
+    ahead: HashSet<Event>,
+    recorded: u64,
+    draws: Option<Draws>,
+    fault: Option<DriverError>,
+    waits: u64,
+    skipped: Option<u64>,
+}
+
+impl State {
+    pub(super) fn new(kernels: Arc<Host>, order: Order) -> Self {
+        Self {
+            memory: Memory::default(),
+            kernels,
+            queues: Vec::new(),
+            ahead: HashSet::new(),
+            recorded: 0,
+            draws: Draws::new(order),
+            fault: None,
+            waits: 0,
+            skipped: None,
+        }
+    }
+
+    pub(super) fn skip_wait(&mut self, nth: u64) {
+        self.skipped = Some(nth);
+    }
+
+    pub(super) fn waits(&self) -> u64 {
+        self.waits
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.queues.iter().map(VecDeque::len).sum()
+    }
+
+    pub(super) fn stream(&mut self) -> Stream {
+        self.queues.push(VecDeque::new());
+        Stream(self.queues.len() - 1)
+    }
+
+    /// Queues work, and runs as much of what is queued as the order has it.
+    pub(super) fn push(&mut self, stream: Stream, work: Work) -> Result<()> {
+        self.healthy()?;
+        let queue = self.queues.get_mut(stream.0);
+        queue.ok_or_else(|| unknown("a queue of work", &stream))?.push_back(work);
+        match &mut self.draws {
+            None => self.finish_all(),
+            Some(draws) => {
+                for _ in 0..draws.ahead() {
+                    if !self.advance()? {
+                        break;
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn record(&mut self, stream: Stream) -> Result<Event> {
+        let event = Event(self.recorded);
+        self.recorded += 1;
+        self.ahead.insert(event);
+        self.push(stream, Work::Record(event))?;
+        Ok(event)
+    }
+
+    pub(super) fn wait(&mut self, stream: Stream, event: Event) -> Result<()> {
+        self.known(event)?;
+        let nth = self.waits;
+        self.waits += 1;
+        match self.skipped == Some(nth) {
+            true => self.healthy(),
+            false => self.push(stream, Work::Wait(event)),
+        }
+    }
+
+    /// Runs work until an event is passed.
+    pub(super) fn finish(&mut self, event: Event) -> Result<()> {
+        self.known(event)?;
+        while self.ahead.contains(&event) && self.advance()? {}
+        self.healthy()
+    }
+
+    /// Runs all work.
+    pub(super) fn finish_all(&mut self) -> Result<()> {
+        while self.advance()? {}
+        self.healthy()
+    }
+
+    fn known(&self, event: Event) -> Result<()> {
+        if event.0 < self.recorded { Ok(()) } else { Err(unknown("wait", &event)) }
+    }
+
+    fn healthy(&self) -> Result<()> {
+        self.fault.clone().map_or(Ok(()), Err)
+    }
+
+    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before anybody can wait for it, so some
+    /// stream can always go on.
+    fn advance(&mut self) -> Result<bool> {
+        self.healthy()?;
+        let can = |queue: &VecDeque<Work>| match queue.front() {
+            None => false,
+            Some(Work::Wait(event)) => !self.ahead.contains(event),
+            Some(_) => true,
+        };
+        let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
+        let Some(&first) = ready.first() else { return Ok(false) };
+        let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
+        if let Some(work) = self.queues[chosen].pop_front() {
+            self.run(work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
+        }
+        Ok(true)
+    }
+
+    fn run(&mut self, work: Work) -> Result<()> {
+        match work {
+            Work::Write { to, bytes } => self.memory.write(to, bytes.len(), "write")?.copy_from_slice(&bytes),
+            Work::Zero { at, bytes } => self.memory.write(at, bytes, "zero")?.fill(0),
+            Work::Discard { at, bytes } => self.memory.poison(at, bytes)?,
+            Work::Copy { from, to, bytes, rows } => {
+                for row in 0..rows {
+                    let source = self.memory.read(from.at.offset(row * from.pitch), bytes, "copy")?.to_vec();
+                    self.memory.write(to.at.offset(row * to.pitch), bytes, "copy")?.copy_from_slice(&source);
+                }
+            }
+            Work::Launch { kernel, launch, args } => self.launch(kernel, launch, &args)?,
+            Work::Product(product) => self.product(product)?,
+            Work::Record(event) => _ = self.ahead.remove(&event),
+            Work::Wait(_) => {}
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        let places: Vec<Address> = args.iter().filter_map(Argument::place).collect();
+        places.iter().try_for_each(|&at| self.memory.check(at, kernel.name))?;
+        let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
+        // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch answer for the sizes;
+        // what a kernel writes beyond an allocation meets its fence.
+        let run = unsafe { self.kernels.launch(kernel, launch, &mut values, 0) };
+        run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
+        places.iter().try_for_each(|&at| self.memory.check(at, kernel.name))
+    }
+
+    fn product(&mut self, product: Product) -> Result<()> {
+        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
+        let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
+        let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
+        let (a, b) = (self.operand(a, m * k)?, self.operand(b, k * n)?);
+        let bytes = self.memory.write(c, m * n * 4, "product")?;
+        for (at, out) in bytes.chunks_exact_mut(4).enumerate() {
+            let (i, j) = (at / n, at % n);
+            let old = if accumulate { f32::from_le_bytes([out[0], out[1], out[2], out[3]]) } else { 0.0 };
+            let sum = (0..k).map(|p| f64::from(a[a_at(i, p)]) * f64::from(b[b_at(p, j)])).sum::<f64>();
+            out.copy_from_slice(&(old + sum as f32).to_le_bytes());
+        }
+        Ok(())
+    }
+
+    fn operand(&self, operand: Operand, count: usize) -> Result<Vec<f32>> {
+        let size = if operand.bf16 { 2 } else { 4 };
+        let bytes = self.memory.read(operand.at, count * size, "product")?;
+        let wide = |at: &[u8]| f32::from_le_bytes([at[0], at[1], at[2], at[3]]);
+        let narrow = |at: &[u8]| bf16::from_le_bytes([at[0], at[1]]).to_f32();
+        Ok(bytes.chunks_exact(size).map(|at| if operand.bf16 { narrow(at) } else { wide(at) }).collect())
+    }
+}
+
+impl Argument {
+    fn place(&self) -> Option<Address> {
+        match self {
+            Self::Place(at) if *at != Address::NULL => Some(*at),
+            _ => None,
+        }
+    }
+
+    fn bits(&self) -> u64 {
+        match self {
+            Self::Number(_, bits) => *bits,
+            Self::Place(at) => at.0,
+        }
+    }
+}
+
+fn unknown(call: &'static str, what: &dyn std::fmt::Debug) -> DriverError {
+    DriverError::Unknown { call, what: format!("{what:?}") }
+}

@@ -1,0 +1,12 @@
+#![doc = include_str!("../README.md")]
+#![warn(missing_docs)]
+
+pub mod device;
+pub mod driver;
+#[cfg(feature = "emulator")]
+pub mod emulator;
+
+pub use device::CudaDevice;
+pub use driver::{Driver, DriverError};
+#[cfg(feature = "emulator")]
+pub use emulator::{Emulator, Order};

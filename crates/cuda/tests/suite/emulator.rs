@@ -1,0 +1,166 @@
+//! The emulator keeps what the seam promises, and no more than that.
+
+use crate::emulator;
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Stream};
+use meshwork_cuda::{Emulator, Order};
+use meshwork_kernels::kernel;
+
+const SEEDS: u64 = 64;
+
+fn write(driver: &Emulator, stream: Stream, values: &[f32]) -> Address {
+    let at = driver.alloc(size_of_val(values)).unwrap();
+    driver.write(stream, at, bytemuck::cast_slice(values)).unwrap();
+    at
+}
+
+fn read(driver: &Emulator, stream: Stream, at: Address, count: usize) -> Vec<f32> {
+    let mut values = vec![0.0_f32; count];
+    driver.read(stream, at, bytemuck::cast_slice_mut(&mut values)).unwrap();
+    values
+}
+
+/// `to += x` for `count` elements.
+fn add_assign(driver: &Emulator, stream: Stream, to: Address, x: Address, count: usize) -> Result<(), DriverError> {
+    let add = kernel("add_assign").unwrap();
+    let launch = add.geometry.launch(count as u64, 0).unwrap();
+    driver.launch(stream, add, launch, &[to.into(), x.into(), count.into()])
+}
+
+/// A copy stream brings numbers, a compute stream adds them once they are there: the sum, and whether the driver was content.
+fn copy_then_compute(driver: &Emulator) -> Vec<f32> {
+    let (copies, compute) = (driver.stream().unwrap(), driver.stream().unwrap());
+    let sum = write(driver, compute, &[1.0; 300]);
+    let x = write(driver, copies, &[2.0; 300]);
+    let there = driver.record(copies).unwrap();
+    driver.wait(compute, there).unwrap();
+    add_assign(driver, compute, sum, x, 300).unwrap();
+    read(driver, compute, sum, 300)
+}
+
+#[test]
+fn a_wait_is_kept_in_every_order_and_missed_in_some() {
+    let Some(_) = emulator(Order::AsQueued) else { return };
+    for order in (0..SEEDS).map(Order::Seeded).chain([Order::AsQueued]) {
+        let driver = emulator(order).unwrap();
+        assert_eq!(copy_then_compute(&driver), [3.0; 300], "{order:?}");
+        assert_eq!(driver.waits(), 1);
+    }
+    let forgotten = |order| {
+        let driver = emulator(order).unwrap();
+        driver.skip_wait(0);
+        copy_then_compute(&driver)
+    };
+    let wrong = (0..SEEDS).filter(|&seed| forgotten(Order::Seeded(seed)) != [3.0; 300]).count();
+    assert!(wrong >= SEEDS as usize / 4, "{wrong} of {SEEDS} orders show that a wait is missing");
+    assert_eq!(forgotten(Order::AsQueued), [3.0; 300], "luck");
+}
+
+#[test]
+fn the_host_waits_only_for_what_it_must() {
+    let Some(_) = emulator(Order::AsQueued) else { return };
+    let mut waiting = 0;
+    for seed in 0..SEEDS {
+        let driver = emulator(Order::Seeded(seed)).unwrap();
+        let (one, other) = (driver.stream().unwrap(), driver.stream().unwrap());
+        let (x, y) = (write(&driver, one, &[1.0; 8]), write(&driver, other, &[1.0; 8]));
+        (0..10).try_for_each(|_| add_assign(&driver, one, x, x, 8)).unwrap();
+        assert_eq!(read(&driver, other, y, 8), [1.0; 8]);
+        waiting += usize::from(driver.queued() > 0);
+        let event = driver.record(one).unwrap();
+        driver.finish(event).unwrap();
+        assert_eq!((driver.queued(), read(&driver, one, x, 8)), (0, vec![1024.0; 8]));
+    }
+    assert!(waiting > SEEDS as usize / 2, "work that nobody waits for was left in {waiting} of {SEEDS} orders");
+}
+
+#[test]
+fn memory_without_an_owner_holds_no_numbers() {
+    let Some(driver) = emulator(Order::Seeded(1)) else { return };
+    let stream = driver.stream().unwrap();
+    let fresh = driver.alloc(16).unwrap();
+    assert!(read(&driver, stream, fresh, 4).iter().all(|x| x.is_nan()), "nobody wrote it");
+    let x = write(&driver, stream, &[1.0; 4]);
+    driver.discard(stream, x.offset(8), 8).unwrap();
+    let left = read(&driver, stream, x, 4);
+    assert!(left[..2] == [1.0, 1.0] && left[2].is_nan() && left[3].is_nan(), "{left:?}");
+    driver.zero(stream, x, 12).unwrap();
+    assert_eq!(read(&driver, stream, x, 3), [0.0; 3]);
+
+    driver.free(x).unwrap();
+    let late = driver.read(stream, x, &mut [0; 4]).unwrap_err();
+    assert_eq!(late.to_string(), format!("read: 4 bytes at {:#x} lie in no allocation of the device", x.0));
+    assert_eq!(
+        driver.free(x).unwrap_err().to_string(),
+        format!("free: 0 bytes at {:#x} lie in no allocation of the device", x.0)
+    );
+    add_assign(&driver, stream, fresh, x, 4).unwrap();
+    let event = driver.record(stream);
+    let late = event.and_then(|event| driver.finish(event)).unwrap_err();
+    assert!(matches!(late, DriverError::Place { call: "add_assign", .. }), "{late}");
+    assert_eq!(driver.record(stream).unwrap_err(), late, "a device that failed does no more work");
+}
+
+#[test]
+fn writes_beyond_an_allocation_are_found() {
+    let Some(driver) = emulator(Order::AsQueued) else { return };
+    let stream = driver.stream().unwrap();
+    let (to, x) = (write(&driver, stream, &[0.0; 4]), write(&driver, stream, &[1.0; 16]));
+    let beyond = add_assign(&driver, stream, to, x, 5).unwrap_err();
+    assert_eq!(beyond, DriverError::Beyond { call: "add_assign", at: to.0, bytes: 16 });
+    assert_eq!(beyond.to_string(), format!("add_assign wrote beyond the 16 bytes at {:#x}", to.0));
+}
+
+#[test]
+fn arguments_are_those_of_the_table() {
+    let Some(driver) = emulator(Order::AsQueued) else { return };
+    let stream = driver.stream().unwrap();
+    let x = write(&driver, stream, &[0.0; 4]);
+    let add = kernel("add_assign").unwrap();
+    let launch = add.geometry.launch(4, 0).unwrap();
+    let refused = |args: &[Argument]| driver.launch(stream, add, launch, args).unwrap_err().to_string();
+    assert_eq!(refused(&[x.into(), x.into()]), "kernel add_assign takes 3 arguments and was given 2");
+    assert_eq!(
+        refused(&[x.into(), x.into(), 4.0_f32.into()]),
+        "kernel add_assign: argument 2 (count) is a number of type float, and long long was expected"
+    );
+    assert_eq!(
+        refused(&[x.into(), 4_usize.into(), 4_usize.into()]),
+        "kernel add_assign: argument 1 (b) is a number of type long long, and const float* was expected"
+    );
+    let other = driver.write(Stream(7), x, &[0]).unwrap_err();
+    assert_eq!(other.to_string(), "a queue of work: Stream(7) is not one of this device");
+}
+
+#[test]
+fn a_device_has_only_its_memory() {
+    let Some(driver) = emulator(Order::AsQueued) else { return };
+    let half = driver.alloc(512 << 20).unwrap();
+    let full = driver.alloc(513 << 20).unwrap_err().to_string();
+    assert_eq!(full, "the device has no memory for 537919488 bytes more: 536870912 of its 1073741824 are in use");
+    driver.free(half).unwrap();
+    driver.free(driver.alloc(513 << 20).unwrap()).unwrap();
+}
+
+#[test]
+fn rows_are_copied_and_products_computed() {
+    let Some(driver) = emulator(Order::Seeded(3)) else { return };
+    let stream = driver.stream().unwrap();
+    // [2, 3] and its transpose, whose product with itself is [2, 2].
+    let x = write(&driver, stream, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let transposed = write(&driver, stream, &[0.0; 6]);
+    for column in 0..3 {
+        let from = Place { at: x.offset(4 * column), pitch: 12 };
+        driver.copy(stream, from, Place { at: transposed.offset(8 * column), pitch: 4 }, 4, 2).unwrap();
+    }
+    assert_eq!(read(&driver, stream, transposed, 6), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    let c = write(&driver, stream, &[1.0; 4]);
+    for (a, b, accumulate, want) in [
+        ((x, false), (x, true), true, [15.0, 33.0, 33.0, 78.0]),
+        ((x, false), (transposed, false), false, [14.0, 32.0, 32.0, 77.0]),
+        ((transposed, true), (x, true), false, [14.0, 32.0, 32.0, 77.0]),
+    ] {
+        let operands = [a, b].map(|(at, transposed)| Operand { at, transposed, bf16: false });
+        driver.product(stream, Product { mnk: [2, 2, 3], operands, c, accumulate }).unwrap();
+        assert_eq!(read(&driver, stream, c, 4), want);
+    }
+}

@@ -1,0 +1,27 @@
+//! The seam and the device over the emulator. Without g++ the tests say so and pass; `.ci/run` asks for it first.
+
+mod emulator;
+mod ops;
+
+use meshwork_cuda::{Emulator, Order};
+use meshwork_kernels::host::{Host, HostError};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+/// The kernels for the host. `None`, and a line that says so, without g++ or on another CPU than x86-64.
+fn kernels() -> Option<Arc<Host>> {
+    static KERNELS: OnceLock<Option<Arc<Host>>> = OnceLock::new();
+    let compile = || match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")) {
+        Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
+            eprintln!("left out: {error}");
+            None
+        }
+        host => Some(Arc::new(host.unwrap_or_else(|error| panic!("{error}")))),
+    };
+    KERNELS.get_or_init(compile).clone()
+}
+
+/// An emulated device of 1 GiB.
+fn emulator(order: Order) -> Option<Arc<Emulator>> {
+    Some(Arc::new(Emulator::new(kernels()?, 1 << 30, order)))
+}

@@ -1,0 +1,376 @@
+//! Each operation of the device against the CPU's, at odd sizes and in several orders of streams: bit by bit, or norm-wise where said.
+
+use crate::emulator;
+use meshwork_core::exact::LIMBS;
+use meshwork_core::simd::{Level, level};
+use meshwork_core::{Buffer, DType, Element};
+use meshwork_cuda::device::Products;
+use meshwork_cuda::{CudaDevice, Order};
+use meshwork_optim::{AdamW, Lamb, Rule, Sgd, Update};
+use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::kernel::*;
+use meshwork_tensor::random::{fill_normal, key};
+use meshwork_tensor::tape::{RowBlocks, Terms};
+use meshwork_tensor::{Device, Error, MAX_DIMS, Result};
+
+/// Values of about 1 that depend on the name.
+fn values(name: &str, count: usize) -> Buffer {
+    let mut values = vec![0.0_f32; count];
+    fill_normal(key(0, name), 0, &mut values);
+    Buffer::from_vec(values)
+}
+
+fn ids(count: usize, vocab: usize) -> Buffer {
+    Buffer::from_vec((0..count).map(|i| ((i * i * 7 + i / 3) % vocab) as i32).collect::<Vec<i32>>())
+}
+
+/// Both devices, the emulated one in an order of its own for each test.
+fn devices(products: Products) -> Option<[Box<dyn Device>; 2]> {
+    let order = Order::Seeded(products as u64 + 11);
+    Some([Box::new(CudaDevice::new(emulator(order)?, products).unwrap()), Box::new(Cpu::new(Precision::F32))])
+}
+
+fn bits(buffer: &Buffer) -> Vec<u8> {
+    buffer.as_bytes().unwrap().to_vec()
+}
+
+/// Runs the same operation on both and compares all results bit by bit. Inputs are uploaded by `with`.
+#[track_caller]
+fn same(what: &str, run: impl Fn(&dyn Device, &dyn Fn(&Buffer) -> Buffer) -> Result<Vec<Buffer>>) {
+    let Some(devices) = devices(Products::OfTheCpu) else { return };
+    let [got, want] = devices.map(|device| {
+        let up = |host: &Buffer| device.upload(host).unwrap();
+        let results = run(&*device, &up).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let down = |result: &Buffer| device.download(result).unwrap_or_else(|error| panic!("{what}: {error}"));
+        results.iter().map(down).collect::<Vec<_>>()
+    });
+    assert_eq!(got.len(), want.len());
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        assert_eq!((got.dtype(), got.count()), (want.dtype(), want.count()), "{what}: result {i}");
+        assert!(bits(got) == bits(want), "{what}: result {i} has other bits: {:?}", first_other(got, want));
+    }
+}
+
+/// The first number that differs: its place, what it is and what the CPU has.
+fn first_other(got: &Buffer, want: &Buffer) -> Option<(usize, f32, f32)> {
+    let (got, want) = (got.as_slice::<f32>().ok()?, want.as_slice::<f32>().ok()?);
+    (0..got.len()).find(|&i| got[i].to_bits() != want[i].to_bits()).map(|i| (i, got[i], want[i]))
+}
+
+#[test]
+fn memory_goes_up_and_down() {
+    same("copies", |device, up| {
+        let mut x = up(&values("x", 1001));
+        device.upload_into(&values("y", 7), &mut x, 33)?;
+        let part = x.slice(30..50)?;
+        let mut zeros = device.zeros(DType::F32, 70)?;
+        let layout = device.layout()?;
+        layout.copy_into(&part, 1..20, &mut zeros, 50)?;
+        Ok(vec![
+            part.clone(),
+            zeros,
+            up(&ids(13, 9)),
+            layout.swap_blocks(&x, 7, 11, 13)?,
+            layout.narrow(&x, 7, 11, 13, 2..9)?,
+            layout.widen(&x, 7, 20, 11, 4..17)?,
+            layout.copy(&part)?,
+        ])
+    });
+}
+
+#[test]
+fn pointwise_operations_have_the_cpus_bits() {
+    for [rows, n] in [[1, 1], [7, 33], [130, 41]] {
+        let (x, y, bias) = (values("x", rows * n), values("y", rows * n), values("bias", n));
+        same("pointwise", |device, up| {
+            let of = device.pointwise()?;
+            let (mut sum, mut dy) = (up(&y), up(&y));
+            let (x, y, bias) = (up(&x), up(&y), up(&bias));
+            of.add_assign(&mut sum, n, &x.slice(0..(rows - 1) * n)?)?;
+            let blocks = RowBlocks { samples: 1, slices: 3 };
+            let dbias = of.bias_gelu_grad(&mut dy, &x, &bias, blocks)?;
+            Ok(vec![
+                of.add(&x, &y)?,
+                sum,
+                of.bias(&x, &bias)?,
+                of.bias_grad(&x, n, RowBlocks::WHOLE)?,
+                of.bias_grad(&x, n, blocks)?,
+                of.bias_residual(&x, &bias, &y)?,
+                of.bias_gelu(&x, &bias, DType::F32)?,
+                dbias,
+                dy,
+                of.gelu(&x)?,
+                of.gelu_grad(&y, &x)?,
+            ])
+        });
+    }
+}
+
+#[test]
+fn dropout_swiglu_and_trees_have_the_cpus_bits() {
+    let (x, dy) = (values("x", 7 * 26), values("dy", 7 * 13));
+    let mut mask = DropoutMask {
+        p: 0.3,
+        key: key(3, "mask"),
+        ndim: 2,
+        local: [0; MAX_DIMS],
+        offset: [0; MAX_DIMS],
+        global: [0; MAX_DIMS],
+    };
+    (mask.local[..2].copy_from_slice(&[7, 26]), mask.offset[1] = 3);
+    mask.global[..2].copy_from_slice(&[7, 40]);
+    same("dropout and swiglu", |device, up| {
+        let of = device.pointwise()?;
+        let (x, mut pairs) = (up(&x), up(&x));
+        of.swiglu_grad(&up(&dy), &mut pairs)?;
+        Ok(vec![of.dropout(&x, &mask)?, of.swiglu(&x, DType::F32)?, pairs])
+    });
+    for (start, to) in [(26, 26), (26, 0), (26, 13), (27, 20)] {
+        same("tree_sum", |device, up| {
+            let mut x = up(&x);
+            device.pointwise()?.tree_sum(&mut x, start, 5, 26, to)?;
+            Ok(vec![x.slice(to..to + 26)?])
+        });
+    }
+}
+
+#[test]
+fn norms_have_the_cpus_bits() {
+    for [rows, n] in [[1, 1], [9, 33], [70, 130], [3, 1100]] {
+        let (x, dy, sum) = (values("x", rows * n), values("dy", rows * n), values("sum", rows * n));
+        let (gamma, beta) = (values("gamma", n), values("beta", n));
+        same("norms", |device, up| {
+            let of = device.norm()?;
+            let [x, dy, gamma, beta] = [&x, &dy, &gamma, &beta].map(up);
+            let (y, mean, rstd) = of.layer_norm(&x, &gamma, &beta, 1e-5, DType::F32)?;
+            let blocks = RowBlocks { samples: 1, slices: 4 };
+            let back = of.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], RowBlocks::WHOLE, None)?;
+            let more = of.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], blocks, Some(up(&sum)))?;
+            let (root, scale) = of.rms_norm(&x, &gamma, 1e-6, DType::F32)?;
+            let roots = of.rms_norm_grad(&dy, &x, &gamma, &scale, blocks, Some(up(&sum)))?;
+            let (dx, dgamma, dbeta) = back;
+            Ok(vec![y, mean, rstd, dx, dgamma, dbeta, more.0, more.1, more.2, root, scale, roots.0, roots.1])
+        });
+    }
+}
+
+#[test]
+fn embeddings_have_the_cpus_bits() {
+    for (vocab, rows, count, h) in [(9, 0..9, 5, 3), (300, 70..220, 560, 5), (20, 3..12, 28, 300)] {
+        let (table, dout, held) = (values("table", rows.len() * h), values("dout", count * h), rows.len() + 2);
+        for (blocks, accumulate) in [(1, false), (1, true), (4, true)] {
+            if count % blocks > 0 {
+                continue;
+            }
+            same("embedding", |device, up| {
+                let of = device.embedding()?;
+                let (ids, dout) = (up(&ids(count, vocab)), up(&dout));
+                let mut grad = up(&values("old", 5 + held * h));
+                let into = TableGrad { buffer: &mut grad, start: 5, rows: held, accumulate, blocks };
+                of.lookup_grad(&ids, &dout, rows.clone(), h, into)?;
+                Ok(vec![of.lookup(&ids, &up(&table), rows.clone(), vocab, h)?, grad])
+            });
+        }
+    }
+    for (batch, seq, first, h) in [(1, 1, 0, 1), (5, 7, 2, 33), (8, 3, 0, 100)] {
+        let (x, rows) = (values("x", batch * seq * h), first + seq + 1);
+        for (blocks, accumulate) in [(1, false), (3, true), (8, false)] {
+            same("positions", |device, up| {
+                let (x, mut grad) = (up(&x), up(&values("old", rows * h + 3)));
+                let into = TableGrad { buffer: &mut grad, start: 3, rows, accumulate, blocks };
+                device.embedding()?.positions_grad(&x, first, seq, h, into)?;
+                Ok(vec![device.embedding()?.positions(&x, &up(&values("table", rows * h)), first, seq, h)?, grad])
+            });
+        }
+    }
+}
+
+#[test]
+fn products_and_attention_have_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+        return;
+    }
+    let specs = [
+        Gemm::linear(7, 33, 700),
+        Gemm::linear(7, 33, 70).accumulating(true),
+        Gemm::linear_input_grad(5, 30, 17),
+        Gemm::linear_weight_grad(52, 3, 9).over(Terms { segments: 4, blocks: 5 }),
+    ];
+    for spec in specs {
+        let (a, b) = (values("a", spec.m * spec.k), values("b", spec.k * spec.n));
+        same("products", |device, up| {
+            let mut c = up(&values("c", spec.m * spec.n + 3));
+            device.matmul()?.gemm(spec, &up(&a), &up(&b), &mut c, 2)?;
+            Ok(vec![c])
+        });
+    }
+    let (x, w, bias) = (values("x", 9 * 21), values("w", 34 * 21), values("bias", 34));
+    same("linear", |device, up| {
+        let (of, [x, w, bias]) = (device.matmul()?, [&x, &w, &bias].map(up));
+        let (y, activated) = of.linear_bias_gelu([9, 34, 21], &x, &w, &bias, DType::F32)?;
+        let (pairs, gated) = of.linear_swiglu([9, 34, 21], &x, &w, DType::F32)?;
+        Ok(vec![of.linear_bias([9, 34, 21], &x, &w, &bias)?, y, activated, pairs, gated])
+    });
+    let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 3, first_head: 2, global_heads: 11 };
+    for (shape, dropout) in [
+        (AttentionShape { batch: 2, seq: 37, heads: 2, head_dim: 20 }, None),
+        (AttentionShape { batch: 1, seq: 45, heads: 3, head_dim: 72 }, Some(&dropout)),
+    ] {
+        let width = shape.batch * shape.seq * shape.heads * shape.head_dim;
+        let (qkv, dout) = (values("qkv", 3 * width), values("dout", width));
+        same("attention", |device, up| {
+            let (of, qkv, masks) = (device.attention()?, up(&qkv), AttentionMasks { dropout, documents: None });
+            let (out, lse) = of.causal(shape, &qkv, masks)?;
+            let dqkv = of.causal_grad(shape, &up(&dout), &qkv, &out, &lse, masks)?;
+            Ok(vec![out, lse, dqkv])
+        });
+    }
+}
+
+#[test]
+fn losses_have_the_cpus_bits_but_for_logarithms() {
+    let (rows, width, samples) = (21, 45, 3);
+    let logits = values("logits", rows * width);
+    let mut targets = ids(rows, 40);
+    targets.as_mut_slice::<i32>().unwrap()[4] = -1;
+    let shard = VocabShard { first: 0, valid: 40, width: 41, skipped: 2, pitch: width, vocab: 40 };
+    let other = VocabShard { first: 7, valid: 11, width: 20, skipped: 3, pitch: width, vocab: 40 };
+    same("cross entropy", |device, up| {
+        let (of, mut logits, targets) = (device.loss()?, up(&logits), up(&targets));
+        let ((max, sums), (local, mut part)) =
+            (of.row_stats(&logits, &targets, shard)?, of.row_stats(&logits, &targets, other)?);
+        of.rescale(&mut part, &local, &max)?;
+        let mut larger = up(&values("max", rows));
+        of.larger(&mut larger, &max)?;
+        of.grad(&mut logits, &targets, &max, &up(&Buffer::from_vec(vec![0.5_f64, 0.1, 3.0])), shard)?;
+        Ok(vec![max, sums, local, part, larger, logits])
+    });
+    let Some(devices) = devices(Products::OfTheCpu) else { return };
+    let [got, want] = devices.map(|device| {
+        let [logits, targets] = [&logits, &targets].map(|host| device.upload(host).unwrap());
+        let (max, sums) = device.loss().unwrap().row_stats(&logits, &targets, shard).unwrap();
+        let (totals, lse) = device.loss().unwrap().total(&max, &sums, &targets, samples).unwrap();
+        let down = |buffer| device.download(buffer).unwrap();
+        (numbers::<f64>(&down(&totals)), numbers::<f32>(&down(&lse)))
+    });
+    let near = |a: f64, b: f64, of: f64| (a - b).abs() <= of * b.abs();
+    assert!(got.0.iter().zip(&want.0).all(|(&a, &b)| near(a, b, 1e-14)), "{:?} {:?}", got.0, want.0);
+    assert!(got.1.iter().zip(&want.1).all(|(&a, &b)| near(a.into(), b.into(), 2e-7)), "{:?} {:?}", got.1, want.1);
+}
+
+fn numbers<T: Element>(buffer: &Buffer) -> Vec<T> {
+    buffer.as_slice::<T>().unwrap().to_vec()
+}
+
+#[test]
+fn updates_and_norms_have_the_cpus_bits() {
+    let (w, g) = (values("w", 5001), values("g", 5001));
+    let update = Update { step: 3, lr: 3e-3, grad_scale: 0.7, decay_factor: 0.5 };
+    let momentum = Sgd { momentum: 0.9, weight_decay: 0.1 };
+    for rule in [Rule::from(AdamW::default()), Rule::from(Sgd::default()), Rule::from(momentum)] {
+        same(rule.name(), |device, up| {
+            let (mut w, g) = (up(&w), up(&g));
+            let mut states: Vec<Buffer> = rule.state_names().iter().map(|_| up(&g_squared(5001))).collect();
+            device.optim()?.update(&rule, update, &mut w, &g, &mut states, 3..4001)?;
+            states.push(w);
+            Ok(states)
+        });
+    }
+    same("sums of squares", |device, up| {
+        let (x, of) = (up(&values("x", 70_000)), device.optim()?);
+        let mut sums = up(&Buffer::from_vec(vec![0.5_f64; LIMBS + 3]));
+        of.sum_of_squares(&x, 3..69_000, &mut sums, 1)?;
+        of.sum_of_squares(&x, 5..5, &mut sums, 0)?;
+        of.exact_sum_of_squares(&x, 1..50_001, &mut sums, 2)?;
+        let mut zeroed = up(&values("zeroed", 50));
+        of.zero(&mut zeroed, 3..40)?;
+        Ok(vec![sums, zeroed])
+    });
+}
+
+fn g_squared(count: usize) -> Buffer {
+    let mut values = values("state", count);
+    values.as_mut_slice::<f32>().unwrap().iter_mut().for_each(|x| *x *= *x);
+    values
+}
+
+/// Norm-wise 1e-5 where the library chooses the order of sums.
+#[test]
+fn products_of_the_library_are_near_the_cpus() {
+    let Some([device, cpu]) = devices(Products::OfTheLibrary) else { return };
+    for spec in [Gemm::linear(37, 65, 700), Gemm::linear_input_grad(5, 300, 17), Gemm::linear_weight_grad(520, 3, 9)] {
+        let (a, b) = (values("a", spec.m * spec.k), values("b", spec.k * spec.n));
+        let [got, want] = [&device, &cpu].map(|device| {
+            let mut c = device.zeros(DType::F32, spec.m * spec.n).unwrap();
+            let [a, b] = [&a, &b].map(|host| device.upload(host).unwrap());
+            device.matmul().unwrap().gemm(spec, &a, &b, &mut c, 0).unwrap();
+            numbers::<f32>(&device.download(&c).unwrap())
+        });
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let error = norm(&mut got.iter().zip(&want).map(|(a, b)| a - b));
+        assert!(error <= 1e-5 * norm(&mut want.iter().copied()), "{spec:?}: {error:e}");
+        assert!(error > 0.0, "{spec:?} has another order of sums");
+    }
+}
+
+#[test]
+fn what_the_device_lacks_is_named() {
+    let Some([device, cpu]) = devices(Products::OfTheCpu) else { return };
+    let x = device.upload(&values("x", 8)).unwrap();
+    let message = |error: Error| error.to_string();
+    assert_eq!(
+        message(device.pointwise().unwrap().relu(&x).unwrap_err()),
+        "relu: device cuda-emulated has no kernel for f32"
+    );
+    assert_eq!(message(device.window().unwrap_err()), "window: device cuda-emulated has no window operations");
+    let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
+    assert_eq!(
+        message(device.pointwise().unwrap().add(&doubles, &doubles).unwrap_err()),
+        "add: dtype f64 on device cuda-emulated is not supported: use f32"
+    );
+    let elsewhere = cpu.upload(&values("x", 8)).unwrap();
+    assert_eq!(
+        message(device.pointwise().unwrap().add(&elsewhere, &elsewhere).unwrap_err()),
+        "add: device cuda-emulated: Buffer(f32, 8) is memory of another device"
+    );
+    let (mut w, update) = (x.clone(), Update { step: 1, lr: 0.1, grad_scale: 1.0, decay_factor: 1.0 });
+    let optim = device.optim().unwrap();
+    let shared = optim.update(&Rule::from(Sgd::default()), update, &mut w, &x, &mut [], 0..8).unwrap_err();
+    assert!(message(shared).contains("is shared"));
+    let mut w = device.upload(&values("w", 8)).unwrap();
+    let rule = optim.update(&Rule::from(Lamb::default()), update, &mut w, &x, &mut [], 0..8).unwrap_err();
+    assert!(message(rule).contains("device cuda-emulated has no kernel for the update rule lamb"));
+    assert!(x.as_slice::<f32>().is_err(), "the host does not read device memory");
+}
+
+/// A kernel finds it; the host hears of it when it next waits.
+#[test]
+fn ids_outside_the_vocabulary_are_an_error() {
+    let Some([device, _]) = devices(Products::OfTheCpu) else { return };
+    let up = |host: &Buffer| device.upload(host).unwrap();
+    let (table, ids) = (up(&values("table", 9 * 4)), up(&Buffer::from_vec(vec![3_i32, 9])));
+    let out = device.embedding().unwrap().lookup(&ids, &table, 0..9, 9, 4).unwrap();
+    let error = device.download(&out).unwrap_err().to_string();
+    assert_eq!(error, "embedding: device cuda-emulated: an id is not in the vocabulary");
+}
+
+#[test]
+fn the_meter_counts_what_the_cpus_counts_and_dead_memory_is_used_again() {
+    let Some(driver) = emulator(Order::Seeded(5)) else { return };
+    let device = CudaDevice::new(driver, Products::OfTheCpu).unwrap();
+    let x = device.upload(&values("x", 1000)).unwrap();
+    assert_eq!((device.meter().live_bytes(), device.meter().uploads().bytes), (4000, 4000));
+    let of = device.pointwise().unwrap();
+    let first = of.add(&x, &x).unwrap();
+    drop(first);
+    for _ in 0..100 {
+        of.add(&x, &x).unwrap();
+    }
+    assert_eq!((device.meter().live_bytes(), device.meter().peak_bytes()), (4000, 8000));
+    drop(x);
+    assert_eq!(device.meter().live_bytes(), 0);
+    let full = device.alloc(DType::U8, 2 << 30).unwrap_err().to_string();
+    assert!(full.contains("the device has no memory for 2147483648 bytes more"), "{full}");
+    device.alloc(DType::U8, 1 << 29).unwrap();
+}

@@ -1,0 +1,210 @@
+//! The kernels compiled for the host, by g++, and run there thread by thread: feature `host`.
+//!
+//! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks what a kernel does with them.
+//! A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
+
+use crate::{HEADERS, KERNELS, Kernel, Launch, SOURCES};
+use libloading::Library;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{Error as IoError, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Why kernels could not be compiled for the host.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HostError {
+    /// The fibers switch stacks by instructions of x86-64.
+    #[error("the host runner of kernels needs x86-64, and this is {0}")]
+    Processor(&'static str),
+    /// There is no g++.
+    #[error("there is no g++ to compile the kernels with: install it, or put it on the path")]
+    NoCompiler,
+    /// What g++ says of a source.
+    #[error("g++ does not compile the kernels:\n{0}")]
+    Compile(String),
+    /// A file that could not be written.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The fault.
+        error: IoError,
+    },
+    /// A library that could not be loaded.
+    #[error("{}: {error}", path.display())]
+    Load {
+        /// The library.
+        path: PathBuf,
+        /// The fault.
+        error: libloading::Error,
+    },
+}
+
+/// Kernels in a library for the host.
+#[derive(Debug)]
+pub struct Host {
+    library: Library,
+    path: PathBuf,
+}
+
+const HEADER: &str = include_str!("../host/cuda_host.h");
+const LIBRARY: &str = include_str!("../host/library.cpp");
+const COMPILER: &[&str] = &[
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-gnu-unique",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+];
+const SANITIZERS: &[&str] = &["-fsanitize=address,undefined", "-fno-sanitize-recover=all"];
+
+type Entry = unsafe extern "C" fn(*const c_char, *mut *mut c_void, *const u32, *const u32, u64) -> *const c_char;
+type Skip = unsafe extern "C" fn(*const c_char, i32);
+
+impl Host {
+    /// All kernels of this crate, from the library in `folder` or compiled into it.
+    ///
+    /// # Errors
+    /// Without g++ or on another processor than x86-64, and if the folder cannot be written.
+    pub fn new(folder: &Path) -> Result<Self, HostError> {
+        let files: Vec<_> = HEADERS.iter().chain(SOURCES).map(|source| (source.name, source.text)).collect();
+        Self::compile(folder, &files, KERNELS, false)
+    }
+
+    /// Kernels of these files, the `.cu` among them included in order; `sanitized`: with the address and undefined-behaviour
+    /// sanitizers, which must be in the process from its start.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and if g++ finds a fault.
+    pub fn compile(
+        folder: &Path,
+        files: &[(&str, &str)],
+        kernels: &[Kernel],
+        sanitized: bool,
+    ) -> Result<Self, HostError> {
+        if !cfg!(target_arch = "x86_64") {
+            return Err(HostError::Processor(std::env::consts::ARCH));
+        }
+        let includes = files.iter().filter(|(name, _)| name.ends_with(".cu"));
+        let includes: String = includes.map(|(name, _)| format!("#include \"{name}\"\n")).collect();
+        let entries = kernels.iter().map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types()));
+        let entries: String = entries.collect();
+        let mut sources = files.to_vec();
+        let own = [("cuda_host.h", HEADER), ("library.cpp", LIBRARY)];
+        sources.extend(own.into_iter().chain([("sources.inc", &*includes), ("kernels.inc", &*entries)]));
+
+        let mut options = COMPILER.to_vec();
+        options.extend(SANITIZERS.iter().filter(|_| sanitized));
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("fma") {
+            options.push("-mfma"); // otherwise fmaf is a call: the same bits, slowly
+        }
+        let mut hash = DefaultHasher::new();
+        (&sources, &options).hash(&mut hash);
+        let folder = folder.join(format!("{:016x}", hash.finish()));
+        let path = folder.join("libkernels.so");
+        if !path.exists() {
+            build(&folder, &sources, &options, &path)?;
+        }
+        Self::load(path)
+    }
+
+    fn load(path: PathBuf) -> Result<Self, HostError> {
+        // SAFETY: its initialisers are those of the C++ library and of a few empty containers.
+        match unsafe { Library::new(&path) } {
+            Ok(library) => Ok(Self { library, path }),
+            Err(error) => Err(HostError::Load { path, error }),
+        }
+    }
+
+    /// The library once more, with a state of its own.
+    ///
+    /// # Errors
+    /// If the copy cannot be written or loaded.
+    pub fn copy(&self) -> Result<Self, HostError> {
+        let copy = scratch(&self.path);
+        fs::copy(&self.path, &copy).map_err(|error| HostError::File { path: copy.clone(), error })?;
+        let loaded = Self::load(copy.clone());
+        _ = fs::remove_file(copy); // it stays mapped
+        loaded
+    }
+
+    /// Runs a kernel to its end, in the order of threads and blocks that follows from a seed: 0 is as numbered, 1 reversed, the others random. `args`
+    /// has each argument's bits: a number, or an address.
+    ///
+    /// # Errors
+    /// What the checks found: a race, a read of what nobody wrote, a barrier that not all threads reach. The first in that order.
+    ///
+    /// # Safety
+    /// `args` are what the kernel's table says, and the addresses those of host memory as large as its source says.
+    pub unsafe fn launch(&self, kernel: &Kernel, launch: Launch, args: &mut [u64], seed: u64) -> Result<(), String> {
+        assert_eq!(args.len(), kernel.args.len(), "arguments of {}", kernel.name);
+        let name = CString::new(kernel.name).map_err(|error| error.to_string())?;
+        let mut addresses: Vec<*mut c_void> = args.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        // SAFETY: the library's function of this type; the caller answers for the arguments, whose types the library asserts.
+        let failure = unsafe {
+            let entry = self.library.get::<Entry>(b"meshwork_launch").map_err(|error| error.to_string())?;
+            let failure =
+                entry(name.as_ptr(), addresses.as_mut_ptr(), launch.grid.as_ptr(), launch.block.as_ptr(), seed);
+            (!failure.is_null()).then(|| CStr::from_ptr(failure).to_string_lossy().into_owned())
+        };
+        failure.map_or(Ok(()), Err)
+    }
+
+    /// Makes the barrier on this line of a file none, for tests of the checks; line 0 for none of them.
+    ///
+    /// # Errors
+    /// A name with a zero in it, or a library without the entry.
+    pub fn skip_barrier(&self, file: &str, line: usize) -> Result<(), String> {
+        let file = CString::new(file).map_err(|error| error.to_string())?;
+        let line = i32::try_from(line).map_err(|error| error.to_string())?;
+        // SAFETY: the library's function of this type, which copies the name.
+        unsafe {
+            let skip = self.library.get::<Skip>(b"meshwork_skip").map_err(|error| error.to_string())?;
+            skip(file.as_ptr(), line);
+        }
+        Ok(())
+    }
+}
+
+/// A name beside `path` that nobody else has.
+fn scratch(path: &Path) -> PathBuf {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    path.with_extension(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
+}
+
+/// Compiles the library under a name of its own and renames it, so that another process never loads half of it.
+fn build(folder: &Path, sources: &[(&str, &str)], options: &[&str], path: &Path) -> Result<(), HostError> {
+    let file = |path: &Path| {
+        let path = path.to_owned();
+        move |error| HostError::File { path, error }
+    };
+    let work = scratch(folder);
+    fs::create_dir_all(folder).map_err(file(folder))?;
+    fs::create_dir_all(&work).map_err(file(&work))?;
+    for (name, text) in sources {
+        fs::write(work.join(name), text).map_err(file(&work.join(name)))?;
+    }
+    let library = work.join("libkernels.so");
+    let mut compiler = Command::new("g++");
+    compiler.args(options).arg("-I").arg(&work).arg(work.join("library.cpp")).arg("-o").arg(&library);
+    let run = match compiler.output() {
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(HostError::NoCompiler),
+        Err(error) => Err(file(Path::new("g++"))(error)),
+        Ok(run) if !run.status.success() => Err(HostError::Compile(String::from_utf8_lossy(&run.stderr).into_owned())),
+        Ok(_) => fs::rename(&library, path).map_err(file(path)),
+    };
+    _ = fs::remove_dir_all(&work);
+    run
+}

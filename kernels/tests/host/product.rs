@@ -1,0 +1,84 @@
+//! Products and exact sums of squares, bit by bit against the CPU.
+
+use crate::{assert_bits, launch, values};
+use half::bf16;
+use meshwork_core::Buffer;
+use meshwork_core::exact::LIMBS;
+use meshwork_core::simd::{Level, level};
+use meshwork_kernels::EXACT_PIECE;
+use meshwork_tensor::cpu::kernels::round::round;
+use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::kernel::{Gemm, Matmul, Optim};
+use meshwork_tensor::tape::Terms;
+
+#[test]
+fn products_are_those_of_the_cpu() {
+    if level() < Level::Avx2 {
+        eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+        return;
+    }
+    let whole = Terms::WHOLE;
+    let cases = [
+        (Gemm::linear(1, 1, 1), whole),
+        (Gemm::linear(7, 33, 700).accumulating(true), whole),
+        (Gemm::linear_input_grad(5, 300, 17), whole),
+        (Gemm::linear_weight_grad(520, 3, 9), Terms { segments: 4, blocks: 5 }),
+        (Gemm::linear(3, 11, 97), Terms { segments: 1, blocks: 7 }),
+        (Gemm::linear(2, 5, 6), Terms { segments: 2, blocks: 8 }), // blocks without terms
+        (Gemm::linear(2, 3, 0), whole),
+    ];
+    for (spec, terms) in cases {
+        let spec = spec.over(terms);
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, .. } = spec;
+        let [a_row, a_term] = if a_transposed { [1, m] } else { [k, 1] };
+        let [b_term, b_column] = if b_transposed { [1, k] } else { [n, 1] };
+        let (a, b, old) = (values("a", m * k), values("b", k * n), values("c", m * n));
+        let (Terms { segments, blocks }, add) = (terms, i32::from(accumulate));
+        let want = |precision| {
+            let mut c = Buffer::from_slice(&old);
+            let [a, b] = [&a, &b].map(|x| Buffer::from_slice(x));
+            Cpu::new(precision).gemm(spec, &a, &b, &mut c, 0).unwrap();
+            c.as_slice::<f32>().unwrap().to_vec()
+        };
+        let sizes = [m * n, 0];
+        let mut c = old.clone();
+        #[rustfmt::skip]
+        let there = launch!(
+            "product_f32", sizes, &a, a_row, a_term, &b, b_term, b_column, &mut c, add, k, segments, blocks, m * n, n
+        );
+        if !there {
+            return;
+        }
+        assert_bits(&format!("{spec:?}"), &c, &want(Precision::F32));
+        let [a, b] = [&a, &b].map(|x| {
+            let mut rounded = vec![bf16::ZERO; x.len()];
+            round(x, &mut rounded);
+            rounded
+        });
+        let mut c = old.clone();
+        #[rustfmt::skip]
+        launch!(
+            "product_bf16", sizes, &a, a_row, a_term, &b, b_term, b_column, &mut c, add, k, segments, blocks, m * n, n
+        );
+        assert_bits(&format!("{spec:?} of bf16"), &c, &want(Precision::Bf16));
+    }
+}
+
+#[test]
+fn exact_sums_of_squares_are_those_of_the_cpu() {
+    let ends = [0.0, -0.0, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), -f32::from_bits(0x7f_ffff), 1.5e-19];
+    for (count, last) in [(1, 1.0), (7, 2.0), (4099, -3e-30), (9001, f32::INFINITY), (600, f32::NAN)] {
+        let mut x = values("x", count);
+        x.iter_mut().zip(ends).for_each(|(x, end)| *x = end);
+        x[count - 1] = last;
+        let pieces = count.div_ceil(EXACT_PIECE as usize);
+        let (mut parts, mut digits) = (vec![u64::MAX; pieces * LIMBS], vec![0.25_f64; LIMBS + 2]);
+        if !launch!("exact_squares", [pieces, 0], &x, &mut parts, count, pieces) {
+            return;
+        }
+        launch!("exact_squares_sum", [1, 0], &parts, pieces, &mut digits, 1_usize);
+        let mut want = Buffer::from_vec(vec![0.25_f64; LIMBS + 2]);
+        Cpu::default().exact_sum_of_squares(&Buffer::from_slice(&x), 0..count, &mut want, 1).unwrap();
+        assert_eq!(digits, want.as_slice::<f64>().unwrap(), "{count} numbers");
+    }
+}
