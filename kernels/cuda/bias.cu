@@ -18,6 +18,12 @@ KERNEL add_assign(float* a, const float* b, i64 count) {
     if (i < count) a[i] += b[i];
 }
 
+// The losses of samples.
+KERNEL add_assign_f64(double* a, const double* b, i64 count) {
+    i64 i = global_thread();
+    if (i < count) a[i] += b[i];
+}
+
 KERNEL bias(const float* x, const float* bias, float* out, i64 count, i64 n) {
     i64 i = global_thread();
     if (i < count) out[i] = x[i] + bias[i % n];

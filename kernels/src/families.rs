@@ -103,6 +103,7 @@ kernels! {
         In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
     add in BIAS, ELEMENTS; In F32 a, In F32 b, Out F32 out, Value I64 count;
     add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
+    add_assign_f64 in BIAS, ELEMENTS; Out F64 a, In F64 b, Value I64 count;
     bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
     bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Value I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;

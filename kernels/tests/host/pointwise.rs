@@ -28,6 +28,10 @@ fn sums_and_biases_are_those_of_the_cpu() {
         launch!("add_assign", [count, 0], &mut got, &x, count);
         pointwise::add_assign(&mut want, &x);
         assert_bits("add_assign", &got, &want);
+        let [mut a, b] = [&x, &y].map(|x| x.iter().map(|&x| f64::from(x) / 3.0).collect::<Vec<f64>>());
+        let sums: Vec<f64> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+        launch!("add_assign_f64", [count, 0], &mut a, &b, count);
+        assert_eq!(a, sums, "sums in f64");
         launch!("bias", [count, 0], &x, &bias, &mut got, count, n);
         pointwise::bias(&x, &bias, &mut want);
         assert_bits("bias", &got, &want);

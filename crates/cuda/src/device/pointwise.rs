@@ -100,10 +100,15 @@ impl Pointwise for CudaDevice {
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
-        self.f32s("add", &[a, b])?;
-        a.slice(at..at + b.count())?;
-        let to = self.place_mut("add", a)?.offset(4 * at);
-        self.launch("add", "add_assign", [b.count(), 0], &[to.into(), self.place("add", b)?.into(), b.count().into()])
+        let kernel = match [a.dtype(), b.dtype()] {
+            [DType::F32, DType::F32] => "add_assign",
+            [DType::F64, DType::F64] => "add_assign_f64",
+            [_, other] => return Err(self.lacks("add", other)),
+        };
+        let count = b.count();
+        a.slice(at..at + count)?;
+        let to = self.place_mut("add", a)?.offset(a.dtype().size() * at);
+        self.launch("add", kernel, [count, 0], &[to.into(), self.place("add", b)?.into(), count.into()])
     }
 
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {

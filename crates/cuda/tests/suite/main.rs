@@ -2,6 +2,7 @@
 
 mod emulator;
 mod ops;
+mod train;
 
 use meshwork_cuda::{Emulator, Order};
 use meshwork_kernels::host::{Host, HostError};

@@ -1,0 +1,142 @@
+//! A whole training step of GPT-2 on one emulated device: the CPU's bits in canonical numerics, near them with the library's products, in
+//! any order of streams; and a wait that is left out is found.
+
+use crate::emulator;
+use meshwork_core::Rank;
+use meshwork_core::simd::{Level, level};
+use meshwork_cuda::device::Products;
+use meshwork_cuda::{CudaDevice, Driver, Order};
+use meshwork_engine::{Numerics, Plan, StateKey, TrainError, Trainer, WholeState};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::Device;
+use meshwork_tensor::cpu::Cpu;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+const STEPS: usize = 2;
+const SAMPLES: usize = 2;
+
+/// Odd sizes, dropout, the head tied to the table.
+fn small() -> Gpt2Config {
+    let sizes = Gpt2Config { vocab_size: 61, num_layers: 2, hidden_size: 24, num_heads: 3, ..Gpt2Config::default() };
+    Gpt2Config { ffn_hidden_size: 50, seq_len: 13, dropout: 0.1, ..sizes }
+}
+
+/// The preset `tiny`.
+fn tiny() -> Gpt2Config {
+    Gpt2Config::default()
+}
+
+fn batch(config: &Gpt2Config, step: usize) -> Batch {
+    let count = SAMPLES * config.seq_len;
+    let ids = |times: usize| {
+        (0..count).map(|i| ((i * times + i * i / 7 + 31 * step) % config.vocab_size) as i32).collect::<Vec<i32>>()
+    };
+    let mut targets = ids(7);
+    targets[3] = -1;
+    language::batch(ids(5), targets, config.seq_len).unwrap()
+}
+
+/// The numbers of a run: per step the loss and the norm of the gradients; weights and states after the last.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    steps: Vec<[f64; 2]>,
+    state: BTreeMap<StateKey, Vec<f32>>,
+}
+
+fn train(config: Gpt2Config, numerics: Numerics, device: Arc<dyn Device>) -> Result<Trained, TrainError> {
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
+    let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, ..Plan::default() };
+    let rank = Arc::new(Rank::recording(&plan.mesh, 0)?);
+    let mut trainer = Trainer::new(model, &plan, rank, device)?;
+    let mut steps = Vec::new();
+    for step in 0..STEPS {
+        let report = trainer.step(&batch(&config, step))?;
+        steps.push([report.loss, report.grad_norm]);
+    }
+    let whole = WholeState::merge(&[trainer.state()?])?;
+    let state = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap_or_default().to_vec())).collect();
+    Ok(Trained { steps, state })
+}
+
+fn on_cuda(config: Gpt2Config, numerics: Numerics, products: Products, order: Order) -> Option<Trained> {
+    let device = Arc::new(CudaDevice::new(emulator(order)?, products).unwrap());
+    Some(train(config, numerics, device).unwrap_or_else(|error| panic!("{order:?}: {error}")))
+}
+
+/// The same, but for the loss, which has a logarithm in f64 that CUDA and the CPU may round differently.
+#[track_caller]
+fn assert_same(what: &str, got: &Trained, want: &Trained) {
+    for (step, (got, want)) in got.steps.iter().zip(&want.steps).enumerate() {
+        assert_eq!(got[1].to_bits(), want[1].to_bits(), "{what}: the norm of step {step}: {} and {}", got[1], want[1]);
+        assert!((got[0] / want[0] - 1.0).abs() < 1e-14, "{what}: the loss of step {step}: {} and {}", got[0], want[0]);
+    }
+    assert_eq!(got.state.len(), want.state.len());
+    for ((key, got), (_, want)) in got.state.iter().zip(&want.state) {
+        let other = got.iter().zip(want).position(|(a, b)| a.to_bits() != b.to_bits());
+        assert_eq!(other, None, "{what}: the first element of {key:?} that differs");
+    }
+}
+
+const CANONICAL: Numerics = Numerics::Canonical { blocks: 4 };
+
+#[test]
+fn canonical_steps_have_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let want = train(small(), CANONICAL, Cpu::device()).unwrap();
+    assert!(want.steps[0] != want.steps[1] && want.state.len() > 20, "it trains");
+    for order in (0..20).map(Order::Seeded).chain([Order::AsQueued]) {
+        let Some(got) = on_cuda(small(), CANONICAL, Products::OfTheCpu, order) else { return };
+        assert_same(&format!("{order:?}"), &got, &want);
+    }
+}
+
+#[test]
+fn fast_steps_have_the_cpus_bits_with_its_products_and_are_near_them_with_the_librarys() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let want = train(small(), Numerics::Fast, Cpu::device()).unwrap();
+    let Some(got) = on_cuda(small(), Numerics::Fast, Products::OfTheCpu, Order::Seeded(3)) else { return };
+    assert_same("fast numerics", &got, &want);
+    let Some(got) = on_cuda(small(), Numerics::Fast, Products::OfTheLibrary, Order::Seeded(4)) else { return };
+    for (got, want) in got.steps.iter().zip(&want.steps) {
+        assert!(got.iter().zip(want).all(|(got, want)| (got / want - 1.0).abs() < 1e-5), "{got:?} and {want:?}");
+    }
+}
+
+#[test]
+fn tiny_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let want = train(tiny(), CANONICAL, Cpu::device()).unwrap();
+    let Some(got) = on_cuda(tiny(), CANONICAL, Products::OfTheCpu, Order::Seeded(7)) else { return };
+    assert_same("tiny", &got, &want);
+}
+
+/// Waits of streams for events are left out one at a time. Many have a later one that orders the same work; without the others the numbers
+/// differ or the device fails, in some orders of streams: those before the step's uploads are read, and before the host reads what the
+/// kernels wrote.
+#[test]
+fn a_wait_that_is_left_out_is_found() {
+    let Some(counted) = emulator(Order::Seeded(0)) else { return };
+    let run = |driver: Arc<dyn Driver>| {
+        let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu).unwrap());
+        train(small(), Numerics::Fast, device)
+    };
+    let want = run(counted.clone()).unwrap();
+    let waits = counted.waits();
+    let found_in = |nth: u64, seed: u64| {
+        let Some(driver) = emulator(Order::Seeded(seed)) else { return false };
+        driver.skip_wait(nth);
+        run(driver).map_or(true, |got| got != want)
+    };
+    let found: Vec<u64> =
+        (0..12).map(|i| waits - 1 - 7 * i).filter(|&nth| (0..6).any(|seed| found_in(nth, seed))).collect();
+    assert!(found.len() >= 4 && found[0] == waits - 1, "of {waits} waits only {found:?} are missed");
+}
