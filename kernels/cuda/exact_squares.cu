@@ -35,13 +35,12 @@ KERNEL exact_squares(const float* x, u64* parts, i64 count, i64 pieces) {
         // The square shifted, in three digits: 48 bits and up to 31 more.
         u64 low = square << shift, high = shift > 0 ? square >> (64 - shift) : 0;
         u64 first = low & LOW_BITS, second = low >> 32, third = high & LOW_BITS;
-        // Indices known when compiled keep the digits in registers.
+        // Every digit takes its share, mostly zero: an index known only now would put the digits into memory.
 #pragma unroll
         for (int d = 0; d < DIGITS; d++) {
-            if (exponent == 255) continue;
-            if (d == static_cast<int>(digit)) digits[d] += first;
-            if (d == static_cast<int>(digit) + 1) digits[d] += second;
-            if (d == static_cast<int>(digit) + 2) digits[d] += third;
+            int part = d - static_cast<int>(digit);
+            u64 share = part == 0 ? first : part == 1 ? second : part == 2 ? third : 0;
+            digits[d] += exponent == 255 ? 0 : share;
         }
         if (exponent == 255) digits[DIGITS]++;
     }

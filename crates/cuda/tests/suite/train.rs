@@ -5,7 +5,7 @@ use crate::emulator;
 use meshwork_core::Rank;
 use meshwork_core::simd::{Level, level};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Driver, Order};
+use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_engine::{Numerics, Plan, StateKey, TrainError, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
@@ -47,14 +47,26 @@ struct Trained {
 }
 
 fn train(config: Gpt2Config, numerics: Numerics, device: Arc<dyn Device>) -> Result<Trained, TrainError> {
+    train_watched(config, numerics, device, || ())
+}
+
+/// The same; `mark` is called before the first step and after each.
+fn train_watched(
+    config: Gpt2Config,
+    numerics: Numerics,
+    device: Arc<dyn Device>,
+    mut mark: impl FnMut(),
+) -> Result<Trained, TrainError> {
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
     let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, ..Plan::default() };
     let rank = Arc::new(Rank::recording(&plan.mesh, 0)?);
     let mut trainer = Trainer::new(model, &plan, rank, device)?;
     let mut steps = Vec::new();
+    mark();
     for step in 0..STEPS {
         let report = trainer.step(&batch(&config, step))?;
         steps.push([report.loss, report.grad_norm]);
+        mark();
     }
     let whole = WholeState::merge(&[trainer.state()?])?;
     let state = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap_or_default().to_vec())).collect();
@@ -119,24 +131,24 @@ fn tiny_has_the_cpus_bits() {
     assert_same("tiny", &got, &want);
 }
 
-/// Waits of streams for events are left out one at a time. Many have a later one that orders the same work; without the others the numbers
-/// differ or the device fails, in some orders of streams: those before the step's uploads are read, and before the host reads what the
-/// kernels wrote.
+/// Waits of streams for events in a step are left out one at a time. Many have a later one that orders the same work; without the others
+/// the numbers differ or the device fails, in some orders of streams.
 #[test]
 fn a_wait_that_is_left_out_is_found() {
     let Some(counted) = emulator(Order::Seeded(0)) else { return };
-    let run = |driver: Arc<dyn Driver>| {
-        let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu).unwrap());
-        train(small(), Numerics::Fast, device)
+    let run = |driver: Arc<Emulator>, mark: &mut dyn FnMut(&Emulator)| {
+        let device = CudaDevice::new(driver.clone(), Products::OfTheCpu).unwrap();
+        train_watched(small(), Numerics::Fast, Arc::new(device), || mark(&driver))
     };
-    let want = run(counted.clone()).unwrap();
-    let waits = counted.waits();
+    let mut waits = Vec::new();
+    let want = run(counted, &mut |driver| waits.push(driver.waits())).unwrap();
     let found_in = |nth: u64, seed: u64| {
         let Some(driver) = emulator(Order::Seeded(seed)) else { return false };
         driver.skip_wait(nth);
-        run(driver).map_or(true, |got| got != want)
+        run(driver, &mut |_| ()).map_or(true, |got| got != want)
     };
-    let found: Vec<u64> =
-        (0..12).map(|i| waits - 1 - 7 * i).filter(|&nth| (0..6).any(|seed| found_in(nth, seed))).collect();
-    assert!(found.len() >= 4 && found[0] == waits - 1, "of {waits} waits only {found:?} are missed");
+    let last_step = waits[STEPS - 1]..waits[STEPS];
+    let sample: Vec<u64> = last_step.step_by(5).collect();
+    let found: Vec<u64> = sample.iter().copied().filter(|&nth| (0..4).any(|seed| found_in(nth, seed))).collect();
+    assert!(sample.len() > 8 && 2 * found.len() >= sample.len(), "of waits {sample:?} only {found:?} are missed");
 }
