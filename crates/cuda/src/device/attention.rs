@@ -1,7 +1,7 @@
 use super::CudaDevice;
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim};
 use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "attention";
@@ -26,6 +26,14 @@ impl Heads {
         let width = shape.heads * shape.head_dim;
         let [k, v] = [1, 2].map(|part| at.offset(4 * part * width));
         Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
+    }
+
+    /// Of queries `[batch, seq, heads, head_dim]` and keys and values `[batch, seq, 2, kv_heads, head_dim]`.
+    fn grouped(q: Address, kv: Address, shape: GroupedShape) -> Self {
+        let GroupedShape { queries, group, kv_heads, first_kv_head, .. } = shape;
+        let (width, kv_width) = (queries.heads * queries.head_dim, kv_heads * queries.head_dim);
+        let (k, v) = (kv, kv.offset(4 * kv_width));
+        Self { q, q_row: width, k, v, kv_row: 2 * kv_width, group, first_kv: first_kv_head }
     }
 
     fn args(&self) -> Vec<Argument> {
@@ -59,6 +67,15 @@ impl CudaDevice {
         args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
         args.extend(places.map(|place| Argument::from(place as i64)));
         Ok((kernels[usize::from(shape.head_dim > HEAD / 2)], args))
+    }
+
+    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one.
+    fn turned(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer) -> Result<Option<(Buffer, Buffer)>> {
+        let Some(rotary) = shape.rotary else { return Ok(None) };
+        let AttentionShape { seq, heads, head_dim, .. } = shape.queries;
+        let q = self.rotated(rotary, q, heads * head_dim, [seq, heads, head_dim])?;
+        let kv = self.rotated(rotary, kv, 2 * shape.kv_heads * head_dim, [seq, shape.kv_heads, head_dim])?;
+        Ok(Some((q, kv)))
     }
 
     fn attend(&self, shape: AttentionShape, heads: &Heads, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
@@ -130,12 +147,15 @@ impl Attention for CudaDevice {
 
     fn grouped(
         &self,
-        _shape: GroupedShape,
+        shape: GroupedShape,
         q: &Buffer,
-        _kv: &Buffer,
-        _masks: AttentionMasks<'_>,
+        kv: &Buffer,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        Err(self.lacks("grouped attention", q.dtype()))
+        self.f32s(OP, &[q, kv])?;
+        let turned = self.turned(shape, q, kv)?;
+        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
+        self.attend(shape.queries, &Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape), masks)
     }
 
     fn decode(&self, _shape: DecodeShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
@@ -144,14 +164,39 @@ impl Attention for CudaDevice {
 
     fn grouped_grad(
         &self,
-        _shape: GroupedShape,
-        _dout: &Buffer,
+        shape: GroupedShape,
+        dout: &Buffer,
         q: &Buffer,
-        _kv: &Buffer,
-        _out: &Buffer,
-        _lse: &Buffer,
-        _masks: AttentionMasks<'_>,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        Err(self.lacks("grouped attention", q.dtype()))
+        self.f32s(OP, &[dout, q, kv, out, lse])?;
+        let GroupedShape { queries, group, kv_heads, first_kv_head, rotary } = shape;
+        let AttentionShape { batch, seq, heads, head_dim } = queries;
+        let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
+        let mut dq = self.alloc(DType::F32, q.count())?;
+        let mut dkv = self.alloc(DType::F32, kv.count())?;
+        let turned = self.turned(shape, q, kv)?;
+        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
+        let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape);
+        // Keys and values of each head of queries, before a group is summed.
+        let [dk, dv] = [self.scratch(DType::F32, rows * width)?, self.scratch(DType::F32, rows * width)?];
+        let (dq_at, [dk, dv]) = (self.place_mut(OP, &mut dq)?, [self.place(OP, &dk)?, self.place(OP, &dv)?]);
+        self.attend_back(queries, &of, [dout, out, lse], masks, (dq_at, width), (dk, dv, width))?;
+        if let Some(rotary) = rotary {
+            self.turned_back(rotary, dq_at, rows, [seq, heads, head_dim])?;
+            self.turned_back(rotary, dk, rows, [seq, heads, head_dim])?;
+        }
+        let count = dkv.count();
+        self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
+        let to = self.place_mut(OP, &mut dkv)?;
+        let sizes = [2 * kv_width, rows, heads, group, first_kv_head, head_dim].map(Argument::from);
+        for (from, to) in [(dk, to), (dv, to.offset(4 * kv_width))] {
+            let args = [&[from.into(), to.into()][..], &sizes].concat();
+            self.launch(OP, "attention_group_sum", [rows * heads / group * head_dim, 0], &args)?;
+        }
+        Ok((dq, dkv))
     }
 }

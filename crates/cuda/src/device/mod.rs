@@ -12,6 +12,7 @@ mod memory;
 mod norm;
 mod optim;
 mod pointwise;
+mod rotary;
 mod rows;
 
 use crate::driver::{Address, Argument, Driver, DriverError};
@@ -20,6 +21,7 @@ use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
 use meshwork_tensor::kernel::{Attention, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, check_copy};
 use meshwork_tensor::{Device, Error, Meter, Result};
+use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
 use std::sync::Arc;
@@ -39,6 +41,7 @@ pub struct CudaDevice {
     pool: Arc<Pool>,
     products: Products,
     cuts: Cuts,
+    angles: LastAngles,
     /// Whether ids were outside the vocabulary: one number for each of [`CHECKED`].
     outside: DeviceMemory,
 }
@@ -57,7 +60,7 @@ impl CudaDevice {
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
         let outside = pool.memory(4 * CHECKED.len(), Origin::Compute, false)?;
         pool.driver.zero(pool.compute, outside.at(), 4 * CHECKED.len()).map_err(failed)?;
-        Ok(Self { pool, products, cuts: Cuts::default(), outside })
+        Ok(Self { pool, products, cuts: Cuts::default(), angles: LastAngles::default(), outside })
     }
 
     fn buffer(&self, dtype: DType, count: usize, origin: Origin, counted: bool) -> Result<Buffer> {

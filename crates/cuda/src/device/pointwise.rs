@@ -179,6 +179,19 @@ impl Pointwise for CudaDevice {
         Err(self.lacks("relu", dy.dtype()))
     }
 
+    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        let kernel = match (x.dtype(), to) {
+            (DType::F32, DType::Bf16) => "f32_to_operand",
+            (DType::F32, DType::F16) => "f32_to_f16",
+            (DType::Bf16, DType::F32) => "bf16_to_f32",
+            (DType::F16, DType::F32) => "f16_to_f32",
+            (DType::F32 | DType::Bf16 | DType::F16, other) | (other, _) => return Err(self.lacks("cast", other)),
+        };
+        let out = self.alloc(to, x.count())?;
+        self.write_elements("cast", kernel, x.count(), &[x], &out, &[])?;
+        Ok(out)
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.f32s("dropout", &[x])?;
         let DropoutMask { p, key, ndim, local, offset, global } = *mask;

@@ -107,7 +107,7 @@ fn pointwise_operations_have_the_cpus_bits() {
 }
 
 #[test]
-fn dropout_swiglu_and_trees_have_the_cpus_bits() {
+fn dropout_swiglu_casts_and_trees_have_the_cpus_bits() {
     let (x, dy) = (values("x", 7 * 26), values("dy", 7 * 13));
     let mut mask = DropoutMask {
         p: 0.3,
@@ -117,13 +117,16 @@ fn dropout_swiglu_and_trees_have_the_cpus_bits() {
         offset: [0; MAX_DIMS],
         global: [0; MAX_DIMS],
     };
-    (mask.local[..2].copy_from_slice(&[7, 26]), mask.offset[1] = 3);
+    mask.local[..2].copy_from_slice(&[7, 26]);
+    mask.offset[1] = 3;
     mask.global[..2].copy_from_slice(&[7, 40]);
     same("dropout and swiglu", |device, up| {
         let of = device.pointwise()?;
         let (x, mut pairs) = (up(&x), up(&x));
         of.swiglu_grad(&up(&dy), &mut pairs)?;
-        Ok(vec![of.dropout(&x, &mask)?, of.swiglu(&x, DType::F32)?, pairs])
+        let (brain, half) = (of.cast(&x, DType::Bf16)?, of.cast(&x, DType::F16)?);
+        let back = [of.cast(&brain, DType::F32)?, of.cast(&half, DType::F32)?];
+        Ok([vec![of.dropout(&x, &mask)?, of.swiglu(&x, DType::F32)?, pairs, brain, half], back.into()].concat())
     });
     for (start, to) in [(26, 26), (26, 0), (26, 13), (27, 20)] {
         same("tree_sum", |device, up| {
@@ -224,6 +227,27 @@ fn products_and_attention_have_the_cpus_bits() {
             let (out, lse) = of.causal(shape, &qkv, masks)?;
             let dqkv = of.causal_grad(shape, &up(&dout), &qkv, &out, &lse, masks)?;
             Ok(vec![out, lse, dqkv])
+        });
+    }
+}
+
+#[test]
+fn grouped_attention_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let queries = AttentionShape { batch: 2, seq: 19, heads: 6, head_dim: 10 };
+    for (group, kv_heads, first_kv_head, rotary) in
+        [(1, 6, 0, None), (3, 4, 1, Some(Rotary::new(100.0))), (2, 3, 0, None)]
+    {
+        let shape = GroupedShape { queries, group, kv_heads, first_kv_head, rotary };
+        let rows = queries.batch * queries.seq;
+        let (q, kv) = (values("q", rows * 60), values("kv", rows * 20 * kv_heads));
+        same("grouped attention", |device, up| {
+            let (of, q, kv, masks) = (device.attention()?, up(&q), up(&kv), AttentionMasks::default());
+            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+            let (dq, dkv) = of.grouped_grad(shape, &up(&values("dout", rows * 60)), &q, &kv, &out, &lse, masks)?;
+            Ok(vec![out, lse, dq, dkv])
         });
     }
 }

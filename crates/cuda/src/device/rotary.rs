@@ -1,0 +1,75 @@
+//! The angles by which queries and keys are rotated.
+
+use super::CudaDevice;
+use crate::driver::Address;
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::Result;
+use meshwork_tensor::kernel::{Layout, Rotary};
+use std::sync::{Mutex, PoisonError};
+
+/// The angles that were last used, `[positions, 2, head_dim / 2]`: all layers of a model share them.
+#[derive(Debug, Default)]
+pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
+
+impl CudaDevice {
+    /// The angles of at least `seq` positions, computed in f64 and rounded once, as on the CPU.
+    fn angles(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Result<Buffer> {
+        let mut last = self.angles.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |of: &(Rotary, usize, Buffer)| (of.0, of.1) == (rotary, head_dim) && of.2.count() >= seq * head_dim;
+        if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
+            return Ok(angles.clone());
+        }
+        let frequencies: Vec<f64> = (0..head_dim / 2).map(|pair| rotary.frequency(pair, head_dim)).collect();
+        let row = |position: usize| {
+            let angles = frequencies.iter().map(move |frequency| position as f64 * frequency);
+            angles.clone().map(f64::cos).chain(angles.map(f64::sin))
+        };
+        let angles: Vec<f32> = (0..seq).flat_map(row).map(|angle| angle as f32).collect();
+        let angles = self.uploaded(&Buffer::from_vec(angles), false)?;
+        *last = Some((rotary, head_dim, angles.clone()));
+        Ok(angles)
+    }
+
+    /// A copy of `x`, rows of `row` elements, with the first `heads` heads of each row rotated.
+    pub(super) fn rotated(
+        &self,
+        rotary: Rotary,
+        x: &Buffer,
+        row: usize,
+        [seq, heads, head_dim]: [usize; 3],
+    ) -> Result<Buffer> {
+        let op = "rotary";
+        let (angles, mut to) = (self.angles(rotary, seq, head_dim)?, self.scratch(DType::F32, x.count())?);
+        self.copy_into(x, 0..x.count(), &mut to, 0)?;
+        let rows = x.count() / row.max(1);
+        let args = [
+            self.place(op, x)?.into(),
+            row.into(),
+            self.place(op, &angles)?.into(),
+            self.place_mut(op, &mut to)?.into(),
+            row.into(),
+            rows.into(),
+            seq.into(),
+            heads.into(),
+            head_dim.into(),
+        ];
+        self.launch(op, "rotary_forward", [rows * heads * (head_dim / 2), 0], &args)?;
+        Ok(to)
+    }
+
+    /// Turns gradients of rotated heads back, in place: `rows` rows of `heads` heads.
+    pub(super) fn turned_back(
+        &self,
+        rotary: Rotary,
+        x: Address,
+        rows: usize,
+        [seq, heads, head_dim]: [usize; 3],
+    ) -> Result<()> {
+        let op = "rotary";
+        let angles = self.angles(rotary, seq, head_dim)?;
+        let row = heads * head_dim;
+        let sizes = [rows, seq, heads, head_dim].map(Into::into);
+        let args = [&[x.into(), row.into(), self.place(op, &angles)?.into()][..], &sizes].concat();
+        self.launch(op, "rotary_backward", [rows * heads * (head_dim / 2), 0], &args)
+    }
+}
