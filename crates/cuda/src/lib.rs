@@ -5,6 +5,7 @@ pub mod device;
 pub mod driver;
 #[cfg(feature = "emulator")]
 pub mod emulator;
+pub mod staged;
 
 pub use device::CudaDevice;
 pub use driver::{Driver, DriverError};

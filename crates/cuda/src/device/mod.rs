@@ -83,6 +83,43 @@ impl CudaDevice {
         Ok(buffer)
     }
 
+    /// Copies host memory to the elements of `dst` from `at` on.
+    pub(crate) fn store(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        check_copy(host, &(0..host.count()), dst, at)?;
+        let to = self.place_mut("upload", dst)?.offset(at * dst.dtype().size());
+        let Pool { driver, compute, copies, .. } = &*self.pool;
+        let bytes = host.as_bytes()?;
+        let queue = || {
+            driver.wait(*copies, driver.record(*compute)?)?; // who wrote or read there before
+            driver.write(*copies, to, bytes)?;
+            driver.wait(*compute, driver.record(*copies)?)
+        };
+        queue().map_err(self.failed("upload"))
+    }
+
+    /// A copy in host memory, once the device has written it; and what kernels found in ids until then.
+    pub(crate) fn fetch(&self, buffer: &Buffer) -> Result<Buffer> {
+        let from = self.place("download", buffer)?;
+        let Pool { driver, compute, copies, .. } = &*self.pool;
+        let mut host = Buffer::zeros(buffer.dtype(), buffer.count());
+        let mut outside = [0; 4 * CHECKED.len()];
+        let bytes = host.as_bytes_mut()?;
+        let mut queue = || {
+            driver.wait(*copies, driver.record(*compute)?)?;
+            driver.read(*copies, from, bytes)?;
+            driver.read(*copies, self.outside.at(), &mut outside)
+        };
+        queue().map_err(self.failed("download"))?;
+        let found = outside.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]);
+        match found {
+            None => Ok(host),
+            Some((_, op)) => {
+                let fault = "an id is not in the vocabulary".into();
+                Err(Error::Device { op, device: self.name().to_owned(), fault })
+            }
+        }
+    }
+
     /// Where the elements of a buffer begin.
     fn place(&self, op: &'static str, buffer: &Buffer) -> Result<Address> {
         let memory: &dyn Any = &**buffer.memory();
@@ -168,40 +205,14 @@ impl Device for CudaDevice {
     }
 
     fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
-        check_copy(host, &(0..host.count()), dst, at)?;
+        self.store(host, dst, at)?;
         self.pool.meter.add_upload(host.bytes());
-        let to = self.place_mut("upload", dst)?.offset(at * dst.dtype().size());
-        let Pool { driver, compute, copies, .. } = &*self.pool;
-        let bytes = host.as_bytes()?;
-        let queue = || {
-            driver.wait(*copies, driver.record(*compute)?)?; // who wrote or read there before
-            driver.write(*copies, to, bytes)?;
-            driver.wait(*compute, driver.record(*copies)?)
-        };
-        queue().map_err(self.failed("upload"))
+        Ok(())
     }
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.pool.meter.add_download(buffer.bytes());
-        let from = self.place("download", buffer)?;
-        let Pool { driver, compute, copies, .. } = &*self.pool;
-        let mut host = Buffer::zeros(buffer.dtype(), buffer.count());
-        let mut outside = [0; 4 * CHECKED.len()];
-        let bytes = host.as_bytes_mut()?;
-        let mut queue = || {
-            driver.wait(*copies, driver.record(*compute)?)?;
-            driver.read(*copies, from, bytes)?;
-            driver.read(*copies, self.outside.at(), &mut outside)
-        };
-        queue().map_err(self.failed("download"))?;
-        let found = outside.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]);
-        match found {
-            None => Ok(host),
-            Some((_, op)) => {
-                let fault = "an id is not in the vocabulary".into();
-                Err(Error::Device { op, device: self.name().to_owned(), fault })
-            }
-        }
+        self.fetch(buffer)
     }
 
     fn meter(&self) -> &Meter {

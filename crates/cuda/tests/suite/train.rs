@@ -2,11 +2,12 @@
 //! any order of streams; and a wait that is left out is found.
 
 use crate::emulator;
-use meshwork_core::Rank;
+use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
+use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Emulator, Order};
-use meshwork_engine::{Numerics, Plan, StateKey, TrainError, Trainer, WholeState};
+use meshwork_cuda::{CudaDevice, Emulator, Order, staged};
+use meshwork_engine::{Numerics, Plan, StateKey, TrainError, TrainState, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
@@ -68,9 +69,13 @@ fn train_watched(
         steps.push([report.loss, report.grad_norm]);
         mark();
     }
-    let whole = WholeState::merge(&[trainer.state()?])?;
-    let state = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap_or_default().to_vec())).collect();
-    Ok(Trained { steps, state })
+    Ok(Trained { steps, state: merged(&[trainer.state()?])? })
+}
+
+/// The state of a run from those of its ranks.
+fn merged(ranks: &[TrainState]) -> Result<BTreeMap<StateKey, Vec<f32>>, TrainError> {
+    let whole = WholeState::merge(ranks)?;
+    Ok(whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap_or_default().to_vec())).collect())
 }
 
 fn on_cuda(config: Gpt2Config, numerics: Numerics, products: Products, order: Order) -> Option<Trained> {
@@ -151,4 +156,41 @@ fn a_wait_that_is_left_out_is_found() {
     let sample: Vec<u64> = last_step.step_by(5).collect();
     let found: Vec<u64> = sample.iter().copied().filter(|&nth| (0..4).any(|seed| found_in(nth, seed))).collect();
     assert!(sample.len() > 8 && 2 * found.len() >= sample.len(), "of waits {sample:?} only {found:?} are missed");
+}
+
+/// Ranks with a device each, whose collectives go by way of the host, against one rank of the CPU: gradients, norms, weights and states.
+#[test]
+fn meshes_of_emulated_devices_have_the_bits_of_one_cpu() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    // Sizes that the degrees divide; two samples for the two ranks of dp.
+    let config = Gpt2Config { vocab_size: 62, num_heads: 4, ffn_hidden_size: 48, seq_len: 12, ..small() };
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
+    let want = train(config, CANONICAL, Cpu::device()).unwrap();
+    for mesh in ["dp=2", "tp=2", "pp=2", "dp=2,tp=2,pp=2"] {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let micros = if mesh.degree(Axis::Dp) == 2 { 1 } else { 2 };
+        let plan = Plan { mesh, global_batch_size: SAMPLES, numerics: CANONICAL, ..Plan::default() };
+        let plan = Plan { num_microbatches: Some(micros), ..plan };
+        if emulator(Order::AsQueued).is_none() {
+            return;
+        }
+        let ranks = thread::run(plan.mesh.world_size(), Options::default(), |world| {
+            let seed = Order::Seeded(world.world_rank() as u64);
+            let Some(driver) = emulator(seed) else { unreachable!("there was a compiler") };
+            let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu)?);
+            let world = staged::communicator(world.communicator().clone(), device.clone());
+            let mut trainer = Trainer::new(model.clone(), &plan, Arc::new(Rank::new(&plan.mesh, world)?), device)?;
+            let mut steps = Vec::new();
+            for step in 0..STEPS {
+                let report = trainer.step(&batch(&config, step).part(trainer.samples())?)?;
+                steps.push([report.loss, report.grad_norm]);
+            }
+            Ok::<_, TrainError>((steps, trainer.state()?))
+        });
+        let (mut steps, states): (Vec<_>, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+        let got = Trained { steps: steps.swap_remove(0), state: merged(&states).unwrap() };
+        assert_same(&format!("{}", plan.mesh), &got, &want);
+    }
 }
