@@ -5,6 +5,7 @@
 //! wrote, or whose owner is gone, holds what is no number; writes beyond an allocation and addresses in none are errors.
 //!
 //! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one after the other.
+//! A kernel that goes wrong in the way of a host program, by a division by zero or an address that it has read itself, ends the process.
 
 mod memory;
 mod order;
