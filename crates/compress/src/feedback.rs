@@ -13,6 +13,7 @@
 
 use crate::{CompressError, Compressor, Shape};
 use std::fmt;
+use std::ops::DerefMut;
 use std::str::FromStr;
 
 /// How what compression lost is brought back.
@@ -59,26 +60,37 @@ impl FromStr for Feedback {
     }
 }
 
-/// The state of a sender. Those that a feedback does not use are empty.
+/// The state of a sender, in vectors of `T`. Those that a feedback does not use are empty.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sender {
+pub struct Sender<T = Vec<f32>> {
     /// e of error feedback.
-    pub residual: Vec<f32>,
+    pub residual: T,
     /// g of EF21.
-    pub estimate: Vec<f32>,
+    pub estimate: T,
     /// v of EF21-M.
-    pub momentum: Vec<f32>,
+    pub momentum: T,
+}
+
+impl<T> Sender<T> {
+    /// The names of the states, in the order of [`all`](Self::all).
+    pub const NAMES: [&'static str; 3] = ["residual", "estimate", "momentum"];
+
+    /// The states that a feedback may use, in one order.
+    pub fn all(&mut self) -> [&mut T; 3] {
+        [&mut self.residual, &mut self.estimate, &mut self.momentum]
+    }
 }
 
 impl Feedback {
     /// The state of a sender of `len` elements, before its first value.
     pub fn sender(self, len: usize) -> Sender {
-        let zeros = |used: bool| vec![0.0; if used { len } else { 0 }];
-        Sender {
-            residual: zeros(self == Feedback::Ef),
-            estimate: zeros(self.keeps_estimate()),
-            momentum: zeros(matches!(self, Feedback::Ef21Momentum { .. })),
-        }
+        let [residual, estimate, momentum] = self.keeps().map(|kept| vec![0.0; if kept { len } else { 0 }]);
+        Sender { residual, estimate, momentum }
+    }
+
+    /// Which of the states of a [`Sender`] it uses, in their order.
+    pub fn keeps(self) -> [bool; 3] {
+        [self == Feedback::Ef, self.keeps_estimate(), matches!(self, Feedback::Ef21Momentum { .. })]
     }
 
     /// Whether sender and receivers keep an estimate.
@@ -107,14 +119,14 @@ impl Feedback {
     }
 
     /// What is compressed in place of `x`, in `out`. `first`: whether it is the first value of this sender.
-    pub fn outgoing(self, x: &[f32], first: bool, state: &mut Sender, out: &mut [f32]) {
+    pub fn outgoing(self, x: &[f32], first: bool, state: &mut Sender<impl DerefMut<Target = [f32]>>, out: &mut [f32]) {
         let pairs = out.iter_mut().zip(x);
         match self {
             Feedback::None => out.copy_from_slice(x),
-            Feedback::Ef => pairs.zip(&state.residual).for_each(|((out, x), e)| *out = x + e),
-            Feedback::Ef21 => pairs.zip(&state.estimate).for_each(|((out, x), g)| *out = x - g),
+            Feedback::Ef => pairs.zip(state.residual.iter()).for_each(|((out, x), e)| *out = x + e),
+            Feedback::Ef21 => pairs.zip(state.estimate.iter()).for_each(|((out, x), g)| *out = x - g),
             Feedback::Ef21Momentum { eta } => {
-                for (((out, x), g), v) in pairs.zip(&state.estimate).zip(&mut state.momentum) {
+                for (((out, x), g), v) in pairs.zip(state.estimate.iter()).zip(state.momentum.iter_mut()) {
                     *v = if first { *x } else { (1.0 - eta) * *v + eta * x };
                     *out = *v - g;
                 }
@@ -123,7 +135,7 @@ impl Feedback {
     }
 
     /// Takes note of what was sent of `target`, which [`outgoing`](Self::outgoing) gave.
-    pub fn sent(self, target: &[f32], sent: &[f32], state: &mut Sender) {
+    pub fn sent(self, target: &[f32], sent: &[f32], state: &mut Sender<impl DerefMut<Target = [f32]>>) {
         for ((e, target), sent) in state.residual.iter_mut().zip(target).zip(sent) {
             *e = target - sent;
         }

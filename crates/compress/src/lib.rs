@@ -25,7 +25,7 @@ pub use compressor::{Compressor, Draws, Fold, Guarantee, SumMethod};
 pub use error::{CompressError, MessageError};
 pub use feedback::{Feedback, reshard};
 pub use low_rank::PowerSgd;
-pub use message::{Message, wire_bytes};
+pub use message::{Message, compress_into, restore, wire_bytes};
 pub use reduction::{Partial, Reduction, Replicated, StateKind, StateSpec};
 pub use scheme::Scheme;
 pub use shape::{Per, Shape};

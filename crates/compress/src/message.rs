@@ -37,11 +37,7 @@ impl Message {
         warm: &mut [f32],
     ) -> Result<Message, CompressError> {
         let mut bytes = vec![0; wire_bytes(compressor, shape)?];
-        count("the value", x.len(), shape.len())?;
-        count("the warm state", warm.len(), compressor.warm_len(shape))?;
-        let (header, body) = bytes.split_at_mut(HEADER);
-        header.copy_from_slice(&wire::header(compressor, shape));
-        compressor.write(x, shape, draws, warm, body);
+        compress_into(compressor, x, shape, draws, warm, &mut bytes)?;
         Ok(Message(bytes))
     }
 
@@ -75,8 +71,34 @@ impl Message {
     }
 }
 
+/// As [`Message::compress`], into memory of the caller: [`wire_bytes`] of them.
+///
+/// # Errors
+/// A shape that the scheme does not compress, or slices of other lengths.
+pub fn compress_into(
+    compressor: &(impl Compressor + ?Sized),
+    x: &[f32],
+    shape: Shape,
+    draws: Draws,
+    warm: &mut [f32],
+    bytes: &mut [u8],
+) -> Result<(), CompressError> {
+    count("the message", bytes.len(), wire_bytes(compressor, shape)?)?;
+    count("the value", x.len(), shape.len())?;
+    count("the warm state", warm.len(), compressor.warm_len(shape))?;
+    let (header, body) = bytes.split_at_mut(HEADER);
+    header.copy_from_slice(&wire::header(compressor, shape));
+    // Methods expect zeros, as a new message has.
+    body.fill(0);
+    compressor.write(x, shape, draws, warm, body);
+    Ok(())
+}
+
 /// As [`Message::restore`], of borrowed bytes.
-pub(crate) fn restore(
+///
+/// # Errors
+/// A message of another scheme or shape, or one that is malformed. `out` may have changed then.
+pub fn restore(
     bytes: &[u8],
     compressor: &(impl Compressor + ?Sized),
     shape: Shape,

@@ -2,9 +2,11 @@
 //! values of the earlier ones are cached.
 
 use crate::chunk::{Message, outgoing};
+use crate::codec::{Clock, Codec};
+use crate::pass::Purpose;
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
-use crate::{LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError};
+use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError};
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
@@ -21,6 +23,8 @@ pub struct Decoder {
     plan: ModelPlan,
     schedule: Schedule,
     scatter: bool,
+    compress: Compress,
+    seed: u64,
     params: Arc<Params>,
     /// The stages of this rank, with the number of each and its cache.
     stages: Vec<(usize, Box<dyn Stage>, KeyValueCache)>,
@@ -68,6 +72,8 @@ impl Decoder {
             plan: model_plan,
             schedule,
             scatter: plan.scatter_gather,
+            compress: plan.compress,
+            seed: plan.seed,
             params: Arc::new(params),
             stages: segments.map(cached).collect(),
             capacity,
@@ -115,8 +121,10 @@ impl Decoder {
         }
         let me = self.rank.coords().get(Axis::Pp);
         let activations = self.plan.activations(batch)?;
+        let clock = Clock::beside(Purpose::Predict, u64::MAX - 1, 1);
+        let codec = Codec::plain(&self.compress, self.seed, &self.rank, &self.device, clock)?;
         let mut transport =
-            PipeTransport::new(&self.rank, self.device.clone(), activations.clone().into(), self.scatter, 1);
+            PipeTransport::new(&self.rank, self.device.clone(), activations.clone().into(), codec, self.scatter, 1);
         let holder = |stage: usize| self.schedule.rank_of(stage, 0);
         let (mut here, mut values) = (None, vec![0f32; batch.samples() * columns]);
         for (number, stage, cache) in &self.stages {

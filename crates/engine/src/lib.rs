@@ -3,6 +3,8 @@
 #![warn(missing_docs)]
 
 mod chunk;
+mod codec;
+mod compress;
 mod decoder;
 pub mod dry_run;
 mod error;
@@ -25,6 +27,7 @@ mod watch;
 mod weights;
 mod zero;
 
+pub use compress::Compress;
 pub use decoder::Decoder;
 pub use error::TrainError;
 pub use layout::TIED;

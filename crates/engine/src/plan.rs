@@ -3,7 +3,7 @@
 //! More than 400 lines: what a plan can be refused for stands beside it.
 
 use crate::offload::Offload;
-use crate::{Verify, Zero};
+use crate::{Compress, Verify, Zero};
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
@@ -67,6 +67,8 @@ pub struct Plan {
     pub zero: Zero,
     /// What leaves the memory of a rank while it is not needed.
     pub offload: Option<Offload>,
+    /// What is compressed when ranks send it.
+    pub compress: Compress,
     /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
     /// have not drifted apart.
     pub verify: Verify,
@@ -92,6 +94,7 @@ impl Default for Plan {
             scatter_gather: true,
             zero: Zero::default(),
             offload: None,
+            compress: Compress::default(),
             verify: Verify::default(),
         }
     }
@@ -363,6 +366,16 @@ pub enum PlanError {
     ZeroGroup {
         /// Ranks of a group.
         group: usize,
+        /// Why not, and what would be valid.
+        problem: String,
+    },
+    /// Compression that does not go with the rest of the plan or with the model.
+    #[error("compression of {place} by {scheme}: {problem}")]
+    Compress {
+        /// What is compressed.
+        place: &'static str,
+        /// The scheme, or the feedback.
+        scheme: String,
         /// Why not, and what would be valid.
         problem: String,
     },

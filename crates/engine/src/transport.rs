@@ -2,10 +2,11 @@
 
 use crate::TrainError;
 use crate::chunk::Message;
-use meshwork_core::{Axis, Buffer, Group, Pending, Rank, Ty};
+use crate::codec::{Clock, Codec, Packed, expected};
+use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
-use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Category, Device, Shape, Tensor};
+use meshwork_pipeline::Tag;
+use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 ///
 /// A value that is `Invariant` on tp is the same on every tp rank, so it is sent once and not once per tp rank: each
 /// rank sends its part to its counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P,
-/// Narayanan et al. 2021, section 4.1).
+/// Narayanan et al. 2021, section 4.1). What is sent in place of a value is the business of [`Codec`].
 #[derive(Debug)]
 pub struct PipeTransport {
     group: Group,
@@ -23,11 +24,24 @@ pub struct PipeTransport {
     device: Arc<dyn Device>,
     /// The activation that each stage but the last sends.
     activations: Rc<[Activation]>,
+    /// What is sent in place of them.
+    codec: Codec,
     scatter: bool,
     /// Messages that may be in flight to one receiver.
     in_flight: usize,
     /// Messages in flight, per receiver and oldest first. Each owns its memory until it is waited for.
     sends: BTreeMap<usize, VecDeque<Pending>>,
+}
+
+/// How a value travels.
+struct Wire {
+    packed: Option<Packed>,
+    dtype: DType,
+    /// Elements that the tp ranks send together.
+    count: usize,
+    /// Elements of one part, if it is sent in parts.
+    part: Option<usize>,
+    signature: u64,
 }
 
 impl PipeTransport {
@@ -38,29 +52,34 @@ impl PipeTransport {
         rank: &Rank,
         device: Arc<dyn Device>,
         activations: Rc<[Activation]>,
+        codec: Codec,
         scatter: bool,
         in_flight: usize,
     ) -> Self {
         let (group, tp) = (rank.group(Axis::Pp).clone(), rank.group(Axis::Tp).clone());
-        Self { group, tp, device, activations, scatter, in_flight, sends: BTreeMap::new() }
+        Self { group, tp, device, activations, codec, scatter, in_flight, sends: BTreeMap::new() }
     }
 
-    /// The activation that a message with this tag carries: the tag names the stage that made it.
-    fn expected(&self, tag: Tag) -> Activation {
-        match tag.direction {
-            Direction::Activation => self.activations[tag.stage],
-            Direction::Gradient => {
-                let activation = self.activations[tag.stage - 1];
-                Activation { types: activation.types.dual(), ..activation }
-            }
-        }
+    /// Begins a pass.
+    pub fn begin(&mut self, clock: Clock) {
+        self.codec.begin(clock);
     }
 
-    /// Elements of one part, if the message is sent in parts.
-    fn part(&self, message: &Activation) -> Option<usize> {
-        let (count, parts) = (message.shape.count(), self.tp.size());
-        let same = message.types.get(Axis::Tp) == Some(Ty::Invariant);
-        (self.scatter && same && parts > 1 && count.is_multiple_of(parts)).then_some(count / parts)
+    /// How a value travels. Bytes of a message are padded so that the parts of all tp ranks are equal.
+    fn wire(&self, tag: Tag, value: &Activation) -> Result<Wire, TrainError> {
+        let Activation { dtype, shape, types } = value;
+        let parts = self.tp.size();
+        let scatter = self.scatter && types.get(Axis::Tp) == Some(Ty::Invariant) && parts > 1;
+        let Some(packed) = self.codec.packed(tag, value)? else {
+            let count = shape.count();
+            let part = (scatter && count.is_multiple_of(parts)).then_some(count / parts);
+            let signature = part.map_or(types.signature(*dtype, shape), |part| types.signature(*dtype, &[part]));
+            return Ok(Wire { packed: None, dtype: *dtype, count, part, signature });
+        };
+        let (dtype, count) = (DType::U8, if scatter { packed.bytes.next_multiple_of(parts) } else { packed.bytes });
+        let part = scatter.then_some(count / parts);
+        let signature = types.signature(dtype, &[&shape[..], &[part.unwrap_or(count)]].concat());
+        Ok(Wire { packed: Some(packed), dtype, count, part, signature })
     }
 
     /// Waits until every message sent has been received.
@@ -78,11 +97,10 @@ impl PipeTransport {
 
     /// The message, or this rank's part of it.
     fn receive(&mut self, from_rank: usize, tag: Tag) -> Result<Buffer, TrainError> {
-        let expected = self.expected(tag);
-        let shape = self.part(&expected).map_or(expected.shape, |part| Shape::new(&[part]));
+        let Wire { dtype, count, part, signature, .. } = self.wire(tag, &expected(&self.activations, tag))?;
         let _buffers = self.device.meter().enter(Category::Buffers);
-        let buffer = self.device.alloc(expected.dtype, shape.count())?;
-        Ok(self.group.recv(buffer, from_rank, expected.types.signature(expected.dtype, &shape))?)
+        let buffer = self.device.alloc(dtype, part.unwrap_or(count))?;
+        Ok(self.group.recv(buffer, from_rank, signature)?)
     }
 }
 
@@ -91,16 +109,17 @@ impl meshwork_pipeline::Transport for PipeTransport {
     type Error = TrainError;
 
     /// Does not send the tag: between two ranks, messages are received in the order in which they are sent.
-    fn send(&mut self, to_rank: usize, _: Tag, message: Message) -> Result<(), TrainError> {
+    fn send(&mut self, to_rank: usize, tag: Tag, message: Message) -> Result<(), TrainError> {
         let Message { tensor, types } = message;
-        let (dtype, shape) = (tensor.dtype(), tensor.shape());
-        let part = self.part(&Activation { dtype, shape, types });
-        let signature = types.signature(dtype, &part.map_or(shape, |part| Shape::new(&[part])));
-        let buffer = match part {
+        let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
+        let Wire { packed, count, part, signature, .. } = self.wire(tag, &value)?;
+        let whole = match packed {
             None => tensor.into_buffer(),
-            Some(part) => {
-                tensor.buffer().slice(part * self.tp.rank()..part * (self.tp.rank() + 1)).map_err(as_tensor)?
-            }
+            Some(packed) => self.codec.pack(tag, &packed, &value, tensor.into_buffer(), count)?,
+        };
+        let buffer = match part {
+            None => whole,
+            Some(part) => whole.slice(part * self.tp.rank()..part * (self.tp.rank() + 1)).map_err(as_tensor)?,
         };
         let sends = self.sends.entry(to_rank).or_default();
         // Limits how far the sender runs ahead of the receiver. With the number of messages in flight that the schedule
@@ -116,12 +135,16 @@ impl meshwork_pipeline::Transport for PipeTransport {
     }
 
     fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Message, TrainError> {
-        let expected = self.expected(tag);
+        let expected = expected(&self.activations, tag);
+        let Wire { packed, dtype, count, part, .. } = self.wire(tag, &expected)?;
         let mut buffer = self.receive(from_rank, tag)?;
-        if self.part(&expected).is_some() {
+        if part.is_some() {
             let _buffers = self.device.meter().enter(Category::Buffers);
-            let whole = self.device.alloc(expected.dtype, expected.shape.count())?;
-            buffer = self.tp.all_gather(buffer, whole)?;
+            buffer = self.tp.all_gather(buffer, self.device.alloc(dtype, count)?)?;
+        }
+        if let Some(packed) = packed {
+            let _buffers = self.device.meter().enter(Category::Buffers);
+            buffer = self.codec.unpack(tag, &packed, &buffer)?;
         }
         Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })
     }

@@ -129,6 +129,11 @@ pub trait Device: Send + Sync + Debug {
         Err(self.missing("optim"))
     }
 
+    /// Lossy compression.
+    fn compression(&self) -> Result<&dyn Compression> {
+        Err(self.missing("compression"))
+    }
+
     /// The error for a kernel trait that this device lacks. The tape adds the name of its operation.
     fn missing(&self, kernels: &'static str) -> Error {
         Error::MissingKernel { op: kernels, device: self.name().to_owned(), kernels }

@@ -239,6 +239,14 @@ pub enum Error {
         /// Number of times that the layout names it.
         times: usize,
     },
+    /// A value or a message that cannot be compressed or restored.
+    #[error("{op}: {source}")]
+    Compress {
+        /// The operation.
+        op: &'static str,
+        /// What is wrong.
+        source: Box<meshwork_compress::CompressError>,
+    },
     /// An update rule that refused its vectors.
     #[error("optimizer: {0}")]
     Update(#[from] OptimError),

@@ -10,6 +10,8 @@ use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
 use crate::tape::{RowBlocks, Terms};
+use meshwork_compress::feedback::Sender;
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -66,6 +68,11 @@ impl What {
     /// A product in the type of its result, whatever its operands are stored in.
     fn product(name: &'static str, mnk: [usize; 3], dtype: DType, reads: &[&Buffer]) -> What {
         What { class: Class::Product, name, detail: Detail::Product(mnk), dtype: Some(dtype), bytes: bytes(reads) }
+    }
+
+    /// Compression, which reads and writes these.
+    fn compression(name: &'static str, touches: &[&Buffer]) -> What {
+        What { class: Class::Memory, name, detail: Detail::None, dtype: Some(DType::F32), bytes: bytes(touches) }
     }
 }
 
@@ -210,6 +217,10 @@ impl Device for Profiled {
 
     fn optim(&self) -> Result<&dyn Optim> {
         self.inner.optim().map(|_| self as _)
+    }
+
+    fn compression(&self) -> Result<&dyn Compression> {
+        self.inner.compression().map(|_| self as _)
     }
 }
 
@@ -658,6 +669,45 @@ impl Layout for Profiled {
         let bytes = 2 * (range.len() * src.dtype().size()) as u64;
         let what = What { class: Class::Memory, name: "copy_into", detail: Detail::None, dtype: dtype(&[src]), bytes };
         self.record(what, |device| device.layout()?.copy_into(src, range, dst, at))
+    }
+}
+
+/// Compression is work on blocks of memory.
+impl Compression for Profiled {
+    fn pack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        draws: Draws,
+        x: &Buffer,
+        message: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
+        let what = What::compression("pack", &[x, message]);
+        self.record(what, |device| device.compression()?.pack(scheme, shape, draws, x, message, at))
+    }
+
+    fn unpack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        message: &Buffer,
+        fold: Fold,
+        out: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
+        let what = What::compression("unpack", &[message, out]);
+        self.record(what, |device| device.compression()?.unpack(scheme, shape, message, fold, out, at))
+    }
+
+    fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {
+        let what = What::compression("outgoing", &[x, x]);
+        self.record(what, |device| device.compression()?.outgoing(feedback, x, first, sender))
+    }
+
+    fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
+        let what = What::compression("sent", &[target, sent, target]);
+        self.record(what, |device| device.compression()?.sent(feedback, target, sent, sender))
     }
 }
 

@@ -3,6 +3,7 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::chunk::{Chunk, Running};
+use crate::codec::{Clock, Codec};
 use crate::pass::{Pass, Purpose};
 use crate::transport::PipeTransport;
 use meshwork_core::Axis;
@@ -78,7 +79,11 @@ impl Trainer {
         let pp_rank = self.rank.coords().get(Axis::Pp);
         let (device, activations) = (self.device.clone(), pass.activations.clone());
         let in_flight = schedule.report().in_flight;
-        let mut transport = PipeTransport::new(&self.rank, device, activations, self.scatter, in_flight);
+        let micros = if pass.purpose == Purpose::Predict { 1 } else { self.micros };
+        // As trained.
+        let clock = Clock::beside(pass.purpose, pass.position.step, micros);
+        let codec = Codec::plain(&self.compress, self.seed, &self.rank, &device, clock)?;
+        let mut transport = PipeTransport::new(&self.rank, device, activations, codec, self.scatter, in_flight);
         let (weights, live) = (&self.weights, &self.live);
         let running = |chunk| Running { chunk, pass, weights, live, versions: &|_, _| None };
         let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();

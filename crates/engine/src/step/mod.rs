@@ -23,6 +23,7 @@ mod verify;
 pub use evaluate::Evaluation;
 
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
+use crate::codec::{Clock, Codec};
 use crate::dry_run;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
@@ -39,7 +40,7 @@ use crate::verify::{Claims, Verify};
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
 use crate::{
-    LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, Zero, ZeroStage,
+    Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, Zero, ZeroStage,
 };
 use asynchronous::Asynchronous;
 use driver::Driver;
@@ -80,6 +81,7 @@ pub struct Trainer {
     interpreter: Interpreter<Message>,
     activations: Rc<[Activation]>,
     scatter: bool,
+    compress: Compress,
     live: LiveActivations,
     seed: u64,
     global_batch_size: usize,
@@ -230,9 +232,11 @@ impl Trainer {
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
+        let codec = Codec::training(plan, &schedule, &rank, &device, &activations)?;
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {
-            transport: PipeTransport::new(&rank, device.clone(), activations.clone(), scatter, in_flight),
+            transport: PipeTransport::new(&rank, device.clone(), activations.clone(), codec, scatter, in_flight),
+            compress: plan.compress,
             interpreter: Interpreter::default(),
             activations,
             scatter,
@@ -505,6 +509,12 @@ impl Trainer {
         let running = |chunk| Running { chunk, pass, weights, live: &self.live, versions: &versions };
         let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
         let pp_rank = self.rank.coords().get(Axis::Pp);
+        self.transport.begin(Clock {
+            purpose: pass.purpose,
+            step: pass.position.step,
+            first_micro: pass.first_micro as i64 - pass.ahead as i64,
+            micros: self.micros,
+        });
         let walked =
             self.interpreter.advance(schedule, pp_rank, actions, &mut stages, &mut self.transport, &mut |event| {
                 observe(event);
@@ -541,6 +551,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
         }
     }
     plan.zero.require_groups(&plan.mesh)?;
+    plan.compress.require_fit(plan)?;
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }

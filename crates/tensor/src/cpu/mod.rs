@@ -3,6 +3,7 @@
 mod arena;
 mod attention;
 mod channel_norm;
+mod compression;
 mod elementwise;
 mod embedding;
 mod grouped;
@@ -155,6 +156,10 @@ impl Device for Cpu {
     }
 
     fn optim(&self) -> Result<&dyn kernel::Optim> {
+        Ok(self)
+    }
+
+    fn compression(&self) -> Result<&dyn kernel::Compression> {
         Ok(self)
     }
 }

@@ -4,6 +4,7 @@
 
 mod attention;
 mod channel_norm;
+mod compression;
 mod elementwise;
 mod embedding;
 mod grouped;
@@ -23,6 +24,7 @@ pub use attention::{
     Attention, AttentionDropout, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape,
 };
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
+pub use compression::Compression;
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};
 pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};

@@ -5,6 +5,7 @@
 
 mod attention;
 mod channel_norm;
+mod compression;
 mod elementwise;
 mod embedding;
 mod grouped;
@@ -174,6 +175,10 @@ impl Device for Meta {
     }
 
     fn optim(&self) -> Result<&dyn kernel::Optim> {
+        Ok(self)
+    }
+
+    fn compression(&self) -> Result<&dyn kernel::Compression> {
         Ok(self)
     }
 }

@@ -5,6 +5,8 @@
 
 use super::Opaque;
 use super::memory::{give_back, hide, host, into_host, take, with_host};
+use meshwork_compress::feedback::Sender;
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::kernel::*;
@@ -385,6 +387,57 @@ impl Layout for Opaque {
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
         with_host(dst, |dst| self.inner.layout()?.copy_into(&host(src), range, dst, at))
+    }
+}
+
+impl Compression for Opaque {
+    fn pack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        draws: Draws,
+        x: &Buffer,
+        message: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
+        with_host(message, |message| self.inner.compression()?.pack(scheme, shape, draws, &host(x), message, at))
+    }
+
+    fn unpack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        message: &Buffer,
+        fold: Fold,
+        out: &mut Buffer,
+        at: usize,
+    ) -> Result<()> {
+        with_host(out, |out| self.inner.compression()?.unpack(scheme, shape, &host(message), fold, out, at))
+    }
+
+    fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {
+        self.with_sender(sender, |kernels, sender| hidden(kernels.outgoing(feedback, &host(x), first, sender)))
+    }
+
+    fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
+        self.with_sender(sender, |kernels, sender| kernels.sent(feedback, &host(target), &host(sent), sender))
+    }
+}
+
+impl Opaque {
+    /// Runs `work` on the host memory behind the states of a sender.
+    fn with_sender<T>(
+        &self,
+        sender: &mut Sender<Buffer>,
+        work: impl FnOnce(&dyn Compression, &mut Sender<Buffer>) -> Result<T>,
+    ) -> Result<T> {
+        let kernels = self.inner.compression()?;
+        let [residual, estimate, momentum] = sender.all().map(take);
+        let mut behind = Sender { residual, estimate, momentum };
+        let result = work(kernels, &mut behind);
+        let Sender { residual, estimate, momentum } = behind;
+        sender.all().into_iter().zip([residual, estimate, momentum]).for_each(|(state, host)| give_back(state, host));
+        result
     }
 }
 

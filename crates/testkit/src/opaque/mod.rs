@@ -147,4 +147,8 @@ impl Device for Opaque {
     fn optim(&self) -> Result<&dyn Optim> {
         Ok(self)
     }
+
+    fn compression(&self) -> Result<&dyn Compression> {
+        Ok(self)
+    }
 }

@@ -1,0 +1,269 @@
+//! Compressed communication between stages: what arrives is what the equations say, on any mesh, and takes the bytes that were
+//! predicted.
+
+mod lossy;
+#[allow(dead_code, reason = "another test uses all of it")]
+mod tower;
+
+use lossy::Lossy;
+use meshwork_compress::{Feedback, Scheme, Shape as Matrix, wire_bytes};
+use meshwork_core::comm::thread;
+use meshwork_core::{DType, OpKind, Rank, Record};
+use meshwork_engine::dry_run::predict;
+use meshwork_engine::{
+    Compress, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState,
+};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language;
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::random;
+use meshwork_testkit::opaque::{self, Opaque};
+use std::ops::Range;
+use std::sync::Arc;
+use tower::{BATCH, batch, plan, tower};
+
+const STEPS: usize = 3;
+
+fn scheme(text: &str) -> Scheme {
+    text.parse().unwrap()
+}
+
+/// Compression of activations and of their gradients.
+fn cuts(activations: &str, gradients: &str, feedback: &str) -> Compress {
+    Compress {
+        activations: scheme(activations),
+        activation_gradients: scheme(gradients),
+        feedback: feedback.parse().unwrap(),
+        ..Compress::default()
+    }
+}
+
+type Run = (Vec<StepReport>, WholeState);
+
+/// Reports of this many steps of every rank, and the state behind them.
+fn run_on(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    opaque: bool,
+    batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
+) -> Result<(Vec<Vec<StepReport>>, WholeState), TrainError> {
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let (rank, device) = match opaque {
+            false => (rank, Cpu::device()),
+            true => {
+                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
+                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
+            }
+        };
+        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+        let mut reports = Vec::new();
+        for step in 0..STEPS {
+            reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
+        }
+        reports.extend(trainer.flush(|_| {})?);
+        Ok::<_, TrainError>((reports, trainer.state()?))
+    });
+    let (reports, states): (_, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+    Ok((reports, WholeState::merge(&states)?))
+}
+
+fn run(model: &Arc<dyn Model>, plan: &Plan) -> Run {
+    let (mut reports, state) = run_on(model, plan, false, batch).unwrap();
+    (reports.swap_remove(0), state)
+}
+
+fn weights(state: &WholeState) -> Vec<(&StateKey, &[f32])> {
+    state.keys().filter(|key| key.state.is_none()).map(|key| (key, state.vector(key).unwrap())).collect()
+}
+
+/// The losses and weights of two runs have the same bits.
+#[track_caller]
+fn assert_same(what: &str, (reports, state): &Run, (wanted_reports, wanted): &Run) {
+    let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+    assert_eq!(losses(reports), losses(wanted_reports), "{what}");
+    assert!(weights(state) == weights(wanted), "{what}: weights");
+}
+
+fn named(schedule: &str) -> ScheduleSpec {
+    ScheduleSpec::named(schedule).unwrap()
+}
+
+/// Each scheme and feedback, over three cuts, against one rank that computes the published equations: bit by bit.
+#[test]
+fn a_compressed_pipeline_is_its_serial_simulation() {
+    let plain = run(&tower(4), &plan("pp=4"));
+    for (forward, backward, feedback) in [
+        ("quant:4", "quant:8", "none"),
+        ("quant:2/stochastic", "quant:6/stochastic", "none"),
+        ("topk:0.1", "topk:0.3", "none"),
+        ("randk:0.25", "sign/row", "none"),
+        ("fp8:e4m3", "none", "none"),
+        ("none", "topk:0.2+quant:8", "none"),
+        ("topk:0.1", "topk:0.2", "ef"),
+        ("topk:0.1", "topk:0.2", "ef21"),
+        ("topk:0.3", "quant:8", "ef21m:0.5"),
+        ("topk:0.3/row", "topk:0.3/row", "ef"),
+    ] {
+        let compress = cuts(forward, backward, feedback);
+        let what = format!("{forward} {backward} {feedback}");
+        let on = |mesh: &str, compress| Plan { compress, num_microbatches: Some(4), ..plan(mesh) };
+        let piped = run(&tower(4), &on("pp=4", compress));
+        let schemes = [compress.activations, compress.activation_gradients];
+        let lossy = Lossy::model(tower(4), &[1; 4], schemes, compress.feedback, Plan::default().seed);
+        assert_same(&what, &piped, &run(&lossy, &on("dp=1", Compress::default())));
+        assert_ne!(weights(&piped.1), weights(&plain.1), "{what}: nothing is lost");
+    }
+}
+
+/// What is lost depends on neither tp, dp, the schedule nor the place of the stages: one micro-batch crosses the same cuts.
+#[test]
+fn every_mesh_and_schedule_loses_the_same() {
+    for (compress, overlaps) in
+        [(cuts("quant:8", "quant:8", "none"), true), (cuts("topk:0.3", "quant:8", "ef21"), false)]
+    {
+        let on = |mesh: &str, schedule: &str| Plan {
+            compress,
+            schedule: named(schedule),
+            num_microbatches: Some(4),
+            max_norm: 1e3,
+            ..plan(mesh)
+        };
+        let wanted = run(&tower(4), &on("pp=4", "gpipe"));
+        for schedule in ["1f1b", "zb_h1"].into_iter().filter(|&schedule| overlaps || schedule == "1f1b") {
+            assert_same(schedule, &run(&tower(4), &on("pp=4", schedule)), &wanted);
+        }
+        // Two stages on each rank: no two neighbours on one.
+        let interleaved = Plan { num_microbatches: Some(4), ..on("pp=2", "interleaved_1f1b") };
+        assert_same("interleaved", &run(&tower(4), &interleaved), &wanted);
+        let opaque = run_on(&tower(4), &on("pp=4", "1f1b"), true, batch).unwrap();
+        assert_same("opaque", &(opaque.0[0].clone(), opaque.1), &wanted);
+    }
+    // Other meshes add up gradients in another order.
+    let compress = cuts("quant:8", "quant:8", "none");
+    let on = |mesh: &str, micros, scatter_gather| Plan {
+        compress,
+        scatter_gather,
+        num_microbatches: Some(micros),
+        ..plan(mesh)
+    };
+    let (wanted, _) = run(&tower(4), &on("pp=2", 4, true));
+    for (mesh, micros, scatter) in
+        [("tp=2,pp=2", 4, true), ("tp=2,pp=2", 4, false), ("dp=2,pp=2", 2, true), ("dp=2,tp=2,pp=2", 2, true)]
+    {
+        let (reports, _) = run(&tower(4), &on(mesh, micros, scatter));
+        for (got, wanted) in reports.iter().zip(&wanted) {
+            // A value near the middle of two codes may take the other: a step of quant:8 is 1/255 of the range.
+            assert!((got.loss / wanted.loss - 1.0).abs() < 1e-4, "{mesh}: {} against {}", got.loss, wanted.loss);
+        }
+    }
+}
+
+fn gpt2() -> Arc<dyn Model> {
+    let config =
+        Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 16, ..Gpt2Config::default() };
+    Arc::new(Gpt2::new(Gpt2Config { num_layers: 4, num_heads: 4, ..config }))
+}
+
+fn tokens(step: usize, samples: Range<usize>) -> Batch {
+    let token = |sample: usize, at: usize| {
+        (random::uniform(random::key(5, "tokens"), ((step * 16 + sample) * 100 + at) as u64) * 61.0) as i32
+    };
+    let row = |by: usize| samples.clone().flat_map(|sample| (0..16).map(move |at| token(sample, at + by))).collect();
+    language::batch(row(0), row(1), 16).unwrap()
+}
+
+/// Calls, bytes and memory of every rank are predicted, and a cut takes what the wire format says.
+#[test]
+fn bytes_and_memory_are_as_predicted() {
+    let compress = cuts("topk:0.1", "quant:4", "ef21");
+    let plain = cuts("quant:8", "topk:0.3", "none");
+    for (mesh, schedule, compress) in [
+        ("pp=4", "1f1b", compress),
+        ("tp=2,pp=2", "gpipe", compress),
+        ("dp=2,tp=2,pp=2", "interleaved_1f1b", compress),
+        ("pp=2", "zb_h2", plain),
+        ("pp=2", "zb_v", plain),
+    ] {
+        let plan = Plan {
+            mesh: mesh.parse().unwrap(),
+            schedule: named(schedule),
+            global_batch_size: 16,
+            num_microbatches: Some(4),
+            max_norm: 1e3,
+            compress,
+            ..Plan::default()
+        };
+        let (reports, _) = run_on(&gpt2(), &plan, false, tokens).unwrap();
+        for (rank, reports) in reports.iter().enumerate() {
+            let (report, predicted) = (&reports[STEPS - 1], predict(&gpt2(), &plan, rank).unwrap());
+            let what = format!("{mesh} {schedule}, rank {rank}");
+            assert_eq!(report.records, predicted.records, "{what}");
+            assert_eq!(report.memory[rank], predicted.memory, "{what}");
+        }
+    }
+    let plan = Plan { mesh: "tp=2,pp=2".parse().unwrap(), num_microbatches: Some(4), compress, ..Plan::default() };
+    let records = predict(&gpt2(), &plan, 0).unwrap().records;
+    let value = Matrix::matrix(4, 16 * 32).unwrap();
+    let bytes = wire_bytes(&compress.activations, value).unwrap().next_multiple_of(2);
+    let sent: Vec<&Record> = records.iter().filter(|record| record.op == OpKind::Send).collect();
+    assert_eq!(sent.len(), 4, "{records:?}");
+    assert!(sent.iter().all(|record| (record.dtype, record.elements) == (DType::U8, bytes / 2)), "{sent:?}");
+}
+
+/// Each message is compressed from its step on.
+#[test]
+fn compression_starts_at_its_step() {
+    let on = |compress| Plan { compress, num_microbatches: Some(4), ..plan("pp=2") };
+    let compress = cuts("quant:2", "quant:2", "none");
+    let losses = |compress| run(&tower(4), &on(compress)).0.iter().map(|report| report.loss).collect::<Vec<_>>();
+    let (plain, at_once) = (losses(Compress::default()), losses(compress));
+    let later = losses(Compress { start_step: 3, ..compress });
+    assert_eq!(later[..2], plain[..2]);
+    assert!(later[2] != plain[2] && at_once[0] != plain[0]);
+}
+
+/// Evaluation and predictions go through the same cuts.
+#[test]
+fn inference_is_compressed_as_training_is() {
+    let evaluate = |mesh: &str, compress| {
+        let plan = Plan { compress, num_microbatches: Some(4), ..plan(mesh) };
+        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
+            let found = trainer.evaluate([batch(0, trainer.samples())])?;
+            Ok::<_, TrainError>((found.loss, trainer.predict(&batch(0, 0..1), 0, 4)?))
+        });
+        ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+    };
+    let compress = cuts("quant:4", "quant:8", "ef");
+    let (plain, lost) = (evaluate("pp=2", Compress::default()), evaluate("pp=2", compress));
+    assert_eq!(evaluate("dp=1", compress), evaluate("dp=1", Compress::default()), "one rank has no cuts");
+    assert_eq!(evaluate("dp=1", compress), plain);
+    assert!(lost.0 != plain.0 && lost.1 != plain.1, "{lost:?}");
+    let off = (lost.0 / plain.0 - 1.0).abs();
+    assert!(off < 0.1, "{off}");
+}
+
+fn refused(plan: &Plan) -> String {
+    match predict(&tower(4), plan, 0) {
+        Err(TrainError::Plan(error)) if matches!(*error, PlanError::Compress { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let of = |compress| Plan { compress, num_microbatches: Some(4), ..plan("pp=2") };
+    let quant = cuts("quant:8", "none", "none");
+    let canonical = refused(&Plan { numerics: Numerics::Canonical { blocks: 8 }, ..of(quant) });
+    assert!(canonical.starts_with("compression of activations by quant:8: canonical numerics promise"), "{canonical}");
+    let nothing = refused(&of(cuts("none", "none", "ef")));
+    assert!(nothing.starts_with("compression of nothing by ef: feedback brings back"), "{nothing}");
+    let factors = refused(&of(cuts("none", "powersgd:2", "none")));
+    assert!(factors.starts_with("compression of activation gradients by powersgd:2: the factors"), "{factors}");
+    let amplified = refused(&of(cuts("randk:0.1/unbiased", "none", "ef")));
+    assert!(amplified.contains("stage 0: ef with randk:0.1/unbiased: of 2x16 its error"), "{amplified}");
+    let repeated = refused(&Plan { schedule: named("zb_h2"), ..of(Compress { feedback: Feedback::Ef, ..quant }) });
+    assert!(repeated.contains("schedule zb_h2 begins steps that it may repeat"), "{repeated}");
+    assert_eq!(BATCH, 8);
+}

@@ -1,0 +1,46 @@
+//! Lossy compression of f32s: what is sent of a value, and what feedback keeps of it.
+
+use crate::error::Result;
+use meshwork_compress::feedback::Sender;
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
+use meshwork_core::Buffer;
+use std::fmt::Debug;
+
+/// Messages of the [wire format](meshwork_compress::wire), as bytes in buffers of the device, of schemes without a warm state; and the
+/// equations of [feedback](meshwork_compress::feedback). Every device gives the bits of `meshwork-compress`.
+pub trait Compression: Debug {
+    /// Writes the message of `x` to the bytes of `message` from `at` on: [`wire_bytes`](meshwork_compress::wire_bytes) of them.
+    ///
+    /// # Errors
+    /// A shape that the scheme does not compress, or that `x` does not have; no room for the message.
+    fn pack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        draws: Draws,
+        x: &Buffer,
+        message: &mut Buffer,
+        at: usize,
+    ) -> Result<()>;
+
+    /// Restores a message to the elements of `out` from `at` on, or adds it to them. `message` has its bytes and no others: a
+    /// [slice](Buffer::slice) of what was received.
+    ///
+    /// # Errors
+    /// A message of another scheme or shape, or a malformed one.
+    fn unpack(
+        &self,
+        scheme: &Scheme,
+        shape: Shape,
+        message: &Buffer,
+        fold: Fold,
+        out: &mut Buffer,
+        at: usize,
+    ) -> Result<()>;
+
+    /// What is compressed in place of `x`: [`Feedback::outgoing`]. `first`: whether it is the first value of this sender.
+    fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>;
+
+    /// Takes note of what was sent of a target: [`Feedback::sent`].
+    fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>;
+}
