@@ -35,6 +35,8 @@ pub enum Kind {
     Buffer,
     /// A counter of the run.
     Counter,
+    /// What lossy compression lost. A run may go on without it.
+    Feedback,
 }
 
 impl Kind {
@@ -45,6 +47,7 @@ impl Kind {
             Self::OptimizerState => "optimizer state",
             Self::Buffer => "buffer",
             Self::Counter => "counter",
+            Self::Feedback => "feedback",
         }
     }
 }

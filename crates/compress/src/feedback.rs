@@ -76,7 +76,12 @@ impl<T> Sender<T> {
     pub const NAMES: [&'static str; 3] = ["residual", "estimate", "momentum"];
 
     /// The states that a feedback may use, in one order.
-    pub fn all(&mut self) -> [&mut T; 3] {
+    pub fn all(&self) -> [&T; 3] {
+        [&self.residual, &self.estimate, &self.momentum]
+    }
+
+    /// The same, for writing.
+    pub fn all_mut(&mut self) -> [&mut T; 3] {
         [&mut self.residual, &mut self.estimate, &mut self.momentum]
     }
 }

@@ -192,6 +192,20 @@ fn values(mut words: Words<'_>) -> Result<Values, String> {
 }
 
 impl Scheme {
+    /// The same scheme, which quantises with stochastic rounding if `rounding` is stochastic. One that says so already, or does not
+    /// quantise, stays as it is.
+    pub fn rounding_at_least(mut self, rounding: Rounding) -> Scheme {
+        let values = match &mut self {
+            Scheme::Values(values) => values,
+            Scheme::Sparse(sparse) => &mut sparse.values,
+            Scheme::PowerSgd(_) => return self,
+        };
+        if let (Values::Quantize { rounding: of, .. }, Rounding::Stochastic) = (values, rounding) {
+            *of = rounding;
+        }
+        self
+    }
+
     /// The grammar of schemes in one line.
     pub const VALID: &str = VALID;
 }

@@ -4,13 +4,14 @@
 //! and sends its part of the bytes. So what is lost does not depend on tp. Rows are samples.
 
 use crate::compress::NOTHING;
+use crate::feedback::Crossing;
 use crate::pass::Purpose;
 use crate::{Compress, Plan, PlanError, TrainError};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Compressor, Draws, Feedback, Fold, Scheme, Shape as Matrix, wire_bytes};
-use meshwork_core::{Axis, Buffer, DType, Rank, Ty};
+use meshwork_compress::{Compressor, Draws, Fold, Scheme, Shape as Matrix, wire_bytes};
+use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Ty};
 use meshwork_nn::Activation;
-use meshwork_pipeline::{Direction, Schedule, Tag};
+use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::{Category, Device, Shape};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,8 +45,10 @@ impl Clock {
 /// A value as its scheme makes a message of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
-    scheme: Scheme,
-    shape: Matrix,
+    /// The scheme.
+    pub scheme: Scheme,
+    /// The value as a matrix.
+    pub shape: Matrix,
     /// Bytes of the message.
     pub bytes: usize,
 }
@@ -60,10 +63,8 @@ pub struct Codec {
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
-    /// What this rank keeps as sender of each message of a step, where there is feedback.
-    senders: BTreeMap<Tag, Sender<Buffer>>,
-    /// The estimate that it keeps as receiver.
-    receivers: BTreeMap<Tag, Buffer>,
+    /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate as receiver.
+    kept: BTreeMap<Tag, (Crossing, Sender<Buffer>)>,
 }
 
 impl Codec {
@@ -89,50 +90,49 @@ impl Codec {
             seed,
             data_rank: rank.mesh().data_rank(coords),
             tp: [coords.get(Axis::Tp), rank.mesh().degree(Axis::Tp)],
-            senders: BTreeMap::new(),
-            receivers: BTreeMap::new(),
+            kept: BTreeMap::new(),
         })
     }
 
     /// The codec of a plan, in training, with the states of feedback of every message that this rank sends or receives in a step.
     ///
     /// # Errors
-    /// An activation that cannot be compressed as the plan says; a device without kernels for compression; no memory.
+    /// A device without kernels for compression; no memory.
     pub fn training(
         plan: &Plan,
-        schedule: &Schedule,
+        crossings: Vec<Crossing>,
         rank: &Rank,
         device: &Arc<dyn Device>,
-        activations: &[Activation],
     ) -> Result<Self, TrainError> {
-        let micros = plan.num_microbatches()?;
-        let clock = Clock::beside(Purpose::Train, 0, micros);
+        let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
         let mut codec = Self::plain(&plan.compress, plan.seed, rank, device, clock)?;
-        let (me, feedback) = (rank.coords().get(Axis::Pp), plan.compress.feedback);
-        for stage in 0..activations.len() {
-            for (direction, from) in [(Direction::Activation, stage), (Direction::Gradient, stage + 1)] {
-                let tag = Tag { direction, stage: from, micro: 0 };
-                let value = expected(activations, tag);
-                let Some(packed) = codec.scheme(direction).map(|scheme| require(scheme, feedback, tag, &value, rank))
-                else {
-                    continue;
-                };
-                let packed = packed?;
-                for micro in (0..micros).filter(|_| feedback != Feedback::None) {
-                    let [here, there] = [stage, stage + 1].map(|stage| schedule.rank_of(stage, micro) == me);
-                    let (sends, receives) = if from == stage { (here, there) } else { (there, here) };
-                    let tag = Tag { micro, ..tag };
-                    match (sends, receives) {
-                        (true, false) => _ = codec.senders.insert(tag, codec.sender(feedback, packed.shape.len())?),
-                        (false, true) if feedback.keeps_estimate() => {
-                            _ = codec.receivers.insert(tag, codec.zeros(packed.shape.len())?);
-                        }
-                        _ => {}
-                    }
-                }
+        for crossing in crossings {
+            let names: Vec<_> = crossing.states(plan).collect();
+            let state = |name| codec.zeros(if names.contains(&name) { crossing.packed.shape.len() } else { 0 });
+            let [residual, estimate, momentum] = Sender::<Buffer>::NAMES.map(state);
+            let kept = Sender { residual: residual?, estimate: estimate?, momentum: momentum? };
+            if !names.is_empty() {
+                codec.kept.insert(crossing.tag, (crossing, kept));
             }
         }
         Ok(codec)
+    }
+
+    /// Every state of feedback, with its name and its place in the state of a run.
+    pub fn states(&self) -> impl Iterator<Item = (&Crossing, &'static str, &Buffer)> {
+        let all = self.kept.values().flat_map(|(crossing, kept)| {
+            Sender::<Buffer>::NAMES.into_iter().zip(kept.all()).map(move |(name, state)| (crossing, name, state))
+        });
+        all.filter(|(_, _, state)| state.count() > 0)
+    }
+
+    /// The same, for writing.
+    pub fn states_mut(&mut self) -> impl Iterator<Item = (&Crossing, &'static str, &mut Buffer)> {
+        let all = self.kept.values_mut().flat_map(|(crossing, kept)| {
+            let crossing = &*crossing;
+            Sender::<Buffer>::NAMES.into_iter().zip(kept.all_mut()).map(move |(name, state)| (crossing, name, state))
+        });
+        all.filter(|(_, _, state)| state.count() > 0)
     }
 
     fn zeros(&self, count: usize) -> Result<Buffer, TrainError> {
@@ -140,28 +140,15 @@ impl Codec {
         Ok(self.device.zeros(DType::F32, count)?)
     }
 
-    /// The states of a sender before its first value.
-    fn sender(&self, feedback: Feedback, count: usize) -> Result<Sender<Buffer>, TrainError> {
-        let [residual, estimate, momentum] = feedback.keeps().map(|kept| self.zeros(if kept { count } else { 0 }));
-        Ok(Sender { residual: residual?, estimate: estimate?, momentum: momentum? })
-    }
-
     /// Begins a pass.
     pub fn begin(&mut self, clock: Clock) {
         self.clock = clock;
     }
 
-    fn scheme(&self, direction: Direction) -> Option<Scheme> {
-        let scheme = match direction {
-            Direction::Activation => self.compress.activations,
-            Direction::Gradient => self.compress.activation_gradients,
-        };
-        (scheme != NOTHING).then_some(scheme)
-    }
-
     /// How a value is compressed, if it is.
     pub fn packed(&self, tag: Tag, value: &Activation) -> Result<Option<Packed>, TrainError> {
-        let scheme = self.scheme(tag.direction).filter(|_| self.compress.includes(self.clock.of(tag.micro).0));
+        let scheme =
+            scheme(&self.compress, tag.direction).filter(|_| self.compress.includes(self.clock.of(tag.micro).0));
         scheme.map(|scheme| pack(scheme, tag, value)).transpose()
     }
 
@@ -188,8 +175,8 @@ impl Codec {
         let (kernels, feedback) = (self.device.compression()?, self.compress.feedback);
         let _buffers = self.device.meter().enter(Category::Buffers);
         let mut message = self.device.alloc(DType::U8, room)?;
-        let sender = self.senders.get_mut(&Tag { micro, ..tag }).filter(|_| pass == Purpose::Train);
-        let Some(sender) = sender else {
+        let kept = self.kept.get_mut(&Tag { micro, ..tag }).filter(|_| pass == Purpose::Train);
+        let Some((_, sender)) = kept else {
             kernels.pack(&of.scheme, of.shape, draws, &value, &mut message, 0)?;
             return Ok(message);
         };
@@ -207,8 +194,8 @@ impl Codec {
         let (_, micro) = self.clock.of(tag.micro);
         let message = part(message, of.bytes)?;
         let kernels = self.device.compression()?;
-        let estimate = self.receivers.get_mut(&Tag { micro, ..tag }).filter(|_| self.clock.purpose == Purpose::Train);
-        let Some(estimate) = estimate else {
+        let kept = self.kept.get_mut(&Tag { micro, ..tag }).filter(|_| self.clock.purpose == Purpose::Train);
+        let Some((_, Sender { estimate, .. })) = kept.filter(|(_, kept)| kept.estimate.count() > 0) else {
             let mut value = self.device.alloc(DType::F32, of.shape.len())?;
             kernels.unpack(&of.scheme, of.shape, &message, Fold::Replace, &mut value, 0)?;
             return Ok(value);
@@ -227,6 +214,14 @@ pub fn expected(activations: &[Activation], tag: Tag) -> Activation {
             Activation { types: activation.types.dual(), ..activation }
         }
     }
+}
+
+fn scheme(compress: &Compress, direction: Direction) -> Option<Scheme> {
+    let scheme = match direction {
+        Direction::Activation => compress.activations,
+        Direction::Gradient => compress.activation_gradients,
+    };
+    (scheme != NOTHING).then_some(scheme)
 }
 
 fn kind(direction: Direction) -> &'static str {
@@ -253,24 +248,20 @@ fn pack(scheme: Scheme, tag: Tag, value: &Activation) -> Result<Packed, TrainErr
     packed.map_err(|error| refuse(scheme, tag, error.to_string()).into())
 }
 
-fn refuse(scheme: Scheme, tag: Tag, problem: String) -> PlanError {
+/// The error of a value that is not compressed so.
+pub fn refuse(scheme: Scheme, tag: Tag, problem: String) -> PlanError {
     let place = if tag.direction == Direction::Activation { "activations" } else { "activation gradients" };
     PlanError::Compress { place, scheme: scheme.name(), problem: format!("stage {}: {problem}", tag.stage) }
 }
 
-/// How a value is compressed in training, refused where that would lose its meaning.
-fn require(
-    scheme: Scheme,
-    feedback: Feedback,
-    tag: Tag,
-    value: &Activation,
-    rank: &Rank,
-) -> Result<Packed, TrainError> {
+/// How a value is compressed in training, if it is, refused where that would lose its meaning.
+pub fn require(compress: &Compress, tag: Tag, value: &Activation, mesh: &Mesh) -> Result<Option<Packed>, TrainError> {
+    let Some(scheme) = scheme(compress, tag.direction) else { return Ok(None) };
     let refuse = |problem: String| Err(refuse(scheme, tag, problem).into());
     if value.dtype != DType::F32 {
         return refuse(format!("it sends {}, and only f32 is compressed", value.dtype));
     }
-    let mut split = value.types.iter().filter(|(axis, _)| rank.mesh().degree(*axis) > 1);
+    let mut split = value.types.iter().filter(|(axis, _)| mesh.degree(*axis) > 1);
     if let Some((axis, _)) = split.find(|(_, ty)| *ty == Ty::Partial) {
         return refuse(format!(
             "it sends shares of a sum over {axis}, and the sum of compressed shares is not the compressed sum: let the model send the sum, \
@@ -278,8 +269,8 @@ fn require(
         ));
     }
     let packed = pack(scheme, tag, value)?;
-    match feedback.check(&scheme, packed.shape) {
-        Ok(()) => Ok(packed),
+    match compress.feedback.check(&scheme, packed.shape) {
+        Ok(()) => Ok(Some(packed)),
         Err(error) => refuse(error.to_string()),
     }
 }

@@ -8,6 +8,7 @@ mod compress;
 mod decoder;
 pub mod dry_run;
 mod error;
+mod feedback;
 mod gathers;
 mod gradients;
 mod layout;
@@ -34,7 +35,9 @@ pub use layout::TIED;
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use segment::{Segment, SegmentSpec};
-pub use state::{StateKey, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout};
+pub use state::{
+    StateKey, StateKind, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout,
+};
 pub use statistics::ReportedStatistic;
 pub use step::{Evaluation, StepReport, Trainer};
 pub use update::OPTIMIZER;

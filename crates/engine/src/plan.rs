@@ -379,6 +379,9 @@ pub enum PlanError {
         /// Why not, and what would be valid.
         problem: String,
     },
+    /// A scheme that cannot be read.
+    #[error("{0}")]
+    Scheme(String),
     /// A parameter that no stage reads in training.
     #[error("parameter {name} is declared and nothing reads it in training: freeze it, or leave it out")]
     Unread {

@@ -1,5 +1,6 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
+use crate::feedback::{Crossing, crossings};
 use crate::layout::Layout;
 use crate::update::extents;
 use crate::zero::Cuts;
@@ -66,13 +67,22 @@ pub struct TrainState {
     pub pieces: Vec<StatePiece>,
 }
 
+/// What a vector of the state is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateKind {
+    /// A parameter of this role, or a state of the optimizer that goes with it.
+    Parameter(Role),
+    /// What compression lost, for feedback. A run may begin without it.
+    Feedback,
+}
+
 /// A slice of one vector of the state, and a rank that holds it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StateSlice {
     /// The name of the vector.
     pub key: StateKey,
-    /// The role of its parameter.
-    pub role: Role,
+    /// What it is.
+    pub kind: StateKind,
     /// Extents of the whole vector.
     pub dims: Shape,
     /// The type in which its elements are stored.
@@ -103,7 +113,14 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                 let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
                 let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
                 for StateVector { key, dims, dtype, place } in vectors(spec, &plan.optimizer) {
-                    let of = |slice| StateSlice { key: key.clone(), role: spec.role, dims, dtype, slice, rank };
+                    let of = |slice| StateSlice {
+                        key: key.clone(),
+                        kind: StateKind::Parameter(spec.role),
+                        dims,
+                        dtype,
+                        slice,
+                        rank,
+                    };
                     let Some(vector) = place.vector() else {
                         state.push(of(whole(dims)));
                         continue;
@@ -114,6 +131,19 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                     state.extend(held.boxes(part).into_iter().map(|(slice, _)| of(slice)));
                 }
             }
+        }
+    }
+    for rank in 0..mesh.world_size() {
+        for crossing in crossings(plan, &model, &schedule, mesh, mesh.coords(rank))? {
+            let Crossing { dims, ref slice, .. } = crossing;
+            state.extend(crossing.states(plan).map(|name| StateSlice {
+                key: crossing.key(name),
+                kind: StateKind::Feedback,
+                dims,
+                dtype: DType::F32,
+                slice: slice.clone(),
+                rank,
+            }));
         }
     }
     Ok(state)
@@ -182,6 +212,9 @@ pub trait StateSource {
     /// Updates of the weights so far.
     fn updates(&self) -> u64;
 
+    /// The extents of a vector, if there is one of that name.
+    fn dims(&self, key: &StateKey) -> Option<Vec<usize>>;
+
     /// The elements of a slice of a vector whose whole extents are `dims`, as the slice is stored, padding zero.
     ///
     /// # Errors
@@ -248,6 +281,10 @@ impl StateSource for WholeState {
 
     fn updates(&self) -> u64 {
         self.updates
+    }
+
+    fn dims(&self, key: &StateKey) -> Option<Vec<usize>> {
+        self.vectors.get(key).map(|(dims, _)| dims.to_vec())
     }
 
     fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {

@@ -65,6 +65,16 @@ impl PipeTransport {
         self.codec.begin(clock);
     }
 
+    /// What is sent in place of values.
+    pub fn codec(&self) -> &Codec {
+        &self.codec
+    }
+
+    /// The same, for writing.
+    pub fn codec_mut(&mut self) -> &mut Codec {
+        &mut self.codec
+    }
+
     /// How a value travels. Bytes of a message are padded so that the parts of all tp ranks are equal.
     fn wire(&self, tag: Tag, value: &Activation) -> Result<Wire, TrainError> {
         let Activation { dtype, shape, types } = value;

@@ -244,6 +244,53 @@ fn inference_is_compressed_as_training_is() {
     assert!(off < 0.1, "{off}");
 }
 
+/// A state of feedback is saved by sample: stopped and resumed, a run has the bits of one that was not, and on another mesh it goes on
+/// with what was lost.
+#[test]
+fn a_resumed_run_goes_on_with_what_was_lost() {
+    let on = |mesh: &str, micros, compress| Plan { compress, num_microbatches: Some(micros), ..plan(mesh) };
+    let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
+        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(tower(4), plan, rank, Cpu::device())?;
+            from.map(|state| trainer.load_state(state)).transpose()?;
+            let step = |step| Ok(trainer.step(&batch(step, trainer.samples()))?.loss);
+            let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
+            Ok::<_, TrainError>((losses, trainer.state()?))
+        });
+        let (mut losses, states): (Vec<_>, Vec<_>) =
+            ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+        (losses.swap_remove(0), WholeState::merge(&states).unwrap())
+    };
+    for (feedback, states) in
+        [("ef", &["residual"][..]), ("ef21", &["estimate"]), ("ef21m:0.5", &["estimate", "momentum"])]
+    {
+        let plan = on("dp=2,pp=2", 2, cuts("topk:0.1", "topk:0.2", feedback));
+        let (losses, wanted) = go_on(&plan, None, 0..4);
+        let (_, halfway) = go_on(&plan, None, 0..2);
+        let (resumed, state) = go_on(&plan, Some(&halfway), 2..4);
+        assert_eq!(resumed, losses[2..], "{feedback}");
+        assert!(state == wanted, "{feedback}: the state behind it");
+        let of_cuts: Vec<String> =
+            state.keys().filter(|key| key.parameter.starts_with("cut.")).map(|key| key.to_string()).collect();
+        let named = |value: &str| states.iter().map(|state| format!("cut.2.{value} ({state})")).collect::<Vec<_>>();
+        assert_eq!(of_cuts, [named("activation"), named("gradient")].concat());
+
+        // One rank of dp with twice as many micro-batches of the same samples has the same cuts.
+        let (moved, _) = go_on(&on("pp=2", 4, plan.compress), Some(&halfway), 2..4);
+        let forgotten =
+            Plan { compress: Compress { start_step: 1, ..cuts("topk:0.1", "topk:0.2", "none") }, ..plan.clone() };
+        let (forgotten, _) = go_on(&forgotten, Some(&halfway), 2..4);
+        for (step, (got, wanted)) in moved.iter().zip(&losses[2..]).enumerate() {
+            let off = |loss: &f64| (loss / wanted - 1.0).abs();
+            assert!(off(got) < 1e-3, "{feedback}: step {step} has loss {got}, uninterrupted {wanted}");
+        }
+        assert!((forgotten[1] / losses[3] - 1.0).abs() > 1e-3, "{feedback}: nothing was brought back");
+        // Other cuts start from zeros, and none needs no state.
+        go_on(&on("pp=4", 4, plan.compress), Some(&halfway), 2..3);
+        go_on(&on("dp=2", 2, plan.compress), Some(&halfway), 2..3);
+    }
+}
+
 fn refused(plan: &Plan) -> String {
     match predict(&tower(4), plan, 0) {
         Err(TrainError::Plan(error)) if matches!(*error, PlanError::Compress { .. }) => error.to_string(),

@@ -99,6 +99,41 @@ fn a_llama_of_any_size() {
 }
 
 #[test]
+fn compression_is_read_and_refused_by_key() {
+    let compress = config("--mesh pp=2 --set compress.activations=topk:0.1+quant:4 --set compress.rounding=stochastic");
+    let plan = compress.plan().unwrap().compress;
+    assert_eq!(plan.activations.to_string(), "topk:0.1+quant:4/stochastic");
+    assert_eq!(plan.activation_gradients.to_string(), "none");
+    for (settings, fault) in [
+        (
+            "activations=topk:0",
+            "compress.activations = \"topk:0\": the number of elements kept is \"0\", it must be a whole number from 1",
+        ),
+        (
+            "activations=quant:0",
+            "compress.activations = \"quant:0\": the number of bits is \"0\", it must be 1 to 8; use one of none, bf16",
+        ),
+        (
+            "activation_gradients=zip",
+            "compress.activation_gradients = \"zip\": there is no method \"zip\"; use one of none",
+        ),
+        ("activations=powersgd:2", "compress.activations = \"powersgd:2\": the factors of a message start from"),
+        (
+            "activations=sign --set training.numerics=canonical",
+            "compress.activations = \"sign\": has no meaning in canonical numerics, which promise the bits of one rank",
+        ),
+    ] {
+        let refused = load(&args(&format!("--mesh pp=2 --set compress.{settings}"))).unwrap_err().to_string();
+        assert!(refused.starts_with(fault) && refused.lines().count() == 1, "{refused}");
+    }
+    let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
+    let idle = unread("--set compress.activations=sign");
+    assert_eq!(idle, ["compress.activations = \"sign\" has no effect: one stage has no cuts"]);
+    let idle = unread("--mesh pp=2 --set compress.start_step=3");
+    assert_eq!(idle, ["compress.start_step = 3 has no effect: nothing is compressed"]);
+}
+
+#[test]
 fn an_offload_without_a_folder_is_refused() {
     let refused = |line: &str| load(&args(line)).unwrap_err().to_string();
     assert_eq!(

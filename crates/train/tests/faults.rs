@@ -277,16 +277,12 @@ fn what_ranks_cannot_share_out_is_refused() {
 
 #[test]
 fn what_has_not_landed_says_so_and_takes_its_default() {
-    for assignment in ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses", "compress.kind=topk"] {
+    for assignment in ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses"] {
         let refusal = refusal(&format!("--set {assignment}"));
         assert_eq!(refusal.lines().count(), 1, "{refusal}");
         assert!(refusal.contains("has not landed yet; "), "{refusal}");
         assert!(refusal.starts_with(assignment.split_once('=').unwrap().0), "{refusal}");
     }
-    assert_eq!(
-        Config::from_toml("[compress]\n").unwrap_err().to_string(),
-        "[compress]: compression has not landed yet; remove the section"
-    );
     config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=full");
 }
 
@@ -547,7 +543,7 @@ fn the_decay_must_outlast_the_warm_up() {
 
 #[test]
 fn all_faults_come_at_once() {
-    let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[compress]\n");
+    let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[compression]\n");
     let line = format!(
         "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=f16 --data no/such/text --metrics no/such/dir/m.jsonl \
          --device cuda",
@@ -561,7 +557,7 @@ fn all_faults_come_at_once() {
             "--mseh",
             "model.width",
             "optimizer.lr",
-            "[compress]",
+            "[compression]",
             "training.dtype",
             "--device",
             "model.hidden_size",

@@ -25,6 +25,7 @@ pub use evaluate::Evaluation;
 use crate::chunk::{Chunk, LiveActivations, Message, Running};
 use crate::codec::{Clock, Codec};
 use crate::dry_run;
+use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, norm_shards, replica};
@@ -232,7 +233,8 @@ impl Trainer {
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
-        let codec = Codec::training(plan, &schedule, &rank, &device, &activations)?;
+        let crossings = crossings(plan, &model_plan, &schedule, rank.mesh(), rank.coords())?;
+        let codec = Codec::training(plan, crossings, &rank, &device)?;
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {
             transport: PipeTransport::new(&rank, device.clone(), activations.clone(), codec, scatter, in_flight),

@@ -3,6 +3,7 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, vectors, whole};
+use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec};
 
@@ -107,6 +108,14 @@ impl Trainer {
                 }
             }
         }
+        for (crossing, name, state) in self.transport.codec().states() {
+            let (key, dims, slice) = (crossing.key(name), crossing.dims, crossing.slice.clone());
+            if wanted(&key) {
+                let host = self.device.download(state).map_err(TrainError::from)?;
+                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                visit(StateView { key, dims, dtype: DType::F32, slice, values })?;
+            }
+        }
         Ok((self.steps_begun, weights.updates()))
     }
 
@@ -130,6 +139,15 @@ impl Trainer {
                 boxes.iter().map(|(slice, _)| source.read(key, *dims, slice)).collect::<Result<_, _>>()?;
             Ok(values.concat())
         })?;
+        let device = &self.device;
+        for (crossing, name, state) in self.transport.codec_mut().states_mut() {
+            let key = crossing.key(name);
+            let values = match source.dims(&key) {
+                Some(_) => source.read(&key, crossing.dims, &crossing.slice)?,
+                None => vec![0.0; state.count()],
+            };
+            device.upload_into(&Buffer::from_vec(values), state, 0)?;
+        }
         self.steps_begun = source.step();
         Ok(())
     }

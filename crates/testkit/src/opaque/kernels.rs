@@ -432,11 +432,15 @@ impl Opaque {
         work: impl FnOnce(&dyn Compression, &mut Sender<Buffer>) -> Result<T>,
     ) -> Result<T> {
         let kernels = self.inner.compression()?;
-        let [residual, estimate, momentum] = sender.all().map(take);
+        let [residual, estimate, momentum] = sender.all_mut().map(take);
         let mut behind = Sender { residual, estimate, momentum };
         let result = work(kernels, &mut behind);
         let Sender { residual, estimate, momentum } = behind;
-        sender.all().into_iter().zip([residual, estimate, momentum]).for_each(|(state, host)| give_back(state, host));
+        sender
+            .all_mut()
+            .into_iter()
+            .zip([residual, estimate, momentum])
+            .for_each(|(state, host)| give_back(state, host));
         result
     }
 }

@@ -5,14 +5,14 @@
 
 use super::save::little_endian;
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
-use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, ReadError, share, steps};
+use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, Kind, ReadError, share, steps};
 use meshwork_core::{Group, ReduceOp};
-use meshwork_engine::{Plan, StateKey, StateSlice, StateSource, TrainError, Trainer, state_layout};
+use meshwork_engine::{Plan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer, state_layout};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{ParamSpec, Shape};
 use serde_json::Value;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// What a run goes on from.
@@ -74,12 +74,13 @@ pub fn resume<E: From<CheckpointError>>(
 
 /// Everything in which the state of a checkpoint differs from what ranks hold: vectors that only one of them has, other extents.
 pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
-    let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype)));
-    let wanted: BTreeMap<String, (Shape, Dtype)> = layout.iter().map(of_model).collect();
+    let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype), of.kind));
+    let wanted: BTreeMap<String, (Shape, Dtype, StateKind)> = layout.iter().map(of_model).collect();
     let stored: BTreeMap<&str, _> = index.tensors.iter().map(|of| (&*of.tensor.name, &of.tensor)).collect();
     let mut misfits = Vec::new();
-    for (name, &(dims, held)) in &wanted {
+    for (name, &(dims, held, kind)) in &wanted {
         match stored.get(&**name) {
+            None if kind == StateKind::Feedback => {} // It starts from zeros.
             None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
             Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != held => {
                 let (found, dtype) = (&tensor.dims, tensor.dtype.name());
@@ -89,7 +90,7 @@ pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
             Some(_) => {}
         }
     }
-    let extra = stored.iter().filter(|(name, _)| !wanted.contains_key(**name));
+    let extra = stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != Kind::Feedback);
     misfits.extend(extra.map(|(name, tensor)| format!("{name}: the checkpoint has {:?}, the model none", tensor.dims)));
     misfits
 }
@@ -100,7 +101,9 @@ fn load(
     layout: &[StateSlice],
     checkpoint: &Checkpoint,
 ) -> Result<Result<(), Damage>, CheckpointError> {
-    let slices: Vec<_> = layout.iter().map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
+    let stored: BTreeSet<&str> = checkpoint.index().tensors.iter().map(|of| &*of.tensor.name).collect();
+    let slices = layout.iter().map(|of| (name_of(&of.key), slice_of(&of.slice)));
+    let slices: Vec<_> = slices.filter(|(name, _)| stored.contains(&**name)).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
     let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());
     if let Some(damage) = checkpoint.verify(&share(checkpoint, &units, rank, ranks)).into_iter().next() {
@@ -132,6 +135,12 @@ impl StateSource for Source<'_> {
 
     fn updates(&self) -> u64 {
         self.updates
+    }
+
+    fn dims(&self, key: &StateKey) -> Option<Vec<usize>> {
+        let name = name_of(key);
+        let found = self.checkpoint.index().tensors.iter().find(|of| of.tensor.name == name)?;
+        Some(found.tensor.dims.iter().map(|&extent| extent as usize).collect())
     }
 
     fn read(&self, key: &StateKey, _: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {

@@ -2,7 +2,7 @@
 
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
-use meshwork_engine::{Plan, StateView, Trainer, state_layout};
+use meshwork_engine::{Plan, StateKind, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
 use meshwork_tensor::Role;
 use serde_json::{Value, json};
@@ -20,9 +20,10 @@ pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, Checkp
     for of in state_layout(model, plan)? {
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
-            let kind = match (&of.key.state, of.role) {
+            let kind = match (&of.key.state, of.kind) {
+                (_, StateKind::Feedback) => Kind::Feedback,
                 (Some(_), _) => Kind::OptimizerState,
-                (None, Role::Buffer) => Kind::Buffer,
+                (None, StateKind::Parameter(Role::Buffer)) => Kind::Buffer,
                 (None, _) => Kind::Weight,
             };
             tensors.push(Tensor { name, kind, dtype: dtype_of(of.dtype), dims: dims_of(of.dims) });

@@ -50,6 +50,7 @@ const MOE: [&str; 17] = [
     "moe.top_groups",
     "parallelism.expert_tensor_parallel",
 ];
+const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
 const PROFILE: [&str; 3] = ["metrics.profile_steps", "metrics.trace", "metrics.schedule"];
 
 /// Appends a notice to those of `config` for each key that is given and that another key makes meaningless.
@@ -98,6 +99,13 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
                 "memory.saved_dtype is {}: norms and activation functions would be computed from rounded values",
                 config.memory.saved_dtype.name()
             ),
+        ),
+        ("parallelism.pp", config.parallelism.pp == 1, &CUTS, "one stage has no cuts".to_owned()),
+        (
+            "compress.activations",
+            !config.compress.plan().is_ok_and(|plan| plan.is_some()),
+            &["compress.rounding", "compress.start_step"],
+            "nothing is compressed".to_owned(),
         ),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
         ("optimizer.name", true, &by_rule, unread("optimizer.name", rule.name())),

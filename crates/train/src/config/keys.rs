@@ -153,9 +153,6 @@ pub(super) const fn one_of(landed: &'static [&'static str]) -> Kind {
     Kind::Choice { landed, planned: &[] }
 }
 
-/// Sections of features that are not implemented yet, with the feature.
-pub static PLANNED_SECTIONS: &[(&str, &str)] = &[("compress", "compression")];
-
 /// All keys with the name of their section.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {
     SECTIONS.iter().flat_map(|section| section.keys.iter().map(|key| (section.name, key)))

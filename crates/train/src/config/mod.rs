@@ -15,6 +15,7 @@ mod arguments;
 mod batch;
 mod check;
 mod cli;
+mod compress;
 mod experts;
 mod fault;
 mod idle;
@@ -44,7 +45,7 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OffloadWord, OptimizerName, RecomputeWord,
-    Recomputed, SavedDtype, VerifySteps, VerifyWord,
+    Recomputed, RoundingName, SavedDtype, VerifySteps, VerifyWord,
 };
 
 impl Config {

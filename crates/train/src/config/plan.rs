@@ -143,6 +143,7 @@ impl Config {
             verify: self.training.verify.into(),
             zero: self.parallelism.zero(),
             offload: self.memory.offload(),
+            compress: self.compress.plan().map_err(|error| meshwork_engine::PlanError::Scheme(error.to_string()))?,
         })
     }
 

@@ -9,6 +9,7 @@ use super::Config;
 use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
+use super::compress;
 use super::experts;
 use super::fault::{Fault, choose_from};
 use super::idle;
@@ -41,6 +42,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     check(&config, &mut settings);
     experts::check(&config, &mut settings);
     zero::check(&config, &mut settings);
+    compress::check(&config, &mut settings);
     idle::notice(&mut config, &settings);
     schedule::resolve(&mut config, &mut settings);
     partition::resolve(&mut config, &mut settings);

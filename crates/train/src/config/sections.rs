@@ -13,7 +13,7 @@ use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, secti
 use super::settings::Settings;
 use super::words::{
     AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OffloadWord,
-    OptimizerName, RecomputeWord, Recomputed, SavedDtype, VerifySteps, VerifyWord,
+    OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -341,6 +341,19 @@ sections! {
     [comm] Comm {
         /// Seconds without progress after which a collective gives up on a rank.
         timeout_seconds: f64 = float(60.0), Number(Positive);
+    }
+
+    /// Lossy compression of what ranks send each other. docs/compression.md has the schemes.
+    [compress] Compress {
+        /// Activations between stages: none, bf16, fp8:e4m3, quant:4, sign, topk:0.1, randk:0.1, topk:0.1+quant:8 and others. Rows are
+        /// samples.
+        activations: String = is("none"), Text;
+        /// Gradients of activations between stages, likewise.
+        activation_gradients: String = is("none"), Text;
+        /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme does not say so.
+        rounding: RoundingName = is("nearest"), one_of(RoundingName::WORDS);
+        /// The first step that compresses.
+        start_step: u64 = int(1), Count(1);
     }
 
     /// Details of canonical numerics.

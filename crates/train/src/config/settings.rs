@@ -53,11 +53,6 @@ impl Settings {
     /// Reads a TOML document.
     pub(crate) fn read_table(&mut self, table: Table) {
         for (section, value) in table {
-            if let Some((_, feature)) = keys::PLANNED_SECTIONS.iter().find(|(name, _)| *name == section) {
-                let problem = format!("{feature} has not landed yet");
-                self.fault(&format!("[{section}]"), "", problem, "remove the section");
-                continue;
-            }
             let known: Vec<_> = keys::SECTIONS.iter().map(|known| known.name).collect();
             match value {
                 Value::Table(entries) if entries.is_empty() && !known.contains(&section.as_str()) => {
@@ -103,9 +98,6 @@ impl Settings {
         let path = if section.is_empty() { name.to_string() } else { format!("{section}.{name}") };
         let shown = format!("{}{origin}", show(&value));
         let Some((_, key)) = keys::find(section, name) else {
-            if let Some((_, feature)) = keys::PLANNED_SECTIONS.iter().find(|(name, _)| *name == section) {
-                return self.fault(&path, shown, format!("{feature} has not landed yet"), "remove the key");
-            }
             return self.fault(&path, shown, "unknown key", format!("the nearest is {}", similar(section, name)));
         };
         let path = format!("{section}.{}", key.name);

@@ -137,6 +137,14 @@ words! {
         None = "none",
     }
 
+    /// `compress.rounding`.
+    RoundingName {
+        /// To the nearest code.
+        Nearest = "nearest",
+        /// Up or down at random.
+        Stochastic = "stochastic",
+    }
+
     /// Where the ranks compute: `--device`.
     Device {
         /// The threads of this process.

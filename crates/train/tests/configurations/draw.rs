@@ -660,6 +660,22 @@ impl Frame {
             "checkpoint.export" => {
                 rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
+            "compress.activations" | "compress.activation_gradients" => match rng.below(40) {
+                0 => some(&"quant:9"),
+                1 => some(&"powersgd:2"),
+                2..8 => some(&rng.pick(&[
+                    "none",
+                    "bf16",
+                    "quant:8",
+                    "topk:0.5",
+                    "sign/row",
+                    "randk:3",
+                    "topk:0.5+fp8:e4m3",
+                ])),
+                _ => None,
+            },
+            "compress.rounding" => one_of(rng, &["nearest", "stochastic"]),
+            "compress.start_step" => one_of(rng, &["1", "2", "9"]),
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),

@@ -20,6 +20,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     pipeline(case, &mut rule);
     batch(case, &mut rule);
     canonical(case, &mut rule);
+    compress(case, &mut rule);
     data(case, &mut rule);
     files(case, &mut rule);
     let resumes = case.read("checkpoint.resume").unwrap_or(false);
@@ -304,6 +305,20 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
     rule(blocks > 4096, "more blocks than any tp has use for");
+}
+
+/// The schemes of `[compress]` that are given and not `none`.
+pub fn schemes(case: &Case) -> impl Iterator<Item = &str> {
+    let keys = ["compress.activations", "compress.activation_gradients"].into_iter();
+    keys.filter_map(|key| case.get(key)).filter(|scheme| *scheme != "none")
+}
+
+fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    for scheme in schemes(case) {
+        rule(scheme == "quant:9", "codes of more than eight bits");
+        rule(scheme.starts_with("powersgd"), "samples have no factors to start from");
+        rule(is_canonical(case), "one rank sends nothing");
+    }
 }
 
 fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {

@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 23] = [
+const ALONE: [(&str, Option<&str>); 25] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -62,6 +62,8 @@ const ALONE: [(&str, Option<&str>); 23] = [
     ("memory.recompute", None),
     ("memory.offload", None),
     ("memory.offload_dir", None),
+    ("compress.activations", None),
+    ("compress.activation_gradients", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),
@@ -102,7 +104,9 @@ fn rounds(config: &Config) -> bool {
 }
 
 fn same(config: &Config) -> Same {
+    let lossy = config.plan().is_ok_and(|plan| plan.compress.is_some());
     match config.pipeline.spec() {
+        _ if lossy && config.parallelism.pp > 1 => Same::Nothing,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream2Bw, .. }) => Same::FirstStep,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream, .. }) => match config.pipeline.num_microbatches {
             1 => Same::FirstStep,
