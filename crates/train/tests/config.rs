@@ -118,6 +118,15 @@ fn compression_is_read_and_refused_by_key() {
             "compress.activation_gradients = \"zip\": there is no method \"zip\"; use one of none",
         ),
         ("activations=powersgd:2", "compress.activations = \"powersgd:2\": the factors of a message start from"),
+        ("feedback=ef", "compress.feedback = \"ef\": brings back what compression loses, and nothing is compressed"),
+        (
+            "feedback=ef20",
+            "compress.feedback = \"ef20\": there is no such feedback; valid are none, ef, ef21 and ef21m:ETA",
+        ),
+        (
+            "activations=sign --set compress.feedback=ef --set pipeline.schedule=zb_h2",
+            "compress.feedback = \"ef\": would count what is lost twice: pipeline.schedule = \"zb_h2\" begins steps",
+        ),
         (
             "activations=sign --set training.numerics=canonical",
             "compress.activations = \"sign\": has no meaning in canonical numerics, which promise the bits of one rank",

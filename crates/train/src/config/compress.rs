@@ -5,9 +5,11 @@ use super::fault::Fault;
 use super::sections::Compress;
 use super::settings::Settings;
 use super::words::RoundingName;
-use meshwork_compress::{CompressError, Rounding, Scheme};
+use meshwork_compress::{CompressError, Feedback, Rounding, Scheme};
 
-const SCHEMES: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
+/// What crosses the cuts of a pipeline.
+pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
+const SCHEMES: [&str; 2] = CUTS;
 
 impl Compress {
     /// What is compressed, of texts that were checked.
@@ -23,8 +25,8 @@ impl Compress {
         Ok(meshwork_engine::Compress {
             activations: scheme(&self.activations)?,
             activation_gradients: scheme(&self.activation_gradients)?,
+            feedback: self.feedback.parse()?,
             start_step: self.start_step,
-            ..meshwork_engine::Compress::default()
         })
     }
 
@@ -36,28 +38,44 @@ impl Compress {
 
 /// Appends what is wrong with `[compress]` to the faults of `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
-    for (key, text) in SCHEMES.into_iter().zip(config.compress.schemes()) {
+    let (compress, feedback) = (&config.compress, "compress.feedback");
+    for (key, text) in SCHEMES.into_iter().zip(compress.schemes()) {
         if let Err(CompressError::Scheme { text, problem }) = text.parse::<Scheme>() {
             settings.fault(key, format!("{text:?}"), problem, format!("use one of {}", Scheme::VALID));
         }
     }
-    if !settings.sound(&SCHEMES) {
-        return;
+    if let Err(CompressError::Feedback { problem, .. }) = compress.feedback.parse::<Feedback>() {
+        settings.fault(feedback, format!("{:?}", compress.feedback), "there is no such feedback", problem);
     }
-    let Ok(plan) = config.compress.plan() else { return };
-    let given = SCHEMES.into_iter().zip(config.compress.schemes()).find(|(_, text)| *text != "none");
-    let Some((key, text)) = given.filter(|_| plan.is_some()) else { return };
-    let mut fail =
-        |problem: &str, valid: &str| settings.faults.push(Fault::new(key, format!("{text:?}"), problem, valid));
-    if config.reduction_blocks().is_some() {
-        fail(
-            "has no meaning in canonical numerics, which promise the bits of one rank: it has nobody to send compressed values to",
-            "use training.numerics = \"fast\", or none",
+    let Ok(plan) = compress.plan() else { return };
+    let given = SCHEMES.into_iter().zip(compress.schemes()).filter(|(_, text)| *text != "none");
+    let mut faults = Vec::new();
+    let mut fail = |key: &str, text: &str, problem: &str, valid: &str| {
+        faults.push(Fault::new(key, format!("{text:?}"), problem, valid));
+    };
+    for (key, text) in given.filter(|_| config.reduction_blocks().is_some() && settings.sound(&["training.numerics"])) {
+        let problem = "has no meaning in canonical numerics, which promise the bits of one rank: it has nobody to send compressed values to";
+        fail(key, text, problem, "use training.numerics = \"fast\", or none");
+    }
+    for (key, text) in CUTS.into_iter().zip([&compress.activations, &compress.activation_gradients]) {
+        if text.starts_with("powersgd") {
+            let problem =
+                "the factors of a message start from those of the one before, and samples have nothing in common";
+            fail(key, text, problem, "use quant, topk, randk, sign, bf16 or fp8");
+        }
+    }
+    if plan.feedback != Feedback::None && !plan.is_some() {
+        let valid = format!("set {}, or use none", SCHEMES.join(" or "));
+        fail(feedback, &compress.feedback, "brings back what compression loses, and nothing is compressed", &valid);
+    } else if plan.feedback != Feedback::None
+        && settings.sound(&["pipeline.schedule"])
+        && config.pipeline.spec().is_ok_and(|schedule| schedule.overlaps_steps())
+    {
+        let schedule = &config.pipeline.schedule;
+        let problem = format!(
+            "would count what is lost twice: pipeline.schedule = {schedule:?} begins steps that it may have to repeat"
         );
+        fail(feedback, &compress.feedback, &problem, "use another schedule, or none");
     }
-    let powersgd = SCHEMES.into_iter().zip(config.compress.schemes()).find(|(_, text)| text.starts_with("powersgd"));
-    if let Some((key, text)) = powersgd {
-        let problem = "the factors of a message start from those of the one before, and samples have nothing in common";
-        settings.fault(key, format!("{text:?}"), problem, "use quant, topk, randk, sign, bf16 or fp8");
-    }
+    settings.faults.append(&mut faults);
 }

@@ -2,6 +2,8 @@
 
 use toml::Value;
 
+use super::Config;
+use super::compress::CUTS;
 use super::settings::Settings;
 use super::words::{ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
 use super::{Config, Recomputed};
@@ -50,7 +52,6 @@ const MOE: [&str; 17] = [
     "moe.top_groups",
     "parallelism.expert_tensor_parallel",
 ];
-const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
 const PROFILE: [&str; 3] = ["metrics.profile_steps", "metrics.trace", "metrics.schedule"];
 
 /// Appends a notice to those of `config` for each key that is given and that another key makes meaningless.

@@ -350,6 +350,9 @@ sections! {
         activations: String = is("none"), Text;
         /// Gradients of activations between stages, likewise.
         activation_gradients: String = is("none"), Text;
+        /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
+        /// moving average with that weight of the new value).
+        feedback: String = is("none"), Text;
         /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme does not say so.
         rounding: RoundingName = is("nearest"), one_of(RoundingName::WORDS);
         /// The first step that compresses.

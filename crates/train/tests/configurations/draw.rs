@@ -82,6 +82,8 @@ struct Frame {
     ep: usize,
     experts: usize,
     router: &'static str,
+    /// Whether something is compressed.
+    lossy: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -346,6 +348,7 @@ impl Frame {
             },
             profile: rarely(rng, 20),
             pretrained,
+            lossy: !canonical && rarely(rng, 4),
         }
     }
 
@@ -660,10 +663,12 @@ impl Frame {
             "checkpoint.export" => {
                 rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
-            "compress.activations" | "compress.activation_gradients" => match rng.below(40) {
+            "compress.activations" | "compress.activation_gradients" => match rng.below(200) {
                 0 => some(&"quant:9"),
                 1 => some(&"powersgd:2"),
-                2..8 => some(&rng.pick(&[
+                2 => some(&"sign/row"), // also in canonical numerics
+                _ if !self.lossy => None,
+                _ => some(&rng.pick(&[
                     "none",
                     "bf16",
                     "quant:8",
@@ -672,6 +677,10 @@ impl Frame {
                     "randk:3",
                     "topk:0.5+fp8:e4m3",
                 ])),
+            },
+            "compress.feedback" => match rng.below(100) {
+                0 => some(&rng.pick(&["ef22", "ef21m:2", "ef"])),
+                1..40 if self.lossy => some(&rng.pick(&["none", "ef", "ef21", "ef21m:0.5"])),
                 _ => None,
             },
             "compress.rounding" => one_of(rng, &["nearest", "stochastic"]),

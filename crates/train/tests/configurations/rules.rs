@@ -314,6 +314,12 @@ pub fn schemes(case: &Case) -> impl Iterator<Item = &str> {
 }
 
 fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let feedback = case.get("compress.feedback").filter(|feedback| *feedback != "none");
+    rule(matches!(feedback, Some("ef22" | "ef21m:2")), "no such feedback");
+    rule(feedback.is_some() && schemes(case).next().is_none(), "nothing is lost");
+    let repeats = own(case).is_none() && case.get("pipeline.replication").is_none() && generator(case).overlaps_steps();
+    rule(feedback.is_some() && repeats, "steps that begin twice");
+
     for scheme in schemes(case) {
         rule(scheme == "quant:9", "codes of more than eight bits");
         rule(scheme.starts_with("powersgd"), "samples have no factors to start from");

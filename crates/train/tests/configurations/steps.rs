@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 25] = [
+const ALONE: [(&str, Option<&str>); 26] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -64,6 +64,7 @@ const ALONE: [(&str, Option<&str>); 25] = [
     ("memory.offload_dir", None),
     ("compress.activations", None),
     ("compress.activation_gradients", None),
+    ("compress.feedback", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),
