@@ -36,6 +36,11 @@ impl FlatSlice {
         Self::new(elements, 1, 0)
     }
 
+    /// Its number among the slices, and their number.
+    pub fn place(self) -> [usize; 2] {
+        [self.index, self.parts]
+    }
+
     /// Elements of the vector, without padding.
     pub fn elements(self) -> usize {
         self.elements

@@ -154,7 +154,7 @@ impl Ddp {
                 Some(*end - elements[id]..*end)
             });
             let (members, rounds) = (members.collect::<Vec<Range<usize>>>(), rounds.clone());
-            Bucket { members, elements: *total, rounds, last: None, scatter: false, shares: 1, fills: 1 }
+            Bucket { members, elements: *total, rounds, sum: None, last: None, scatter: false, shares: 1, fills: 1 }
         };
         let awaited: Vec<usize> = plan.iter().map(|bucket| bucket.members.len()).collect();
         let step = |_| {

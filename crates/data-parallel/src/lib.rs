@@ -6,10 +6,12 @@ mod ddp;
 mod gatherer;
 mod plan;
 mod reducer;
+mod sum;
 mod vectors;
 
 pub use ddp::{Ddp, DdpError};
 pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
 pub use plan::{BucketPlan, Member, plan};
 pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};
+pub use sum::Sum;
 pub use vectors::{HostVectors, VectorError, Vectors};

@@ -1,5 +1,6 @@
 //! Runs the reductions of buckets.
 
+use crate::sum::Sum;
 use crate::vectors::{VectorError, Vectors};
 use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Group, Pending, Rank, ReduceOp};
 use std::collections::VecDeque;
@@ -38,6 +39,8 @@ pub struct Bucket {
     /// The gradients are summed over the first of these groups, the result over the second, and so on. Only the first
     /// round overlaps. Without rounds, the gradients are not changed. See [`rounds`].
     pub rounds: Vec<Group>,
+    /// How the first round is summed, if not by an all-reduce or a reduce-scatter.
+    pub sum: Option<Box<dyn Sum>>,
     /// A group to sum over after the rounds whose ranks make their buckets ready in different orders. It never overlaps:
     /// [`Reducer::finish`] sums over it, bucket by bucket. The ranks of the group must have such buckets in one order.
     pub last: Option<Group>,
@@ -136,6 +139,8 @@ struct Slot {
     reducing: Option<Pending>,
     /// The sum, or this rank's slice of it, of the fills whose first round is over.
     sum: Option<Buffer>,
+    /// Whether this step is summed by the bucket's own method.
+    own_sum: bool,
     /// Whether a reduction failed.
     lost: bool,
 }
@@ -167,7 +172,7 @@ impl Reducer {
             // Where only slices stay, there is nothing before the first reduction.
             let sum = (!bucket.scatter).then(|| zeros(&vectors, at, bucket.elements)).transpose()?;
             let members = vec![Progress::default(); bucket.members.len()];
-            Ok(Slot { bucket, members, reduced: 0, filling: None, reducing: None, sum, lost: false })
+            Ok(Slot { bucket, members, reduced: 0, filling: None, reducing: None, sum, own_sum: false, lost: false })
         };
         let slots = buckets.into_iter().enumerate().map(slot).collect::<Result<_, ReduceError>>()?;
         Ok(Self { slots, vectors: Box::new(vectors), in_flight: VecDeque::new() })
@@ -194,9 +199,10 @@ impl Reducer {
         self.slots[bucket].bucket.slice()
     }
 
-    /// Begins a step: slices of the last one are freed.
-    pub fn begin(&mut self) {
+    /// Begins a step, or an update of several in a step, of this number: slices of the last one are freed.
+    pub fn begin(&mut self, number: u64) {
         for slot in &mut self.slots {
+            slot.own_sum = slot.bucket.sum.as_mut().is_some_and(|sum| sum.begin(number));
             slot.members.fill(Progress::default());
             slot.reduced = 0;
             slot.sum.take_if(|_| slot.bucket.scatter);
@@ -260,8 +266,12 @@ impl Reducer {
             Some(group) => {
                 let Some(gradients) = slot.filling.take() else { return Err(ReduceError::Lost { bucket }) };
                 slot.lost = true;
-                let pending =
-                    group.start_all_reduce(gradients, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+                let pending = match slot.bucket.sum.as_mut().filter(|_| slot.own_sum) {
+                    Some(sum) => sum.start(group, gradients).map_err(|source| not_summed(bucket, source))?,
+                    None => {
+                        group.start_all_reduce(gradients, ReduceOp::Sum).map_err(|source| failed(bucket, source))?
+                    }
+                };
                 (slot.lost, slot.reducing) = (false, Some(pending));
             }
         }
@@ -276,13 +286,18 @@ impl Reducer {
         }
         let slot = &mut self.slots[bucket];
         let (Some(group), Some(gradients)) = (slot.bucket.rounds.first(), slot.filling.take()) else { return Ok(()) };
-        let room = self
-            .vectors
-            .alloc(slot.bucket.slice().count())
-            .map_err(|source| ReduceError::Vectors { bucket, source })?;
-        slot.lost = true;
-        let pending =
-            group.start_reduce_scatter(gradients, room, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
+        let count = slot.bucket.slice().count();
+        let pending = match slot.bucket.sum.as_mut().filter(|_| slot.own_sum) {
+            Some(sum) => {
+                slot.lost = true;
+                sum.start(group, gradients).map_err(|source| not_summed(bucket, source))?
+            }
+            None => {
+                let room = self.vectors.alloc(count).map_err(|source| ReduceError::Vectors { bucket, source })?;
+                slot.lost = true;
+                group.start_reduce_scatter(gradients, room, ReduceOp::Sum).map_err(|source| failed(bucket, source))?
+            }
+        };
         (slot.lost, slot.reducing) = (false, Some(pending));
         self.in_flight.push_back(bucket);
         Ok(())
@@ -293,7 +308,11 @@ impl Reducer {
         let slot = &mut self.slots[bucket];
         let Some(pending) = slot.reducing.take() else { return Ok(()) };
         slot.lost = true;
-        let reduced = pending.wait().map_err(|source| failed(bucket, source))?;
+        let mut reduced = pending.wait().map_err(|source| failed(bucket, source))?;
+        let (own, group) = (slot.bucket.sum.as_mut().filter(|_| slot.own_sum), slot.bucket.rounds.first());
+        if let (Some(sum), Some(group)) = (own, group) {
+            reduced = sum.finish(group, reduced).map_err(|source| not_summed(bucket, source))?;
+        }
         match &mut slot.sum {
             Some(sum) => {
                 self.vectors.add(sum, &reduced).map_err(|source| ReduceError::Vectors { bucket, source })?;
@@ -342,6 +361,16 @@ impl Reducer {
         Ok(())
     }
 
+    /// How the first round of a bucket is summed, if not by an all-reduce or a reduce-scatter.
+    pub fn sum(&self, bucket: usize) -> Option<&dyn Sum> {
+        self.slots[bucket].bucket.sum.as_deref()
+    }
+
+    /// The same, for writing its states.
+    pub fn sum_mut(&mut self, bucket: usize) -> Option<&mut (dyn Sum + 'static)> {
+        self.slots[bucket].bucket.sum.as_deref_mut()
+    }
+
     /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is under way.
     pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
         self.slots[bucket].sum.as_ref()
@@ -384,6 +413,14 @@ fn zeros(vectors: &dyn Vectors, bucket: usize, count: usize) -> Result<Buffer, R
     let mut vector = vectors.alloc(count).map_err(failed)?;
     vectors.zero(&mut vector, 0..count).map_err(failed)?;
     Ok(vector)
+}
+
+/// A failure of a bucket's own method. One of a communication stays one.
+fn not_summed(bucket: usize, source: VectorError) -> ReduceError {
+    match source.downcast::<CommError>() {
+        Ok(source) => ReduceError::Comm { bucket, source },
+        Err(source) => ReduceError::Vectors { bucket, source },
+    }
 }
 
 fn failed(bucket: usize, source: CommError) -> ReduceError {

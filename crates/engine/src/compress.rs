@@ -1,6 +1,6 @@
 //! What is compressed when it travels between ranks, as plain data.
 
-use crate::{Plan, PlanError};
+use crate::{Plan, PlanError, ZeroStage};
 use meshwork_compress::{Compressor, Feedback, Scheme, Values};
 
 /// Lossy compression of what ranks send each other. By default nothing is compressed.
@@ -22,6 +22,8 @@ pub struct Compress {
     pub activations: Scheme,
     /// Their gradients. Rows are samples.
     pub activation_gradients: Scheme,
+    /// Gradients of weights, summed over data-parallel ranks. Each bucket is one value, of one row.
+    pub gradients: Scheme,
     /// How what compression lost is brought back, wherever something is compressed.
     pub feedback: Feedback,
     /// The first step that compresses, from 1.
@@ -33,14 +35,24 @@ pub(crate) const NOTHING: Scheme = Scheme::Values(Values::F32);
 
 impl Default for Compress {
     fn default() -> Self {
-        Self { activations: NOTHING, activation_gradients: NOTHING, feedback: Feedback::None, start_step: 1 }
+        Self {
+            activations: NOTHING,
+            activation_gradients: NOTHING,
+            gradients: NOTHING,
+            feedback: Feedback::None,
+            start_step: 1,
+        }
     }
 }
 
 impl Compress {
     /// The places that are compressed, with their schemes.
     pub fn places(&self) -> impl Iterator<Item = (&'static str, Scheme)> {
-        let all = [("activations", self.activations), ("activation gradients", self.activation_gradients)];
+        let all = [
+            ("activations", self.activations),
+            ("activation gradients", self.activation_gradients),
+            ("gradients", self.gradients),
+        ];
         all.into_iter().filter(|(_, scheme)| *scheme != NOTHING)
     }
 
@@ -79,11 +91,19 @@ impl Compress {
             return refuse(place, scheme.to_string(), problem);
         }
         if let Some((place, scheme)) = self.places().find(|(_, scheme)| matches!(scheme, Scheme::PowerSgd(_))) {
-            let problem = "the factors of a message start from those of the one before, and samples have nothing in common; use quant, topk, \
-                           randk, sign, bf16 or fp8";
-            return refuse(place, scheme.name(), problem);
+            let problem = match place {
+                "gradients" => "gradients are summed in buckets, which are no matrices",
+                _ => "the factors of a message start from those of the one before, and samples have nothing in common",
+            };
+            let problem = format!("{problem}; use quant, topk, randk, sign, bf16 or fp8");
+            return refuse(place, scheme.name(), &problem);
         }
-        if self.feedback != Feedback::None && plan.schedule.overlaps_steps() {
+        if self.gradients != NOTHING && plan.zero.stage > ZeroStage::Off && self.feedback.keeps_estimate() {
+            let problem = "ranks that keep slices of a sum have no estimate of it; use feedback ef, or ZeRO stage 0";
+            return refuse("gradients", self.feedback.to_string(), problem);
+        }
+        let cuts = [self.activations, self.activation_gradients].iter().any(|scheme| *scheme != NOTHING);
+        if cuts && self.feedback != Feedback::None && plan.schedule.overlaps_steps() {
             let problem = format!(
                 "with feedback {}, and schedule {} begins steps that it may repeat: the states of feedback would count them twice; use \
                  another schedule, or no feedback",

@@ -1,6 +1,7 @@
 //! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
 use crate::TrainError;
+use crate::lossy_sum::SumState;
 use meshwork_core::{Buffer, Types};
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
@@ -21,6 +22,8 @@ pub struct Gradients {
     traced: Vec<(String, Option<Types>)>,
     /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
     ordered: Option<OrderedSums>,
+    /// What is kept of compressed gradients, by bucket and slice.
+    kept: Vec<(usize, SumState)>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
     events: Vec<(Instant, BucketEvent)>,
@@ -34,16 +37,16 @@ impl Gradients {
         reducer: Reducer,
         places: Vec<(usize, usize)>,
         traced: Vec<(String, Option<Types>)>,
-        ordered: Option<OrderedSums>,
+        (ordered, kept): (Option<OrderedSums>, Vec<(usize, SumState)>),
         device: Arc<dyn Device>,
     ) -> Self {
         let seen_done = vec![false; reducer.buckets()];
-        Self { reducer, places, traced, ordered, device, events: Vec::new(), seen_done }
+        Self { reducer, places, traced, ordered, kept, device, events: Vec::new(), seen_done }
     }
 
-    /// Forgets every gradient before a step: the first share of each overwrites it.
-    pub fn begin(&mut self) {
-        self.reducer.begin();
+    /// Forgets every gradient before the update of this number, from 0: the first share of each overwrites it.
+    pub fn begin(&mut self, update: u64) {
+        self.reducer.begin(update);
         self.events.clear();
         self.seen_done.fill(false);
         self.ordered.iter_mut().for_each(OrderedSums::clear);
@@ -71,6 +74,31 @@ impl Gradients {
             let all = self.reducer.range(bucket, member);
             let buffer = self.reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
             self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
+        }
+        Ok(())
+    }
+
+    /// What is kept of compressed gradients, in host memory: each slice with its elements.
+    pub fn kept(&self) -> impl Iterator<Item = std::result::Result<(&SumState, Buffer), TrainError>> {
+        self.kept.iter().map(|(bucket, kept)| {
+            let states = self.reducer.sum(*bucket).map_or_else(Vec::new, |sum| sum.states());
+            let state = states.iter().find(|(name, _)| *name == kept.state);
+            let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
+            Ok((kept, self.device.download(&state.slice(kept.range.clone()).map_err(Error::from)?)?))
+        })
+    }
+
+    /// Replaces it by what `read` gives.
+    pub fn load_kept(
+        &mut self,
+        mut read: impl FnMut(&SumState) -> std::result::Result<Vec<f32>, TrainError>,
+    ) -> std::result::Result<(), TrainError> {
+        for (bucket, kept) in &self.kept {
+            let values = Buffer::from_vec(read(kept)?);
+            let states = self.reducer.sum_mut(*bucket).map_or_else(Vec::new, |sum| sum.states_mut());
+            let state = states.into_iter().find(|(name, _)| *name == kept.state);
+            let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
+            self.device.upload_into(&values, state, kept.range.start)?;
         }
         Ok(())
     }

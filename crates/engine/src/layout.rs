@@ -1,9 +1,11 @@
 //! The layout of gradients, and what they are reduced over. Both follow from placements and from the types with which
 //! parameters are read.
 
+use crate::compress::NOTHING;
+use crate::lossy_sum::{LossySum, Own, SumPlan, SumState, kept};
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, ZeroGroups};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
+use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
 use meshwork_core::{Axis, Buffer, DType, FlatSlice, Group, Mesh, Rank, Types};
 use meshwork_data_parallel::{
     Bucket, BucketPlan, Member, Reducer, VectorError, Vectors, cuts_batch, plan as fill, rounds,
@@ -12,7 +14,7 @@ use meshwork_nn::Batch;
 use meshwork_optim::{Kept, Rule, State};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::param::reduction_axes;
-use meshwork_tensor::{Category, Device, ParamId, ParamSpec, Params};
+use meshwork_tensor::{Category, Declarations, Device, ParamId, ParamSpec, Params};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,6 +43,9 @@ pub struct Key {
     pub copies: usize,
     /// What the update rule keeps of each element.
     pub states: Vec<State>,
+    /// Where gradients are compressed: the axes over which the parameters are cut. A message of a bucket that mixes what is cut with what
+    /// ranks hold alike would not be the same on them.
+    pub cut: Vec<Axis>,
 }
 
 /// The embedding groups, the pp ranks that hold tied parameters. Every rank makes them once, in the same order.
@@ -70,7 +75,7 @@ fn buckets(
     found: &Trace,
     tied: &[TiedWeight],
     rank: &Rank,
-    (zero, rule): (Zero, &Rule),
+    (zero, rule, compress): (Zero, &Rule, &Compress),
 ) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
     let specs = |id: ParamId| model.declarations.spec(id);
     let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
@@ -93,7 +98,11 @@ fn buckets(
             let elements = copies * spec.local(rank.mesh(), rank.coords()).stored.count();
             let mut states = rule.states(&spec.shape());
             states.retain(|state| !matches!(state.kept, Kept::Sets(_)));
-            Member { id: id.index(), elements, key: Key { axes, tied_ranks, readers, copies, states } }
+            let cut = match compress.gradients == NOTHING {
+                true => Vec::new(),
+                false => spec.placement.shards().iter().map(|&(axis, _)| axis).collect(),
+            };
+            Member { id: id.index(), elements, key: Key { axes, tied_ranks, readers, copies, states, cut } }
         })
         .partition(|member| member.key.tied_ranks.is_some());
     // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
@@ -142,7 +151,7 @@ impl Layout {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut found = trace(model, local, rank.world_rank(), &micro)?;
         found.number_tied_copies(model, local, schedule, tied, rank, &micro)?;
-        let (flats, keys) = buckets(local, &found, tied, rank, (plan.zero, &plan.optimizer))?;
+        let (flats, keys) = buckets(local, &found, tied, rank, (plan.zero, &plan.optimizer, &plan.compress))?;
         let mut places = vec![(0, 0..0, 0); local.declarations.specs().len()];
         let mut elements = Vec::with_capacity(flats.len());
         for (flat, members) in flats.iter().enumerate() {
@@ -182,6 +191,61 @@ impl Layout {
         self.zero.replica(mesh, world_rank, axes)
     }
 
+    /// How the gradients of a flat buffer are summed over data-parallel ranks, where they are compressed. `updates` is their number in a
+    /// step.
+    pub fn sum_plan(
+        &self,
+        plan: &Plan,
+        declarations: &Declarations,
+        world_rank: usize,
+        (flat, updates): (usize, usize),
+    ) -> Option<SumPlan> {
+        let (mesh, key) = (&plan.mesh, self.keys.get(flat).filter(|_| plan.compress.gradients != NOTHING)?);
+        let axes: Vec<Axis> = key.axes.iter().copied().filter(|&axis| cuts_batch(axis)).collect();
+        let group = mesh.group(world_rank, &axes);
+        let among = group.iter().position(|&rank| rank == world_rank)?;
+        let slice = self.slice(mesh, world_rank, flat);
+        let scatter = Cuts::of(plan).scatter() && slice.place()[1] > 1;
+        let place = if scatter { slice.place() } else { [among, group.len()] };
+        let padding = self.flats[flat].iter().flat_map(|&id| {
+            let (spec, range) = (declarations.spec(id), self.place(id).1);
+            let (mut end, mut padding) = (0, Vec::new());
+            let local = spec.local(mesh, mesh.coords(world_rank));
+            local.for_each_run(spec.dims, |_, run| {
+                padding.push(range.start + end..range.start + run.start);
+                end = run.end;
+            });
+            padding.push(range.start + end..range.end);
+            padding.into_iter().filter(|padding| !padding.is_empty())
+        });
+        let name = |id: &ParamId| format!("gradient of {}", declarations.spec(*id).name);
+        (place[1] > 1).then(|| SumPlan {
+            scheme: plan.compress.gradients,
+            feedback: plan.compress.feedback,
+            name: self.flats[flat].first().map_or_else(String::new, name),
+            seed: plan.seed,
+            starts_at: plan.compress.start_step.saturating_sub(1) * updates as u64,
+            elements: self.elements[flat],
+            place,
+            scatter,
+            padding: padding.collect(),
+        })
+    }
+
+    /// This rank's number among those whose gradients of a flat buffer are added up, and their number; or that of its sum over data-parallel
+    /// ranks among those sums.
+    pub fn replica_of_sum(&self, mesh: &Mesh, world_rank: usize, flat: usize, own: Own) -> [usize; 2] {
+        let (coords, mut place) = (mesh.coords(world_rank), [0, 1]);
+        let mut count = |index: usize, of: usize| place = [place[0] * of + index, place[1] * of];
+        let Some(key) = self.keys.get(flat) else { return place };
+        let axes = key.axes.iter().filter(|&&axis| own == Own::Each || !cuts_batch(axis));
+        axes.for_each(|&axis| count(coords.get(axis), mesh.degree(axis)));
+        if let Some(tied) = &key.tied_ranks {
+            count(tied.iter().position(|&stage| stage == coords.get(Axis::Pp)).unwrap_or(0), tied.len());
+        }
+        place
+    }
+
     /// The reducer of the buckets. `tapes` counts the tapes of a stage between two updates.
     ///
     /// # Errors
@@ -192,9 +256,10 @@ impl Layout {
         cuts: Cuts,
         (zero, tied): (&ZeroGroups, &BTreeMap<Vec<usize>, Group>),
         tapes: impl Fn(usize) -> usize,
+        lossy: &[Option<SumPlan>],
         device: &Arc<dyn Device>,
     ) -> Result<Reducer, TrainError> {
-        let bucket = |(flat, key): (usize, &Key)| {
+        let bucket = |(flat, key): (usize, &Key)| -> Result<Bucket, TrainError> {
             let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| tied.get(tied_ranks).cloned());
             let mut sums = rounds(rank, key.axes.iter().copied());
             let mut scatter = false;
@@ -210,17 +275,24 @@ impl Layout {
             let (shares, fills) = if scatter && cuts.scatter_each() { (1, shares) } else { (shares, 1) };
             // Each member has its copies one after the other. Their sums have the layout of the weights.
             let with_copies = |range: Range<usize>| key.copies * range.start..key.copies * range.end;
-            Bucket {
+            let sum = lossy[flat].clone().map(|plan| {
+                let (scheme, name) = (plan.scheme.to_string(), plan.name.clone());
+                let refuse =
+                    |error| PlanError::Compress { place: "gradients", scheme, problem: format!("{name}: {error}") };
+                LossySum::new(plan, device.clone()).map_err(refuse)
+            });
+            Ok(Bucket {
                 members: self.flats[flat].iter().map(|&id| with_copies(self.place(id).1)).collect(),
                 elements: key.copies * self.elements[flat],
                 rounds: sums,
+                sum: sum.transpose()?.map(|sum| Box::new(sum) as _),
                 last: tied.filter(|group| group.size() > 1),
                 scatter,
                 shares,
                 fills,
-            }
+            })
         };
-        let buckets = self.keys.iter().enumerate().map(bucket).collect();
+        let buckets = self.keys.iter().enumerate().map(bucket).collect::<Result<_, _>>()?;
         Ok(Reducer::new(buckets, OnDevice(device.clone(), Category::Gradients))?)
     }
 }
@@ -242,6 +314,34 @@ impl Vectors for OnDevice {
     fn add(&self, sum: &mut Buffer, vector: &Buffer) -> Result<(), VectorError> {
         Ok(self.0.pointwise()?.add_assign(sum, 0, vector)?)
     }
+}
+
+/// What a rank keeps of compressed gradients, with the flat buffer that each slice is of.
+pub fn kept_of_gradients(
+    layout: &Layout,
+    sums: &[Option<SumPlan>],
+    declarations: &Declarations,
+    mesh: &Mesh,
+    world_rank: usize,
+) -> Result<Vec<(usize, SumState)>, TrainError> {
+    let mut all = Vec::new();
+    for (flat, plan) in sums.iter().enumerate() {
+        let Some(plan) = plan else { continue };
+        let members = layout.flats[flat].iter().map(|&id| (declarations.spec(id), layout.place(id).1));
+        let found = kept(
+            plan,
+            |own| layout.replica_of_sum(mesh, world_rank, flat, own),
+            members,
+            (mesh, mesh.coords(world_rank)),
+        );
+        let refuse = |error: meshwork_compress::CompressError| PlanError::Compress {
+            place: "gradients",
+            scheme: plan.scheme.to_string(),
+            problem: format!("{}: {error}", plan.name),
+        };
+        all.extend(found.map_err(refuse)?.into_iter().map(|kept| (flat, kept)));
+    }
+    Ok(all)
 }
 
 /// A part of a parameter that this rank counts in the gradient norm.

@@ -12,6 +12,7 @@ mod feedback;
 mod gathers;
 mod gradients;
 mod layout;
+mod lossy_sum;
 mod model_plan;
 pub mod offload;
 mod pass;

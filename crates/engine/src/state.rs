@@ -1,7 +1,8 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
 use crate::feedback::{Crossing, crossings};
-use crate::layout::Layout;
+use crate::layout::{Layout, kept_of_gradients};
+use crate::lossy_sum::SumState;
 use crate::update::extents;
 use crate::zero::Cuts;
 use crate::{ModelPlan, Plan, TrainError, Vector};
@@ -74,6 +75,9 @@ pub enum StateKind {
     Parameter(Role),
     /// What compression lost, for feedback. A run may begin without it.
     Feedback,
+    /// The same, of which each replica has a share: its first dim is that of replicas. The sum counts, so that another run may have
+    /// another number of them.
+    Shares,
 }
 
 /// A slice of one vector of the state, and a rank that holds it.
@@ -109,6 +113,14 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
         let recording = Rank::recording(mesh, ranks[0])?;
         let layout = Layout::new(plan, &model, &local, &schedule, &tied, &recording)?;
         for rank in ranks {
+            let sums: Vec<_> = (0..layout.flats.len())
+                .map(|flat| layout.sum_plan(plan, &local.declarations, rank, (flat, 1)))
+                .collect();
+            for (_, SumState { key, dims, slice, .. }) in
+                kept_of_gradients(&layout, &sums, &local.declarations, mesh, rank)?
+            {
+                state.push(StateSlice { key, kind: StateKind::Shares, dims, dtype: DType::F32, slice, rank });
+            }
             for id in local.declarations.ids() {
                 let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
                 let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));

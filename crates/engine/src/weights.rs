@@ -289,7 +289,7 @@ impl WeightStore {
         self.add_norms(&mut sums, 0)?;
         self.norms.insert(step, (updates + 1, sums));
         self.next_version(self.lr(step), 1.0, &StatisticSums::new(), Old::Kept)?;
-        self.gradients.begin();
+        self.gradients.begin(self.updates);
         Ok(())
     }
 

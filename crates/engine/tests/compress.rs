@@ -6,12 +6,13 @@ mod lossy;
 mod tower;
 
 use lossy::Lossy;
-use meshwork_compress::{Feedback, Scheme, Shape as Matrix, wire_bytes};
+use meshwork_compress::{Feedback, Partial, Reduction, Scheme, Shape as Matrix, wire_bytes};
 use meshwork_core::comm::thread;
 use meshwork_core::{DType, OpKind, Rank, Record};
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
-    Compress, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState,
+    Compress, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, Zero,
+    ZeroStage,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
@@ -291,6 +292,179 @@ fn a_resumed_run_goes_on_with_what_was_lost() {
     }
 }
 
+/// Gradients, and the rest as it is.
+fn gradients(scheme: &str, feedback: &str) -> Compress {
+    Compress { gradients: self::scheme(scheme), feedback: feedback.parse().unwrap(), ..Compress::default() }
+}
+
+/// The sums of three steps of two ranks are those of `meshwork-compress` on the gradients of each rank alone, bit by bit.
+#[test]
+fn compressed_gradients_are_summed_as_published() {
+    for (scheme, feedback) in [
+        ("topk:0.1", "none"),
+        ("topk:0.1", "ef"),
+        ("topk:0.2+quant:8", "ef21"),
+        ("topk:0.1", "ef21m:0.5"),
+        ("quant:4/block64/stochastic", "none"),
+        ("quant:4/block64", "ef"),
+        ("quant:8", "ef21"),
+        ("sign", "ef"),
+        ("fp8:e5m2", "none"),
+    ] {
+        let (compress, ranks) = (gradients(scheme, feedback), 2);
+        let what = format!("{scheme} {feedback}");
+        let share = BATCH / ranks;
+        let plan = Plan { compress, num_microbatches: Some(1), ..plan(&format!("dp={ranks}")) };
+        let on_alone = Plan { global_batch_size: share, num_microbatches: Some(1), ..tower::plan("dp=1") };
+        let sums = thread::run_mesh(&plan.mesh, |rank| {
+            let (group, me) = (rank.data_group().clone(), rank.world_rank());
+            let mut trainer = Trainer::new(tower(2), &plan, rank, Cpu::device())?;
+            let mut reductions: Vec<Option<Reduction>> = Vec::new();
+            for step in 0..STEPS {
+                let samples = me * share..(me + 1) * share;
+                let mut alone =
+                    Trainer::new(tower(2), &on_alone, Arc::new(Rank::recording(&on_alone.mesh, 0)?), Cpu::device())?;
+                let ids: Vec<_> = trainer.params().declarations().ids().collect();
+                for &id in &ids {
+                    let name = trainer.params().declarations().spec(id).name.clone();
+                    alone.load_parameter(&name, &trainer.params().read(id)?)?;
+                }
+                alone.step(&batch(step, samples.clone()))?;
+                trainer.step(&batch(step, samples))?;
+                let own = |id| {
+                    let name = &trainer.params().declarations().spec(id).name.clone();
+                    let id = alone.params().declarations().find(name).unwrap();
+                    alone.gradient(id).unwrap()
+                };
+                let trained: Vec<_> = ids.into_iter().filter(|&id| !own(id).is_empty()).collect();
+                let place = |id| trainer.params().place(id);
+                for flat in 0..=trained.iter().map(|&id| place(id).0).max().unwrap() {
+                    let of_flat = || trained.iter().copied().filter(|&id| place(id).0 == flat);
+                    let mut part = vec![0.0; of_flat().map(|id| place(id).1.end).max().unwrap()];
+                    for id in of_flat() {
+                        // A rank alone divides by its own samples: a power of two too much.
+                        part[place(id).1].iter_mut().zip(own(id)).for_each(|(part, own)| *part = own / ranks as f32);
+                    }
+                    let first = of_flat().find(|&id| place(id).1.start == 0).unwrap();
+                    let name = format!("gradient of {}", trainer.params().declarations().spec(first).name);
+                    reductions.resize_with(reductions.len().max(flat + 1), || None);
+                    let shape = Matrix::vector(part.len()).unwrap();
+                    let reduction = reductions[flat].get_or_insert_with(|| {
+                        let scheme = Box::new(compress.gradients);
+                        Reduction::new(&name, scheme, compress.feedback, shape, [me, ranks], plan.seed).unwrap()
+                    });
+                    let sum = reduction.all_reduce(&group, step as u64, Partial(&part)).unwrap();
+                    for id in of_flat() {
+                        assert_eq!(trainer.gradient(id)?, sum[place(id).1], "{what}: step {step}");
+                    }
+                }
+            }
+            Ok::<_, TrainError>(())
+        });
+        sums.unwrap_or_else(|error| panic!("{what}: {error}"));
+    }
+}
+
+/// On every mesh the replicas of a weight stay the same, padding stays zero, and half of the bits train as all do; calls, bytes and memory
+/// are predicted; a device whose memory the host cannot read gives the same bits.
+#[test]
+fn compressed_gradients_train_on_every_mesh() {
+    for (mesh, schedule, stage, feedback) in [
+        ("dp=2", "1f1b", ZeroStage::Off, "none"),
+        ("dp=3", "gpipe", ZeroStage::Off, "ef21"),
+        ("dp=2,tp=2,pp=2", "1f1b", ZeroStage::Off, "ef"),
+        ("dp=2,pp=2", "zb_h2", ZeroStage::Off, "ef"),
+        ("dp=2", "1f1b", ZeroStage::States, "ef"),
+        ("dp=2,tp=2", "1f1b", ZeroStage::Gradients, "none"),
+        ("dp=2,pp=2", "interleaved_1f1b", ZeroStage::Gradients, "ef"),
+        ("dp=3", "1f1b", ZeroStage::Weights, "ef"),
+    ] {
+        let what = format!("{mesh} {schedule} {stage:?} {feedback}");
+        let on = |compress| Plan {
+            mesh: mesh.parse().unwrap(),
+            schedule: named(schedule),
+            global_batch_size: 12,
+            num_microbatches: Some(2),
+            max_norm: 1e3,
+            zero: Zero { stage, group: None },
+            compress,
+            ..Plan::default()
+        };
+        let (wanted, exact) = run_on(&gpt2(), &on(Compress::default()), false, tokens).unwrap();
+        for scheme in ["quant:8/block256", "topk:0.5"] {
+            let plan = on(gradients(scheme, feedback));
+            let (reports, state) = run_on(&gpt2(), &plan, false, tokens).unwrap();
+            for (rank, reports) in reports.iter().enumerate() {
+                let (report, predicted) = (&reports[STEPS - 1], predict(&gpt2(), &plan, rank).unwrap());
+                assert_eq!(report.records, predicted.records, "{what}, rank {rank}");
+                assert_eq!(report.memory[rank], predicted.memory, "{what}, rank {rank}");
+            }
+            let (opaque, hidden) = run_on(&gpt2(), &plan, true, tokens).unwrap();
+            assert!(hidden == state && opaque[0][STEPS - 1].loss == reports[0][STEPS - 1].loss, "{what}: opaque");
+            assert_ne!(weights(&state), weights(&exact), "{what}: nothing is lost");
+            let (got, wanted) = (reports[0][STEPS - 1].loss, wanted[0][STEPS - 1].loss);
+            assert!((got / wanted - 1.0).abs() < 2e-3, "{what}: {scheme} has loss {got}, uncompressed {wanted}");
+        }
+    }
+}
+
+/// What replicas have lost is saved, goes on bit by bit, and moves to another number of them with the same sum.
+#[test]
+fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
+    for (feedback, stage) in [("ef", ZeroStage::Off), ("ef21m:0.5", ZeroStage::Off), ("ef", ZeroStage::Gradients)] {
+        let on = |mesh: &str| Plan {
+            mesh: mesh.parse().unwrap(),
+            global_batch_size: 16,
+            num_microbatches: Some(2),
+            zero: Zero { stage, group: None },
+            compress: gradients("quant:4/block64", feedback),
+            ..Plan::default()
+        };
+        let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(gpt2(), plan, rank, Cpu::device())?;
+                from.map(|state| trainer.load_state(state)).transpose()?;
+                let step = |step| Ok(trainer.step(&tokens(step, trainer.samples()))?.loss);
+                let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
+                Ok::<_, TrainError>((losses, trainer.state()?))
+            });
+            let (mut losses, states): (Vec<_>, Vec<_>) =
+                ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+            (losses.swap_remove(0), WholeState::merge(&states).unwrap())
+        };
+        let plan = on("dp=4,tp=2");
+        let (losses, wanted) = go_on(&plan, None, 0..4);
+        let (_, halfway) = go_on(&plan, None, 0..2);
+        let (resumed, state) = go_on(&plan, Some(&halfway), 2..4);
+        assert!(resumed == losses[2..] && state == wanted, "{feedback}: {resumed:?} against {losses:?}");
+        // As they are added up on the way: neighbours first.
+        let sum = |state: &WholeState, key: &StateKey, replicas: usize| -> Vec<f32> {
+            let shares = state.vector(key).unwrap();
+            let mut sum: Vec<Vec<f32>> = shares.chunks_exact(shares.len() / replicas).map(<[f32]>::to_vec).collect();
+            while sum.len() > 1 {
+                let add = |pair: &[Vec<f32>]| pair[0].iter().zip(&pair[1]).map(|(a, b)| a + b).collect();
+                sum = sum.chunks_exact(2).map(add).collect();
+            }
+            sum.remove(0)
+        };
+        let of_shares = ["gradient_residual", "gradient_estimate", "gradient_momentum"];
+        let is_share = |key: &&StateKey| key.state.as_deref().is_some_and(|state| of_shares.contains(&state));
+        let shares: Vec<&StateKey> = halfway.keys().filter(is_share).collect();
+        assert!(shares.len() > 20, "{shares:?}");
+        assert!(shares.iter().all(|key| sum(&halfway, key, 4).iter().any(|&x| x != 0.0)));
+        for (mesh, replicas) in [("dp=2", 2), ("dp=2,pp=2", 2), ("dp=8", 8)] {
+            let (_, moved) = go_on(&on(mesh), Some(&halfway), 2..2);
+            // The table is tied: two stages have shares of its gradient.
+            let of =
+                |key: &StateKey| replicas * if mesh.ends_with("pp=2") && key.parameter == "wte.weight" { 2 } else { 1 };
+            for key in &shares {
+                assert_eq!(sum(&moved, key, of(key)), sum(&halfway, key, 4), "{feedback} on {mesh}: {key}");
+            }
+            go_on(&on(mesh), Some(&halfway), 2..3);
+        }
+    }
+}
+
 fn refused(plan: &Plan) -> String {
     match predict(&tower(4), plan, 0) {
         Err(TrainError::Plan(error)) if matches!(*error, PlanError::Compress { .. }) => error.to_string(),
@@ -312,5 +486,9 @@ fn what_makes_no_sense_is_refused() {
     assert!(amplified.contains("stage 0: ef with randk:0.1/unbiased: of 2x16 its error"), "{amplified}");
     let repeated = refused(&Plan { schedule: named("zb_h2"), ..of(Compress { feedback: Feedback::Ef, ..quant }) });
     assert!(repeated.contains("schedule zb_h2 begins steps that it may repeat"), "{repeated}");
-    assert_eq!(BATCH, 8);
+    let slices = Plan { zero: Zero { stage: ZeroStage::States, group: None }, ..plan("dp=2") };
+    let estimates = refused(&Plan { compress: gradients("topk:0.1", "ef21"), ..slices });
+    assert!(estimates.contains("ranks that keep slices of a sum have no estimate of it"), "{estimates}");
+    let buckets = refused(&Plan { compress: gradients("powersgd:2", "none"), ..plan("dp=2") });
+    assert!(buckets.contains("gradients are summed in buckets, which are no matrices"), "{buckets}");
 }

@@ -120,6 +120,14 @@ fn compression_is_read_and_refused_by_key() {
         ("activations=powersgd:2", "compress.activations = \"powersgd:2\": the factors of a message start from"),
         ("feedback=ef", "compress.feedback = \"ef\": brings back what compression loses, and nothing is compressed"),
         (
+            "gradients=powersgd:2",
+            "compress.gradients = \"powersgd:2\": gradients are summed in buckets, which are no matrices",
+        ),
+        (
+            "gradients=topk:0.1 --set compress.feedback=ef21 --set parallelism.dp=2 --set parallelism.zero_stage=1",
+            "compress.feedback = \"ef21\": estimates a sum of gradients of which ranks keep slices: parallelism.zero_stage = 1; use ef",
+        ),
+        (
             "feedback=ef20",
             "compress.feedback = \"ef20\": there is no such feedback; valid are none, ef, ef21 and ef21m:ETA",
         ),
@@ -132,12 +140,15 @@ fn compression_is_read_and_refused_by_key() {
             "compress.activations = \"sign\": has no meaning in canonical numerics, which promise the bits of one rank",
         ),
     ] {
-        let refused = load(&args(&format!("--mesh pp=2 --set compress.{settings}"))).unwrap_err().to_string();
+        let refused =
+            load(&args(&format!("--set parallelism.pp=2 --set compress.{settings}"))).unwrap_err().to_string();
         assert!(refused.starts_with(fault) && refused.lines().count() == 1, "{refused}");
     }
     let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
     let idle = unread("--set compress.activations=sign");
     assert_eq!(idle, ["compress.activations = \"sign\" has no effect: one stage has no cuts"]);
+    let idle = unread("--set compress.gradients=sign");
+    assert_eq!(idle, ["compress.gradients = \"sign\" has no effect: one rank of dp has nobody to add to"]);
     let idle = unread("--mesh pp=2 --set compress.start_step=3");
     assert_eq!(idle, ["compress.start_step = 3 has no effect: nothing is compressed"]);
 }

@@ -6,7 +6,7 @@ use meshwork_data_parallel::{Bucket, BucketEvent, HostVectors, ReduceError, Redu
 
 fn bucket(elements: usize, rounds: Vec<meshwork_core::Group>) -> Bucket {
     let members = vec![0..elements / 2, elements / 2..elements];
-    Bucket { members, elements, rounds, last: None, scatter: false, shares: 1, fills: 1 }
+    Bucket { members, elements, rounds, sum: None, last: None, scatter: false, shares: 1, fills: 1 }
 }
 
 /// Adds `value` to all elements of both members, the second one first.
@@ -96,7 +96,7 @@ fn slices_of_several_fills_add_up() {
         let scattered = |fills| Bucket { scatter: true, fills, ..bucket(10, rounds(&rank, [Axis::Dp])) };
         let mut reducer = Reducer::new(vec![scattered(3), scattered(1)], HostVectors).unwrap();
         for step in 1..=2 {
-            reducer.begin();
+            reducer.begin(0);
             assert!(reducer.gradients(0).is_none(), "the last step's slices are freed");
             fill(&mut reducer, 1, step as f32);
             for value in [1.0, 10.0, 100.0] {

@@ -130,7 +130,7 @@ impl Trainer {
         let begins = driver.begun == 1;
         if begins {
             driver.updates_before = updates;
-            self.weights.get_mut().gradients.begin();
+            self.weights.get_mut().gradients.begin(updates);
         }
         let driver = self.asynchronous();
         let ((first_micro, ahead), (actions, _)) = (driver.micros_before(), driver.actions());

@@ -28,7 +28,7 @@ use crate::dry_run;
 use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
-use crate::layout::{Layout, join_tied, norm_shards, replica};
+use crate::layout::{Layout, join_tied, kept_of_gradients, norm_shards, replica};
 use crate::offload::Traffic;
 use crate::offload::disk::Disk;
 use crate::offload::saved::Shelf;
@@ -159,15 +159,15 @@ impl Trainer {
         require_synchronous(plan, &schedule, &model_plan)?;
         let tied = model_plan.tied_weights(&schedule)?;
         let tied_groups = join_tied(&rank, &tied)?;
-        let (driver, kept) = match schedule.weights.is_synchronous() {
+        let (driver, versions) = match schedule.weights.is_synchronous() {
             true => {
                 let overlaps = plan.schedule.overlaps_steps();
                 (Driver::Synchronous(Synchronous::new(lower(&schedule)?, pp_rank, overlaps)), 1)
             }
             false => {
                 let driver = Asynchronous::new(plan, pp_rank)?;
-                let kept = driver.versions_kept(pp_rank);
-                (Driver::Asynchronous(driver), kept)
+                let versions = driver.versions_kept(pp_rank);
+                (Driver::Asynchronous(driver), versions)
             }
         };
 
@@ -202,12 +202,15 @@ impl Trainer {
             params.gather_with(gathers.clone());
         }
         let tapes = |stage: usize| schedule.micros_at(stage, pp_rank) / driver.updates();
-        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &device)?;
+        let sum = |flat| layout.sum_plan(plan, &declarations, rank.world_rank(), (flat, driver.updates()));
+        let lossy: Vec<_> = (0..layout.flats.len()).map(sum).collect();
+        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &lossy, &device)?;
+        let kept = kept_of_gradients(&layout, &lossy, &declarations, rank.mesh(), rank.world_rank())?;
         let names = declarations.specs().iter().map(|spec| spec.name.clone());
         let traced = names.zip(layout.found.types.iter().copied()).collect();
         let copies = || OrderedSums::new(layout.found.copies.clone(), layout.found.first_copy.clone());
         let ordered = declarations.reduction_blocks().map(|_| copies());
-        let gradients = Gradients::new(reducer, layout.members(), traced, ordered, device.clone());
+        let gradients = Gradients::new(reducer, layout.members(), traced, (ordered, kept), device.clone());
 
         let parameters = model_plan.parameters()?;
         let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
@@ -221,7 +224,7 @@ impl Trainer {
         let update = (plan.optimizer.clone(), updater, plan.lr);
         let of_states = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.optimizer));
         let on = (device.clone(), of_states);
-        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, kept, on)?;
+        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, versions, on)?;
         if let Some(disk) = disk.as_ref().filter(|_| device.has_values()) {
             // A disk that is too full is found now, and not in the middle of a step.
             disk.reserve(dry_run::predict(&model, plan, rank.world_rank())?.offloaded.room)?;

@@ -2,10 +2,11 @@
 
 use super::Trainer;
 use crate::TrainError;
+use crate::lossy_sum::{SumState, of_replica};
 use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, vectors, whole};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
-use meshwork_tensor::{Error, ParamSpec};
+use meshwork_tensor::{Error, ParamSpec, Shape};
 
 impl Trainer {
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
@@ -108,6 +109,13 @@ impl Trainer {
                 }
             }
         }
+        for kept in weights.gradients.kept() {
+            let (SumState { key, dims, slice, .. }, host) = kept?;
+            if wanted(key) {
+                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                visit(StateView { key: key.clone(), dims: *dims, dtype: DType::F32, slice: slice.clone(), values })?;
+            }
+        }
         for (crossing, name, state) in self.transport.codec().states() {
             let (key, dims, slice) = (crossing.key(name), crossing.dims, crossing.slice.clone());
             if wanted(&key) {
@@ -139,6 +147,7 @@ impl Trainer {
                 boxes.iter().map(|(slice, _)| source.read(key, *dims, slice)).collect::<Result<_, _>>()?;
             Ok(values.concat())
         })?;
+        weights.gradients.load_kept(|kept| read_kept(source, kept))?;
         let device = &self.device;
         for (crossing, name, state) in self.transport.codec_mut().states_mut() {
             let key = crossing.key(name);
@@ -151,4 +160,18 @@ impl Trainer {
         self.steps_begun = source.step();
         Ok(())
     }
+}
+
+/// What a rank goes on with of compressed gradients. The shares of another number of replicas are
+/// added up, as [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
+fn read_kept(source: &dyn StateSource, SumState { key, dims, slice, .. }: &SumState) -> Result<Vec<f32>, TrainError> {
+    let mut values = vec![0.0; slice.stored.count()];
+    let Some(held) = source.dims(key) else { return Ok(values) };
+    let (before, replicas, me) = (held.first().copied().unwrap_or(0), dims[0], slice.ranges[0].start);
+    let of = LocalSlice { stored: Shape::new(&slice.stored[1..]), ranges: slice.ranges[1..].to_vec() };
+    for old in (0..before).filter(|old| old * replicas / before == me) {
+        let (dims, slice) = of_replica(Shape::new(&dims[1..]), of.clone(), [old, before]);
+        values.iter_mut().zip(source.read(key, dims, &slice)?).for_each(|(sum, share)| *sum += share);
+    }
+    Ok(values)
 }

@@ -90,7 +90,7 @@ impl Trainer {
         }
         let mut reports: Vec<StepReport> = validated.into_iter().map(|(report, _)| report).collect();
 
-        self.weights.get_mut().gradients.begin();
+        self.weights.get_mut().gradients.begin(step - 1);
         self.walk(&pass, warm_up..usize::MAX, observe)?;
         self.transport.flush()?;
         let mut numbers = pass.numbers.into_inner();

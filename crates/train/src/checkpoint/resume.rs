@@ -80,8 +80,10 @@ pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
     let mut misfits = Vec::new();
     for (name, &(dims, held, kind)) in &wanted {
         match stored.get(&**name) {
-            None if kind == StateKind::Feedback => {} // It starts from zeros.
+            None if !matches!(kind, StateKind::Parameter(_)) => {} // It starts from zeros.
             None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
+            // Of any number of replicas.
+            Some(tensor) if kind == StateKind::Shares && tensor.dims.get(1..) == dims_of(dims).get(1..) => {}
             Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != held => {
                 let (found, dtype) = (&tensor.dims, tensor.dtype.name());
                 let held = held.name();
@@ -102,7 +104,9 @@ fn load(
     checkpoint: &Checkpoint,
 ) -> Result<Result<(), Damage>, CheckpointError> {
     let stored: BTreeSet<&str> = checkpoint.index().tensors.iter().map(|of| &*of.tensor.name).collect();
-    let slices = layout.iter().map(|of| (name_of(&of.key), slice_of(&of.slice)));
+    // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
+    let slices = layout.iter().filter(|of| of.kind != StateKind::Shares);
+    let slices = slices.map(|of| (name_of(&of.key), slice_of(&of.slice)));
     let slices: Vec<_> = slices.filter(|(name, _)| stored.contains(&**name)).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
     let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());

@@ -21,7 +21,7 @@ pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, Checkp
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
             let kind = match (&of.key.state, of.kind) {
-                (_, StateKind::Feedback) => Kind::Feedback,
+                (_, StateKind::Feedback | StateKind::Shares) => Kind::Feedback,
                 (Some(_), _) => Kind::OptimizerState,
                 (None, StateKind::Parameter(Role::Buffer)) => Kind::Buffer,
                 (None, _) => Kind::Weight,

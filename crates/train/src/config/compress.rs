@@ -9,7 +9,8 @@ use meshwork_compress::{CompressError, Feedback, Rounding, Scheme};
 
 /// What crosses the cuts of a pipeline.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
-const SCHEMES: [&str; 2] = CUTS;
+const SCHEMES: [&str; 3] = [CUTS[0], CUTS[1], GRADIENTS];
+pub(super) const GRADIENTS: &str = "compress.gradients";
 
 impl Compress {
     /// What is compressed, of texts that were checked.
@@ -25,6 +26,7 @@ impl Compress {
         Ok(meshwork_engine::Compress {
             activations: scheme(&self.activations)?,
             activation_gradients: scheme(&self.activation_gradients)?,
+            gradients: scheme(&self.gradients)?,
             feedback: self.feedback.parse()?,
             start_step: self.start_step,
         })
@@ -32,7 +34,7 @@ impl Compress {
 
     /// The schemes, in the order of their keys.
     fn schemes(&self) -> [&str; SCHEMES.len()] {
-        [&self.activations, &self.activation_gradients]
+        [&self.activations, &self.activation_gradients, &self.gradients]
     }
 }
 
@@ -57,25 +59,34 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         let problem = "has no meaning in canonical numerics, which promise the bits of one rank: it has nobody to send compressed values to";
         fail(key, text, problem, "use training.numerics = \"fast\", or none");
     }
-    for (key, text) in CUTS.into_iter().zip([&compress.activations, &compress.activation_gradients]) {
-        if text.starts_with("powersgd") {
-            let problem =
-                "the factors of a message start from those of the one before, and samples have nothing in common";
-            fail(key, text, problem, "use quant, topk, randk, sign, bf16 or fp8");
-        }
+    for (key, text) in SCHEMES.into_iter().zip(compress.schemes()).filter(|(_, text)| text.starts_with("powersgd")) {
+        let problem = match key {
+            GRADIENTS => "gradients are summed in buckets, which are no matrices",
+            _ => "the factors of a message start from those of the one before, and samples have nothing in common",
+        };
+        fail(key, text, problem, "use quant, topk, randk, sign, bf16 or fp8");
     }
-    if plan.feedback != Feedback::None && !plan.is_some() {
+    if plan.feedback == Feedback::None {
+        return settings.faults.append(&mut faults);
+    }
+    let mut fail = |problem: String, valid: &str| {
+        faults.push(Fault::new(feedback, format!("{:?}", compress.feedback), problem, valid))
+    };
+    let (schedule, stage) = (&config.pipeline.schedule, config.parallelism.zero_stage);
+    if !plan.is_some() {
         let valid = format!("set {}, or use none", SCHEMES.join(" or "));
-        fail(feedback, &compress.feedback, "brings back what compression loses, and nothing is compressed", &valid);
-    } else if plan.feedback != Feedback::None
+        fail("brings back what compression loses, and nothing is compressed".to_owned(), &valid);
+    } else if [&compress.activations, &compress.activation_gradients].iter().any(|text| **text != "none")
         && settings.sound(&["pipeline.schedule"])
         && config.pipeline.spec().is_ok_and(|schedule| schedule.overlaps_steps())
     {
-        let schedule = &config.pipeline.schedule;
-        let problem = format!(
-            "would count what is lost twice: pipeline.schedule = {schedule:?} begins steps that it may have to repeat"
-        );
-        fail(feedback, &compress.feedback, &problem, "use another schedule, or none");
+        let problem = "would count what is lost twice: pipeline.schedule";
+        let problem = format!("{problem} = {schedule:?} begins steps that it may have to repeat");
+        fail(problem, "use another schedule, or none, or compress gradients alone");
+    } else if compress.gradients != "none" && plan.feedback.keeps_estimate() && stage > 0 {
+        let problem =
+            format!("estimates a sum of gradients of which ranks keep slices: parallelism.zero_stage = {stage}");
+        fail(problem, "use ef, or zero_stage = 0");
     }
     settings.faults.append(&mut faults);
 }

@@ -3,7 +3,7 @@
 use toml::Value;
 
 use super::Config;
-use super::compress::CUTS;
+use super::compress::{CUTS, GRADIENTS};
 use super::settings::Settings;
 use super::words::{ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
 use super::{Config, Recomputed};
@@ -102,6 +102,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             ),
         ),
         ("parallelism.pp", config.parallelism.pp == 1, &CUTS, "one stage has no cuts".to_owned()),
+        ("parallelism.dp", config.parallelism.dp == 1, &[GRADIENTS], "one rank of dp has nobody to add to".to_owned()),
         (
             "compress.activations",
             !config.compress.plan().is_ok_and(|plan| plan.is_some()),

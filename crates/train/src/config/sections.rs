@@ -350,6 +350,9 @@ sections! {
         activations: String = is("none"), Text;
         /// Gradients of activations between stages, likewise.
         activation_gradients: String = is("none"), Text;
+        /// Gradients of weights over dp, likewise, in each bucket of up to 1 MiB: topk and randk gather messages and add them; the others
+        /// send each rank its shard, and gather what it makes of their sum. With ZeRO each rank gets its slice alone.
+        gradients: String = is("none"), Text;
         /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
         /// moving average with that weight of the new value).
         feedback: String = is("none"), Text;

@@ -663,7 +663,7 @@ impl Frame {
             "checkpoint.export" => {
                 rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
-            "compress.activations" | "compress.activation_gradients" => match rng.below(200) {
+            "compress.activations" | "compress.activation_gradients" | "compress.gradients" => match rng.below(200) {
                 0 => some(&"quant:9"),
                 1 => some(&"powersgd:2"),
                 2 => some(&"sign/row"), // also in canonical numerics

@@ -309,8 +309,8 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 
 /// The schemes of `[compress]` that are given and not `none`.
 pub fn schemes(case: &Case) -> impl Iterator<Item = &str> {
-    let keys = ["compress.activations", "compress.activation_gradients"].into_iter();
-    keys.filter_map(|key| case.get(key)).filter(|scheme| *scheme != "none")
+    let keys = ["compress.activations", "compress.activation_gradients", "compress.gradients"];
+    keys.into_iter().filter_map(|key| case.get(key)).filter(|scheme| *scheme != "none")
 }
 
 fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
@@ -318,7 +318,12 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(matches!(feedback, Some("ef22" | "ef21m:2")), "no such feedback");
     rule(feedback.is_some() && schemes(case).next().is_none(), "nothing is lost");
     let repeats = own(case).is_none() && case.get("pipeline.replication").is_none() && generator(case).overlaps_steps();
-    rule(feedback.is_some() && repeats, "steps that begin twice");
+    let given = |key: &str| case.get(key).is_some_and(|scheme| scheme != "none");
+    let cuts = given("compress.activations") || given("compress.activation_gradients");
+    rule(feedback.is_some() && cuts && repeats, "steps that begin twice");
+    let estimates = feedback.is_some_and(|feedback| feedback.starts_with("ef21"));
+    let slices = count(case, "parallelism.zero_stage", 0) > 0;
+    rule(estimates && given("compress.gradients") && slices, "no estimate of a slice");
 
     for scheme in schemes(case) {
         rule(scheme == "quant:9", "codes of more than eight bits");

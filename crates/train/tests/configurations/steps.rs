@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 26] = [
+const ALONE: [(&str, Option<&str>); 27] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -64,6 +64,7 @@ const ALONE: [(&str, Option<&str>); 26] = [
     ("memory.offload_dir", None),
     ("compress.activations", None),
     ("compress.activation_gradients", None),
+    ("compress.gradients", None),
     ("compress.feedback", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
@@ -107,7 +108,7 @@ fn rounds(config: &Config) -> bool {
 fn same(config: &Config) -> Same {
     let lossy = config.plan().is_ok_and(|plan| plan.compress.is_some());
     match config.pipeline.spec() {
-        _ if lossy && config.parallelism.pp > 1 => Same::Nothing,
+        _ if lossy => Same::Nothing,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream2Bw, .. }) => Same::FirstStep,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream, .. }) => match config.pipeline.num_microbatches {
             1 => Same::FirstStep,
