@@ -11,13 +11,15 @@ use meshwork_core::comm::thread;
 use meshwork_core::{DType, OpKind, Rank, Record};
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
-    Compress, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, Zero,
-    ZeroStage,
+    Compress, Decoder, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState,
+    Zero, ZeroStage,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
+use meshwork_tensor::ParamSpec;
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::random;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::ops::Range;
@@ -243,6 +245,23 @@ fn inference_is_compressed_as_training_is() {
     assert!(lost.0 != plain.0 && lost.1 != plain.1, "{lost:?}");
     let off = (lost.0 / plain.0 - 1.0).abs();
     assert!(off < 0.1, "{off}");
+    let decode = |compress| {
+        let plan = Plan { mesh: "pp=2".parse().unwrap(), compress, ..Plan::default() };
+        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let from =
+                Trainer::new(gpt2(), &Plan::default(), Arc::new(Rank::recording(&"dp=1".parse()?, 0)?), Cpu::device())?;
+            let read = |spec: &ParamSpec, _: &LocalSlice| {
+                let params = from.params();
+                params.read(params.declarations().find(&spec.name).unwrap())
+            };
+            let mut decoder = Decoder::new(gpt2(), &plan, rank, Cpu::device(), 16, read)?;
+            let ids = |at: usize| language::batch(vec![at as i32], vec![0], 1).unwrap();
+            (0..3).map(|at| decoder.next(&ids(at), 1, 61)).collect::<Result<Vec<_>, _>>()
+        });
+        ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+    };
+    let (plain, lost) = (decode(Compress::default()), decode(cuts("quant:4", "none", "none")));
+    assert!(plain.iter().zip(&lost).all(|(plain, lost)| plain != lost && lost.iter().all(|x| x.is_finite())));
 }
 
 /// A state of feedback is saved by sample: stopped and resumed, a run has the bits of one that was not, and on another mesh it goes on

@@ -1,8 +1,10 @@
 //! A run that is saved, and goes on from its files on another mesh.
 
-use meshwork_checkpoint::{Checkpoint, Dtype, Lock, Writer, folder_name, threads};
+use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name, threads};
+use meshwork_compress::Feedback;
+use meshwork_core::Axis;
 use meshwork_core::comm::thread::{self, WorldError};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, Trainer, Zero, ZeroStage, state_layout};
+use meshwork_engine::{Compress, Numerics, Plan, ScheduleSpec, StepReport, Trainer, Zero, ZeroStage, state_layout};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
@@ -287,6 +289,50 @@ fn states_of_every_layout_are_saved_and_resharded() {
             _ => ("h.0.attn.qkv.weight:exp_avg", Dtype::U8, vec![3, 4, 4, 16]),
         };
         assert_eq!(stored(wanted.0), Some((wanted.1, wanted.2)));
+    }
+}
+
+/// What compression lost is in the files, and goes on bit by bit. It may be resharded, appear and disappear.
+#[test]
+fn what_compression_lost_is_saved_and_resharded() {
+    let compress = Compress {
+        activations: "topk:0.3".parse().unwrap(),
+        activation_gradients: "quant:8".parse().unwrap(),
+        gradients: "quant:4/block64".parse().unwrap(),
+        feedback: Feedback::Ef,
+        ..Compress::default()
+    };
+    let of_cuts = Compress { gradients: Compress::default().gradients, feedback: Feedback::Ef21, ..compress };
+    let micros = |mesh: &str, compress| Plan { compress, num_microbatches: Some(3), ..fast(mesh) };
+    for compress in [compress, of_cuts] {
+        let dir = TempDir::new().unwrap();
+        let plan = micros("dp=2,tp=2,pp=2", compress);
+        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+        let wanted = uninterrupted(&model(), &plan, 4);
+        go_on(&model(), &plan, dir.path(), 2).unwrap();
+        let resumed = go_on(&model(), &plan, dir.path(), 4).unwrap();
+        assert_eq!(losses(&resumed[0].reports), losses(&wanted[2..]));
+        let lost = |step| {
+            let checkpoint = Checkpoint::open_step(dir.path(), step).unwrap();
+            checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == Kind::Feedback).count()
+        };
+        assert!(lost(4) > 0);
+        // Other replicas, stages and cuts; then none, and some again.
+        let off = Compress { feedback: Feedback::None, ..compress };
+        for (steps, plan) in [
+            (5, micros("dp=4", compress)),
+            (6, micros("pp=4", compress)),
+            (7, micros("dp=2,pp=2", compress)),
+            (8, micros("pp=2", off)),
+            (9, micros("dp=2,pp=2", compress)),
+        ] {
+            let runs = go_on(&model(), &plan, dir.path(), steps).unwrap();
+            assert_eq!(runs[0].reports.len(), 1, "{plan:?}");
+            let keeps = plan.compress.feedback != Feedback::None;
+            let held =
+                plan.mesh.degree(Axis::Pp) > 1 || plan.compress == compress && compress.gradients != of_cuts.gradients;
+            assert_eq!(lost(steps) > 0, keeps && held, "{plan:?}");
+        }
     }
 }
 
