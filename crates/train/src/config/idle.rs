@@ -2,7 +2,6 @@
 
 use toml::Value;
 
-use super::Config;
 use super::compress::{CUTS, GRADIENTS};
 use super::settings::Settings;
 use super::words::{ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
