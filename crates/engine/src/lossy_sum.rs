@@ -29,6 +29,16 @@ pub enum Own {
     EachSum,
 }
 
+/// What is kept between the sums of a bucket.
+#[derive(Clone, Debug)]
+pub struct State {
+    pub name: &'static str,
+    /// Which ranks have their own.
+    pub own: Own,
+    /// Its elements among those of the bucket.
+    pub window: Range<usize>,
+}
+
 /// The sum of the gradients of one bucket, as data.
 #[derive(Clone, Debug)]
 pub struct SumPlan {
@@ -77,21 +87,22 @@ impl SumPlan {
         ranges.into_iter().map(shard).collect()
     }
 
-    /// What is kept between sums: a name, which ranks have their own, and its elements among those of the bucket.
+    /// What is kept between sums.
     ///
     /// # Errors
     /// A scheme that does not compress the bucket.
-    pub fn states(&self) -> Result<Vec<(&'static str, Own, Range<usize>)>, CompressError> {
+    pub fn states(&self) -> Result<Vec<State>, CompressError> {
         let of_sender = STATES.into_iter().zip(self.feedback.keeps()).filter(|(_, kept)| *kept);
-        let mut states: Vec<_> = of_sender.map(|(name, _)| (name, Own::Each, 0..self.elements)).collect();
+        let mut states: Vec<_> =
+            of_sender.map(|(name, _)| State { name, own: Own::Each, window: 0..self.elements }).collect();
         if self.feedback.keeps_estimate() {
-            states.push((SUM_ESTIMATE, Own::EachSum, 0..self.elements));
+            states.push(State { name: SUM_ESTIMATE, own: Own::EachSum, window: 0..self.elements });
         }
         if self.feedback != Feedback::None
             && !self.scatter
             && let Some(shard) = self.shards()?.get(self.place[0]).filter(|shard| !shard.range.is_empty())
         {
-            states.push((SHARD_RESIDUAL, Own::EachSum, shard.range.clone()));
+            states.push(State { name: SHARD_RESIDUAL, own: Own::EachSum, window: shard.range.clone() });
         }
         Ok(states)
     }
@@ -120,7 +131,7 @@ pub fn kept<'a>(
     (mesh, coords): (&Mesh, Coords),
 ) -> Result<Vec<SumState>, CompressError> {
     let mut all = Vec::new();
-    for (state, own, window) in plan.states()? {
+    for State { name: state, own, window } in plan.states()? {
         for (spec, range) in members.clone() {
             let start = window.start.clamp(range.start, range.end);
             let part = start - range.start..window.end.clamp(start, range.end) - range.start;
@@ -177,7 +188,7 @@ impl LossySum {
         device.compression()?;
         let states = plan.states()?;
         let zeros = |name: &str| {
-            let held = states.iter().find(|(state, ..)| *state == name).map_or(0, |(.., range)| range.len());
+            let held = states.iter().find(|state| state.name == name).map_or(0, |state| state.window.len());
             let _states = device.meter().enter(Category::Optimizer);
             device.zeros(DType::F32, held)
         };

@@ -3,7 +3,7 @@
 use crate::generate::{self, Target};
 use crate::program::Program;
 use meshwork_core::{Axis, Mesh, tree};
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
+use meshwork_engine::{Compress, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;
@@ -107,6 +107,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         scatter_gather: rng.below(2) == 0,
         zero: Zero { stage: ZeroStage::ALL[seed as usize % 4], group: None },
         offload: None,
+        compress: Compress::default(), // what it loses has no run of one rank to be compared with
         verify: Verify::Every(1),
     };
     plan.build_schedule().is_ok().then_some(plan)

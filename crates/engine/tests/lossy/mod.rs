@@ -11,6 +11,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+/// Steps so far, the sender's state and the receiver's estimate.
+type Both = (u64, Sender, Vec<f32>);
+
 /// What crosses a cut in one direction, value by value.
 #[derive(Debug)]
 struct Crossing {
@@ -18,8 +21,8 @@ struct Crossing {
     scheme: Scheme,
     feedback: Feedback,
     seed: u64,
-    /// Of each micro-batch, by its first sample: steps so far, the sender's state and the receiver's estimate.
-    states: Mutex<BTreeMap<u64, (u64, Sender, Vec<f32>)>>,
+    /// Of each micro-batch, by its first sample.
+    states: Mutex<BTreeMap<u64, Both>>,
 }
 
 impl Crossing {
