@@ -19,7 +19,7 @@
 //! experts               ─── 0 ─── ─── 1 ───                      ─── 1 ─── ─── 0 ───
 //! ```
 //!
-//! An operation that starts an exchange leaves it with its [chunk](chunk::Chunk), and gives a value without elements; the operation
+//! An operation that starts an exchange leaves it with its chunk, and gives a value without elements; the operation
 //! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So the order in which the
 //! tape runs operations is all that makes exchange and computation overlap.
 //!

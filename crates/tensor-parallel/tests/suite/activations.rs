@@ -6,7 +6,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
 use meshwork_nn::LayerNorm;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Backward, Forward, HalfType, Keep, Mode, Op, Position, Reduced};
-use meshwork_tensor::{Declarations, Device, Init, Params, Result, Tape, Tensor};
+use meshwork_tensor::{Declarations, Init, Params, Result, Tape, Tensor};
 use meshwork_tensor_parallel::{ColumnLinear, ParallelMlp, Region, RowLinear};
 use std::rc::Rc;
 use std::sync::Arc;
