@@ -190,7 +190,11 @@ fn a_bad_configuration_file() {
             "checkpoint.resume = true: there is no folder to resume from; set checkpoint.dir",
         ),
         ("[memory]\nrecompute = 0\n", "memory.recompute = 0: is below 1; use \"none\""),
-        ("[compress]\nfeedback = \"ef21\"\n", "[compress]: compression has not landed yet; remove the section"),
+        (
+            "[compress]\nfeedback = \"ef21\"\n",
+            "compress.feedback = \"ef21\": brings back what compression loses, and nothing is compressed; set compress.activations or \
+             compress.activation_gradients or compress.gradients, or use none",
+        ),
         (
             "[moe]\nnum_experts = 8\ntop_k = 9\n",
             "moe.top_k = 9: top_k is 9: with router topk and 8 experts it is from 1 to 8",
