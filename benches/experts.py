@@ -33,7 +33,8 @@ BALANCES = {
     "nothing": TWO | {"moe.router": "topk", "moe.aux_loss_coeff": 0},
     "auxiliary loss, topk": TWO | {"moe.router": "topk"},
     "auxiliary loss, switch": MODELS[SWITCH],
-    "auxiliary loss, gshard": TWO | {"moe.router": "gshard"},
+    # GShard's loss divides by the experts where Switch's multiplies: 0.01 of Switch is 0.01 · 8² here.
+    "auxiliary loss, gshard": TWO | {"moe.router": "gshard", "moe.aux_loss_coeff": 0.64},
     "bias": TWO | {"moe.router": "bias", "moe.bias_update_rate": 0.01},
     "expert choice": TWO | {"moe.router": "expert_choice"},
 }
@@ -83,8 +84,8 @@ def differences(losses, single):
     return [abs(a - b) / b for a, b in zip(losses, single)]
 
 
-def curves(number, title, lines, steps, low, high, ticks):
-    """A panel with lines by name, and its legend."""
+def curves(number, title, lines, steps, low, high, ticks, legend=RIGHT - 230):
+    """A panel with lines by name, and their legend from `legend` on."""
     top = TOP + number * (PANEL + APART)
     bottom = top + PANEL
     x_of = lambda step: LEFT + (RIGHT - LEFT) * step / steps
@@ -93,8 +94,8 @@ def curves(number, title, lines, steps, low, high, ticks):
     for index, (name, values) in enumerate(lines.items()):
         yield path([(x_of(step), y_of(value)) for step, value in values], COLOURS[index], 2)
         y = top + 16 + 19 * index
-        yield f'<path d="M{RIGHT - 230} {y}h28" stroke="{COLOURS[index]}" stroke-width="2.5"/>'
-        yield text(RIGHT - 194, y + 4.5, name, "start")
+        yield f'<path d="M{legend} {y}h28" stroke="{COLOURS[index]}" stroke-width="2.5"/>'
+        yield text(legend + 36, y + 4.5, name, "start")
     for step in range(0, steps + 1, max(steps // 5, 1)):
         yield text(x_of(step), bottom + 18, step)
 
@@ -118,12 +119,12 @@ def picture(losses, loads, drift, steps):
         yield from curves(number, f"loss on {corpus}, mean of {runs} seeds", lines, steps, low, high, ticks)
     title = "load of the busiest expert over the mean load, mean of layers"
     lines = {name: smoothed(values) for name, values in loads.items()}
-    yield from curves(len(losses), title, lines, min(steps, SHORT), 1, 4, named([1, 1.5, 2, 3, 4]))
+    yield from curves(len(losses), title, lines, min(steps, SHORT), 1, 5, named([1, 1.5, 2, 3, 4, 5]))
     title = "relative difference of the loss from one rank, largest of 20 steps (canonical numerics: none)"
     lines = {name: [(step, math.log10(max(value, FLOOR))) for step, value in largest(values)] for name, values in drift.items() if any(values)}
     low, high = round(math.log10(FLOOR)), 0
     ticks = [(power, power_of_ten(power)) for power in range(low, high + 1, 2)]
-    yield from curves(len(losses) + 1, title, lines, min(steps, SHORT), low, high, ticks)
+    yield from curves(len(losses) + 1, title, lines, min(steps, SHORT), low, high, ticks, LEFT + 20)
     yield text((LEFT + RIGHT) / 2, height - 8, "step")
     yield "</svg>"
 
