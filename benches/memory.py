@@ -3,6 +3,7 @@
 
     benches/memory.py --docs             # three turns of every way: about five minutes on two cores
     benches/memory.py --steps 4 --turns 1 --picture FILE.svg    # a short one, elsewhere
+    benches/memory.py --self-test        # a tiny model, a step of each way, and no picture: for .ci/run
 
 The ways are run in turn, and their times are held against the first one of the same turn. The tables go to standard output, with --docs
 into docs/memory.md. Needs cargo and Python 3.11.
@@ -25,6 +26,7 @@ CATEGORIES = ["parameters", "gradients", "optimizer", "activations", "buffers", 
 STATES = CATEGORIES[:3]
 WARMUP = 2  # steps that do not count
 MODEL = {"model.preset": "tiny", "model.num_layers": 8}
+TINY = {"model.hidden_size": 16, "model.num_layers": 2, "model.seq_len": 16}
 
 ZERO, RECOMPUTE, OFFLOAD, RULE = "parallelism.zero_stage", "memory.recompute", "memory.offload", "optimizer.name"
 
@@ -53,11 +55,11 @@ WAYS = {
 }
 
 
-def run(program, mesh, sets, steps):
+def run(program, mesh, model, sets, steps):
     """(Predicted, measured) memory of each rank by category, and the median milliseconds of a step."""
     with tempfile.TemporaryDirectory(prefix="meshwork-memory-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        sets = MODEL | sets | ({"memory.offload_dir": folder} if OFFLOAD in sets else {})
+        sets = model | sets | ({"memory.offload_dir": folder} if OFFLOAD in sets else {})
         words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
         argv = [program, "--mesh", mesh, "--steps", str(steps + WARMUP), "--metrics", metrics, *words]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
@@ -148,15 +150,19 @@ def main():
     parse.add_argument("--steps", type=int, default=12, help="steps that are timed in each turn (12)")
     parse.add_argument("--turns", type=int, default=3)
     parse.add_argument("--picture", type=Path, default=machine.ROOT / "docs" / "img" / "memory.svg")
+    parse.add_argument("--self-test", action="store_true", help="the smallest run")
     parse.add_argument("--docs", type=Path, nargs="?", const=machine.ROOT / "docs" / "memory.md", help="the page that shows picture and table")
     args = parse.parse_args()
     program = programs.Programs(2).build("gpt_train")
+    if args.self_test:
+        args.steps, args.turns, args.mesh = 1, 1, "dp=2,pp=2"
+    model = TINY if args.self_test else MODEL
     dp = next((int(degree) for axis, degree in (part.split("=") for part in args.mesh.split(",")) if axis == "dp"), 1)
     ways, off = {name: {"ratios": []} for name in WAYS}, []
     for turn in range(args.turns):
         for name, (sets, _, _) in WAYS.items():
             print(f"{turn + 1}/{args.turns}  {name}", file=sys.stderr, flush=True)
-            predicted, measured, time = run(program, args.mesh, sets, args.steps)
+            predicted, measured, time = run(program, args.mesh, model, sets, args.steps)
             base = time if name == next(iter(WAYS)) else base
             ways[name] |= {"predicted": predicted, "measured": measured}
             ways[name]["ratios"].append(time / base)
@@ -164,8 +170,10 @@ def main():
                 off.append(name)
     shown = "\n".join(table(ways, dp))
     print(shown)
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    args.picture.write_text("\n".join(picture(ways, args.mesh)) + "\n")
+    drawing = "\n".join(picture(ways, args.mesh)) + "\n"
+    if not args.self_test:
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        args.picture.write_text(drawing)
     if args.docs:
         drawn = os.path.relpath(args.picture, args.docs.parent)
         image = f"![What each rank holds with each way to save memory, by what it is for]({drawn})"
