@@ -14,7 +14,7 @@ impl Address {
     /// No place, where a kernel takes that for "none".
     pub const NULL: Address = Address(0);
 
-    /// The place so many bytes further on.
+    /// This address plus `bytes`.
     pub fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes as u64)
     }

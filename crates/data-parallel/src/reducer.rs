@@ -1,4 +1,6 @@
 //! Runs the reductions of buckets.
+//!
+//! More than 400 lines: a bucket's way from its first share to its sum is one state machine, beside its documented types.
 
 use crate::sum::Sum;
 use crate::vectors::{VectorError, Vectors};

@@ -30,7 +30,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// A pass that does not train, of so many micro-batches.
+    /// The clock of a pass that does not train. `micros` is its number of micro-batches.
     pub fn beside(purpose: Purpose, step: u64, micros: usize) -> Self {
         Self { purpose, step, first_micro: 0, micros }
     }

@@ -75,8 +75,8 @@ pub enum StateKind {
     Parameter(Role),
     /// What compression lost, for feedback. A run may begin without it.
     Feedback,
-    /// The same, of which each replica has a share: its first dim is that of replicas. The sum counts, so that another run may have
-    /// another number of them.
+    /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the replicas. Training depends on
+    /// the sum of the residuals alone, so a run resumes with another number of replicas.
     Shares,
 }
 

@@ -1,5 +1,7 @@
 //! Compressed communication between stages: what arrives is what the equations say, on any mesh, and takes the bytes that were
 //! predicted.
+//!
+//! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/compression.md`.
 
 mod lossy;
 #[allow(dead_code, reason = "another test uses all of it")]

@@ -30,7 +30,7 @@ impl Cut {
 }
 
 impl CudaDevice {
-    /// The cut of so many rows.
+    /// How `rows` rows are cut into blocks.
     pub(super) fn cut(&self, rows: usize, blocks: RowBlocks) -> Result<Cut> {
         let key = [rows, blocks.samples, blocks.slices];
         let mut cuts = self.cuts.0.lock().unwrap_or_else(PoisonError::into_inner);

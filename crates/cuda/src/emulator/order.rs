@@ -42,7 +42,7 @@ impl Draws {
         }
     }
 
-    /// One of the streams that can go on, of which there is one at least.
+    /// Draws one of the streams that can go on. The list must not be empty.
     pub(super) fn choose(&mut self, ready: &[usize]) -> usize {
         match self.favourite.filter(|favourite| ready.contains(favourite)) {
             Some(favourite) if self.below(8) > 0 => favourite,

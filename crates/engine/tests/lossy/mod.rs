@@ -59,7 +59,7 @@ pub struct Lossy {
 }
 
 impl Lossy {
-    /// `inner`, whose stages of so many layers lose what these schemes lose of activations and of their gradients.
+    /// Wraps `inner`, cut into stages of `layers` layers. Each cut applies the first scheme to activations and the second to their gradients.
     pub fn model(
         inner: Arc<dyn Model>,
         layers: &[usize],

@@ -24,7 +24,7 @@ fn bf16(more: &str) -> String {
 
 /// Over all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm
 /// where it is near zero.
-fn gradient_error(got: &Stepped, wanted: &Stepped) -> f64 {
+pub fn gradient_error(got: &Stepped, wanted: &Stepped) -> f64 {
     let all = norm_of_all(wanted.gradients.values().map(Vec::as_slice));
     let error = |(name, wanted): (&String, &Vec<f32>)| {
         let difference: Vec<f32> = got.gradients[name].iter().zip(wanted).map(|(got, wanted)| got - wanted).collect();

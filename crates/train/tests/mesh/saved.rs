@@ -1,11 +1,11 @@
 //! `memory.saved_dtype`: what forward keeps for backward is rounded to 16 bits. Forward stays exact, and the numbers depend neither on the mesh
 //! nor on what is recomputed.
 
+use crate::bf16::gradient_error;
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN};
 use crate::opaque::assert_opaque_as_cpu;
 use crate::world::{Stepped, on_mesh, one_step, step_of};
 use meshwork_tensor::Category;
-use meshwork_testkit::parity::{FLOOR, norm, norm_of_all};
 use meshwork_train::Trainer;
 use meshwork_train::config::Config;
 use meshwork_train::plan::predict;
@@ -20,17 +20,6 @@ fn config(case: &Case, dtype: &str, more: &str, training: &str) -> Config {
 
 fn step(case: &Case, dtype: &str, more: &str, training: &str) -> Stepped {
     step_of(&format!("{case}, {dtype}, {more}"), &config(case, dtype, more, training), &case.model.data())
-}
-
-/// Over all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm where it is near
-/// zero.
-fn gradient_error(got: &Stepped, wanted: &Stepped) -> f64 {
-    let all = norm_of_all(wanted.gradients.values().map(Vec::as_slice));
-    let error = |(name, wanted): (&String, &Vec<f32>)| {
-        let difference: Vec<f32> = got.gradients[name].iter().zip(wanted).map(|(got, wanted)| got - wanted).collect();
-        norm(&difference) / norm(wanted).max(FLOOR * all)
-    };
-    wanted.gradients.iter().map(error).fold(0.0, f64::max)
 }
 
 #[test]
