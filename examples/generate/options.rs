@@ -47,7 +47,7 @@ fn command() -> Command {
         )
         .arg(flag("seed", "N", "Seed of the draws").default_value("0").value_parser(clap::value_parser!(u64)))
         .arg(flag("tokenizer", "NAME", "bytes, gpt2 or a tokenizer.json; without it that of the folder"))
-        .arg(flag("set", "section.key=value", "Overrides one setting, such as training.dtype=bf16").action(ArgAction::Append))
+        .arg(flag("set", "section.key=value", "Overrides one setting, such as training.matmul_dtype=bf16").action(ArgAction::Append))
         .after_help(
             "Numbers are canonical, so that every mesh writes the same text; --set training.numerics=fast is for meshes that \
              canonical numerics refuse.\n\nExit code: 2 on bad input, 1 on a failure while running, else 0.",

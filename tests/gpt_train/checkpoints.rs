@@ -210,3 +210,25 @@ fn a_folder_that_cannot_be_made_is_refused_before_the_first_step() {
     assert!(matches!(ended.code, Some(1 | 2)), "{ended:?}");
     assert!(ended.err.contains(folder.join("run").to_str().unwrap()) && !ended.out.contains("step 1"), "{ended:?}");
 }
+
+/// The checkpoint has the weights in f32: a run goes on in another type on another mesh. The loss scale goes along.
+#[test]
+fn a_run_in_16_bits_goes_on_in_others_and_ends_with_a_sample() {
+    let folder = folder("resume_half");
+    let dir = folder.join("run");
+    let flags = format!("{SMALL} --set optimizer.lr=0.01 --set checkpoint.dir={}", dir.display());
+    let f16 = "--set training.dtype=f16 --set training.loss_scale_initial=4294967296";
+    let first = succeed(&format!("{flags} {f16} --mesh dp=2 --steps 30 --set parallelism.zero_stage=1"));
+    let skipped = "step 1/30  loss 5.5";
+    assert!(first.contains(skipped), "{first}");
+    assert!(first.contains("skipped: a gradient overflowed at loss scale 4294967296\nstep 2/30"), "{first}");
+    let run = metrics(&folder, &format!("{flags} {f16} --mesh dp=2 --steps 40 --set checkpoint.resume=true"));
+    let (losses, scales) = (numbers(&run, "step", "loss"), numbers(&run, "step", "loss_scale"));
+    assert!(scales[0] < 1e7, "the scale of the run before: {scales:?}");
+    assert!(losses.iter().all(|&loss| loss < 5.2), "{losses:?}");
+    for (dtype, mesh, steps) in [("bf16", "pp=2", 45), ("f32", "tp=2", 50)] {
+        let flags = format!("{flags} --set training.dtype={dtype} --mesh {mesh} --steps {steps}");
+        let out = succeed(&format!("{flags} --set checkpoint.resume=true"));
+        assert!(out.contains("A sample of the trained model:"), "{out}");
+    }
+}

@@ -206,6 +206,23 @@ impl Scheme {
         self
     }
 
+    /// Whether each row of a value of this shape is compressed by itself, so that what is lost of it does not depend on the others.
+    pub fn takes_rows_apart(&self, shape: Shape) -> bool {
+        let within = |per: Per, cols: usize| match per {
+            Per::Tensor => false,
+            Per::Row => true,
+            Per::Block(len) => cols.is_multiple_of(len.max(1)),
+        };
+        match self {
+            Scheme::Values(values) => within(values.per(), shape.cols()),
+            Scheme::Sparse(Sparse { choice: Choice::Largest(Per::Row), keep, values }) => {
+                // Their draws are counted by value, and not by element.
+                !values.draws() && within(values.per(), keep.of(shape.cols()))
+            }
+            Scheme::Sparse(_) | Scheme::PowerSgd(_) => false,
+        }
+    }
+
     /// The grammar of schemes in one line.
     pub const VALID: &str = VALID;
 }

@@ -2,9 +2,11 @@
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::select::largest;
+use crate::wire::HEADER;
 use crate::{CompressError, Compressor, Fold, MessageError, Method, Per, Shape, Values, indices};
 use meshwork_core::random::{Key, blocks};
 use std::fmt;
+use std::ops::Range;
 
 /// How many elements are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -114,14 +116,33 @@ impl Sparse {
         chosen
     }
 
-    /// The values that are sent of some elements.
-    pub(crate) fn take(&self, x: &[f32], shape: Shape, indices: &[u32]) -> Vec<f32> {
+    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as those of a message are known by its
+    /// draws.
+    pub fn index_bytes(&self, shape: Shape) -> Range<usize> {
+        let bytes = match self.choice {
+            Choice::Largest(_) => indices::bytes(self.count(shape), shape.len()),
+            Choice::Random { .. } => 0,
+        };
+        HEADER..HEADER + bytes
+    }
+
+    /// The indices in [`index_bytes`](Self::index_bytes) of a message of this scheme and shape.
+    ///
+    /// # Errors
+    /// Bytes that no indices have, or too few of them.
+    pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>, CompressError> {
+        crate::message::count("the indices", bytes.len(), self.index_bytes(shape).len())?;
+        Ok(indices::read(bytes, self.count(shape), shape.len())?)
+    }
+
+    /// The values of some elements, as a message of this scheme has them.
+    pub fn take(&self, x: &[f32], shape: Shape, indices: &[u32]) -> Vec<f32> {
         let factor = self.factor(shape);
         indices.iter().map(|&index| x[index as usize] * factor).collect()
     }
 
-    /// The shape of the values.
-    fn taken(&self, shape: Shape) -> Shape {
+    /// The shape of the values that are sent.
+    pub fn taken(&self, shape: Shape) -> Shape {
         Shape::vector(self.count(shape)).unwrap_or(shape) // They are not more than the elements.
     }
 }

@@ -88,6 +88,11 @@ impl Values {
         }
     }
 
+    /// Whether it draws random numbers.
+    pub(crate) fn draws(self) -> bool {
+        matches!(self, Values::Quantize { rounding: Rounding::Stochastic, .. })
+    }
+
     /// Calls `put` with each tile of restored values and the index of its first.
     #[inline(always)]
     fn restore(self, body: &[u8], shape: Shape, mut put: impl FnMut(usize, &[f32])) -> Result<(), MessageError> {

@@ -33,6 +33,11 @@ impl DType {
         }
     }
 
+    /// Whether it is a float of 16 bits.
+    pub const fn is_half(self) -> bool {
+        matches!(self, DType::Bf16 | DType::F16)
+    }
+
     /// Whether gradients can flow through values of this type.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::Bf16 | DType::F16)

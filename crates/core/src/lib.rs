@@ -22,7 +22,7 @@ pub mod tree;
 
 pub use buffer::{Buffer, BufferError};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
-pub use dtype::{DType, Element, bf16};
+pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};

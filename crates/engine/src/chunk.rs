@@ -1,6 +1,7 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
 use crate::TrainError;
+use crate::codec::{Codec, Site};
 use crate::gathers::Gathers;
 use crate::offload::saved::{Shelf, Shelved, Shelving};
 use crate::pass::{MicroBatch, Pass, Purpose};
@@ -10,9 +11,10 @@ use crate::trace::Walk;
 use crate::weights::WeightStore;
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::Activation;
+use meshwork_pipeline::Direction;
 use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
-use meshwork_tensor::{Category, Params, Tape, Tensor, Var};
-use std::cell::{Cell, RefCell};
+use meshwork_tensor::{Params, Tape, Tensor, Var};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,7 +31,8 @@ pub struct Message {
 /// A stage with its passes in flight.
 #[derive(Debug)]
 pub struct Chunk {
-    number: usize,
+    /// Its number.
+    pub number: usize,
     stages: usize,
     segments: Vec<Segment>,
     /// Brings weights together that this rank has slices of.
@@ -98,12 +101,13 @@ impl Chunk {
     }
 
     /// `number` is the number of the micro-batch in an asynchronous run.
-    fn forward(
+    pub fn forward(
         &mut self,
         pass: &Pass,
         number: usize,
         params: Arc<Params>,
         input: Option<Message>,
+        codec: &RefCell<Codec>,
     ) -> Result<Option<Message>, TrainError> {
         let of = pass.micro(number - pass.first_micro)?;
         let gathers = self.gathers.clone();
@@ -123,14 +127,23 @@ impl Chunk {
             let of_tape = pass.reduced(if origin.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, (of_tape, None))?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
-            start = Start { input: None, takes_gradient: run.output.takes_gradient(), params, applied };
+            // What crosses a cut takes a gradient, as what arrives from another rank does.
+            let takes_gradient = segment.spec.cut.is_some() || run.output.takes_gradient();
+            start = Start { input: None, takes_gradient, params, applied };
             let decisions = run.tape.take_decisions();
             self.noted.add(of.position.first_sample, &run.notes.statistics);
             pass.count_metrics(self.number, of.position.first_sample, &run.notes)?;
             if place + 1 < self.segments.len() {
                 run.output.require_unpadded("a cut between segments", "the activation")?;
                 let (tensor, types) = (run.output.tensor().clone(), run.output.types());
-                start.input = Some(Message { tensor, types });
+                let message = Message { tensor, types };
+                start.input = Some(match segment.spec.cut {
+                    Some(cut) => {
+                        let site = Site { cut, direction: Direction::Activation, micro: number - pass.ahead };
+                        codec.borrow_mut().cross(site, message)?
+                    }
+                    None => message,
+                });
             } else if !self.is_last() {
                 message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
             } else if pass.purpose == Purpose::Predict {
@@ -161,13 +174,13 @@ impl Chunk {
     }
 
     /// Computes the gradient of the input and, unless they are deferred, those of the weights.
-    fn backward(
+    pub fn backward(
         &mut self,
         pass: &Pass,
         number: usize,
         grad: Option<Message>,
         weights: Weights,
-        store: &RefCell<WeightStore>,
+        (store, codec): (&RefCell<WeightStore>, &RefCell<Codec>),
     ) -> Result<Option<Message>, TrainError> {
         let Some(Flight { of, mut kept }) = self.flights.remove(&number) else {
             return Err(self.out_of_turn(number, "backward before forward"));
@@ -207,7 +220,7 @@ impl Chunk {
             match (grad.take(), of.seeds) {
                 (Some(message), _) => roots.push((&output, Seed::typed(message.tensor, message.types))),
                 (None, Some(seeds)) if segment.spec.part.last => {
-                    roots.push((&output, tape.loss_seed(&output, Normaliser::Terms(seeds.terms))?))
+                    roots.push((&output, tape.loss_seed(&output, Normaliser::Scale(seeds.of_loss))?))
                 }
                 // Nothing that takes a gradient goes from here to the next segment.
                 (None, _) => {}
@@ -224,7 +237,15 @@ impl Chunk {
             if let Some(input) = input.as_ref().filter(|input| input.takes_gradient()) {
                 let tensor =
                     tape.take_grad(input).ok_or_else(|| self.out_of_turn(number, "the activation has no gradient"))?;
-                grad = Some(Message { tensor, types: input.types().dual() });
+                let message = Message { tensor, types: input.types().dual() };
+                let cut = place.checked_sub(1).and_then(|before| self.segments[before].spec.cut);
+                grad = Some(match cut {
+                    Some(cut) => {
+                        let site = Site { cut, direction: Direction::Gradient, micro: number - pass.ahead };
+                        codec.borrow_mut().cross(site, message)?
+                    }
+                    None => message,
+                });
             }
             if let Some(shelf) = &self.shelf {
                 shelf.end_backward(&shelved);
@@ -239,7 +260,7 @@ impl Chunk {
         Ok(grad)
     }
 
-    fn weight_gradients(&mut self, number: usize, store: &RefCell<WeightStore>) -> Result<(), TrainError> {
+    pub fn weight_gradients(&mut self, number: usize, store: &RefCell<WeightStore>) -> Result<(), TrainError> {
         let Some(tapes) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };
@@ -258,7 +279,7 @@ impl Chunk {
         Ok(())
     }
 
-    fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
+    pub fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
         TrainError::Stage { stage: self.number, micro, problem }
     }
 }
@@ -294,104 +315,4 @@ pub(crate) fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Res
         });
     }
     Ok(Message { tensor, types: output.types() })
-}
-
-/// Counts the live activations of a rank. An activation lives from its forward until its backward ends, gradients of
-/// weights included.
-#[derive(Debug, Default)]
-pub struct LiveActivations {
-    now: Cell<usize>,
-    most: Cell<usize>,
-}
-
-impl LiveActivations {
-    fn acquire(&self) {
-        self.now.update(|now| now + 1);
-        self.most.update(|most| most.max(self.now.get()));
-    }
-
-    fn release(&self) {
-        self.now.update(|now| now.saturating_sub(1));
-    }
-
-    /// Sets the number of live activations to zero, after a failure.
-    pub fn clear(&self) {
-        self.now.set(0);
-    }
-
-    /// The largest number alive at once so far, in units of one micro-batch through one stage.
-    pub fn most(&self) -> usize {
-        self.most.get()
-    }
-}
-
-/// A chunk in one pass, as the pipeline's interpreter sees it.
-pub struct Running<'a> {
-    /// The chunk.
-    pub chunk: &'a mut Chunk,
-    /// The pass.
-    pub pass: &'a Pass,
-    /// Weights, and the buffers of their gradients.
-    pub weights: &'a RefCell<WeightStore>,
-    /// Counts the live activations of this rank.
-    pub live: &'a LiveActivations,
-    /// The version of the weights, as a number of updates, that each (stage, micro-batch as the schedule counts them)
-    /// reads; `None` for the newest.
-    pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
-}
-
-impl Running<'_> {
-    fn walk_back(
-        &mut self,
-        micro: usize,
-        grad: Option<Message>,
-        weights: Weights,
-    ) -> Result<Option<Message>, TrainError> {
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        self.chunk.backward(self.pass, micro + self.pass.ahead, grad, weights, self.weights)
-    }
-}
-
-impl meshwork_pipeline::StageRunner for Running<'_> {
-    type Message = Message;
-    type Error = TrainError;
-
-    fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
-        if self.pass.purpose == Purpose::Train {
-            self.live.acquire();
-        }
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        let store = self.weights.borrow();
-        let params = match (self.versions)(self.chunk.number, micro) {
-            None => store.params(),
-            Some(updates) => {
-                let gone = "the version of the weights that it must read is gone";
-                store.version(updates).ok_or_else(|| self.chunk.out_of_turn(micro, gone))?
-            }
-        };
-        self.chunk.forward(self.pass, micro + self.pass.ahead, params.clone(), input)
-    }
-
-    fn backward_input(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
-        self.walk_back(micro, grad, Weights::Deferred)
-    }
-
-    fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
-        self.live.release();
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        self.chunk.weight_gradients(micro + self.pass.ahead, self.weights)
-    }
-
-    /// Walks the tape once, so that values needed by both gradients are read once.
-    fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
-        self.live.release();
-        self.walk_back(micro, grad, Weights::Now)
-    }
-
-    fn update(&mut self, micro: usize) -> Result<(), TrainError> {
-        // The pass begins at the first micro-batch of its step; an update may still belong to the step before.
-        let pass = self.pass;
-        let step = pass.position.step + u64::from(micro + pass.ahead >= pass.first_micro);
-        self.weights.borrow_mut().update_within(step)
-    }
 }

@@ -2,69 +2,58 @@
 //!
 //! A message is made of the whole value that a rank has; where that is the same on every tp rank, each of them makes the same message
 //! and sends its part of the bytes. So what is lost does not depend on tp. Rows are samples.
+//!
+//! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
+use crate::boundary::Boundary;
+use crate::chunk::Message;
+use crate::clock::Clock;
 use crate::compress::NOTHING;
 use crate::feedback::Crossing;
+use crate::history::History;
+use crate::packing::{Packed, pack, part, restored};
 use crate::pass::Purpose;
-use crate::{Compress, Plan, PlanError, TrainError};
+use crate::{Compress, ModelPlan, Plan, TrainError};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Compressor, Draws, Fold, Scheme, Shape as Matrix, wire_bytes};
-use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Ty};
-use meshwork_nn::Activation;
+use meshwork_compress::{Draws, Feedback, Fold, Scheme};
+use meshwork_core::{Axis, Buffer, DType, Rank, Ty};
+use meshwork_nn::{Activation, Batch, SAMPLE};
 use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Category, Device, Shape};
+use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
-/// The step of each micro-batch of a pass.
-#[derive(Clone, Copy, Debug)]
-pub struct Clock {
-    /// What the pass is for.
-    pub purpose: Purpose,
-    /// The step of the pass, from 0.
-    pub step: u64,
-    /// Number of its first micro-batch, less that by which the schedule's count is behind.
-    pub first_micro: i64,
-    /// Micro-batches of a step.
-    pub micros: usize,
+/// A value that crosses a cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Site {
+    /// The number of the cut among all [boundaries](ModelPlan::boundaries).
+    pub cut: usize,
+    /// Whether it is an activation or its gradient.
+    pub direction: Direction,
+    /// The micro-batch.
+    pub micro: usize,
 }
 
-impl Clock {
-    /// The clock of a pass that does not train. `micros` is its number of micro-batches.
-    pub fn beside(purpose: Purpose, step: u64, micros: usize) -> Self {
-        Self { purpose, step, first_micro: 0, micros }
-    }
-
-    /// The step of a micro-batch as the schedule counts them, and its number in that step.
-    fn of(&self, micro: usize) -> (u64, usize) {
-        let (after, micros) = (micro as i64 - self.first_micro, self.micros.max(1) as i64);
-        (self.step.saturating_add_signed(after.div_euclid(micros)), after.rem_euclid(micros) as usize)
-    }
-}
-
-/// A value as its scheme makes a message of it.
-#[derive(Clone, Copy, Debug)]
-pub struct Packed {
-    /// The scheme.
-    pub scheme: Scheme,
-    /// The value as a matrix.
-    pub shape: Matrix,
-    /// Bytes of the message.
-    pub bytes: usize,
-}
-
-/// How one rank codes what it sends over cuts, and decodes what it receives.
+/// How one rank codes what crosses cuts.
 #[derive(Debug)]
 pub struct Codec {
     compress: Compress,
     device: Arc<dyn Device>,
     clock: Clock,
     seed: u64,
+    boundaries: Rc<[Boundary]>,
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
     /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate as receiver.
-    kept: BTreeMap<Tag, (Crossing, Sender<Buffer>)>,
+    kept: BTreeMap<Site, (Crossing, Sender<Buffer>)>,
+    /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and micro-batch.
+    indices: BTreeMap<(usize, u64, usize), Buffer>,
+    /// With AQ-SGD, the activations of samples by cut.
+    histories: BTreeMap<usize, History>,
+    /// The numbers of this rank's samples of the step.
+    numbers: Vec<u32>,
 }
 
 impl Codec {
@@ -75,6 +64,7 @@ impl Codec {
     pub fn plain(
         compress: &Compress,
         seed: u64,
+        boundaries: Rc<[Boundary]>,
         rank: &Rank,
         device: &Arc<dyn Device>,
         clock: Clock,
@@ -88,9 +78,13 @@ impl Codec {
             device: device.clone(),
             clock,
             seed,
+            boundaries,
             data_rank: rank.mesh().data_rank(coords),
             tp: [coords.get(Axis::Tp), rank.mesh().degree(Axis::Tp)],
             kept: BTreeMap::new(),
+            indices: BTreeMap::new(),
+            histories: BTreeMap::new(),
+            numbers: Vec::new(),
         })
     }
 
@@ -100,19 +94,26 @@ impl Codec {
     /// A device without kernels for compression; no memory.
     pub fn training(
         plan: &Plan,
+        model: &ModelPlan,
         crossings: Vec<Crossing>,
         rank: &Rank,
         device: &Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
         let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
-        let mut codec = Self::plain(&plan.compress, plan.seed, rank, device, clock)?;
+        let mut codec = Self::plain(&plan.compress, plan.seed, model.boundaries().into(), rank, device, clock)?;
         for crossing in crossings {
+            let Site { cut, direction, .. } = crossing.site;
+            if let (Some(samples), Direction::Activation) = (plan.compress.aqsgd, direction)
+                && !codec.histories.contains_key(&cut)
+            {
+                codec.histories.insert(cut, History::new(&crossing, samples, &**device)?);
+            }
             let names: Vec<_> = crossing.states(plan).collect();
             let state = |name| codec.zeros(if names.contains(&name) { crossing.packed.shape.len() } else { 0 });
             let [residual, estimate, momentum] = Sender::<Buffer>::NAMES.map(state);
             let kept = Sender { residual: residual?, estimate: estimate?, momentum: momentum? };
             if !names.is_empty() {
-                codec.kept.insert(crossing.tag, (crossing, kept));
+                codec.kept.insert(crossing.site, (crossing, kept));
             }
         }
         Ok(codec)
@@ -141,67 +142,235 @@ impl Codec {
     }
 
     /// Begins a pass.
-    pub fn begin(&mut self, clock: Clock) {
+    ///
+    /// # Errors
+    /// Samples without numbers, or with unknown ones, where their activations are kept.
+    pub fn begin(&mut self, clock: Clock, batch: &Batch) -> Result<(), TrainError> {
         self.clock = clock;
+        // A pass that ends the steps before it has no samples.
+        if self.histories.is_empty() || batch.samples() == 0 {
+            return Ok(());
+        }
+        self.numbers = vec![0; batch.samples()];
+        // Without values every sample is one, which is new in the first step alone.
+        if self.device.has_values() {
+            let numbers = batch.values::<i32>(SAMPLE).map_err(|_| TrainError::Unnumbered { field: SAMPLE })?;
+            self.numbers = numbers.iter().map(|&number| number as u32).collect();
+        }
+        self.histories.values_mut().try_for_each(|history| history.begin(&self.numbers))
+    }
+
+    /// The activations of samples that are kept.
+    pub fn histories(&self) -> impl Iterator<Item = &History> {
+        self.histories.values()
+    }
+
+    /// The same, for writing.
+    pub fn histories_mut(&mut self) -> impl Iterator<Item = &mut History> {
+        self.histories.values_mut()
+    }
+
+    /// Forgets the micro-batches in flight, after a failure or to run them again.
+    pub fn clear(&mut self) {
+        self.indices.clear();
+    }
+
+    /// Sets the states of feedback to zero.
+    pub fn forget(&mut self) -> Result<(), TrainError> {
+        self.histories.values_mut().for_each(History::forget);
+        let optim = self.device.optim()?;
+        let states = self.kept.values_mut().flat_map(|(_, kept)| kept.all_mut());
+        states.filter(|state| state.count() > 0).try_for_each(|state| Ok(optim.zero(state, 0..state.count())?))
+    }
+
+    /// The value that a message between stages carries.
+    pub fn site(&self, Tag { direction, stage, micro }: Tag) -> Site {
+        let before = if direction == Direction::Activation { stage } else { stage.saturating_sub(1) };
+        let cut = self.boundaries.iter().position(|boundary| boundary.stages == [before, before + 1]);
+        Site { cut: cut.unwrap_or(0), direction, micro }
+    }
+
+    /// Whether values are compressed between two stages also where these lie on one rank.
+    pub fn is_virtual_between(&self, stage: usize) -> bool {
+        self.boundaries.iter().any(|boundary| boundary.is_virtual && boundary.stages == [stage, stage + 1])
     }
 
     /// How a value is compressed, if it is.
-    pub fn packed(&self, tag: Tag, value: &Activation) -> Result<Option<Packed>, TrainError> {
-        let scheme =
-            scheme(&self.compress, tag.direction).filter(|_| self.compress.includes(self.clock.of(tag.micro).0));
-        scheme.map(|scheme| pack(scheme, tag, value)).transpose()
+    pub fn packed(&self, site: Site, value: &Activation) -> Result<Option<Packed>, TrainError> {
+        let included = self.compress.includes(self.clock.of(site.micro).0);
+        let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
+        // A sample that crosses for the first time crosses as it is.
+        let fresh = self.history(site).is_some_and(|cut| self.histories[&cut].is_fresh());
+        let scheme = scheme.map(|scheme| if fresh { NOTHING } else { scheme });
+        scheme.map(|scheme| pack(&self.compress, scheme, &self.boundaries[site.cut], site.direction, value)).transpose()
     }
 
     /// The message of a value, in memory of `room` bytes.
     pub fn pack(
         &mut self,
-        tag: Tag,
+        site: Site,
+        of: &Packed,
+        value: &Activation,
+        buffer: Buffer,
+        room: usize,
+    ) -> Result<Buffer, TrainError> {
+        Ok(self.packed_and_known(site, of, value, buffer, room)?.0)
+    }
+
+    /// The same, with what the receiver will have, where this rank knows it without reading the message.
+    fn packed_and_known(
+        &mut self,
+        site: Site,
         of: &Packed,
         Activation { types, .. }: &Activation,
         value: Buffer,
         room: usize,
-    ) -> Result<Buffer, TrainError> {
-        let (step, micro) = self.clock.of(tag.micro);
+    ) -> Result<(Buffer, Option<Buffer>), TrainError> {
+        let (step, micro) = self.clock.of(site.micro);
         // Ranks that have the same value draw the same.
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
         let [tp_rank, tp] = if differs { self.tp } else { [0, 1] };
-        let (kind, pass) = (kind(tag.direction), self.clock.purpose);
+        let (name, pass) = (self.boundaries[site.cut].value(site.direction), self.clock.purpose);
         let name = match pass {
-            Purpose::Train => format!("{kind} of stage {}", tag.stage),
-            _ => format!("{kind} of stage {} in {pass:?}", tag.stage),
+            Purpose::Train => name,
+            _ => format!("{name} in {pass:?}"),
         };
         let before = ((self.data_rank * self.clock.micros + micro) * tp + tp_rank) * of.shape.len();
         let draws = Draws::new(self.seed, &name, step).skip(before);
-        let (kernels, feedback) = (self.device.compression()?, self.compress.feedback);
-        let _buffers = self.device.meter().enter(Category::Buffers);
-        let mut message = self.device.alloc(DType::U8, room)?;
-        let kept = self.kept.get_mut(&Tag { micro, ..tag }).filter(|_| pass == Purpose::Train);
-        let Some((_, sender)) = kept else {
-            kernels.pack(&of.scheme, of.shape, draws, &value, &mut message, 0)?;
-            return Ok(message);
+        let indices = self.indices_of_gradient(site, of)?;
+        let (device, feedback) = (self.device.clone(), self.compress.feedback);
+        let kernels = device.compression()?;
+        let _buffers = device.meter().enter(Category::Buffers);
+        let mut message = device.alloc(DType::U8, room)?;
+        let begins = self.compress.begins_at(step);
+        if let Some(cut) = self.history(site) {
+            let numbers = self.samples(micro, of);
+            if let Some(history) = self.histories.get_mut(&cut) {
+                // With m as the estimate, these are the equations of EF21.
+                let estimate = history.read(&numbers, of.shape.len(), &*device)?;
+                let [residual, momentum] = [device.alloc(DType::F32, 0)?, device.alloc(DType::F32, 0)?];
+                let mut sender = Sender { residual, estimate, momentum };
+                let target = kernels.outgoing(Feedback::Ef21, &value, false, &mut sender)?;
+                drop(value);
+                kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?;
+                let sent = restored(&*device, of, &part(&message, of.bytes)?, None)?;
+                kernels.sent(Feedback::Ef21, &target, &sent, &mut sender)?;
+                history.write(&numbers, &sender.estimate, &*device)?;
+                return Ok((message, Some(sender.estimate)));
+            }
+        }
+        let mut kept = self.kept.get_mut(&Site { micro, ..site }).filter(|_| pass == Purpose::Train);
+        let target = match &mut kept {
+            Some((_, sender)) => kernels.outgoing(feedback, &value, begins, sender)?,
+            None => value.clone(),
         };
-        let target = kernels.outgoing(feedback, &value, self.compress.begins_at(step), sender)?;
         drop(value);
-        kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?;
-        let mut sent = self.device.alloc(DType::F32, of.shape.len())?;
-        kernels.unpack(&of.scheme, of.shape, &part(&message, of.bytes)?, Fold::Replace, &mut sent, 0)?;
-        kernels.sent(feedback, &target, &sent, sender)?;
-        Ok(message)
+        match (&of.chosen, &indices) {
+            (Some(sparse), Some(indices)) => {
+                let elements = kernels.take(sparse, of.shape, indices, &target)?;
+                kernels.pack(&of.scheme, of.sent, draws, &elements, &mut message, 0)?;
+            }
+            _ => kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?,
+        }
+        if let Some((_, sender)) = kept {
+            let sent = restored(&*device, of, &part(&message, of.bytes)?, indices.as_ref())?;
+            kernels.sent(feedback, &target, &sent, sender)?;
+        }
+        self.keep_indices(site, of, &message)?;
+        Ok((message, None))
     }
 
     /// The value of a message.
-    pub fn unpack(&mut self, tag: Tag, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
-        let (_, micro) = self.clock.of(tag.micro);
+    pub fn unpack(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
+        let (_, micro) = self.clock.of(site.micro);
         let message = part(message, of.bytes)?;
-        let kernels = self.device.compression()?;
-        let kept = self.kept.get_mut(&Tag { micro, ..tag }).filter(|_| self.clock.purpose == Purpose::Train);
+        let device = self.device.clone();
+        if let Some(cut) = self.history(site) {
+            let numbers = self.samples(micro, of);
+            if let Some(history) = self.histories.get_mut(&cut) {
+                let mut rows = history.read(&numbers, of.shape.len(), &*device)?;
+                device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, &mut rows, 0)?;
+                history.write(&numbers, &rows, &*device)?;
+                return Ok(rows);
+            }
+        }
+        let indices = self.indices_of_gradient(site, of)?;
+        self.keep_indices(site, of, &message)?;
+        let kept = self.kept.get_mut(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
         let Some((_, Sender { estimate, .. })) = kept.filter(|(_, kept)| kept.estimate.count() > 0) else {
-            let mut value = self.device.alloc(DType::F32, of.shape.len())?;
-            kernels.unpack(&of.scheme, of.shape, &message, Fold::Replace, &mut value, 0)?;
-            return Ok(value);
+            return restored(&*device, of, &message, indices.as_ref());
         };
-        kernels.unpack(&of.scheme, of.shape, &message, Fold::Add, estimate, 0)?;
-        Ok(self.device.layout()?.copy(estimate)?)
+        match indices {
+            None => device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, estimate, 0)?,
+            Some(_) => {
+                let change = restored(&*device, of, &message, indices.as_ref())?;
+                device.pointwise()?.add_assign(estimate, 0, &change)?;
+            }
+        }
+        Ok(device.layout()?.copy(estimate)?)
+    }
+
+    /// What the other side of a cut has of a value that stays on this rank: what it would receive.
+    pub fn cross(&mut self, site: Site, Message { tensor, types }: Message) -> Result<Message, TrainError> {
+        let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
+        let Some(packed) = self.packed(site, &value)? else { return Ok(Message { tensor, types }) };
+        let (device, keeps) = (self.device.clone(), packed.chosen.and_then(|_| self.indices_of(site)));
+        let (message, known) = self.packed_and_known(site, &packed, &value, tensor.into_buffer(), packed.bytes)?;
+        let _buffers = device.meter().enter(Category::Buffers);
+        let (_, micro) = self.clock.of(site.micro);
+        let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
+        let received = match (known, kept.map(|(_, sender)| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
+            (Some(known), _) => known,
+            // The sender's estimate is the receiver's: both add what was sent.
+            (None, Some(estimate)) => device.layout()?.copy(estimate)?,
+            (None, None) => restored(&*device, &packed, &part(&message, packed.bytes)?, keeps.as_ref())?,
+        };
+        Ok(Message { tensor: Tensor::from_buffer(&device, received, value.shape)?, types })
+    }
+
+    /// The cut, if this rank keeps activations of samples there that a value belongs to.
+    fn history(&self, Site { cut, direction, micro }: Site) -> Option<usize> {
+        let trains = self.clock.purpose == Purpose::Train && direction == Direction::Activation;
+        let included = trains && self.compress.includes(self.clock.of(micro).0);
+        (included && self.histories.contains_key(&cut)).then_some(cut)
+    }
+
+    /// The numbers of the samples of a micro-batch.
+    fn samples(&self, micro: usize, of: &Packed) -> Vec<u32> {
+        let rows = of.shape.rows();
+        self.numbers.iter().skip(micro * rows).take(rows).copied().collect()
+    }
+
+    /// The key of a micro-batch at a cut.
+    fn key(&self, site: Site) -> (usize, u64, usize) {
+        let (step, micro) = self.clock.of(site.micro);
+        (site.cut, step, micro)
+    }
+
+    fn indices_of(&self, site: Site) -> Option<Buffer> {
+        self.indices.get(&self.key(site)).cloned()
+    }
+
+    /// Takes away the indices of the activation whose gradient crosses now, where the gradient uses them.
+    fn indices_of_gradient(&mut self, site: Site, of: &Packed) -> Result<Option<Buffer>, TrainError> {
+        if of.chosen.is_none() {
+            return Ok(None);
+        }
+        let (key, problem) = (self.key(site), "no activation with its indices crossed the cut");
+        let missing = || TrainError::Stage { stage: self.boundaries[site.cut].stages[0], micro: site.micro, problem };
+        self.indices.remove(&key).ok_or_else(missing).map(Some)
+    }
+
+    /// Keeps the indices of an activation, where its gradient uses them.
+    fn keep_indices(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<(), TrainError> {
+        let Scheme::Sparse(sparse) = of.scheme else { return Ok(()) };
+        let shares = self.compress.share_indices && self.clock.purpose == Purpose::Train;
+        if shares && site.direction == Direction::Activation {
+            let _activations = self.device.meter().enter(Category::Activations);
+            let indices = message.slice(sparse.index_bytes(of.shape)).map_err(meshwork_tensor::Error::from)?;
+            self.indices.insert(self.key(site), self.device.layout()?.copy(&indices)?);
+        }
+        Ok(())
     }
 }
 
@@ -213,64 +382,5 @@ pub fn expected(activations: &[Activation], tag: Tag) -> Activation {
             let activation = activations[tag.stage - 1];
             Activation { types: activation.types.dual(), ..activation }
         }
-    }
-}
-
-fn scheme(compress: &Compress, direction: Direction) -> Option<Scheme> {
-    let scheme = match direction {
-        Direction::Activation => compress.activations,
-        Direction::Gradient => compress.activation_gradients,
-    };
-    (scheme != NOTHING).then_some(scheme)
-}
-
-fn kind(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Activation => "activation",
-        Direction::Gradient => "activation gradient",
-    }
-}
-
-/// The first bytes of what was received: all but the padding of its parts.
-fn part(message: &Buffer, bytes: usize) -> Result<Buffer, TrainError> {
-    Ok(message.slice(0..bytes).map_err(meshwork_tensor::Error::from)?)
-}
-
-/// A value as a matrix with a row for each sample.
-fn matrix(shape: &Shape) -> Result<Matrix, meshwork_compress::CompressError> {
-    let rows = shape.first().copied().unwrap_or(1).max(1);
-    Matrix::matrix(rows, shape.count() / rows)
-}
-
-fn pack(scheme: Scheme, tag: Tag, value: &Activation) -> Result<Packed, TrainError> {
-    let packed =
-        matrix(&value.shape).and_then(|shape| Ok(Packed { scheme, shape, bytes: wire_bytes(&scheme, shape)? }));
-    packed.map_err(|error| refuse(scheme, tag, error.to_string()).into())
-}
-
-/// The error of a value that is not compressed so.
-pub fn refuse(scheme: Scheme, tag: Tag, problem: String) -> PlanError {
-    let place = if tag.direction == Direction::Activation { "activations" } else { "activation gradients" };
-    PlanError::Compress { place, scheme: scheme.name(), problem: format!("stage {}: {problem}", tag.stage) }
-}
-
-/// How a value is compressed in training, if it is, refused where that would lose its meaning.
-pub fn require(compress: &Compress, tag: Tag, value: &Activation, mesh: &Mesh) -> Result<Option<Packed>, TrainError> {
-    let Some(scheme) = scheme(compress, tag.direction) else { return Ok(None) };
-    let refuse = |problem: String| Err(refuse(scheme, tag, problem).into());
-    if value.dtype != DType::F32 {
-        return refuse(format!("it sends {}, and only f32 is compressed", value.dtype));
-    }
-    let mut split = value.types.iter().filter(|(axis, _)| mesh.degree(*axis) > 1);
-    if let Some((axis, _)) = split.find(|(_, ty)| *ty == Ty::Partial) {
-        return refuse(format!(
-            "it sends shares of a sum over {axis}, and the sum of compressed shares is not the compressed sum: let the model send the sum, \
-             Invariant or Shard on {axis}, or do not compress it"
-        ));
-    }
-    let packed = pack(scheme, tag, value)?;
-    match compress.feedback.check(&scheme, packed.shape) {
-        Ok(()) => Ok(Some(packed)),
-        Err(error) => refuse(error.to_string()),
     }
 }

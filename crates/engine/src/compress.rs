@@ -1,7 +1,8 @@
 //! What is compressed when it travels between ranks, as plain data.
 
 use crate::{Plan, PlanError, ZeroStage};
-use meshwork_compress::{Compressor, Feedback, Scheme, Values};
+use meshwork_compress::{Choice, Feedback, Scheme, Sparse, Values};
+use meshwork_pipeline::Direction;
 
 /// Lossy compression of what ranks send each other. By default nothing is compressed.
 ///
@@ -24,6 +25,13 @@ pub struct Compress {
     pub activation_gradients: Scheme,
     /// Gradients of weights, summed over data-parallel ranks. Each bucket is one value, of one row.
     pub gradients: Scheme,
+    /// Whether gradients of activations are sent at the indices of the activations, without indices of their own (Rudakov et al.,
+    /// arXiv:2401.07788): both are TopK of one fraction.
+    pub share_indices: bool,
+    /// AQ-SGD of activations in training (Wang et al., arXiv:2206.01299), with this number of samples: both sides of a cut keep the last
+    /// activation of each, and the scheme compresses the difference from it. Batches need the numbers of their samples, in the field
+    /// [`SAMPLE`](meshwork_nn::SAMPLE).
+    pub aqsgd: Option<usize>,
     /// How what compression lost is brought back, wherever something is compressed.
     pub feedback: Feedback,
     /// The first step that compresses, from 1.
@@ -39,6 +47,8 @@ impl Default for Compress {
             activations: NOTHING,
             activation_gradients: NOTHING,
             gradients: NOTHING,
+            share_indices: false,
+            aqsgd: None,
             feedback: Feedback::None,
             start_step: 1,
         }
@@ -47,11 +57,11 @@ impl Default for Compress {
 
 impl Compress {
     /// The places that are compressed, with their schemes.
-    pub fn places(&self) -> impl Iterator<Item = (&'static str, Scheme)> {
+    pub fn places(&self) -> impl Iterator<Item = (Place, Scheme)> {
         let all = [
-            ("activations", self.activations),
-            ("activation gradients", self.activation_gradients),
-            ("gradients", self.gradients),
+            (Place::Activations, self.activations),
+            (Place::ActivationGradients, self.activation_gradients),
+            (Place::Gradients, self.gradients),
         ];
         all.into_iter().filter(|(_, scheme)| *scheme != NOTHING)
     }
@@ -71,47 +81,182 @@ impl Compress {
         step + 1 == self.start_step.max(1)
     }
 
+    /// The scheme of what crosses cuts in a direction, if it is compressed.
+    pub(crate) fn at_cuts(&self, direction: Direction) -> Option<Scheme> {
+        let scheme = match direction {
+            Direction::Activation => self.activations,
+            Direction::Gradient => self.activation_gradients,
+        };
+        (scheme != NOTHING).then_some(scheme)
+    }
+
+    /// The same, with values that cross cuts as they are.
+    pub(crate) fn exact_at_cuts(self) -> Self {
+        Self { activations: NOTHING, activation_gradients: NOTHING, ..self }
+    }
+
+    /// Everything about it that does not go with the rest of a plan, whatever the model.
+    pub fn unfit(&self, around: Around<'_>) -> Vec<Unfit> {
+        let mut all = Vec::new();
+        let mut refuse = |place: Place, problem: String, valid: &str| {
+            all.push(Unfit { place, problem, valid: valid.to_owned() });
+        };
+        let at_cuts = [self.activations, self.activation_gradients];
+        for (place, scheme) in self.places() {
+            if around.canonical && place == Place::Gradients {
+                let problem =
+                    "canonical numerics promise the bits of one rank, which has nobody to send compressed values to";
+                refuse(place, problem.to_owned(), "use fast numerics, or none");
+            } else if around.canonical && !around.simulates {
+                let problem = "canonical numerics promise the bits of one rank, which has nobody to send compressed values to: every mesh must \
+                               simulate the same cuts";
+                refuse(place, problem.to_owned(), "name them as virtual cuts, use fast numerics, or none");
+            }
+            if matches!(scheme, Scheme::PowerSgd(_)) {
+                let problem = match place {
+                    Place::Gradients => "gradients are summed in buckets, which are no matrices",
+                    _ => {
+                        "the factors of a message start from those of the one before, and samples have nothing in common"
+                    }
+                };
+                refuse(place, problem.to_owned(), "use quant, topk, randk, sign, bf16 or fp8");
+            }
+        }
+        if self.share_indices {
+            let chosen = at_cuts.map(|scheme| match scheme {
+                Scheme::Sparse(Sparse { choice: choice @ Choice::Largest(_), keep, .. }) => Some((choice, keep)),
+                _ => None,
+            });
+            if chosen[0].is_none() || chosen[0] != chosen[1] {
+                let [activations, gradients] = at_cuts;
+                let problem = format!(
+                    "gradients of activations have the indices of activations, and these are {activations}, their gradients {gradients}"
+                );
+                let valid = "use topk of one fraction and the same parts for both, as topk:0.1 and topk:0.1+quant:8, or indices of their own";
+                refuse(Place::ShareIndices, problem, valid);
+            }
+        }
+        if let Some(samples) = self.aqsgd {
+            let conflicts = [
+                (self.activations == NOTHING, "activations are not compressed", "compress them, or turn aqsgd off"),
+                (samples == 0, "it keeps activations of no samples", "say how many samples come again"),
+                (self.share_indices, "differences have other indices than gradients can use", "do not share indices"),
+                (
+                    self.feedback != Feedback::None,
+                    "it brings back what activations lose, and feedback would do so once more",
+                    "use no feedback, or no aqsgd",
+                ),
+                (
+                    around.replicas > 1,
+                    "data-parallel ranks and replicas of a stage take samples in turn, and each would know other activations of them",
+                    "use dp=1, ep=1 and one rank for each stage, or no aqsgd",
+                ),
+                (
+                    around.repeats.is_some(),
+                    "the schedule begins steps that it may have to repeat, and only one side would know of that",
+                    "use another schedule, or no aqsgd",
+                ),
+            ];
+            let conflicts = conflicts.into_iter().filter(|(conflict, ..)| *conflict);
+            conflicts.for_each(|(_, problem, valid)| refuse(Place::Aqsgd, problem.to_owned(), valid));
+        }
+        match self.feedback {
+            Feedback::None => {}
+            _ if !self.is_some() => {
+                let problem = "brings back what compression loses, and nothing is compressed";
+                refuse(Place::Feedback, problem.to_owned(), "compress something, or use none");
+            }
+            feedback => {
+                if let Some(schedule) = around.repeats.filter(|_| at_cuts.iter().any(|scheme| *scheme != NOTHING)) {
+                    let problem = format!(
+                        "schedule {schedule} begins steps that it may have to repeat, and feedback would count twice what they lose"
+                    );
+                    refuse(Place::Feedback, problem, "use another schedule, or none, or compress gradients alone");
+                }
+                if self.gradients != NOTHING && feedback.keeps_estimate() && around.zero > ZeroStage::Off {
+                    let problem = "ranks that keep slices of a sum have no estimate of it";
+                    refuse(Place::Feedback, problem.to_owned(), "use ef, or ZeRO stage 0");
+                }
+            }
+        }
+        all
+    }
+
     /// Refuses what does not go with the rest of the plan, whatever the model.
     pub(crate) fn require_fit(&self, plan: &Plan) -> Result<(), PlanError> {
-        let refuse = |place, scheme: String, problem: &str| {
-            Err(PlanError::Compress { place, scheme, problem: problem.to_owned() })
+        let around = Around {
+            canonical: plan.blocks().is_some(),
+            simulates: !plan.virtual_cuts.is_empty(),
+            repeats: plan.schedule.overlaps_steps().then(|| plan.schedule.name()),
+            replicas: plan.mesh.data_degree().max(plan.schedule.most_replicas()),
+            zero: plan.zero.stage,
         };
-        let Some((place, scheme)) = self.places().next() else {
-            return match self.feedback {
-                Feedback::None => Ok(()),
-                feedback => refuse(
-                    "nothing",
-                    feedback.to_string(),
-                    "feedback brings back what compression loses: compress something, or use none",
-                ),
-            };
+        let Some(Unfit { place, problem, valid }) = self.unfit(around).into_iter().next() else { return Ok(()) };
+        let scheme = match place {
+            Place::Activations => self.activations.to_string(),
+            Place::ActivationGradients => self.activation_gradients.to_string(),
+            Place::Gradients => self.gradients.to_string(),
+            Place::Feedback => self.feedback.to_string(),
+            Place::ShareIndices => self.share_indices.to_string(),
+            Place::Aqsgd => self.activations.to_string(),
         };
-        if plan.blocks().is_some() {
-            let problem = "canonical numerics promise the bits of one rank, which has nobody to send compressed values to; use numerics Fast";
-            return refuse(place, scheme.to_string(), problem);
-        }
-        if let Some((place, scheme)) = self.places().find(|(_, scheme)| matches!(scheme, Scheme::PowerSgd(_))) {
-            let problem = match place {
-                "gradients" => "gradients are summed in buckets, which are no matrices",
-                _ => "the factors of a message start from those of the one before, and samples have nothing in common",
-            };
-            let problem = format!("{problem}; use quant, topk, randk, sign, bf16 or fp8");
-            return refuse(place, scheme.name(), &problem);
-        }
-        if self.gradients != NOTHING && plan.zero.stage > ZeroStage::Off && self.feedback.keeps_estimate() {
-            let problem = "ranks that keep slices of a sum have no estimate of it; use feedback ef, or ZeRO stage 0";
-            return refuse("gradients", self.feedback.to_string(), problem);
-        }
-        let cuts = [self.activations, self.activation_gradients].iter().any(|scheme| *scheme != NOTHING);
-        if cuts && self.feedback != Feedback::None && plan.schedule.overlaps_steps() {
-            let problem = format!(
-                "with feedback {}, and schedule {} begins steps that it may repeat: the states of feedback would count them twice; use \
-                 another schedule, or no feedback",
-                self.feedback,
-                plan.schedule.name()
-            );
-            return Err(PlanError::Compress { place, scheme: scheme.name(), problem });
-        }
-        Ok(())
+        Err(PlanError::Compress { place: place.name(), scheme, problem: format!("{problem}; {valid}") })
     }
+}
+
+/// A setting of [`Compress`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// [`Compress::activations`].
+    Activations,
+    /// [`Compress::activation_gradients`].
+    ActivationGradients,
+    /// [`Compress::gradients`].
+    Gradients,
+    /// [`Compress::feedback`].
+    Feedback,
+    /// [`Compress::share_indices`].
+    ShareIndices,
+    /// [`Compress::aqsgd`].
+    Aqsgd,
+}
+
+impl Place {
+    /// What it is about, in errors.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Activations => "activations",
+            Self::ActivationGradients => "activation gradients",
+            Self::Gradients => "gradients",
+            Self::Feedback => "feedback",
+            Self::ShareIndices => "share_indices",
+            Self::Aqsgd => "aqsgd",
+        }
+    }
+}
+
+/// What of the rest of a plan decides whether compression fits.
+#[derive(Clone, Copy, Debug)]
+pub struct Around<'a> {
+    /// Whether every mesh gives the bits of one rank.
+    pub canonical: bool,
+    /// Whether there are virtual cuts.
+    pub simulates: bool,
+    /// The schedule, if it begins steps that it may have to repeat.
+    pub repeats: Option<&'a str>,
+    /// The largest number of ranks that take samples in turn: of dp and ep, or for a stage.
+    pub replicas: usize,
+    /// What data-parallel ranks share out.
+    pub zero: ZeroStage,
+}
+
+/// A setting that does not fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unfit {
+    /// The setting.
+    pub place: Place,
+    /// Why it does not fit.
+    pub problem: String,
+    /// What would be valid.
+    pub valid: String,
 }

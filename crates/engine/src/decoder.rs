@@ -2,7 +2,8 @@
 //! values of the earlier ones are cached.
 
 use crate::chunk::{Message, outgoing};
-use crate::codec::{Clock, Codec};
+use crate::clock::Clock;
+use crate::codec::{Codec, Site};
 use crate::pass::Purpose;
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
@@ -10,9 +11,11 @@ use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainErro
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
-use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::param::{LocalSlice, host_floats};
 use meshwork_tensor::tape::KeyValueCache;
 use meshwork_tensor::{Device, Error, ParamSpec, Params, Tape, Var};
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// One rank of a model that continues sequences. It holds weights and cached keys and values; nothing that only training needs.
@@ -26,8 +29,8 @@ pub struct Decoder {
     compress: Compress,
     seed: u64,
     params: Arc<Params>,
-    /// The stages of this rank, with the number of each and its cache.
-    stages: Vec<(usize, Box<dyn Stage>, KeyValueCache)>,
+    /// The segments of this rank, each with its cache.
+    segments: Vec<(Segment, KeyValueCache)>,
     capacity: usize,
     past: usize,
 }
@@ -50,8 +53,11 @@ impl Decoder {
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
     ) -> Result<Self, TrainError> {
         require_fit(plan, &rank, &*device)?;
-        let (schedule, model_plan) =
-            (plan.build_schedule()?, ModelPlan::new(model, &Plan { recompute: Recompute::None, ..plan.clone() })?);
+        let (schedule, model_plan) = (
+            plan.build_schedule()?,
+            ModelPlan::new(model, &Plan { recompute: Recompute::None, offload: None, ..plan.clone() })?,
+        );
+        let device = model_plan.device(device);
         let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
         let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect::<Vec<_>>()];
@@ -63,8 +69,8 @@ impl Decoder {
                 .map_err(|error| TrainError::Parameter { name: spec.name.clone(), problem: error.to_string() })?;
             params.write(id, &values)?;
         }
-        // Nothing goes backward: each stage is one segment.
-        let cached = |segment: Segment| (segment.of_stage, segment.stage, KeyValueCache::new(capacity));
+        // Nothing goes backward: each stage is one segment, or one between two cuts.
+        let cached = |segment: Segment| (segment, KeyValueCache::new(capacity));
         let segments = stages.into_iter().flat_map(|(_, segments)| segments);
         Ok(Self {
             rank,
@@ -75,7 +81,7 @@ impl Decoder {
             compress: plan.compress,
             seed: plan.seed,
             params: Arc::new(params),
-            stages: segments.map(cached).collect(),
+            segments: segments.map(cached).collect(),
             capacity,
             past: 0,
         })
@@ -98,13 +104,13 @@ impl Decoder {
 
     /// Bytes of cached keys and values on this rank.
     pub fn cache_bytes(&self) -> usize {
-        self.stages.iter().map(|(.., cache)| cache.bytes()).sum()
+        self.segments.iter().map(|(_, cache)| cache.bytes()).sum()
     }
 
     /// Begins new sequences.
     pub fn clear(&mut self) {
         self.past = 0;
-        self.stages.iter().for_each(|(.., cache)| cache.clear());
+        self.segments.iter().for_each(|(_, cache)| cache.clear());
     }
 
     /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of the model's output
@@ -122,36 +128,41 @@ impl Decoder {
         let me = self.rank.coords().get(Axis::Pp);
         let activations = self.plan.activations(batch)?;
         let clock = Clock::beside(Purpose::Predict, u64::MAX - 1, 1);
-        let codec = Codec::plain(&self.compress, self.seed, &self.rank, &self.device, clock)?;
-        let mut transport =
-            PipeTransport::new(&self.rank, self.device.clone(), activations.clone().into(), codec, self.scatter, 1);
+        let (boundaries, sent) = (self.plan.boundaries(), activations.clone().into());
+        let codec = Codec::plain(&self.compress, self.seed, boundaries.into(), &self.rank, &self.device, clock)?;
+        let codec = Rc::new(RefCell::new(codec));
+        let mut transport = PipeTransport::new(&self.rank, self.device.clone(), sent, codec.clone(), self.scatter, 1);
         let holder = |stage: usize| self.schedule.rank_of(stage, 0);
         let (mut here, mut values) = (None, vec![0f32; batch.samples() * columns]);
-        for (number, stage, cache) in &self.stages {
-            let tag = |stage| Tag { direction: Direction::Activation, stage, micro: 0 };
+        for (Segment { of_stage: number, spec, stage, .. }, cache) in &self.segments {
+            let (direction, micro) = (Direction::Activation, 0);
+            let tag = |stage| Tag { direction, stage, micro };
             let input: Option<Message> = match number.checked_sub(1) {
+                _ if here.is_some() => here.take(),
                 None => None,
-                Some(before) if holder(before) == me => here.take(),
                 Some(before) => Some(transport.recv(holder(before), tag(before))?),
             };
             let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
             let input = input.map(|message| tape.input(message.tensor, message.types));
             let output = stage.forward(&tape, batch, input.as_ref())?;
             cache.advance(tokens);
-            if cache.attentions() == 0 && !self.plan.stages()[*number].layers.is_empty() {
+            if cache.attentions() == 0 && !spec.part.layers.is_empty() {
                 return refuse(format!(
                     "stage {number} has layers and no attention that caches: each token would see itself alone"
                 ));
             }
-            match activations.get(*number) {
-                Some(activation) => {
-                    let message = outgoing(*number, &output, activation)?;
-                    match holder(number + 1) {
-                        next if next == me => here = Some(message),
-                        next => transport.send(next, tag(*number), message)?,
-                    }
+            let Some(cut) = spec.cut else {
+                self.read_logits(&**stage, &output, columns, &mut values)?;
+                continue;
+            };
+            let boundary = &self.plan.boundaries()[cut];
+            let message = outgoing(*number, &output, &self.plan.activation_at(boundary, batch)?)?;
+            match holder(boundary.stages[1]) {
+                next if next != me => transport.send(next, tag(*number), message)?,
+                _ if boundary.is_virtual => {
+                    here = Some(codec.borrow_mut().cross(Site { cut, direction, micro }, message)?);
                 }
-                None => self.read_logits(&**stage, &output, columns, &mut values)?,
+                _ => here = Some(message),
             }
         }
         transport.finish()?;
@@ -182,7 +193,7 @@ impl Decoder {
         for (sample, values) in values.chunks_exact_mut(columns).enumerate() {
             let first = (sample + 1) * each - width;
             let part = prediction.tensor().buffer().slice(first..first + columns).map_err(Error::from)?;
-            values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
+            values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! training.
 
 use crate::offload::Traffic;
-use crate::{Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
+use crate::{Compress, Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_nn::{Batch, Model};
 use meshwork_pipeline::{ActionKind, Generator, Phase};
@@ -52,7 +52,9 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     let batch = blank_batch(&trainer);
     let mut reports = Vec::new();
     let (mut flops, mut moved) = (0, Traffic::default());
-    for _ in 0..=trainer.steps_ahead() {
+    // With AQ-SGD, that in which samples are new takes the most memory, and a later one says what is sent.
+    let before = trainer.steps_ahead() + usize::from(plan.compress.aqsgd.is_some());
+    for _ in 0..=before {
         let before = device.meter().total_flops();
         moved = trainer.offloaded();
         reports.extend(trainer.start_step(&batch, || false, |_| {})?);
@@ -93,6 +95,8 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
         num_microbatches: Some(1),
         zero: Zero::default(), // one rank has nobody to share with
         offload: None,
+        compress: Compress::default(),
+        virtual_cuts: Vec::new(),
         ..plan.clone()
     })
 }

@@ -69,7 +69,23 @@ pub enum TrainError {
         /// What would be valid.
         valid: &'static str,
     },
-    /// The loss or the gradient norm is not finite. The weights were not changed.
+    /// Samples without numbers, where AQ-SGD keeps an activation of each.
+    #[error(
+        "AQ-SGD keeps an activation of each sample, and the batch has no field {field:?} with their numbers: add one, an i32 for each"
+    )]
+    Unnumbered {
+        /// The field.
+        field: &'static str,
+    },
+    /// A sample whose activation has no place.
+    #[error("AQ-SGD keeps activations of {samples} samples, and the batch has sample {number}: say how many there are")]
+    Sample {
+        /// Its number.
+        number: u32,
+        /// Samples that have a place.
+        samples: usize,
+    },
+    /// The loss or the gradient norm is not finite. The weights were not changed; feedback of compression starts again from zeros.
     #[error("step {step}: the {what} is {value}; the weights are those before this step")]
     NotFinite {
         /// The step, from 1.

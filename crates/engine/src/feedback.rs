@@ -3,21 +3,24 @@
 //! A state has a place for each sample of the global batch, so that it does not depend on how the mesh cuts the batch. It is named after the
 //! layer behind which the cut lies: where another number of stages has no cut, it is dropped, and a new cut starts from zeros.
 
-use crate::codec::{Packed, expected, refuse, require};
-use crate::{ModelPlan, Plan, StateKey, TrainError};
+use crate::boundary::Boundary;
+use crate::codec::Site;
+use crate::packing::{Packed, refuse, require};
+use crate::{ModelPlan, Plan, PlanError, StateKey, TrainError};
 use meshwork_compress::feedback::Sender;
 use meshwork_core::{Axis, Buffer, Coords, Mesh, Ty};
-use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::{Direction, Schedule, Tag};
+use meshwork_nn::{Activation, Batch, Model};
+use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
+use std::sync::Arc;
 
 /// A message that one rank sends or receives in each step, of a value that is compressed.
 #[derive(Clone, Debug)]
 pub struct Crossing {
-    /// Its name in a step.
-    pub tag: Tag,
-    /// Whether this rank sends it; else it receives it.
+    /// Its place in a step.
+    pub site: Site,
+    /// Whether this rank sends it; else it receives it. At a virtual cut it does both.
     pub sends: bool,
     /// How it is compressed.
     pub packed: Packed,
@@ -56,41 +59,66 @@ pub fn crossings(
 ) -> Result<Vec<Crossing>, TrainError> {
     let micros = plan.num_microbatches()?;
     let micro_batch = plan.micro_batch_size()?;
-    let activations = model.activations(&Batch::blank(&model.model().fields(), micro_batch))?;
-    let me = coords.get(Axis::Pp);
+    let blank = Batch::blank(&model.model().fields(), micro_batch);
+    let (me, canonical) = (coords.get(Axis::Pp), plan.blocks().is_some());
     let mut crossings = Vec::new();
-    for stage in 0..activations.len() {
-        for (direction, from) in [(Direction::Activation, stage), (Direction::Gradient, stage + 1)] {
-            let tag = Tag { direction, stage: from, micro: 0 };
-            let value = expected(&activations, tag);
-            let Some(packed) = require(&plan.compress, tag, &value, mesh)? else { continue };
-            let layer = model.stages()[stage].layers.end;
-            // Stages without layers have several cuts behind one layer.
-            let before = model.stages()[..stage].iter().filter(|part| part.layers.end == layer).count();
-            let cut = if before == 0 { format!("cut.{layer}") } else { format!("cut.{layer}.{before}") };
-            let name = match direction {
-                Direction::Activation => format!("{cut}.activation"),
-                Direction::Gradient => format!("{cut}.gradient"),
+    for (cut, boundary) in model.boundaries().iter().enumerate() {
+        let [before, behind] = boundary.stages;
+        let activation = model.activation_at(boundary, &blank)?;
+        for direction in [Direction::Activation, Direction::Gradient] {
+            let (value, from, to) = match direction {
+                Direction::Activation => (activation, before, behind),
+                Direction::Gradient => (Activation { types: activation.types.dual(), ..activation }, behind, before),
             };
+            let Some(packed) = require(&plan.compress, boundary, direction, &value, (mesh, canonical))? else {
+                continue;
+            };
+            if canonical && !boundary.is_virtual && schedule.ranks_of(before) != schedule.ranks_of(behind) {
+                return Err(uncanonical(plan, boundary, packed, direction).into());
+            }
             for micro in 0..micros {
-                let holds = |stage| schedule.rank_of(stage, micro) == me;
-                let (sends, other) = (holds(from), holds(2 * stage + 1 - from));
-                if sends == other {
+                let [sends, receives] = [from, to].map(|stage| schedule.rank_of(stage, micro) == me);
+                if sends == receives && !(sends && boundary.is_virtual) {
                     continue;
                 }
+                let site = Site { cut, direction, micro };
                 let first = (mesh.data_rank(coords) * micros + micro) * micro_batch;
                 let Some((dims, slice)) = place(&value, plan.global_batch_size, first, mesh, coords) else {
                     if plan.compress.feedback.keeps().contains(&true) {
                         let problem = "ranks have values of their own (Varying), which feedback has no place for: use no feedback";
-                        return Err(refuse(packed.scheme, tag, problem.to_owned()).into());
+                        return Err(refuse(packed.scheme, boundary, direction, problem.to_owned()).into());
                     }
                     continue;
                 };
-                crossings.push(Crossing { tag: Tag { micro, ..tag }, sends, packed, name: name.clone(), dims, slice });
+                crossings.push(Crossing { site, sends, packed, name: boundary.value(direction), dims, slice });
             }
         }
     }
     Ok(crossings)
+}
+
+/// Refuses compression that does not go with a plan or with what the model sends, as a [`Trainer`](crate::Trainer) does.
+///
+/// # Errors
+/// What does not go together, and what would be valid.
+pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<(), TrainError> {
+    plan.compress.require_fit(plan)?;
+    let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
+    // Ranks of one stage have values of the same types.
+    let mut ranks = (0..plan.mesh.degree(Axis::Pp)).map(|pp_rank| plan.mesh.coords(0).with(Axis::Pp, pp_rank));
+    ranks.try_for_each(|coords| crossings(plan, &model, &schedule, &plan.mesh, coords).map(drop))
+}
+
+/// The error of a cut between ranks that other meshes do not have, in canonical numerics.
+fn uncanonical(plan: &Plan, boundary: &Boundary, packed: Packed, direction: Direction) -> PlanError {
+    let mut cuts = plan.virtual_cuts.clone();
+    cuts.push(boundary.layer);
+    cuts.sort_unstable();
+    let problem = format!(
+        "canonical numerics promise the bits of one rank, which has nobody to send compressed values to: let every mesh simulate this cut, \
+         with virtual_cuts = {cuts:?}, or use numerics Fast"
+    );
+    refuse(packed.scheme, boundary, direction, problem)
 }
 
 /// The extents of a value over the whole batch, and the slice of them that a rank has of samples from `first` on; `None` where its types do

@@ -51,7 +51,10 @@ impl Gathers {
             let sharers = shared.sharers.clone().filter(|_| shared.is_cut())?;
             Some(SharedVector { slice: shared.slice, sharers })
         };
-        let gatherer = Gatherer::new(shared.iter().map(vector).collect(), OnDevice(device.clone(), Category::Buffers));
+        let gatherer = Gatherer::new(
+            shared.iter().map(vector).collect(),
+            OnDevice(device.clone(), Category::Buffers, local.declarations.dtype()),
+        );
         Ok(Self { gatherer, orders })
     }
 

@@ -257,7 +257,7 @@ impl Layout {
         (zero, tied): (&ZeroGroups, &BTreeMap<Vec<usize>, Group>),
         tapes: impl Fn(usize) -> usize,
         lossy: &[Option<SumPlan>],
-        device: &Arc<dyn Device>,
+        (device, gradients): (&Arc<dyn Device>, DType),
     ) -> Result<Reducer, TrainError> {
         let bucket = |(flat, key): (usize, &Key)| -> Result<Bucket, TrainError> {
             let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| tied.get(tied_ranks).cloned());
@@ -293,18 +293,18 @@ impl Layout {
             })
         };
         let buckets = self.keys.iter().enumerate().map(bucket).collect::<Result<_, _>>()?;
-        Ok(Reducer::new(buckets, OnDevice(device.clone(), Category::Gradients))?)
+        Ok(Reducer::new(buckets, OnDevice(device.clone(), Category::Gradients, gradients))?)
     }
 }
 
-/// Vectors in the memory of a device, of one category.
+/// Vectors in the memory of a device, of one category and type.
 #[derive(Debug)]
-pub struct OnDevice(pub Arc<dyn Device>, pub Category);
+pub struct OnDevice(pub Arc<dyn Device>, pub Category, pub DType);
 
 impl Vectors for OnDevice {
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError> {
         let _category = self.0.meter().enter(self.1);
-        Ok(self.0.alloc(DType::F32, count)?)
+        Ok(self.0.alloc(self.2, count)?)
     }
 
     fn zero(&self, vector: &mut Buffer, range: Range<usize>) -> Result<(), VectorError> {

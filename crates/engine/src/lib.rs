@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod boundary;
 mod chunk;
+mod clock;
 mod codec;
 mod compress;
 mod decoder;
@@ -11,12 +13,16 @@ mod error;
 mod feedback;
 mod gathers;
 mod gradients;
+mod history;
 mod layout;
 mod lossy_sum;
+mod mixed;
 mod model_plan;
 pub mod offload;
+mod packing;
 mod pass;
 mod plan;
+mod running;
 mod segment;
 mod state;
 mod statistics;
@@ -29,10 +35,13 @@ mod watch;
 mod weights;
 mod zero;
 
-pub use compress::Compress;
+pub use boundary::Boundary;
+pub use compress::{Around, Compress, Place, Unfit};
 pub use decoder::Decoder;
 pub use error::TrainError;
+pub use feedback::require_compression;
 pub use layout::TIED;
+pub use mixed::{LossScale, MixedPrecision};
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use segment::{Segment, SegmentSpec};
@@ -40,7 +49,7 @@ pub use state::{
     StateKey, StateKind, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout,
 };
 pub use statistics::ReportedStatistic;
-pub use step::{Evaluation, StepReport, Trainer};
+pub use step::{AtCuts, Evaluation, StepReport, Trainer};
 pub use update::OPTIMIZER;
 pub use verify::Verify;
 pub use watch::{At, Watch};

@@ -1,11 +1,12 @@
 //! The declarations of the whole model, stage by stage: plain data that any rank builds without allocating parameters.
 
+use crate::boundary::{Boundary, boundaries};
 use crate::segment::{Segment, SegmentSpec};
-use crate::{Plan, TrainError};
-use meshwork_core::{Axis, Mesh};
+use crate::{MixedPrecision, Plan, TrainError};
+use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Model, StageSpec};
 use meshwork_pipeline::Schedule;
-use meshwork_tensor::{Declarations, Error, ParamId, ParamSpec, Result};
+use meshwork_tensor::{Declarations, Device, Error, ParamId, ParamSpec, Result};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -15,10 +16,12 @@ pub struct ModelPlan {
     model: Arc<dyn Model>,
     mesh: Mesh,
     parts: Vec<StageSpec>,
+    boundaries: Vec<Boundary>,
     /// The segments of each stage.
     segments: Vec<Vec<SegmentSpec>>,
     /// Reduction blocks of canonical numerics.
     blocks: Option<usize>,
+    mixed: Option<MixedPrecision>,
 }
 
 /// The stages that one pp rank holds, with the parameters they declare together.
@@ -48,8 +51,32 @@ impl ModelPlan {
     pub fn new(model: Arc<dyn Model>, plan: &Plan) -> std::result::Result<Self, TrainError> {
         let parts = plan.stages(&*model)?;
         let apart = plan.offload.as_ref().is_some_and(|offload| offload.activations);
-        let segments = parts.iter().map(|part| plan.recompute.segments(part, apart)).collect();
-        Ok(Self { model, mesh: plan.mesh.clone(), parts, segments, blocks: plan.blocks() })
+        let (boundaries, between) = boundaries(&parts, &plan.virtual_cuts)?;
+        let segments = |(part, cut): &(StageSpec, Option<usize>)| {
+            let mut segments = plan.recompute.segments(part, apart);
+            segments.last_mut().into_iter().for_each(|last| last.cut = *cut);
+            segments
+        };
+        let segments = between.iter().map(|parts| parts.iter().flat_map(segments).collect()).collect();
+        Ok(Self {
+            model,
+            mesh: plan.mesh.clone(),
+            parts,
+            boundaries,
+            segments,
+            blocks: plan.blocks(),
+            mixed: plan.mixed,
+        })
+    }
+
+    /// A device that computes on what the model stores, from one that computes in f32.
+    pub(crate) fn device(&self, device: Arc<dyn Device>) -> Arc<dyn Device> {
+        MixedPrecision::device(self.mixed, device)
+    }
+
+    /// Whether parameters are stored in 16 bits, and the optimizer keeps weights in f32.
+    pub(crate) fn is_mixed(&self) -> bool {
+        self.mixed.is_some()
     }
 
     /// The mesh.
@@ -65,6 +92,25 @@ impl ModelPlan {
     /// The part of the model in each stage.
     pub fn stages(&self) -> &[StageSpec] {
         &self.parts
+    }
+
+    /// The cuts between stages, and the virtual ones, in the order of the layers.
+    pub fn boundaries(&self) -> &[Boundary] {
+        &self.boundaries
+    }
+
+    /// The value that crosses a cut forward, of micro-batches like `batch`.
+    pub fn activation_at(&self, boundary: &Boundary, batch: &Batch) -> Result<Activation> {
+        self.activation_behind(boundary.layer, batch)
+    }
+
+    /// The activation behind so many layers, as it is stored.
+    fn activation_behind(&self, layers: usize, batch: &Batch) -> Result<Activation> {
+        let activation = self.model.activation(&self.mesh, layers, batch)?;
+        Ok(match (activation.dtype, self.mixed) {
+            (DType::F32, Some(mixed)) => Activation { dtype: mixed.dtype.dtype(), ..activation },
+            _ => activation,
+        })
     }
 
     /// The stages that lie on `pp_rank`, by a schedule's placement.
@@ -95,7 +141,8 @@ impl ModelPlan {
     }
 
     fn declarations(&self) -> Declarations {
-        self.blocks.map_or_else(Declarations::new, Declarations::canonical)
+        let declarations = self.blocks.map_or_else(Declarations::new, Declarations::canonical);
+        declarations.stored_in(self.mixed.map(|mixed| mixed.dtype))
     }
 
     /// Every parameter of the model once, in the order of declaration.
@@ -117,7 +164,7 @@ impl ModelPlan {
     /// The activation that each stage but the last sends, for micro-batches like `batch`.
     pub fn activations(&self, batch: &Batch) -> Result<Vec<Activation>> {
         let cuts = self.parts[..self.parts.len().saturating_sub(1)].iter();
-        cuts.map(|part| self.model.activation(&self.mesh, part.layers.end, batch)).collect()
+        cuts.map(|part| self.activation_behind(part.layers.end, batch)).collect()
     }
 
     /// The parameters that several pp ranks hold, in an order that every rank agrees on.

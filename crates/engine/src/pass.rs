@@ -24,9 +24,9 @@ pub enum Purpose {
 /// The gradients that the backward of a micro-batch starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct Seeds {
-    /// Terms of the loss in all that an update adds up.
-    pub terms: u64,
-    /// Gradient of an auxiliary loss with coefficient 1: 1 / samples of the update.
+    /// Gradient of each loss: the loss scale / the terms of all losses that an update adds up.
+    pub of_loss: f64,
+    /// Gradient of an auxiliary loss with coefficient 1: the loss scale / samples of the update.
     pub auxiliary: f64,
 }
 
@@ -49,6 +49,8 @@ pub struct Pass {
     pub activations: Rc<[Activation]>,
     /// Seeds of each micro-batch.
     pub seeds: Vec<Seeds>,
+    /// What these seeds are multiplied by, and gradients are to be divided by.
+    pub loss_scale: f64,
     /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
     pub first_micro: usize,
     /// The difference between that count and the schedule's.

@@ -3,8 +3,8 @@
 //! More than 400 lines: what a plan can be refused for stands beside it.
 
 use crate::offload::Offload;
-use crate::{Compress, Verify, Zero};
-use meshwork_core::{Axis, Mesh, tree};
+use crate::{Compress, MixedPrecision, Verify, Zero};
+use meshwork_core::{Axis, DType, Mesh, tree};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
 use meshwork_pipeline::{
@@ -47,6 +47,8 @@ pub struct Plan {
     pub numerics: Numerics,
     /// The type in which matrix products take their operands: that of the device.
     pub precision: Precision,
+    /// What is stored in 16 bits; `None`: nothing, all is f32.
+    pub mixed: Option<MixedPrecision>,
     /// What backward recomputes instead of keeping it.
     pub recompute: Recompute,
     /// The type to which what forward keeps for backward is rounded (delayed precision reduction, Gist, Jain et al. 2018). `None`: it is kept
@@ -69,6 +71,9 @@ pub struct Plan {
     pub offload: Option<Offload>,
     /// What is compressed when ranks send it.
     pub compress: Compress,
+    /// Layers behind which one rank simulates a cut between ranks: values are compressed there as if they were sent, forward and backward,
+    /// wherever the stages lie. With the cuts of a mesh, one rank has the numbers of that mesh.
+    pub virtual_cuts: Vec<usize>,
     /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
     /// have not drifted apart.
     pub verify: Verify,
@@ -85,6 +90,7 @@ impl Default for Plan {
             num_microbatches: None,
             numerics: Numerics::Fast,
             precision: Precision::F32,
+            mixed: None,
             recompute: Recompute::None,
             saved: None,
             optimizer: AdamW::default().into(),
@@ -95,6 +101,7 @@ impl Default for Plan {
             zero: Zero::default(),
             offload: None,
             compress: Compress::default(),
+            virtual_cuts: Vec::new(),
             verify: Verify::default(),
         }
     }
@@ -203,6 +210,15 @@ impl ScheduleSpec {
         matches!(self, Self::Named { generator, .. } if generator.overlaps_steps())
     }
 
+    /// The largest number of ranks that a stage has.
+    pub fn most_replicas(&self) -> usize {
+        match self {
+            Self::Named { .. } => 1,
+            Self::Replicated(replicas) => replicas.iter().copied().max().unwrap_or(1),
+            Self::Own(schedule) => schedule.replicas.iter().copied().max().unwrap_or(1),
+        }
+    }
+
     /// The schedule of one step over `pp` ranks.
     ///
     /// # Errors
@@ -294,6 +310,14 @@ pub enum PlanError {
         /// Stages of the schedule.
         stages: usize,
     },
+    /// Storage in 16 bits that does not go with the rest of the plan.
+    #[error("mixed precision in {dtype}: {problem}")]
+    MixedPrecision {
+        /// The type of 16 bits.
+        dtype: DType,
+        /// Why not, and what would be valid.
+        problem: String,
+    },
     /// A device that computes in a different type than the plan.
     #[error(
         "the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision"
@@ -378,6 +402,14 @@ pub enum PlanError {
         scheme: String,
         /// Why not, and what would be valid.
         problem: String,
+    },
+    /// Virtual cuts that are none.
+    #[error("virtual cuts behind {cuts:?}: use increasing numbers of layers from 0 to {layers}")]
+    VirtualCuts {
+        /// Layers before each.
+        cuts: Vec<usize>,
+        /// Layers of the model.
+        layers: usize,
     },
     /// A scheme that cannot be read.
     #[error("{0}")]

@@ -21,6 +21,8 @@ pub struct SegmentSpec {
     pub part: StageSpec,
     /// Whether it keeps only its input for backward.
     pub recomputed: bool,
+    /// The [cut](crate::ModelPlan::boundaries) behind it, if there is one.
+    pub cut: Option<usize>,
 }
 
 /// A part of a stage, with the parameters that it declared.
@@ -37,13 +39,13 @@ pub struct Segment {
 }
 
 impl Recompute {
-    /// The segments of a stage.
+    /// The segments of a stage, or of the part of a stage between two cuts.
     ///
     /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each has a segment.
     ///
     /// Where what is kept leaves memory (`apart`), so does a layer while the next one runs: each that is kept has a segment too.
     pub fn segments(self, stage: &StageSpec, apart: bool) -> Vec<SegmentSpec> {
-        let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed }];
+        let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed, cut: None }];
         let layers = stage.layers.len();
         // The sizes of the segments that are recomputed, from the first layer on.
         let sizes = match self {
@@ -58,7 +60,8 @@ impl Recompute {
             }
         };
         let (start, end) = (stage.layers.start, stage.layers.end);
-        let kept = |layers, first, last| SegmentSpec { part: StageSpec { layers, first, last }, recomputed: false };
+        let kept =
+            |layers, first, last| SegmentSpec { part: StageSpec { layers, first, last }, recomputed: false, cut: None };
         let mut segments = Vec::new();
         if stage.first {
             segments.push(kept(start..start, true, false));
@@ -66,7 +69,7 @@ impl Recompute {
         let mut at = start;
         for size in sizes {
             let part = StageSpec { layers: at..at + size, first: false, last: false };
-            segments.push(SegmentSpec { part, recomputed: true });
+            segments.push(SegmentSpec { part, recomputed: true, cut: None });
             at += size;
         }
         while apart && at < end {
@@ -204,7 +207,7 @@ mod tests {
     }
 
     fn drawn_as(recompute: Recompute, layers: std::ops::Range<usize>, first: bool, last: bool, apart: bool) -> String {
-        let segment = |SegmentSpec { part, recomputed }: SegmentSpec| {
+        let segment = |SegmentSpec { part, recomputed, .. }: SegmentSpec| {
             let text = format!(
                 "{}{}{}",
                 if part.first { "e" } else { "" },

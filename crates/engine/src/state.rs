@@ -1,6 +1,7 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
 use crate::feedback::{Crossing, crossings};
+use crate::history::{History, of_samples};
 use crate::layout::{Layout, kept_of_gradients};
 use crate::lossy_sum::SumState;
 use crate::update::extents;
@@ -9,9 +10,10 @@ use crate::{ModelPlan, Plan, TrainError, Vector};
 use meshwork_core::{Axis, DType, Rank};
 use meshwork_nn::Model;
 use meshwork_optim::{Kept, Rule, State};
+use meshwork_pipeline::Direction;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
 use meshwork_tensor::{ParamSpec, Role, Shape};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -73,7 +75,8 @@ pub struct TrainState {
 pub enum StateKind {
     /// A parameter of this role, or a state of the optimizer that goes with it.
     Parameter(Role),
-    /// What compression lost, for feedback. A run may begin without it.
+    /// What follows from earlier steps and is of no parameter: what compression lost, for feedback; the loss scale. A run may begin without
+    /// it.
     Feedback,
     /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the replicas. Training depends on
     /// the sum of the residuals alone, so a run resumes with another number of replicas.
@@ -124,7 +127,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             for id in local.declarations.ids() {
                 let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
                 let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
-                for StateVector { key, dims, dtype, place } in vectors(spec, &plan.optimizer) {
+                for StateVector { key, dims, dtype, place } in vectors(spec, &plan.optimizer, plan.mixed.is_some()) {
                     let of = |slice| StateSlice {
                         key: key.clone(),
                         kind: StateKind::Parameter(spec.role),
@@ -146,11 +149,40 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
         }
     }
     for rank in 0..mesh.world_size() {
+        if plan.mixed.is_some() {
+            let (key, dims) = loss_scale();
+            state.push(StateSlice {
+                key,
+                kind: StateKind::Feedback,
+                dims,
+                dtype: DType::F32,
+                slice: whole(dims),
+                rank,
+            });
+        }
+        let mut histories = BTreeSet::new();
         for crossing in crossings(plan, &model, &schedule, mesh, mesh.coords(rank))? {
+            let kind = StateKind::Feedback;
+            if let Some(samples) = plan.compress.aqsgd
+                && crossing.site.direction == Direction::Activation
+                && histories.insert(crossing.site.cut)
+            {
+                let all = Shape::new(&[samples]);
+                let (dims, slice) = of_samples(&crossing, samples);
+                let kept = [(History::SAMPLES, dims, slice), (History::SEEN, all, whole(all))];
+                state.extend(kept.map(|(name, dims, slice)| StateSlice {
+                    key: crossing.key(name),
+                    kind,
+                    dims,
+                    dtype: DType::F32,
+                    slice,
+                    rank,
+                }));
+            }
             let Crossing { dims, ref slice, .. } = crossing;
             state.extend(crossing.states(plan).map(|name| StateSlice {
                 key: crossing.key(name),
-                kind: StateKind::Feedback,
+                kind,
                 dims,
                 dtype: DType::F32,
                 slice: slice.clone(),
@@ -175,6 +207,8 @@ pub(crate) struct StateVector {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Weights,
+    /// The weights in f32 that the optimizer updates, of parameters in 16 bits.
+    Masters,
     /// The number of a state of elements.
     Elements(usize),
     /// The number of a state of sets.
@@ -186,10 +220,15 @@ impl Place {
     pub fn vector(self) -> Option<Vector> {
         match self {
             Self::Weights => Some(Vector::Weights),
-            Self::Elements(_) => Some(Vector::States),
+            Self::Masters | Self::Elements(_) => Some(Vector::States),
             Self::Sets(_) => None,
         }
     }
+}
+
+/// Where the state of a run has the loss scale, and the steps without overflow since it was changed.
+pub(crate) fn loss_scale() -> (StateKey, Shape) {
+    (StateKey { parameter: "loss_scale".to_owned(), state: Some("dynamic".to_owned()) }, Shape::new(&[2]))
 }
 
 /// The whole of a vector, as a slice.
@@ -198,9 +237,11 @@ pub(crate) fn whole(dims: Shape) -> LocalSlice {
 }
 
 /// The vectors of a parameter in the state of a run: its weights, then the states of the update rule.
-pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule) -> Vec<StateVector> {
+/// With `mixed` precision weights are those in f32 that the optimizer updates.
+pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule, mixed: bool) -> Vec<StateVector> {
     let key = |state: Option<&str>| StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, dtype: DType::F32, place: Place::Weights }];
+    let place = if mixed && !spec.group.frozen { Place::Masters } else { Place::Weights };
+    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, dtype: DType::F32, place }];
     if spec.group.frozen {
         return vectors;
     }

@@ -4,7 +4,7 @@
 
 use crate::chunk::outgoing;
 use crate::{LocalModel, ModelPlan, Recompute, Segment, TiedWeight, TrainError};
-use meshwork_core::{Axis, Buffer, DType, Rank, Types};
+use meshwork_core::{Axis, Buffer, Rank, Types};
 use meshwork_nn::{Activation, Batch};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::meta::Meta;
@@ -78,9 +78,9 @@ struct Reads {
 }
 
 impl Gather for Reads {
-    fn whole(&self, flat: usize, _window: &Buffer) -> Result<Buffer, Error> {
+    fn whole(&self, flat: usize, window: &Buffer) -> Result<Buffer, Error> {
         self.read.lock().unwrap_or_else(PoisonError::into_inner).push(flat);
-        self.device.alloc(DType::F32, self.elements[flat])
+        self.device.alloc(window.dtype(), self.elements[flat])
     }
 
     fn is_shared(&self, _flat: usize) -> bool {
@@ -97,7 +97,7 @@ impl<'a> Forward<'a> {
         recompute: Recompute,
     ) -> Result<Self, TrainError> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
-        let (mesh, coords, device) = (plan.mesh(), rank.coords(), Meta::device());
+        let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(Meta::device()));
         // Each in a buffer of its own, of which nothing is here: every read is noted.
         let layout: Vec<Vec<ParamId>> = declarations.ids().map(|id| vec![id]).collect();
         let nothing = vec![0..0; layout.len()];

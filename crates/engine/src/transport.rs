@@ -2,11 +2,13 @@
 
 use crate::TrainError;
 use crate::chunk::Message;
-use crate::codec::{Clock, Codec, Packed, expected};
+use crate::codec::{Codec, expected};
+use crate::packing::Packed;
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
 use meshwork_pipeline::Tag;
 use meshwork_tensor::{Category, Device, Tensor};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,7 +27,7 @@ pub struct PipeTransport {
     /// The activation that each stage but the last sends.
     activations: Rc<[Activation]>,
     /// What is sent in place of them.
-    codec: Codec,
+    codec: Rc<RefCell<Codec>>,
     scatter: bool,
     /// Messages that may be in flight to one receiver.
     in_flight: usize,
@@ -52,7 +54,7 @@ impl PipeTransport {
         rank: &Rank,
         device: Arc<dyn Device>,
         activations: Rc<[Activation]>,
-        codec: Codec,
+        codec: Rc<RefCell<Codec>>,
         scatter: bool,
         in_flight: usize,
     ) -> Self {
@@ -60,27 +62,13 @@ impl PipeTransport {
         Self { group, tp, device, activations, codec, scatter, in_flight, sends: BTreeMap::new() }
     }
 
-    /// Begins a pass.
-    pub fn begin(&mut self, clock: Clock) {
-        self.codec.begin(clock);
-    }
-
-    /// What is sent in place of values.
-    pub fn codec(&self) -> &Codec {
-        &self.codec
-    }
-
-    /// The same, for writing.
-    pub fn codec_mut(&mut self) -> &mut Codec {
-        &mut self.codec
-    }
-
     /// How a value travels. Bytes of a message are padded so that the parts of all tp ranks are equal.
     fn wire(&self, tag: Tag, value: &Activation) -> Result<Wire, TrainError> {
         let Activation { dtype, shape, types } = value;
         let parts = self.tp.size();
         let scatter = self.scatter && types.get(Axis::Tp) == Some(Ty::Invariant) && parts > 1;
-        let Some(packed) = self.codec.packed(tag, value)? else {
+        let codec = self.codec.borrow();
+        let Some(packed) = codec.packed(codec.site(tag), value)? else {
             let count = shape.count();
             let part = (scatter && count.is_multiple_of(parts)).then_some(count / parts);
             let signature = part.map_or(types.signature(*dtype, shape), |part| types.signature(*dtype, &[part]));
@@ -125,7 +113,11 @@ impl meshwork_pipeline::Transport for PipeTransport {
         let Wire { packed, count, part, signature, .. } = self.wire(tag, &value)?;
         let whole = match packed {
             None => tensor.into_buffer(),
-            Some(packed) => self.codec.pack(tag, &packed, &value, tensor.into_buffer(), count)?,
+            Some(packed) => {
+                let mut codec = self.codec.borrow_mut();
+                let site = codec.site(tag);
+                codec.pack(site, &packed, &value, tensor.into_buffer(), count)?
+            }
         };
         let buffer = match part {
             None => whole,
@@ -154,7 +146,9 @@ impl meshwork_pipeline::Transport for PipeTransport {
         }
         if let Some(packed) = packed {
             let _buffers = self.device.meter().enter(Category::Buffers);
-            buffer = self.codec.unpack(tag, &packed, &buffer)?;
+            let mut codec = self.codec.borrow_mut();
+            let site = codec.site(tag);
+            buffer = codec.unpack(site, &packed, &buffer)?;
         }
         Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })
     }

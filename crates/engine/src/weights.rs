@@ -13,7 +13,7 @@ use crate::zero::{Cuts, Vector};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
-use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::param::{StatisticId, host_floats};
 use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -46,6 +46,8 @@ pub struct WeightStore {
     /// Number of the newest version.
     updates: u64,
     states: Rc<States>,
+    /// The weights that the optimizer updates, where parameters are stored in 16 bits: as far as states are kept.
+    masters: Option<Rc<Params>>,
     rule: Rule,
     updater: Updates,
     lr: LrSchedule,
@@ -58,7 +60,7 @@ pub struct WeightStore {
     /// In canonical numerics the squared norm is an exact sum, whose digits do not depend on the mesh.
     exact_norm: bool,
     /// Weights and states before an update that may be rolled back.
-    before: Option<(Arc<Params>, Rc<States>)>,
+    before: Option<Before>,
     /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
     norms: BTreeMap<u64, (usize, Buffer)>,
     /// Older versions that may be alive. The newest is not among them, because a weak reference would prevent writing
@@ -78,6 +80,13 @@ impl Shared {
 /// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does not depend on timing.
 const IN_FLIGHT: usize = 2;
 
+/// Weights and states before an update.
+struct Before {
+    params: Arc<Params>,
+    states: Rc<States>,
+    masters: Option<Rc<Params>>,
+}
+
 /// What happens to the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Old {
@@ -88,9 +97,9 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`. Forwards may read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
+    /// Starts from `params`, and from the weights in f32 that go with them if they are stored in 16 bits. Forwards may read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
     pub fn new(
-        params: Params,
+        (params, masters): (Params, Option<Params>),
         gradients: Gradients,
         (rule, updater, lr): (Rule, Updates, LrSchedule),
         (cuts, shared): (Cuts, Vec<Shared>),
@@ -115,6 +124,7 @@ impl WeightStore {
             kept: kept.max(1),
             updates: 0,
             states: Rc::new(states),
+            masters: masters.map(Rc::new),
             rule,
             updater,
             lr,
@@ -133,9 +143,21 @@ impl WeightStore {
         self.versions.back().unwrap_or_else(|| unreachable!("there is always a newest version"))
     }
 
-    /// The newest weights, for writing; `None` while something reads them.
-    pub fn params_mut(&mut self) -> Option<&mut Params> {
-        self.versions.back_mut().and_then(Arc::get_mut)
+    /// Replaces the elements of a parameter that are kept here: `read` gives those of a range of it, as this rank holds it and counted from the
+    /// first one. `None` while something reads the weights.
+    pub fn write<E: From<Error>>(
+        &mut self,
+        id: ParamId,
+        mut read: impl FnMut(Range<usize>) -> Result<Vec<f32>, E>,
+    ) -> Option<Result<(), E>> {
+        let params = self.versions.back_mut().and_then(Arc::get_mut)?;
+        let masters = self.masters.as_mut().map(Rc::get_mut);
+        let all = [Some(params), masters.map_or(Some(None), |masters| masters.map(Some))?];
+        let write = |params: &mut Params| {
+            let part = params.part(id, &params.window(params.place(id).0));
+            Ok(params.write_part(id, &read(part)?)?)
+        };
+        Some(all.into_iter().flatten().try_for_each(write))
     }
 
     /// The version after `updates` updates; `None` if forwards may no longer read it.
@@ -183,8 +205,7 @@ impl WeightStore {
         match self.gradients.bucket(self.params().place(id).0) {
             None => Ok(Vec::new()),
             Some(bucket) => {
-                let host = self.params().download(id, bucket, &self.window(id, Vector::Gradients))?;
-                Ok(host.as_slice().map_err(Error::from)?.to_vec())
+                Ok(host_floats(&self.params().download(id, bucket, &self.window(id, Vector::Gradients))?)?)
             }
         }
     }
@@ -208,7 +229,11 @@ impl WeightStore {
         let params = self.params();
         let (flat, range) = params.place(id);
         match place {
-            Place::Weights => Ok(params.download(id, &params.flats()[flat], &params.window(flat))?),
+            Place::Weights => numbers(params.download(id, &params.flats()[flat], &params.window(flat))?),
+            Place::Masters => {
+                let masters = self.masters.as_ref().unwrap_or_else(|| unreachable!("declared with mixed precision"));
+                Ok(masters.download(id, &masters.flats()[flat], &masters.window(flat))?)
+            }
             Place::Elements(at) => {
                 let window = self.window(id, Vector::States);
                 numbers(self.states.elements.read(flat, at, own_part(&window, range))?)
@@ -258,7 +283,8 @@ impl WeightStore {
         grad_scale: f32,
         statistics: &StatisticSums,
     ) -> Result<(), TrainError> {
-        self.before = Some((self.params().clone(), self.states.clone()));
+        let (params, states, masters) = (self.params().clone(), self.states.clone(), self.masters.clone());
+        self.before = Some(Before { params, states, masters });
         self.next_version(lr, grad_scale, statistics, Old::Kept)
     }
 
@@ -269,18 +295,18 @@ impl WeightStore {
 
     /// Undoes a tentative update, bit by bit. Nothing may still hold the new weights.
     pub fn rollback(&mut self) {
-        if let Some((params, states)) = self.before.take() {
+        if let Some(Before { params, states, masters }) = self.before.take() {
             self.versions.clear();
             self.older.clear();
             self.versions.push_back(params);
-            self.states = states;
+            (self.states, self.masters) = (states, masters);
             self.updates -= 1;
         }
     }
 
     /// In an asynchronous run: reduces the gradients since the last update, makes the next version of the weights from
-    /// them, and clears them. `step` is the step of the last micro-batch in the update.
-    pub fn update_within(&mut self, step: u64) -> Result<(), TrainError> {
+    /// them, multiplied by `grad_scale`, and clears them. `step` is the step of the last micro-batch in the update.
+    pub fn update_within(&mut self, step: u64, grad_scale: f32) -> Result<(), TrainError> {
         self.gradients.finish()?;
         let (updates, mut sums) = match self.norms.remove(&step) {
             Some(norms) => norms,
@@ -288,7 +314,7 @@ impl WeightStore {
         };
         self.add_norms(&mut sums, 0)?;
         self.norms.insert(step, (updates + 1, sums));
-        self.next_version(self.lr(step), 1.0, &StatisticSums::new(), Old::Kept)?;
+        self.next_version(self.lr(step), grad_scale, &StatisticSums::new(), Old::Kept)?;
         self.gradients.begin(self.updates);
         Ok(())
     }
@@ -312,28 +338,26 @@ impl WeightStore {
             self.versions.pop_front();
         }
         self.older.clear();
-        let newest = self.versions.back_mut().and_then(Arc::get_mut);
-        let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
-            return Err(TrainError::State {
-                name: "the weights".to_owned(),
-                problem: "they are being read".to_owned(),
-            });
-        };
+        let refused =
+            || TrainError::State { name: "the weights".to_owned(), problem: "they are being read".to_owned() };
+        let (declarations, mixed) = (self.params().declarations().clone(), self.masters.is_some());
         for (id, window) in ids.into_iter().zip(windows) {
-            let (flat, part) = (params.place(id).0, params.part(id, &window));
-            for vector in vectors(params.declarations().clone().spec(id), &self.rule) {
+            let (flat, part) = (self.params().place(id).0, self.params().part(id, &window));
+            for vector in vectors(declarations.spec(id), &self.rule, mixed) {
+                if let Place::Weights | Place::Masters = vector.place {
+                    self.write(id, |part| read(id, &vector, part)).ok_or_else(refused)??;
+                    continue;
+                }
+                let first = own_part(&window, self.params().place(id).1).start;
+                let states = Rc::get_mut(&mut self.states).ok_or_else(refused)?;
                 match vector.place {
-                    Place::Weights => {
-                        let part = params.part(id, &params.window(flat));
-                        params.write_part(id, &read(id, &vector, part)?)?;
-                    }
+                    Place::Weights | Place::Masters => {}
                     Place::Elements(at) => {
                         let values = read(id, &vector, part.clone())?;
                         let values = match vector.dtype {
                             DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
                             _ => Buffer::from_vec(values),
                         };
-                        let first = own_part(&window, params.place(id).1).start;
                         states.elements.write(flat, at, first, &values)?;
                     }
                     Place::Sets(at) => {
@@ -383,6 +407,11 @@ impl WeightStore {
             let sets = self.states.sets.iter().map(copy).collect::<Result<_, TrainError>>()?;
             self.states = Rc::new(States { elements, sets });
         }
+        if let Some(masters) = &mut self.masters
+            && Rc::get_mut(masters).is_none()
+        {
+            *masters = Rc::new(masters.copy()?);
+        }
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
         let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
             unreachable!("copied where they were shared")
@@ -397,6 +426,7 @@ impl WeightStore {
             let start = own.start - cuts.window(Vector::Gradients, shared[flat].slice).start;
             Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
         };
+        let mut masters = self.masters.as_mut().and_then(Rc::get_mut);
         let part = |params: &Params, id: ParamId| {
             let (flat, range) = params.place(id);
             let (group, own) = (declarations.spec(id).group, own(flat));
@@ -410,43 +440,51 @@ impl WeightStore {
             }
         };
         // What a rule reads of a parameter before it is updated.
-        let before = |params: &Params, id: ParamId| {
-            let flat = params.place(id).0;
-            let (own, held) = (own(flat), params.window(flat));
-            let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
+        let before = |params: &Params, masters: Option<&Params>, id: ParamId| {
+            let (flat, updated) = (params.place(id).0, masters.unwrap_or(params));
+            let (own, held) = (own(flat), updated.window(flat));
+            let weights = updated.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
             let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
             Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
         };
-        let totals = self.updater.measure(|id| before(params, id), states)?;
+        let totals = self.updater.measure(|id| before(params, masters.as_deref(), id), states)?;
         let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
         for round in self.updater.rounds() {
             let ids = shared[round.clone()].iter().flat_map(|shared| shared.members.iter().copied());
-            let matrices = self.updater.gather(ids, |id| before(params, id), states, &totals)?;
+            let matrices = self.updater.gather(ids, |id| before(params, masters.as_deref(), id), states, &totals)?;
             for flat in round.clone() {
                 let (Shared { members, sharers, .. }, Some(grads)) = (&shared[flat], own_grads(flat)?) else {
                     continue;
                 };
                 let (own, held) = (own(flat), params.window(flat));
                 let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
-                let held_here = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
                 // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
-                let (mut weights, whole) = match own == held {
-                    true => (held_here, None),
-                    false => (layout.narrow(&held_here, 1, held.len(), 1, own.clone())?, Some(held_here)),
+                let mut weights = match &mut masters {
+                    Some(masters) => std::mem::replace(&mut masters.flats_mut()[flat], Buffer::empty()),
+                    None if own == held => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
+                    None => layout.narrow(&params.flats()[flat], 1, held.len(), 1, own.clone())?,
                 };
                 for part in &parts {
                     self.updater.update(part, flat, (&mut weights, &grads), states, &totals, matrices.as_ref())?;
                 }
-                match (whole, sharers) {
-                    (Some(whole), Some(group)) => {
+                if let Some(masters) = &mut masters {
+                    let rounded = self.device.pointwise()?.cast(&weights, params.flats()[flat].dtype())?;
+                    masters.flats_mut()[flat] = std::mem::replace(&mut weights, rounded);
+                }
+                match sharers.as_ref().filter(|_| own != held) {
+                    Some(group) => {
                         if gathered.len() >= IN_FLIGHT
                             && let Some((flat, oldest)) = gathered.pop_front()
                         {
                             params.flats_mut()[flat] = oldest.wait()?;
                         }
+                        let whole = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
                         gathered.push_back((flat, group.start_all_gather(weights, whole)?));
                     }
-                    _ => params.flats_mut()[flat] = weights,
+                    None if masters.is_some() => {
+                        layout.copy_into(&weights, 0..weights.count(), &mut params.flats_mut()[flat], 0)?;
+                    }
+                    None => params.flats_mut()[flat] = weights,
                 }
             }
         }
@@ -481,13 +519,14 @@ fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &Statist
     Ok(device.upload_into(&Buffer::from_vec(all), &mut params.flats_mut()[flat], 0)?)
 }
 
-/// Bytes as numbers; numbers as they are.
+/// Bytes, and numbers of 16 bits, as f32; others as they are.
 fn numbers(host: Buffer) -> Result<Buffer, TrainError> {
     match host.dtype() {
         DType::U8 => {
             let codes = host.as_slice::<u8>().map_err(Error::from)?;
             Ok(Buffer::from_vec(codes.iter().map(|&code| f32::from(code)).collect()))
         }
+        DType::Bf16 | DType::F16 => Ok(Buffer::from_vec(host_floats(&host)?)),
         _ => Ok(host),
     }
 }

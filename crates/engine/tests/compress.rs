@@ -8,22 +8,24 @@ mod lossy;
 mod tower;
 
 use lossy::Lossy;
-use meshwork_compress::{Feedback, Partial, Reduction, Scheme, Shape as Matrix, wire_bytes};
+use meshwork_compress::feedback::Sender;
+use meshwork_compress::{Draws, Feedback, Fold, Message, Partial, Reduction, Scheme, Shape as Matrix, wire_bytes};
 use meshwork_core::comm::thread;
 use meshwork_core::{DType, OpKind, Rank, Record};
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
-    Compress, Decoder, Numerics, Plan, PlanError, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState,
-    Zero, ZeroStage,
+    AtCuts, Compress, Decoder, Numerics, Plan, PlanError, Recompute, ScheduleSpec, StateKey, StepReport, TrainError,
+    Trainer, WholeState, Zero, ZeroStage,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
-use meshwork_nn::{Batch, Model};
+use meshwork_nn::{Batch, Model, SAMPLE};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::random;
 use meshwork_testkit::opaque::{self, Opaque};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use tower::{BATCH, batch, plan, tower};
@@ -109,14 +111,32 @@ fn a_compressed_pipeline_is_its_serial_simulation() {
         ("topk:0.1", "topk:0.2", "ef21"),
         ("topk:0.3", "quant:8", "ef21m:0.5"),
         ("topk:0.3/row", "topk:0.3/row", "ef"),
+        ("topk:0.2", "topk:0.2", "none shared"),
+        ("topk:0.2/row", "topk:0.2/row+quant:8/stochastic", "ef shared"),
+        ("topk:0.2+quant:8", "topk:0.2", "ef21 shared"),
     ] {
-        let compress = cuts(forward, backward, feedback);
+        let share_indices = feedback.ends_with("shared");
+        let compress = cuts(forward, backward, feedback.trim_end_matches(" shared"));
+        let compress = Compress { share_indices, ..compress };
         let what = format!("{forward} {backward} {feedback}");
         let on = |mesh: &str, compress| Plan { compress, num_microbatches: Some(4), ..plan(mesh) };
         let piped = run(&tower(4), &on("pp=4", compress));
-        let schemes = [compress.activations, compress.activation_gradients];
-        let lossy = Lossy::model(tower(4), &[1; 4], schemes, compress.feedback, Plan::default().seed);
+        let lossy = Lossy::model(tower(4), &[1; 4], compress, Plan::default().seed);
         assert_same(&what, &piped, &run(&lossy, &on("dp=1", Compress::default())));
+        // One rank that simulates the cuts has the same bits, those of feedback included; so have two, and other schedules.
+        let simulated = Plan { virtual_cuts: vec![1, 2, 3], ..on("dp=1", compress) };
+        let on_one = run(&tower(4), &simulated);
+        assert_same(&what, &on_one, &piped);
+        assert!(on_one.1 == piped.1, "{what}: the states behind it");
+        assert_same(&what, &run(&tower(4), &Plan { mesh: "pp=2".parse().unwrap(), ..simulated.clone() }), &piped);
+        let turns = Plan { schedule: named("zb_v"), ..simulated.clone() };
+        let v = |turns| run(&tower(4), &Plan { mesh: "pp=2".parse().unwrap(), max_norm: 1e3, ..turns });
+        if feedback == "none" {
+            let wanted = run(&tower(4), &Plan { max_norm: 1e3, ..on("pp=4", compress) });
+            assert_same(&what, &v(turns), &wanted);
+        }
+        let again = Plan { recompute: Recompute::Full, ..simulated };
+        assert_same(&what, &run(&tower(4), &again), &piped);
         assert_ne!(weights(&piped.1), weights(&plain.1), "{what}: nothing is lost");
     }
 }
@@ -164,10 +184,14 @@ fn every_mesh_and_schedule_loses_the_same() {
     }
 }
 
-fn gpt2() -> Arc<dyn Model> {
+fn config() -> Gpt2Config {
     let config =
         Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 16, ..Gpt2Config::default() };
-    Arc::new(Gpt2::new(Gpt2Config { num_layers: 4, num_heads: 4, ..config }))
+    Gpt2Config { num_layers: 4, num_heads: 4, ..config }
+}
+
+fn gpt2() -> Arc<dyn Model> {
+    Arc::new(Gpt2::new(config()))
 }
 
 fn tokens(step: usize, samples: Range<usize>) -> Batch {
@@ -216,6 +240,51 @@ fn bytes_and_memory_are_as_predicted() {
     assert!(sent.iter().all(|record| (record.dtype, record.elements) == (DType::U8, bytes / 2)), "{sent:?}");
 }
 
+/// In canonical numerics, with the same virtual cuts everywhere, what is lost of each sample is the same on every mesh and schedule, and with
+/// every number of micro-batches: the bits of one rank. Virtual cuts take no communication, and the memory that was predicted.
+#[test]
+fn canonical_numerics_lose_the_same_on_every_mesh() {
+    for (forward, backward, feedback, share_indices) in [
+        ("topk:0.1/row", "quant:8/row", "ef", false),
+        ("quant:4/block64/stochastic", "quant:6/block128", "ef21m:0.5", false),
+        ("topk:0.2/row", "topk:0.2/row+quant:8/block2", "none", true),
+    ] {
+        let compress = Compress { share_indices, ..cuts(forward, backward, feedback) };
+        let on = |mesh: &str, schedule: &str, micros| Plan {
+            mesh: mesh.parse().unwrap(),
+            schedule: named(schedule),
+            global_batch_size: 16,
+            num_microbatches: Some(micros),
+            numerics: Numerics::Canonical { blocks: 8 },
+            compress,
+            virtual_cuts: vec![1, 2, 3],
+            ..Plan::default()
+        };
+        let wanted = run_on(&gpt2(), &on("dp=1", "1f1b", 1), false, tokens).unwrap();
+        let exact = Plan { compress: Compress::default(), ..on("dp=1", "1f1b", 1) };
+        let exact = run_on(&gpt2(), &exact, false, tokens).unwrap();
+        assert_ne!(weights(&wanted.1), weights(&exact.1), "{forward}: nothing is lost");
+        let of = |steps: &[StepReport]| steps.iter().map(|step| (step.loss, step.grad_norm)).collect::<Vec<_>>();
+        for (mesh, schedule, micros) in [
+            ("dp=1", "1f1b", 4),
+            ("pp=4", "1f1b", 4),
+            ("pp=2", "interleaved_1f1b", 4),
+            ("dp=2,pp=2", "zb_h1", 2),
+            ("tp=2,pp=2", "gpipe", 2),
+            ("dp=2,tp=2", "1f1b", 1),
+        ] {
+            let (what, plan) = (format!("{forward} on {mesh} {schedule}"), on(mesh, schedule, micros));
+            let (reports, state) = run_on(&gpt2(), &plan, mesh == "dp=1", tokens).unwrap();
+            assert_eq!(of(&reports[0]), of(&wanted.0[0]), "{what}");
+            assert!(state == wanted.1, "{what}: the state behind it");
+            for (rank, reports) in reports.iter().enumerate() {
+                let (report, predicted) = (&reports[STEPS - 1], predict(&gpt2(), &plan, rank).unwrap());
+                assert_eq!((&report.records, &report.memory[rank]), (&predicted.records, &predicted.memory), "{what}");
+            }
+        }
+    }
+}
+
 /// Each message is compressed from its step on.
 #[test]
 fn compression_starts_at_its_step() {
@@ -231,24 +300,27 @@ fn compression_starts_at_its_step() {
 /// Evaluation and predictions go through the same cuts.
 #[test]
 fn inference_is_compressed_as_training_is() {
-    let evaluate = |mesh: &str, compress| {
-        let plan = Plan { compress, num_microbatches: Some(4), ..plan(mesh) };
+    let evaluate = |mesh: &str, compress, cuts: &[usize]| {
+        let plan = Plan { compress, virtual_cuts: cuts.to_vec(), num_microbatches: Some(4), ..plan(mesh) };
         let ranks = thread::run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
-            let found = trainer.evaluate([batch(0, trainer.samples())])?;
-            Ok::<_, TrainError>((found.loss, trainer.predict(&batch(0, 0..1), 0, 4)?))
+            let found = trainer.evaluate([batch(0, trainer.samples())])?.loss;
+            let without = trainer.evaluate_at(AtCuts::Exact, [batch(0, trainer.samples())])?.loss;
+            let logits = trainer.predict(&batch(0, 0..1), 0, 4)?;
+            Ok::<_, TrainError>((found, logits, without, trainer.predict_at(AtCuts::Exact, &batch(0, 0..1), 0, 4)?))
         });
         ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
     };
     let compress = cuts("quant:4", "quant:8", "ef");
-    let (plain, lost) = (evaluate("pp=2", Compress::default()), evaluate("pp=2", compress));
-    assert_eq!(evaluate("dp=1", compress), evaluate("dp=1", Compress::default()), "one rank has no cuts");
-    assert_eq!(evaluate("dp=1", compress), plain);
+    let (plain, lost) = (evaluate("pp=2", Compress::default(), &[]), evaluate("pp=2", compress, &[]));
+    assert_eq!(evaluate("dp=1", compress, &[]), plain, "one rank has no cuts");
+    assert_eq!(evaluate("dp=1", compress, &[2]), lost, "but may simulate them");
+    assert_eq!((lost.2, &lost.3), (plain.0, &plain.1), "without compression");
     assert!(lost.0 != plain.0 && lost.1 != plain.1, "{lost:?}");
     let off = (lost.0 / plain.0 - 1.0).abs();
     assert!(off < 0.1, "{off}");
-    let decode = |compress| {
-        let plan = Plan { mesh: "pp=2".parse().unwrap(), compress, ..Plan::default() };
+    let decode = |mesh: &str, compress, virtual_cuts| {
+        let plan = Plan { mesh: mesh.parse().unwrap(), compress, virtual_cuts, ..Plan::default() };
         let ranks = thread::run_mesh(&plan.mesh, |rank| {
             let from =
                 Trainer::new(gpt2(), &Plan::default(), Arc::new(Rank::recording(&"dp=1".parse()?, 0)?), Cpu::device())?;
@@ -262,7 +334,10 @@ fn inference_is_compressed_as_training_is() {
         });
         ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
     };
-    let (plain, lost) = (decode(Compress::default()), decode(cuts("quant:4", "none", "none")));
+    let compress = cuts("quant:4", "none", "none");
+    let (plain, lost) = (decode("pp=2", Compress::default(), vec![]), decode("pp=2", compress, vec![]));
+    assert_eq!(decode("dp=1", compress, vec![2]), lost);
+    assert_eq!(decode("pp=2", compress, vec![2]), lost);
     assert!(plain.iter().zip(&lost).all(|(plain, lost)| plain != lost && lost.iter().all(|x| x.is_finite())));
 }
 
@@ -331,6 +406,9 @@ fn compressed_gradients_are_summed_as_published() {
         ("quant:8", "ef21"),
         ("sign", "ef"),
         ("fp8:e5m2", "none"),
+        ("randk:0.3", "none"),
+        ("randk:0.3+quant:8/stochastic", "ef"),
+        ("bf16", "none"),
     ] {
         let (compress, ranks) = (gradients(scheme, feedback), 2);
         let what = format!("{scheme} {feedback}");
@@ -340,7 +418,7 @@ fn compressed_gradients_are_summed_as_published() {
         let sums = thread::run_mesh(&plan.mesh, |rank| {
             let (group, me) = (rank.data_group().clone(), rank.world_rank());
             let mut trainer = Trainer::new(tower(2), &plan, rank, Cpu::device())?;
-            let mut reductions: Vec<Option<Reduction>> = Vec::new();
+            let (mut reductions, mut senders): (Vec<Option<Reduction>>, BTreeMap<_, Sender>) = Default::default();
             for step in 0..STEPS {
                 let samples = me * share..(me + 1) * share;
                 let mut alone =
@@ -368,8 +446,34 @@ fn compressed_gradients_are_summed_as_published() {
                     }
                     let first = of_flat().find(|&id| place(id).1.start == 0).unwrap();
                     let name = format!("gradient of {}", trainer.params().declarations().spec(first).name);
-                    reductions.resize_with(reductions.len().max(flat + 1), || None);
                     let shape = Matrix::vector(part.len()).unwrap();
+                    if scheme.starts_with("randk") || scheme == "bf16" {
+                        // The engine sums these by messages and in f32: here as if one rank had all of them.
+                        let mut all = vec![0.0; ranks * part.len()];
+                        group.all_gather_slice(&part, &mut all)?;
+                        let draws = |rank: usize| Draws::new(plan.seed, &name, step as u64).skip(rank * part.len());
+                        let through = |x: &[f32], rank, fold, out: &mut [f32]| {
+                            let message =
+                                Message::compress(&compress.gradients, x, shape, draws(rank), &mut []).unwrap();
+                            message.restore(&compress.gradients, shape, fold, out).unwrap();
+                        };
+                        let (mut sum, mut target, mut sent) = (vec![0.0; part.len()], part.clone(), part.clone());
+                        for (of, part) in all.chunks_exact(part.len()).enumerate() {
+                            let sender = senders.entry((flat, of)).or_insert(compress.feedback.sender(part.len()));
+                            compress.feedback.outgoing(part, step == 0, sender, &mut target);
+                            through(&target, of, Fold::Replace, &mut sent);
+                            compress.feedback.sent(&target, &sent, sender);
+                            sum.iter_mut().zip(&sent).for_each(|(sum, sent)| *sum += sent);
+                        }
+                        if scheme == "bf16" {
+                            through(&sum.clone(), ranks, Fold::Replace, &mut sum);
+                        }
+                        for id in of_flat() {
+                            assert_eq!(trainer.gradient(id)?, sum[place(id).1], "{what}: step {step}");
+                        }
+                        continue;
+                    }
+                    reductions.resize_with(reductions.len().max(flat + 1), || None);
                     let reduction = reductions[flat].get_or_insert_with(|| {
                         let scheme = Box::new(compress.gradients);
                         Reduction::new(&name, scheme, compress.feedback, shape, [me, ranks], plan.seed).unwrap()
@@ -486,6 +590,161 @@ fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
     }
 }
 
+/// A batch of 16 samples that come again every other step, with their numbers.
+fn again(step: usize, samples: Range<usize>) -> Batch {
+    let numbers = samples.clone().map(|sample| (step % 2 * BATCH + sample) as i32).collect();
+    batch(step % 2, samples).with(SAMPLE, [], numbers).unwrap()
+}
+
+/// AQ-SGD over three cuts is its published equations on one rank, bit by bit, on meshes and at virtual cuts; it takes the bytes and the memory
+/// that were predicted, once all samples have come; and a resumed run goes on with the activations of samples.
+#[test]
+fn activations_of_samples_that_come_again_are_sent_as_differences() {
+    let aqsgd = Some(2 * BATCH);
+    for (forward, backward, micros) in [("topk:0.3", "topk:0.3", 4), ("quant:3/stochastic", "quant:8", 2)] {
+        let compress = Compress { aqsgd, ..cuts(forward, backward, "none") };
+        let on = |mesh: &str, compress, cuts: &[usize]| Plan {
+            compress,
+            num_microbatches: Some(micros),
+            virtual_cuts: cuts.to_vec(),
+            ..plan(mesh)
+        };
+        let run = |model: &Arc<dyn Model>, plan: &Plan, opaque| {
+            let (mut reports, state) = run_on(model, plan, opaque, again).unwrap();
+            (reports.swap_remove(0), state)
+        };
+        let wanted = run(&tower(4), &on("pp=4", compress, &[]), false);
+        let lossy = Lossy::model(tower(4), &[1; 4], compress, Plan::default().seed);
+        assert_same(forward, &wanted, &run(&lossy, &on("dp=1", Compress::default(), &[]), false));
+        for (mesh, opaque) in [("dp=1", false), ("pp=2", false), ("dp=1", true)] {
+            let got = run(&tower(4), &on(mesh, compress, &[1, 2, 3]), opaque);
+            assert!(got.1 == wanted.1, "{forward} on {mesh}: states");
+            assert_same(forward, &got, &wanted);
+        }
+        let tp = run_on(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), false, again).unwrap();
+        assert!((tp.0[0][2].loss / wanted.0[2].loss - 1.0).abs() < 1e-4, "{forward} over tp");
+        for (rank, reports) in tp.0.iter().enumerate() {
+            let predicted = predict(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), rank).unwrap();
+            assert_eq!(reports[2].records, predicted.records, "{forward}: rank {rank}");
+            assert_eq!(reports[2].memory[rank].total(), predicted.memory.total(), "{forward}: rank {rank}");
+        }
+
+        let key = |state: &str| StateKey { parameter: "cut.2.activation".to_owned(), state: Some(state.to_owned()) };
+        assert_eq!(wanted.1.vector(&key("samples")).unwrap().len(), 2 * BATCH * tower::HIDDEN);
+        assert_eq!(wanted.1.vector(&key("seen")).unwrap(), [1.0; 2 * BATCH]);
+        let go_on = |mesh: &str, from: Option<&WholeState>, steps: Range<usize>| {
+            let plan = on(mesh, compress, &[1, 2, 3]);
+            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
+                from.map(|state| trainer.load_state(state)).transpose()?;
+                let step = |step| Ok(trainer.step(&again(step, trainer.samples()))?.loss);
+                let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
+                Ok::<_, TrainError>((losses, trainer.state()?))
+            });
+            let (mut losses, states): (Vec<_>, Vec<_>) =
+                ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
+            (losses.swap_remove(0), WholeState::merge(&states).unwrap())
+        };
+        let (losses, whole) = go_on("pp=2", None, 0..5);
+        let (_, halfway) = go_on("dp=1", None, 0..3);
+        let (resumed, state) = go_on("pp=4", Some(&halfway), 3..5);
+        assert!(resumed == losses[3..] && state == whole, "{forward}: {resumed:?} of {losses:?}");
+    }
+    let of = |compress, mesh: &str| Plan { compress, num_microbatches: Some(2), ..plan(mesh) };
+    let compress = Compress { aqsgd, ..cuts("topk:0.3", "topk:0.3", "none") };
+    for (compress, mesh, problem) in [
+        (Compress { feedback: Feedback::Ef, ..compress }, "pp=2", "feedback would do so once more; use no feedback"),
+        (Compress { share_indices: true, ..compress }, "pp=2", "differences have other indices than gradients"),
+        (Compress { aqsgd: Some(0), ..compress }, "pp=2", "it keeps activations of no samples"),
+        (Compress { activations: scheme("none"), ..compress }, "pp=2", "activations are not compressed"),
+        (compress, "dp=2,pp=2", "each would know other activations of them; use dp=1"),
+    ] {
+        let error = refused(&of(compress, mesh));
+        assert!(error.starts_with("compression of aqsgd by") && error.contains(problem), "{error}");
+    }
+    let error = refused(&Plan { schedule: named("zb_h2"), ..of(compress, "pp=2") });
+    assert!(error.contains("begins steps that it may have to repeat, and only one side"), "{error}");
+    let step = |batch: &(dyn Fn(Range<usize>) -> Batch + Sync), aqsgd| {
+        let plan = Plan { virtual_cuts: vec![2], ..of(Compress { aqsgd, ..compress }, "dp=1") };
+        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
+            trainer.step(&batch(trainer.samples()))
+        });
+        ranks.unwrap_err().to_string()
+    };
+    assert!(step(&|samples| batch(0, samples), aqsgd).contains("the batch has no field \"sample\" with their numbers"));
+    let few = step(&|samples| again(1, samples), Some(BATCH));
+    assert!(few.contains("keeps activations of 8 samples, and the batch has sample 8"), "{few}");
+}
+
+/// Asynchronous schedules lose at real cuts what they lose at virtual ones, step by step of each micro-batch, and feedback of a micro-batch
+/// goes on where the one of the step before ended.
+#[test]
+fn asynchronous_schedules_lose_the_same_at_virtual_cuts() {
+    let tokens_of = |step, samples| tokens(step, samples);
+    for (schedule, feedback, share_indices) in
+        [("pipedream", "none", true), ("pipedream", "ef", false), ("pipedream_2bw", "ef21", true)]
+    {
+        let compress = Compress { share_indices, ..cuts("topk:0.2", "topk:0.2", feedback) };
+        let on = |compress, virtual_cuts: &[usize]| Plan {
+            mesh: "pp=2".parse().unwrap(),
+            schedule: named(schedule),
+            global_batch_size: 16,
+            num_microbatches: Some(4),
+            max_norm: 0.0,
+            compress,
+            virtual_cuts: virtual_cuts.to_vec(),
+            ..Plan::default()
+        };
+        let model: Arc<dyn Model> = Arc::new(Gpt2::new(Gpt2Config { tie_embeddings: false, ..config() }));
+        let losses = |reports: &[Vec<StepReport>]| reports[0].iter().map(|step| step.loss).collect::<Vec<_>>();
+        let (real, state) = run_on(&model, &on(compress, &[]), false, tokens_of).unwrap();
+        let (listed, of_listed) = run_on(&model, &on(compress, &[2]), false, tokens_of).unwrap();
+        assert!(losses(&real) == losses(&listed) && state == of_listed, "{schedule} {feedback}");
+        let (opaque, hidden) = run_on(&model, &on(compress, &[1, 2, 3]), true, tokens_of).unwrap();
+        let (inner, of_inner) = run_on(&model, &on(compress, &[1, 2, 3]), false, tokens_of).unwrap();
+        assert!(losses(&opaque) == losses(&inner) && hidden == of_inner, "{schedule} {feedback}: opaque");
+        let exact = run_on(&model, &on(Compress::default(), &[]), false, tokens_of).unwrap();
+        assert!(losses(&real)[0] != losses(&exact.0)[0] && losses(&inner)[0] != losses(&real)[0], "{schedule}");
+        if feedback != "none" {
+            let states: Vec<_> = state.keys().filter(|key| key.parameter.starts_with("cut.2.")).collect();
+            assert_eq!(states.len(), 2, "{schedule} {feedback}");
+            states.iter().for_each(|key| assert!(state.vector(key).unwrap().iter().any(|&x| x != 0.0), "{key}"));
+            let forgetful = Compress { feedback: Feedback::None, ..compress };
+            let forgetful = run_on(&model, &on(forgetful, &[]), false, tokens_of).unwrap();
+            assert!(losses(&real)[..1] == losses(&forgetful.0)[..1], "{schedule}: nothing is brought back at first");
+            assert_ne!(losses(&real)[2], losses(&forgetful.0)[2], "{schedule}: then it is");
+        }
+    }
+}
+
+/// A step that is not finite leaves the weights as they are, and feedback as if it began: nothing of that step comes back.
+#[test]
+fn a_step_that_is_not_finite_leaves_nothing_to_bring_back() {
+    let compress = Compress { gradients: scheme("quant:4/block64"), ..cuts("topk:0.3", "topk:0.3", "ef") };
+    let plan = Plan { compress, num_microbatches: Some(2), ..plan("dp=2,pp=2") };
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
+        trainer.step(&batch(0, trainer.samples()))?;
+        let mut spoilt = vec![0.5; BATCH / 2 * 4];
+        spoilt[0] = f32::NAN;
+        let samples = trainer.samples().len();
+        let bad = Batch::new(samples).with("x", [4], spoilt)?.with("y", [4], vec![0.5f32; samples * 4])?;
+        let error = trainer.step(&bad).unwrap_err();
+        assert!(matches!(error, TrainError::NotFinite { step: 2, .. }), "{error}");
+        let state = trainer.state()?;
+        let kept = state
+            .pieces
+            .iter()
+            .filter(|piece| piece.key.state.as_deref().is_some_and(|state| state.ends_with("residual")));
+        let (mut count, mut zero) = (0, true);
+        kept.for_each(|kept| (count, zero) = (count + 1, zero && kept.piece.values.iter().all(|&x| x == 0.0)));
+        assert!(count > 4 && zero, "{count} states");
+        Ok::<_, TrainError>(trainer.step(&batch(1, trainer.samples()))?.loss)
+    });
+    assert!(ranks.unwrap_or_else(|error| panic!("{error}")).iter().all(|loss| loss.is_finite()));
+}
+
 fn refused(plan: &Plan) -> String {
     match predict(&tower(4), plan, 0) {
         Err(TrainError::Plan(error)) if matches!(*error, PlanError::Compress { .. }) => error.to_string(),
@@ -497,19 +756,39 @@ fn refused(plan: &Plan) -> String {
 fn what_makes_no_sense_is_refused() {
     let of = |compress| Plan { compress, num_microbatches: Some(4), ..plan("pp=2") };
     let quant = cuts("quant:8", "none", "none");
-    let canonical = refused(&Plan { numerics: Numerics::Canonical { blocks: 8 }, ..of(quant) });
-    assert!(canonical.starts_with("compression of activations by quant:8: canonical numerics promise"), "{canonical}");
+    let canonical = |plan| Plan { numerics: Numerics::Canonical { blocks: 8 }, ..plan };
+    let alone = refused(&canonical(of(quant)));
+    assert!(alone.starts_with("compression of activations by quant:8: canonical numerics promise"), "{alone}");
+    assert!(alone.ends_with("name them as virtual cuts, use fast numerics, or none"), "{alone}");
+    let other = refused(&Plan { virtual_cuts: vec![1], ..canonical(of(cuts("quant:8/row", "none", "none"))) });
+    assert!(
+        other.contains("by quant:8/row: cut.2: canonical numerics") && other.contains("virtual_cuts = [1, 2]"),
+        "{other}"
+    );
+    let together = refused(&Plan { virtual_cuts: vec![2], ..canonical(of(quant)) });
+    assert!(together.contains("what is lost of a sample depends on those beside it: use /row"), "{together}");
+    let summed = refused(&Plan { virtual_cuts: vec![2], ..canonical(of(gradients("quant:8", "none"))) });
+    assert!(summed.starts_with("compression of gradients by quant:8: canonical numerics promise"), "{summed}");
     let nothing = refused(&of(cuts("none", "none", "ef")));
-    assert!(nothing.starts_with("compression of nothing by ef: feedback brings back"), "{nothing}");
+    assert!(nothing.starts_with("compression of feedback by ef: brings back"), "{nothing}");
     let factors = refused(&of(cuts("none", "powersgd:2", "none")));
     assert!(factors.starts_with("compression of activation gradients by powersgd:2: the factors"), "{factors}");
     let amplified = refused(&of(cuts("randk:0.1/unbiased", "none", "ef")));
-    assert!(amplified.contains("stage 0: ef with randk:0.1/unbiased: of 2x16 its error"), "{amplified}");
+    assert!(amplified.contains("cut.2: ef with randk:0.1/unbiased: of 2x16 its error"), "{amplified}");
     let repeated = refused(&Plan { schedule: named("zb_h2"), ..of(Compress { feedback: Feedback::Ef, ..quant }) });
-    assert!(repeated.contains("schedule zb_h2 begins steps that it may repeat"), "{repeated}");
+    assert!(repeated.contains("schedule zb_h2 begins steps that it may have to repeat"), "{repeated}");
     let slices = Plan { zero: Zero { stage: ZeroStage::States, group: None }, ..plan("dp=2") };
     let estimates = refused(&Plan { compress: gradients("topk:0.1", "ef21"), ..slices });
     assert!(estimates.contains("ranks that keep slices of a sum have no estimate of it"), "{estimates}");
     let buckets = refused(&Plan { compress: gradients("powersgd:2", "none"), ..plan("dp=2") });
     assert!(buckets.contains("gradients are summed in buckets, which are no matrices"), "{buckets}");
+    for (forward, backward) in [("topk:0.1", "topk:0.2"), ("topk:0.1", "topk:0.1/row"), ("quant:8", "topk:0.1")] {
+        let apart = refused(&of(Compress { share_indices: true, ..cuts(forward, backward, "none") }));
+        assert!(
+            apart.contains(&format!("these are {forward}, their gradients {backward}; use topk of one")),
+            "{apart}"
+        );
+    }
+    let behind = predict(&tower(4), &Plan { virtual_cuts: vec![5], ..of(quant) }, 0).unwrap_err().to_string();
+    assert!(behind.contains("virtual cuts behind [5]: use increasing numbers of layers from 0 to 4"), "{behind}");
 }

@@ -2,7 +2,9 @@
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
-use meshwork_engine::{Decoder, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState};
+use meshwork_engine::{
+    Decoder, LossScale, MixedPrecision, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState,
+};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
@@ -11,9 +13,10 @@ use meshwork_nn::Model;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, ParamSpec};
 use meshwork_testkit::opaque::{self, Opaque};
-use meshwork_testkit::parity::assert_close;
+use meshwork_testkit::parity::{assert_close, norm};
 use std::sync::Arc;
 
 const SEQ: usize = 24;
@@ -117,9 +120,12 @@ fn initial(model: &Arc<dyn Model>) -> Initial {
 
 /// The logits after `at` tokens, from one pass over all of them.
 fn whole_pass(model: &Arc<dyn Model>, at: usize) -> Vec<f32> {
-    let plan = plan("dp=1", Numerics::Fast);
+    whole_pass_of(model, &plan("dp=1", Numerics::Fast), at)
+}
+
+fn whole_pass_of(model: &Arc<dyn Model>, plan: &Plan, at: usize) -> Vec<f32> {
     let logits = thread::run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let mut logits = Vec::new();
         for sample in 0..2 {
             let batch = language::batch(tokens(sample).take(at).collect(), vec![-1; at], at)?;
@@ -162,6 +168,23 @@ fn fast_decoding_on_a_mesh_is_close_to_one_rank() {
         for mesh in ["tp=4", "tp=2,pp=2"] {
             let there = decoded(&model, &plan(mesh, Numerics::Fast), &PASSES);
             one.iter().zip(there).for_each(|(one, there)| assert_close(mesh, &there, one, 0.0));
+        }
+    }
+}
+
+/// Weights, activations and cached keys in 16 bits: the logits of f32 but for rounding, in passes over the whole sequence too.
+#[test]
+fn mixed_precision_decodes_as_it_predicts() {
+    let loss_scale = LossScale::Fixed(1.0);
+    let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: false, loss_scale });
+    for model in [gpt2(), llama()] {
+        let exact = whole_pass(&model, 9);
+        let plan = |mesh| Plan { mixed, ..plan(mesh, Numerics::Fast) };
+        let decoded = |mesh| decoded(&model, &plan(mesh), &[9]).swap_remove(0);
+        for logits in [whole_pass_of(&model, &plan("dp=1"), 9), decoded("dp=1"), decoded("tp=2,pp=2")] {
+            let off: Vec<f32> = logits.iter().zip(&exact).map(|(got, wanted)| got - wanted).collect();
+            let off = norm(&off) / norm(&exact);
+            assert!((1e-4..2e-2).contains(&off), "{off:.1e} off");
         }
     }
 }

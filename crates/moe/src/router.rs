@@ -17,7 +17,7 @@ use crate::balance::{self, BiasUpdate, Load, whole_sequences};
 use crate::dispatch::Chosen;
 use crate::{AuxLossScope, MoeConfig, MoeError, RouterKind, capacity};
 use meshwork_core::rules::Operand;
-use meshwork_core::{Buffer, SpmdError, Types};
+use meshwork_core::{Buffer, DType, SpmdError, Types};
 use meshwork_tensor::kernel::{Draw, Overflow, Pick, Selection};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
@@ -90,7 +90,7 @@ impl Router {
     pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
-        let logits = noisy.exact_linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
+        let logits = noisy.cast(DType::F32)?.exact_linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
         let scores = match config.router {
             RouterKind::Bias => logits.sigmoid()?,
             _ => logits.softmax()?,

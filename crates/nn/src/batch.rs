@@ -49,6 +49,9 @@ pub struct Batch {
     fields: Vec<(String, Shape, Buffer)>,
 }
 
+/// The field of the numbers of samples, an i32 for each: a sample that comes again has the number that it had before. No model reads it.
+pub const SAMPLE: &str = "sample";
+
 impl Batch {
     /// A batch of `samples` samples without fields.
     pub fn new(samples: usize) -> Self {
@@ -101,7 +104,10 @@ impl Batch {
     pub fn var(&self, tape: &Tape, name: &str) -> Result<Var> {
         let (_, dims, values) = self.field(name)?;
         let buffer = tape.device().upload(values)?;
-        let tensor = Tensor::from_buffer(tape.device(), buffer, self.extents(*dims))?;
+        let mut tensor = Tensor::from_buffer(tape.device(), buffer, self.extents(*dims))?;
+        if tensor.dtype() == DType::F32 {
+            tensor = tensor.cast(tape.params().declarations().dtype())?;
+        }
         Ok(tape.constant(tensor, sample_types(tape.rank().mesh())))
     }
 

@@ -24,6 +24,7 @@ pub mod random;
 mod shape;
 pub mod tape;
 mod tensor;
+mod widened;
 
 pub use device::{Device, Meter, Transfers, Work};
 pub use error::{Error, Result};
@@ -32,3 +33,4 @@ pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role}
 pub use shape::{MAX_DIMS, Shape};
 pub use tape::{Tape, Var};
 pub use tensor::Tensor;
+pub use widened::Widened;

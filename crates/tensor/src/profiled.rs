@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::kernel::*;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -698,6 +698,16 @@ impl Compression for Profiled {
     ) -> Result<()> {
         let what = What::compression("unpack", &[message, out]);
         self.record(what, |device| device.compression()?.unpack(scheme, shape, message, fold, out, at))
+    }
+
+    fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer> {
+        let what = What::compression("take", &[indices]);
+        self.record(what, |device| device.compression()?.take(sparse, shape, indices, x))
+    }
+
+    fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer> {
+        let what = What::compression("put", &[indices, values]);
+        self.record(what, |device| device.compression()?.put(sparse, shape, indices, values))
     }
 
     fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {

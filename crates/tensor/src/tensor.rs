@@ -103,6 +103,18 @@ impl Tensor {
         Self::from_buffer(&self.device, self.buffer, shape)
     }
 
+    /// The values in another type, each rounded to the nearest: between f32 and types of 16 bits.
+    ///
+    /// # Errors
+    /// A type that the device does not convert to.
+    pub fn cast(self, dtype: DType) -> Result<Self> {
+        if self.dtype() == dtype {
+            return Ok(self);
+        }
+        let cast = self.device.pointwise()?.cast(&self.buffer, dtype)?;
+        Self::from_buffer(&self.device, cast, self.shape)
+    }
+
     /// `self + other`, in place if nothing else holds `self`. Shapes must be equal.
     pub fn accumulate(mut self, other: &Tensor) -> Result<Self> {
         if self.shape != other.shape {

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::run::{Saver, described, resume_run};
 use crate::checkpoint::{Resumed, export};
-use crate::config::Config;
+use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::error::RunError;
 use crate::generate::generate;
@@ -15,7 +15,7 @@ use meshwork_checkpoint::{Exchange, threads};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
-use meshwork_engine::{ModelPlan, StepReport, TrainError, Trainer};
+use meshwork_engine::{AtCuts, ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::MemoryUse;
 use std::path::Path;
@@ -48,7 +48,7 @@ pub fn train(
 ) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
-    let device = || config.device.open(config.training.dtype);
+    let device = || config.device.open(config.training.matmul_dtype);
     // Both measure while no rank is there to disturb them.
     if let Some(path) = &config.metrics.layer_profile {
         thread::run(1, options, |_| {
@@ -120,7 +120,7 @@ fn run(
     // Dropped last, because dropping it waits for the reader of the progress, and the other ranks must not wait too.
     let mut reporter = None;
     let (plan, number) = (config.plan()?, rank.world_rank());
-    let device = probe.device(config.device.open(config.training.dtype));
+    let device = probe.device(config.device.open(config.training.matmul_dtype));
     device.meter().set_limit(config.memory.limit());
     let mut trainer = Trainer::new(config.model(), &plan, rank, device)?;
     let (mut saver, mut resumed) = (None, None);
@@ -174,9 +174,13 @@ fn run(
             reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
         }
         if validates {
-            let loss = validate(config, data, &mut trainer)?;
+            let compression = config.validation.compression;
+            let cuts = if compression == ValidationCompression::Off { AtCuts::Exact } else { AtCuts::AsTrained };
+            let loss = validate(config, data, &mut trainer, cuts)?;
+            let both = compression == ValidationCompression::Both;
+            let exact = both.then(|| validate(config, data, &mut trainer, AtCuts::Exact)).transpose()?;
             if let Some(reporter) = &mut reporter {
-                reporter.validation(begun, loss)?;
+                reporter.validation(begun, loss, exact)?;
             }
         }
     }
@@ -198,13 +202,13 @@ fn run(
     Ok(outcome)
 }
 
-fn validate(config: &Config, data: &Data, trainer: &mut Trainer) -> Result<f64, RunError> {
+fn validate(config: &Config, data: &Data, trainer: &mut Trainer, cuts: AtCuts) -> Result<f64, RunError> {
     let global = config.training.global_batch_size;
     let rows = trainer.samples();
     let batches = 0..data.validation_batches(config.validation.steps, global);
     let mut unread = None;
     let read = |index| data.validation_batch(index, global, rows.clone()).map_err(|error| unread = Some(error)).ok();
-    let report = trainer.evaluate(batches.map_while(read));
+    let report = trainer.evaluate_at(cuts, batches.map_while(read));
     // A rank that cannot read its data says so, and not that its peers went on without it.
     unread.map_or(Ok(()), Err)?;
     Ok(report?.loss)
@@ -264,6 +268,8 @@ impl Reporter {
             tokens_per_s: tokens as f64 / seconds,
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
             peak_bytes: report.peak_bytes(),
+            loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
+            skipped: report.skipped,
             moe: Experts::of(&report.metrics, &report.statistics),
         };
         self.memory.clone_from(&report.memory);
@@ -278,13 +284,14 @@ impl Reporter {
         Ok(())
     }
 
-    fn validation(&mut self, step: u64, loss: f64) -> Result<(), RunError> {
-        self.progress.validation(step, loss);
+    fn validation(&mut self, step: u64, loss: f64, loss_uncompressed: Option<f64>) -> Result<(), RunError> {
+        self.progress.validation(step, loss, loss_uncompressed);
         if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.scalars(step, [("validation/loss", loss)])?;
+            let exact = loss_uncompressed.map(|loss| ("validation/loss_uncompressed", loss));
+            tensorboard.scalars(step, [("validation/loss", loss)].into_iter().chain(exact))?;
         }
         if let Some(metrics) = &mut self.metrics {
-            metrics.write(&Event::Validation { step, loss })?;
+            metrics.write(&Event::Validation { step, loss, loss_uncompressed })?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! From the command line to the configuration and data of a run, with all faults in one report.
 
-use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
+use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
 use crate::{metrics, plan, plan_memory};
 use meshwork_engine::offload::OffloadError;
@@ -49,6 +49,9 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     settings.faults.extend(folder_of_checkpoints(&config));
     settings.faults.extend(folder_of_offload(&config));
     let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
+    if let Some(data) = &data {
+        count_samples(&mut config, data, &mut settings);
+    }
     if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
         settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));
     }

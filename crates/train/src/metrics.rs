@@ -38,6 +38,9 @@ pub enum Event<'a> {
         step: u64,
         /// Mean over all unmasked tokens.
         loss: f64,
+        /// The same with uncompressed activations between stages, with `validation.compression = "both"`.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        loss_uncompressed: Option<f64>,
     },
     /// The last line: how the run ended.
     End {
@@ -121,6 +124,12 @@ pub struct Step {
     pub comm_bytes: Vec<(&'static str, u64)>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
+    /// What the loss was multiplied by before backward, where that is not 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
+    /// Whether a gradient overflowed at this scale, so that the step changed no weight.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub skipped: bool,
     /// What the routers of experts report.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
@@ -171,12 +180,14 @@ impl Step {
             .iter()
             .flat_map(|moe| [("load_imbalance", moe.load_imbalance)].into_iter().chain(moe.metrics.clone()));
         let experts = experts.map(|(name, value)| (format!("moe/{name}"), value));
+        let loss_scale = self.loss_scale.map(|scale| ("train/loss_scale".to_owned(), scale));
         named
             .map(|(tag, value)| (tag.to_owned(), value))
             .into_iter()
             .chain(communication)
             .chain(memory)
             .chain(experts)
+            .chain(loss_scale)
             .collect()
     }
 }

@@ -1,7 +1,7 @@
 //! The cost of a run before it runs: the report of `--steps 0`.
 
 use crate::checkpoint::save_plan;
-use crate::config::Config;
+use crate::config::{Config, Dtype};
 use crate::error::RunError;
 use meshwork_core::{Axis, Mesh};
 use meshwork_engine::dry_run;
@@ -84,12 +84,16 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     let parameters: usize =
         ModelPlan::new(config.model(), &plan)?.parameters()?.iter().map(ParamSpec::global_elements).sum();
     let mut text = format!(
-        "mesh {mesh}: {}\n{}\n{}{}; products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
+        "mesh {mesh}: {}\n{}\n{}{}; {}products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
         count(mesh.world_size(), "rank"),
         count(parameters, "parameter"),
         count(config.model.num_layers, "layer"),
         by_stage(&config.pipeline.partition),
-        config.training.dtype.name(),
+        match config.training.dtype {
+            Dtype::F32 => String::new(),
+            dtype => format!("stored in {}, ", dtype.name()),
+        },
+        config.training.matmul_dtype.name(),
         count(config.training.global_batch_size, "sequence"),
         count(config.model.seq_len, "token"),
         count(config.pipeline.num_microbatches, "micro-batch"),
@@ -226,8 +230,10 @@ mod tests {
         // 256 · 128.
         assert!(text.contains("rank 0 (pp rank 0)\n  parameters     842,240\n"), "{text}");
         assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
-        let one = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
+        let one = Config::from_toml("[training]\nmatmul_dtype = 'bf16'").unwrap();
         assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
+        let all = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
+        assert!(report(&all).unwrap().contains("\n4 layers; stored in bf16, products in bf16\n"));
     }
 
     #[test]

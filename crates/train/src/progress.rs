@@ -24,7 +24,7 @@ pub struct Progress {
 #[derive(Debug)]
 enum Event {
     Step(Box<Step>),
-    Validation { step: u64, loss: f64 },
+    Validation { step: u64, loss: f64, uncompressed: Option<f64> },
     Note(Note),
 }
 
@@ -77,8 +77,8 @@ impl Progress {
     }
 
     /// Shows a validation after `step`.
-    pub fn validation(&self, step: u64, loss: f64) {
-        self.send(Event::Validation { step, loss });
+    pub fn validation(&self, step: u64, loss: f64, uncompressed: Option<f64>) {
+        self.send(Event::Validation { step, loss, uncompressed });
     }
 
     /// Shows a line of text.
@@ -129,14 +129,15 @@ impl Screen {
             Event::Step(step) => {
                 self.loss = format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s);
                 self.bar.iter().for_each(|bar| bar.set_position(step.step));
-                match self.bar.is_none() && shown(step.step, self.steps) {
+                match self.bar.is_none() && (step.skipped || shown(step.step, self.steps)) {
                     true => print(&line(step, self.steps)),
                     false => Ok(()),
                 }
             }
-            Event::Validation { step, loss } => {
+            Event::Validation { step, loss, uncompressed } => {
                 self.validation = format!("validation {loss:.4}");
-                self.print(&format!("step {step}/{}  validation loss {loss:.4}", self.steps))
+                let exact = uncompressed.map_or_else(String::new, |loss| format!(", uncompressed {loss:.4}"));
+                self.print(&format!("step {step}/{}  validation loss {loss:.4}{exact}", self.steps))
             }
             Event::Note(Note::Saved { step, text }) => {
                 self.saved = format!("saved {step}");
@@ -187,8 +188,12 @@ fn shown(step: u64, steps: u64) -> bool {
 }
 
 fn line(step: &Step, steps: u64) -> String {
-    let Step { step, loss, grad_norm, lr, tokens_per_s, .. } = step;
-    format!("step {step}/{steps}  loss {loss:.4}  grad_norm {grad_norm:.2}  lr {lr:.1e}  {tokens_per_s:.0} tokens/s")
+    let Step { step, loss, grad_norm, lr, tokens_per_s, loss_scale, skipped, .. } = step;
+    let of_step = format!("step {step}/{steps}  loss {loss:.4}");
+    match skipped {
+        true => format!("{of_step}  skipped: a gradient overflowed at loss scale {}", loss_scale.unwrap_or(1.0)),
+        false => format!("{of_step}  grad_norm {grad_norm:.2}  lr {lr:.1e}  {tokens_per_s:.0} tokens/s"),
+    }
 }
 
 #[cfg(test)]
@@ -207,6 +212,8 @@ mod tests {
         step_ms: 49.7,
         tokens_per_s: 41233.7,
         comm_bytes: vec![],
+        loss_scale: None,
+        skipped: false,
         moe: None,
         peak_bytes: vec![],
     };
@@ -220,6 +227,9 @@ mod tests {
     #[test]
     fn a_plain_line() {
         assert_eq!(line(&STEP, 300), "step 10/300  loss 3.1234  grad_norm 0.83  lr 3.0e-4  41234 tokens/s");
+        let skipped = Step { loss_scale: Some(65536.0), skipped: true, ..STEP };
+        let text = "step 10/300  loss 3.1234  skipped: a gradient overflowed at loss scale 65536";
+        assert_eq!(line(&skipped, 300), text);
     }
 
     /// A terminal that records everything written to it.
@@ -276,9 +286,12 @@ mod tests {
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
         let mut screen = Screen::new(300, Some(bar(300, target)));
         let saved = |step| Event::Note(Note::Saved { step, text: format!("step {step}  saved in a folder") });
-        for event in
-            [Event::Validation { step: 8, loss: 3.25 }, saved(8), saved(9), Event::Step(Box::new(STEP.clone()))]
-        {
+        for event in [
+            Event::Validation { step: 8, loss: 3.25, uncompressed: None },
+            saved(8),
+            saved(9),
+            Event::Step(Box::new(STEP.clone())),
+        ] {
             screen.show(&event).unwrap();
         }
         drop(screen);

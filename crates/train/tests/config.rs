@@ -127,7 +127,7 @@ fn compression_is_read_and_refused_by_key() {
         ),
         (
             "gradients=topk:0.1 --set compress.feedback=ef21 --set parallelism.dp=2 --set parallelism.zero_stage=1",
-            "compress.feedback = \"ef21\": estimates a sum of gradients of which ranks keep slices: parallelism.zero_stage = 1; use ef",
+            "compress.feedback = \"ef21\": ranks that keep slices of a sum have no estimate of it; use ef, or ZeRO stage 0",
         ),
         (
             "feedback=ef20",
@@ -135,20 +135,67 @@ fn compression_is_read_and_refused_by_key() {
         ),
         (
             "activations=sign --set compress.feedback=ef --set pipeline.schedule=zb_h2",
-            "compress.feedback = \"ef\": would count what is lost twice: pipeline.schedule = \"zb_h2\" begins steps",
+            "compress.feedback = \"ef\": schedule zb_h2 begins steps that it may have to repeat",
         ),
         (
             "activations=sign --set training.numerics=canonical",
-            "compress.activations = \"sign\": has no meaning in canonical numerics, which promise the bits of one rank",
+            "compress.activations = \"sign\": canonical numerics promise the bits of one rank, which has nobody to send",
+        ),
+        (
+            "activations=sign/row --set training.numerics=canonical --set compress.virtual_cuts=[1,3]",
+            "compress.activations = \"sign/row\": cut.2: canonical numerics promise the bits of one rank, which has nobody to send compressed \
+             values to: let every mesh simulate this cut, with virtual_cuts = [1, 2, 3], or use numerics Fast",
+        ),
+        (
+            "activations=randk:0.1/unbiased --set compress.feedback=ef",
+            "compress.activations = \"randk:0.1/unbiased\": cut.2: ef with randk:0.1/unbiased: of 4x16384 its error",
+        ),
+        (
+            "activations=topk:0.1 --set compress.share_indices=true",
+            "compress.share_indices = true: gradients of activations have the indices of activations, and these are topk:0.1, their gradients \
+             none; use topk of one fraction",
+        ),
+        (
+            "activations=sign --set compress.virtual_cuts=[2,1]",
+            "compress.virtual_cuts = [2, 1]: are no cuts of the model; use increasing numbers of layers from 0 to 4",
         ),
     ] {
         let refused =
             load(&args(&format!("--set parallelism.pp=2 --set compress.{settings}"))).unwrap_err().to_string();
         assert!(refused.starts_with(fault) && refused.lines().count() == 1, "{refused}");
     }
+    // With AQ-SGD samples must come again, and each has a place.
+    let aqsgd =
+        "--mesh pp=2 --set compress.activations=topk:0.1 --set compress.aqsgd=true --set training.global_batch_size=64";
+    let (read, data) = load(&args(&format!("{aqsgd} --steps 9"))).unwrap();
+    assert_eq!(read.plan().unwrap().compress.aqsgd, Some(data.training_samples()));
+    let numbers = |step| data.batch(step, 64, 0..64).unwrap().values::<i32>("sample").unwrap().to_vec();
+    let mut seen: Vec<i32> = (0..9).flat_map(numbers).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    assert!(seen.len() == data.training_samples() && seen.last() == Some(&(seen.len() as i32 - 1)), "{}", seen.len());
+    let refused = |more: &str| load(&args(&format!("{aqsgd} {more}"))).unwrap_err().to_string();
+    let once = refused("--steps 5");
+    assert!(
+        once.starts_with("compress.aqsgd = true: no sample comes again: 5 steps take 320 of")
+            && once.ends_with("use more than 5 steps, or no aqsgd"),
+        "{once}"
+    );
+    let few = refused("--steps 9 --set compress.aqsgd_samples=5");
+    assert!(few.starts_with("compress.aqsgd_samples = 5: the data have"), "{few}");
+    let each = refused("--steps 9 --set parallelism.dp=2 --set compress.feedback=ef");
+    assert!(each.contains("compress.aqsgd = true: it brings back") && each.contains("use dp=1, ep=1"), "{each}");
     let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
     let idle = unread("--set compress.activations=sign");
     assert_eq!(idle, ["compress.activations = \"sign\" has no effect: one stage has no cuts"]);
+    assert!(unread("--set compress.activations=sign --set compress.virtual_cuts=[2]").is_empty());
+    let idle = unread("--set compress.virtual_cuts=[2] --set validation.compression=both");
+    let [validation, cuts] = ["activations are not compressed", "nothing is compressed at cuts"];
+    let [validation, cuts] = [
+        format!("validation.compression = \"both\" has no effect: {validation}"),
+        format!("compress.virtual_cuts = [2] has no effect: {cuts}"),
+    ];
+    assert_eq!(idle, [validation, cuts]);
     let idle = unread("--set compress.gradients=sign");
     assert_eq!(idle, ["compress.gradients = \"sign\" has no effect: one rank of dp has nobody to add to"]);
     let idle = unread("--mesh pp=2 --set compress.start_step=3");
@@ -258,7 +305,7 @@ fn layers_are_dealt_by_cost() {
     assert_eq!(medium("--mesh pp=4 --set model.num_layers=32"), [10, 10, 10, 2]);
     // The other axes of the mesh, the batch and the numerics change nothing.
     let more = "--mesh dp=2,tp=2,pp=4 --set parallelism.sequence_parallel=true --set training.numerics=canonical \
-                --set training.dtype=bf16 --set training.global_batch_size=32";
+                --set training.matmul_dtype=bf16 --set training.global_batch_size=32";
     assert_eq!(medium(&format!("{more} --set model.num_layers=32")), [10, 10, 10, 2]);
     // With several chunks, the sum of the rank counts: the last chunk of a loop has the head, and its rank has another
     // chunk.
@@ -379,6 +426,8 @@ fn every_word_that_has_landed_is_understood() {
                         " --set model.tie_embeddings=false --set training.max_norm=0"
                     }
                     ("memory.offload", word) if word != "none" => " --set memory.offload_dir=.",
+                    ("training.reduce_dtype", "bf16") => " --set training.dtype=bf16",
+                    ("training.reduce_dtype", "f16") => " --set training.dtype=f16",
                     _ => "",
                 };
                 let config = config(&format!("--set {name}={word}{more}"));

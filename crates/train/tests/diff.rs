@@ -103,11 +103,11 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
         "dp=2 --set pipeline.num_microbatches=4 --set model.dropout=0.2",
         "tp=2,pp=1 --set pipeline.schedule=zb_v --set pipeline.num_microbatches=4",
         "dp=2,pp=1 --set pipeline.schedule=interleaved_1f1b",
-        "dp=2,tp=2,pp=2 --set parallelism.sequence_parallel=true --set training.dtype=bf16",
+        "dp=2,tp=2,pp=2 --set parallelism.sequence_parallel=true --set training.matmul_dtype=bf16",
     ] {
         let other = config(&format!("{mesh} {canonical}"));
-        let dtype = other.training.dtype.name();
-        let one = config(&format!("dp=1 {canonical} --set training.dtype={dtype}"));
+        let dtype = other.training.matmul_dtype.name();
+        let one = config(&format!("dp=1 {canonical} --set training.matmul_dtype={dtype}"));
         let one = Config { model: other.model.clone(), ..one };
         let report = held_against([&one, &other], 2);
         assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{mesh}: {report}");
@@ -183,7 +183,7 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
         ("tp=4", "tp=4", "--set parallelism.sequence_parallel=true --set pipeline.num_microbatches=2"),
         ("dp=1", "dp=2,tp=2,pp=2", "--numerics canonical"),
         // Values stored in bf16 are changed to the next bf16 number.
-        ("dp=1", "tp=2,pp=2", "--numerics canonical --set training.dtype=bf16"),
+        ("dp=1", "tp=2,pp=2", "--numerics canonical --set training.matmul_dtype=bf16"),
     ];
     for (one, other, more) in cases {
         for (way, fewer) in [("", 0), (":backward", 1)] {

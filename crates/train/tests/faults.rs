@@ -243,8 +243,8 @@ fn unknown_words_hear_of_the_nearest() {
             "memory.recompute = 3: no stage has as many layers: the largest has 2; use at most 2 layers, or \"full\" for all",
         ),
         (
-            "--set training.dtype=f16",
-            "training.dtype = \"f16\" (from --set): unknown; the nearest is bf16; use one of f32, bf16",
+            "--set training.dtype=fp16",
+            "training.dtype = \"fp16\" (from --set): unknown; the nearest is f16; use one of f32, bf16, f16",
         ),
         (
             "--set optimizer.name=adam",
@@ -545,7 +545,7 @@ fn the_decay_must_outlast_the_warm_up() {
 fn all_faults_come_at_once() {
     let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[compression]\n");
     let line = format!(
-        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=f16 --data no/such/text --metrics no/such/dir/m.jsonl \
+        "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=fp16 --data no/such/text --metrics no/such/dir/m.jsonl \
          --device cuda",
         path.display()
     );

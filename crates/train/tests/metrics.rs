@@ -20,6 +20,8 @@ fn step(loss: f64) -> Step {
         tokens_per_s: 1000.0,
         comm_bytes: vec![("dp", 7), ("tp", 0)],
         peak_bytes: vec![5, 6],
+        loss_scale: None,
+        skipped: false,
         moe: None,
     }
 }
@@ -50,7 +52,7 @@ fn lines_are_those_of_the_contract() {
 
     lines(Event::Step(step(5.540000000000001)));
     lines(Event::Step(step(f64::NAN)));
-    lines(Event::Validation { step: 1, loss: 5.5 });
+    lines(Event::Validation { step: 1, loss: 5.5, loss_uncompressed: None });
     let text =
         lines(Event::End { steps: 1, loss: Some(5.25), seconds: 0.5, memory_measured: vec![MemoryUse::default()] });
     let rest: Vec<&str> = text.lines().skip(1).collect();
@@ -105,7 +107,7 @@ fn a_file_that_cannot_be_written_is_an_error() {
 #[cfg(target_os = "linux")]
 fn a_full_disk_is_an_error_of_the_line() {
     let mut metrics = Metrics::create(Path::new("/dev/full")).unwrap();
-    let error = metrics.write(&Event::Validation { step: 1, loss: 0.0 }).unwrap_err();
+    let error = metrics.write(&Event::Validation { step: 1, loss: 0.0, loss_uncompressed: None }).unwrap_err();
     assert!(error.to_string().starts_with("cannot write metrics to /dev/full: No space left"), "{error}");
 }
 
@@ -124,7 +126,7 @@ fn a_file_that_is_continued_keeps_its_whole_lines() {
     ] {
         fs::write(&path, old).unwrap();
         let mut metrics = Metrics::append(&path).unwrap();
-        metrics.write(&Event::Validation { step: 3, loss: 2.0 }).unwrap();
+        metrics.write(&Event::Validation { step: 3, loss: 2.0, loss_uncompressed: None }).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), format!("{kept}{next}"), "after {old:?}");
     }
 }

@@ -135,6 +135,7 @@ impl Trainer {
         let driver = self.asynchronous();
         let ((first_micro, ahead), (actions, _)) = (driver.micros_before(), driver.actions());
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
+        let loss_scale = pass.loss_scale;
         self.walk(&pass, actions, observe)?;
         self.verify_claims(&StatisticSums::new())?;
         self.steps_begun += 1;
@@ -144,6 +145,7 @@ impl Trainer {
         self.pending.push_back(PendingStep {
             step,
             terms,
+            loss_scale,
             numbers,
             statistics,
             batch,
@@ -194,10 +196,10 @@ impl Trainer {
     fn finish_completing(&mut self, end: u64) -> Result<Vec<StepReport>, TrainError> {
         let mut reports = Vec::new();
         while self.pending.front().is_some_and(|step| step.step < end)
-            && let Some(PendingStep { step, terms, records, sums: Some(sums), stats: Some(stats), .. }) =
+            && let Some(PendingStep { step, terms, loss_scale, records, sums: Some(sums), stats: Some(stats), .. }) =
                 self.pending.pop_front()
         {
-            let measured = self.measure(sums, terms)?;
+            let measured = self.measure(sums, terms, loss_scale)?;
             if let Some((what, value)) = measured.not_finite() {
                 return Err(TrainError::Diverged { step, what, value });
             }

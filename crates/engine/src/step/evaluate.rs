@@ -2,14 +2,29 @@
 
 use super::Trainer;
 use crate::TrainError;
-use crate::chunk::{Chunk, Running};
-use crate::codec::{Clock, Codec};
+use crate::chunk::Chunk;
+use crate::clock::Clock;
+use crate::codec::Codec;
 use crate::pass::{Pass, Purpose};
+use crate::running::Running;
 use crate::transport::PipeTransport;
 use meshwork_core::Axis;
 use meshwork_nn::Batch;
 use meshwork_pipeline::run;
 use meshwork_tensor::Error;
+use meshwork_tensor::param::host_floats;
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// What happens to values at the cuts in a pass that does not train.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AtCuts {
+    /// They are compressed as in training, without feedback.
+    #[default]
+    AsTrained,
+    /// They cross as they are.
+    Exact,
+}
 
 /// The result of an evaluation over some batches.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +39,16 @@ impl Trainer {
     /// The mean loss and metrics over some batches, without training. Each batch has only this rank's
     /// [samples](Self::samples). Every rank gets the same result.
     pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation, TrainError> {
+        self.evaluate_at(AtCuts::AsTrained, batches)
+    }
+
+    /// As [`evaluate`](Self::evaluate), with a choice of what happens at the cuts. A model that was trained with compression may need it, or
+    /// do without.
+    pub fn evaluate_at(
+        &mut self,
+        cuts: AtCuts,
+        batches: impl IntoIterator<Item = Batch>,
+    ) -> Result<Evaluation, TrainError> {
         self.require_complete()?;
         let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.metrics.len()], 0, 0);
         for batch in batches {
@@ -31,7 +56,7 @@ impl Trainer {
             terms += self.count_terms(&batch)?.into_iter().sum::<u64>();
             samples += self.global_batch_size;
             let pass = self.pass(Purpose::Evaluate, &batch)?;
-            self.forward_only(&pass)?;
+            self.forward_only(&pass, cuts)?;
             let totals = self.totals(self.start_sums(pass.numbers.into_inner(), 1)?)?;
             loss += totals.loss;
             metrics.iter_mut().zip(totals.metrics).for_each(|(sum, total)| *sum += total);
@@ -50,11 +75,25 @@ impl Trainer {
     /// # Errors
     /// Steps that are under way; a row that does not exist; more columns than a row has.
     pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
+        self.predict_at(AtCuts::AsTrained, batch, row, columns)
+    }
+
+    /// As [`predict`](Self::predict), with a choice of what happens at the cuts.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn predict_at(
+        &mut self,
+        cuts: AtCuts,
+        batch: &Batch,
+        row: usize,
+        columns: usize,
+    ) -> Result<Vec<f32>, TrainError> {
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
         pass.micro_batch = batch.samples();
         pass.activations = self.plan.activations(batch)?.into();
-        self.forward_only(&pass)?;
+        self.forward_only(&pass, cuts)?;
         let mut values = vec![0f32; columns];
         if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
             let width = output.shape().last().copied().unwrap_or(1);
@@ -64,7 +103,7 @@ impl Trainer {
             }
             let first = row * width;
             let part = output.buffer().slice(first..first + columns).map_err(Error::from)?;
-            values.copy_from_slice(self.device.download(&part)?.as_slice::<f32>().map_err(Error::from)?);
+            values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
         let last = self.prediction.schedule().stages() - 1;
         let from = self.prediction.schedule().rank_of(last, 0);
@@ -74,18 +113,24 @@ impl Trainer {
     }
 
     /// Runs all micro-batches of a pass that does not train.
-    fn forward_only(&mut self, pass: &Pass) -> Result<(), TrainError> {
+    fn forward_only(&mut self, pass: &Pass, cuts: AtCuts) -> Result<(), TrainError> {
         let schedule = if pass.purpose == Purpose::Predict { &self.prediction } else { &self.evaluation };
         let pp_rank = self.rank.coords().get(Axis::Pp);
         let (device, activations) = (self.device.clone(), pass.activations.clone());
         let in_flight = schedule.report().in_flight;
         let micros = if pass.purpose == Purpose::Predict { 1 } else { self.micros };
-        // As trained.
         let clock = Clock::beside(pass.purpose, pass.position.step, micros);
-        let codec = Codec::plain(&self.compress, self.seed, &self.rank, &device, clock)?;
-        let mut transport = PipeTransport::new(&self.rank, device, activations, codec, self.scatter, in_flight);
+        let compress = match cuts {
+            AtCuts::AsTrained => self.compress,
+            AtCuts::Exact => self.compress.exact_at_cuts(),
+        };
+        let boundaries = self.plan.boundaries().into();
+        let codec = Codec::plain(&compress, self.seed, boundaries, &self.rank, &device, clock)?;
+        let codec = Rc::new(RefCell::new(codec));
+        let mut transport = PipeTransport::new(&self.rank, device, activations, codec.clone(), self.scatter, in_flight);
         let (weights, live) = (&self.weights, &self.live);
-        let running = |chunk| Running { chunk, pass, weights, live, versions: &|_, _| None };
+        let (codec, placed) = (&*codec, schedule.schedule());
+        let running = |chunk| Running { chunk, pass, weights, codec, schedule: placed, live, versions: &|_, _| None };
         let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
         let walked = run(schedule, pp_rank, &mut stages, &mut transport, &mut |_| {});
         if walked.is_err() {

@@ -20,19 +20,22 @@ mod state;
 mod synchronous;
 mod verify;
 
-pub use evaluate::Evaluation;
+pub use evaluate::{AtCuts, Evaluation};
 
-use crate::chunk::{Chunk, LiveActivations, Message, Running};
-use crate::codec::{Clock, Codec};
+use crate::chunk::{Chunk, Message};
+use crate::clock::Clock;
+use crate::codec::Codec;
 use crate::dry_run;
 use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, kept_of_gradients, norm_shards, replica};
+use crate::mixed::Scaler;
 use crate::offload::Traffic;
 use crate::offload::disk::Disk;
 use crate::offload::saved::Shelf;
 use crate::pass::{Pass, Purpose, Seeds};
+use crate::running::{LiveActivations, Running};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::trace::require_random_names;
 use crate::transport::PipeTransport;
@@ -41,7 +44,8 @@ use crate::verify::{Claims, Verify};
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
 use crate::{
-    Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError, Vector, Watch, Zero, ZeroStage,
+    Compress, LocalModel, LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError,
+    Vector, Watch, Zero, ZeroStage,
 };
 use asynchronous::Asynchronous;
 use driver::Driver;
@@ -79,10 +83,14 @@ pub struct Trainer {
     evaluation: Lowered,
     prediction: Lowered,
     transport: PipeTransport,
+    codec: Rc<RefCell<Codec>>,
     interpreter: Interpreter<Message>,
     activations: Rc<[Activation]>,
     scatter: bool,
     compress: Compress,
+    scaler: Scaler,
+    /// The loss scale of the gradients that were reduced last.
+    reduced_scale: f64,
     live: LiveActivations,
     seed: u64,
     global_batch_size: usize,
@@ -121,6 +129,10 @@ pub struct StepReport {
     pub statistics: Vec<ReportedStatistic>,
     /// Learning rate.
     pub lr: f64,
+    /// What the loss was multiplied by before backward.
+    pub loss_scale: f64,
+    /// Whether a gradient overflowed at this scale, so that the step changed no weight. The norm is then infinite or NaN.
+    pub skipped: bool,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
     /// What held the memory of each world rank when most bytes were alive.
@@ -155,6 +167,7 @@ impl Trainer {
         let schedule = plan.build_schedule()?;
         let pp_rank = rank.coords().get(Axis::Pp);
         let model_plan = ModelPlan::new(model.clone(), plan)?;
+        let device = model_plan.device(device);
         let local = model_plan.local_model(&schedule, pp_rank)?;
         require_synchronous(plan, &schedule, &model_plan)?;
         let tied = model_plan.tied_weights(&schedule)?;
@@ -198,13 +211,22 @@ impl Trainer {
         let windows: Vec<_> = shared.iter().map(|shared| cuts.window(Vector::Weights, shared.slice)).collect();
         let (of, seed) = (declarations.clone(), plan.seed);
         let mut params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
+        let masters = plan.mixed.map(|_| {
+            let of = |(flat, shared): (usize, &Shared)| match flat < layout.keys.len() {
+                true => cuts.window(Vector::States, shared.slice),
+                false => 0..0, // frozen
+            };
+            let windows: Vec<_> = shared.iter().enumerate().map(of).collect();
+            Params::masters(&declarations, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)
+        });
         if let Some(gathers) = &gathers {
             params.gather_with(gathers.clone());
         }
         let tapes = |stage: usize| schedule.micros_at(stage, pp_rank) / driver.updates();
         let sum = |flat| layout.sum_plan(plan, &declarations, rank.world_rank(), (flat, driver.updates()));
         let lossy: Vec<_> = (0..layout.flats.len()).map(sum).collect();
-        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &lossy, &device)?;
+        let of_gradients = (&device, MixedPrecision::reduced_in(plan.mixed));
+        let reducer = layout.reducer(&rank, cuts, (&zero_groups, &tied_groups), tapes, &lossy, of_gradients)?;
         let kept = kept_of_gradients(&layout, &lossy, &declarations, rank.mesh(), rank.world_rank())?;
         let names = declarations.specs().iter().map(|spec| spec.name.clone());
         let traced = names.zip(layout.found.types.iter().copied()).collect();
@@ -224,6 +246,7 @@ impl Trainer {
         let update = (plan.optimizer.clone(), updater, plan.lr);
         let of_states = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.optimizer));
         let on = (device.clone(), of_states);
+        let params = (params, masters.transpose()?);
         let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, versions, on)?;
         if let Some(disk) = disk.as_ref().filter(|_| device.has_values()) {
             // A disk that is too full is found now, and not in the middle of a step.
@@ -237,11 +260,22 @@ impl Trainer {
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
         let crossings = crossings(plan, &model_plan, &schedule, rank.mesh(), rank.coords())?;
-        let codec = Codec::training(plan, crossings, &rank, &device)?;
+        let codec = Codec::training(plan, &model_plan, crossings, &rank, &device)?;
+        let codec = Rc::new(RefCell::new(codec));
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {
-            transport: PipeTransport::new(&rank, device.clone(), activations.clone(), codec, scatter, in_flight),
+            transport: PipeTransport::new(
+                &rank,
+                device.clone(),
+                activations.clone(),
+                codec.clone(),
+                scatter,
+                in_flight,
+            ),
+            codec,
             compress: plan.compress,
+            scaler: Scaler::new(plan.mixed),
+            reduced_scale: Scaler::new(plan.mixed).scale(),
             interpreter: Interpreter::default(),
             activations,
             scatter,
@@ -340,7 +374,9 @@ impl Trainer {
     /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all ranks, before
     /// clipping. Empty for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        self.weights.borrow().gradient(id)
+        let mut gradient = self.weights.borrow().gradient(id)?;
+        gradient.iter_mut().for_each(|element| *element = (f64::from(*element) / self.reduced_scale) as f32);
+        Ok(gradient)
     }
 
     /// The optimizer's states of the elements of a parameter, as far as this rank keeps them.
@@ -479,6 +515,7 @@ impl Trainer {
             micro_batch: self.micro_batch,
             activations: self.activations.clone(),
             seeds: Vec::new(),
+            loss_scale: 1.0,
             first_micro: 0,
             ahead: 0,
             recompute: self.recompute,
@@ -495,8 +532,13 @@ impl Trainer {
     fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
         let per_update = self.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
-        let seeds = |micro| Seeds { terms: terms[micro / per_update], auxiliary };
-        Ok(Pass { seeds: (0..self.micros).map(seeds).collect(), ..self.pass(Purpose::Train, batch)? })
+        let scale = self.scaler.scale();
+        let seeds = |micro| Seeds { of_loss: scale / terms[micro / per_update] as f64, auxiliary: scale * auxiliary };
+        Ok(Pass {
+            seeds: (0..self.micros).map(seeds).collect(),
+            loss_scale: scale,
+            ..self.pass(Purpose::Train, batch)?
+        })
     }
 
     /// The sums of this step's statistics over all of its samples.
@@ -511,15 +553,17 @@ impl Trainer {
     fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let (schedule, weights) = (self.driver.schedule(), &self.weights);
         let versions = |stage, micro| self.driver.version(stage, micro);
-        let running = |chunk| Running { chunk, pass, weights, live: &self.live, versions: &versions };
+        let (codec, live, placed) = (&*self.codec, &self.live, schedule.schedule());
+        let running = |chunk| Running { chunk, pass, weights, codec, schedule: placed, live, versions: &versions };
         let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
         let pp_rank = self.rank.coords().get(Axis::Pp);
-        self.transport.begin(Clock {
+        let clock = Clock {
             purpose: pass.purpose,
             step: pass.position.step,
             first_micro: pass.first_micro as i64 - pass.ahead as i64,
             micros: self.micros,
-        });
+        };
+        self.codec.borrow_mut().begin(clock, &pass.batch)?;
         let walked =
             self.interpreter.advance(schedule, pp_rank, actions, &mut stages, &mut self.transport, &mut |event| {
                 observe(event);
@@ -535,6 +579,7 @@ impl Trainer {
     fn forget_passes(&mut self) {
         self.chunks.iter_mut().for_each(Chunk::clear);
         self.interpreter.clear();
+        self.codec.borrow_mut().clear();
         self.live.clear();
     }
 }
@@ -557,6 +602,9 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     }
     plan.zero.require_groups(&plan.mesh)?;
     plan.compress.require_fit(plan)?;
+    if let Some(mixed) = plan.mixed {
+        mixed.require_fit(plan)?;
+    }
     if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
         return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
     }
@@ -570,6 +618,12 @@ fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> R
     }
     let name = || schedule.name.clone();
     let refuse = |what, fix| Err(PlanError::Asynchronous { what, schedule: name(), fix }.into());
+    if plan.mixed.is_some_and(|mixed| matches!(mixed.loss_scale, LossScale::Dynamic { .. })) {
+        return refuse(
+            "a dynamic loss scale",
+            "use a fixed one, or bf16: no rank knows in time that a gradient overflowed",
+        );
+    }
     if plan.blocks().is_some() {
         return refuse("canonical numerics", "use numerics Fast: no other mesh makes the same updates");
     }

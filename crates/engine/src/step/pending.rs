@@ -22,6 +22,8 @@ pub(super) struct PendingStep {
     pub(super) step: u64,
     /// Terms of its loss.
     pub(super) terms: u64,
+    /// What the loss was multiplied by before backward.
+    pub(super) loss_scale: f64,
     /// This rank's part of losses, metrics and norms, until their sum is started.
     pub(super) numbers: Option<Buffer>,
     /// The sums from which buffers of statistics were updated.
@@ -63,6 +65,9 @@ pub(super) struct Measured {
     pub(super) loss: f64,
     pub(super) grad_norm: f64,
     pub(super) metrics: Vec<(&'static str, f64)>,
+    pub(super) loss_scale: f64,
+    /// Whether the step changes no weight, because a gradient overflowed.
+    pub(super) skipped: bool,
 }
 
 impl Measured {
@@ -131,11 +136,17 @@ impl Trainer {
         self.metrics.iter().zip(totals).map(|(metric, total)| (metric.name, total / count(metric.per))).collect()
     }
 
-    /// Waits for the sums of a step whose loss has `terms` terms.
-    pub(super) fn measure(&self, sums: Sums, terms: u64) -> Result<Measured, TrainError> {
+    /// Waits for the sums of a step whose loss has `terms` terms, and whose gradients are `loss_scale` times too large.
+    pub(super) fn measure(&self, sums: Sums, terms: u64, loss_scale: f64) -> Result<Measured, TrainError> {
         let Totals { loss, metrics, norm_squared } = self.totals(sums)?;
         let metrics = self.means(&metrics, self.global_batch_size, terms);
-        Ok(Measured { loss: loss / terms as f64, grad_norm: norm_squared.sqrt(), metrics })
+        Ok(Measured {
+            loss: loss / terms as f64,
+            grad_norm: norm_squared.sqrt() / loss_scale,
+            metrics,
+            loss_scale,
+            skipped: false,
+        })
     }
 
     /// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups of its own, those
@@ -213,7 +224,7 @@ impl Trainer {
     pub(super) fn report(
         &self,
         step: u64,
-        Measured { loss, grad_norm, metrics }: Measured,
+        Measured { loss, grad_norm, metrics, loss_scale, skipped }: Measured,
         stats: StepStats,
         records: Vec<Record>,
     ) -> Result<StepReport, TrainError> {
@@ -233,6 +244,8 @@ impl Trainer {
             metrics,
             statistics: self.reported.read(statistics),
             lr: self.weights.borrow().lr(step),
+            loss_scale,
+            skipped,
             comm_bytes,
             memory: peaks.as_chunks().0.iter().map(|peak| MemoryUse::new(peak.map(|bytes| bytes as u64))).collect(),
             records,

@@ -3,10 +3,11 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::lossy_sum::{SumState, of_replica};
-use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, vectors, whole};
+use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, loss_scale, vectors, whole};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
+use std::ops::Range;
 
 impl Trainer {
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
@@ -24,12 +25,12 @@ impl Trainer {
             return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
         }
         self.require_complete()?;
-        let params =
-            self.weights.get_mut().params_mut().ok_or_else(|| refuse("its weights are being read".to_owned()))?;
-        let Some(id) = params.declarations().find(name) else { return Ok(()) };
+        let weights = self.weights.get_mut();
+        let Some(id) = weights.params().declarations().find(name) else { return Ok(()) };
         let local = spec.local(self.rank.mesh(), self.rank.coords());
         let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
-        Ok(params.write(id, &piece.values)?)
+        let written = weights.write(id, |part| Ok::<_, TrainError>(piece.values[part].to_vec()));
+        written.ok_or_else(|| refuse("its weights are being read".to_owned()))?
     }
 
     /// Replaces the weights of every parameter that this rank holds by those that `read` gives: the elements of the slice that lies
@@ -47,14 +48,15 @@ impl Trainer {
         self.require_complete()?;
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
         let refuse = |name: &str, problem: String| TrainError::Parameter { name: name.to_owned(), problem };
-        let params = self.weights.get_mut().params_mut();
-        let params = params.ok_or_else(|| refuse("of every name", "the weights are being read".to_owned()))?;
-        let declarations = params.declarations().clone();
+        let weights = self.weights.get_mut();
+        let declarations = weights.params().declarations().clone();
         for id in declarations.ids() {
             let spec = declarations.spec(id);
             let values =
                 read(spec, &spec.local(mesh, coords)).map_err(|error| refuse(&spec.name, error.to_string()))?;
-            params.write(id, &values)?;
+            let wrong = || refuse(&spec.name, format!("{} elements for a slice of another number", values.len()));
+            let part = |part: Range<usize>| values.get(part).map(<[f32]>::to_vec).ok_or_else(wrong);
+            weights.write(id, part).ok_or_else(|| refuse(&spec.name, "the weights are being read".to_owned()))??;
         }
         Ok(())
     }
@@ -93,7 +95,7 @@ impl Trainer {
         for id in declarations.ids() {
             let spec = declarations.spec(id);
             let local = spec.local(self.rank.mesh(), self.rank.coords());
-            for StateVector { key, dims, dtype, place } in vectors(spec, weights.rule()) {
+            for StateVector { key, dims, dtype, place } in vectors(spec, weights.rule(), self.plan.is_mixed()) {
                 if wanted(&key) {
                     let buffer = weights.vector(id, place)?;
                     let all = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
@@ -109,6 +111,13 @@ impl Trainer {
                 }
             }
         }
+        if self.plan.is_mixed() {
+            let (key, dims) = loss_scale();
+            if wanted(&key) {
+                let values = &self.scaler.state();
+                visit(StateView { key, dims, dtype: DType::F32, slice: whole(dims), values })?;
+            }
+        }
         for kept in weights.gradients.kept() {
             let (SumState { key, dims, slice, .. }, host) = kept?;
             if wanted(key) {
@@ -116,12 +125,25 @@ impl Trainer {
                 visit(StateView { key: key.clone(), dims: *dims, dtype: DType::F32, slice: slice.clone(), values })?;
             }
         }
-        for (crossing, name, state) in self.transport.codec().states() {
+        for (crossing, name, state) in self.codec.borrow().states() {
             let (key, dims, slice) = (crossing.key(name), crossing.dims, crossing.slice.clone());
             if wanted(&key) {
                 let host = self.device.download(state).map_err(TrainError::from)?;
                 let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
                 visit(StateView { key, dims, dtype: DType::F32, slice, values })?;
+            }
+        }
+        for history in self.codec.borrow().histories() {
+            let (kept, seen) = history.kept();
+            let [samples, of_seen] = history.states();
+            if wanted(&samples.0) {
+                let host = self.device.download(kept).map_err(TrainError::from)?;
+                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                visit(StateView { key: samples.0, dims: samples.1, dtype: DType::F32, slice: samples.2, values })?;
+            }
+            if wanted(&of_seen.0) {
+                let (key, dims, slice) = of_seen;
+                visit(StateView { key, dims, dtype: DType::F32, slice, values: seen })?;
             }
         }
         Ok((self.steps_begun, weights.updates()))
@@ -147,15 +169,30 @@ impl Trainer {
                 boxes.iter().map(|(slice, _)| source.read(key, *dims, slice)).collect::<Result<_, _>>()?;
             Ok(values.concat())
         })?;
+        let (key, dims) = loss_scale();
+        if self.plan.is_mixed() && source.dims(&key).is_some() {
+            let values = source.read(&key, dims, &whole(dims))?;
+            self.scaler.load(*values.first_chunk().unwrap_or(&self.scaler.state()));
+        }
         weights.gradients.load_kept(|kept| read_kept(source, kept))?;
         let device = &self.device;
-        for (crossing, name, state) in self.transport.codec_mut().states_mut() {
+        for (crossing, name, state) in self.codec.borrow_mut().states_mut() {
             let key = crossing.key(name);
             let values = match source.dims(&key) {
                 Some(_) => source.read(&key, crossing.dims, &crossing.slice)?,
                 None => vec![0.0; state.count()],
             };
             device.upload_into(&Buffer::from_vec(values), state, 0)?;
+        }
+        for history in self.codec.borrow_mut().histories_mut() {
+            let [(key, dims, slice), (of_seen, all, whole)] = history.states();
+            let (kept, seen) = history.kept_mut();
+            seen.fill(0.0);
+            // Of another number of samples: other data, or none at all.
+            if source.dims(&key).is_some_and(|held| held[..] == dims[..]) && source.dims(&of_seen).is_some() {
+                device.upload_into(&Buffer::from_vec(source.read(&key, dims, &slice)?), kept, 0)?;
+                *seen = source.read(&of_seen, all, &whole)?;
+            }
         }
         self.steps_begun = source.step();
         Ok(())

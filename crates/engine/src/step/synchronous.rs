@@ -13,7 +13,7 @@
 //!                                               └ roll back ─ update, clipped ─ forwards again ─┘
 //! ```
 
-use super::pending::{PendingStep, hash_of_input};
+use super::pending::{Measured, PendingStep, Sums, hash_of_input};
 use super::{Driver, StepReport, Trainer};
 use crate::TrainError;
 use meshwork_nn::Batch;
@@ -63,6 +63,11 @@ fn last_sent(schedule: &Lowered, from: usize, to: usize, count: usize) -> Vec<Ta
     tags[tags.len() - count..].to_vec()
 }
 
+/// The factor of gradients that are `loss_scale` times too large.
+fn unscaled(factor: f32, loss_scale: f64) -> f32 {
+    (f64::from(factor) / loss_scale) as f32
+}
+
 impl Trainer {
     fn synchronous(&mut self) -> &mut Synchronous {
         match &mut self.driver {
@@ -100,20 +105,39 @@ impl Trainer {
         self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
         let sums = self.start_sums(numbers, 1)?;
         let (hash, lr) = (hash_of_input(batch, terms), self.weights.get_mut().lr(step));
-        let terms = terms.iter().sum();
+        let (terms, loss_scale) = (terms.iter().sum(), pass.loss_scale);
+        self.reduced_scale = loss_scale;
 
         let driver = self.synchronous();
         if driver.overlaps() && !driver.clipped {
-            self.weights.get_mut().update_tentatively(lr, 1.0, &statistics)?;
+            self.weights.get_mut().update_tentatively(lr, (1.0 / loss_scale) as f32, &statistics)?;
             self.steps_begun = step;
             let records = self.rank.log().drain();
             let stats = Some(self.start_stats(&records, &statistics, stop(), hash)?);
             let (numbers, sums) = (None, Some(sums));
-            self.pending.push_back(PendingStep { step, terms, numbers, statistics, batch: hash, records, sums, stats });
+            self.pending.push_back(PendingStep {
+                step,
+                terms,
+                loss_scale,
+                numbers,
+                statistics,
+                batch: hash,
+                records,
+                sums,
+                stats,
+            });
         } else {
-            let measured = self.measure(sums, terms)?.finite(step)?;
+            let measured = match self.measured(sums, terms, loss_scale, step) {
+                Ok(measured) => measured,
+                Err(error) => {
+                    self.forget_feedback()?;
+                    return Err(error);
+                }
+            };
             let factor = clip_factor(measured.grad_norm, self.max_norm);
-            self.weights.get_mut().update(lr, factor, &statistics)?;
+            if !measured.skipped {
+                self.weights.get_mut().update(lr, unscaled(factor, loss_scale), &statistics)?;
+            }
             self.steps_begun = step;
             self.synchronous().clipped = factor != 1.0;
             let records = self.rank.log().drain();
@@ -127,30 +151,58 @@ impl Trainer {
     /// it had to be, and after an error, the part of the next step that was `begun` with the wrong weights is
     /// discarded.
     pub(super) fn validate(&mut self, begun: bool) -> Result<Option<(StepReport, bool)>, TrainError> {
-        let Some(PendingStep { step, terms, records, statistics, sums: Some(sums), stats: Some(stats), .. }) =
-            self.pending.pop_front()
+        let Some(PendingStep {
+            step,
+            terms,
+            loss_scale,
+            records,
+            statistics,
+            sums: Some(sums),
+            stats: Some(stats),
+            ..
+        }) = self.pending.pop_front()
         else {
             return Ok(None);
         };
-        let measured = match self.measure(sums, terms)?.finite(step) {
+        let measured = match self.measured(sums, terms, loss_scale, step) {
             Ok(measured) => measured,
             Err(error) => {
                 self.rollback(begun)?;
+                self.forget_feedback()?;
                 self.steps_begun = step - 1;
                 return Err(error);
             }
         };
         let factor = clip_factor(measured.grad_norm, self.max_norm);
-        let clipped = factor != 1.0;
-        if clipped {
+        let redone = measured.skipped || factor != 1.0;
+        if redone {
             self.rollback(begun)?;
             let weights = self.weights.get_mut();
-            weights.update(weights.lr(step), factor, &statistics)?;
+            if !measured.skipped {
+                weights.update(weights.lr(step), unscaled(factor, loss_scale), &statistics)?;
+            }
         } else {
             self.weights.get_mut().commit();
         }
-        self.synchronous().clipped = clipped;
-        Ok(Some((self.report(step, measured, stats, records)?, clipped)))
+        self.synchronous().clipped = redone;
+        Ok(Some((self.report(step, measured, stats, records)?, redone)))
+    }
+
+    /// Waits for the sums of a step, and follows its gradients with the loss scale: of those that overflowed at a dynamic scale, the step is
+    /// skipped. Any other value that is not finite is refused.
+    fn measured(&mut self, sums: Sums, terms: u64, loss_scale: f64, step: u64) -> Result<Measured, TrainError> {
+        let measured = self.measure(sums, terms, loss_scale)?;
+        let overflowed = measured.loss.is_finite() && !measured.grad_norm.is_finite();
+        match self.scaler.skips(loss_scale, overflowed) {
+            true => Ok(Measured { skipped: true, ..measured }),
+            false => measured.finite(step),
+        }
+    }
+
+    /// After a step that was not finite: what compression lost in it is not finite either, and would spoil every later step.
+    fn forget_feedback(&mut self) -> Result<(), TrainError> {
+        self.codec.borrow_mut().forget()?;
+        self.weights.get_mut().gradients.load_kept(|kept| Ok(vec![0.0; kept.slice.stored.count()]))
     }
 
     /// Undoes the last update, and what was begun with its weights.

@@ -99,6 +99,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         ]),
         // In fast numerics an error in the last bit may become one of 16 bits.
         saved: (canonical && seed % 3 == 1).then_some(HalfType::Bf16),
+        mixed: None,
         // The momentum after the first step is the gradient, as it was clipped.
         optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),
         lr: LrSchedule { base: 0.125, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
@@ -108,6 +109,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         zero: Zero { stage: ZeroStage::ALL[seed as usize % 4], group: None },
         offload: None,
         compress: Compress::default(), // what it loses has no run of one rank to be compared with
+        virtual_cuts: Vec::new(),
         verify: Verify::Every(1),
     };
     plan.build_schedule().is_ok().then_some(plan)

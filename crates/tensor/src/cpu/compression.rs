@@ -3,7 +3,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Compression;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, compress_into, restore, wire_bytes};
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse, compress_into, restore, wire_bytes};
 use meshwork_core::{Buffer, BufferError, DType};
 
 /// Elements `at..at + count` of memory that is written.
@@ -11,6 +11,14 @@ fn part<T>(all: &mut [T], at: usize, count: usize) -> Result<&mut [T]> {
     let held = all.len();
     let (start, end) = (at, at.saturating_add(count));
     all.get_mut(start..end).ok_or_else(|| BufferError::Range { start, end, count: held }.into())
+}
+
+/// Refuses memory of another length than a value has.
+fn require_count(count: usize, wanted: usize) -> Result<()> {
+    match count == wanted {
+        true => Ok(()),
+        false => Err(BufferError::Range { start: 0, end: wanted, count }.into()),
+    }
 }
 
 fn failed(op: &'static str) -> impl Fn(meshwork_compress::CompressError) -> Error {
@@ -53,6 +61,25 @@ impl Compression for Cpu {
     ) -> Result<()> {
         let to = part(out.as_mut_slice::<f32>()?, at, shape.len())?;
         restore(message.as_slice::<u8>()?, scheme, shape, fold, to).map_err(failed("unpack"))
+    }
+
+    fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer> {
+        let indices = sparse.read_indices(indices.as_slice()?, shape).map_err(failed("take"))?;
+        let x = x.as_slice::<f32>()?;
+        require_count(x.len(), shape.len())?;
+        let mut out = self.alloc(DType::F32, indices.len())?;
+        out.as_mut_slice()?.copy_from_slice(&sparse.take(x, shape, &indices));
+        Ok(out)
+    }
+
+    fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer> {
+        let indices = sparse.read_indices(indices.as_slice()?, shape).map_err(failed("put"))?;
+        let values = values.as_slice::<f32>()?;
+        require_count(values.len(), indices.len())?;
+        let mut out = self.zeros(DType::F32, shape.len())?;
+        let all = out.as_mut_slice::<f32>()?;
+        indices.iter().zip(values).for_each(|(&index, &value)| all[index as usize] = value);
+        Ok(out)
     }
 
     fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {

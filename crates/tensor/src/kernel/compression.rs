@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -37,6 +37,18 @@ pub trait Compression: Debug {
         out: &mut Buffer,
         at: usize,
     ) -> Result<()>;
+
+    /// The elements of `x`, of this shape, that `indices` names: the [index bytes](Sparse::index_bytes) of a message of this scheme.
+    ///
+    /// # Errors
+    /// Bytes that no indices have.
+    fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer>;
+
+    /// A value of this shape that has `values` where `indices` says, and zeros elsewhere.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer>;
 
     /// What is compressed in place of `x`: [`Feedback::outgoing`]. `first`: whether it is the first value of this sender.
     fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>;

@@ -3,7 +3,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Compression;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
 use meshwork_core::{Buffer, DType};
 
 impl Compression for Meta {
@@ -29,6 +29,14 @@ impl Compression for Meta {
         _at: usize,
     ) -> Result<()> {
         Ok(())
+    }
+
+    fn take(&self, sparse: &Sparse, shape: Shape, _indices: &Buffer, _x: &Buffer) -> Result<Buffer> {
+        self.alloc(DType::F32, sparse.count(shape))
+    }
+
+    fn put(&self, _sparse: &Sparse, shape: Shape, _indices: &Buffer, _values: &Buffer) -> Result<Buffer> {
+        self.alloc(DType::F32, shape.len())
     }
 
     fn outgoing(&self, _feedback: Feedback, x: &Buffer, _first: bool, _sender: &mut Sender<Buffer>) -> Result<Buffer> {

@@ -266,7 +266,8 @@ impl Op for Linear {
         let matmul = device.matmul()?;
         let y = match self.then {
             Then::Nothing => {
-                let mut y = device.alloc(w.dtype(), m * n)?;
+                // An exact product is in the type of x, whatever its weights are stored in.
+                let mut y = device.alloc(if self.exact { x.dtype() } else { w.dtype() }, m * n)?;
                 let spec = Gemm::linear(m, n, k).over(self.terms[0]).exact(self.exact);
                 matmul.gemm(spec, x.buffer(), w.buffer(), &mut y, 0)?;
                 y

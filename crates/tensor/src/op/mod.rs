@@ -3,6 +3,7 @@
 
 mod attention;
 mod bias;
+mod cast;
 mod channel_norm;
 mod concat;
 mod conv;

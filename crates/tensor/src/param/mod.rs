@@ -19,12 +19,13 @@ pub use piece::{Conflict, Piece, assemble};
 pub use placement::Placement;
 pub use slice::LocalSlice;
 pub use statistic::{Statistic, StatisticId, StatisticRule};
-pub use values::{Gather, Params};
+pub use values::{Gather, Params, host_floats};
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;
+use crate::tape::HalfType;
 use id::Registry;
-use meshwork_core::{Coords, Mesh, Ty, Types};
+use meshwork_core::{Coords, DType, Mesh, Ty, Types};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -114,6 +115,7 @@ impl ParamSpec {
 #[derive(Clone, Debug, Default)]
 pub struct Declarations {
     blocks: Option<usize>,
+    half: Option<HalfType>,
     registry: Registry,
     specs: Vec<ParamSpec>,
     /// Per parameter, whether a layer declared it: others only tie it.
@@ -132,6 +134,22 @@ impl Declarations {
     /// see [`tape::reduction_blocks`](crate::tape::reduction_blocks).
     pub fn canonical(blocks: usize) -> Self {
         Self { blocks: Some(blocks.max(1)), ..Self::default() }
+    }
+
+    /// The same parameters, whose values are stored in 16 bits, and with them activations and gradients: for a [`Widened`](crate::Widened) device.
+    /// Running statistics stay in f32.
+    pub fn stored_in(self, half: Option<HalfType>) -> Self {
+        Self { half, ..self }
+    }
+
+    /// The type of values that are computed from the parameters.
+    pub fn dtype(&self) -> DType {
+        self.half.map_or(DType::F32, HalfType::dtype)
+    }
+
+    /// The type in which a parameter is stored.
+    pub fn stored_dtype(&self, id: ParamId) -> DType {
+        if self.spec(id).role == Role::Buffer { DType::F32 } else { self.dtype() }
     }
 
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.

@@ -7,7 +7,7 @@ use crate::memory::Category;
 use crate::random;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, tree};
+use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, bf16, f16, tree};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,6 +27,7 @@ pub struct Params {
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
+    category: Category,
     device: Arc<dyn Device>,
 }
 
@@ -68,8 +69,36 @@ impl Params {
         windows: &[Range<usize>],
         seed: u64,
     ) -> Result<Self> {
+        Self::of_category(Category::Parameters, declarations, mesh, coords, device, layout, windows, seed)
+    }
+
+    /// Master weights: the same in f32, whatever the parameters are stored in. They are part of an optimizer's states.
+    pub fn masters(
+        declarations: &Declarations,
+        mesh: &Mesh,
+        coords: Coords,
+        device: &Arc<dyn Device>,
+        layout: &[Vec<ParamId>],
+        windows: &[Range<usize>],
+        seed: u64,
+    ) -> Result<Self> {
+        let declarations = Arc::new(declarations.clone().stored_in(None));
+        Self::of_category(Category::Optimizer, declarations, mesh, coords, device, layout, windows, seed)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one more than that of both callers")]
+    fn of_category(
+        category: Category,
+        declarations: Arc<Declarations>,
+        mesh: &Mesh,
+        coords: Coords,
+        device: &Arc<dyn Device>,
+        layout: &[Vec<ParamId>],
+        windows: &[Range<usize>],
+        seed: u64,
+    ) -> Result<Self> {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
-        let _parameters = device.meter().enter(Category::Parameters);
+        let _category = device.meter().enter(category);
         let mut places = vec![None; declarations.specs().len()];
         let (mut flats, mut held) = (Vec::new(), Vec::with_capacity(layout.len()));
         for (flat, members) in layout.iter().enumerate() {
@@ -84,7 +113,7 @@ impl Params {
                 }
             }
             let window = windows.get(flat).cloned().unwrap_or(0..end);
-            flats.push(device.zeros(DType::F32, window.len())?);
+            flats.push(device.zeros(flat_dtype(&declarations, members), window.len())?);
             held.push(window);
         }
         let places: Vec<_> = places
@@ -97,7 +126,7 @@ impl Params {
             for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
                 let (flat, window) = (&mut flats[*flat], &held[*flat]);
                 let here = shared(range, window);
-                if flat.is_host() && here == *range {
+                if flat.is_host() && here == *range && flat.dtype() == DType::F32 {
                     let to = from(window.start, here);
                     initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[to]);
                 } else if !here.is_empty() {
@@ -106,7 +135,7 @@ impl Params {
                     values.resize(range.len(), 0.0);
                     initialise(spec, local, seed, &mut values);
                     let (part, at) = (&values[from(range.start, here.clone())], here.start - window.start);
-                    device.upload_into(&Buffer::from_slice(part), flat, at)?;
+                    upload(&**device, part, flat, at)?;
                 }
             }
         }
@@ -117,6 +146,7 @@ impl Params {
             flats,
             windows: held,
             gather: None,
+            category,
             device: Arc::clone(device),
         })
     }
@@ -168,7 +198,7 @@ impl Params {
     /// Downloads the elements of a parameter that are stored here, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
         let flat = self.places[self.index(id)].0;
-        Ok(self.download(id, &self.flats[flat], &self.windows[flat])?.as_slice::<f32>()?.to_vec())
+        host_floats(&self.download(id, &self.flats[flat], &self.windows[flat])?)
     }
 
     /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in part, that part is
@@ -206,7 +236,7 @@ impl Params {
 
     /// The same of a whole vector, copied.
     pub fn read_from(&self, id: ParamId, vector: &Buffer) -> Result<Vec<f32>> {
-        Ok(self.download(id, vector, &(0..vector.count()))?.as_slice::<f32>()?.to_vec())
+        host_floats(&self.download(id, vector, &(0..vector.count()))?)
     }
 
     /// Replaces the elements at the place of a parameter in such a vector.
@@ -221,7 +251,7 @@ impl Params {
         }
         match here.is_empty() {
             true => Ok(()),
-            false => self.device.upload_into(&Buffer::from_slice(values), vector, here.start - window.start),
+            false => upload(&*self.device, values, vector, here.start - window.start),
         }
     }
 
@@ -256,7 +286,7 @@ impl Params {
     /// A copy of the weights in new memory, as another version.
     pub fn copy(&self) -> Result<Self> {
         let layout = self.device.layout()?;
-        let _parameters = self.device.meter().enter(Category::Parameters);
+        let _category = self.device.meter().enter(self.category);
         let flats = self.flats.iter().map(|flat| layout.copy(flat)).collect::<Result<_>>()?;
         Ok(Self { flats, ..self.clone() })
     }
@@ -265,6 +295,33 @@ impl Params {
     pub fn flats_mut(&mut self) -> &mut [Buffer] {
         &mut self.flats
     }
+}
+
+/// The type of a flat buffer of these parameters.
+fn flat_dtype(declarations: &Declarations, members: &[ParamId]) -> DType {
+    let mut dtypes = members.iter().map(|&id| declarations.stored_dtype(id));
+    dtypes.find(|&dtype| dtype != DType::F32).unwrap_or(DType::F32)
+}
+
+/// Copies numbers to the elements of `vector` from `at` on, rounded as the device rounds.
+fn upload(device: &dyn Device, values: &[f32], vector: &mut Buffer, at: usize) -> Result<()> {
+    let values = Buffer::from_slice(values);
+    match vector.dtype().is_half() {
+        false => device.upload_into(&values, vector, at),
+        true => {
+            let rounded = device.pointwise()?.cast(&device.upload(&values)?, vector.dtype())?;
+            device.layout()?.copy_into(&rounded, 0..rounded.count(), vector, at)
+        }
+    }
+}
+
+/// The numbers in host memory.
+pub fn host_floats(host: &Buffer) -> Result<Vec<f32>> {
+    Ok(match host.dtype() {
+        DType::Bf16 => host.as_slice::<bf16>()?.iter().map(|value| value.to_f32()).collect(),
+        DType::F16 => host.as_slice::<f16>()?.iter().map(|value| value.to_f32()).collect(),
+        _ => host.as_slice::<f32>()?.to_vec(),
+    })
 }
 
 fn wrong_count(given: usize, held: usize, shape: Shape) -> Error {

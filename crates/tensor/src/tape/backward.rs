@@ -155,7 +155,7 @@ impl Tape {
             let summed = cx.summed;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
-                self.require_fit(&nodes, (at, slot), &input_grad)?;
+                let input_grad = self.fitted(&nodes, (at, slot), input_grad)?;
                 match nodes[at].sources[slot] {
                     Source::Constant | Source::Frozen(_) => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
@@ -250,7 +250,7 @@ impl Tape {
             let input_grads = cx.checked(&**op, input_grads)?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 if let (Source::Param(id), Some(input_grad)) = (nodes[at].sources[slot], input_grad) {
-                    self.require_fit(&nodes, (at, slot), &input_grad)?;
+                    let input_grad = self.fitted(&nodes, (at, slot), input_grad)?;
                     sink.accumulate(&self.whole(id, name)?, input_grad)?;
                 }
             }
@@ -260,18 +260,25 @@ impl Tape {
         Ok(())
     }
 
-    /// Refuses a gradient that node `at` gave of its input `slot` with another shape or dtype than the input has. The gradient of a
-    /// value stored in 16 bits is in f32.
-    fn require_fit(&self, nodes: &[Node], (at, slot): (usize, usize), grad: &Tensor) -> Result<()> {
-        let Node { op: Some(op), sources, .. } = &nodes[at] else { return Ok(()) };
+    /// The gradient that node `at` gave of its input `slot`, which must have the shape and dtype of the input. A matmul operand in 16 bits has a
+    /// gradient in f32. In a model of 16 bits sums over rows come in f32: a value's is rounded here, a parameter's is added up in the type of
+    /// its memory.
+    fn fitted(&self, nodes: &[Node], (at, slot): (usize, usize), grad: Tensor) -> Result<Tensor> {
+        let Node { op: Some(op), sources, .. } = &nodes[at] else { return Ok(grad) };
+        let declarations = self.inner.params.declarations();
         let (shape, dtype) = match sources[slot] {
             Source::Node(from) => (nodes[from].shape, nodes[from].dtype),
-            Source::Param(id) => (self.inner.params.shape(id), DType::F32),
-            Source::Constant | Source::Frozen(_) => return Ok(()),
+            Source::Param(id) if grad.dtype() == DType::F32 => (self.inner.params.shape(id), DType::F32),
+            Source::Param(id) => (self.inner.params.shape(id), declarations.stored_dtype(id)),
+            Source::Constant | Source::Frozen(_) => return Ok(grad),
         };
-        let wanted = if dtype == DType::Bf16 { DType::F32 } else { dtype };
+        let operand = dtype.is_half() && declarations.dtype() == DType::F32;
+        let wanted = if operand { DType::F32 } else { dtype };
         if (grad.shape(), grad.dtype()) == (shape, wanted) {
-            return Ok(());
+            return Ok(grad);
+        }
+        if (grad.shape(), grad.dtype()) == (shape, DType::F32) && wanted.is_half() {
+            return grad.cast(wanted);
         }
         Err(Error::Gradient {
             op: op.name(),

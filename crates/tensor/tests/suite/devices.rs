@@ -3,7 +3,7 @@
 //!
 //! More than 400 lines: one line for each operation, counted and run on every device.
 
-use crate::common::{NoParams, POSITION, ids, on_mesh, tape_on, tape_with};
+use crate::common::{NoParams, POSITION, ids, on_mesh, tape_in, tape_on, tape_with};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::{Cpu, Precision};
@@ -11,13 +11,13 @@ use meshwork_tensor::device::{Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{Documents, Rotary, RowGroups};
-use meshwork_tensor::tape::{Mode, Seed, Selective, Weights};
-use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
+use meshwork_tensor::tape::{HalfType, Mode, Seed, Selective, Weights};
+use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var, Widened};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-const MESH: &str = "tp=2,dp=2";
+pub const MESH: &str = "tp=2,dp=2";
 
 /// (live bytes, peak bytes, matmul flops, attention flops).
 type Counts = (u64, u64, u64, u64);
@@ -28,10 +28,10 @@ fn counts(device: &Arc<dyn Device>) -> Counts {
 }
 
 /// An operation on inputs of these local shapes and types on tp.
-struct Case {
-    name: &'static str,
-    inputs: Vec<(Vec<usize>, Ty)>,
-    run: fn(&Tape, &[Var]) -> Result<Var>,
+pub struct Case {
+    pub name: &'static str,
+    pub inputs: Vec<(Vec<usize>, Ty)>,
+    pub run: fn(&Tape, &[Var]) -> Result<Var>,
 }
 
 fn case(name: &'static str, inputs: &[(&[usize], Ty)], run: fn(&Tape, &[Var]) -> Result<Var>) -> Case {
@@ -47,11 +47,12 @@ fn documents(tape: &Tape, apart: bool) -> Documents {
     Documents { positions: ids(tape, &[0, 1, 2, 0, 1, 2], &[2, 3], types(Ty::Invariant)), apart }
 }
 
-fn types(tp: Ty) -> Types {
+pub fn types(tp: Ty) -> Types {
     Types::of(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
 }
 
-fn cases() -> Vec<Case> {
+/// Every operation.
+pub fn cases() -> Vec<Case> {
     use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
     let x: &[usize] = &[2, 4, 6];
     vec![
@@ -67,12 +68,10 @@ fn cases() -> Vec<Case> {
         case("linear_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].linear_gelu(&v[1], None, 1)),
         case("linear_pair", &[(x, R), (&[7, 6], R), (&[2, 7, 6], R)], |_, v| {
             let [y, z] = v[0].linear_pair([(&v[1], None), (&v[2], None)], 1)?;
-            y.add(
-                &z.linear(
-                    &v[0].tape().constant(Tensor::zeros(y.tape().device(), DType::F32, [7, 2, 7])?, types(R)),
-                    2,
-                )?,
-            )
+            y.add(&z.linear(
+                &v[0].tape().constant(Tensor::zeros(y.tape().device(), y.tensor().dtype(), [7, 2, 7])?, types(R)),
+                2,
+            )?)
         }),
         case("exact_linear", &[(&[2, 3, 5], R), (&[7, 5], S(0))], |_, v| v[0].exact_linear(&v[1], 1)),
         case("grouped_linear and bias", &[(&[9, 5], R), (&[3, 7, 5], S(1)), (&[3, 7], S(1))], |_, v| {
@@ -191,17 +190,23 @@ fn cases() -> Vec<Case> {
 }
 
 /// The counts of a device, and the communications of a rank, after forward and after backward.
-fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> (Counts, Counts, Vec<Record>) {
-    let tape = tape_with(rank, Arc::clone(&device), Rc::new(Selective));
-    let zeros = |(shape, ty): &(Vec<usize>, Ty)| {
-        tape.input(Tensor::zeros(&device, DType::F32, &shape[..]).unwrap(), types(*ty))
-    };
+fn run(
+    case: &Case,
+    rank: &Arc<Rank>,
+    device: Arc<dyn Device>,
+    half: Option<HalfType>,
+) -> (Counts, Counts, Vec<Record>) {
+    let tape = tape_in(rank, Arc::clone(&device), Rc::new(Selective), half);
+    let dtype = half.map_or(DType::F32, HalfType::dtype);
+    let zeros =
+        |(shape, ty): &(Vec<usize>, Ty)| tape.input(Tensor::zeros(&device, dtype, &shape[..]).unwrap(), types(*ty));
     let inputs: Vec<Var> = case.inputs.iter().map(zeros).collect();
     let output = (case.run)(&tape, &inputs).unwrap();
     let forward = counts(&device);
     if case.name != "max_reduce" {
         // The gradient of a matmul operand is not stored as an operand.
-        let dtype = if output.tensor().dtype() == DType::Bf16 { DType::F32 } else { output.tensor().dtype() };
+        let operand = half.is_none() && output.tensor().dtype() == DType::Bf16;
+        let dtype = if operand { DType::F32 } else { output.tensor().dtype() };
         let seed = Tensor::zeros(&device, dtype, output.shape()).unwrap();
         tape.backward(&output, Seed::typed(seed, output.types().dual()), Weights::Now, &mut NoParams).unwrap();
         assert!(inputs.iter().all(|input| tape.take_grad(input).is_some()), "{}", case.name);
@@ -214,11 +219,14 @@ fn meta_and_record_count_what_cpu_and_threads_do() {
     for (precision, case) in
         [Precision::F32, Precision::Bf16].into_iter().flat_map(|p| cases().into_iter().map(move |case| (p, case)))
     {
-        let real = on_mesh(MESH, |rank| run(&case, &rank, Arc::new(Cpu::new(precision))));
-        for (world_rank, real) in real.iter().enumerate() {
-            let rank = Arc::new(Rank::recording(&MESH.parse::<Mesh>().unwrap(), world_rank).unwrap());
-            let meta = run(&case, &rank, Arc::new(Meta::new(precision)));
-            assert_eq!(meta, *real, "{} in {precision:?} on rank {world_rank}", case.name);
+        for half in [None, Some(HalfType::Bf16), Some(HalfType::F16)] {
+            let of = |device: Arc<dyn Device>| if half.is_some() { Widened::device(device) } else { device };
+            let real = on_mesh(MESH, |rank| run(&case, &rank, of(Arc::new(Cpu::new(precision))), half));
+            for (world_rank, real) in real.iter().enumerate() {
+                let rank = Arc::new(Rank::recording(&MESH.parse::<Mesh>().unwrap(), world_rank).unwrap());
+                let meta = run(&case, &rank, of(Arc::new(Meta::new(precision))), half);
+                assert_eq!(meta, *real, "{} in {precision:?}, stored in {half:?}, on rank {world_rank}", case.name);
+            }
         }
     }
 }

@@ -24,3 +24,4 @@ mod reduction_blocks;
 mod swiglu;
 mod unchecked;
 mod vocab_parallel;
+mod widened;

@@ -6,7 +6,7 @@
 use super::Opaque;
 use super::memory::{give_back, hide, host, into_host, take, with_host};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape};
+use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::kernel::*;
@@ -413,6 +413,14 @@ impl Compression for Opaque {
         at: usize,
     ) -> Result<()> {
         with_host(out, |out| self.inner.compression()?.unpack(scheme, shape, &host(message), fold, out, at))
+    }
+
+    fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.compression()?.take(sparse, shape, &host(indices), &host(x)))
+    }
+
+    fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer> {
+        hidden(self.inner.compression()?.put(sparse, shape, &host(indices), &host(values)))
     }
 
     fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {

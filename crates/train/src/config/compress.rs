@@ -1,16 +1,18 @@
 //! `[compress]`: schemes as text, and their checks.
 
 use super::Config;
-use super::fault::Fault;
 use super::sections::Compress;
 use super::settings::Settings;
 use super::words::RoundingName;
+use crate::data::Data;
 use meshwork_compress::{CompressError, Feedback, Rounding, Scheme};
+use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
 
 /// What crosses the cuts of a pipeline.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
 const SCHEMES: [&str; 3] = [CUTS[0], CUTS[1], GRADIENTS];
 pub(super) const GRADIENTS: &str = "compress.gradients";
+const CUTS_OF_ONE: &str = "compress.virtual_cuts";
 
 impl Compress {
     /// What is compressed, of texts that were checked.
@@ -27,9 +29,24 @@ impl Compress {
             activations: scheme(&self.activations)?,
             activation_gradients: scheme(&self.activation_gradients)?,
             gradients: scheme(&self.gradients)?,
+            share_indices: self.share_indices,
+            // Before the data are known, as if there were one.
+            aqsgd: self.aqsgd.then_some(self.aqsgd_samples.max(1)),
             feedback: self.feedback.parse()?,
             start_step: self.start_step,
         })
+    }
+
+    /// The key of a setting, and its value as it is written.
+    fn at(&self, place: Place) -> (&'static str, String) {
+        match place {
+            Place::Activations => (CUTS[0], format!("{:?}", self.activations)),
+            Place::ActivationGradients => (CUTS[1], format!("{:?}", self.activation_gradients)),
+            Place::Gradients => (GRADIENTS, format!("{:?}", self.gradients)),
+            Place::Feedback => ("compress.feedback", format!("{:?}", self.feedback)),
+            Place::ShareIndices => ("compress.share_indices", self.share_indices.to_string()),
+            Place::Aqsgd => ("compress.aqsgd", self.aqsgd.to_string()),
+        }
     }
 
     /// The schemes, in the order of their keys.
@@ -50,43 +67,73 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         settings.fault(feedback, format!("{:?}", compress.feedback), "there is no such feedback", problem);
     }
     let Ok(plan) = compress.plan() else { return };
-    let given = SCHEMES.into_iter().zip(compress.schemes()).filter(|(_, text)| *text != "none");
-    let mut faults = Vec::new();
-    let mut fail = |key: &str, text: &str, problem: &str, valid: &str| {
-        faults.push(Fault::new(key, format!("{text:?}"), problem, valid));
+    let (schedule, layers) = (config.pipeline.spec().ok(), config.model.num_layers);
+    let around = Around {
+        canonical: config.reduction_blocks().is_some() && settings.sound(&["training.numerics"]),
+        simulates: !compress.virtual_cuts.is_empty(),
+        repeats: schedule
+            .as_ref()
+            .filter(|of| settings.sound(&["pipeline.schedule"]) && of.overlaps_steps())
+            .map(|of| of.name()),
+        replicas: config
+            .mesh()
+            .map_or(1, |mesh| mesh.data_degree())
+            .max(schedule.as_ref().map_or(1, |of| of.most_replicas())),
+        zero: config.parallelism.zero().stage,
     };
-    for (key, text) in given.filter(|_| config.reduction_blocks().is_some() && settings.sound(&["training.numerics"])) {
-        let problem = "has no meaning in canonical numerics, which promise the bits of one rank: it has nobody to send compressed values to";
-        fail(key, text, problem, "use training.numerics = \"fast\", or none");
+    for Unfit { place, problem, valid } in plan.unfit(around) {
+        let (key, value) = compress.at(place);
+        settings.fault(key, value, problem, valid);
     }
-    for (key, text) in SCHEMES.into_iter().zip(compress.schemes()).filter(|(_, text)| text.starts_with("powersgd")) {
-        let problem = match key {
-            GRADIENTS => "gradients are summed in buckets, which are no matrices",
-            _ => "the factors of a message start from those of the one before, and samples have nothing in common",
-        };
-        fail(key, text, problem, "use quant, topk, randk, sign, bf16 or fp8");
-    }
-    if plan.feedback == Feedback::None {
-        return settings.faults.append(&mut faults);
-    }
-    let mut fail = |problem: String, valid: &str| {
-        faults.push(Fault::new(feedback, format!("{:?}", compress.feedback), problem, valid))
-    };
-    let (schedule, stage) = (&config.pipeline.schedule, config.parallelism.zero_stage);
-    if !plan.is_some() {
-        let valid = format!("set {}, or use none", SCHEMES.join(" or "));
-        fail("brings back what compression loses, and nothing is compressed".to_owned(), &valid);
-    } else if [&compress.activations, &compress.activation_gradients].iter().any(|text| **text != "none")
-        && settings.sound(&["pipeline.schedule"])
-        && config.pipeline.spec().is_ok_and(|schedule| schedule.overlaps_steps())
+    let cuts = &compress.virtual_cuts;
+    if settings.sound(&["model.num_layers", CUTS_OF_ONE])
+        && (!cuts.is_sorted_by(|a, b| a < b) || cuts.iter().any(|&cut| cut > layers))
     {
-        let problem = "would count what is lost twice: pipeline.schedule";
-        let problem = format!("{problem} = {schedule:?} begins steps that it may have to repeat");
-        fail(problem, "use another schedule, or none, or compress gradients alone");
-    } else if compress.gradients != "none" && plan.feedback.keeps_estimate() && stage > 0 {
-        let problem =
-            format!("estimates a sum of gradients of which ranks keep slices: parallelism.zero_stage = {stage}");
-        fail(problem, "use ef, or zero_stage = 0");
+        let valid = format!("use increasing numbers of layers from 0 to {layers}");
+        settings.fault(CUTS_OF_ONE, format!("{cuts:?}"), "are no cuts of the model", valid);
     }
-    settings.faults.append(&mut faults);
+}
+
+/// Takes the number of samples from the data, and appends the fault of a run in which none comes again.
+pub(crate) fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
+    if !config.compress.aqsgd {
+        return;
+    }
+    let (all, epoch) = (data.distinct_samples(), data.training_samples());
+    let steps = config.training.steps;
+    let taken = steps.saturating_mul(config.training.global_batch_size as u64);
+    match settings.given::<usize>("compress.aqsgd_samples") {
+        None => config.compress.aqsgd_samples = all,
+        Some(given) if given < all => {
+            settings.fault(
+                "compress.aqsgd_samples",
+                given,
+                format!("the data have {all} samples"),
+                format!("use {all}"),
+            );
+        }
+        Some(_) => {}
+    }
+    if steps > 0 && taken <= epoch as u64 {
+        let problem = format!("no sample comes again: {steps} steps take {taken} of {epoch} samples");
+        let valid = format!("use more than {} steps, or no aqsgd", epoch / config.training.global_batch_size.max(1));
+        settings.fault("compress.aqsgd", "true", problem, valid);
+    }
+}
+
+/// Appends what of a sound configuration does not go with what the model sends.
+pub(crate) fn check_values(config: &Config, settings: &mut Settings) {
+    let compress = &config.compress;
+    if !settings.faults.is_empty() || !compress.plan().is_ok_and(|plan| plan.is_some()) {
+        return;
+    }
+    let Ok(plan) = config.plan() else { return };
+    if let Err(TrainError::Plan(error)) = require_compression(&config.model(), &plan)
+        && let PlanError::Compress { place, problem, .. } = &*error
+    {
+        let key = [Place::Activations, Place::ActivationGradients].into_iter().find(|of| of.name() == *place);
+        let (key, value) = compress.at(key.unwrap_or(Place::Gradients));
+        let (problem, valid) = problem.rsplit_once("; ").unwrap_or((problem, "use another scheme"));
+        settings.fault(key, value, problem, valid);
+    }
 }

@@ -4,7 +4,7 @@ use toml::Value;
 
 use super::compress::{CUTS, GRADIENTS};
 use super::settings::Settings;
-use super::words::{ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
+use super::words::{Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
 use super::{Config, Recomputed};
 
 /// Keys that only a Llama reads. The last three describe the scaling of rotary frequencies.
@@ -100,13 +100,49 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
                 config.memory.saved_dtype.name()
             ),
         ),
-        ("parallelism.pp", config.parallelism.pp == 1, &CUTS, "one stage has no cuts".to_owned()),
+        (
+            "training.dtype",
+            config.training.dtype != Dtype::F32,
+            &["memory.saved_dtype"],
+            format!("activations are in {} anyway", config.training.dtype.name()),
+        ),
+        (
+            "training.dtype",
+            config.training.dtype == Dtype::F32,
+            &["training.loss_scale"],
+            "training.dtype is f32".to_owned(),
+        ),
+        (
+            "training.loss_scale",
+            config.training.loss_scale != LossScaling::Dynamic,
+            &["training.loss_scale_initial", "training.loss_scale_growth_interval"],
+            "the loss scale is not dynamic".to_owned(),
+        ),
+        (
+            "parallelism.pp",
+            config.parallelism.pp == 1 && config.compress.virtual_cuts.is_empty(),
+            &CUTS,
+            "one stage has no cuts".to_owned(),
+        ),
         ("parallelism.dp", config.parallelism.dp == 1, &[GRADIENTS], "one rank of dp has nobody to add to".to_owned()),
         (
             "compress.activations",
             !config.compress.plan().is_ok_and(|plan| plan.is_some()),
             &["compress.rounding", "compress.start_step"],
             "nothing is compressed".to_owned(),
+        ),
+        ("compress.aqsgd", !config.compress.aqsgd, &["compress.aqsgd_samples"], "compress.aqsgd is off".to_owned()),
+        (
+            "compress.activations",
+            config.compress.activations == "none",
+            &["validation.compression"],
+            "activations are not compressed".to_owned(),
+        ),
+        (
+            "compress.activations",
+            config.compress.activations == "none" && config.compress.activation_gradients == "none",
+            &["compress.virtual_cuts"],
+            "nothing is compressed at cuts".to_owned(),
         ),
         ("metrics.profile", !config.metrics.profile, &PROFILE, "metrics.profile is off".to_owned()),
         ("optimizer.name", true, &by_rule, unread("optimizer.name", rule.name())),

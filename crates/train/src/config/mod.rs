@@ -21,6 +21,7 @@ mod fault;
 mod idle;
 pub mod keys;
 mod mesh;
+mod mixed;
 mod partition;
 mod plan;
 mod preset;
@@ -37,6 +38,7 @@ mod zero;
 
 pub use arguments::{help, parse_all};
 pub use cli::Args;
+pub(crate) use compress::count_samples;
 pub use fault::{ConfigError, Fault, choose_from};
 pub use mesh::{AXES, parse_mesh};
 pub use reference::{reference, usage};
@@ -44,8 +46,8 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, OffloadWord, OptimizerName, RecomputeWord,
-    Recomputed, RoundingName, SavedDtype, VerifySteps, VerifyWord,
+    DecayName, Device, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, OffloadWord,
+    OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression, VerifySteps, VerifyWord,
 };
 
 impl Config {

@@ -132,7 +132,8 @@ impl Config {
             global_batch_size: self.training.global_batch_size,
             num_microbatches: Some(self.pipeline.num_microbatches),
             numerics: self.numerics(),
-            precision: self.training.dtype.precision(),
+            precision: self.training.matmul_dtype.precision(),
+            mixed: self.training.mixed(),
             recompute: self.memory.recompute.into(),
             saved: self.memory.saved_dtype.into(),
             optimizer: self.optimizer.rule(),
@@ -143,6 +144,7 @@ impl Config {
             verify: self.training.verify.into(),
             zero: self.parallelism.zero(),
             offload: self.memory.offload(),
+            virtual_cuts: self.compress.virtual_cuts.clone(),
             compress: self.compress.plan().map_err(|error| meshwork_engine::PlanError::Scheme(error.to_string()))?,
         })
     }

@@ -14,6 +14,7 @@ use super::experts;
 use super::fault::{Fault, choose_from};
 use super::idle;
 use super::mesh::{AXES, parse_mesh};
+use super::mixed;
 use super::partition;
 use super::preset::{self, Moe, preset};
 use super::pretrained;
@@ -43,6 +44,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     experts::check(&config, &mut settings);
     zero::check(&config, &mut settings);
     compress::check(&config, &mut settings);
+    mixed::check(&config, &mut settings);
     idle::notice(&mut config, &settings);
     schedule::resolve(&mut config, &mut settings);
     partition::resolve(&mut config, &mut settings);
@@ -52,6 +54,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     settings.faults.extend(simd_fault(std::env::var_os(simd::SIMD_VARIABLE)));
     partition::resolve_by_cost(&mut config, &mut settings);
     partition::check_recompute(&config, &mut settings);
+    compress::check_values(&config, &mut settings);
     (config, settings)
 }
 
@@ -115,6 +118,7 @@ fn device(settings: &mut Settings, name: Option<&str>) -> Device {
 fn derive(settings: &mut Settings) {
     const PRESET: &[&str] = &["model.preset"];
     let preset = preset(&settings.get::<String>("model.preset"));
+    settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read
     settings.derive("model.kind", PRESET, preset.kind.name());
     settings.derive("model.vocab_size", PRESET, int(preset.vocab_size));
     settings.derive("model.num_layers", PRESET, int(preset.num_layers));
@@ -138,6 +142,7 @@ fn derive(settings: &mut Settings) {
 
     derive_experts(settings, preset.moe);
     pretrained::derive(settings);
+    mixed::derive(settings);
 
     let steps: Value = settings.get("training.steps");
     settings.derive("lr_scheduler.decay_steps", &["training.steps"], steps);

@@ -12,8 +12,9 @@ use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount,
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, ModelKind, MoeOverflow, MoeRouter, OffloadWord,
-    OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, VerifySteps, VerifyWord,
+    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow,
+    MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression,
+    VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -194,9 +195,22 @@ sections! {
         micro_batch_size: usize = Derived("by batch and micro-batches"), Count(1);
         /// Seed of initialisation, sample order and dropout.
         seed: u64 = int(1234), Count(0);
-        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. Activations that only
-        /// products read are stored rounded; everything else that is kept or sent is f32: weights, gradients, optimizer states.
+        /// Type in which weights, activations and their gradients are stored and sent. bf16 and f16: half of the memory and traffic; every
+        /// operation computes in f32, and the optimizer keeps weights in f32 (mixed precision).
         dtype: Dtype = is("f32"), one_of(Dtype::WORDS);
+        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. With dtype f32, activations that
+        /// only products read are stored rounded, and everything else that is kept or sent is f32.
+        matmul_dtype: MatmulDtype = Derived("bf16 with dtype bf16, else f32"), one_of(MatmulDtype::WORDS);
+        /// Type in which gradients of weights are added up over micro-batches and summed over ranks: f32, or that of dtype, in half of the
+        /// memory and traffic.
+        reduce_dtype: Dtype = is("f32"), one_of(Dtype::WORDS);
+        /// What the loss is multiplied by before backward, so that small gradients are no zeros in f16. dynamic: halved when a gradient
+        /// overflows, in a step that is then skipped, and doubled after loss_scale_growth_interval steps without.
+        loss_scale: LossScaling = Derived("dynamic with dtype f16, else 1"), WordOrCount(&[LossScaling::DYNAMIC]);
+        /// The dynamic loss scale of the first step, a power of two.
+        loss_scale_initial: u64 = int(65536), Count(1);
+        /// Steps without overflow after which the dynamic loss scale is doubled.
+        loss_scale_growth_interval: u64 = int(2000), Count(1);
         /// Global gradient norm above which gradients are scaled down; 0 = off.
         max_norm: f64 = float(1.0), Number(NotNegative);
         /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number of
@@ -280,6 +294,9 @@ sections! {
         steps: u64 = int(0), Count(0);
         /// Share of each token stream, at its end, that is held out.
         fraction: f64 = float(0.05), Number(Inside);
+        /// Where activations between stages are compressed, how validation treats them. as_trained: it compresses them too. off: they are
+        /// sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
+        compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS);
     }
 
     /// Ways to save memory.
@@ -289,7 +306,7 @@ sections! {
         /// first layers of each stage, as many as that. Recomputed activations are bitwise identical.
         recompute: Recomputed = is("none"), WordOrCount(RecomputeWord::WORDS);
         /// Type in which forward keeps the activations that backward reads: f32 as they are, bf16 and f16 rounded, in half of the memory.
-        /// Forward computes with exact values, and so does a recomputed one. Gradients change by the rounding: by about 0.4% in bf16.
+        /// Forward computes with exact values, and so does a recomputed one. Each of them is rounded by up to 0.4% in bf16, and 0.05% in f16.
         saved_dtype: SavedDtype = is("f32"), one_of(SavedDtype::WORDS);
         /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
         /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. all: both. It changes no bit
@@ -350,6 +367,16 @@ sections! {
         activations: String = is("none"), Text;
         /// Gradients of activations between stages, likewise.
         activation_gradients: String = is("none"), Text;
+        /// Whether topk sends gradients of activations at the indices of the activations, without their own. Both keep as much.
+        share_indices: bool = OFF, Switch;
+        /// Layers behind which one rank simulates a cut between stages, as [3, 6, 9]: values are compressed there as if they were sent. Every
+        /// mesh then has the numbers of those with these cuts, in canonical numerics bit by bit. none: only what is sent is compressed.
+        virtual_cuts: Vec<usize> = is("none"), WordOrCounts(&["none"]);
+        /// AQ-SGD: both sides of a cut keep the last activation of every sample, and activations are sent as differences from it. It takes
+        /// samples that come again, and 4 bytes for each element of each sample's activation.
+        aqsgd: bool = OFF, Switch;
+        /// Samples whose activations aqsgd keeps.
+        aqsgd_samples: usize = Derived("all training samples"), Count(1);
         /// Gradients of weights over dp, likewise, in each bucket of up to 1 MiB: topk and randk gather messages and add them; the others
         /// send each rank its shard, and gather what it makes of their sum. With ZeRO each rank gets its slice alone.
         gradients: String = is("none"), Text;

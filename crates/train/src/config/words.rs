@@ -51,9 +51,19 @@ words! {
         Reroute = "reroute",
     }
 
-    /// `training.dtype`.
+    /// `training.dtype` and `training.reduce_dtype`.
     Dtype {
         /// Single precision.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// Half precision.
+        F16 = "f16",
+    }
+
+    /// `training.matmul_dtype`.
+    MatmulDtype {
+        /// Products of operands as they are.
         F32 = "f32",
         /// Products of bf16, added up in f32.
         Bf16 = "bf16",
@@ -137,6 +147,16 @@ words! {
         None = "none",
     }
 
+    /// `validation.compression`.
+    ValidationCompression {
+        /// Validation compresses what training does.
+        AsTrained = "as_trained",
+        /// It compresses nothing.
+        Off = "off",
+        /// One pass of each.
+        Both = "both",
+    }
+
     /// `compress.rounding`.
     RoundingName {
         /// To the nearest code.
@@ -167,6 +187,35 @@ impl Setting for VerifySteps {
         match value? {
             Value::String(_) => VerifyWord::read(value).map(Self::Word),
             _ => u64::read(value).map(Self::Every),
+        }
+    }
+}
+
+/// `training.loss_scale`: a word, or a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum LossScaling {
+    /// `"dynamic"`.
+    #[serde(serialize_with = "dynamic")]
+    Dynamic,
+    /// The same in all steps.
+    Fixed(u64),
+}
+
+impl LossScaling {
+    /// The word.
+    pub const DYNAMIC: &str = "dynamic";
+}
+
+fn dynamic<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(LossScaling::DYNAMIC)
+}
+
+impl Setting for LossScaling {
+    fn read(value: Option<&Value>) -> Option<Self> {
+        match value? {
+            Value::String(word) => (word == Self::DYNAMIC).then_some(Self::Dynamic),
+            _ => u64::read(value).map(Self::Fixed),
         }
     }
 }
@@ -281,7 +330,7 @@ impl From<SavedDtype> for Option<HalfType> {
     }
 }
 
-impl Dtype {
+impl MatmulDtype {
     /// The corresponding precision of a device.
     #[must_use]
     pub const fn precision(self) -> Precision {
@@ -295,7 +344,7 @@ impl Dtype {
 impl Device {
     /// A device for one rank, which computes products in `dtype`.
     #[must_use]
-    pub fn open(self, dtype: Dtype) -> Arc<dyn meshwork_tensor::Device> {
+    pub fn open(self, dtype: MatmulDtype) -> Arc<dyn meshwork_tensor::Device> {
         match self {
             Self::Cpu => Arc::new(Cpu::new(dtype.precision())),
         }

@@ -39,6 +39,7 @@ use crate::config::{Config, ConfigError, Fault};
 use documents::Documents;
 use meshwork_core::hash;
 use meshwork_models::language::{self, Boundary};
+use meshwork_nn::SAMPLE;
 use meshwork_nn::{Batch, BatchSource};
 use mixture::Mixture;
 use permutation::Permutation;
@@ -96,6 +97,8 @@ pub struct Data {
     bounded: bool,
     /// Whether batches say where in its document each token is.
     placed: bool,
+    /// Whether batches say which sample each is.
+    numbered: bool,
     seq_len: usize,
     shuffle: Option<u64>,
     tokenizer: Tokenizer,
@@ -144,6 +147,7 @@ impl Data {
         }
         data.bounded = config.data.documents != "stream";
         data.placed = config.boundary() > Boundary::Ignored;
+        data.numbered = config.compress.aqsgd;
         faults.extend(check::lengths(&data, &names, config));
         let first = &data.parts[0].stream.tokens;
         match first.read(0..first.len().min(PROMPT)) {
@@ -163,6 +167,7 @@ impl Data {
             masked: Vec::new(),
             bounded: false,
             placed: false,
+            numbered: false,
             seq_len,
             shuffle: None,
             tokenizer: Tokenizer::BYTES,
@@ -199,6 +204,13 @@ impl Data {
             let tokens = part.stream.tokens.len();
             part.training = tokens.saturating_sub((tokens as f64 * fraction) as u64);
         }
+        self
+    }
+
+    /// Batches with the numbers of their samples ([`SAMPLE`]), by which a sample is known when it comes again.
+    #[must_use]
+    pub fn numbered(mut self) -> Self {
+        self.numbered = true;
         self
     }
 
@@ -278,11 +290,13 @@ impl Data {
         let count = rows.len();
         let mut inputs = Vec::with_capacity(count * self.seq_len);
         let mut targets = Vec::with_capacity(count * self.seq_len);
-        let mut positions = Vec::new();
+        let (mut positions, mut numbers) = (Vec::new(), Vec::new());
         for row in rows {
             let (source, start) = place(u128::from(batch) * size as u128 + row as u128);
             let stream = &self.parts[source].stream;
             let window = start..start + self.seq_len as u64 + 1;
+            let before: u64 = (0..source).map(|source| self.samples_of(source, false)).sum();
+            numbers.push((before + start / self.seq_len as u64) as i32);
             let tokens = stream.tokens.read(window.clone())?;
             let before = targets.len();
             inputs.extend_from_slice(&tokens[..self.seq_len]);
@@ -304,7 +318,9 @@ impl Data {
         }
         let batch = language::batch(inputs, targets, self.seq_len).expect("whole samples");
         let placed = if self.placed { batch.with(language::POSITIONS, [self.seq_len], positions) } else { Ok(batch) };
-        Ok(placed.expect("a position for each token"))
+        let batch = placed.expect("a position for each token");
+        let numbered = if self.numbered { batch.with(SAMPLE, [], numbers) } else { Ok(batch) };
+        Ok(numbered.expect("a number for each sample"))
     }
 
     /// Number of whole samples of a stream, of the training part or of the held-out part.
@@ -323,6 +339,12 @@ impl Data {
     #[must_use]
     pub fn training_samples(&self) -> usize {
         self.samples(false)
+    }
+
+    /// Number of different training samples, those of all streams.
+    #[must_use]
+    pub fn distinct_samples(&self) -> usize {
+        (0..self.parts.len()).map(|source| self.samples_of(source, false) as usize).sum()
     }
 
     /// Number of whole held-out samples, counted likewise.

@@ -47,7 +47,7 @@ pub fn continue_text(
     let done = thread::run(ranks, Options { timeout: config.comm.timeout() }, |world| {
         let plan = config.plan()?;
         let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
-        let (model, device) = (config.model(), config.device.open(config.training.dtype));
+        let (model, device) = (config.model(), config.device.open(config.training.matmul_dtype));
         let capacity = config.model.seq_len;
         let mut decoder = Decoder::new(model, &plan, rank, device, capacity, |spec, slice| trained.read(spec, slice))?;
         let leads = decoder.rank().world_rank() == 0;

@@ -75,6 +75,8 @@ struct Frame {
     micros: usize,
     batch: usize,
     canonical: bool,
+    /// The type of storage.
+    dtype: &'static str,
     data: Data,
     profile: bool,
     pretrained: Option<usize>,
@@ -317,7 +319,10 @@ impl Frame {
         let ep = if dp % ep == 0 || rarely(rng, 8) { ep } else { 1 };
         let router = rng.pick(&["topk", "switch", "gshard", "expert_choice", "bias"]);
         let experts = if experts { ep * rng.pick(&[1, 2, 2, 4]) } else { 0 };
+        let lossy = rarely(rng, if canonical { 8 } else { 4 });
+        let half = !lossy && !canonical && rarely(rng, 3);
         Frame {
+            dtype: if half || rarely(rng, 60) { rng.pick(&["bf16", "f16"]) } else { "f32" },
             ep,
             experts: if experts == 1 { 2 } else { experts },
             router,
@@ -348,7 +353,7 @@ impl Frame {
             },
             profile: rarely(rng, 20),
             pretrained,
-            lossy: !canonical && rarely(rng, 4),
+            lossy,
         }
     }
 
@@ -510,10 +515,15 @@ impl Frame {
             "pipeline.partition" => match rng.below(6) {
                 0 => None,
                 1 => some(&"uniform"),
-                2 | 3 => some(&"cost"),
+                2 | 3 if !(self.lossy && self.canonical) => some(&"cost"), // which stages it leaves empty is not known here
                 _ => {
                     let off = usize::from(rarely(rng, 20));
-                    some(&format!("{:?}", parts(rng, self.layers + off, self.stages(), 0)))
+                    // Stages without layers have cuts behind one layer, of which other meshes have one.
+                    let least = usize::from(self.lossy && self.canonical);
+                    if least * self.stages() > self.layers {
+                        return None;
+                    }
+                    some(&format!("{:?}", parts(rng, self.layers + off, self.stages(), least)))
                 }
             },
             "pipeline.replication" => match self.schedule {
@@ -540,7 +550,27 @@ impl Frame {
                 _ => None,
             },
             "training.seed" => rarely(rng, 2).then(|| rng.below(1000).to_string()),
-            "training.dtype" => one_of(rng, &["f32", "f32", "bf16"]),
+            "training.dtype" => match self.dtype {
+                "f32" => one_of(rng, &["f32"]),
+                half => some(&half),
+            },
+            "training.matmul_dtype" => match self.dtype {
+                "f16" if !rarely(rng, 20) => one_of(rng, &["f32"]),
+                _ => one_of(rng, &["f32", "f32", "bf16"]),
+            },
+            "training.reduce_dtype" => match rng.below(60) {
+                0 => some(&"bf16"),
+                _ => one_of(rng, &["f32", self.dtype]),
+            },
+            "training.loss_scale" => match (self.dtype, rng.below(40)) {
+                (_, 0) => some(&"dynamic"),
+                ("f16", 1) => some(&1),
+                ("f16", _) if self.asynchronous() => some(&1024),
+                ("f16", _) => one_of(rng, &["dynamic", "1024"]),
+                _ => one_of(rng, &["1", "1024"]),
+            },
+            "training.loss_scale_initial" => one_of(rng, &["1024", "65536"]),
+            "training.loss_scale_growth_interval" => one_of(rng, &["1", "2000"]),
             "training.max_norm" => match self.asynchronous() && !rarely(rng, 8) {
                 true => some(&0),
                 false => one_of(rng, &["0", "0.05", "1", "100.0"]),
@@ -667,17 +697,41 @@ impl Frame {
                 0 => some(&"quant:9"),
                 1 => some(&"powersgd:2"),
                 2 => some(&"sign/row"), // also in canonical numerics
-                _ if !self.lossy => None,
+                _ if !self.lossy || self.canonical && name == "compress.gradients" => None,
+                _ if self.canonical => some(&rng.pick(&["none", "bf16", "sign/row", "topk:0.5/row", "topk:0.5"])),
                 _ => some(&rng.pick(&[
                     "none",
                     "bf16",
                     "quant:8",
+                    "topk:0.5/row",
                     "topk:0.5",
                     "sign/row",
                     "randk:3",
                     "topk:0.5+fp8:e4m3",
                 ])),
             },
+            "compress.share_indices" => match rng.below(40) {
+                0 => some(&"true"), // seldom with two schemes that fit
+                1 => some(&"false"),
+                _ => None,
+            },
+            // Two steps of these batches take no sample of Cicero twice. tests/config.rs has runs that do.
+            "compress.aqsgd" => match rng.below(30) {
+                0 if self.data == Data::Cicero => some(&"true"),
+                1 => some(&"false"),
+                _ => None,
+            },
+            "compress.aqsgd_samples" => rarely(rng, 30).then(|| "5000".to_owned()),
+            "compress.virtual_cuts" => match rng.below(20) {
+                0 => some(&rng.pick(&["[2, 1]", "[0, 77]"])),
+                1 if !self.canonical => some(&"[1]"),
+                1 => some(&"none"),
+                2..20 if self.lossy && (self.canonical || rng.below(2) == 0) => {
+                    some(&format!("{:?}", (0..=self.layers).collect::<Vec<_>>()))
+                }
+                _ => None,
+            },
+            "validation.compression" => one_of(rng, &["as_trained", "off", "both"]),
             "compress.feedback" => match rng.below(100) {
                 0 => some(&rng.pick(&["ef22", "ef21m:2", "ef"])),
                 1..40 if self.lossy => some(&rng.pick(&["none", "ef", "ef21", "ef21m:0.5"])),

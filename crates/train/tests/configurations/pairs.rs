@@ -15,7 +15,7 @@ type Factor = (&'static str, &'static [(&'static str, Keys)]);
 type Keys = &'static [(&'static str, &'static str)];
 
 #[rustfmt::skip] // A table: one value, one line.
-const FACTORS: [Factor; 10] = [
+const FACTORS: [Factor; 9] = [
     ("zero", &[
         ("0", &[]),
         ("1", &[("parallelism.zero_stage", "1")]),
@@ -55,7 +55,16 @@ const FACTORS: [Factor; 10] = [
         ("activations", &[("memory.offload", "activations")]),
         ("all", &[("memory.offload", "all")]),
     ]),
-    ("type", &[("f32", &[]), ("bf16", &[("training.dtype", "bf16")])]),
+    // Canonical numerics refuse storage in 16 bits.
+    ("numbers", &[
+        ("f32", &[]),
+        ("f32, canonical", &[CANONICAL]),
+        ("products in bf16", &[("training.matmul_dtype", "bf16")]),
+        ("products in bf16, canonical", &[("training.matmul_dtype", "bf16"), CANONICAL]),
+        ("bf16", &[("training.dtype", "bf16")]),
+        ("bf16, reduced in it", &[("training.dtype", "bf16"), ("training.reduce_dtype", "bf16")]),
+        ("f16", &[("training.dtype", "f16")]),
+    ]),
     ("kept", &[
         ("f32", &[]),
         ("bf16", &[("memory.saved_dtype", "bf16")]),
@@ -69,8 +78,9 @@ const FACTORS: [Factor; 10] = [
         ("adam8bit", &[("optimizer.name", "adam8bit"), ("optimizer.block_size", "64")]),
         ("muon", &[("optimizer.name", "muon")]),
     ]),
-    ("numerics", &[("fast", &[]), ("canonical", &[("training.numerics", "canonical")])]),
 ];
+
+const CANONICAL: (&str, &str) = ("training.numerics", "canonical");
 
 /// What all have in common.
 const COMMON: Keys = &[

@@ -21,6 +21,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     batch(case, &mut rule);
     canonical(case, &mut rule);
     compress(case, &mut rule);
+    mixed(case, &mut rule);
     data(case, &mut rule);
     files(case, &mut rule);
     let resumes = case.read("checkpoint.resume").unwrap_or(false);
@@ -328,8 +329,41 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     for scheme in schemes(case) {
         rule(scheme == "quant:9", "codes of more than eight bits");
         rule(scheme.starts_with("powersgd"), "samples have no factors to start from");
-        rule(is_canonical(case), "one rank sends nothing");
     }
+    let layers = count(case, "model.num_layers", 0);
+    let virtual_cuts = case.list("compress.virtual_cuts").unwrap_or_default();
+    let in_order = virtual_cuts.windows(2).all(|pair| pair[0] < pair[1]);
+    rule(!in_order || virtual_cuts.iter().any(|&cut| cut > layers), "no such cut");
+    let of_cuts = ["compress.activations", "compress.activation_gradients"].map(|key| case.get(key).unwrap_or("none"));
+    let largest = |scheme: &str| Some(scheme.strip_prefix("topk:")?.split('+').next()?.to_owned());
+    let shares = case.read("compress.share_indices").unwrap_or(false);
+    let alike = largest(of_cuts[0]).is_some() && largest(of_cuts[0]) == largest(of_cuts[1]);
+    rule(shares && !alike, "no indices to share");
+    rule(case.get("compress.aqsgd") == Some("true"), "no sample comes again");
+    if is_canonical(case) {
+        rule(given("compress.gradients"), "one rank sums nothing");
+        rule(cuts && virtual_cuts.is_empty(), "one rank sends nothing");
+        let samples_apart = |scheme: &&str| matches!(*scheme, "none" | "bf16" | "sign/row" | "topk:0.5/row");
+        rule(!of_cuts.iter().all(samples_apart), "samples lose together");
+        let [_, tp, _] = degrees(case);
+        let parts = case.read("parallelism.sequence_parallel").unwrap_or(false) && tp > 1;
+        rule(cuts && parts, "ranks lose of parts");
+    }
+}
+
+/// What is stored in 16 bits.
+fn mixed(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let of = |key: &str| case.get(&format!("training.{key}"));
+    let dtype = of("dtype").unwrap_or("f32");
+    let reduced = of("reduce_dtype").unwrap_or("f32");
+    rule(reduced != "f32" && reduced != dtype, "gradients come in another type");
+    rule(dtype == "f16" && of("matmul_dtype") == Some("bf16"), "rounded twice");
+    rule(dtype != "f32" && is_canonical(case), "each rank rounds its part of a sum");
+    rule(dtype != "f32" && schemes(case).next().is_some(), "compression takes f32");
+    let dynamic = of("loss_scale").map_or(dtype == "f16", |scale| scale == "dynamic");
+    rule(dynamic && dtype == "f32", "nothing to scale");
+    rule(dynamic && own(case).is_none() && !generator(case).is_synchronous(), "no norm before an update");
+    rule(dtype == "f16" && of("loss_scale") == Some("1"), "f16 needs a scale");
 }
 
 fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {

@@ -10,7 +10,7 @@ use meshwork_core::comm::thread::{self, Options};
 use meshwork_engine::{ScheduleSpec, dry_run};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
-use meshwork_train::config::{Args, Config, Dtype, SavedDtype};
+use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
 use meshwork_train::{Data, TrainError, Trainer, load};
 
 use crate::draw::Case;
@@ -40,7 +40,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 27] = [
+const ALONE: [(&str, Option<&str>); 29] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -66,6 +66,8 @@ const ALONE: [(&str, Option<&str>); 27] = [
     ("compress.activation_gradients", None),
     ("compress.gradients", None),
     ("compress.feedback", None),
+    ("compress.share_indices", None),
+    ("compress.virtual_cuts", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),
@@ -77,7 +79,10 @@ pub fn run(case: &Case, config: &Config, data: Data) -> Result<(), String> {
         let predicted = config.plan().and_then(|plan| dry_run::predict(&config.model(), &plan, 0));
         return predicted.map(drop).map_err(|error| format!("not predicted: {error}"));
     }
-    let alone = load(&Args::parse(case.with(&ALONE).flags()));
+    // In canonical numerics one rank loses what every mesh does.
+    let loses = config.training.numerics == "canonical";
+    let alone: Vec<_> = ALONE.into_iter().filter(|(key, _)| !(loses && key.starts_with("compress."))).collect();
+    let alone = load(&Args::parse(case.with(&alone).flags()));
     let (alone, data_alone) = alone.map_err(|error| format!("refused on one rank:\n{error}"))?;
     if config.metrics.profile {
         let run = |config: &Config, data: &Data| {
@@ -102,13 +107,15 @@ pub fn run(case: &Case, config: &Config, data: Data) -> Result<(), String> {
 
 /// Whether something is rounded to 16 bits: an error in the last bit may then be one of 16 bits.
 fn rounds(config: &Config) -> bool {
-    config.training.dtype == Dtype::Bf16 || config.memory.saved_dtype != SavedDtype::F32
+    config.training.dtype != Dtype::F32
+        || config.training.matmul_dtype == MatmulDtype::Bf16
+        || config.memory.saved_dtype != SavedDtype::F32
 }
 
 fn same(config: &Config) -> Same {
     let lossy = config.plan().is_ok_and(|plan| plan.compress.is_some());
     match config.pipeline.spec() {
-        _ if lossy => Same::Nothing,
+        _ if lossy && config.training.numerics != "canonical" => Same::Nothing,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream2Bw, .. }) => Same::FirstStep,
         Ok(ScheduleSpec::Named { generator: Generator::PipeDream, .. }) => match config.pipeline.num_microbatches {
             1 => Same::FirstStep,
@@ -128,7 +135,7 @@ fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let options = Options { timeout: config.comm.timeout() };
     let ranks = thread::run(mesh.world_size(), options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
-        let device = config.device.open(config.training.dtype);
+        let device = config.device.open(config.training.matmul_dtype);
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
         if let Some(folder) = &config.model.init_from {
             let pretrained = Pretrained::open(Path::new(folder))?;

@@ -1,4 +1,4 @@
-//! `training.dtype = "bf16"`: products round their operands and add up in f32. Values that only products read are
+//! `training.matmul_dtype = "bf16"`: products round their operands and add up in f32. Values that only products read are
 //! stored rounded; everything else that is kept or sent is f32.
 
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
@@ -19,7 +19,7 @@ const BETWEEN_MESHES: f64 = 2e-3;
 
 /// The sections `[optimizer]` and `[training]`, the second last, with products in bf16.
 fn bf16(more: &str) -> String {
-    format!("{more}dtype = 'bf16'\n")
+    format!("{more}matmul_dtype = 'bf16'\n")
 }
 
 /// Over all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm

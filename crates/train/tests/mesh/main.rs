@@ -7,6 +7,7 @@
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
 //! | `canonical` | in canonical numerics they have its bits |
 //! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
+//! | `mixed` | weights, activations and gradients in 16 bits, with a loss scale, train as f32 does, on any mesh alike |
 //! | `offload` | what leaves memory comes back with its bits, and less is held meanwhile |
 //! | `opaque` | a device whose memory the host cannot read trains with the CPU's bits, and a step downloads its report alone |
 //! | `overlap` | gradients are reduced while backward runs |
@@ -26,6 +27,7 @@ mod cases;
 mod determinism;
 mod evaluation;
 mod failures;
+mod mixed;
 mod offload;
 mod opaque;
 mod overlap;

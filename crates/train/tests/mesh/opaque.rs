@@ -27,7 +27,7 @@ fn on_opaque_mesh(config: &Config, data: &Data) -> Vec<Trained> {
     let mesh = config.mesh().unwrap();
     let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
         let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
-        let device = Opaque::device(config.device.open(config.training.dtype));
+        let device = Opaque::device(config.device.open(config.training.matmul_dtype));
         trained(Trainer::new(config.model(), &config.plan()?, rank, device)?, config, data)
     });
     ranks.unwrap_or_else(|error| panic!("{error}"))
@@ -40,7 +40,7 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
     let cases = [
         (Case::alone(&DROPOUT), ""),
         (mesh, ""),
-        (mesh, "dtype = 'bf16'\n"),
+        (mesh, "matmul_dtype = 'bf16'\n"),
         (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n"),
         (Case { model: &LLAMA, dp: 1, tp: 4, ..mesh }, ""),
         (Case { model: &PADDED, dp: 1, tp: 4, ..mesh }, ""),
@@ -87,7 +87,7 @@ fn downloads_of_a_step_depend_on_neither_micro_batches_nor_layers() {
         let mesh = config.mesh().unwrap();
         let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
             let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
-            let device = Opaque::device(config.device.open(config.training.dtype));
+            let device = Opaque::device(config.device.open(config.training.matmul_dtype));
             let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device.clone())?;
             train(&mut trainer, &data, &config)?;
             let before = device.meter().downloads().calls;

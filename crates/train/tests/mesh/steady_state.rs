@@ -5,20 +5,20 @@ use crate::world::{train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::Cpu;
-use meshwork_train::config::Dtype;
+use meshwork_train::config::MatmulDtype;
 use std::sync::Arc;
 
 #[test]
 fn later_steps_ask_the_system_for_no_memory() {
     let alone = Case { micros: 4, ..Case::alone(&UNEVEN) };
     for (case, dtype) in [
-        (alone, Dtype::F32),
-        (alone, Dtype::Bf16),
-        (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, Dtype::F32),
-        (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, Dtype::F32),
+        (alone, MatmulDtype::F32),
+        (alone, MatmulDtype::Bf16),
+        (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, MatmulDtype::F32),
+        (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, MatmulDtype::F32),
     ] {
         let (mut config, data) = (case.config(ADAMW), case.model.data());
-        config.training.dtype = dtype;
+        config.training.matmul_dtype = dtype;
         let mesh = config.mesh().unwrap();
         let devices: Vec<Arc<Cpu>> = (0..mesh.world_size()).map(|_| Arc::new(Cpu::new(dtype.precision()))).collect();
         let asked = try_on_mesh(

@@ -29,7 +29,7 @@ pub fn try_on_mesh<T: Send>(
 /// The same on the devices of the configuration; a failure panics.
 #[track_caller]
 pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, TrainError> + Sync) -> Vec<T> {
-    let done = try_on_mesh(config, Options::default(), |_| config.device.open(config.training.dtype), body);
+    let done = try_on_mesh(config, Options::default(), |_| config.device.open(config.training.matmul_dtype), body);
     done.unwrap_or_else(|error| panic!("{error}"))
 }
 

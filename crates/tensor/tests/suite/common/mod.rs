@@ -6,7 +6,7 @@ pub mod naive;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_tensor::tape::{GradShard, GradSink, Keep, Mode, Position, SavedPolicy, Tape};
+use meshwork_tensor::tape::{GradShard, GradSink, HalfType, Keep, Mode, Position, SavedPolicy, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -26,8 +26,13 @@ pub fn tape_on(rank: &Arc<Rank>, device: Arc<dyn Device>) -> Tape {
 
 /// The same with another policy for saved tensors.
 pub fn tape_with(rank: &Arc<Rank>, device: Arc<dyn Device>, policy: Rc<dyn SavedPolicy>) -> Tape {
-    let params =
-        Params::new(Arc::new(Declarations::new()), rank.mesh(), rank.coords(), &device, &[], 0).expect("no parameters");
+    tape_in(rank, device, policy, None)
+}
+
+/// The same of a model that is stored in 16 bits.
+pub fn tape_in(rank: &Arc<Rank>, device: Arc<dyn Device>, policy: Rc<dyn SavedPolicy>, half: Option<HalfType>) -> Tape {
+    let declarations = Arc::new(Declarations::new().stored_in(half));
+    let params = Params::new(declarations, rank.mesh(), rank.coords(), &device, &[], 0).expect("no parameters");
     Tape::with_policy(Arc::clone(rank), Arc::new(params), device, Mode::Train, POSITION, policy)
 }
 
@@ -75,6 +80,7 @@ pub fn ids(tape: &Tape, ids: &[i32], shape: &[usize], types: Types) -> Var {
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
     match tensor.dtype() {
         DType::F64 => tensor.to_vec::<f64>().expect("on the host"),
+        DType::F16 => tensor.to_vec::<half::f16>().expect("on the host").into_iter().map(f64::from).collect(),
         DType::Bf16 => tensor.to_vec::<half::bf16>().expect("on the host").into_iter().map(f64::from).collect(),
         _ => tensor.to_vec::<f32>().expect("on the host").into_iter().map(f64::from).collect(),
     }

@@ -1,0 +1,177 @@
+//! Mixed precision (Micikevicius et al., "Mixed Precision Training", ICLR 2018): weights, activations and gradients are stored and sent in 16 bits,
+//! every operation computes in f32, and the optimizer keeps the weights in f32.
+//!
+//! Small gradients would become zeros in f16. So the loss is multiplied by a scale before backward, and gradients are divided by it in the
+//! update. A dynamic scale is halved whenever a gradient overflows, and that step changes no weight; after so many steps without one it is
+//! doubled. The norm of a step is summed over the world, so all ranks skip the same steps.
+
+use crate::{Plan, PlanError};
+use meshwork_core::DType;
+use meshwork_tensor::tape::HalfType;
+use meshwork_tensor::{Device, Widened};
+use std::sync::Arc;
+
+/// What is stored in 16 bits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MixedPrecision {
+    /// The type of weights, activations and their gradients.
+    pub dtype: HalfType,
+    /// Whether gradients of weights are added up over micro-batches and reduced over ranks in that type too; else in f32.
+    pub reduce_in_half: bool,
+    /// What the loss is multiplied by before backward.
+    pub loss_scale: LossScale,
+}
+
+/// What the loss is multiplied by before backward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossScale {
+    /// The same number in all steps: 1 for bf16, which has the range of f32.
+    Fixed(f64),
+    /// A power of two that follows the gradients.
+    Dynamic {
+        /// That of the first step.
+        initial: f64,
+        /// Steps without overflow after which it is doubled.
+        growth_interval: u64,
+    },
+}
+
+impl LossScale {
+    /// The scale below which a dynamic one is not halved: a loss that overflows even so is no matter of scaling.
+    pub const LEAST: f64 = 1.0 / 65_536.0;
+    /// The scale above which a dynamic one is not doubled.
+    pub const LARGEST: f64 = (1u64 << 32) as f64;
+}
+
+impl MixedPrecision {
+    /// A device that computes on what is stored in 16 bits, where anything is.
+    pub(crate) fn device(of: Option<Self>, device: Arc<dyn Device>) -> Arc<dyn Device> {
+        if of.is_some() { Widened::device(device) } else { device }
+    }
+
+    /// The type in which gradients of weights are added up and reduced.
+    pub(crate) fn reduced_in(of: Option<Self>) -> DType {
+        of.filter(|of| of.reduce_in_half).map_or(DType::F32, |of| of.dtype.dtype())
+    }
+
+    /// Refuses a plan with which it does not go.
+    pub(crate) fn require_fit(self, plan: &Plan) -> Result<(), PlanError> {
+        let refuse = |problem: String| Err(PlanError::MixedPrecision { dtype: self.dtype.dtype(), problem });
+        if plan.blocks().is_some() {
+            return refuse(
+                "canonical numerics need the exact sums of all ranks, and each rank rounds its part to 16 bits before they are added: use \
+                 numerics Fast"
+                    .to_owned(),
+            );
+        }
+        if plan.compress.is_some() {
+            return refuse("compression takes values in f32: leave out one of both".to_owned());
+        }
+        match self.loss_scale {
+            LossScale::Fixed(scale) if !(scale.is_finite() && scale > 0.0) => {
+                refuse(format!("a loss scale of {scale}: use a number above 0, best a power of two"))
+            }
+            LossScale::Fixed(scale) if scale == 1.0 && self.dtype == HalfType::F16 => refuse(
+                "without a loss scale, gradients below 6e-8 would be zeros: use LossScale::Dynamic, or a fixed scale such as 1024"
+                    .to_owned(),
+            ),
+            LossScale::Dynamic { initial, growth_interval } => {
+                if !(LossScale::LEAST..=LossScale::LARGEST).contains(&initial) || initial.log2().fract() != 0.0 {
+                    return refuse(format!("a first loss scale of {initial}: use a power of two from 2^-16 to 2^32"));
+                }
+                if growth_interval == 0 {
+                    return refuse("a growth interval of 0 steps: use 1 or more".to_owned());
+                }
+                Ok(())
+            }
+            LossScale::Fixed(_) => Ok(()),
+        }
+    }
+}
+
+/// The loss scale of a run, step by step. Every rank has the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Scaler {
+    scale: f64,
+    /// Steps without overflow since it was changed.
+    clean: u64,
+    /// `None`: it stays.
+    growth_interval: Option<u64>,
+}
+
+impl Scaler {
+    /// The scale before the first step.
+    pub fn new(of: Option<MixedPrecision>) -> Self {
+        match of.map(|of| of.loss_scale) {
+            None => Self { scale: 1.0, clean: 0, growth_interval: None },
+            Some(LossScale::Fixed(scale)) => Self { scale, clean: 0, growth_interval: None },
+            Some(LossScale::Dynamic { initial, growth_interval }) => {
+                Self { scale: initial, clean: 0, growth_interval: Some(growth_interval) }
+            }
+        }
+    }
+
+    /// The scale of the next step.
+    pub fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// Takes note of a step that was computed with `scale`. Returns whether the step is skipped, because a gradient overflowed; `false` too
+    /// where no smaller scale is left, so that the step is an error.
+    pub fn skips(&mut self, scale: f64, overflowed: bool) -> bool {
+        let Some(interval) = self.growth_interval else { return false };
+        if overflowed {
+            if scale <= LossScale::LEAST {
+                return false;
+            }
+            // A step that began before the last one was certain had the scale of both.
+            (self.scale, self.clean) = (self.scale.min(scale / 2.0), 0);
+            return true;
+        }
+        self.clean += 1;
+        if self.clean >= interval {
+            (self.scale, self.clean) = ((2.0 * self.scale).min(LossScale::LARGEST), 0);
+        }
+        false
+    }
+
+    /// What a checkpoint has of it.
+    pub fn state(&self) -> [f32; 2] {
+        [self.scale as f32, self.clean as f32]
+    }
+
+    /// Continues from a checkpoint.
+    pub fn load(&mut self, [scale, clean]: [f32; 2]) {
+        (self.scale, self.clean) = (f64::from(scale), clean as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scaler(initial: f64, growth_interval: u64) -> Scaler {
+        let loss_scale = LossScale::Dynamic { initial, growth_interval };
+        Scaler::new(Some(MixedPrecision { dtype: HalfType::F16, reduce_in_half: false, loss_scale }))
+    }
+
+    #[test]
+    fn a_scale_is_halved_by_overflow_and_doubled_after_clean_steps() {
+        let mut scaler = scaler(1024.0, 2);
+        let steps = [(true, 512.0), (false, 512.0), (true, 256.0), (false, 256.0), (false, 512.0), (false, 512.0)];
+        for (overflowed, after) in steps {
+            assert_eq!(scaler.skips(scaler.scale(), overflowed), overflowed);
+            assert_eq!(scaler.scale(), after);
+        }
+        let mut resumed = self::scaler(1.0, 2);
+        resumed.load(scaler.state());
+        assert_eq!(resumed, scaler);
+    }
+
+    #[test]
+    fn overflow_at_the_least_scale_is_not_skipped() {
+        let mut scaler = scaler(LossScale::LEAST, 10);
+        assert!(!scaler.skips(LossScale::LEAST, true));
+        assert_eq!(scaler.scale(), LossScale::LEAST);
+    }
+}

@@ -1,0 +1,219 @@
+//! Mixed precision: a run moves between types, meshes and stages of ZeRO; networks and experts train in 16 bits; what does not go with it is
+//! refused.
+
+use super::{batch, go_on, go_on_with, model, noise, on, tower};
+use meshwork_core::Mesh;
+use meshwork_engine::{
+    Compress, LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer,
+    WholeState, Zero, ZeroStage,
+};
+use meshwork_models::experts::ExpertsConfig;
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::layers::Norm;
+use meshwork_models::resnet::ResNetConfig;
+use meshwork_moe::{MoeConfig, RouterKind};
+use meshwork_nn::Model;
+use meshwork_optim::{Adafactor, AdamW, Lamb, Rule, Sgd};
+use meshwork_tensor::tape::HalfType;
+use std::sync::Arc;
+
+/// What stores in this type; f16 with a dynamic scale.
+fn stored(dtype: HalfType) -> MixedPrecision {
+    let loss_scale = match dtype {
+        HalfType::Bf16 => LossScale::Fixed(1.0),
+        HalfType::F16 => LossScale::Dynamic { initial: 1024.0, growth_interval: 2 },
+    };
+    MixedPrecision { dtype, reduce_in_half: false, loss_scale }
+}
+
+fn mixed(mesh: &str, dtype: HalfType) -> Plan {
+    Plan { mixed: Some(stored(dtype)), ..on(mesh, Numerics::Fast) }
+}
+
+fn weights(state: &WholeState) -> Vec<(StateKey, Vec<f32>)> {
+    let of = |key: &StateKey| (key.clone(), state.vector(key).unwrap().to_vec());
+    state.keys().filter(|key| key.state.is_none()).map(of).collect()
+}
+
+/// The weights of the state are those in f32, whoever holds which slice of them.
+#[test]
+fn a_run_moves_between_types_meshes_and_stages() {
+    let shared = |mesh: &str, stage| Plan { zero: Zero { stage, group: None }, ..mixed(mesh, HalfType::F16) };
+    let chain = [
+        mixed("dp=2,tp=2,pp=2", HalfType::Bf16),
+        on("tp=4", Numerics::Fast),
+        shared("dp=4", ZeroStage::Weights),
+        shared("dp=2,pp=2", ZeroStage::States),
+        mixed("dp=1", HalfType::F16),
+    ];
+    let (alone, _) = go_on(&on("dp=1", Numerics::Fast), None, 0..10);
+    let mut state: Option<WholeState> = None;
+    for (part, plan) in chain.iter().enumerate() {
+        let first = 2 * part as u64;
+        let (_, same) = match &state {
+            Some(before) => go_on(plan, Some(before), first..first),
+            None => go_on(plan, None, 0..0),
+        };
+        if let Some(before) = &state {
+            assert_eq!(weights(&same), weights(before), "{}: weights on arrival", plan.mesh);
+        }
+        let (reports, next) = go_on(plan, state.as_ref(), first..first + 2);
+        for (report, wanted) in reports.iter().zip(&alone[first as usize..]) {
+            let off = (report.loss - wanted.loss).abs() / wanted.loss;
+            assert!(off < 5e-3, "{}: step {} has loss {}, in f32 {}", plan.mesh, report.step, report.loss, wanted.loss);
+        }
+        state = Some(next);
+    }
+    // The scale was doubled after two steps without overflow, and went along.
+    let scale = StateKey { parameter: "loss_scale".to_owned(), state: Some("dynamic".to_owned()) };
+    assert_eq!(state.unwrap().vector(&scale).unwrap(), [8192.0, 0.0]);
+}
+
+/// Ranks that share out have the bits of those that hold all, as in f32.
+#[test]
+fn zero_has_the_bits_of_whole_ranks() {
+    for rule in [Rule::from(AdamW::default()), Lamb::default().into(), Adafactor::default().into()] {
+        let of = |stage| {
+            let zero = Zero { stage, group: None };
+            let schedule = ScheduleSpec::named("gpipe").unwrap();
+            let plan = Plan {
+                zero,
+                schedule,
+                num_microbatches: Some(1),
+                optimizer: rule.clone(),
+                ..mixed("dp=4", HalfType::F16)
+            };
+            go_on(&plan, None, 0..3).1
+        };
+        let (whole, stages) = (of(ZeroStage::Off), [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights]);
+        for stage in stages {
+            assert!(of(stage) == whole, "{rule:?}, {stage:?}");
+        }
+    }
+}
+
+/// Batch norm has its running statistics in f32.
+#[test]
+fn a_network_of_images_learns() {
+    let network = ResNetConfig { groups: vec![(4, 2), (8, 2)], norm: Norm::Batch, ..ResNetConfig::digits() }.network();
+    let (model, images): (Arc<dyn Model>, _) =
+        (Arc::new(network), |step, samples| noise::images(step as usize, samples));
+    let losses = |mixed| {
+        let mesh: Mesh = "dp=2,pp=2".parse().unwrap();
+        let optimizer = Sgd { momentum: 0.9, weight_decay: 5e-4 }.into();
+        let plan = Plan {
+            mesh,
+            optimizer,
+            mixed,
+            global_batch_size: noise::BATCH,
+            num_microbatches: Some(2),
+            ..tower::plan("dp=1")
+        };
+        let (reports, state) = go_on_with(&model, images, &plan, None, 0..6);
+        (reports.iter().map(|report| report.loss).collect::<Vec<_>>(), state)
+    };
+    let (f32, _) = losses(None);
+    for dtype in [HalfType::Bf16, HalfType::F16] {
+        let (got, state) = losses(Some(stored(dtype)));
+        for (got, wanted) in got.iter().zip(&f32) {
+            assert!((got - wanted).abs() < 2e-2 * wanted, "{dtype:?}: {got:?}, in f32 {f32:?}");
+        }
+        assert!(state.keys().any(|key| key.parameter.ends_with("running_var")), "statistics are state");
+    }
+}
+
+/// The scores of a router are computed in f32, from activations in 16 bits.
+#[test]
+fn experts_learn_on_every_mesh() {
+    for router in [RouterKind::Switch, RouterKind::TopK, RouterKind::Bias] {
+        let top_k = if router == RouterKind::Switch { 1 } else { 2 };
+        let moe = MoeConfig { num_experts: 4, top_k, router, aux_loss_coeff: 0.02, ..MoeConfig::default() };
+        let experts =
+            ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: true };
+        let config =
+            Gpt2Config { vocab_size: super::VOCAB, seq_len: super::SEQ, hidden_size: 32, ..Gpt2Config::default() };
+        let model: Arc<dyn Model> = Arc::new(Gpt2::new(config).with_experts(Some(experts)));
+        let losses = |plan: &Plan| -> Vec<f64> {
+            go_on_with(&model, batch, plan, None, 0..4).0.iter().map(|report: &StepReport| report.loss).collect()
+        };
+        let f32 = losses(&on("dp=1", Numerics::Fast));
+        for mesh in ["dp=1", "dp=2,ep=2,tp=2", "dp=2,ep=2,pp=2"] {
+            for (got, wanted) in losses(&mixed(mesh, HalfType::Bf16)).iter().zip(&f32) {
+                assert!((got - wanted).abs() < 1e-2 * wanted, "{router:?} on {mesh}: {got}, in f32 {wanted}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_go_with_it_is_refused() {
+    let refused = |plan: Plan| {
+        let made = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
+            Trainer::new(model(), &plan, rank, meshwork_tensor::cpu::Cpu::device()).map(drop)
+        });
+        made.unwrap_err().to_string()
+    };
+    let f16 = |loss_scale| Some(MixedPrecision { loss_scale, ..stored(HalfType::F16) });
+    let plan = |mixed| Plan { mixed, ..on("dp=2", Numerics::Fast) };
+    let dynamic = |initial, growth_interval| f16(LossScale::Dynamic { initial, growth_interval });
+    let compress = Compress { gradients: "quant:8".parse().unwrap(), ..Compress::default() };
+    let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
+    let pipedream = Plan { schedule, max_norm: 0.0, mesh: "pp=2".parse().unwrap(), ..plan(dynamic(1024.0, 2)) };
+    for (plan, why) in [
+        (
+            plan(f16(LossScale::Fixed(1.0))),
+            "mixed precision in f16: without a loss scale, gradients below 6e-8 would be zeros",
+        ),
+        (plan(f16(LossScale::Fixed(-2.0))), "a loss scale of -2"),
+        (plan(dynamic(1000.0, 2)), "a first loss scale of 1000: use a power of two"),
+        (plan(dynamic(1024.0, 0)), "a growth interval of 0 steps"),
+        (Plan { compress, ..mixed("dp=2", HalfType::Bf16) }, "compression takes values in f32"),
+        (
+            Plan { numerics: Numerics::Canonical { blocks: 8 }, ..mixed("dp=2", HalfType::Bf16) },
+            "canonical numerics need the exact sums of all ranks",
+        ),
+        (pipedream, "a dynamic loss scale does not go with schedule pipedream_2bw"),
+    ] {
+        let error = refused(plan);
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+/// PipeDream divides each update's gradients by a fixed scale.
+#[test]
+fn a_fixed_scale_goes_with_asynchronous_schedules() {
+    let untied: Arc<dyn Model> = {
+        let config = Gpt2Config {
+            vocab_size: super::VOCAB,
+            hidden_size: 32,
+            seq_len: super::SEQ,
+            tie_embeddings: false,
+            ..Gpt2Config::default()
+        };
+        Arc::new(Gpt2::new(config))
+    };
+    let run = |mixed| {
+        let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
+        let plan = Plan { mixed, schedule, max_norm: 0.0, num_microbatches: Some(4), ..on("pp=2", Numerics::Fast) };
+        let ranks = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(untied.clone(), &plan, rank, meshwork_tensor::cpu::Cpu::device())?;
+            let mut reports = Vec::new();
+            for step in 0..6 {
+                reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
+            }
+            reports.extend(trainer.flush(|_| {})?);
+            Ok::<_, TrainError>(reports.iter().map(|report| (report.loss, report.grad_norm)).collect::<Vec<_>>())
+        });
+        ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+    };
+    let f32 = run(None);
+    let bf16 = |scale| Some(MixedPrecision { loss_scale: LossScale::Fixed(scale), ..stored(HalfType::Bf16) });
+    assert_eq!(run(bf16(1.0)), run(bf16(256.0)), "a power of two changes no bit");
+    let f16 = run(Some(MixedPrecision { loss_scale: LossScale::Fixed(256.0), ..stored(HalfType::F16) }));
+    for (got, wanted) in f16.iter().zip(&f32) {
+        assert!(
+            (got.0 - wanted.0).abs() < 5e-3 * wanted.0 && (got.1 - wanted.1).abs() < 2e-2 * wanted.1,
+            "{got:?} {wanted:?}"
+        );
+    }
+}

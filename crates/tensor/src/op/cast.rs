@@ -1,0 +1,53 @@
+//! A value in another type of floats.
+
+use super::whole::require_whole;
+use crate::error::Result;
+use crate::tape::{Backward, Forward, Op, Padded, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::{DType, SpmdError, Types};
+
+#[derive(Debug)]
+struct Cast {
+    from: DType,
+    to: DType,
+}
+
+impl Var {
+    /// The value in `dtype`, each element rounded to the nearest: for what must be computed in f32 within a model of 16 bits. Its gradient is
+    /// in the type of the value. Not linear: refuses `Partial`.
+    pub fn cast(&self, dtype: DType) -> Result<Var> {
+        if self.tensor().dtype() == dtype {
+            return Ok(self.clone());
+        }
+        let op = Cast { from: self.tensor().dtype(), to: dtype };
+        require_whole(op.name(), &[self])?;
+        self.tape().apply(op, &[self])
+    }
+}
+
+impl Op for Cast {
+    fn name(&self) -> &'static str {
+        "cast"
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        rules::pointwise(self.name(), operands[0])
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Zeros
+    }
+
+    fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        inputs[0].clone().cast(self.to)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![cx.needs(0).then(|| grad.cast(self.from)).transpose()?])
+    }
+}

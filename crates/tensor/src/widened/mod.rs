@@ -1,0 +1,208 @@
+//! Tensors in 16 bits on a device whose kernels compute in f32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+//!
+//! What lies in memory and travels between ranks has 16 bits an element; every operation computes in f32: it widens its operands, and rounds its
+//! result once. Products take operands in 16 bits as they are where the inner device has [such operands](Device::operand_dtype). Which type a
+//! result has follows from the operands:
+//!
+//! | result | type |
+//! |---|---|
+//! | a value | that of the operand that it replaces: x, or the weights of a product |
+//! | statistics of rows (mean, rstd, log-sum-exp), sums over rows (gradients of biases and gains) | f32 |
+//! | losses of samples | f64 |
+//! | what is written into given memory | that of the memory |
+//!
+//! Operands of f32 and f64 pass through, with the bits of the inner device.
+
+mod kernels;
+
+use crate::device::{Device, Meter};
+use crate::error::Result;
+use crate::kernel::*;
+use meshwork_core::{Buffer, DType};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// An inner device whose tensors in 16 bits are computed in f32: operands are widened, results rounded once; f32 and f64 pass through.
+///
+/// The dtype of a result is that of the operand that it replaces; statistics and sums over rows are f32, losses f64.
+///
+/// ```
+/// use meshwork_core::bf16;
+/// use meshwork_tensor::{Tensor, Widened, cpu::Cpu};
+///
+/// let device = Widened::device(Cpu::device());
+/// let x = Tensor::from_slice(&device, &[bf16::from_f32(1.0), bf16::from_f32(0.01)], [2])?;
+/// let sum = x.clone().accumulate(&x)?; // added in f32, and rounded
+/// assert_eq!(sum.to_vec::<bf16>()?[0].to_f32(), 2.0);
+/// # Ok::<(), meshwork_tensor::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Widened {
+    inner: Arc<dyn Device>,
+}
+
+impl Widened {
+    /// A device that computes as `inner` does, on tensors in 16 bits too.
+    pub fn device(inner: Arc<dyn Device>) -> Arc<dyn Device> {
+        Arc::new(Self { inner })
+    }
+
+    /// An operand in f32.
+    fn wide(&self, x: &Buffer) -> Result<Buffer> {
+        match x.dtype().is_half() {
+            true => self.inner.pointwise()?.cast(x, DType::F32),
+            false => Ok(x.clone()),
+        }
+    }
+
+    /// An operand of a product.
+    fn factor(&self, x: &Buffer) -> Result<Buffer> {
+        match self.is_factor(x.dtype()) {
+            true => Ok(x.clone()),
+            false => self.wide(x),
+        }
+    }
+
+    /// Whether products of the inner device take operands of this type.
+    fn is_factor(&self, dtype: DType) -> bool {
+        self.inner.operand_dtype(DType::F32) == dtype
+    }
+
+    /// The type in which the inner device stores a result that becomes one of `dtype`.
+    fn stored(&self, dtype: DType) -> DType {
+        if dtype.is_half() && !self.is_factor(dtype) { DType::F32 } else { dtype }
+    }
+
+    /// A result in this type, if that has 16 bits.
+    fn rounded(&self, y: Buffer, to: DType) -> Result<Buffer> {
+        match to.is_half() && y.dtype() == DType::F32 {
+            true => self.inner.pointwise()?.cast(&y, to),
+            false => Ok(y),
+        }
+    }
+
+    /// Writes elements of `x`: `write` gets memory that it may write in, and where they begin there. `read`: with their old values.
+    fn write<T>(
+        &self,
+        x: &mut Buffer,
+        range: Range<usize>,
+        read: bool,
+        write: impl FnOnce(&mut Buffer, usize) -> Result<T>,
+    ) -> Result<T> {
+        if !x.dtype().is_half() {
+            return write(x, range.start);
+        }
+        let mut wide = match read {
+            true => self.wide(&x.slice(range.clone())?)?,
+            false => self.inner.alloc(DType::F32, range.len())?,
+        };
+        let result = write(&mut wide, 0)?;
+        let rounded = self.rounded(wide, x.dtype())?;
+        self.inner.layout()?.copy_into(&rounded, 0..range.len(), x, range.start)?;
+        Ok(result)
+    }
+}
+
+impl Device for Widened {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.alloc(dtype, count)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.zeros(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.inner.upload(host)
+    }
+
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        self.inner.upload_into(host, dst, at)
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.inner.download(buffer)
+    }
+
+    fn has_values(&self) -> bool {
+        self.inner.has_values()
+    }
+
+    fn meter(&self) -> &Meter {
+        self.inner.meter()
+    }
+
+    // What is stored in f32 here is so on purpose; and operands in 16 bits are what they are.
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        dtype
+    }
+
+    fn matmul(&self) -> Result<&dyn Matmul> {
+        self.inner.matmul().map(|_| self as _)
+    }
+
+    fn pointwise(&self) -> Result<&dyn Pointwise> {
+        self.inner.pointwise().map(|_| self as _)
+    }
+
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        self.inner.elementwise().map(|_| self as _)
+    }
+
+    fn reduction(&self) -> Result<&dyn Reduction> {
+        self.inner.reduction().map(|_| self as _)
+    }
+
+    fn norm(&self) -> Result<&dyn Norm> {
+        self.inner.norm().map(|_| self as _)
+    }
+
+    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
+        self.inner.channel_norm().map(|_| self as _)
+    }
+
+    fn window(&self) -> Result<&dyn Window> {
+        self.inner.window().map(|_| self as _)
+    }
+
+    fn attention(&self) -> Result<&dyn Attention> {
+        self.inner.attention().map(|_| self as _)
+    }
+
+    fn embedding(&self) -> Result<&dyn Embedding> {
+        self.inner.embedding().map(|_| self as _)
+    }
+
+    fn loss(&self) -> Result<&dyn Loss> {
+        self.inner.loss().map(|_| self as _)
+    }
+
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        self.inner.grouped_matmul().map(|_| self as _)
+    }
+
+    fn permutation(&self) -> Result<&dyn Permutation> {
+        self.inner.permutation().map(|_| self as _)
+    }
+
+    fn routing(&self) -> Result<&dyn Routing> {
+        self.inner.routing().map(|_| self as _)
+    }
+
+    // Copies of blocks are for any type.
+    fn layout(&self) -> Result<&dyn Layout> {
+        self.inner.layout()
+    }
+
+    fn optim(&self) -> Result<&dyn Optim> {
+        self.inner.optim().map(|_| self as _)
+    }
+
+    fn compression(&self) -> Result<&dyn Compression> {
+        self.inner.compression().map(|_| self as _)
+    }
+}

@@ -1,0 +1,137 @@
+//! `training.dtype` and what follows from it: mixed precision.
+
+use meshwork_engine::{LossScale, MixedPrecision};
+use meshwork_pipeline::by_name;
+use meshwork_tensor::tape::HalfType;
+
+use super::Config;
+use super::fault::Fault;
+use super::sections::Training;
+use super::settings::Settings;
+use super::words::{Dtype, LossScaling, MatmulDtype};
+
+/// Computes the defaults that depend on the type of storage.
+pub(super) fn derive(settings: &mut Settings) {
+    const DTYPE: &[&str] = &["training.dtype"];
+    let dtype: Dtype = settings.get("training.dtype");
+    let products = if dtype == Dtype::Bf16 { MatmulDtype::Bf16 } else { MatmulDtype::F32 };
+    settings.derive("training.matmul_dtype", DTYPE, products.name());
+    match dtype {
+        Dtype::F16 => settings.derive("training.loss_scale", DTYPE, LossScaling::DYNAMIC),
+        _ => settings.derive("training.loss_scale", DTYPE, 1),
+    }
+}
+
+impl Training {
+    /// What is stored in 16 bits.
+    pub(super) fn mixed(&self) -> Option<MixedPrecision> {
+        let loss_scale = match self.loss_scale {
+            LossScaling::Fixed(scale) => LossScale::Fixed(scale as f64),
+            LossScaling::Dynamic => LossScale::Dynamic {
+                initial: self.loss_scale_initial as f64,
+                growth_interval: self.loss_scale_growth_interval,
+            },
+        };
+        let dtype = self.dtype.half()?;
+        Some(MixedPrecision { dtype, reduce_in_half: self.reduce_dtype == self.dtype, loss_scale })
+    }
+}
+
+/// Appends the faults of mixed precision to those of `settings`.
+pub(super) fn check(config: &Config, settings: &mut Settings) {
+    let mut faults = Vec::new();
+    let mut fail = |fault| faults.push(fault);
+    let training = &config.training;
+    let (dtype, name) = (training.dtype, training.dtype.name());
+    let (key, reduced) = ("training.reduce_dtype", training.reduce_dtype);
+    if settings.sound(&[key, "training.dtype"]) && reduced != Dtype::F32 && reduced != dtype {
+        let valid = match dtype {
+            Dtype::F32 => "use f32".to_owned(),
+            _ => format!("use f32 or {name}"),
+        };
+        fail(Fault::new(key, reduced.name(), format!("gradients come in training.dtype = {name:?}"), valid));
+    }
+    let (key, products) = ("training.matmul_dtype", training.matmul_dtype);
+    let rounds_twice = dtype == Dtype::F16 && products == MatmulDtype::Bf16;
+    if settings.sound(&[key, "training.dtype"]) && rounds_twice {
+        fail(Fault::new(
+            key,
+            products.name(),
+            "would round values of f16 once more",
+            "use f32, or training.dtype = \"bf16\"",
+        ));
+    }
+    if settings.sound(&["training.dtype", "training.numerics"])
+        && dtype != Dtype::F32
+        && config.reduction_blocks().is_some()
+    {
+        let problem = "rounds each rank's part of a sum to 16 bits before the parts are added, and training.numerics = \"canonical\" needs exact sums";
+        let valid =
+            "use f32 (with training.matmul_dtype = \"bf16\" for products in bf16), or training.numerics = \"fast\"";
+        fail(Fault::new("training.dtype", name, problem, valid));
+    }
+    if settings.sound(&[
+        "training.dtype",
+        "compress.activations",
+        "compress.activation_gradients",
+        "compress.gradients",
+    ]) && dtype != Dtype::F32
+        && config.compress.plan().is_ok_and(|plan| plan.is_some())
+    {
+        let problem = "compression takes values in f32";
+        fail(Fault::new("training.dtype", name, problem, "use f32, or leave out the section [compress]"));
+    }
+    let key = "training.loss_scale";
+    if settings.sound(&[key, "training.dtype", "pipeline.schedule"]) {
+        let asynchronous = by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
+        match training.loss_scale {
+            LossScaling::Dynamic if dtype == Dtype::F32 => {
+                fail(Fault::new(
+                    key,
+                    LossScaling::DYNAMIC,
+                    "there is nothing to scale in f32",
+                    "use 1, or training.dtype = \"f16\"",
+                ));
+            }
+            LossScaling::Dynamic if asynchronous => {
+                let problem = format!(
+                    "has no meaning with pipeline.schedule = {:?}, whose ranks update before a step's norm is known",
+                    config.pipeline.schedule
+                );
+                fail(Fault::new(
+                    key,
+                    LossScaling::DYNAMIC,
+                    problem,
+                    "use a number such as 1024, or training.dtype = \"bf16\"",
+                ));
+            }
+            LossScaling::Fixed(1) if dtype == Dtype::F16 => {
+                let problem = "without a scale, gradients below 6e-8 become zeros in f16";
+                fail(Fault::new(key, 1, problem, "use \"dynamic\", or a number such as 1024"));
+            }
+            LossScaling::Fixed(_) | LossScaling::Dynamic => {}
+        }
+    }
+    let (key, initial) = ("training.loss_scale_initial", training.loss_scale_initial);
+    if settings.sound(&[key]) && (!initial.is_power_of_two() || initial as f64 > LossScale::LARGEST) {
+        fail(Fault::new(
+            key,
+            initial,
+            "is no power of two up to 2^32",
+            format!("use {}", initial.clamp(1, 1 << 32).next_power_of_two()),
+        ));
+    }
+    settings.faults.extend(faults);
+}
+
+impl Dtype {
+    /// The type of 16 bits, if it is one.
+    #[must_use]
+    pub const fn half(self) -> Option<HalfType> {
+        match self {
+            Self::F32 => None,
+            Self::Bf16 => Some(HalfType::Bf16),
+            Self::F16 => Some(HalfType::F16),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The study of compression as a user runs it, in a short form: it goes on where it was interrupted, and its directions are those of the
+//! published table.
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// (exit code, standard output, standard error) of a command line of words without spaces, and `more`.
+fn run(line: &str, more: &[&str]) -> (Option<i32>, String, String) {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let program = profile.join("examples").join(format!("compression_study{}", std::env::consts::EXE_SUFFIX));
+    assert!(
+        program.is_file(),
+        "{} is missing: build it with `cargo build --features digits --example compression_study`",
+        program.display()
+    );
+    let mut command = Command::new(program);
+    command.args(line.split_whitespace()).args(more).current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null());
+    let ended = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (ended.status.code(), text(ended.stdout), text(ended.stderr))
+}
+
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+/// The settings whose directions are tested.
+const SETTINGS: [&str; 6] = ["none", "fw2-bw8", "fw8-bw2", "top10", "top2", "top10 ef21"];
+
+/// Means over the seeds, with compression at inference and without, by task and setting.
+fn means(text: &str) -> BTreeMap<(String, String), [f64; 2]> {
+    let mut all: BTreeMap<_, Vec<[f64; 2]>> = BTreeMap::new();
+    for line in text.lines() {
+        let run: Value = serde_json::from_str(line).unwrap();
+        let name = |key: &str| run[key].as_str().unwrap().to_owned();
+        let scores = ["on", "off"].map(|key| run[key].as_f64().unwrap_or(f64::NAN));
+        all.entry((name("task"), name("setting"))).or_default().push(scores);
+    }
+    let mean = |runs: &[[f64; 2]], at: usize| runs.iter().map(|run| run[at]).sum::<f64>() / runs.len() as f64;
+    all.into_iter().map(|(key, runs)| (key, [mean(&runs, 0), mean(&runs, 1)])).collect()
+}
+
+#[test]
+fn a_short_study_has_the_directions_of_the_long_one() {
+    let results = file("study.jsonl");
+    _ = fs::remove_file(&results);
+    let only: Vec<&str> = SETTINGS.iter().flat_map(|setting| ["--only", setting]).collect();
+    let line = format!("--quick --seeds 2 --results {}", results.display());
+    let (code, out, err) = run(&line, &only);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(
+        out.contains("| A model trained with TopK does well only where inference is compressed too. | language |"),
+        "{out}"
+    );
+    let text = fs::read_to_string(&results).unwrap();
+    let means = means(&text);
+    for (task, sign) in [("language", -1.0), ("digits", 1.0)] {
+        let of = |setting: &str| means[&(task.to_owned(), setting.to_owned())];
+        let better = |what: &str, a: f64, b: f64| assert!(sign * (a - b) > 0.0, "{task}: {what}: {a} and {b}\n{text}");
+        better("nothing lost beats TopK 2%", of("none")[0], of("top2")[0]);
+        better("TopK 10% beats 2%", of("top10")[0], of("top2")[0]);
+        better("TopK 10% needs compressed inference", of("top10")[0], of("top10")[1]);
+        assert_eq!(of("none")[0], of("none")[1], "{task}: nothing is compressed");
+    }
+
+    // Interrupted in the middle of a line, it trains what is missing and nothing else.
+    let lines: Vec<&str> = text.lines().collect();
+    let cut = format!("{}\n{}", lines[..lines.len() - 1].join("\n"), &lines[lines.len() - 1][..20]);
+    fs::write(&results, cut).unwrap();
+    let (code, again, err) = run(&line, &only);
+    assert_eq!((code, again), (Some(0), out), "{err}");
+    assert_eq!(fs::read_to_string(&results).unwrap(), text);
+
+    fs::write(&results, "{\"task\": \"language\"}\n").unwrap();
+    let (code, _, err) = run(&line, &["--write"]);
+    assert_eq!(code, Some(1));
+    assert!(err.ends_with("study.jsonl: line 1: no \"seed\"\n"), "{err}");
+}
