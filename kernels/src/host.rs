@@ -128,6 +128,11 @@ impl Host {
         }
     }
 
+    /// The file of the library, which has an entry `meshwork_launch` for programs other than this.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The library once more, with a state of its own.
     ///
     /// # Errors

@@ -160,6 +160,22 @@ pub enum DriverError {
         /// What was found.
         why: String,
     },
+    /// Kernels that do not compile.
+    #[error("{source_name} does not compile: {why}")]
+    Compile {
+        /// The file of kernels.
+        source_name: &'static str,
+        /// What the compiler says.
+        why: String,
+    },
+    /// A function of a library that failed.
+    #[error("{call}: {why}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// The code that it returned, with its meaning.
+        why: String,
+    },
     /// Bytes beside an allocation that were written.
     #[error("{call} wrote beyond the {bytes} bytes at {at:#x}")]
     Beyond {
@@ -254,6 +270,24 @@ pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()>
         }
     }
     Ok(())
+}
+
+impl Argument {
+    /// The address, unless this is a number or no place.
+    pub fn place(&self) -> Option<Address> {
+        match self {
+            Self::Place(at) if *at != Address::NULL => Some(*at),
+            _ => None,
+        }
+    }
+
+    /// The bits of the number or of the address, as a kernel gets them.
+    pub fn bits(&self) -> u64 {
+        match self {
+            Self::Number(_, bits) => *bits,
+            Self::Place(at) => at.0,
+        }
+    }
 }
 
 impl fmt::Display for Argument {

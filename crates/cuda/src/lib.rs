@@ -5,9 +5,13 @@ pub mod device;
 pub mod driver;
 #[cfg(feature = "emulator")]
 pub mod emulator;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod staged;
 
 pub use device::CudaDevice;
 pub use driver::{Driver, DriverError};
 #[cfg(feature = "emulator")]
 pub use emulator::{Emulator, Order};
+#[cfg(feature = "cuda")]
+pub use gpu::{Gpu, GpuError};

@@ -198,22 +198,6 @@ impl State {
     }
 }
 
-impl Argument {
-    fn place(&self) -> Option<Address> {
-        match self {
-            Self::Place(at) if *at != Address::NULL => Some(*at),
-            _ => None,
-        }
-    }
-
-    fn bits(&self) -> u64 {
-        match self {
-            Self::Number(_, bits) => *bits,
-            Self::Place(at) => at.0,
-        }
-    }
-}
-
 fn unknown(call: &'static str, what: &dyn std::fmt::Debug) -> DriverError {
     DriverError::Unknown { call, what: format!("{what:?}") }
 }

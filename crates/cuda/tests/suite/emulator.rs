@@ -1,9 +1,12 @@
 //! The emulator keeps what the seam promises, and no more than that.
 
 use crate::emulator;
+use meshwork_core::DType;
+use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Stream};
-use meshwork_cuda::{Emulator, Order};
+use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::kernel;
+use meshwork_tensor::Device;
 
 const SEEDS: u64 = 64;
 
@@ -139,6 +142,15 @@ fn a_device_has_only_its_memory() {
     assert_eq!(full, "the device has no memory for 537919488 bytes more: 536870912 of its 1073741824 are in use");
     driver.free(half).unwrap();
     driver.free(driver.alloc(513 << 20).unwrap()).unwrap();
+
+    let device = CudaDevice::new(driver, Products::OfTheCpu).unwrap();
+    let kept = device.alloc(DType::U8, 1000).unwrap();
+    drop(device.alloc(DType::U8, 1 << 29).unwrap());
+    let full = device.alloc(DType::U8, 2 << 30).unwrap_err().to_string();
+    let why = "the device has no memory for 2147483648 bytes more";
+    assert!(full.contains(why) && full.ends_with("; this rank's buffers hold 1000"), "{full}");
+    device.alloc(DType::U8, 1 << 29).unwrap();
+    drop(kept);
 }
 
 #[test]

@@ -3,8 +3,9 @@
 mod emulator;
 mod ops;
 mod train;
+mod waits;
 
-use meshwork_cuda::{Emulator, Order};
+use meshwork_cuda::{Driver, Emulator, Order};
 use meshwork_kernels::host::{Host, HostError};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -25,4 +26,12 @@ fn kernels() -> Option<Arc<Host>> {
 /// An emulated device of 1 GiB.
 fn emulator(order: Order) -> Option<Arc<Emulator>> {
     Some(Arc::new(Emulator::new(kernels()?, 1 << 30, order)))
+}
+
+/// Seeds in which a whole step is run.
+const ORDERS: u64 = 20;
+
+/// What the tests of operations and of steps run on.
+fn driver(order: Order) -> Option<Arc<dyn Driver>> {
+    emulator(order).map(|driver| driver as Arc<dyn Driver>)
 }

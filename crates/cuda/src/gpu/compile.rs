@@ -1,0 +1,141 @@
+//! Kernels compiled by NVRTC for one GPU, and kept on disk by a hash of all that they depend on.
+
+use crate::driver::{DriverError, Result};
+use cudarc::nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult};
+use meshwork_kernels::{HEADERS, OPTIONS, Source};
+use std::ffi::{CString, c_char};
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::ptr::null;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Compiles for one architecture. NVRTC must be there.
+#[derive(Debug)]
+pub(super) struct Compiler {
+    folder: PathBuf,
+    options: Vec<String>,
+    version: String,
+}
+
+impl Compiler {
+    /// For `architecture`, as `sm_80`, by NVRTC of `version`; what was compiled is kept in `folder`.
+    pub(super) fn new(folder: &Path, architecture: &str, version: String) -> Self {
+        let options = OPTIONS.iter().map(|&option| option.to_owned());
+        let options = options.chain([format!("--gpu-architecture={architecture}")]).collect();
+        Self { folder: folder.to_owned(), options, version }
+    }
+
+    /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and kept there. Where the folder cannot be
+    /// written, each process compiles for itself.
+    pub(super) fn image(&self, source: &'static Source, anew: bool) -> Result<Vec<u8>> {
+        // The ranks of a process need the same kernels at the same time: one compiles, the others find them on disk.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = self.path(source);
+        match fs::read(&path) {
+            Ok(image) if !anew => return Ok(image),
+            _ => {}
+        }
+        let image = self.compile(source)?;
+        _ = keep(&path, &image);
+        Ok(image)
+    }
+
+    fn path(&self, source: &Source) -> PathBuf {
+        let mut hash = DefaultHasher::new();
+        let headers = HEADERS.iter().map(|header| (header.name, header.text));
+        (source.text, headers.collect::<Vec<_>>(), &self.options, &self.version).hash(&mut hash);
+        self.folder.join(format!("{}-{:016x}.cubin", source.name.trim_end_matches(".cu"), hash.finish()))
+    }
+
+    fn compile(&self, source: &'static Source) -> Result<Vec<u8>> {
+        let refused = |why: String| DriverError::Compile { source_name: source.name, why };
+        let c = |text: &str| CString::new(text).map_err(|error| refused(error.to_string()));
+        let (text, name) = (c(source.text)?, c(source.name)?);
+        let headers = HEADERS.iter().map(|header| c(header.text)).collect::<Result<Vec<_>>>()?;
+        let names = HEADERS.iter().map(|header| c(header.name)).collect::<Result<Vec<_>>>()?;
+        let options = self.options.iter().map(|option| c(option)).collect::<Result<Vec<_>>>()?;
+        let [headers_at, names_at, options_at] = [&headers, &names, &options].map(|strings| pointers(strings));
+        let mut program = Program(std::ptr::null_mut());
+        // SAFETY: all strings end with zero and outlive the program, of each list as many as the number says.
+        let made = unsafe {
+            let (count, headers, names) = (headers.len() as i32, headers_at.as_ptr(), names_at.as_ptr());
+            nvrtc::nvrtcCreateProgram(&mut program.0, text.as_ptr(), name.as_ptr(), count, headers, names)
+        };
+        made.result().map_err(|error| refused(format!("{:?}", error.0)))?;
+        // SAFETY: the program was made above; the options are as many as said, each ends with zero.
+        let compiled = unsafe { nvrtc::nvrtcCompileProgram(program.0, options.len() as i32, options_at.as_ptr()) };
+        if let Err(error) = compiled.result() {
+            let log = read(&program, nvrtc::nvrtcGetProgramLogSize, nvrtc::nvrtcGetProgramLog).unwrap_or_default();
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
+            return Err(refused(format!("{:?}\n{log}", error.0)));
+        }
+        let image = read(&program, nvrtc::nvrtcGetCUBINSize, nvrtc::nvrtcGetCUBIN);
+        image.map_err(|error| refused(format!("{error:?}: no machine code")))
+    }
+}
+
+/// A program of NVRTC, which is destroyed with this.
+struct Program(nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: it was made by `nvrtcCreateProgram`, and nothing uses it later.
+            _ = unsafe { nvrtc::nvrtcDestroyProgram(&mut self.0) };
+        }
+    }
+}
+
+type Size = unsafe fn(nvrtcProgram, *mut usize) -> nvrtcResult;
+type Get = unsafe fn(nvrtcProgram, *mut c_char) -> nvrtcResult;
+
+/// What `get` writes, of as many bytes as `size` says.
+fn read(program: &Program, size: Size, get: Get) -> std::result::Result<Vec<u8>, nvrtcResult> {
+    let mut bytes = 0;
+    // SAFETY: the program exists; `size` writes one number.
+    unsafe { size(program.0, &mut bytes) }.result().map_err(|error| error.0)?;
+    let mut read = vec![0_u8; bytes];
+    // SAFETY: `get` writes as many bytes as `size` said.
+    unsafe { get(program.0, read.as_mut_ptr().cast()) }.result().map_err(|error| error.0)?;
+    Ok(read)
+}
+
+fn pointers(strings: &[CString]) -> Vec<*const c_char> {
+    strings.iter().map(|string| string.as_ptr()).chain([null()]).collect()
+}
+
+/// Writes a file under a name of its own and renames it, so that another process never reads half of it.
+fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let own = path.with_extension(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    fs::write(&own, image).and_then(|()| fs::rename(&own, path)).inspect_err(|_| _ = fs::remove_file(&own))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::libraries::nvrtc;
+    use meshwork_kernels::SOURCES;
+
+    /// NVRTC needs no GPU: machine code for the targets that `kernels/check.py` has nvcc compile for.
+    #[test]
+    fn nvrtc_compiles_every_kernel() {
+        let version = match nvrtc() {
+            Ok((major, minor)) => format!("{major}.{minor}"),
+            Err(error) => return eprintln!("SKIPPED: {error}"),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for architecture in ["sm_80", "sm_90a", "sm_121a"] {
+            let compiler = Compiler::new(folder.path(), architecture, version.clone());
+            for source in SOURCES {
+                let image = compiler.image(source, false).unwrap_or_else(|error| panic!("{architecture}: {error}"));
+                assert!(image.starts_with(b"\x7fELF"), "{}", source.name);
+                assert_eq!(fs::read(compiler.path(source)).unwrap(), image);
+            }
+        }
+    }
+}

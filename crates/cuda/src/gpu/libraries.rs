@@ -1,0 +1,153 @@
+//! What a GPU needs of the system, looked for before anything of it is called: a call of a library that is not there would panic.
+
+use crate::driver::DriverError;
+use cudarc::driver::result::{DriverError as Code, device};
+use cudarc::driver::sys::{self as cuda, CUdevice, CUresult};
+use cudarc::{cublaslt, get_lib_name_candidates, nvrtc};
+use std::env;
+
+/// The oldest driver whose functions this uses, as CUDA counts: 1000 times the major version and 10 times the minor one.
+const OLDEST: i32 = 12_000;
+
+/// Why there is no GPU to work with.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GpuError {
+    /// No driver.
+    #[error("no CUDA driver found (looked for {looked}): install NVIDIA's driver, or use another device")]
+    NoDriver {
+        /// The names of files, and where.
+        looked: String,
+    },
+    /// A driver that lacks functions.
+    #[error("the CUDA driver is too old: it is of CUDA {found}, and CUDA {needed} or newer is needed")]
+    DriverTooOld {
+        /// The version of the driver.
+        found: String,
+        /// The oldest that will do.
+        needed: String,
+    },
+    /// A driver that cannot load what the compiler makes.
+    #[error(
+        "the CUDA driver is too old: it is of CUDA {driver}, and NVRTC is {nvrtc}; update the driver or use an older NVRTC"
+    )]
+    DriverOlderThanCompiler {
+        /// The version of the driver.
+        driver: String,
+        /// The version of NVRTC.
+        nvrtc: String,
+    },
+    /// A library that is not there.
+    #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
+    NoLibrary {
+        /// What it is.
+        name: &'static str,
+        /// The names of files, and where.
+        looked: String,
+    },
+    /// A number that no GPU has.
+    #[error("there is no GPU {ordinal}: this machine has {count}, numbered from 0")]
+    NoDevice {
+        /// The number that was asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// What the driver refuses.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+/// The error of a function of the driver.
+pub(super) fn failed(call: &'static str) -> impl Fn(Code) -> DriverError {
+    move |code| {
+        let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
+        let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
+        let why = match (name, text) {
+            (Ok(name), Ok(text)) => format!("{name} ({text})"),
+            _ => format!("{:?}", code.0),
+        };
+        DriverError::Call { call, why }
+    }
+}
+
+/// The number of GPUs.
+///
+/// # Errors
+/// No driver, or one that is too old or does not start.
+pub fn count() -> Result<usize, GpuError> {
+    // SAFETY: loads the library if it is there; its initialisers are the driver's own.
+    if !unsafe { cuda::is_culib_present() } {
+        return Err(GpuError::NoDriver { looked: looked("cuda") });
+    }
+    let version = version()?;
+    if version < OLDEST {
+        let [found, needed] = [version, OLDEST].map(shown);
+        return Err(GpuError::DriverTooOld { found, needed });
+    }
+    match cudarc::driver::result::init() {
+        Err(Code(CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(0),
+        started => started.map_err(failed("cuInit"))?,
+    }
+    let count = device::get_count().map_err(failed("cuDeviceGetCount"))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// The GPU of this number, and that the driver can load what NVRTC compiles; the version of NVRTC.
+pub(super) fn find(ordinal: usize) -> Result<(CUdevice, String), GpuError> {
+    let count = count()?;
+    let number = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
+    let number = number.ok_or(GpuError::NoDevice { ordinal, count })?;
+    let (major, minor) = nvrtc()?;
+    let nvrtc = format!("{major}.{minor}");
+    let driver = version()?;
+    if driver / 1000 < major {
+        return Err(GpuError::DriverOlderThanCompiler { driver: shown(driver), nvrtc });
+    }
+    Ok((device::get(number).map_err(failed("cuDeviceGet"))?, nvrtc))
+}
+
+/// The major and minor version of NVRTC.
+pub(super) fn nvrtc() -> Result<(i32, i32), GpuError> {
+    // SAFETY: loads the library if it is there.
+    if !unsafe { nvrtc::sys::is_culib_present() } {
+        return Err(GpuError::NoLibrary { name: "NVRTC, which compiles the kernels,", looked: looked("nvrtc") });
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: writes two numbers.
+    let known = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result();
+    known.map_err(|error| DriverError::Call { call: "nvrtcVersion", why: format!("{:?}", error.0) })?;
+    Ok((major, minor))
+}
+
+/// The version of the driver, which must be there.
+fn version() -> Result<i32, DriverError> {
+    let mut version = 0;
+    // SAFETY: writes one number, and may be called before `cuInit`.
+    unsafe { cuda::cuDriverGetVersion(&mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
+    Ok(version)
+}
+
+/// That there is a library of products.
+pub(super) fn find_products() -> Result<(), GpuError> {
+    // SAFETY: loads the library if it is there.
+    match unsafe { cublaslt::sys::is_culib_present() } {
+        true => Ok(()),
+        false => Err(GpuError::NoLibrary { name: "cuBLASLt, which computes products,", looked: looked("cublasLt") }),
+    }
+}
+
+/// `12040` as `12.4`.
+fn shown(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Where a library was looked for.
+fn looked(name: &str) -> String {
+    let plain = format!("lib{name}.so");
+    let names: Vec<String> =
+        get_lib_name_candidates(name).into_iter().filter(|file| file.starts_with(&plain)).collect();
+    let path = env::var("LD_LIBRARY_PATH").ok().filter(|path| !path.is_empty());
+    let path = path.map_or("which is not set".to_owned(), |path| format!("which is {path}"));
+    format!("{} in LD_LIBRARY_PATH, {path}, and in the system's folders", names.join(", "))
+}

@@ -1,0 +1,410 @@
+//! A GPU, by way of NVIDIA's driver: feature `cuda`.
+//!
+//! The libraries are looked for when a GPU is opened ([`Gpu::open`]), so that the same binary runs without them. Kernels are compiled by NVRTC for
+//! the GPU's own architecture at the first use of a file of kernels, and kept on disk. Bytes go to and from the GPU by way of pinned memory.
+//!
+//! Each rank opens a GPU for itself. What several open is one context, in which they share the memory.
+
+mod compile;
+mod libraries;
+mod product;
+mod staging;
+
+use crate::device::Products;
+use crate::driver::{Address, Argument, Driver, DriverError, Event, Place, Product, Properties, Result, Stream};
+use compile::Compiler;
+use cudarc::driver::result::{
+    self as cuda, DriverError as Code, ctx, device, event, free_sync, malloc_sync, mem_get_info, memcpy_dtod_async,
+    memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
+};
+use cudarc::driver::sys::{
+    CUDA_MEMCPY2D_st, CUcontext, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction,
+    CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
+};
+use libraries::failed;
+use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
+use product::Library;
+use staging::{SLOT, Staging};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::Path;
+use std::ptr::{null, null_mut};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use libraries::{GpuError, count};
+
+/// Events of a stream. The next one takes the place of the oldest: who waits for that waits for a later moment of the same stream,
+/// which is queued already, so that no wait ever waits for what only follows it.
+const EVENTS: u64 = 256;
+
+/// An event's number is that of its moment in the stream, times this, plus the stream's.
+const STREAMS: u64 = 256;
+
+/// Bytes between rows that a copy of rows takes.
+const MAX_PITCH: usize = i32::MAX as usize;
+
+/// A GPU of one rank.
+#[derive(Debug)]
+pub struct Gpu {
+    properties: Properties,
+    context: Context,
+    compiler: Compiler,
+    state: Mutex<State>,
+}
+
+/// The context that all users of a GPU in a process share.
+#[derive(Debug)]
+struct Context {
+    device: CUdevice,
+    handle: CUcontext,
+}
+
+// SAFETY: a context may be used by any thread that made it current, by several at once too.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Makes it the one that calls of this thread are about.
+    fn enter(&self) -> Result<()> {
+        // SAFETY: it is retained until this is dropped.
+        unsafe { ctx::set_current(self.handle) }.map_err(failed("cuCtxSetCurrent"))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: it was retained once for this.
+        _ = unsafe { primary_ctx::release(self.device) };
+    }
+}
+
+/// What a rank has of a GPU.
+#[derive(Debug, Default)]
+struct State {
+    queues: Vec<Queue>,
+    staging: Staging,
+    modules: Vec<CUmodule>,
+    functions: HashMap<&'static str, CUfunction>,
+    library: Option<Library>,
+}
+
+// SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that they stand for is used
+// by one thread at a time, under the lock.
+unsafe impl Send for State {}
+
+/// A stream and its events.
+#[derive(Debug)]
+struct Queue {
+    stream: CUstream,
+    events: Vec<CUevent>,
+    recorded: u64,
+}
+
+impl Gpu {
+    /// The GPU of this number. Compiled kernels are kept in `kernels`. The library of products is needed only if `products` are its.
+    ///
+    /// # Errors
+    /// No driver or library, or one that is too old; no GPU of this number.
+    pub fn open(ordinal: usize, kernels: &Path, products: Products) -> std::result::Result<Self, GpuError> {
+        let (number, nvrtc) = libraries::find(ordinal)?;
+        if products == Products::OfTheLibrary {
+            libraries::find_products()?;
+        }
+        let attribute = |of| {
+            // SAFETY: the number is one of a GPU.
+            unsafe { device::get_attribute(number, of) }.map_err(failed("cuDeviceGetAttribute"))
+        };
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        // From 9.0 on, `a` is all that this one architecture has.
+        let architecture = format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" });
+        // SAFETY: the number is one of a GPU.
+        let memory = unsafe { device::total_mem(number) }.map_err(failed("cuDeviceTotalMem"))? as u64;
+        let name = device::get_name(number).map_err(failed("cuDeviceGetName"))?;
+        // SAFETY: the number is one of a GPU; it is released when the context is dropped.
+        let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
+        let gpu = Self {
+            properties: Properties { name, ordinal, memory },
+            context: Context { device: number, handle },
+            compiler: Compiler::new(kernels, &architecture, nvrtc),
+            state: Mutex::default(),
+        };
+        if products == Products::OfTheLibrary {
+            gpu.state()?.library = Some(Library::new()?);
+        }
+        Ok(gpu)
+    }
+
+    /// Compiles every kernel that is not on disk yet; otherwise a file of kernels is compiled when one of them is used first.
+    ///
+    /// # Errors
+    /// What NVRTC or the driver refuses.
+    pub fn compile_all(&self) -> Result<()> {
+        let mut state = self.state()?;
+        KERNELS.iter().try_for_each(|kernel| self.function(&mut state, kernel).map(drop))
+    }
+
+    /// The state, with the context current.
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        self.context.enter()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The function of a kernel, whose file is compiled and loaded when it is used first.
+    fn function(&self, state: &mut State, kernel: &'static Kernel) -> Result<CUfunction> {
+        if let Some(&function) = state.functions.get(kernel.name) {
+            return Ok(function);
+        }
+        let module = self.load(kernel.source)?;
+        state.modules.push(module);
+        for kernel in KERNELS.iter().filter(|other| other.source == kernel.source) {
+            let name = CString::new(kernel.name);
+            let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
+            // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
+            let function = unsafe { module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
+            state.functions.insert(kernel.name, function);
+        }
+        let missing = || DriverError::Kernel { kernel: kernel.name, why: "is not in its file".to_owned() };
+        state.functions.get(kernel.name).copied().ok_or_else(missing)
+    }
+
+    /// Loads a file of kernels. What is on disk and does not load, because it was damaged, is compiled anew.
+    fn load(&self, source: &'static Source) -> Result<CUmodule> {
+        let load = |anew| -> Result<CUmodule> {
+            let image = self.compiler.image(source, anew)?;
+            // SAFETY: the driver reads an image of machine code, whose header has its length, before this returns.
+            unsafe { module::load_data(image.as_ptr().cast()) }.map_err(failed("cuModuleLoadData"))
+        };
+        load(false).or_else(|error| match error {
+            DriverError::Call { call: "cuModuleLoadData", .. } => load(true),
+            other => Err(other),
+        })
+    }
+}
+
+impl State {
+    fn queue(&mut self, call: &'static str, stream: Stream) -> Result<&mut Queue> {
+        let unknown = || DriverError::Unknown { call, what: format!("{stream:?}") };
+        self.queues.get_mut(stream.0).ok_or_else(unknown)
+    }
+
+    fn stream(&mut self, call: &'static str, stream: Stream) -> Result<CUstream> {
+        self.queue(call, stream).map(|queue| queue.stream)
+    }
+
+    /// The GPU's event for one of ours, or for a later moment of the same stream.
+    fn event(&mut self, call: &'static str, event: Event) -> Result<CUevent> {
+        let (stream, moment) = (Stream((event.0 % STREAMS) as usize), event.0 / STREAMS);
+        let unknown = || DriverError::Unknown { call, what: format!("{event:?}") };
+        let queue = self.queue(call, stream).map_err(|_| unknown())?;
+        let known = (moment < queue.recorded).then(|| queue.events.get((moment % EVENTS) as usize));
+        known.flatten().copied().ok_or_else(unknown)
+    }
+}
+
+impl Driver for Gpu {
+    fn name(&self) -> &str {
+        "cuda"
+    }
+
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        let mut state = self.state()?;
+        if state.queues.len() as u64 >= STREAMS {
+            return Err(DriverError::Call { call: "cuStreamCreate", why: format!("a rank has at most {STREAMS}") });
+        }
+        let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
+        state.queues.push(Queue { stream, events: Vec::new(), recorded: 0 });
+        Ok(Stream(state.queues.len() - 1))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Address> {
+        let _state = self.state()?;
+        // SAFETY: freed by `free`, or with the context.
+        match unsafe { malloc_sync(bytes.max(1)) } {
+            Ok(at) => Ok(Address(at)),
+            Err(Code(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                let (free, total) = mem_get_info().map_err(failed("cuMemGetInfo"))?;
+                let (held, memory) = (total.saturating_sub(free) as u64, total as u64);
+                Err(DriverError::OutOfMemory { bytes, held, memory })
+            }
+            Err(other) => Err(failed("cuMemAlloc")(other)),
+        }
+    }
+
+    fn free(&self, at: Address) -> Result<()> {
+        let _state = self.state()?;
+        ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
+        // SAFETY: `alloc` gave it out, as the driver checks, and no queued work uses it any more.
+        unsafe { free_sync(at.0) }.map_err(failed("cuMemFree"))
+    }
+
+    fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn record(&self, stream: Stream) -> Result<Event> {
+        let mut state = self.state()?;
+        let queue = state.queue("record", stream)?;
+        let (moment, slot) = (queue.recorded, (queue.recorded % EVENTS) as usize);
+        if slot == queue.events.len() {
+            let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
+            queue.events.push(event::create(flags).map_err(failed("cuEventCreate"))?);
+        }
+        // SAFETY: both exist until the GPU is dropped.
+        unsafe { event::record(queue.events[slot], queue.stream) }.map_err(failed("cuEventRecord"))?;
+        queue.recorded += 1;
+        Ok(Event(moment * STREAMS + stream.0 as u64))
+    }
+
+    fn wait(&self, stream: Stream, event: Event) -> Result<()> {
+        let mut state = self.state()?;
+        let (event, stream) = (state.event("wait", event)?, state.stream("wait", stream)?);
+        let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both exist until the GPU is dropped.
+        unsafe { cuda::stream::wait_event(stream, event, flags) }.map_err(failed("cuStreamWaitEvent"))
+    }
+
+    fn finish(&self, event: Event) -> Result<()> {
+        let event = self.state()?.event("finish", event)?;
+        // SAFETY: it exists until the GPU is dropped. Not under the lock: other threads go on.
+        unsafe { event::synchronize(event) }.map_err(failed("cuEventSynchronize"))
+    }
+
+    fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
+        let mut state = self.state()?;
+        let queue = state.stream("write", stream)?;
+        for (part, bytes) in bytes.chunks(SLOT).enumerate() {
+            let mut slot = state.staging.take()?;
+            let staged = slot.bytes(bytes.len());
+            staged.copy_from_slice(bytes);
+            // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller answers for the destination.
+            let queued = unsafe { memcpy_htod_async(to.offset(part * SLOT).0, staged, queue) };
+            queued.map_err(failed("cuMemcpyHtoDAsync"))?;
+            // SAFETY: both exist until the GPU is dropped.
+            unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
+            state.staging.give_back(slot);
+        }
+        Ok(())
+    }
+
+    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+        for (part, into) in into.chunks_mut(SLOT).enumerate() {
+            let mut state = self.state()?;
+            let queue = state.stream("read", stream)?;
+            let mut slot = state.staging.take()?;
+            // SAFETY: the slot is this call's until the copy is over; the caller answers for the source.
+            let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.offset(part * SLOT).0, queue) };
+            queued.map_err(failed("cuMemcpyDtoHAsync"))?;
+            // SAFETY: both exist until the GPU is dropped.
+            unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
+            drop(state); // other threads go on while this one waits
+            slot.finish()?;
+            into.copy_from_slice(slot.bytes(into.len()));
+            self.state()?.staging.give_back(slot);
+        }
+        Ok(())
+    }
+
+    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
+        let mut state = self.state()?;
+        let queue = state.stream("copy", stream)?;
+        if bytes * rows == 0 {
+            return Ok(());
+        }
+        let queue_bytes = |from: Address, to: Address, bytes: usize| {
+            // SAFETY: the caller answers for both places, which do not overlap.
+            unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))
+        };
+        let pitches = bytes..=MAX_PITCH;
+        if rows == 1 || (from.pitch == bytes && to.pitch == bytes) {
+            queue_bytes(from.at, to.at, bytes * rows)
+        } else if pitches.contains(&from.pitch) && pitches.contains(&to.pitch) {
+            let copy = CUDA_MEMCPY2D_st {
+                srcXInBytes: 0,
+                srcY: 0,
+                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                srcHost: null(),
+                srcDevice: from.at.0,
+                srcArray: null_mut(),
+                srcPitch: from.pitch,
+                dstXInBytes: 0,
+                dstY: 0,
+                dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                dstHost: null_mut(),
+                dstDevice: to.at.0,
+                dstArray: null_mut(),
+                dstPitch: to.pitch,
+                WidthInBytes: bytes,
+                Height: rows,
+            };
+            // SAFETY: as above; the description is read during the call.
+            unsafe { cuMemcpy2DAsync_v2(&raw const copy, queue) }.result().map_err(failed("cuMemcpy2DAsync"))
+        } else {
+            let row = |row| queue_bytes(from.at.offset(row * from.pitch), to.at.offset(row * to.pitch), bytes);
+            (0..rows).try_for_each(row)
+        }
+    }
+
+    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        let queue = self.state()?.stream("zero", stream)?;
+        // SAFETY: the caller answers for the place.
+        unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))
+    }
+
+    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        crate::driver::check_arguments(kernel, args)?;
+        let mut state = self.state()?;
+        let (function, queue) = (self.function(&mut state, kernel)?, state.stream("launch", stream)?);
+        let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
+        let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
+        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled for the host; they are
+        // copied during the call. The caller answers for the places.
+        let queued = unsafe { cuda::launch_kernel(function, grid, block, 0, queue, &mut places) };
+        queued.map_err(|code| DriverError::Kernel {
+            kernel: kernel.name,
+            why: failed("cuLaunchKernel")(code).to_string(),
+        })
+    }
+
+    fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        let mut state = self.state()?;
+        let queue = state.stream("product", stream)?;
+        let [m, n, k] = product.mnk;
+        if k == 0 {
+            drop(state);
+            return if product.accumulate { Ok(()) } else { self.zero(stream, product.c, 4 * m * n) };
+        }
+        let closed =
+            || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };
+        state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // A GPU that failed keeps what it has until the process ends.
+        if self.context.enter().and_then(|()| ctx::synchronize().map_err(failed("cuCtxSynchronize"))).is_err() {
+            return;
+        }
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        state.staging.drop_all();
+        state.library.iter_mut().for_each(Library::drop_all);
+        for queue in state.queues.drain(..) {
+            // SAFETY: made by this, no work is queued, and they are gone from the list.
+            unsafe {
+                queue.events.into_iter().for_each(|event| _ = event::destroy(event));
+                _ = cuda::stream::destroy(queue.stream);
+            }
+        }
+        for module in state.modules.drain(..) {
+            // SAFETY: loaded by this; none of its functions runs, and none can be launched any more.
+            _ = unsafe { module::unload(module) };
+        }
+    }
+}

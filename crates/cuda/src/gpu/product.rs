@@ -1,0 +1,218 @@
+//! Matrix products of cuBLASLt, whose order of sums is its own.
+
+use crate::driver::{Address, DriverError, Operand, Product, Result, Stream};
+use cudarc::cublaslt::result::{
+    CublasError, create_handle, create_matmul_desc, create_matmul_pref, create_matrix_layout, destroy_handle,
+    destroy_matmul_desc, destroy_matmul_pref, destroy_matrix_layout, get_matmul_algo_heuristic, matmul,
+    set_matmul_desc_attribute, set_matmul_pref_attribute,
+};
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cudaDataType,
+};
+use cudarc::driver::result::{free_sync, malloc_sync};
+use cudarc::driver::sys::{CUdeviceptr, CUstream};
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+/// Bytes that a product may use beside its matrices.
+const WORKSPACE: usize = 32 << 20;
+
+/// Its alignment, and the most that is told of that of matrices.
+const ALIGNED: u64 = 256;
+
+/// cuBLASLt on one GPU.
+#[derive(Debug)]
+pub(super) struct Library {
+    handle: cublasLtHandle_t,
+    /// One for each stream, because products of two streams may run at the same time.
+    workspaces: HashMap<Stream, CUdeviceptr>,
+    algorithms: HashMap<Shape, cublasLtMatmulAlgo_t>,
+}
+
+/// All that an algorithm depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    mnk: [usize; 3],
+    transposed: [bool; 2],
+    bf16: bool,
+    /// Of A, B and C.
+    alignments: [u32; 3],
+}
+
+fn failed(call: &'static str) -> impl Fn(CublasError) -> DriverError {
+    move |error| DriverError::Call { call, why: format!("{:?}", error.0) }
+}
+
+impl Library {
+    /// The library must be there, and the context current.
+    pub(super) fn new() -> Result<Self> {
+        let handle = create_handle().map_err(failed("cublasLtCreate"))?;
+        Ok(Self { handle, workspaces: HashMap::new(), algorithms: HashMap::new() })
+    }
+
+    /// Queues a product whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
+    pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
+        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
+        if a.bf16 != b.bf16 {
+            let why = "operands of f32 and of bf16 in one product".to_owned();
+            return Err(DriverError::Call { call: "cublasLtMatmul", why });
+        }
+        // The library's matrices lie column by column, so that a matrix of ours is the transpose of its: it computes
+        // Cᵀ = op(B)ᵀ · op(A)ᵀ, and the operands change places.
+        let of = if a.bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
+        let stored = |operand: Operand, [rows, columns]: [usize; 2]| {
+            if operand.transposed { Layout::new(of, columns, rows) } else { Layout::new(of, rows, columns) }
+        };
+        let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
+        let out = Layout::new(cudaDataType::CUDA_R_32F, m, n)?;
+        let description = Description::new([b.transposed, a.transposed])?;
+        let alignments = [a.at, b.at, c].map(alignment);
+        let shape = Shape { mnk: product.mnk, transposed: [a.transposed, b.transposed], bf16: a.bf16, alignments };
+        let algorithm = match self.algorithms.get(&shape) {
+            Some(&algorithm) => algorithm,
+            None => {
+                let preference = Wish::new([alignments[1], alignments[0], alignments[2]])?;
+                // SAFETY: all of these exist until the end of this function.
+                let best = unsafe {
+                    get_matmul_algo_heuristic(self.handle, description.0, first.0, second.0, out.0, out.0, preference.0)
+                };
+                let best = best.map_err(failed("cublasLtMatmulAlgoGetHeuristic"))?;
+                *self.algorithms.entry(shape).or_insert(best.algo)
+            }
+        };
+        let workspace = self.workspace(stream)?;
+        let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
+        let at = |address: Address| address.0 as *const c_void;
+        // SAFETY: the descriptions are those of the matrices, whose addresses and sizes the caller answers for as for a kernel's; scales are
+        // read during the call, because their pointers are the host's; the workspace is this stream's, as large as the preference said.
+        let queued = unsafe {
+            matmul(
+                self.handle,
+                description.0,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                at(b.at),
+                first.0,
+                at(a.at),
+                second.0,
+                at(c),
+                out.0,
+                c.0 as *mut c_void,
+                out.0,
+                &raw const algorithm,
+                workspace as *mut c_void,
+                WORKSPACE,
+                queue.cast(),
+            )
+        };
+        queued.map_err(failed("cublasLtMatmul"))
+    }
+
+    fn workspace(&mut self, stream: Stream) -> Result<CUdeviceptr> {
+        if let Some(&at) = self.workspaces.get(&stream) {
+            return Ok(at);
+        }
+        // SAFETY: freed in `drop_all`, or with the context.
+        let at = unsafe { malloc_sync(WORKSPACE) }.map_err(super::libraries::failed("cuMemAlloc"))?;
+        Ok(*self.workspaces.entry(stream).or_insert(at))
+    }
+
+    /// Frees all that it has. The context must be current, and no product under way.
+    pub(super) fn drop_all(&mut self) {
+        for (_, at) in self.workspaces.drain() {
+            // SAFETY: allocated in `workspace`, and gone from the list.
+            _ = unsafe { free_sync(at) };
+        }
+        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
+        if !handle.is_null() {
+            // SAFETY: made in `new`, and destroyed once.
+            _ = unsafe { destroy_handle(handle) };
+        }
+    }
+}
+
+/// The largest power of two that divides an address, as far as it is of interest.
+fn alignment(at: Address) -> u32 {
+    (1 << at.0.trailing_zeros().min(ALIGNED.trailing_zeros())) as u32
+}
+
+/// A matrix as the library sees it.
+struct Layout(cublasLtMatrixLayout_t);
+
+impl Layout {
+    /// Of a matrix of ours, row by row.
+    fn new(of: cudaDataType, rows: usize, columns: usize) -> Result<Self> {
+        let layout = create_matrix_layout(of, columns as u64, rows as u64, columns as i64);
+        layout.map(Self).map_err(failed("cublasLtMatrixLayoutCreate"))
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nothing keeps it: a queued product has copied it.
+        _ = unsafe { destroy_matrix_layout(self.0) };
+    }
+}
+
+/// A product as the library sees it, with sums in f32.
+struct Description(cublasLtMatmulDesc_t);
+
+impl Description {
+    fn new(transposed: [bool; 2]) -> Result<Self> {
+        let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
+        let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
+        let attributes = [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
+        for (attribute, transposed) in attributes.into_iter().zip(transposed) {
+            let operation = i32::from(transposed); // CUBLAS_OP_N and CUBLAS_OP_T
+            // SAFETY: the attribute is a number of 32 bits, which is read during the call.
+            let set = unsafe { set_matmul_desc_attribute(description.0, attribute, (&raw const operation).cast(), 4) };
+            set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
+        }
+        Ok(description)
+    }
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nothing keeps it.
+        _ = unsafe { destroy_matmul_desc(self.0) };
+    }
+}
+
+/// What an algorithm may use and rely on.
+struct Wish(cublasLtMatmulPreference_t);
+
+impl Wish {
+    /// Alignments in bytes of the library's first operand, its second, and of the result.
+    fn new([first, second, out]: [u32; 3]) -> Result<Self> {
+        let call = "cublasLtMatmulPreferenceSetAttribute";
+        let wish = Self(create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?);
+        let workspace = WORKSPACE as u64;
+        // SAFETY: the attribute is a number of 64 bits, which is read during the call.
+        let set = unsafe {
+            let attribute = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            set_matmul_pref_attribute(wish.0, attribute, (&raw const workspace).cast(), 8)
+        };
+        set.map_err(failed(call))?;
+        for (attribute, alignment) in [
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, first),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, second),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out),
+        ] {
+            // SAFETY: the attribute is a number of 32 bits, which is read during the call.
+            let set = unsafe { set_matmul_pref_attribute(wish.0, attribute, (&raw const alignment).cast(), 4) };
+            set.map_err(failed(call))?;
+        }
+        Ok(wish)
+    }
+}
+
+impl Drop for Wish {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nothing keeps it.
+        _ = unsafe { destroy_matmul_pref(self.0) };
+    }
+}

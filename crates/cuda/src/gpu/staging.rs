@@ -1,0 +1,76 @@
+//! Pinned host memory, by way of which bytes go to and from a GPU: only from there does a copy run beside the host's work.
+
+use super::libraries::failed;
+use crate::driver::Result;
+use cudarc::driver::result::{event, free_host, malloc_host};
+use cudarc::driver::sys::{CUevent, CUevent_flags};
+use std::collections::VecDeque;
+
+/// Bytes of a slot.
+pub(super) const SLOT: usize = 4 << 20;
+
+/// Slots of a GPU, and one for each thread that finds all of them taken. If all are in flight, the next copy waits for the first.
+const SLOTS: usize = 8;
+
+/// Pinned memory of [`SLOT`] bytes, and when the last copy that uses it is over.
+#[derive(Debug)]
+pub(super) struct Slot {
+    at: *mut u8,
+    pub(super) done: CUevent,
+}
+
+/// Slots, those first that have been in use for longest.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    slots: VecDeque<Slot>,
+    made: usize,
+}
+
+impl Slot {
+    /// As many of its bytes, at most [`SLOT`].
+    pub(super) fn bytes(&mut self, count: usize) -> &mut [u8] {
+        assert!(count <= SLOT);
+        // SAFETY: within the allocation, which was zeroed; whoever took the slot alone has it, and no copy is under way.
+        unsafe { std::slice::from_raw_parts_mut(self.at, count) }
+    }
+
+    /// Waits until no copy uses it.
+    pub(super) fn finish(&self) -> Result<()> {
+        // SAFETY: the event lives as long as the slot.
+        unsafe { event::synchronize(self.done) }.map_err(failed("cuEventSynchronize"))
+    }
+}
+
+impl Staging {
+    /// A slot that no copy uses. The context must be current.
+    pub(super) fn take(&mut self) -> Result<Slot> {
+        // SAFETY: the event lives as long as the slot.
+        let idle = |slot: &Slot| unsafe { event::query(slot.done) }.is_ok();
+        if let Some(slot) = self.slots.pop_front_if(|slot| self.made >= SLOTS || idle(slot)) {
+            return slot.finish().map(|()| slot);
+        }
+        let done = event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
+        // SAFETY: no flags; the memory is freed in `drop_all`, or with the process.
+        let at = unsafe { malloc_host(SLOT, 0) }.map_err(failed("cuMemHostAlloc"))?.cast::<u8>();
+        // SAFETY: as many bytes as were just allocated.
+        unsafe { at.write_bytes(0, SLOT) };
+        self.made += 1;
+        Ok(Slot { at, done })
+    }
+
+    /// Takes a slot back, whose copy may be under way until its event.
+    pub(super) fn give_back(&mut self, slot: Slot) {
+        self.slots.push_back(slot);
+    }
+
+    /// Frees all slots. The context must be current, and no copy under way.
+    pub(super) fn drop_all(&mut self) {
+        for slot in self.slots.drain(..) {
+            // SAFETY: made in `take`, and no longer used: the slots are gone from the list.
+            unsafe {
+                _ = event::destroy(slot.done);
+                _ = free_host(slot.at.cast());
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What the driver promises, call by call.
+
+use crate::gpu;
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Place, Product, Stream};
+use meshwork_kernels::kernel;
+
+fn write(driver: &dyn Driver, stream: Stream, values: &[f32]) -> Address {
+    let at = driver.alloc(size_of_val(values)).unwrap();
+    driver.write(stream, at, bytemuck::cast_slice(values)).unwrap();
+    at
+}
+
+fn read(driver: &dyn Driver, stream: Stream, at: Address, count: usize) -> Vec<f32> {
+    let mut values = vec![0.0_f32; count];
+    driver.read(stream, at, bytemuck::cast_slice_mut(&mut values)).unwrap();
+    values
+}
+
+fn numbers(count: usize) -> Vec<f32> {
+    (0..count).map(|i| i as f32).collect()
+}
+
+/// More copies than there are slots of pinned memory, larger than one, none of them waited for: each has its own bytes.
+#[test]
+fn copies_from_the_host_keep_the_bytes_of_the_call() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let large = write(&driver, stream, &numbers(3_000_001));
+    let small: Vec<Address> = (0..40).map(|i| write(&driver, stream, &[i as f32; 3])).collect();
+    for (i, at) in small.into_iter().enumerate() {
+        assert_eq!(read(&driver, stream, at, 3), [i as f32; 3]);
+        driver.free(at).unwrap();
+    }
+    assert!(read(&driver, stream, large, 3_000_001) == numbers(3_000_001));
+    driver.free(large).unwrap();
+}
+
+#[test]
+fn rows_are_copied_whatever_their_distance() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let (x, y) = (write(&driver, stream, &numbers(12)), write(&driver, stream, &[0.0; 12]));
+    let place = |at: Address, pitch| Place { at, pitch };
+    // Rows of two of four; then without gaps; then one row three times.
+    driver.copy(stream, place(x.offset(4), 16), place(y, 8), 8, 3).unwrap();
+    assert_eq!(read(&driver, stream, y, 6), [1.0, 2.0, 5.0, 6.0, 9.0, 10.0]);
+    driver.copy(stream, place(x, 8), place(y.offset(8), 8), 8, 2).unwrap();
+    assert_eq!(read(&driver, stream, y, 6), [1.0, 2.0, 0.0, 1.0, 2.0, 3.0]);
+    driver.copy(stream, place(x.offset(28), 0), place(y, 4), 4, 3).unwrap();
+    assert_eq!(read(&driver, stream, y, 4), [7.0, 7.0, 7.0, 1.0]);
+    driver.copy(stream, place(x, 8), place(y, 8), 0, 3).unwrap();
+    driver.zero(stream, y, 8).unwrap();
+    assert_eq!(read(&driver, stream, y, 3), [0.0, 0.0, 7.0]);
+    [x, y].into_iter().for_each(|at| driver.free(at).unwrap());
+}
+
+/// Also of events that were recorded so long ago that the driver has used theirs again.
+#[test]
+fn events_order_streams() {
+    let Some(driver) = gpu() else { return };
+    let (one, other) = (driver.stream().unwrap(), driver.stream().unwrap());
+    let x = write(&driver, one, &[1.0; 8]);
+    let events: Vec<Event> = (0..1000).map(|_| driver.record(one).unwrap()).collect();
+    for &event in [&events[0], &events[999]] {
+        driver.wait(other, event).unwrap();
+        driver.finish(event).unwrap();
+    }
+    assert_eq!(read(&driver, other, x, 8), [1.0; 8]);
+    let none = Event(events[999].0 + 256);
+    assert_eq!(driver.wait(other, none).unwrap_err(), DriverError::Unknown { call: "wait", what: format!("{none:?}") });
+    let gone = driver.record(Stream(7)).unwrap_err();
+    assert_eq!(gone.to_string(), "record: Stream(7) is not one of this device");
+    driver.free(x).unwrap();
+}
+
+#[test]
+fn kernels_get_their_arguments() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let (sum, x) = (write(&driver, stream, &[1.0; 300]), write(&driver, stream, &numbers(300)));
+    let add = kernel("add_assign").unwrap();
+    let launch = add.geometry.launch(299, 0).unwrap();
+    driver.launch(stream, add, launch, &[sum.into(), x.into(), 299_usize.into()]).unwrap();
+    let want: Vec<f32> = (0..300).map(|i| if i < 299 { i as f32 + 1.0 } else { 1.0 }).collect();
+    assert_eq!(read(&driver, stream, sum, 300), want);
+    let wrong: [Argument; 2] = [sum.into(), x.into()];
+    let wrong = driver.launch(stream, add, launch, &wrong).unwrap_err().to_string();
+    assert_eq!(wrong, "kernel add_assign takes 3 arguments and was given 2");
+    [sum, x].into_iter().for_each(|at| driver.free(at).unwrap());
+}
+
+/// All ways to store the operands, of f32 and of bf16, at addresses that are aligned to no more than their elements.
+#[test]
+fn products_are_those_of_row_major_matrices() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let [m, n, k] = [2, 3, 4];
+    let (a, b) = (numbers(m * k), numbers(k * n));
+    let product = |i: usize, j: usize| (0..k).map(|p| a[i * k + p] * b[p * n + j]).sum::<f32>();
+    let want: Vec<f32> = (0..m * n).map(|at| product(at / n, at % n)).collect();
+    let turned = |x: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+        (0..rows * columns).map(|at| x[at % rows * columns + at / rows]).collect()
+    };
+    for (bf16, accumulate) in [(false, false), (false, true), (true, false)] {
+        for transposed in [[false, false], [false, true], [true, false], [true, true]] {
+            let store = |x: &[f32], turn: bool, [rows, columns]: [usize; 2]| {
+                let values = if turn { turned(x, rows, columns) } else { x.to_vec() };
+                let (first, bytes): (usize, Vec<u8>) = match bf16 {
+                    true => (2, values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect()),
+                    false => (4, values.iter().flat_map(|x| x.to_le_bytes()).collect()),
+                };
+                let at = driver.alloc(first + bytes.len()).unwrap();
+                driver.write(stream, at.offset(first), &bytes).unwrap();
+                (at, Operand { at: at.offset(first), transposed: turn, bf16 })
+            };
+            let (a, b) = (store(&a, transposed[0], [m, k]), store(&b, transposed[1], [k, n]));
+            let c = write(&driver, stream, &vec![0.5; m * n]);
+            driver.product(stream, Product { mnk: [m, n, k], operands: [a.1, b.1], c, accumulate }).unwrap();
+            let before = if accumulate { 0.5 } else { 0.0 };
+            let want: Vec<f32> = want.iter().map(|x| x + before).collect();
+            assert_eq!(read(&driver, stream, c, m * n), want, "{bf16} {accumulate} {transposed:?}");
+            let nothing = Product { mnk: [m, n, 0], operands: [a.1, b.1], c, accumulate };
+            driver.product(stream, nothing).unwrap();
+            let left = if accumulate { want } else { vec![0.0; m * n] };
+            assert_eq!(read(&driver, stream, c, m * n), left, "sums of nothing");
+            [a.0, b.0, c].into_iter().for_each(|at| driver.free(at).unwrap());
+        }
+    }
+}
+
+#[test]
+fn memory_that_is_not_there_is_refused() {
+    let Some(driver) = gpu() else { return };
+    let more = driver.properties().memory as usize + 1;
+    let full = driver.alloc(more).unwrap_err();
+    assert!(matches!(full, DriverError::OutOfMemory { bytes, .. } if bytes == more), "{full}");
+    let at = driver.alloc(1000).unwrap();
+    assert_eq!(at.0 % 256, 0);
+    driver.free(at).unwrap();
+    let call = "cuMemFree";
+    assert!(matches!(driver.free(Address(1)).unwrap_err(), DriverError::Call { call: other, .. } if other == call));
+}

@@ -1,0 +1,39 @@
+//! The driver of GPUs: the tests of operations and of whole steps on the first GPU, and all of them once more on a stand-in for NVIDIA's libraries.
+//!
+//! Without a GPU the former say `SKIPPED` and why, and pass; the stand-in needs g++.
+
+mod driver;
+#[path = "../suite/ops.rs"]
+mod ops;
+mod stand_in;
+#[path = "../suite/train.rs"]
+mod train;
+
+use meshwork_cuda::device::Products;
+use meshwork_cuda::{Driver, Gpu, Order};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Seeds in which a whole step is run: a GPU has an order of its own.
+const ORDERS: u64 = 1;
+
+/// Where compiled kernels are kept.
+fn kernels() -> PathBuf {
+    std::env::var_os("STAND_IN_CACHE").map_or(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("cubins"), PathBuf::from)
+}
+
+/// The first GPU. `None`, and a line that says why, if there is none.
+fn gpu() -> Option<Gpu> {
+    match Gpu::open(0, &kernels(), Products::OfTheLibrary) {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            None
+        }
+    }
+}
+
+/// What the tests of operations and of steps run on.
+fn driver(_: Order) -> Option<Arc<dyn Driver>> {
+    Some(Arc::new(gpu()?))
+}

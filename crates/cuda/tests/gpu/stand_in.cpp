@@ -1,0 +1,399 @@
+// A stand-in for libcuda, libnvrtc and libcublasLt in host memory, for machines without a GPU: one file, compiled to one library that is found
+// under the three names. It behaves as the documentation of CUDA says, as far as `src/gpu` relies on it, and is strict where a driver is not:
+//
+// - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has the wrong bytes,
+//   and an argument that was not copied during the call is gone.
+// - A handle that is not alive, memory that is freed while work is queued, or a call without a current context is an error.
+// - NVRTC "compiles" to a list of the kernels of a source; a launch runs the kernel that g++ compiled for the host.
+// - When the last user of the context is gone, everything must have been given back; what was not is written to the report.
+//
+// Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
+// STAND_IN_DEVICES, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile).
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <dlfcn.h>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+typedef int Result;
+enum : Result { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
+                ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
+
+namespace {
+long setting(const char *name, long otherwise) {
+    const char *text = getenv(name);
+    return text ? atol(text) : otherwise;
+}
+
+struct Event { bool queued = false; };
+struct Stream { int unused; };
+struct Function { std::string name; int arguments; };
+struct Module { std::map<std::string, Function> functions; };
+
+std::recursive_mutex lock;
+typedef std::lock_guard<std::recursive_mutex> Guard;
+std::map<uint64_t, std::pair<char *, size_t>> memory; // by address
+std::set<void *> pinned;
+std::set<Event *> events;
+std::set<Stream *> streams;
+std::set<Module *> modules;
+std::deque<std::pair<Event *, std::function<Result()>>> queue; // work; of a record, its event
+size_t held = 0;
+int users = 0;
+Result fault = OK;
+thread_local bool current = false;
+
+size_t total() { return setting("STAND_IN_MEMORY", 1l << 30); }
+
+void report(const std::string &line) {
+    if (const char *path = getenv("STAND_IN_REPORT"))
+        if (FILE *file = fopen(path, "a")) {
+            fprintf(file, "%s\n", line.c_str());
+            fclose(file);
+        }
+}
+
+bool lies(uint64_t at, size_t bytes) {
+    auto next = memory.upper_bound(at);
+    if (next == memory.begin()) return false;
+    auto &found = *--next;
+    return at + bytes <= found.first + found.second.second;
+}
+
+// Runs queued work up to `until`, or all. The order in which it was queued is one that streams and events permit.
+Result run(Event *until = nullptr) {
+    while (!queue.empty() && (!until || until->queued)) {
+        auto [event, work] = queue.front();
+        queue.pop_front();
+        if (event) event->queued = false;
+        else if (Result result = work(); result && !fault) fault = result;
+    }
+    return fault;
+}
+
+template <typename F> Result push(void *stream, F work) {
+    if (!current) return INVALID_CONTEXT;
+    if (!streams.count((Stream *)stream)) return INVALID_HANDLE;
+    if (fault) return fault;
+    queue.emplace_back(nullptr, work);
+    return OK;
+}
+
+Result copy(void *stream, char *to, const char *from, size_t bytes, uint64_t on_device) {
+    if (!lies(on_device, bytes)) return INVALID_VALUE;
+    return push(stream, [=] { memmove(to, from, bytes); return OK; });
+}
+} // namespace
+
+#define C extern "C" Result
+#define ENTER Guard guard(lock)
+#define CONTEXT ENTER; if (!current) return INVALID_CONTEXT
+
+C cuDriverGetVersion(int *version) { *version = setting("STAND_IN_VERSION", 13000); return OK; }
+C cuInit(unsigned) { return setting("STAND_IN_DEVICES", 2) ? OK : NO_DEVICE; }
+C cuDeviceGetCount(int *count) { *count = setting("STAND_IN_DEVICES", 2); return OK; }
+C cuDeviceGet(int *out, int ordinal) { *out = ordinal; return OK; }
+C cuDeviceGetName(char *name, int length, int) { snprintf(name, length, "stand-in"); return OK; }
+C cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = total(); return OK; }
+C cuDeviceGetAttribute(int *value, int attribute, int) {
+    if (attribute != 75 && attribute != 76) return INVALID_VALUE;
+    *value = attribute == 75 ? 9 : 0; // compute capability 9.0
+    return OK;
+}
+C cuGetErrorName(Result code, const char **name) {
+    static const std::map<Result, const char *> names = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+        {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {400, "CUDA_ERROR_INVALID_HANDLE"},
+        {401, "CUDA_ERROR_ILLEGAL_STATE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+    auto found = names.find(code);
+    *name = found == names.end() ? "CUDA_ERROR_UNKNOWN" : found->second;
+    return OK;
+}
+C cuGetErrorString(Result, const char **text) { *text = "says the stand-in"; return OK; }
+
+C cuDevicePrimaryCtxRetain(void **context, int) { ENTER; users++; *context = &users; return OK; }
+C cuDevicePrimaryCtxRelease_v2(int) {
+    ENTER;
+    if (--users) return OK;
+    std::ostringstream line;
+    line << "left: " << memory.size() << " allocations, " << pinned.size() << " pinned, " << events.size() << " events, " << streams.size()
+         << " streams, " << modules.size() << " modules, " << queue.size() << " queued";
+    report(line.str());
+    return OK;
+}
+C cuCtxSetCurrent(void *context) { current = context == &users; return current ? OK : INVALID_CONTEXT; }
+C cuCtxSynchronize() { CONTEXT; return run(); }
+
+C cuMemGetInfo_v2(size_t *free, size_t *all) { CONTEXT; *all = total(); *free = *all - held; return OK; }
+C cuMemAlloc_v2(uint64_t *at, size_t bytes) {
+    CONTEXT;
+    if (held + bytes > total()) return OUT_OF_MEMORY;
+    char *block = (char *)aligned_alloc(256, (bytes + 255) / 256 * 256);
+    if (!block) return OUT_OF_MEMORY;
+    memset(block, 0xff, bytes);
+    memory[*at = (uint64_t)block] = {block, bytes};
+    held += bytes;
+    return OK;
+}
+C cuMemFree_v2(uint64_t at) {
+    CONTEXT;
+    auto found = memory.find(at);
+    if (found == memory.end()) return INVALID_VALUE;
+    if (!queue.empty()) return ILLEGAL_STATE;
+    held -= found->second.second;
+    free(found->second.first);
+    memory.erase(found);
+    return OK;
+}
+C cuMemHostAlloc(void **at, size_t bytes, unsigned) { CONTEXT; pinned.insert(*at = malloc(bytes)); return OK; }
+C cuMemFreeHost(void *at) {
+    CONTEXT;
+    if (!pinned.erase(at)) return INVALID_VALUE;
+    free(at);
+    return OK;
+}
+
+C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream; streams.insert(made); *stream = made; return OK; }
+C cuStreamDestroy_v2(void *stream) {
+    CONTEXT;
+    if (!streams.erase((Stream *)stream)) return INVALID_HANDLE;
+    delete (Stream *)stream;
+    return OK;
+}
+C cuStreamWaitEvent(void *stream, void *event, unsigned) {
+    CONTEXT;
+    return streams.count((Stream *)stream) && events.count((Event *)event) ? OK : INVALID_HANDLE; // in order anyway
+}
+C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event; events.insert(made); *event = made; return OK; }
+C cuEventDestroy_v2(void *event) {
+    CONTEXT;
+    if (!events.erase((Event *)event)) return INVALID_HANDLE;
+    delete (Event *)event;
+    return OK;
+}
+C cuEventRecord(void *event, void *stream) {
+    CONTEXT;
+    auto at = (Event *)event;
+    if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
+    for (auto &work : queue) if (work.first == at) work = {nullptr, [] { return OK; }}; // recorded anew: the later moment counts
+    at->queued = true;
+    queue.emplace_back(at, nullptr);
+    return fault;
+}
+C cuEventQuery(void *event) {
+    CONTEXT;
+    if (!events.count((Event *)event)) return INVALID_HANDLE;
+    return ((Event *)event)->queued ? NOT_READY : fault;
+}
+C cuEventSynchronize(void *event) {
+    CONTEXT;
+    return events.count((Event *)event) ? run((Event *)event) : INVALID_HANDLE;
+}
+
+C cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
+    CONTEXT;
+    return copy(stream, (char *)to, (const char *)from, bytes, to);
+}
+C cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
+    CONTEXT;
+    return copy(stream, (char *)to, (const char *)from, bytes, from);
+}
+C cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream) {
+    CONTEXT;
+    return lies(from, bytes) ? copy(stream, (char *)to, (const char *)from, bytes, to) : INVALID_VALUE;
+}
+C cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *stream) {
+    CONTEXT;
+    if (!lies(at, bytes)) return INVALID_VALUE;
+    return push(stream, [=] { memset((void *)at, value, bytes); return OK; });
+}
+struct Copy2D {
+    size_t from_x, from_y; int from_kind; const void *from_host; uint64_t from; void *from_array; size_t from_pitch;
+    size_t to_x, to_y; int to_kind; void *to_host; uint64_t to; void *to_array; size_t to_pitch;
+    size_t bytes, rows;
+};
+C cuMemcpy2DAsync_v2(const Copy2D *given, void *stream) {
+    CONTEXT;
+    Copy2D c = *given;
+    if (c.from_kind != 2 || c.to_kind != 2 || c.from_pitch < c.bytes || c.to_pitch < c.bytes) return INVALID_VALUE;
+    if (!lies(c.from, (c.rows - 1) * c.from_pitch + c.bytes) || !lies(c.to, (c.rows - 1) * c.to_pitch + c.bytes)) return INVALID_VALUE;
+    return push(stream, [=] {
+        for (size_t row = 0; row < c.rows; row++)
+            memcpy((char *)c.to + row * c.to_pitch, (char *)c.from + row * c.from_pitch, c.bytes);
+        return OK;
+    });
+}
+
+C cuModuleLoadData(void **module, const void *image) {
+    CONTEXT;
+    std::istringstream words((const char *)image);
+    std::string name;
+    if (!(words >> name) || name != "stand-in") return INVALID_IMAGE;
+    auto made = new Module;
+    for (int arguments; words >> name >> arguments;) made->functions[name] = {name, arguments};
+    modules.insert(made);
+    *module = made;
+    return OK;
+}
+C cuModuleUnload(void *module) {
+    CONTEXT;
+    if (!modules.erase((Module *)module)) return INVALID_HANDLE;
+    delete (Module *)module;
+    return OK;
+}
+C cuModuleGetFunction(void **function, void *module, const char *name) {
+    CONTEXT;
+    auto of = (Module *)module;
+    if (!modules.count(of)) return INVALID_HANDLE;
+    auto found = of->functions.find(name);
+    if (found == of->functions.end()) return NOT_FOUND;
+    *function = &found->second;
+    return OK;
+}
+
+// From the library of kernels: runs one.
+typedef const char *(*Launch)(const char *, void **, const uint32_t *, const uint32_t *, uint64_t);
+static Launch launcher() {
+    static Launch found = [] {
+        const char *path = getenv("STAND_IN_KERNELS");
+        void *library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
+        return library ? (Launch)dlsym(library, "meshwork_launch") : nullptr;
+    }();
+    return found;
+}
+C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
+                 void **given, void **) {
+    CONTEXT;
+    if (shared || !launcher()) return INVALID_VALUE;
+    auto [name, arguments] = *(Function *)function;
+    std::vector<uint64_t> values;
+    for (int i = 0; i < arguments; i++) values.push_back(*(uint64_t *)given[i]);
+    return push(stream, [=, name = name]() mutable -> Result {
+        std::vector<void *> places;
+        for (auto &value : values) places.push_back(&value);
+        uint32_t grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
+        const char *failure = launcher()(name.c_str(), places.data(), grid, block, 0);
+        if (failure) report("kernel " + name + ": " + failure);
+        return failure ? LAUNCH_FAILED : OK;
+    });
+}
+
+// NVRTC. An image is `stand-in`, and the name and number of arguments of each kernel: `KERNEL name(type a, type b) {`.
+
+struct Program { std::string source, name, log, image; };
+
+C nvrtcVersion(int *major, int *minor) { *major = setting("STAND_IN_NVRTC", 13), *minor = 0; return OK; }
+C nvrtcCreateProgram(Program **program, const char *source, const char *name, int headers, const char *const *, const char *const *names) {
+    *program = new Program{source, name, "", ""};
+    // Every include is among the headers.
+    for (size_t at = 0; (at = (*program)->source.find("#include \"", at)) != std::string::npos; at++) {
+        std::string rest = (*program)->source.substr(at + 10), wanted = rest.substr(0, rest.find('"'));
+        bool known = false;
+        for (int i = 0; i < headers; i++) known |= wanted == names[i];
+        if (!known) (*program)->log = "no header " + wanted;
+    }
+    return OK;
+}
+C nvrtcDestroyProgram(Program **program) { delete *program; *program = nullptr; return OK; }
+C nvrtcCompileProgram(Program *program, int count, const char *const *options) {
+    std::string all;
+    for (int i = 0; i < count; i++) all += std::string(" ") + options[i];
+    report("compiles " + program->name + all);
+    const char *refuses = getenv("STAND_IN_REFUSES");
+    if (refuses && program->name == refuses) program->log = program->name + "(1): error: the stand-in refuses it";
+    if (!program->log.empty()) return 6; // NVRTC_ERROR_COMPILATION
+    std::ostringstream image("stand-in", std::ios::ate);
+    const std::string &text = program->source;
+    for (size_t at = 0; (at = text.find("\nKERNEL ", at)) != std::string::npos; at++) {
+        size_t begin = at + 8, open = text.find('(', begin), close = text.find(')', open), arguments = 1;
+        for (size_t i = open; i < close; i++) arguments += text[i] == ',';
+        image << ' ' << text.substr(begin, open - begin) << ' ' << arguments;
+    }
+    program->image = image.str();
+    return OK;
+}
+C nvrtcGetProgramLogSize(Program *program, size_t *size) { *size = program->log.size() + 1; return OK; }
+C nvrtcGetProgramLog(Program *program, char *log) { strcpy(log, program->log.c_str()); return OK; }
+C nvrtcGetCUBINSize(Program *program, size_t *size) { *size = program->image.size() + 1; return OK; }
+C nvrtcGetCUBIN(Program *program, char *image) { strcpy(image, program->image.c_str()); return OK; }
+
+// cuBLASLt. Matrices lie column by column.
+
+struct Matrix { int type; uint64_t rows, columns; int64_t stride; };
+struct Operation { int transposed[2]; };
+struct Wish { uint64_t workspace; uint32_t aligned[4]; };
+struct Algorithm { uint64_t aligned[4], workspace, rest[3]; };
+struct Heuristic { Algorithm algorithm; size_t workspace; int state; float waves; int reserved[4]; };
+
+C cublasLtCreate(void **handle) { *handle = malloc(1); return OK; }
+C cublasLtDestroy(void *handle) { free(handle); return OK; }
+C cublasLtMatrixLayoutCreate(Matrix **made, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+    *made = new Matrix{type, rows, columns, stride};
+    return OK;
+}
+C cublasLtMatrixLayoutDestroy(Matrix *matrix) { delete matrix; return OK; }
+C cublasLtMatmulDescCreate(Operation **made, int, int) { *made = new Operation{}; return OK; }
+C cublasLtMatmulDescDestroy(Operation *operation) { delete operation; return OK; }
+C cublasLtMatmulDescSetAttribute(Operation *operation, int attribute, const void *value, size_t bytes) {
+    if (bytes != 4 || attribute < 3 || attribute > 4) return 7; // CUBLAS_STATUS_INVALID_VALUE
+    memcpy(&operation->transposed[attribute - 3], value, 4);
+    return OK;
+}
+C cublasLtMatmulPreferenceCreate(Wish **made) { *made = new Wish{0, {256, 256, 256, 256}}; return OK; }
+C cublasLtMatmulPreferenceDestroy(Wish *wish) { delete wish; return OK; }
+C cublasLtMatmulPreferenceSetAttribute(Wish *wish, int attribute, const void *value, size_t bytes) {
+    if (attribute == 1 && bytes == 8) memcpy(&wish->workspace, value, 8);
+    else if (attribute >= 5 && attribute <= 8 && bytes == 4) memcpy(&wish->aligned[attribute - 5], value, 4);
+    else return 7;
+    return OK;
+}
+C cublasLtMatmulAlgoGetHeuristic(void *, Operation *, Matrix *, Matrix *, Matrix *, Matrix *, Wish *wish, int, Heuristic *found, int *count) {
+    *found = {};
+    for (int i = 0; i < 4; i++) found->algorithm.aligned[i] = wish->aligned[i];
+    found->algorithm.workspace = found->workspace = wish->workspace;
+    *count = 1;
+    return OK;
+}
+C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a, Matrix *a_layout, const void *b, Matrix *b_layout,
+                 const float *beta, const void *c, Matrix *c_layout, void *d, Matrix *d_layout, const Algorithm *algorithm, void *workspace,
+                 size_t workspace_bytes, void *stream) {
+    CONTEXT;
+    auto [by, and_by] = std::pair(*a_layout, *b_layout);
+    Matrix out = *d_layout;
+    auto [a_turned, b_turned] = std::pair(operation->transposed[0], operation->transposed[1]);
+    float scale = *alpha, keep = *beta;
+    uint64_t m = a_turned ? by.columns : by.rows, k = a_turned ? by.rows : by.columns;
+    uint64_t n = b_turned ? and_by.rows : and_by.columns, other_k = b_turned ? and_by.columns : and_by.rows;
+    const void *places[] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) if ((uint64_t)places[i] % algorithm->aligned[i]) return 13; // CUBLAS_STATUS_EXECUTION_FAILED
+    if (k != other_k || out.rows != m || out.columns != n || out.type || c_layout->type || by.type != and_by.type) return 7;
+    if (workspace_bytes < algorithm->workspace || !lies((uint64_t)workspace, workspace_bytes)) return 7;
+    auto bytes = [](Matrix of) { return ((of.columns - 1) * of.stride + of.rows) * (of.type == 14 ? 2 : 4); };
+    if (!lies((uint64_t)a, bytes(by)) || !lies((uint64_t)b, bytes(and_by)) || !lies((uint64_t)d, bytes(out))) return 7;
+    auto element = [](const void *at, Matrix of, uint64_t row, uint64_t column) -> double {
+        uint64_t i = column * of.stride + row;
+        if (of.type == 0) return ((const float *)at)[i];
+        uint32_t wide = (uint32_t)((const uint16_t *)at)[i] << 16;
+        float value;
+        memcpy(&value, &wide, 4);
+        return value;
+    };
+    return push(stream, [=, by = by, and_by = and_by, a_turned = a_turned, b_turned = b_turned] {
+        for (uint64_t j = 0; j < n; j++)
+            for (uint64_t i = 0; i < m; i++) {
+                double sum = 0;
+                for (uint64_t p = 0; p < k; p++)
+                    sum += (a_turned ? element(a, by, p, i) : element(a, by, i, p)) * (b_turned ? element(b, and_by, j, p) : element(b, and_by, p, j));
+                float *at = (float *)d + j * out.stride + i;
+                *at = (float)(scale * sum) + (keep ? keep * ((const float *)c)[j * out.stride + i] : 0);
+            }
+        return OK;
+    });
+}

@@ -1,0 +1,160 @@
+//! The driver over a stand-in for NVIDIA's libraries (`stand_in.cpp`), which this program finds when it starts itself once more.
+
+use meshwork_cuda::Gpu;
+use meshwork_cuda::device::Products;
+use meshwork_kernels::SOURCES;
+use meshwork_kernels::host::{Host, HostError};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// The libraries of the stand-in.
+struct StandIn {
+    folder: TempDir,
+    kernels: PathBuf,
+}
+
+impl StandIn {
+    /// `None`, and a line that says why, without g++ or on another CPU than x86-64.
+    fn new(libraries: &[&str]) -> Option<Self> {
+        let kernels = match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")) {
+            Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
+                eprintln!("left out: {error}");
+                return None;
+            }
+            host => host.unwrap_or_else(|error| panic!("{error}")).path().to_owned(),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu/stand_in.cpp");
+        let mut compiler = Command::new("g++");
+        compiler.args(["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]);
+        let compiled =
+            compiler.arg(source).arg("-o").arg(folder.path().join("stand_in.so")).arg("-ldl").output().unwrap();
+        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        for library in libraries {
+            symlink("stand_in.so", folder.path().join(format!("lib{library}.so"))).unwrap();
+        }
+        Some(Self { folder, kernels })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Runs tests of this program on the stand-in. What they wrote, and whether they passed.
+    fn run(&self, tests: &[&str], settings: &[(&str, &str)]) -> (String, bool) {
+        let mut program = Command::new(std::env::current_exe().unwrap());
+        program.args(tests).args(["--nocapture", "--test-threads", "2"]);
+        program.env("LD_LIBRARY_PATH", self.folder.path()).env("STAND_IN_KERNELS", &self.kernels);
+        program.env("STAND_IN_CACHE", self.path("cubins")).env("STAND_IN_REPORT", self.path("report"));
+        let ran = program.envs(settings.iter().copied()).output().unwrap();
+        (String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned(), ran.status.success())
+    }
+
+    /// The lines of the report so far.
+    fn report(&self) -> Vec<String> {
+        fs::read_to_string(self.path("report")).unwrap_or_default().lines().map(str::to_owned).collect()
+    }
+
+    /// Why no GPU is opened.
+    #[track_caller]
+    fn refusal(&self, settings: &[(&str, &str)]) -> String {
+        let (told, passed) = self.run(&["--exact", "stand_in::opens_gpu_1"], settings);
+        assert!(passed, "{told}");
+        let line = told.lines().find_map(|line| line.split_once("refused: "));
+        line.unwrap_or_else(|| panic!("nothing was refused: {told}")).1.to_owned()
+    }
+}
+
+const ALL: [&str; 3] = ["cuda", "nvrtc", "cublasLt"];
+
+/// For [`StandIn::refusal`]: what there is to say of GPU 1.
+#[test]
+fn opens_gpu_1() {
+    match Gpu::open(1, &crate::kernels(), Products::OfTheLibrary).map(|gpu| gpu.compile_all()) {
+        Ok(Ok(())) => eprintln!("opened"),
+        Ok(Err(error)) => eprintln!("refused: {}", error.to_string().replace('\n', " / ")),
+        Err(error) => eprintln!("refused: {error}"),
+    }
+}
+
+/// Operations and whole steps have the CPU's bits, whatever is given out is given back, and each file of kernels is compiled once.
+#[test]
+fn all_tests_pass_on_the_stand_in() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let (told, passed) = stand_in.run(&["--skip", "stand_in::", "--skip", "tiny"], &[]);
+    assert!(passed && !told.contains("SKIPPED"), "{told}");
+    let report = stand_in.report();
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 queued";
+    let (mut ends, mut compiled) = (0, BTreeSet::new());
+    for line in &report {
+        if line.starts_with("left: ") {
+            ends += 1;
+            assert_eq!(line, left);
+        } else {
+            assert!(compiled.insert(line.clone()), "compiled twice: {line}");
+        }
+    }
+    assert!(ends > 0 && compiled.len() > 8, "{report:?}");
+    assert!(
+        compiled
+            .iter()
+            .all(|line| line
+                .ends_with("-fmad=false -prec-div=true -prec-sqrt=true -ftz=false --gpu-architecture=sm_90a"))
+    );
+
+    // What is on disk is not compiled again, but for another NVRTC; what is damaged there is.
+    let compiles = |settings: &[(&str, &str)]| {
+        let before = stand_in.report().len();
+        let (told, passed) = stand_in.run(&["--exact", "stand_in::opens_gpu_1"], settings);
+        assert!(passed && told.contains("opened"), "{told}");
+        stand_in.report()[before..].iter().filter(|line| line.starts_with("compiles ")).count()
+    };
+    compiles(&[]);
+    assert_eq!(compiles(&[]), 0);
+    assert_eq!(compiles(&[("STAND_IN_NVRTC", "12")]), SOURCES.len());
+    let cubin = fs::read_dir(stand_in.path("cubins")).unwrap().next().unwrap().unwrap().path();
+    fs::write(cubin, "damaged").unwrap();
+    assert_eq!(compiles(&[]) + compiles(&[("STAND_IN_NVRTC", "12")]), 1);
+}
+
+#[test]
+fn what_is_missing_or_too_old_is_named() {
+    let Some(all) = StandIn::new(&ALL) else { return };
+    assert_eq!(
+        all.refusal(&[("STAND_IN_VERSION", "11080")]),
+        "the CUDA driver is too old: it is of CUDA 11.8, and CUDA 12.0 or newer is needed"
+    );
+    assert_eq!(
+        all.refusal(&[("STAND_IN_VERSION", "12040")]),
+        "the CUDA driver is too old: it is of CUDA 12.4, and NVRTC is 13.0; update the driver or use an older NVRTC"
+    );
+    assert_eq!(all.refusal(&[("STAND_IN_DEVICES", "1")]), "there is no GPU 1: this machine has 1, numbered from 0");
+    assert_eq!(all.refusal(&[("STAND_IN_DEVICES", "0")]), "there is no GPU 1: this machine has 0, numbered from 0");
+    assert_eq!(
+        all.refusal(&[("STAND_IN_REFUSES", "gelu.cu")]),
+        "gelu.cu does not compile: NVRTC_ERROR_COMPILATION / gelu.cu(1): error: the stand-in refuses it"
+    );
+    for (there, missing) in [
+        (&[][..], "CUDA driver found (looked for libcuda.so, libcuda.so.13, "),
+        (&["cuda"], "NVRTC, which compiles the kernels, found (looked for libnvrtc.so, libnvrtc.so.13, "),
+        (
+            &["cuda", "nvrtc"],
+            "cuBLASLt, which computes products, found (looked for libcublasLt.so, libcublasLt.so.13, ",
+        ),
+    ] {
+        let Some(some) = StandIn::new(there) else { return };
+        let (told, passed) = some.run(&["--exact", "stand_in::opens_gpu_1"], &[]);
+        assert!(passed, "{told}");
+        let Some((_, refusal)) = told.lines().find_map(|line| line.split_once("refused: no ")) else {
+            eprintln!("left out: this machine has the library itself");
+            continue;
+        };
+        let place =
+            format!(" in LD_LIBRARY_PATH, which is {}, and in the system's folders)", some.folder.path().display());
+        assert!(refusal.starts_with(missing) && refusal.contains(&place), "{refusal}");
+    }
+}
