@@ -124,7 +124,7 @@ impl Chunk {
             let shelving = shelving.transpose()?;
             let policy = shelving.clone().map_or(plain.clone(), |shelving| shelving as Rc<dyn SavedPolicy>);
             let origin = segment.spec.recomputed.then(|| Origin::keep(start.clone(), &*policy)).transpose()?;
-            let of_tape = pass.reduced(if origin.is_some() { plain } else { policy });
+            let of_tape = pass.encoded(if origin.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, (of_tape, None))?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
             // What crosses a cut takes a gradient, as what arrives from another rank does.
@@ -213,7 +213,7 @@ impl Chunk {
                 What::Tape(forwarded) => *forwarded,
                 What::Origin(origin) => {
                     let (start, decisions) = origin.again()?;
-                    segment.run(pass, &of, start, (pass.reduced(pass.recompute.policy()), Some(decisions)))?
+                    segment.run(pass, &of, start, (pass.encoded(pass.recompute.policy()), Some(decisions)))?
                 }
             };
             let mut roots = Vec::new();

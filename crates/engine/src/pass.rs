@@ -4,7 +4,7 @@ use crate::verify::Claims;
 use crate::{PlanError, Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
-use meshwork_tensor::tape::{HalfType, Notes, PerSample, Position, Reduced, SavedPolicy};
+use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, SavedPolicy};
 use meshwork_tensor::{Device, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -57,8 +57,8 @@ pub struct Pass {
     pub ahead: usize,
     /// What backward recomputes.
     pub recompute: Recompute,
-    /// The type to which what it needs else is rounded.
-    pub saved: Option<HalfType>,
+    /// How what it needs else is encoded.
+    pub saved: Rc<[Encoding]>,
     /// Metrics that the model declares.
     pub metrics: Rc<[Metric]>,
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
@@ -81,12 +81,10 @@ impl Pass {
         Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
     }
 
-    /// The policy that rounds what `policy` then keeps, if anything is to be rounded.
-    pub fn reduced(&self, policy: Rc<dyn SavedPolicy>) -> Rc<dyn SavedPolicy> {
-        match self.saved {
-            Some(to) => Rc::new(Reduced::new(policy, to)),
-            None => policy,
-        }
+    /// The policy that encodes what `policy` then keeps, if anything is to be encoded.
+    pub fn encoded(&self, policy: Rc<dyn SavedPolicy>) -> Rc<dyn SavedPolicy> {
+        // What encodes first is the outermost policy.
+        self.saved.iter().rev().fold(policy, |policy, &encoding| Rc::new(Encoded::new(policy, encoding)))
     }
 
     /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.

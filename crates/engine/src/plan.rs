@@ -11,7 +11,7 @@ use meshwork_pipeline::{
     Generator, Schedule, Shape, ShapeError, UnknownSchedule, Weights, default_micros, one_f_one_b_replicated,
 };
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::tape::{HalfType, Keep, SavedPolicy, Selective};
+use meshwork_tensor::tape::{Encoding, Keep, SavedPolicy, Selective};
 use std::rc::Rc;
 
 /// How a model is trained. The same on every rank.
@@ -51,9 +51,9 @@ pub struct Plan {
     pub mixed: Option<MixedPrecision>,
     /// What backward recomputes instead of keeping it.
     pub recompute: Recompute,
-    /// The type to which what forward keeps for backward is rounded (delayed precision reduction, Gist, Jain et al. 2018). `None`: it is kept
-    /// as it is. What is recomputed is recomputed from exact inputs, and rounded as what is kept.
-    pub saved: Option<HalfType>,
+    /// The forms in which what forward keeps for backward is encoded, one after the other (Gist, Jain et al. 2018). What is recomputed is recomputed
+    /// from exact inputs, and encoded as what is kept.
+    pub saved: Vec<Encoding>,
     /// The update rule.
     pub optimizer: Rule,
     /// Learning rate of each step.
@@ -92,7 +92,7 @@ impl Default for Plan {
             precision: Precision::F32,
             mixed: None,
             recompute: Recompute::None,
-            saved: None,
+            saved: Vec::new(),
             optimizer: AdamW::default().into(),
             lr: LrSchedule { base: 3e-4, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
             max_norm: 1.0,

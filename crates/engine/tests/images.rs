@@ -14,6 +14,7 @@ use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::tape::{Encoding, HalfType};
 use meshwork_testkit::parity::assert_close;
 use noise::{BATCH, batch, images};
 use std::collections::BTreeMap;
@@ -176,6 +177,39 @@ fn rematerialisation_changes_memory_alone() {
             assert_eq!(of(Recompute::Stage, Generator::ZbH1).0, kept, "zb_h1 over pp={pp}");
             // A step that overlaps with the next, and is rolled back where it should have been clipped.
             assert_eq!(of(Recompute::Stage, Generator::ZbH2).0, kept, "zb_h2 over pp={pp}");
+        }
+    }
+}
+
+/// Sparse storage (Gist, section 4.2) on every cut and with any recomputation, in fast and in canonical numerics; behind rounding it changes no bit
+/// of what was rounded.
+#[test]
+fn leaving_out_zeros_changes_memory_alone() {
+    let (sparse, half) = (Encoding::Sparse, Encoding::Half(HalfType::Bf16));
+    for (network, numerics) in [
+        (resnet(Norm::Batch), Numerics::Fast),
+        (vgg(Norm::Batch), Numerics::Fast),
+        (vgg(Norm::Group(2)), Numerics::Canonical { blocks: 8 }),
+    ] {
+        for (dp, tp, pp, recompute, generator) in [
+            (1, 1, 1, Recompute::None, Generator::Gpipe),
+            (1, 1, 2, Recompute::None, Generator::ZbH1),
+            (2, 2, 1, Recompute::Selective, Generator::OneFOneB),
+            (2, 1, 2, Recompute::Full, Generator::ZbH2),
+        ] {
+            let of = |saved: &[Encoding]| {
+                let (mesh, schedule, saved) = (mesh(dp, tp, pp), generator.into(), saved.to_vec());
+                train(&network, &Plan { mesh, schedule, recompute, numerics, saved, ..plan() })
+            };
+            let what = format!("dp={dp},tp={tp},pp={pp}, {numerics:?}");
+            let ((dense, Taken { peak: most, .. }), (packed, Taken { peak, .. })) = (of(&[]), of(&[sparse]));
+            assert_eq!(packed, dense, "{what}");
+            assert!(recompute != Recompute::None || peak < most, "{what}: {peak} bytes, {most} with zeros");
+            let ((rounded, Taken { peak: most, .. }), (packed, Taken { peak, .. })) =
+                (of(&[half]), of(&[half, sparse]));
+            assert_ne!(rounded.state, dense.state, "{what}");
+            assert_eq!(packed, rounded, "{what}");
+            assert!(recompute != Recompute::None || peak < most, "{what}: {peak} bytes, {most} with zeros, in 16 bits");
         }
     }
 }

@@ -102,7 +102,13 @@ impl Written for Buffer {
     }
 }
 
-impl Written for Option<Buffer> {
+impl Written for [Buffer; 2] {
+    fn bytes(&self) -> u64 {
+        bytes(&[&self[0], &self[1]])
+    }
+}
+
+impl<T: Written> Written for Option<T> {
     fn bytes(&self) -> u64 {
         self.as_ref().map_or(0, Written::bytes)
     }
@@ -663,6 +669,16 @@ impl Layout for Profiled {
 
     fn copy(&self, x: &Buffer) -> Result<Buffer> {
         self.span(Class::Memory, "copy", &[x], |device| device.layout()?.copy(x))
+    }
+
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        self.span(Class::Memory, "pack_nonzeros", &[x], |device| device.layout()?.pack_nonzeros(x))
+    }
+
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        self.span(Class::Memory, "unpack_nonzeros", &[bits, values], |device| {
+            device.layout()?.unpack_nonzeros(bits, values, count)
+        })
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {

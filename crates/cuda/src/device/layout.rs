@@ -42,6 +42,14 @@ impl Layout for CudaDevice {
         Ok(out)
     }
 
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        Err(self.lacks("pack_nonzeros", x.dtype()))
+    }
+
+    fn unpack_nonzeros(&self, _bits: &Buffer, values: &Buffer, _count: usize) -> Result<Buffer> {
+        Err(self.lacks("unpack_nonzeros", values.dtype()))
+    }
+
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
         check_copy(src, &range, dst, at)?;
         let size = src.dtype().size();

@@ -54,7 +54,7 @@ use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, 
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::tape::{HalfType, Position};
+use meshwork_tensor::tape::{Encoding, Position};
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::PendingStep;
 use std::cell::{Ref, RefCell};
@@ -100,7 +100,7 @@ pub struct Trainer {
     /// The steps begun that are not certain yet, the oldest first.
     pending: VecDeque<PendingStep>,
     recompute: Recompute,
-    saved: Option<HalfType>,
+    saved: Rc<[Encoding]>,
     zero: Zero,
     watch: Option<Arc<dyn Watch>>,
     verify: Verify,
@@ -300,7 +300,7 @@ impl Trainer {
             steps_begun: 0,
             pending: VecDeque::new(),
             recompute: plan.recompute,
-            saved: plan.saved,
+            saved: plan.saved.as_slice().into(),
             zero: plan.zero,
             watch: None,
             verify: plan.verify,
@@ -519,7 +519,7 @@ impl Trainer {
             first_micro: 0,
             ahead: 0,
             recompute: self.recompute,
-            saved: self.saved,
+            saved: self.saved.clone(),
             metrics: self.metrics.clone(),
             numbers: RefCell::new(self.numbers(purpose)?),
             global_batch_size: self.global_batch_size,

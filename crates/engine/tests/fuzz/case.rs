@@ -7,7 +7,7 @@ use meshwork_engine::{Compress, Numerics, Plan, Recompute, ScheduleSpec, Verify,
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::tape::HalfType;
+use meshwork_tensor::tape::{Encoding, HalfType};
 use meshwork_testkit::Rng;
 
 /// A program and its runs.
@@ -98,7 +98,12 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
             Recompute::Layers(1),
         ]),
         // In fast numerics an error in the last bit may become one of 16 bits.
-        saved: (canonical && seed % 3 == 1).then_some(HalfType::Bf16),
+        saved: match seed % 4 {
+            0 => vec![Encoding::Sparse],
+            1 if canonical => vec![Encoding::Half(HalfType::Bf16)],
+            2 if canonical => vec![Encoding::Half(HalfType::Bf16), Encoding::Sparse],
+            _ => Vec::new(),
+        },
         mixed: None,
         // The momentum after the first step is the gradient, as it was clipped.
         optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),

@@ -5,7 +5,7 @@ use meshwork_core::rules::Operand;
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
 use meshwork_nn::LayerNorm;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::tape::{Backward, Forward, HalfType, Keep, Mode, Op, Position, Reduced};
+use meshwork_tensor::tape::{Backward, Encoded, Encoding, Forward, HalfType, Keep, Mode, Op, Position};
 use meshwork_tensor::{Declarations, Init, Params, Result, Tape, Tensor};
 use meshwork_tensor_parallel::{ColumnLinear, ParallelMlp, Region, RowLinear};
 use std::rc::Rc;
@@ -70,7 +70,7 @@ impl Layer {
         let (rank, device) = (Arc::new(Rank::recording(&mesh, 0).expect("a rank")), Meta::device());
         let layout = [declared.ids().collect()];
         let params = Params::new(Arc::new(declared), &mesh, rank.coords(), &device, &layout, 0)?;
-        let policy = Rc::new(Reduced::new(Rc::new(Keep), HalfType::Bf16));
+        let policy = Rc::new(Encoded::new(Rc::new(Keep), Encoding::Half(HalfType::Bf16)));
         let tape = Tape::with_policy(rank, Arc::new(params), device.clone(), Mode::Train, Position::default(), policy);
         let x = Tensor::zeros(&device, DType::F32, [b, region.local_seq(s, t), h])?;
         let x = tape.input(x, Types::NONE.with(Axis::Tp, region.ty()));

@@ -1,10 +1,66 @@
-use super::Cpu;
+use super::kernels::relu::PER_BYTE;
+use super::kernels::zeros::{self, Pattern};
+use super::{Cpu, PIECE};
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{Layout, check_copy};
-use meshwork_core::Buffer;
+use bytemuck::Pod;
 use meshwork_core::pool::share;
+use meshwork_core::{Buffer, DType};
 use std::ops::Range;
+
+/// Cuts `values` into parts of these lengths.
+fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&mut [P]> {
+    let mut parts = Vec::with_capacity(lengths.size_hint().0);
+    for length in lengths {
+        let (part, rest) = values.split_at_mut(length);
+        parts.push(part);
+        values = rest;
+    }
+    parts
+}
+
+impl Cpu {
+    /// [`Layout::pack_nonzeros`] of bit patterns.
+    fn pack_patterns<P: Pattern + Pod + Send + Sync>(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        let from = bytemuck::cast_slice::<u8, P>(x.as_bytes()?);
+        let mut bits = self.alloc(DType::U8, from.len().div_ceil(PER_BYTE))?;
+        let mut counts = vec![0; from.len().div_ceil(PIECE)];
+        let marks = bits.as_mut_slice::<u8>()?.chunks_mut(PIECE / PER_BYTE).zip(from.chunks(PIECE)).zip(&mut counts);
+        share(marks, |((bits, x), count)| *count = zeros::mark(x, bits));
+        let count: usize = counts.iter().sum();
+        if bits.bytes() + count * x.dtype().size() >= x.bytes() {
+            return Ok(None);
+        }
+        let mut values = self.alloc(x.dtype(), count)?;
+        let to = parts(bytemuck::cast_slice_mut::<u8, P>(values.as_bytes_mut()?), counts.into_iter());
+        share(to.into_iter().zip(from.chunks(PIECE)), |(values, x)| zeros::gather(x, values));
+        Ok(Some([bits, values]))
+    }
+
+    /// [`Layout::unpack_nonzeros`] of bit patterns.
+    fn unpack_patterns<P: Pattern + Pod + Send + Sync>(
+        &self,
+        bits: &Buffer,
+        values: &Buffer,
+        count: usize,
+    ) -> Result<Buffer> {
+        let (bits, from) = (bits.as_slice::<u8>()?, bytemuck::cast_slice::<u8, P>(values.as_bytes()?));
+        let mut out = self.alloc(values.dtype(), count)?;
+        let pieces =
+            bits.chunks(PIECE / PER_BYTE).zip(bytemuck::cast_slice_mut::<u8, P>(out.as_bytes_mut()?).chunks_mut(PIECE));
+        let mut at = 0;
+        let pieces: Vec<_> = pieces
+            .map(|(bits, x)| {
+                let first = at;
+                at += zeros::set(bits);
+                (bits, &from[first..at], x)
+            })
+            .collect();
+        share(pieces.into_iter(), |(bits, values, x)| zeros::scatter(bits, values, x));
+        Ok(out)
+    }
+}
 
 impl Layout for Cpu {
     fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer> {
@@ -39,6 +95,22 @@ impl Layout for Cpu {
             to[(i * extent + range.start) * unit..][..part].copy_from_slice(&from[i * part..][..part]);
         }
         Ok(out)
+    }
+
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        match x.dtype() {
+            DType::F32 => self.pack_patterns::<u32>(x),
+            DType::Bf16 | DType::F16 => self.pack_patterns::<u16>(x),
+            other => Err(self.unsupported("pack_nonzeros", other)),
+        }
+    }
+
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        match values.dtype() {
+            DType::F32 => self.unpack_patterns::<u32>(bits, values, count),
+            DType::Bf16 | DType::F16 => self.unpack_patterns::<u16>(bits, values, count),
+            other => Err(self.unsupported("unpack_nonzeros", other)),
+        }
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {

@@ -22,6 +22,14 @@ pub trait Layout: Debug {
         self.narrow(x, 1, x.count(), 1, 0..x.count())
     }
 
+    /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in order), which
+    /// [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of eight elements has the lowest bit of a byte. `None`
+    /// if both together take no less memory than x. How much they take depends on the values; a device without values takes as much as x.
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>>;
+
+    /// The `count` elements from what [`pack_nonzeros`](Self::pack_nonzeros) made of them.
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer>;
+
     /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
     ///
     /// # Errors

@@ -2,7 +2,7 @@ use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{Layout, check_copy};
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 
 impl Layout for Meta {
@@ -16,6 +16,17 @@ impl Layout for Meta {
 
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, _range: Range<usize>) -> Result<Buffer> {
         self.alloc(x.dtype(), outer * extent * inner)
+    }
+
+    /// As if so many elements were zero that it just pays: the most that a run may take.
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        let bits = x.count().div_ceil(u8::BITS as usize);
+        let values = (x.bytes() - bits.min(x.bytes())).div_ceil(x.dtype().size());
+        Ok(Some([self.alloc(DType::U8, bits)?, self.alloc(x.dtype(), values)?]))
+    }
+
+    fn unpack_nonzeros(&self, _bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        self.alloc(values.dtype(), count)
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {

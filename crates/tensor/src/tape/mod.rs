@@ -14,11 +14,11 @@
 mod backward;
 mod decisions;
 mod decoding;
+mod encoded;
 mod hooks;
 mod notes;
 mod op;
 mod padding;
-mod reduced;
 pub mod reduction_blocks;
 mod seed;
 mod uses;
@@ -26,11 +26,11 @@ mod var;
 
 pub use decisions::Decisions;
 pub use decoding::KeyValueCache;
+pub use encoded::{Encoded, Encoding, HalfType};
 pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use padding::{Padded, Padding};
-pub use reduced::{HalfType, Reduced};
 pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
 pub use seed::{Normaliser, Seed};
 

@@ -26,6 +26,18 @@ impl Hide for Buffer {
     }
 }
 
+impl Hide for [Buffer; 2] {
+    fn hide(self) -> Self {
+        self.map(Hide::hide)
+    }
+}
+
+impl<T: Hide> Hide for Option<T> {
+    fn hide(self) -> Self {
+        self.map(Hide::hide)
+    }
+}
+
 impl Hide for (Buffer, Buffer) {
     fn hide(self) -> Self {
         (hide(self.0), hide(self.1))
@@ -383,6 +395,14 @@ impl Layout for Opaque {
 
     fn copy(&self, x: &Buffer) -> Result<Buffer> {
         hidden(self.inner.layout()?.copy(&host(x)))
+    }
+
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        hidden(self.inner.layout()?.pack_nonzeros(&host(x)))
+    }
+
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        hidden(self.inner.layout()?.unpack_nonzeros(&host(bits), &host(values), count))
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {

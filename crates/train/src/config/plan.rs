@@ -14,6 +14,7 @@ use meshwork_nn::Model;
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
+use meshwork_tensor::tape::Encoding;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -135,7 +136,7 @@ impl Config {
             precision: self.training.matmul_dtype.precision(),
             mixed: self.training.mixed(),
             recompute: self.memory.recompute.into(),
-            saved: self.memory.saved_dtype.into(),
+            saved: self.memory.encodings(),
             optimizer: self.optimizer.rule(),
             lr: self.lr_scheduler.schedule(self.optimizer.lr),
             max_norm: self.training.max_norm,
@@ -199,6 +200,13 @@ impl Parallelism {
 }
 
 impl Memory {
+    /// How what forward keeps for backward is encoded.
+    #[must_use]
+    pub fn encodings(&self) -> Vec<Encoding> {
+        let encodings: [Option<Encoding>; 2] = [self.saved_dtype.into(), self.saved_encoding.into()];
+        encodings.into_iter().flatten().collect()
+    }
+
     /// The bytes that a rank may have at once, if they are limited.
     #[must_use]
     pub fn limit(&self) -> Option<u64> {

@@ -13,8 +13,8 @@ use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, secti
 use super::settings::Settings;
 use super::words::{
     AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow,
-    MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression,
-    VerifySteps, VerifyWord,
+    MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding,
+    ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -308,6 +308,9 @@ sections! {
         /// Type in which forward keeps the activations that backward reads: f32 as they are, bf16 and f16 rounded, in half of the memory.
         /// Forward computes with exact values, and so does a recomputed one. Each of them is rounded by up to 0.4% in bf16, and 0.05% in f16.
         saved_dtype: SavedDtype = is("f32"), one_of(SavedDtype::WORDS);
+        /// In what form forward keeps them. dense: as vectors. sparse: a bit for each element and those that are not zero, where that takes less
+        /// memory; outputs of ReLU and of dropout have many zeros. Backward reads the same bits.
+        saved_encoding: SavedEncoding = is("dense"), one_of(SavedEncoding::WORDS);
         /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
         /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. all: both. It changes no bit
         /// of a run.

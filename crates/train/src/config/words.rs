@@ -6,7 +6,7 @@ use std::sync::Arc;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::tape::HalfType;
+use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
 use toml::Value;
 
@@ -125,6 +125,14 @@ words! {
         Bf16 = "bf16",
         /// IEEE floats of 16 bits.
         F16 = "f16",
+    }
+
+    /// `memory.saved_encoding`.
+    SavedEncoding {
+        /// Vectors.
+        Dense = "dense",
+        /// Without zeros.
+        Sparse = "sparse",
     }
 
     /// `memory.offload`.
@@ -320,12 +328,21 @@ impl From<AuxScope> for AuxLossScope {
     }
 }
 
-impl From<SavedDtype> for Option<HalfType> {
+impl From<SavedDtype> for Option<Encoding> {
     fn from(dtype: SavedDtype) -> Self {
         match dtype {
             SavedDtype::F32 => None,
-            SavedDtype::Bf16 => Some(HalfType::Bf16),
-            SavedDtype::F16 => Some(HalfType::F16),
+            SavedDtype::Bf16 => Some(Encoding::Half(HalfType::Bf16)),
+            SavedDtype::F16 => Some(Encoding::Half(HalfType::F16)),
+        }
+    }
+}
+
+impl From<SavedEncoding> for Option<Encoding> {
+    fn from(encoding: SavedEncoding) -> Self {
+        match encoding {
+            SavedEncoding::Dense => None,
+            SavedEncoding::Sparse => Some(Encoding::Sparse),
         }
     }
 }

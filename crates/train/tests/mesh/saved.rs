@@ -96,6 +96,33 @@ fn memory_is_less_and_as_predicted() {
     }
 }
 
+/// A GPT-2 has the zeros of its dropout alone. A run takes at most what is predicted, which counts no zeros.
+#[test]
+fn zeros_are_left_out_without_a_trace() {
+    let sequence_parallel = true;
+    for case in [
+        Case::alone(&DROPOUT),
+        Case { dp: 2, tp: 2, pp: 2, schedule: "zb_h1", micros: 4, sequence_parallel, ..Case::alone(&DROPOUT) },
+        Case { dp: 4, pp: 2, schedule: "1f1b", micros: 2, ..Case::alone(&LLAMA) },
+    ] {
+        let of = |more: &str| {
+            let config = config(&case, "f32", more, ADAMW);
+            (step_of(&format!("{case}, {more}"), &config, &case.model.data()), config)
+        };
+        let ((dense, _), (sparse, config)) = (of(""), of("saved_encoding = 'sparse'\n"));
+        assert_eq!((&sparse.gradients, &sparse.weights), (&dense.gradients, &dense.weights), "{case}");
+        for (rank, usage) in sparse.usage.iter().enumerate() {
+            let predicted = predict(&config, rank).unwrap().peak_bytes();
+            assert!(
+                usage.peak_bytes <= predicted,
+                "{case}: rank {rank} took {}, predicted {predicted}",
+                usage.peak_bytes
+            );
+        }
+        assert_opaque_as_cpu(&format!("{case}, sparse"), &config, &case.model.data());
+    }
+}
+
 #[test]
 fn the_cpus_bits_where_the_host_reads_no_memory() {
     for (model, dtype) in [(&DROPOUT, "bf16"), (&LLAMA, "f16")] {

@@ -40,6 +40,7 @@ pub mod round;
 pub mod routing;
 pub mod swiglu;
 pub mod windows;
+pub mod zeros;
 
 #[cfg(test)]
 mod oracle;

@@ -1,0 +1,74 @@
+//! Vectors without their zeros: a bit of each element, and the elements whose bit is set (Gist, Jain et al. 2018, section 4.2, which keeps the column
+//! of each element in a byte: bits take less where more than an eighth of the elements are not zero). Elements are bit patterns, so that -0 and
+//! every NaN come back as they were. The first of eight elements has the lowest bit of a byte.
+
+use super::relu::PER_BYTE;
+
+/// A bit pattern of a float.
+pub trait Pattern: Copy + Default + PartialEq {}
+
+impl Pattern for u16 {}
+impl Pattern for u32 {}
+
+/// Sets the bits of the elements that are not zero, and counts these. Overwrites.
+pub fn mark<P: Pattern>(x: &[P], bits: &mut [u8]) -> usize {
+    assert_eq!(bits.len(), x.len().div_ceil(PER_BYTE), "bytes against elements");
+    let mut count = 0;
+    for (x, bits) in x.chunks(PER_BYTE).zip(bits) {
+        *bits = x.iter().enumerate().fold(0, |bits, (at, &x)| bits | u8::from(x != P::default()) << at);
+        count += bits.count_ones() as usize;
+    }
+    count
+}
+
+/// The elements that are not zero, in order. Overwrites `values`, which has room for exactly these.
+pub fn gather<P: Pattern>(x: &[P], values: &mut [P]) {
+    let found = x.iter().filter(|&&x| x != P::default());
+    let mut count = 0;
+    for (value, &x) in values.iter_mut().zip(found) {
+        *value = x;
+        count += 1;
+    }
+    assert_eq!(count, values.len(), "elements that are not zero against room for them");
+}
+
+/// Elements whose bits are set, from `values` in order, and zeros. Overwrites.
+pub fn scatter<P: Pattern>(bits: &[u8], values: &[P], x: &mut [P]) {
+    assert_eq!(bits.len(), x.len().div_ceil(PER_BYTE), "bytes against elements");
+    let mut from = values.iter();
+    for (x, &bits) in x.chunks_mut(PER_BYTE).zip(bits) {
+        for (at, x) in x.iter_mut().enumerate() {
+            *x = match bits >> at & 1 {
+                1 => from.next().copied().unwrap_or_default(),
+                _ => P::default(),
+            };
+        }
+    }
+    assert_eq!(from.len(), 0, "values without a bit");
+}
+
+/// The bits that are set.
+pub fn set(bits: &[u8]) -> usize {
+    bits.iter().map(|bits| bits.count_ones() as usize).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_length_comes_back_bit_by_bit() {
+        let patterns = [0.0_f32, -0.0, 1.5, f32::NAN, 0.0, f32::INFINITY, 0.0, 1e-45, 0.0].map(f32::to_bits);
+        for length in 0..40_usize {
+            let x: Vec<u32> = (0..length).map(|at| patterns[at * 5 % patterns.len()]).collect();
+            let mut bits = vec![0xff; length.div_ceil(PER_BYTE)];
+            let count = mark(&x, &mut bits);
+            assert_eq!(count, x.iter().filter(|&&x| x != 0).count());
+            assert_eq!(set(&bits), count);
+            let (mut values, mut back) = (vec![7; count], vec![7; length]);
+            gather(&x, &mut values);
+            scatter(&bits, &values, &mut back);
+            assert_eq!(back, x, "{length} elements");
+        }
+    }
+}
