@@ -57,7 +57,7 @@ impl Cpu {
                 (bits, &from[first..at], x)
             })
             .collect();
-        share(pieces.into_iter(), |(bits, values, x)| zeros::scatter(bits, values, x));
+        share(pieces, |(bits, values, x)| zeros::scatter(bits, values, x));
         Ok(out)
     }
 }
