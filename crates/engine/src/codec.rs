@@ -280,8 +280,18 @@ impl Codec {
         Ok((message, None))
     }
 
-    /// The value of a message.
-    pub fn unpack(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
+    /// The value of a message, in the type that it had.
+    pub fn unpack(&mut self, site: Site, of: &Packed, message: &Buffer, dtype: DType) -> Result<Buffer, TrainError> {
+        let value = self.unpack_wide(site, of, message)?;
+        self.stored(value, dtype)
+    }
+
+    /// What messages restore to is f32; values may have 16 bits.
+    fn stored(&self, value: Buffer, dtype: DType) -> Result<Buffer, TrainError> {
+        Ok(if value.dtype() == dtype { value } else { self.device.pointwise()?.cast(&value, dtype)? })
+    }
+
+    fn unpack_wide(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
         let (_, micro) = self.clock.of(site.micro);
         let message = part(message, of.bytes)?;
         let device = self.device.clone();
@@ -325,6 +335,7 @@ impl Codec {
             (None, Some(estimate)) => device.layout()?.copy(estimate)?,
             (None, None) => restored(&*device, &packed, &part(&message, packed.bytes)?, keeps.as_ref())?,
         };
+        let received = self.stored(received, value.dtype)?;
         Ok(Message { tensor: Tensor::from_buffer(&device, received, value.shape)?, types })
     }
 

@@ -175,6 +175,8 @@ pub struct LossySum {
     shard: Sender<Buffer>,
     /// Memory for the sum: that of the gradients.
     room: Option<Buffer>,
+    /// The type of the gradients, in which the sum is given. Messages are added up in f32.
+    dtype: DType,
 }
 
 impl LossySum {
@@ -196,7 +198,19 @@ impl LossySum {
         let sender = Sender { residual: residual?, estimate: estimate?, momentum: momentum? };
         let shard = Sender { residual: zeros(SHARD_RESIDUAL)?, estimate: zeros("")?, momentum: zeros("")? };
         let (shards, bytes, sum_estimate) = (plan.shards()?, wire_bytes(&plan.scheme, shape)?, zeros(SUM_ESTIMATE)?);
-        Ok(Self { plan, shards, bytes, number: 0, fills: 0, sender, sum_estimate, shard, room: None, device })
+        Ok(Self {
+            plan,
+            shards,
+            bytes,
+            number: 0,
+            fills: 0,
+            sender,
+            sum_estimate,
+            shard,
+            room: None,
+            dtype: DType::F32,
+            device,
+        })
     }
 
     fn draws(&self) -> Draws {
@@ -289,6 +303,7 @@ impl Sum for LossySum {
         let ([rank, ranks], elements) = (self.plan.place, self.plan.elements);
         let (feedback, first) = (self.plan.feedback, self.number == self.plan.starts_at);
         self.fills += 1;
+        self.dtype = gradients.dtype();
         let draws = self.draws().skip(rank * elements);
         let device = self.device.clone();
         let target = match feedback {
@@ -329,6 +344,9 @@ impl Sum for LossySum {
             let _gradients = device.meter().enter(Category::Gradients);
             let mut out = device.zeros(DType::F32, slice.count())?;
             self.add(&received, shape, bytes, &mut out)?;
+            if self.dtype != DType::F32 {
+                out = device.pointwise()?.cast(&out, self.dtype)?;
+            }
             for padding in &self.plan.padding {
                 let part = slice.part_of(padding.clone());
                 if !part.is_empty() {
@@ -337,7 +355,12 @@ impl Sum for LossySum {
             }
             return Ok(out);
         }
-        let mut out = self.room.take().ok_or("a sum was finished that was not started")?;
+        let room = self.room.take().ok_or("a sum was finished that was not started")?;
+        // Gradients in 16 bits are added up in f32 too.
+        let [mut out, rounded] = match self.dtype {
+            DType::F32 => [room, Buffer::empty()],
+            _ => [self.alloc(DType::F32, room.count())?, room],
+        };
         match self.shards.is_empty() {
             false => self.gather_shards(group, &received, &mut out)?,
             true => {
@@ -352,6 +375,11 @@ impl Sum for LossySum {
         for padding in &self.plan.padding {
             device.optim()?.zero(&mut out, padding.clone())?;
         }
+        if self.dtype == DType::F32 {
+            return Ok(out);
+        }
+        let (sum, mut out) = (device.pointwise()?.cast(&out, self.dtype)?, rounded);
+        device.layout()?.copy_into(&sum, 0..sum.count(), &mut out, 0)?;
         Ok(out)
     }
 

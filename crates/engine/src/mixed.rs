@@ -6,6 +6,7 @@
 //! doubled. The norm of a step is summed over the world, so all ranks skip the same steps.
 
 use crate::{Plan, PlanError};
+use meshwork_compress::Feedback;
 use meshwork_core::DType;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, Widened};
@@ -64,8 +65,12 @@ impl MixedPrecision {
                     .to_owned(),
             );
         }
-        if plan.compress.is_some() {
-            return refuse("compression takes values in f32: leave out one of both".to_owned());
+        if plan.compress.feedback != Feedback::None && matches!(self.loss_scale, LossScale::Dynamic { .. }) {
+            let feedback = plan.compress.feedback;
+            return refuse(format!(
+                "feedback {feedback:?} adds what a step lost, in that step's loss scale, to gradients in another: use a fixed loss scale, bf16, or no \
+                 feedback"
+            ));
         }
         match self.loss_scale {
             LossScale::Fixed(scale) if !(scale.is_finite() && scale > 0.0) => {

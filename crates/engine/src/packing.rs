@@ -70,8 +70,8 @@ pub fn require(
 ) -> Result<Option<Packed>, TrainError> {
     let Some(scheme) = compress.at_cuts(direction) else { return Ok(None) };
     let refuse = |problem: String| Err(refuse(scheme, boundary, direction, problem).into());
-    if value.dtype != DType::F32 {
-        return refuse(format!("it sends {}, and only f32 is compressed", value.dtype));
+    if value.dtype != DType::F32 && !value.dtype.is_half() {
+        return refuse(format!("it sends {}, and only f32, bf16 and f16 are compressed", value.dtype));
     }
     let split = || value.types.iter().filter(|(axis, _)| mesh.degree(*axis) > 1);
     if let Some((axis, _)) = split().find(|(_, ty)| *ty == Ty::Partial) {

@@ -148,7 +148,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
             let _buffers = self.device.meter().enter(Category::Buffers);
             let mut codec = self.codec.borrow_mut();
             let site = codec.site(tag);
-            buffer = codec.unpack(site, &packed, &buffer)?;
+            buffer = codec.unpack(site, &packed, &buffer, expected.dtype)?;
         }
         Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })
     }

@@ -2,7 +2,9 @@
 //! refused.
 
 use super::{batch, go_on, go_on_with, model, noise, on, tower};
+use meshwork_compress::{Feedback, Scheme};
 use meshwork_core::Mesh;
+use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
     Compress, LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer,
     WholeState, Zero, ZeroStage,
@@ -145,6 +147,69 @@ fn experts_learn_on_every_mesh() {
     }
 }
 
+fn everywhere(scheme: &str) -> Compress {
+    let scheme: Scheme = scheme.parse().unwrap();
+    Compress { activations: scheme, activation_gradients: scheme, gradients: scheme, ..Compress::default() }
+}
+
+/// Messages of bf16 lose nothing of what is bf16, and sums are rounded once either way: the bits of a run without compression.
+#[test]
+fn messages_of_bf16_lose_nothing_of_bf16() {
+    for (mesh, schedule) in [("dp=2,pp=2", "1f1b"), ("dp=2,tp=2,pp=2", "zb_h1"), ("pp=4", "gpipe")] {
+        let of = |compress| {
+            let mixed = Some(MixedPrecision { reduce_in_half: true, ..stored(HalfType::Bf16) });
+            let schedule = ScheduleSpec::named(schedule).unwrap();
+            go_on(
+                &Plan { mixed, compress, schedule, num_microbatches: Some(4), ..on(mesh, Numerics::Fast) },
+                None,
+                0..3,
+            )
+        };
+        let ((plain, state), (sent, same)) = (of(Compress::default()), of(everywhere("bf16")));
+        // The norm is added up in other parts, where gradients are compressed.
+        let losses = |reports: &[StepReport]| reports.iter().map(|report| report.loss).collect::<Vec<_>>();
+        assert_eq!(losses(&sent), losses(&plain), "{mesh}");
+        assert!(same == state, "{mesh}");
+    }
+}
+
+/// What is compressed has 16 bits, what is added up and kept has f32; calls, bytes and memory are those that were predicted.
+#[test]
+fn compression_takes_and_gives_16_bits() {
+    let quantised = |feedback| Compress { feedback, ..everywhere("quant:8") };
+    let sparse = |feedback| Compress { feedback, ..everywhere("topk:0.5") };
+    let fixed = |dtype, reduce_in_half| {
+        let loss_scale = LossScale::Fixed(if dtype == HalfType::F16 { 1024.0 } else { 1.0 });
+        MixedPrecision { dtype, reduce_in_half, loss_scale }
+    };
+    for (mesh, compress, mixed, stage) in [
+        ("dp=2,pp=2", quantised(Feedback::None), stored(HalfType::F16), ZeroStage::Off),
+        ("dp=2,tp=2,pp=2", quantised(Feedback::Ef), fixed(HalfType::Bf16, true), ZeroStage::States),
+        ("dp=4", sparse(Feedback::Ef21), fixed(HalfType::F16, true), ZeroStage::Off),
+        ("dp=2,pp=2", sparse(Feedback::Ef), fixed(HalfType::Bf16, false), ZeroStage::Gradients),
+        ("dp=2,pp=2", sparse(Feedback::Ef), fixed(HalfType::Bf16, true), ZeroStage::Gradients),
+    ] {
+        let plan = |mixed| {
+            let zero = Zero { stage, group: None };
+            Plan { mixed, compress, zero, num_microbatches: Some(2), ..on(mesh, Numerics::Fast) }
+        };
+        let what = format!("{mesh}, {compress:?}, {mixed:?}, {stage:?}");
+        let ((reports, _), (wide, _)) = (go_on(&plan(Some(mixed)), None, 0..4), go_on(&plan(None), None, 0..4));
+        for (report, wanted) in reports.iter().zip(&wide) {
+            let off = (report.loss - wanted.loss).abs() / wanted.loss;
+            assert!(off < 1e-2, "{what}: step {} has loss {}, in f32 {}", report.step, report.loss, wanted.loss);
+        }
+        let last = reports.last().unwrap();
+        for (rank, memory) in last.memory.iter().enumerate() {
+            let predicted = predict(&model(), &plan(Some(mixed)), rank).unwrap();
+            assert_eq!(memory, &predicted.memory, "{what}, rank {rank}");
+            if rank == 0 {
+                assert_eq!(last.records, predicted.records, "{what}");
+            }
+        }
+    }
+}
+
 #[test]
 fn what_does_not_go_with_it_is_refused() {
     let refused = |plan: Plan| {
@@ -156,7 +221,7 @@ fn what_does_not_go_with_it_is_refused() {
     let f16 = |loss_scale| Some(MixedPrecision { loss_scale, ..stored(HalfType::F16) });
     let plan = |mixed| Plan { mixed, ..on("dp=2", Numerics::Fast) };
     let dynamic = |initial, growth_interval| f16(LossScale::Dynamic { initial, growth_interval });
-    let compress = Compress { gradients: "quant:8".parse().unwrap(), ..Compress::default() };
+    let compress = Compress { feedback: Feedback::Ef21, ..everywhere("topk:0.5") };
     let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
     let pipedream = Plan { schedule, max_norm: 0.0, mesh: "pp=2".parse().unwrap(), ..plan(dynamic(1024.0, 2)) };
     for (plan, why) in [
@@ -167,7 +232,10 @@ fn what_does_not_go_with_it_is_refused() {
         (plan(f16(LossScale::Fixed(-2.0))), "a loss scale of -2"),
         (plan(dynamic(1000.0, 2)), "a first loss scale of 1000: use a power of two"),
         (plan(dynamic(1024.0, 0)), "a growth interval of 0 steps"),
-        (Plan { compress, ..mixed("dp=2", HalfType::Bf16) }, "compression takes values in f32"),
+        (
+            Plan { compress, ..mixed("dp=2", HalfType::F16) },
+            "feedback Ef21 adds what a step lost, in that step's loss scale, to gradients in another",
+        ),
         (
             Plan { numerics: Numerics::Canonical { blocks: 8 }, ..mixed("dp=2", HalfType::Bf16) },
             "canonical numerics need the exact sums of all ranks",

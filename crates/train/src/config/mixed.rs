@@ -1,5 +1,6 @@
 //! `training.dtype` and what follows from it: mixed precision.
 
+use meshwork_compress::Feedback;
 use meshwork_engine::{LossScale, MixedPrecision};
 use meshwork_pipeline::by_name;
 use meshwork_tensor::tape::HalfType;
@@ -70,16 +71,15 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
             "use f32 (with training.matmul_dtype = \"bf16\" for products in bf16), or training.numerics = \"fast\"";
         fail(Fault::new("training.dtype", name, problem, valid));
     }
-    if settings.sound(&[
-        "training.dtype",
-        "compress.activations",
-        "compress.activation_gradients",
-        "compress.gradients",
-    ]) && dtype != Dtype::F32
-        && config.compress.plan().is_ok_and(|plan| plan.is_some())
+    let (key, feedback) = ("compress.feedback", &config.compress.feedback);
+    if settings.sound(&[key, "training.dtype", "training.loss_scale"])
+        && dtype != Dtype::F32
+        && training.loss_scale == LossScaling::Dynamic
+        && config.compress.plan().is_ok_and(|plan| plan.is_some() && plan.feedback != Feedback::None)
     {
-        let problem = "compression takes values in f32";
-        fail(Fault::new("training.dtype", name, problem, "use f32, or leave out the section [compress]"));
+        let problem = "adds what a step lost, in that step's loss scale, to the gradients of another";
+        let valid = "use \"none\", a fixed training.loss_scale such as 1024, or training.dtype = \"bf16\"";
+        fail(Fault::new(key, format!("{feedback:?}"), problem, valid));
     }
     let key = "training.loss_scale";
     if settings.sound(&[key, "training.dtype", "pipeline.schedule"]) {

@@ -318,7 +318,8 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let feedback = case.get("compress.feedback").filter(|feedback| *feedback != "none");
     rule(matches!(feedback, Some("ef22" | "ef21m:2")), "no such feedback");
     rule(feedback.is_some() && schemes(case).next().is_none(), "nothing is lost");
-    let repeats = own(case).is_none() && case.get("pipeline.replication").is_none() && generator(case).overlaps_steps();
+    let replicated = case.get("pipeline.replication").is_some_and(|replication| replication != "none");
+    let repeats = own(case).is_none() && !replicated && generator(case).overlaps_steps();
     let given = |key: &str| case.get(key).is_some_and(|scheme| scheme != "none");
     let cuts = given("compress.activations") || given("compress.activation_gradients");
     rule(feedback.is_some() && cuts && repeats, "steps that begin twice");
@@ -339,7 +340,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let shares = case.read("compress.share_indices").unwrap_or(false);
     let alike = largest(of_cuts[0]).is_some() && largest(of_cuts[0]) == largest(of_cuts[1]);
     rule(shares && !alike, "no indices to share");
-    rule(case.get("compress.aqsgd") == Some("true"), "no sample comes again");
+    rule(case.get("compress.aqsgd") == Some("true") && count(case, "training.steps", 1) > 0, "no sample comes again");
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(cuts && virtual_cuts.is_empty(), "one rank sends nothing");
@@ -359,8 +360,9 @@ fn mixed(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(reduced != "f32" && reduced != dtype, "gradients come in another type");
     rule(dtype == "f16" && of("matmul_dtype") == Some("bf16"), "rounded twice");
     rule(dtype != "f32" && is_canonical(case), "each rank rounds its part of a sum");
-    rule(dtype != "f32" && schemes(case).next().is_some(), "compression takes f32");
     let dynamic = of("loss_scale").map_or(dtype == "f16", |scale| scale == "dynamic");
+    let feedback = case.get("compress.feedback").is_some_and(|feedback| feedback != "none");
+    rule(dtype != "f32" && dynamic && feedback && schemes(case).next().is_some(), "lost in another scale");
     rule(dynamic && dtype == "f32", "nothing to scale");
     rule(dynamic && own(case).is_none() && !generator(case).is_synchronous(), "no norm before an update");
     rule(dtype == "f16" && of("loss_scale") == Some("1"), "f16 needs a scale");

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
-use meshwork_engine::{ScheduleSpec, dry_run};
+use meshwork_engine::{ScheduleSpec, StepReport, dry_run};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
 use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
@@ -164,7 +164,9 @@ fn numbers(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Numbers
             trainer.evaluate(batches.map(|at| data.validation_batch(at, global, rows.clone()).expect("data")))?.loss,
         );
     }
-    let (losses, norms) = reports.iter().map(|report| (report.loss, report.grad_norm)).unzip();
+    // A step that is skipped, because its gradients overflow, has no norm.
+    let norm = |report: &StepReport| if report.skipped { 0.0 } else { report.grad_norm };
+    let (losses, norms) = reports.iter().map(|report| (report.loss, norm(report))).unzip();
     Ok(Numbers { losses, norms, after })
 }
 
