@@ -34,6 +34,7 @@ fn command() -> Command {
         .arg(flag("prompt", "TEXT", "The text to continue"))
         .arg(flag("tokens", "N", "The most tokens to draw").default_value("100").value_parser(clap::value_parser!(u64)))
         .arg(flag("mesh", "tp=2,pp=2", "Degrees of tp and pp; the tokens are the same on every mesh"))
+        .arg(flag("device", "cpu|cuda[:N]|cuda-emulated[:SEED]", "Where the ranks compute, as gpt_train has it"))
         .arg(
             flag("temperature", "T", "Divides the logits; 0 takes the most likely token")
                 .default_value("0.8")
@@ -72,7 +73,7 @@ impl Options {
             }
         }
         let mut settings = vec!["--set=training.numerics=canonical".to_owned()];
-        for flag in ["mesh", "set"] {
+        for flag in ["mesh", "device", "set"] {
             let given = matches.get_many::<String>(flag).into_iter().flatten();
             settings.extend(given.map(|value| format!("--{flag}={value}")));
         }

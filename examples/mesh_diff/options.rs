@@ -39,7 +39,11 @@ fn command() -> Command {
             "Changes one element by one ulp on side B, in the first operation of that name: its output, or with :backward the \
              first gradient that it gives",
         ))
-        .arg(flag("device", "cpu", "Where the ranks compute"))
+        .arg(many(flag(
+            "device",
+            "cpu|cuda[:N]|cuda-emulated[:SEED]",
+            "Where the ranks compute, as gpt_train has it; given twice, for side A and side B",
+        )))
         .after_help(
             "Trains on both meshes, step by step in turn, and compares every value.\n\n\
              Exit code: 1 if canonical numerics diverge or a run fails, 2 on bad input, else 0.",
@@ -67,14 +71,15 @@ impl Options {
     }
 
     /// The trainer's arguments for one side.
-    fn side(&self, mesh: &str, own: &str) -> Args {
+    fn side(&self, mesh: &str, own: &str, device: Option<&str>) -> Args {
         let one =
             |flag: &str, name| given(&self.matches, name).map(|value| format!("--{flag}={value}")).collect::<Vec<_>>();
         let numerics = given(&self.matches, "numerics").map(|value| format!("--set=training.numerics={value}"));
         let mut args = vec![format!("--mesh={mesh}")];
-        for flag in ["config", "data", "device", "set"] {
+        for flag in ["config", "data", "set"] {
             args.extend(one(flag, flag));
         }
+        args.extend(device.map(|device| format!("--device={device}")));
         args.extend(numerics);
         args.extend(one("set", own));
         Args::parse(args)
@@ -87,8 +92,13 @@ impl Options {
     pub fn load(self) -> Result<Comparison, ConfigError> {
         let meshes: Vec<&str> = given(&self.matches, "mesh").collect();
         let (mut sides, mut faults) = (Vec::new(), self.faults.clone());
-        for (mesh, own) in meshes.iter().zip(["set-a", "set-b"]) {
-            match load(&self.side(mesh, own)) {
+        let devices: Vec<&str> = given(&self.matches, "device").collect();
+        if devices.len() > 2 {
+            let problem = format!("two sides are compared, and {} devices are given", devices.len());
+            faults.push(Fault::new("--device", devices.join(" "), problem, "give one for both, or one for each"));
+        }
+        for (at, (mesh, own)) in meshes.iter().zip(["set-a", "set-b"]).enumerate() {
+            match load(&self.side(mesh, own, devices.get(at).or(devices.last()).copied())) {
                 Ok(side) => sides.push(side),
                 Err(error) => error.faults.into_iter().for_each(|fault| {
                     if !faults.contains(&fault) {

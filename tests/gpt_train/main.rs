@@ -1,6 +1,8 @@
 //! The program `gpt_train` as a user runs it: flags and files in; standard output, metrics and exit codes out.
 
 mod checkpoints;
+#[cfg(feature = "emulator")]
+mod devices;
 #[cfg(unix)]
 mod ending;
 mod inputs;

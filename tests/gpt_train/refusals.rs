@@ -48,8 +48,8 @@ fn a_bad_command_line() {
             ),
             ("--set steps=3", "steps = 3 (from --set): unknown key; ", "the nearest is training.steps"),
             ("--set training.steps", "--set training.steps: no value; ", "use --set section.key=value"),
-            ("--device cuda", "--device cuda: has not landed yet; ", "use cpu"),
-            ("--device gpu", "--device gpu: unknown device; ", "use cpu"),
+            ("--device gpu", "--device gpu: unknown device; ", "use one of cpu, cuda, cuda-emulated"),
+            ("--device cuda:x", "--device cuda:x: no number of a GPU; ", "use cuda or cuda:0"),
             ("--mesh=", "--mesh \"\": not an axis", "such as dp=2"),
             ("--mesh xp=2", "--mesh xp=2: unknown axis; ", "dp, tp, pp"),
             ("--mesh dp=0", "--mesh dp=0: a degree is at least 1; ", "use dp=1 or more"),
@@ -313,7 +313,7 @@ fn all_faults_come_at_once() {
     let path = folder.join("bad.toml");
     fs::write(&path, "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[training]\ndtype = \"fp16\"\n")
         .unwrap();
-    let flags = format!("--config {} --mesh dp=3 --data no/such/text --device cuda --step 3", path.display());
+    let flags = format!("--config {} --mesh dp=3 --data no/such/text --device gpu --step 3", path.display());
     let faults = refused(&folder, &flags);
     let keys: Vec<&str> = faults.iter().map(|fault| fault.split([':', ' ']).next().unwrap()).collect();
     let expected = [
@@ -347,4 +347,25 @@ fn a_timeline_that_cannot_be_written_or_would_replace_something() {
         assert!(ended.err.contains("metrics.trace") && ended.err.contains(problem), "{trace}\n{}", ended.err);
     }
     assert_eq!(fs::read_to_string(&config).unwrap(), "[training]\nsteps = 3\n");
+}
+
+/// A build without GPUs says how to get one with them; a machine without them, where the driver was looked for.
+#[test]
+fn a_device_that_is_not_there() {
+    let folder = folder("no_device");
+    // A machine with a driver may have a GPU.
+    let devices = ["cuda", "cuda:1"].into_iter().filter(|_| !Path::new("/dev/nvidiactl").exists());
+    for device in devices {
+        let faults = refused(&folder, &format!("--device {device} --steps 1"));
+        let told = match cfg!(feature = "cuda") {
+            false => format!("--device {device}: is not in this build; build with --features cuda, or use cpu"),
+            true => format!("--device {device}: no CUDA driver found (looked for libcuda.so, libcuda.so.13, "),
+        };
+        assert!(faults.len() == 1 && faults[0].starts_with(&told), "{faults:#?}");
+    }
+    if !cfg!(feature = "emulator") {
+        let faults = refused(&folder, "--device cuda-emulated --steps 1");
+        let told = "--device cuda-emulated: is not in this build; build with --features emulator, or use cpu";
+        assert_eq!(faults, [told]);
+    }
 }

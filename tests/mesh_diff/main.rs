@@ -13,7 +13,10 @@ fn run(line: &str) -> (Option<i32>, String, String) {
     let profile = test.parent().and_then(Path::parent).unwrap();
     let program = profile.join("examples").join(format!("mesh_diff{}", std::env::consts::EXE_SUFFIX));
     assert!(program.is_file(), "{} is missing: build it with `cargo build --example mesh_diff`", program.display());
-    let ended = Command::new(program).args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
+    let mut command = Command::new(program);
+    // The kernels of the emulated device are kept among the files of the tests.
+    command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
+    let ended = command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))
 }
@@ -134,4 +137,23 @@ fn help_names_every_flag() {
     {
         assert!(out.lines().any(|line| line.trim_start().starts_with(&format!("{flag} "))), "{flag} in\n{out}");
     }
+}
+
+/// The bits of the CPU on a mesh of emulated CUDA devices, and a fault on one of them is named by the operation that has it.
+#[cfg(feature = "emulator")]
+#[test]
+fn sides_may_have_different_devices() {
+    if Command::new("g++").arg("--version").output().is_err() || !cfg!(target_arch = "x86_64") {
+        return eprintln!("left out: there is no g++, or this is not x86-64");
+    }
+    let devices = "--device cpu --device cuda-emulated:5 --numerics canonical --steps 2";
+    let out = succeed(&format!("--mesh dp=1 --mesh dp=2,tp=2,pp=2 {devices}"));
+    assert!(out.contains("\nidentical: 2 steps, "), "{out}");
+    let (code, out, err) = run(&format!("--mesh dp=1 --mesh tp=2 {devices} --break bias_residual {SMALL}"));
+    assert_eq!((code, &*err), (Some(1), ""), "{out}");
+    let place = "forward: output of operation #9, bias_residual (h.0.attn.out)";
+    assert!(out.contains(&format!("\nthe first divergence: step 1, {place}\n")), "{out}");
+    let (code, _, err) = run(&format!("--mesh dp=1 --mesh dp=1 {devices} --device cpu {SMALL}"));
+    let told = "error: --device cpu cuda-emulated:5 cpu: two sides are compared, and 3 devices are given; give one for both, or one for each\n";
+    assert_eq!((code, &*err), (Some(2), told));
 }

@@ -1,12 +1,14 @@
 #![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 
+pub mod cache;
 pub mod device;
 pub mod driver;
 #[cfg(feature = "emulator")]
 pub mod emulator;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod idle;
 pub mod staged;
 
 pub use device::CudaDevice;

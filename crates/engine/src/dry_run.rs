@@ -66,6 +66,22 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, offloaded })
 }
 
+/// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device without contents.
+///
+/// # Errors
+/// As [`predict`], and what the device lacks: [`TrainError::lack`] tells that from the rest, which the zeros of such a device can cause.
+pub fn attempt(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    world_rank: usize,
+    device: Arc<dyn Device>,
+) -> Result<(), TrainError> {
+    let mut trainer = trainer(model, plan, world_rank, device)?;
+    let batch = blank_batch(&trainer);
+    trainer.step(&batch)?;
+    Ok(())
+}
+
 /// Shows every value of a step of the rank `world_rank` to `watch`: shapes and types, without contents.
 ///
 /// # Errors

@@ -157,6 +157,28 @@ pub enum TrainError {
     },
 }
 
+impl TrainError {
+    /// What the device lacks, if that is what ended the step: an operation, an element type, an update rule.
+    #[must_use]
+    pub fn lack(&self) -> Option<&meshwork_tensor::Error> {
+        use meshwork_tensor::Error;
+        match self {
+            Self::Tensor(
+                lack @ (Error::DType { .. }
+                | Error::MissingKernel { .. }
+                | Error::MissingOperation { .. }
+                | Error::HostFunction { .. }
+                | Error::UpdateRule { .. }),
+            ) => Some(lack),
+            Self::Pipeline(error) => match &**error {
+                RunError::Stage { source, .. } | RunError::Transport { source, .. } => source.lack(),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}
+
 impl From<PlanError> for TrainError {
     fn from(error: PlanError) -> Self {
         Self::Plan(Box::new(error))

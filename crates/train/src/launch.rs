@@ -4,6 +4,7 @@ use crate::checkpoint::run::{Saver, described, resume_run};
 use crate::checkpoint::{Resumed, export};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
+use crate::devices::{Devices, Place};
 use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, Start, Step};
@@ -17,7 +18,7 @@ use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
 use meshwork_engine::{AtCuts, ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
-use meshwork_tensor::MemoryUse;
+use meshwork_tensor::{Device, MemoryUse};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -48,22 +49,27 @@ pub fn train(
 ) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
-    let device = || config.device.open(config.training.matmul_dtype);
+    let devices = Devices::open_for_world(config, options)?;
     // Both measure while no rank is there to disturb them.
     if let Some(path) = &config.metrics.layer_profile {
         thread::run(1, options, |_| {
-            let layers = layers(&config.model(), &config.plan()?, data, device())?;
+            let layers = layers(&config.model(), &config.plan()?, data, devices.alone()?)?;
             Ok::<_, RunError>(write_layers(&layers, Path::new(path))?)
         })?;
     }
     let (steps, profiled) = (config.training.steps, config.metrics.profile_steps);
-    let profiler = config.metrics.profile.then(|| Profiler::new(steps, profiled, &*device()));
+    let profiler = match config.metrics.profile {
+        true => {
+            thread::run(1, options, |_| Ok::<_, RunError>(Profiler::new(steps, profiled, &*devices.alone()?)))?.pop()
+        }
+        false => None,
+    };
     let writers: Vec<_> = threads(world_size).into_iter().map(|end| Mutex::new(Some(end))).collect();
     let ends = thread::run(world_size, options, |world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
         let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
-        run_probed(config, data, metrics, stop, world.communicator().clone(), writers, &probe)
+        run_probed(config, data, metrics, stop, &devices, world.communicator().clone(), writers, &probe)
     })?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
     let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
@@ -87,22 +93,26 @@ pub fn run_rank(
     world: Arc<dyn Communicator>,
     writers: Option<Box<dyn Exchange>>,
 ) -> Result<Outcome, RunError> {
-    Ok(run_probed(config, data, metrics, stop, world, writers, &Probe::off())?.0)
+    let devices = Devices::open(config)?;
+    Ok(run_probed(config, data, metrics, stop, &devices, world, writers, &Probe::off())?.0)
 }
 
-/// The same with a probe. Also returns what the probe recorded.
+/// The same with a probe, on one of `devices`. Also returns what the probe recorded.
+#[expect(clippy::too_many_arguments)]
 fn run_probed(
     config: &Config,
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
+    devices: &Devices,
     world: Arc<dyn Communicator>,
     writers: Option<Box<dyn Exchange>>,
     probe: &Probe,
 ) -> Result<(Outcome, Option<Track>), RunError> {
     let mesh = config.mesh().map_err(TrainError::from)?;
+    let Place { device, world } = devices.rank(world)?;
     let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-    let outcome = run(config, data, metrics, stop, rank.clone(), writers, probe)?;
+    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), writers, probe)?;
     Ok((outcome, probe.track(&rank)))
 }
 
@@ -111,7 +121,7 @@ fn run(
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
-    rank: Arc<Rank>,
+    (rank, device): (Arc<Rank>, Arc<dyn Device>),
     writers: Option<Box<dyn Exchange>>,
     probe: &Probe,
 ) -> Result<Outcome, RunError> {
@@ -120,7 +130,6 @@ fn run(
     // Dropped last, because dropping it waits for the reader of the progress, and the other ranks must not wait too.
     let mut reporter = None;
     let (plan, number) = (config.plan()?, rank.world_rank());
-    let device = probe.device(config.device.open(config.training.matmul_dtype));
     device.meter().set_limit(config.memory.limit());
     let mut trainer = Trainer::new(config.model(), &plan, rank, device)?;
     let (mut saver, mut resumed) = (None, None);

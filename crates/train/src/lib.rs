@@ -4,6 +4,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod data;
+mod devices;
 pub mod diff;
 mod error;
 pub mod generate;
@@ -18,6 +19,7 @@ pub mod report;
 mod tensorboard;
 
 pub use data::Data;
+pub use devices::{Devices, Place};
 pub use error::{OutputError, RunError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, run_rank, train};

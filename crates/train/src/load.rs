@@ -2,7 +2,7 @@
 
 use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
-use crate::{metrics, plan, plan_memory};
+use crate::{devices, metrics, plan, plan_memory};
 use meshwork_engine::offload::OffloadError;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,6 +54,9 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
     if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
         settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));
+    }
+    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
+        settings.faults.extend(devices::missing(&config).or_else(|| devices::lacking(&config)));
     }
     match data {
         Some(data) if settings.faults.is_empty() => {

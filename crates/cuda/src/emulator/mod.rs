@@ -12,11 +12,11 @@ mod order;
 mod work;
 
 use crate::driver::{Address, Argument, Driver, Event, Place, Product, Properties, Result, Stream, check_arguments};
-use meshwork_kernels::host::Host;
 use meshwork_kernels::{Kernel, Launch};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use work::{State, Work};
 
+pub use meshwork_kernels::host::{Host, HostError};
 pub use order::Order;
 
 /// An emulated device.

@@ -14,7 +14,7 @@ const OLDEST: i32 = 12_000;
 #[non_exhaustive]
 pub enum GpuError {
     /// No driver.
-    #[error("no CUDA driver found (looked for {looked}): install NVIDIA's driver, or use another device")]
+    #[error("no CUDA driver found (looked for {looked}): install NVIDIA's driver")]
     NoDriver {
         /// The names of files, and where.
         looked: String,

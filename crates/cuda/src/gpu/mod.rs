@@ -33,6 +33,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use libraries::{GpuError, count};
 
+/// That there is all that the GPU of this number needs, with the library's products if they are asked for; how many GPUs there are.
+///
+/// # Errors
+/// What is missing or too old.
+pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, GpuError> {
+    libraries::find(ordinal)?;
+    if products == Products::OfTheLibrary {
+        libraries::find_products()?;
+    }
+    count()
+}
+
 /// Events of a stream. The next one takes the place of the oldest: who waits for that waits for a later moment of the same stream,
 /// which is queued already, so that no wait ever waits for what only follows it.
 const EVENTS: u64 = 256;
@@ -107,10 +119,8 @@ impl Gpu {
     /// # Errors
     /// No driver or library, or one that is too old; no GPU of this number.
     pub fn open(ordinal: usize, kernels: &Path, products: Products) -> std::result::Result<Self, GpuError> {
+        check(ordinal, products)?;
         let (number, nvrtc) = libraries::find(ordinal)?;
-        if products == Products::OfTheLibrary {
-            libraries::find_products()?;
-        }
         let attribute = |of| {
             // SAFETY: the number is one of a GPU.
             unsafe { device::get_attribute(number, of) }.map_err(failed("cuDeviceGetAttribute"))

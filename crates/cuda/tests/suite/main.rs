@@ -28,8 +28,10 @@ fn emulator(order: Order) -> Option<Arc<Emulator>> {
     Some(Arc::new(Emulator::new(kernels()?, 1 << 30, order)))
 }
 
-/// Seeds in which a whole step is run.
-const ORDERS: u64 = 20;
+/// Seeds in which a whole step is run; `.ci/nightly` sets more.
+fn orders() -> u64 {
+    std::env::var("MESHWORK_ORDERS").map_or(20, |orders| orders.parse().expect("MESHWORK_ORDERS is a number"))
+}
 
 /// What the tests of operations and of steps run on.
 fn driver(order: Order) -> Option<Arc<dyn Driver>> {

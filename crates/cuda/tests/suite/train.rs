@@ -1,7 +1,7 @@
 //! Whole training steps of GPT-2: the CPU's bits in canonical numerics, near them with the library's products, in any order of streams. On the
 //! emulator here, and on a GPU or its stand-in in `tests/gpu`.
 
-use crate::{ORDERS, driver};
+use crate::{driver, orders};
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Axis, Mesh, Rank};
@@ -106,7 +106,7 @@ fn canonical_steps_have_the_cpus_bits() {
     }
     let want = train(small(), CANONICAL, Cpu::device()).unwrap();
     assert!(want.steps[0] != want.steps[1] && want.state.len() > 20, "it trains");
-    for order in (0..ORDERS).map(Order::Seeded).chain([Order::AsQueued]) {
+    for order in (0..orders()).map(Order::Seeded).chain([Order::AsQueued]) {
         let Some(got) = on_cuda(small(), CANONICAL, Products::OfTheCpu, order) else { return };
         assert_same(&format!("{order:?}"), &got, &want);
     }

@@ -24,7 +24,7 @@ pub struct Args {
     pub config: Option<PathBuf>,
     /// `--mesh dp=2,tp=4,pp=2`
     pub mesh: Option<String>,
-    /// `--device cpu`
+    /// `--device cpu`, `--device cuda:0`, `--device cuda-emulated`
     pub device: Option<String>,
     /// `--metrics FILE.jsonl`
     pub metrics: Option<PathBuf>,
@@ -55,7 +55,12 @@ pub(super) fn command() -> Command {
         .arg(flag("config", "FILE.toml", "Settings in TOML sections, as listed below"))
         .arg(flag("mesh", "dp=2,tp=4,pp=2", "Degrees of the axes dp, tp, pp; axes not named are 1"))
         .args(short)
-        .arg(flag("device", "cpu", "Where the ranks compute; cuda has not landed yet"))
+        .arg(flag(
+            "device",
+            "cpu|cuda[:N]|cuda-emulated[:SEED]",
+            "Where the ranks compute: on this CPU, on GPUs (all ranks on GPU N, or rank r on GPU r modulo their count), or on the CUDA device \
+             emulated in host memory, for tests. docs/cuda.md says what is shown of GPUs",
+        ))
         .arg(flag("metrics", "FILE.jsonl", "File to write one JSON line per event to"))
         .arg(
             Arg::new("plan-memory").long("plan-memory").action(ArgAction::SetTrue).help(

@@ -16,6 +16,7 @@ mod batch;
 mod check;
 mod cli;
 mod compress;
+mod device;
 mod experts;
 mod fault;
 mod idle;
@@ -39,6 +40,7 @@ mod zero;
 pub use arguments::{help, parse_all};
 pub use cli::Args;
 pub(crate) use compress::count_samples;
+pub use device::Device;
 pub use fault::{ConfigError, Fault, choose_from};
 pub use mesh::{AXES, parse_mesh};
 pub use reference::{reference, usage};
@@ -46,8 +48,8 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    DecayName, Device, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, OffloadWord,
-    OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression, VerifySteps, VerifyWord,
+    DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, OffloadWord, OptimizerName,
+    RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression, VerifySteps, VerifyWord,
 };
 
 impl Config {

@@ -10,8 +10,9 @@ use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
 use super::compress;
+use super::device::Device;
 use super::experts;
-use super::fault::{Fault, choose_from};
+use super::fault::Fault;
 use super::idle;
 use super::mesh::{AXES, parse_mesh};
 use super::mixed;
@@ -21,7 +22,7 @@ use super::pretrained;
 use super::schedule;
 use super::settings::Settings;
 use super::size;
-use super::words::{Device, ModelKind, MoeRouter};
+use super::words::{ModelKind, MoeRouter};
 use super::zero;
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
@@ -106,12 +107,11 @@ fn merge_mesh(settings: &mut Settings, text: &str) {
 }
 
 fn device(settings: &mut Settings, name: Option<&str>) -> Device {
-    match name {
-        None | Some("cpu") => {}
-        Some("cuda") => settings.fault("--device", "cuda", "has not landed yet", "use cpu"),
-        Some(other) => settings.fault("--device", other, "unknown device", choose_from(other, Device::WORDS)),
-    }
-    Device::Cpu
+    let device = name.map_or(Ok(Device::Cpu), Device::parse);
+    device.unwrap_or_else(|fault| {
+        settings.faults.push(fault);
+        Device::Cpu
+    })
 }
 
 /// Computes the defaults that depend on other keys.

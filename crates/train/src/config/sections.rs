@@ -6,14 +6,15 @@
 use meshwork_pipeline::{Generator, Schedule};
 use serde::Serialize;
 
+use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
 use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
 use super::keys::{Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Device, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow,
-    MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding,
+    AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter,
+    OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding,
     ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};

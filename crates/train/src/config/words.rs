@@ -1,11 +1,10 @@
 //! The words that keys and flags take, and what they stand for in the other crates.
 
 use std::fmt;
-use std::sync::Arc;
 
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
 use toml::Value;
@@ -171,12 +170,6 @@ words! {
         Nearest = "nearest",
         /// Up or down at random.
         Stochastic = "stochastic",
-    }
-
-    /// Where the ranks compute: `--device`.
-    Device {
-        /// The threads of this process.
-        Cpu = "cpu",
     }
 }
 
@@ -354,16 +347,6 @@ impl MatmulDtype {
         match self {
             Self::F32 => Precision::F32,
             Self::Bf16 => Precision::Bf16,
-        }
-    }
-}
-
-impl Device {
-    /// A device for one rank, which computes products in `dtype`.
-    #[must_use]
-    pub fn open(self, dtype: MatmulDtype) -> Arc<dyn meshwork_tensor::Device> {
-        match self {
-            Self::Cpu => Arc::new(Cpu::new(dtype.precision())),
         }
     }
 }

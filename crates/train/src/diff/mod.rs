@@ -41,6 +41,7 @@ pub use report::{Report, Row};
 pub use ulps::Spread;
 
 use crate::config::Config;
+use crate::devices::Devices;
 use compare::Pair;
 pub use compare::SIDES;
 pub use comparison::Comparison;
@@ -95,6 +96,8 @@ pub struct Side<'a> {
     pub hook: Option<Arc<Hook>>,
     /// The callback before each step.
     pub before_step: Option<Arc<BeforeStep>>,
+    /// Where its ranks compute.
+    pub devices: Devices,
     /// The wrapper of the communicators.
     pub communicator: Option<Arc<Wrap>>,
 }
@@ -103,18 +106,21 @@ impl<'a> Side<'a> {
     /// A run of a configuration. `training.steps` is read only for values derived from it.
     ///
     /// # Errors
-    /// An invalid mesh or schedule.
+    /// An invalid mesh or schedule, and a device that is not there.
     pub fn new(config: &Config, data: &'a dyn BatchSource) -> Result<Self, TrainError> {
         let note = if config.parallelism.sequence_parallel { ", sequence parallel" } else { "" };
         let (note, timeout) = (note.to_owned(), config.comm.timeout());
-        Ok(Self { note, timeout, ..Self::of(config.model(), config.plan()?, data) })
+        let devices = Devices::open(config)?;
+        Ok(Self { note, timeout, devices, ..Self::of(config.model(), config.plan()?, data) })
     }
 
-    /// A run of any model. Its steps are not [verified](Verify): what differs between ranks is in the report.
+    /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the report.
     pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
         let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;
-        Self { model, plan, data, note: String::new(), timeout, hook: None, before_step: None, communicator: None }
+        let devices = Devices::cpu(plan.precision);
+        let note = String::new();
+        Self { model, plan, data, note, timeout, hook: None, before_step: None, devices, communicator: None }
     }
 
     /// The same with a hook on every value.

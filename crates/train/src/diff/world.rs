@@ -2,13 +2,13 @@
 
 use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
+use crate::devices::Place;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, bf16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
-use meshwork_tensor::{Device, ParamId, Tensor};
+use meshwork_tensor::{ParamId, Tensor};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -140,11 +140,10 @@ impl Drop for Teller {
 
 /// Runs one rank: a step for each request.
 fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
-    let Side { model, plan, data, hook, before_step, communicator, .. } = side;
-    let world = world.communicator().clone();
+    let Side { model, plan, data, hook, before_step, devices, communicator, .. } = side;
+    let Place { device, world } = devices.rank(world.communicator().clone())?;
     let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
     let rank = Arc::new(Rank::new(&plan.mesh, world)?);
-    let device: Arc<dyn Device> = Arc::new(Cpu::new(plan.precision));
     let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), device)?;
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),

@@ -1,6 +1,7 @@
 //! Continues a prompt on a mesh, with a cache of keys and values.
 
 use super::{Sampling, Trained, agree_to_stop};
+use crate::devices::{Devices, Place};
 use crate::error::RunError;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options, WorldError};
@@ -44,10 +45,12 @@ pub fn continue_text(
     let config = &trained.config;
     let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()); // each rank tells what is wrong with it
     let each = Mutex::new(each);
-    let done = thread::run(ranks, Options { timeout: config.comm.timeout() }, |world| {
+    let options = Options { timeout: config.comm.timeout() };
+    let devices = Devices::open_for_world(config, options)?;
+    let done = thread::run(ranks, options, |world| {
         let plan = config.plan()?;
-        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
-        let (model, device) = (config.model(), config.device.open(config.training.matmul_dtype));
+        let Place { device, world } = devices.rank(world.communicator().clone())?;
+        let (model, rank) = (config.model(), Arc::new(Rank::new(&plan.mesh, world)?));
         let capacity = config.model.seq_len;
         let mut decoder = Decoder::new(model, &plan, rank, device, capacity, |spec, slice| trained.read(spec, slice))?;
         let leads = decoder.rank().world_rank() == 0;

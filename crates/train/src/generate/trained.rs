@@ -3,6 +3,7 @@
 use crate::checkpoint::read_weights;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::Tokenizer;
+use crate::devices;
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::ParamSpec;
@@ -68,6 +69,9 @@ impl Trained {
         let dp = config.parallelism.dp;
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
+        }
+        if settings.faults.is_empty() {
+            settings.faults.extend(devices::missing(&config));
         }
         let tokenizer = tokenizer_of(folder, tokenizer, of_run, &config);
         let tokenizer = tokenizer.map_err(|fault| settings.faults.push(fault)).ok();

@@ -10,6 +10,7 @@ use meshwork_core::comm::thread::{self, Options};
 use meshwork_engine::{ScheduleSpec, StepReport, dry_run};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
+use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
 use meshwork_train::{Data, TrainError, Trainer, load};
 
@@ -135,7 +136,7 @@ fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let options = Options { timeout: config.comm.timeout() };
     let ranks = thread::run(mesh.world_size(), options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
-        let device = config.device.open(config.training.matmul_dtype);
+        let device = Arc::new(Cpu::new(config.training.matmul_dtype.precision()));
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
         if let Some(folder) = &config.model.init_from {
             let pretrained = Pretrained::open(Path::new(folder))?;

@@ -2,7 +2,7 @@
 //! mesh, with schedules whose steps overlap or whose weights change while they run, in bf16 and in canonical numerics.
 
 use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, PADDED, UNTIED};
-use crate::world::{Piece, assert_same_pieces, assert_same_report, on_mesh, pieces, train};
+use crate::world::{Piece, assert_same_pieces, assert_same_report, cpu, on_mesh, pieces, train};
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -27,7 +27,7 @@ fn on_opaque_mesh(config: &Config, data: &Data) -> Vec<Trained> {
     let mesh = config.mesh().unwrap();
     let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
         let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
-        let device = Opaque::device(config.device.open(config.training.matmul_dtype));
+        let device = Opaque::device(cpu(config));
         trained(Trainer::new(config.model(), &config.plan()?, rank, device)?, config, data)
     });
     ranks.unwrap_or_else(|error| panic!("{error}"))
@@ -87,7 +87,7 @@ fn downloads_of_a_step_depend_on_neither_micro_batches_nor_layers() {
         let mesh = config.mesh().unwrap();
         let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
             let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
-            let device = Opaque::device(config.device.open(config.training.matmul_dtype));
+            let device = Opaque::device(cpu(&config));
             let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device.clone())?;
             train(&mut trainer, &data, &config)?;
             let before = device.meter().downloads().calls;

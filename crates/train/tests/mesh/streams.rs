@@ -2,7 +2,7 @@
 
 use crate::cases::{BATCH, Case, HIDDEN, Model, SEQ, UNTIED};
 use crate::schedules::{Whole, advance, batches, weights};
-use crate::world::{on_mesh, pieces, train, try_on_mesh};
+use crate::world::{cpu, on_mesh, pieces, train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_nn::Batch;
@@ -198,7 +198,7 @@ fn a_step_that_is_not_finite_is_told_as_it_is() {
     for schedule in ["pipedream", "pipedream_2bw"] {
         let case = stream(1, 2, 2, schedule);
         let config = case.config(DESCENT);
-        let device = |_| config.device.open(config.training.matmul_dtype);
+        let device = |_| cpu(&config);
         let ended = try_on_mesh(&config, Options::default(), device, |mut trainer| {
             trainer.load_parameter("wpe.weight", &[f32::MAX; SEQ * HIDDEN])?;
             let batches = batches(case.model, &trainer, 3);

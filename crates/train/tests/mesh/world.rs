@@ -5,11 +5,17 @@ use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, Rank};
 use meshwork_engine::Vector;
 use meshwork_tensor::Device;
+use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::Config;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+
+/// A device of one rank of a configuration.
+pub fn cpu(config: &Config) -> Arc<dyn Device> {
+    Arc::new(Cpu::new(config.training.matmul_dtype.precision()))
+}
 
 /// Runs `body` on every rank of the configuration's mesh, each a thread with a trainer on the device that `device` makes for it.
 pub fn try_on_mesh<T: Send>(
@@ -29,7 +35,7 @@ pub fn try_on_mesh<T: Send>(
 /// The same on the devices of the configuration; a failure panics.
 #[track_caller]
 pub fn on_mesh<T: Send>(config: &Config, body: impl Fn(Trainer) -> Result<T, TrainError> + Sync) -> Vec<T> {
-    let done = try_on_mesh(config, Options::default(), |_| config.device.open(config.training.matmul_dtype), body);
+    let done = try_on_mesh(config, Options::default(), |_| cpu(config), body);
     done.unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -1,0 +1,86 @@
+//! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything is computed.
+
+use crate::driver::{Address, Argument, Driver, Event, Place, Product, Properties, Result, Stream, check_arguments};
+use meshwork_kernels::{Kernel, Launch};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// A device without memory or work. Whatever is read from it is zero.
+#[derive(Debug)]
+pub struct Idle {
+    name: &'static str,
+    properties: Properties,
+    next: AtomicU64,
+    streams: AtomicUsize,
+}
+
+impl Idle {
+    /// One that goes by the name of another driver, for errors.
+    #[must_use]
+    pub fn new(name: &'static str) -> Self {
+        let properties = Properties { name: "no device".to_owned(), ordinal: 0, memory: u64::MAX };
+        Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
+    }
+}
+
+impl Driver for Idle {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        Ok(Stream(self.streams.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Address> {
+        Ok(Address(self.next.fetch_add(bytes.next_multiple_of(256) as u64, Ordering::Relaxed)))
+    }
+
+    fn free(&self, _: Address) -> Result<()> {
+        Ok(())
+    }
+
+    fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn record(&self, _: Stream) -> Result<Event> {
+        Ok(Event(0))
+    }
+
+    fn wait(&self, _: Stream, _: Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn finish(&self, _: Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn write(&self, _: Stream, _: Address, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn read(&self, _: Stream, _: Address, into: &mut [u8]) -> Result<()> {
+        into.fill(0);
+        Ok(())
+    }
+
+    fn copy(&self, _: Stream, _: Place, _: Place, _: usize, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn zero(&self, _: Stream, _: Address, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn launch(&self, _: Stream, kernel: &'static Kernel, _: Launch, args: &[Argument]) -> Result<()> {
+        check_arguments(kernel, args)
+    }
+
+    fn product(&self, _: Stream, _: Product) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! The devices of a run: one for each rank, with a communicator for its memory.
+
+use crate::config::{Config, Fault};
+use crate::error::RunError;
+use meshwork_core::Communicator;
+use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::{Device, Error};
+use std::fmt;
+use std::sync::Arc;
+
+/// Opens a device for each rank.
+#[derive(Clone)]
+pub struct Devices(Kind);
+
+#[derive(Clone)]
+enum Kind {
+    Cpu(Precision),
+    #[cfg(any(feature = "cuda", feature = "emulator"))]
+    Cuda(Arc<cuda::Open>),
+}
+
+impl fmt::Debug for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match &self.0 {
+            Kind::Cpu(_) => "Devices(cpu)",
+            #[cfg(any(feature = "cuda", feature = "emulator"))]
+            Kind::Cuda(_) => "Devices(cuda)",
+        })
+    }
+}
+
+/// What one rank computes and communicates with.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// The communicator of the world, for memory of that device.
+    pub world: Arc<dyn Communicator>,
+}
+
+impl Devices {
+    /// The threads of this process.
+    #[must_use]
+    pub fn cpu(precision: Precision) -> Self {
+        Self(Kind::Cpu(precision))
+    }
+
+    /// Those of a configuration.
+    ///
+    /// # Errors
+    /// A device that is not there: no driver, no such GPU, no compiler for the emulator.
+    pub fn open(config: &Config) -> Result<Self, Error> {
+        #[cfg(any(feature = "cuda", feature = "emulator"))]
+        if let Some(open) = cuda::open(config)? {
+            return Ok(Self(Kind::Cuda(open)));
+        }
+        Ok(Self::cpu(config.training.matmul_dtype.precision()))
+    }
+
+    /// Those that `open` makes, by world rank.
+    #[cfg(any(feature = "cuda", feature = "emulator"))]
+    pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
+        Self(Kind::Cuda(Arc::new(open)))
+    }
+
+    /// The same on behalf of all ranks.
+    pub(crate) fn open_for_world(config: &Config, options: Options) -> Result<Self, WorldError<RunError>> {
+        let mut opened = thread::run(1, options, |_| Ok::<_, RunError>(Self::open(config)?))?;
+        Ok(opened.pop().unwrap_or_else(|| Self::cpu(Precision::F32)))
+    }
+
+    /// The device of one rank, and the communicator `world` for its memory.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn rank(&self, world: Arc<dyn Communicator>) -> Result<Place, Error> {
+        match &self.0 {
+            Kind::Cpu(precision) => Ok(Place { device: Arc::new(Cpu::new(*precision)), world }),
+            #[cfg(any(feature = "cuda", feature = "emulator"))]
+            Kind::Cuda(open) => {
+                let device = open(world.rank())?;
+                let world = meshwork_cuda::staged::communicator(world, device.clone());
+                Ok(Place { device, world })
+            }
+        }
+    }
+
+    /// The device of rank 0, for what communicates with nobody.
+    ///
+    /// # Errors
+    /// As [`rank`](Self::rank).
+    pub fn alone(&self) -> Result<Arc<dyn Device>, Error> {
+        match &self.0 {
+            Kind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
+            #[cfg(any(feature = "cuda", feature = "emulator"))]
+            Kind::Cuda(open) => Ok(open(0)?),
+        }
+    }
+}
+
+/// The fault of a configuration whose device is not there, or lacks what it asks for.
+pub(crate) fn missing(config: &Config) -> Option<Fault> {
+    let fault = |problem| Fault::new("--device", config.device, problem, "use cpu");
+    match Devices::open(config) {
+        Err(Error::Device { fault: why, .. }) => Some(fault(why.to_string())),
+        Err(other) => Some(fault(other.to_string())),
+        Ok(_) => None,
+    }
+}
+
+/// The fault of a configuration whose step needs what its device lacks: an operation, an element type, an update rule. One step of each stage
+/// runs on a device without contents.
+pub(crate) fn lacking(config: &Config) -> Option<Fault> {
+    #[cfg(any(feature = "cuda", feature = "emulator"))]
+    return cuda::lacking(config);
+    #[cfg(not(any(feature = "cuda", feature = "emulator")))]
+    {
+        _ = config;
+        None
+    }
+}
+
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+mod cuda {
+    use super::Fault;
+    use crate::config::{Config, Device, MatmulDtype};
+    use meshwork_core::Axis;
+    use meshwork_cuda::device::Products;
+    use meshwork_cuda::idle::Idle;
+    use meshwork_cuda::{CudaDevice, Driver};
+    use meshwork_engine::dry_run;
+    use meshwork_tensor::Error;
+    use std::sync::Arc;
+
+    /// Opens the device of a rank.
+    pub(super) type Open = dyn Fn(usize) -> Result<Arc<CudaDevice>, Error> + Send + Sync;
+
+    /// Memory of an emulated device: as much as the host has, which is checked elsewhere.
+    #[cfg(feature = "emulator")]
+    const EMULATED_MEMORY: u64 = 1 << 46;
+
+    fn failed<E: std::error::Error + Send + Sync + 'static>(device: Device) -> impl Fn(E) -> Error {
+        move |fault| Error::Device { op: "open", device: device.name().to_owned(), fault: fault.into() }
+    }
+
+    /// Canonical numerics have the CPU's order of sums; otherwise the library's products are faster.
+    fn products(config: &Config) -> Products {
+        match config.reduction_blocks() {
+            Some(_) => Products::OfTheCpu,
+            None => Products::OfTheLibrary,
+        }
+    }
+
+    /// Looks for what the devices of a configuration need. `None` for other devices.
+    pub(super) fn open(config: &Config) -> Result<Option<Arc<Open>>, Error> {
+        let products = products(config);
+        let device = move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::new(driver, products)?));
+        Ok(Some(match config.device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(number) => {
+                let failed = failed(config.device);
+                let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
+                Arc::new(move |rank| {
+                    let number = number.unwrap_or(rank % count.max(1));
+                    let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
+                    device(Arc::new(gpu.map_err(&failed)?))
+                })
+            }
+            #[cfg(feature = "emulator")]
+            Device::CudaEmulated(seed) => {
+                let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
+                let kernels = Arc::new(kernels.map_err(failed(config.device))?);
+                Arc::new(move |rank| {
+                    let order = meshwork_cuda::Order::Seeded(seed.wrapping_add(rank as u64));
+                    device(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)))
+                })
+            }
+            _ => return Ok(None),
+        }))
+    }
+
+    pub(super) fn lacking(config: &Config) -> Option<Fault> {
+        if config.device == Device::Cpu {
+            return None;
+        }
+        if config.training.matmul_dtype == MatmulDtype::Bf16 {
+            let problem = format!("the device {} has no products of bf16", config.device.name());
+            return Some(Fault::new("training.matmul_dtype", "bf16", problem, "use f32, or --device cpu"));
+        }
+        let plan = config.plan().ok()?;
+        let (mesh, model) = (&plan.mesh, config.model());
+        let first = |rank: &usize| mesh.data_rank(mesh.coords(*rank)) == 0 && mesh.coords(*rank).get(Axis::Tp) == 0;
+        (0..mesh.world_size()).filter(first).find_map(|rank| {
+            let device = CudaDevice::new(Arc::new(Idle::new(config.device.name())), products(config)).ok()?;
+            let error = dry_run::attempt(&model, &plan, rank, Arc::new(device)).err()?;
+            let lack = error.lack()?;
+            let valid =
+                "use cpu, or settings that do without it: docs/cuda.md lists the operations that the device has";
+            Some(Fault::new("--device", config.device, lack.to_string(), valid))
+        })
+    }
+}

@@ -1,0 +1,143 @@
+//! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first operation that has it.
+
+use meshwork_cuda::device::Products;
+use meshwork_cuda::emulator::{Host, HostError};
+use meshwork_cuda::{CudaDevice, Emulator, Order};
+use meshwork_train::config::Args;
+use meshwork_train::diff::{Report, Side, compare};
+use meshwork_train::{Devices, load};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+const SMALL: &[&str] = &[
+    "--set=training.numerics=canonical",
+    "--set=model.hidden_size=16",
+    "--set=model.num_layers=2",
+    "--set=model.seq_len=16",
+    "--set=model.dropout=0.1",
+    "--set=training.global_batch_size=4",
+];
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")
+}
+
+/// The kernels for the host. `None`, and a line that says so, without g++ or on another CPU than x86-64.
+fn kernels() -> Option<Arc<Host>> {
+    static KERNELS: OnceLock<Option<Arc<Host>>> = OnceLock::new();
+    let compile = || match Host::new(&folder()) {
+        Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
+            eprintln!("left out: {error}");
+            None
+        }
+        host => Some(Arc::new(host.unwrap_or_else(|error| panic!("{error}")))),
+    };
+    KERNELS.get_or_init(compile).clone()
+}
+
+/// One rank of the CPU against the emulated devices of a mesh, each with an emulator that `emulator` makes.
+fn diff(
+    mesh: &str,
+    more: &[&str],
+    emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
+) -> Result<Report, String> {
+    let loaded = |mesh: &str, more| load(&Args::parse([&[&*format!("--mesh={mesh}")], SMALL, more].concat())).unwrap();
+    let ((a, data), (b, _)) = (loaded("dp=1", &[]), loaded(mesh, more));
+    let a = Side::new(&a, &data).unwrap();
+    let mut b = Side::new(&b, &data).unwrap();
+    b.devices = Devices::cuda(move |rank| Ok(Arc::new(CudaDevice::new(emulator(rank), Products::OfTheCpu)?)));
+    compare([&a, &b], 2).map_err(|error| error.to_string())
+}
+
+fn emulator(kernels: &Arc<Host>, seed: usize) -> Arc<Emulator> {
+    Arc::new(Emulator::new(kernels.clone(), 1 << 30, Order::Seeded(seed as u64)))
+}
+
+#[test]
+fn the_emulated_device_has_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    for (mesh, more) in [
+        ("dp=1", &[][..]),
+        ("dp=2,tp=2,pp=2", &[]),
+        ("tp=2", &["--set=parallelism.sequence_parallel=true"]),
+        ("dp=2", &["--set=memory.recompute=full"]),
+        ("dp=2", &["--set=parallelism.zero_stage=3"]),
+    ] {
+        let kernels = kernels.clone();
+        let report = diff(mesh, more, move |rank| emulator(&kernels, rank));
+        let report = report.unwrap_or_else(|error| panic!("{mesh} {more:?}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{mesh} {more:?}: {report}");
+    }
+}
+
+/// A file of kernels, a line of it and what it becomes, and what the report must say of the first value that differs.
+const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
+    (
+        "layer_norm.cu",
+        "sqrtf(sum[0] / count + eps)",
+        "sqrtf(sum[0] / count + 2.0f * eps)",
+        ["forward: output of ", "layer_norm"],
+    ),
+    (
+        "gelu.cu",
+        "fmaf(x * gate.slope, two_du, gate.sigma)",
+        "x * gate.slope * two_du + gate.sigma",
+        ["backward: gradient of ", "gelu"],
+    ),
+    (
+        "optimizer.cu",
+        "(m / (sqrtf(v) / root_hat + eps))",
+        "(m / (sqrtf(v) / root_hat + 2.0f * eps))",
+        ["updated weights ", ""],
+    ),
+];
+
+/// A kernel that is wrong in one place is found, by the first operation that runs it.
+#[test]
+fn a_wrong_kernel_is_named_by_the_operation_that_runs_it() {
+    let Some(_) = kernels() else { return };
+    for (file, right, wrong, parts) in WRONG {
+        let sources = meshwork_kernels::HEADERS.iter().chain(meshwork_kernels::SOURCES);
+        let texts: Vec<(&str, String)> = sources
+            .map(|source| match source.name == *file {
+                true => {
+                    assert_eq!(source.text.matches(right).count(), 1, "{file}");
+                    (source.name, source.text.replacen(right, wrong, 1))
+                }
+                false => (source.name, source.text.to_owned()),
+            })
+            .collect();
+        let texts: Vec<(&str, &str)> = texts.iter().map(|(name, text)| (*name, &**text)).collect();
+        let kernels = Host::compile(&folder(), &texts, meshwork_kernels::KERNELS, false);
+        let kernels = Arc::new(kernels.unwrap_or_else(|error| panic!("{error}")));
+        let report = diff("dp=1", &[], move |rank| emulator(&kernels, rank)).unwrap();
+        let told = report.to_string();
+        let (_, first) = told.split_once("\nthe first divergence: ").unwrap_or_else(|| panic!("{file}: {told}"));
+        let line = first.lines().next().unwrap_or_default();
+        assert!(line.starts_with("step 1, ") && parts.iter().all(|part| line.contains(part)), "{file}: {told}");
+    }
+}
+
+/// Waits of the second half of a run are left out one at a time. Most are before a download of what was long complete, because every value of
+/// the step was downloaded; of the others some show in two orders of streams: a value differs, which the report names, or the run fails.
+#[test]
+fn a_wait_that_is_left_out_is_found() {
+    let Some(kernels) = kernels() else { return };
+    let run = |skipped: Option<u64>, seed: usize| {
+        let emulator = emulator(&kernels, seed);
+        skipped.into_iter().for_each(|nth| emulator.skip_wait(nth));
+        let same = emulator.clone();
+        (diff("dp=1", &[], move |_| same.clone()), emulator.waits())
+    };
+    let (whole, waits) = run(None, 0);
+    assert!(whole.unwrap().identical());
+    let sample: Vec<u64> = (waits / 2..waits).step_by((waits / 48) as usize).collect();
+    let is_found = |nth: u64| {
+        (0..2).any(|seed| match run(Some(nth), seed).0 {
+            Ok(report) => !report.identical() && report.to_string().contains("the first divergence: step "),
+            Err(_) => true,
+        })
+    };
+    let found: Vec<u64> = sample.iter().copied().filter(|&nth| is_found(nth)).collect();
+    assert!(found.len() >= 3, "of waits {sample:?} only {found:?} are missed");
+}

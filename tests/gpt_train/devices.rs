@@ -1,0 +1,108 @@
+//! Runs on the emulated CUDA device.
+
+use crate::program::{Running, SMALL, command, events, folder, lines, numbers};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const CANONICAL: &str = "--set training.numerics=canonical --set model.dropout=0.1";
+
+/// Whether there is g++ for the kernels; says so if not.
+fn emulates() -> bool {
+    let found = std::process::Command::new("g++").arg("--version").output().is_ok() && cfg!(target_arch = "x86_64");
+    if !found {
+        eprintln!("left out: there is no g++, or this is not x86-64");
+    }
+    found
+}
+
+/// Runs the program, whose kernels for the host are kept among the files of the tests. Its exit code, standard output and standard error.
+fn run(line: &str) -> (Option<i32>, String, String) {
+    let mut command = command(line);
+    command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
+    let ended = Running::start(command).end();
+    (ended.code, ended.out, ended.err)
+}
+
+/// The metrics of a run on `device`.
+fn metrics(folder: &Path, device: &str, line: &str) -> Vec<Value> {
+    let path = folder.join("metrics.jsonl");
+    let (code, out, err) = run(&format!("{line} {SMALL} --device {device} --metrics {}", path.display()));
+    assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
+    lines(&path)
+}
+
+fn numbers_of(run: &[Value]) -> Vec<[f64; 2]> {
+    numbers(run, "step", "loss").into_iter().zip(numbers(run, "step", "grad_norm")).map(|(a, b)| [a, b]).collect()
+}
+
+#[test]
+fn every_rank_has_an_emulated_device_with_the_cpus_numbers_and_the_predicted_memory() {
+    if !emulates() {
+        return;
+    }
+    let (folder, more) = (folder("emulated"), format!("{CANONICAL} --steps 3"));
+    let want = numbers_of(&metrics(&folder, "cpu", &more));
+    for (mesh, device) in [("dp=1", "cuda-emulated"), ("dp=2,tp=2,pp=2", "cuda-emulated:7")] {
+        let run = metrics(&folder, device, &format!("{more} --mesh {mesh}"));
+        assert_eq!(numbers_of(&run), want, "{mesh}");
+        let (start, end) = (events(&run, "start")[0], events(&run, "end")[0]);
+        assert_eq!(start["config"]["device"], device);
+        assert_eq!(start["memory_predicted"], end["memory_measured"], "{mesh}");
+    }
+    // With the library's products near them.
+    let run = numbers_of(&metrics(&folder, "cuda-emulated", "--steps 3"));
+    let cpu = numbers_of(&metrics(&folder, "cpu", "--steps 3"));
+    let near = |(a, b): (&f64, &f64)| (a / b - 1.0).abs() < 1e-5;
+    assert!(run.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{run:?} and {cpu:?}");
+}
+
+#[test]
+fn a_checkpoint_goes_from_device_to_device() {
+    if !emulates() {
+        return;
+    }
+    let want = numbers_of(&metrics(&folder("devices_alone"), "cpu", &format!("{CANONICAL} --steps 4")));
+    for (name, first, second) in [("to_cuda", "cpu", "cuda-emulated"), ("from_cuda", "cuda-emulated:3", "cpu")] {
+        let folder = folder(name);
+        let run: PathBuf = folder.join("run");
+        let more = format!("{CANONICAL} --set lr_scheduler.decay_steps=4 --set checkpoint.dir={}", run.display());
+        metrics(&folder, first, &format!("{more} --steps 2"));
+        let found = metrics(&folder, second, &format!("{more} --mesh tp=2 --steps 4 --set checkpoint.resume=true"));
+        assert_eq!(numbers_of(&found), want, "{first} and {second}");
+    }
+}
+
+/// What a configuration asks for runs on the device, or is refused before the first step by a message that names it.
+#[test]
+fn what_the_device_lacks_is_told_before_the_first_step() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("lacking");
+    let mut refused = 0;
+    for setting in [
+        "optimizer.name=lamb",
+        "optimizer.name=adafactor",
+        "optimizer.name=muon",
+        "optimizer.name=adam8bit",
+        "moe.num_experts=4",
+        "data.documents=attention",
+        "compress.activations=quant:4",
+        "training.matmul_dtype=bf16",
+        "memory.saved_encoding=sparse",
+    ] {
+        let path = folder.join(format!("{setting}.jsonl"));
+        let flags = format!("{SMALL} --mesh pp=2 --steps 1 --set {setting} --metrics {}", path.display());
+        let (code, out, err) = run(&format!("{flags} --device cuda-emulated"));
+        if code == Some(0) {
+            continue;
+        }
+        refused += 1;
+        assert_eq!((code, &*out), (Some(2), ""), "{setting}: {err}");
+        assert!(err.contains("device cuda-emulated ha") && err.contains(" no "), "{setting}: {err}");
+        let written = fs::read_to_string(&path).unwrap_or_default();
+        assert!(!written.contains("step"), "{setting}: {written}");
+    }
+    eprintln!("{refused} settings are refused");
+}
