@@ -58,10 +58,9 @@ impl MixedPrecision {
     /// Refuses a plan with which it does not go.
     pub(crate) fn require_fit(self, plan: &Plan) -> Result<(), PlanError> {
         let refuse = |problem: String| Err(PlanError::MixedPrecision { dtype: self.dtype.dtype(), problem });
-        if plan.blocks().is_some() {
+        if plan.blocks().is_some() && self.reduce_in_half {
             return refuse(
-                "canonical numerics need the exact sums of all ranks, and each rank rounds its part to 16 bits before they are added: use \
-                 numerics Fast"
+                "canonical numerics add up gradients exactly, and in 16 bits each rank would round its share: reduce in f32, or use numerics Fast"
                     .to_owned(),
             );
         }
@@ -95,11 +94,17 @@ impl MixedPrecision {
 }
 
 /// The loss scale of a run, step by step. Every rank has the same.
+///
+/// Some schedules begin a step before the last one is certain, and such a step takes the scale that it would have if the last one did not overflow. So that all
+/// schedules have the same scales, a step that completes an interval doubles not the scale of the next step but that of the one behind it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scaler {
+    /// The scale of the step behind the last one that is certain.
     scale: f64,
-    /// Steps without overflow since it was changed.
+    /// Steps without overflow since it was changed. A whole interval of them doubles the scale of the step behind that.
     clean: u64,
+    /// The steps that are certain.
+    certain: u64,
     /// `None`: it stays.
     growth_interval: Option<u64>,
 }
@@ -108,35 +113,43 @@ impl Scaler {
     /// The scale before the first step.
     pub fn new(of: Option<MixedPrecision>) -> Self {
         match of.map(|of| of.loss_scale) {
-            None => Self { scale: 1.0, clean: 0, growth_interval: None },
-            Some(LossScale::Fixed(scale)) => Self { scale, clean: 0, growth_interval: None },
+            None => Self { scale: 1.0, clean: 0, certain: 0, growth_interval: None },
+            Some(LossScale::Fixed(scale)) => Self { scale, clean: 0, certain: 0, growth_interval: None },
             Some(LossScale::Dynamic { initial, growth_interval }) => {
-                Self { scale: initial, clean: 0, growth_interval: Some(growth_interval) }
+                Self { scale: initial, clean: 0, certain: 0, growth_interval: Some(growth_interval) }
             }
         }
     }
 
-    /// The scale of the next step.
-    pub fn scale(&self) -> f64 {
-        self.scale
+    /// The scale of the step after `before` steps.
+    pub fn scale(&self, before: u64) -> f64 {
+        if before > self.certain { self.next().0 } else { self.scale }
     }
 
-    /// Takes note of a step that was computed with `scale`. Returns whether the step is skipped, because a gradient overflowed; `false` too
-    /// where no smaller scale is left, so that the step is an error.
-    pub fn skips(&mut self, scale: f64, overflowed: bool) -> bool {
-        let Some(interval) = self.growth_interval else { return false };
+    /// Scale and clean steps behind the next step, if that does not overflow, which is then the first of these.
+    fn next(&self) -> (f64, u64) {
+        match self.growth_interval {
+            Some(interval) if self.clean >= interval => ((2.0 * self.scale).min(LossScale::LARGEST), 0),
+            _ => (self.scale, self.clean),
+        }
+    }
+
+    /// Takes note of the step of this number, from 1, which was computed with `scale`. Returns whether the step is skipped, because a gradient
+    /// overflowed; `false` too where no smaller scale is left, so that the step is an error.
+    pub fn skips(&mut self, step: u64, scale: f64, overflowed: bool) -> bool {
+        self.certain = step;
+        if self.growth_interval.is_none() {
+            return false;
+        }
         if overflowed {
             if scale <= LossScale::LEAST {
                 return false;
             }
-            // A step that began before the last one was certain had the scale of both.
-            (self.scale, self.clean) = (self.scale.min(scale / 2.0), 0);
+            (self.scale, self.clean) = (scale / 2.0, 0);
             return true;
         }
-        self.clean += 1;
-        if self.clean >= interval {
-            (self.scale, self.clean) = ((2.0 * self.scale).min(LossScale::LARGEST), 0);
-        }
+        let (scale, clean) = self.next();
+        (self.scale, self.clean) = (scale, clean + 1);
         false
     }
 
@@ -145,9 +158,9 @@ impl Scaler {
         [self.scale as f32, self.clean as f32]
     }
 
-    /// Continues from a checkpoint.
-    pub fn load(&mut self, [scale, clean]: [f32; 2]) {
-        (self.scale, self.clean) = (f64::from(scale), clean as u64);
+    /// Continues from a checkpoint of this many steps.
+    pub fn load(&mut self, steps: u64, [scale, clean]: [f32; 2]) {
+        (self.scale, self.clean, self.certain) = (f64::from(scale), clean as u64, steps);
     }
 }
 
@@ -163,20 +176,30 @@ mod tests {
     #[test]
     fn a_scale_is_halved_by_overflow_and_doubled_after_clean_steps() {
         let mut scaler = scaler(1024.0, 2);
-        let steps = [(true, 512.0), (false, 512.0), (true, 256.0), (false, 256.0), (false, 512.0), (false, 512.0)];
-        for (overflowed, after) in steps {
-            assert_eq!(scaler.skips(scaler.scale(), overflowed), overflowed);
-            assert_eq!(scaler.scale(), after);
+        // Of each step: whether it overflows, the scale of the next one, and that of the one behind it if the next one does not overflow.
+        let steps = [
+            (true, 512.0, 512.0),
+            (false, 512.0, 512.0),
+            (true, 256.0, 256.0),
+            (false, 256.0, 256.0),
+            (false, 256.0, 512.0),
+            (false, 512.0, 512.0),
+            (false, 512.0, 1024.0),
+            (true, 256.0, 256.0),
+        ];
+        for (step, (overflowed, next, behind)) in (1..).zip(steps) {
+            assert_eq!(scaler.skips(step, scaler.scale(step - 1), overflowed), overflowed);
+            assert_eq!((scaler.scale(step), scaler.scale(step + 1)), (next, behind), "after step {step}");
         }
         let mut resumed = self::scaler(1.0, 2);
-        resumed.load(scaler.state());
+        resumed.load(8, scaler.state());
         assert_eq!(resumed, scaler);
     }
 
     #[test]
     fn overflow_at_the_least_scale_is_not_skipped() {
         let mut scaler = scaler(LossScale::LEAST, 10);
-        assert!(!scaler.skips(LossScale::LEAST, true));
-        assert_eq!(scaler.scale(), LossScale::LEAST);
+        assert!(!scaler.skips(1, LossScale::LEAST, true));
+        assert_eq!(scaler.scale(1), LossScale::LEAST);
     }
 }

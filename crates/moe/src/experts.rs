@@ -64,7 +64,7 @@ impl ExpertShape {
     }
 
     fn leave(&self, results: &Var) -> Result<Var> {
-        if self.over_tp { results.all_reduce(Axis::Tp) } else { Ok(results.clone()) }
+        if self.over_tp { results.all_reduce(Axis::Tp)?.stored() } else { Ok(results.clone()) }
     }
 }
 

@@ -47,11 +47,13 @@ impl Region {
         }
     }
 
-    /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism).
+    /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism), and rounds the sum where values
+    /// are [stored](Var::stored) in 16 bits.
     pub fn leave(self, y: &Var) -> Result<Var> {
-        match self {
+        let sum = match self {
             Self::Invariant => y.all_reduce(Axis::Tp),
             Self::SequenceParallel => y.reduce_scatter(Axis::Tp, SEQ),
-        }
+        };
+        sum?.stored()
     }
 }

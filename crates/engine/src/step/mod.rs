@@ -275,7 +275,7 @@ impl Trainer {
             codec,
             compress: plan.compress,
             scaler: Scaler::new(plan.mixed),
-            reduced_scale: Scaler::new(plan.mixed).scale(),
+            reduced_scale: Scaler::new(plan.mixed).scale(0),
             interpreter: Interpreter::default(),
             activations,
             scatter,
@@ -532,7 +532,7 @@ impl Trainer {
     fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
         let per_update = self.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
-        let scale = self.scaler.scale();
+        let scale = self.scaler.scale(self.steps_begun);
         let seeds = |micro| Seeds { of_loss: scale / terms[micro / per_update] as f64, auxiliary: scale * auxiliary };
         Ok(Pass {
             seeds: (0..self.micros).map(seeds).collect(),

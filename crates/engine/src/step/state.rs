@@ -170,10 +170,11 @@ impl Trainer {
             Ok(values.concat())
         })?;
         let (key, dims) = loss_scale();
+        let mut scale = self.scaler.state();
         if self.plan.is_mixed() && source.dims(&key).is_some() {
-            let values = source.read(&key, dims, &whole(dims))?;
-            self.scaler.load(*values.first_chunk().unwrap_or(&self.scaler.state()));
+            scale = *source.read(&key, dims, &whole(dims))?.first_chunk().unwrap_or(&scale);
         }
+        self.scaler.load(source.step(), scale);
         weights.gradients.load_kept(|kept| read_kept(source, kept))?;
         let device = &self.device;
         for (crossing, name, state) in self.codec.borrow_mut().states_mut() {

@@ -193,7 +193,7 @@ impl Trainer {
     fn measured(&mut self, sums: Sums, terms: u64, loss_scale: f64, step: u64) -> Result<Measured, TrainError> {
         let measured = self.measure(sums, terms, loss_scale)?;
         let overflowed = measured.loss.is_finite() && !measured.grad_norm.is_finite();
-        match self.scaler.skips(loss_scale, overflowed) {
+        match self.scaler.skips(step, loss_scale, overflowed) {
             true => Ok(Measured { skipped: true, ..measured }),
             false => measured.finite(step),
         }

@@ -6,8 +6,8 @@ use meshwork_compress::{Feedback, Scheme};
 use meshwork_core::Mesh;
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
-    Compress, LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer,
-    WholeState, Zero, ZeroStage,
+    Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError,
+    Trainer, WholeState, Zero, ZeroStage,
 };
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -66,9 +66,95 @@ fn a_run_moves_between_types_meshes_and_stages() {
         }
         state = Some(next);
     }
-    // The scale was doubled after two steps without overflow, and went along.
+    // The scale was doubled behind two steps without overflow, and went along with the count of them.
     let scale = StateKey { parameter: "loss_scale".to_owned(), state: Some("dynamic".to_owned()) };
-    assert_eq!(state.unwrap().vector(&scale).unwrap(), [8192.0, 0.0]);
+    assert_eq!(state.unwrap().vector(&scale).unwrap(), [4096.0, 2.0]);
+}
+
+/// In canonical numerics shares of sums have f32, and each sum is rounded once: the bits of one rank in 16 bits, on every mesh. The state of f16 has the
+/// loss scale, which overflows at first.
+#[test]
+fn canonical_numerics_have_the_bits_of_one_rank() {
+    let config = Gpt2Config {
+        vocab_size: super::VOCAB,
+        seq_len: super::SEQ,
+        hidden_size: 32,
+        dropout: 0.1,
+        ..Gpt2Config::default()
+    };
+    let moe =
+        MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, aux_loss_coeff: 0.02, ..MoeConfig::default() };
+    let experts =
+        ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: true };
+    let models: [(&str, Arc<dyn Model>); 4] = [
+        ("gpt2", model()),
+        ("gpt2, sequence parallel", Arc::new(Gpt2::new(config).sequence_parallel(true))),
+        ("llama", super::llama()),
+        ("experts", Arc::new(Gpt2::new(config).with_experts(Some(experts)))),
+    ];
+    let loss_scale = LossScale::Dynamic { initial: 2_f64.powi(24), growth_interval: 1 };
+    for (what, model) in &models {
+        for dtype in [HalfType::Bf16, HalfType::F16] {
+            let mixed = match dtype {
+                HalfType::F16 => MixedPrecision { loss_scale, ..stored(dtype) },
+                HalfType::Bf16 => stored(dtype),
+            };
+            let of = |mesh: &str, plan: Plan| {
+                let mesh: Mesh = mesh.parse().unwrap();
+                let numerics = Numerics::Canonical { blocks: 8 };
+                let (reports, state) =
+                    go_on_with(model, batch, &Plan { mesh, numerics, mixed: Some(mixed), ..plan }, None, 0..4);
+                let numbers = |report: &StepReport| (report.loss, report.grad_norm.to_bits(), report.skipped);
+                (reports.iter().map(numbers).collect::<Vec<_>>(), state)
+            };
+            let alone = of("dp=1", Plan::default());
+            assert_eq!(alone.0.iter().any(|(.., skipped)| *skipped), dtype == HalfType::F16, "{what}, {:?}", alone.0);
+            // zb_h2 and zb_v begin a step before the last one is certain.
+            let [zb, h2, v] = ["zb_h1", "zb_h2", "zb_v"].map(|name| ScheduleSpec::named(name).unwrap());
+            let sliced = |stage| Zero { stage, group: None };
+            for (mesh, plan) in [
+                ("pp=2", Plan { schedule: h2, num_microbatches: Some(4), ..Plan::default() }),
+                ("tp=4", Plan::default()),
+                ("dp=2,tp=2", Plan { zero: sliced(ZeroStage::Weights), ..Plan::default() }),
+                ("dp=2,tp=2,pp=2", Plan { schedule: zb, num_microbatches: Some(4), ..Plan::default() }),
+                (
+                    "tp=2,pp=2",
+                    Plan { schedule: v, num_microbatches: Some(4), recompute: Recompute::Full, ..Plan::default() },
+                ),
+                (
+                    "dp=4",
+                    Plan {
+                        num_microbatches: Some(2),
+                        recompute: Recompute::Selective,
+                        zero: sliced(ZeroStage::Gradients),
+                        ..Plan::default()
+                    },
+                ),
+            ] {
+                let got = of(mesh, plan);
+                assert_eq!(got.0, alone.0, "{what}, {dtype:?} on {mesh}");
+                assert!(got.1 == alone.1, "{what}, {dtype:?} on {mesh}: state");
+            }
+            if *what == "experts" {
+                let got = of("dp=2,ep=2,tp=2", Plan::default());
+                assert_eq!(got.0, alone.0, "{what}, {dtype:?} over ep");
+                assert!(got.1 == alone.1, "{what}, {dtype:?} over ep: state");
+            }
+        }
+    }
+}
+
+/// A recomputed GELU or SwiGLU is computed from the stored product; forward must not have computed it from the product before it was rounded.
+#[test]
+fn recomputed_activations_are_bitwise_identical() {
+    for model in [model(), super::llama()] {
+        let of =
+            |recompute| go_on_with(&model, batch, &Plan { recompute, ..mixed("pp=2", HalfType::Bf16) }, None, 0..3).1;
+        let kept = of(Recompute::None);
+        for recompute in [Recompute::Selective, Recompute::Full, Recompute::Stage] {
+            assert!(of(recompute) == kept, "{model:?}, {recompute:?}");
+        }
+    }
 }
 
 /// Ranks that share out have the bits of those that hold all, as in f32.
@@ -220,6 +306,7 @@ fn what_does_not_go_with_it_is_refused() {
     };
     let f16 = |loss_scale| Some(MixedPrecision { loss_scale, ..stored(HalfType::F16) });
     let plan = |mixed| Plan { mixed, ..on("dp=2", Numerics::Fast) };
+    let reduced_in_half = Some(MixedPrecision { reduce_in_half: true, ..stored(HalfType::Bf16) });
     let dynamic = |initial, growth_interval| f16(LossScale::Dynamic { initial, growth_interval });
     let compress = Compress { feedback: Feedback::Ef21, ..everywhere("topk:0.5") };
     let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
@@ -237,8 +324,8 @@ fn what_does_not_go_with_it_is_refused() {
             "feedback Ef21 adds what a step lost, in that step's loss scale, to gradients in another",
         ),
         (
-            Plan { numerics: Numerics::Canonical { blocks: 8 }, ..mixed("dp=2", HalfType::Bf16) },
-            "canonical numerics need the exact sums of all ranks",
+            Plan { numerics: Numerics::Canonical { blocks: 8 }, ..plan(reduced_in_half) },
+            "canonical numerics add up gradients exactly, and in 16 bits each rank would round its share: reduce in f32",
         ),
         (pipedream, "a dynamic loss scale does not go with schedule pipedream_2bw"),
     ] {

@@ -26,6 +26,17 @@ impl Var {
     }
 }
 
+impl Var {
+    /// The value in the type in which the tape's model stores values: after a sum over ranks, whose shares may have f32. Its gradient is in the type of
+    /// the value.
+    pub fn stored(&self) -> Result<Var> {
+        match self.tensor().dtype() {
+            DType::F32 => self.cast(self.tape().params().declarations().dtype()),
+            _ => Ok(self.clone()),
+        }
+    }
+}
+
 impl Op for Cast {
     fn name(&self) -> &'static str {
         "cast"

@@ -84,7 +84,7 @@ impl Op for Lookup {
         let width = table.shape()[1];
         let out =
             table.device().embedding()?.lookup(ids.buffer(), table.buffer(), self.rows.clone(), self.vocab, width)?;
-        Tensor::from_buffer(table.device(), out, Shape::new(&[&ids.shape()[..], &[width]].concat()))
+        cx.share(&Tensor::from_buffer(table.device(), out, Shape::new(&[&ids.shape()[..], &[width]].concat()))?)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {

@@ -211,7 +211,7 @@ impl Op for GroupedAttention {
         if !cx.needs(0) && !cx.needs(1) {
             return Ok(vec![None; self.operands().len()]);
         }
-        let (q, kv, out, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, cx.saved(3)?);
+        let (q, kv, out, lse) = (cx.saved(0)?, cx.share(cx.saved(1)?)?, cx.saved(2)?, cx.saved(3)?);
         let positions = self.documents.map(|_| cx.saved(4)).transpose()?;
         let (dq, dkv) = grad.device().attention()?.grouped_grad(
             self.shape,

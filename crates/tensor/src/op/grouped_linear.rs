@@ -227,7 +227,7 @@ impl Op for GroupedLinear {
         let (device, spec) = (x.device(), self.gemm(self.terms[0]));
         let shape = Shape::new(&[&[self.groups.total()], &ws[1..ws.len() - self.contract]].concat());
         if let Then::Nothing = self.then {
-            let y = device.grouped_matmul()?.grouped_linear(spec, x.buffer(), w.buffer())?;
+            let y = device.grouped_matmul()?.grouped_linear(spec, x.buffer(), cx.share(w)?.buffer())?;
             return Tensor::from_buffer(device, y, shape);
         }
         let gated = swiglu::gated(&shape);
@@ -263,7 +263,7 @@ impl Op for GroupedLinear {
         }
         let dx = match cx.needs(0) {
             true => {
-                let w = cx.saved(1)?;
+                let (w, grad) = (cx.saved(1)?, cx.share(grad.clone())?);
                 let dx =
                     device.grouped_matmul()?.grouped_input_grad(self.gemm(self.terms[1]), grad.buffer(), w.buffer())?;
                 let contracted = &self.weight_shape[self.weight_shape.len() - self.contract..];

@@ -266,6 +266,7 @@ impl Op for Linear {
         let matmul = device.matmul()?;
         let y = match self.then {
             Then::Nothing => {
+                let w = &cx.share(w)?;
                 // An exact product is in the type of x, whatever its weights are stored in.
                 let mut y = device.alloc(if self.exact { x.dtype() } else { w.dtype() }, m * n)?;
                 let spec = Gemm::linear(m, n, k).over(self.terms[0]).exact(self.exact);

@@ -114,7 +114,7 @@ impl Op for Sum {
         let (dim, ndim) = (self.dim, x.shape().len());
         cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)?;
         let (outer, extent, inner) = x.shape().around(dim);
-        let device = x.device();
+        let (device, x) = (x.device(), &cx.share(x)?);
         let mut sums = device.reduction()?.sum(x.buffer(), [outer, extent, inner], self.blocks, self.scale)?;
         let count = outer * inner;
         if self.blocks > 1 {

@@ -273,7 +273,14 @@ impl Tape {
             Source::Constant | Source::Frozen(_) => return Ok(grad),
         };
         let operand = dtype.is_half() && declarations.dtype() == DType::F32;
-        let wanted = if operand { DType::F32 } else { dtype };
+        // The gradient of what ranks use differently comes in shares.
+        let shares =
+            matches!(sources[slot], Source::Node(from) if nodes[from].types.dual().partial_axes().next().is_some());
+        let wanted = match dtype {
+            _ if operand => DType::F32,
+            _ if shares => self.share_dtype(dtype),
+            _ => dtype,
+        };
         if (grad.shape(), grad.dtype()) == (shape, wanted) {
             return Ok(grad);
         }

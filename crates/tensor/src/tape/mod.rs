@@ -344,9 +344,16 @@ impl Tape {
                 valid: "it on an Invariant or Shard value: before copy or all_gather, or on samples in place of a parameter",
             });
         }
-        let mut forward = Forward::new(self, op.name(), inputs, records);
+        let mut forward = Forward::new(self, (op.name(), types), inputs, records);
         let tensors: Vec<&Tensor> = inputs.iter().map(|var| &var.tensor).collect();
         let tensor = op.forward(&mut forward, &tensors).map_err(|error| error.during(op.name()))?;
+        if tensor.dtype() != self.share_dtype(tensor.dtype()) && types.partial_axes().next().is_some() {
+            return Err(Error::NotCanonical {
+                op: op.name(),
+                problem: "its result is Partial in 16 bits, and each rank would round its share of a sum before the shares are added up",
+                valid: "operands in f32: Forward::share",
+            });
+        }
         let (saved, mut recipe) = forward.finish();
         let tensor = match inner.observer.get() {
             None => tensor,

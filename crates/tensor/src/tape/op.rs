@@ -48,6 +48,7 @@ pub trait Op: Debug {
 pub struct Forward<'a> {
     tape: &'a Tape,
     op: &'static str,
+    types: Types,
     inputs: &'a [&'a Var],
     records: bool,
     saved: Vec<Saved>,
@@ -64,8 +65,22 @@ enum Again {
 }
 
 impl<'a> Forward<'a> {
-    pub(super) fn new(tape: &'a Tape, op: &'static str, inputs: &'a [&'a Var], records: bool) -> Self {
-        Self { tape, op, inputs, records, saved: Vec::new(), again: Again::Kept }
+    pub(super) fn new(
+        tape: &'a Tape,
+        (op, types): (&'static str, Types),
+        inputs: &'a [&'a Var],
+        records: bool,
+    ) -> Self {
+        Self { tape, op, types, inputs, records, saved: Vec::new(), again: Again::Kept }
+    }
+
+    /// An operand, in the type of which the result is a share of a sum over ranks if that is `Partial`. In canonical numerics it is f32, for a sum that is
+    /// [rounded](Var::stored) once, after its shares are added up.
+    pub fn share(&self, operand: &Tensor) -> Result<Tensor> {
+        match self.types.partial_axes().next() {
+            Some(_) => operand.clone().cast(self.tape.share_dtype(operand.dtype())),
+            None => Ok(operand.clone()),
+        }
     }
 
     /// Keeps a tensor for backward, where `cx.saved(i)` returns the i-th saved one.
@@ -225,6 +240,12 @@ impl Backward<'_> {
         self.written.push(i);
     }
 
+    /// An operand of the gradient of a value, in the type of which that is a share of a sum over ranks, see [`Forward::share`].
+    pub fn share(&self, operand: Tensor) -> Result<Tensor> {
+        let dtype = self.tape.share_dtype(operand.dtype());
+        operand.cast(dtype)
+    }
+
     /// The i-th tensor that forward saved.
     pub fn saved(&self, i: usize) -> Result<Tensor> {
         self.saved[i].restore()
@@ -256,7 +277,10 @@ impl Backward<'_> {
         match self.sources[i] {
             Source::Node(from) if self.values => {
                 self.summed.push(i);
-                self.grads[from].take_if(|sum| sum.buffer().is_unique())
+                // In 16 bits sum + share is rounded once where the operation adds, twice where the tape does. Whether something else holds the sum
+                // depends on the schedule; in canonical numerics the tape always adds.
+                let rounds_alike = |sum: &Tensor| self.tape.share_dtype(sum.dtype()) == sum.dtype();
+                self.grads[from].take_if(|sum| sum.buffer().is_unique() && rounds_alike(sum))
             }
             _ => None,
         }

@@ -131,6 +131,15 @@ impl Tape {
         self.inner.params.declarations().reduction_blocks()
     }
 
+    /// The type of shares of a sum whose result has this type: in canonical numerics shares of sums in 16 bits have f32.
+    pub(crate) fn share_dtype(&self, dtype: DType) -> DType {
+        if self.reduction_blocks().is_some() && dtype.is_half() && self.inner.params.declarations().dtype() == dtype {
+            DType::F32
+        } else {
+            dtype
+        }
+    }
+
     /// How a sum over these dims of a value is cut.
     pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
         let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
@@ -257,7 +266,7 @@ impl Backward<'_> {
         if !self.needs(i) {
             return Ok(None);
         }
-        let device = self.tape.device();
+        let (device, dtype) = (self.tape.device(), self.tape.share_dtype(dtype));
         let canonical = self.tape.reduction_blocks().is_some();
         let Source::Param(id) = self.sources[i] else {
             let mut buffer = device.alloc(dtype, shape.count())?;

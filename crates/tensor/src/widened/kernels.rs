@@ -12,6 +12,15 @@ use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 
+impl Widened {
+    /// `x · wᵀ`, rounded. What follows it in one pass is computed from the rounded product, as backward computes it again.
+    fn product(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer) -> Result<Buffer> {
+        let mut product = self.inner.alloc(w.dtype(), m * n)?;
+        self.gemm(Gemm::linear(m, n, k), x, w, &mut product, 0)?;
+        Ok(product)
+    }
+}
+
 /// Products that allocate their result take weights in f32: they give the result in the type of the weights.
 impl Matmul for Widened {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
@@ -41,15 +50,21 @@ impl Matmul for Widened {
         bias: &Buffer,
         stored: DType,
     ) -> Result<(Buffer, Buffer)> {
-        let (x, bias, inner) = (self.factor(x)?, self.wide(bias)?, self.stored(stored));
-        let (y, gelu) = self.inner.matmul()?.linear_bias_gelu(mnk, &x, &self.wide(w)?, &bias, inner)?;
-        Ok((self.rounded(y, w.dtype())?, self.rounded(gelu, stored)?))
+        if !w.dtype().is_half() {
+            return self.inner.matmul()?.linear_bias_gelu(mnk, &self.factor(x)?, w, &self.wide(bias)?, stored);
+        }
+        let product = self.product(mnk, x, w)?;
+        let gelu = self.bias_gelu(&product, bias, stored)?;
+        Ok((product, gelu))
     }
 
     fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
-        let (x, inner) = (self.factor(x)?, self.stored(stored));
-        let (y, gated) = self.inner.matmul()?.linear_swiglu(mnk, &x, &self.wide(w)?, inner)?;
-        Ok((self.rounded(y, w.dtype())?, self.rounded(gated, stored)?))
+        if !w.dtype().is_half() {
+            return self.inner.matmul()?.linear_swiglu(mnk, &self.factor(x)?, w, stored);
+        }
+        let product = self.product(mnk, x, w)?;
+        let gated = self.swiglu(&product, stored)?;
+        Ok((product, gated))
     }
 }
 
@@ -554,9 +569,12 @@ impl Grouped for Widened {
         w: &Buffer,
         stored: DType,
     ) -> Result<(Buffer, Buffer)> {
-        let (x, inner) = (self.factor(x)?, self.stored(stored));
-        let (y, gated) = self.inner.grouped_matmul()?.grouped_linear_swiglu(spec, &x, &self.wide(w)?, inner)?;
-        Ok((self.rounded(y, w.dtype())?, self.rounded(gated, stored)?))
+        if !w.dtype().is_half() {
+            return self.inner.grouped_matmul()?.grouped_linear_swiglu(spec, &self.factor(x)?, w, stored);
+        }
+        let product = self.grouped_linear(spec, x, w)?;
+        let gated = self.swiglu(&product, stored)?;
+        Ok((product, gated))
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {

@@ -62,14 +62,13 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
             "use f32, or training.dtype = \"bf16\"",
         ));
     }
-    if settings.sound(&["training.dtype", "training.numerics"])
+    if settings.sound(&["training.reduce_dtype", "training.dtype", "training.numerics"])
         && dtype != Dtype::F32
+        && reduced == dtype
         && config.reduction_blocks().is_some()
     {
-        let problem = "rounds each rank's part of a sum to 16 bits before the parts are added, and training.numerics = \"canonical\" needs exact sums";
-        let valid =
-            "use f32 (with training.matmul_dtype = \"bf16\" for products in bf16), or training.numerics = \"fast\"";
-        fail(Fault::new("training.dtype", name, problem, valid));
+        let problem = "rounds each rank's share of a gradient before the shares are added up, and training.numerics = \"canonical\" needs exact sums";
+        fail(Fault::new("training.reduce_dtype", name, problem, "use f32, or training.numerics = \"fast\""));
     }
     let (key, feedback) = ("compress.feedback", &config.compress.feedback);
     if settings.sound(&[key, "training.dtype", "training.loss_scale"])

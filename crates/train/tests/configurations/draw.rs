@@ -320,7 +320,7 @@ impl Frame {
         let router = rng.pick(&["topk", "switch", "gshard", "expert_choice", "bias"]);
         let experts = if experts { ep * rng.pick(&[1, 2, 2, 4]) } else { 0 };
         let lossy = rarely(rng, if canonical { 8 } else { 4 });
-        let half = !canonical && rarely(rng, 3);
+        let half = rarely(rng, 3);
         Frame {
             dtype: if half || rarely(rng, 60) { rng.pick(&["bf16", "f16"]) } else { "f32" },
             ep,
@@ -560,6 +560,7 @@ impl Frame {
             },
             "training.reduce_dtype" => match rng.below(60) {
                 0 => some(&"bf16"),
+                _ if self.canonical => one_of(rng, &["f32"]),
                 _ => one_of(rng, &["f32", self.dtype]),
             },
             "training.loss_scale" => match (self.dtype, rng.below(40)) {

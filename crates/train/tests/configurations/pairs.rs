@@ -55,15 +55,16 @@ const FACTORS: [Factor; 10] = [
         ("activations", &[("memory.offload", "activations")]),
         ("all", &[("memory.offload", "all")]),
     ]),
-    // Canonical numerics refuse storage in 16 bits.
     ("numbers", &[
         ("f32", &[]),
         ("f32, canonical", &[CANONICAL]),
         ("products in bf16", &[("training.matmul_dtype", "bf16")]),
         ("products in bf16, canonical", &[("training.matmul_dtype", "bf16"), CANONICAL]),
         ("bf16", &[("training.dtype", "bf16")]),
+        ("bf16, canonical", &[("training.dtype", "bf16"), CANONICAL]),
         ("bf16, reduced in it", &[("training.dtype", "bf16"), ("training.reduce_dtype", "bf16")]),
         ("f16", &[("training.dtype", "f16")]),
+        ("f16, canonical", &[("training.dtype", "f16"), CANONICAL]),
     ]),
     ("kept", &[
         ("f32", &[]),
