@@ -82,8 +82,9 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
         dropout: 0.1,
         ..Gpt2Config::default()
     };
+    // Of a token that several experts of a rank have read, the rank sends the sum of the gradients.
     let moe =
-        MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, aux_loss_coeff: 0.02, ..MoeConfig::default() };
+        MoeConfig { num_experts: 8, top_k: 4, router: RouterKind::TopK, aux_loss_coeff: 0.02, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: true };
     let models: [(&str, Arc<dyn Model>); 4] = [
