@@ -6,7 +6,7 @@ mod output;
 
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{load, plan, plan_memory, train};
+use meshwork::train::{load, plan, plan_compression, plan_memory, train};
 use output::{BAD_INPUT, FAILED, fail, show, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
@@ -74,9 +74,10 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
         Ok(plan) => plan,
         Err(error) => return fail(FAILED, &error),
     };
-    match profile::report(profile, &plan, trace, schedule) {
-        Ok(text) => show(&format_args!("\n{text}")),
-        Err(error) => fail(FAILED, &error),
+    match (profile::report(profile, &plan, trace, schedule), plan_compression::saved(profile, config)) {
+        (Ok(text), Ok(saved)) => show(&format_args!("\n{text}{saved}")),
+        (Err(error), _) => fail(FAILED, &error),
+        (_, Err(error)) => fail(FAILED, &error),
     }
 }
 

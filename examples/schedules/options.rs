@@ -105,7 +105,7 @@ impl Options {
         let report = meshwork::pipeline::lower(&schedule).map_err(|error| error.to_string())?.report().clone();
         let [forward, input, weight] = self.costs;
         let costs = Costs {
-            transfer: self.transfer,
+            transfer: [self.transfer; 2],
             overlap: !self.no_overlap,
             ..Costs::per_rank(&schedule, forward, input, weight)
         };

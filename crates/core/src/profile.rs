@@ -35,6 +35,8 @@ pub enum Class {
     Optimizer,
     /// Blocks moved within memory, buffers zeroed, uploaded, downloaded.
     Memory,
+    /// Values compressed before they are sent, and restored after it.
+    Compression,
     /// Reading of samples.
     Data,
     /// The start of a communication, with the work that the rank does on it before it continues.

@@ -21,8 +21,10 @@ pub struct Prediction {
     pub memory: MemoryUse,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,
-    /// Every communication, in order.
+    /// Every communication, in order; in a run that compresses, that of a step that does.
     pub records: Vec<Record>,
+    /// That of the first step of such a run, where it does not compress yet: before `start_step`, or of AQ-SGD's samples that are all new.
+    pub exact: Option<Vec<Record>>,
     /// Bytes that the offload of a step reads and writes, and the most room that it takes.
     pub offloaded: Traffic,
 }
@@ -35,8 +37,13 @@ impl Prediction {
 
     /// Logical bytes per step on the groups of that name.
     pub fn bytes_on(&self, group: &str) -> f64 {
-        self.records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
+        bytes_on(&self.records, group)
     }
+}
+
+/// Logical bytes of some communication on the groups of that name.
+pub fn bytes_on(records: &[Record], group: &str) -> f64 {
+    records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
 }
 
 /// Predicts a step of the rank `world_rank` of the plan's mesh.
@@ -44,6 +51,10 @@ impl Prediction {
 /// # Errors
 /// A plan that does not fit, and a program that is wrongly distributed.
 pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction, TrainError> {
+    // Memory is that of both: a step which does not compress yet, and one that does.
+    let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
+    let start_step = plan.compress.start_step.min(2);
+    let plan = &Plan { compress: Compress { start_step, ..plan.compress }, ..plan.clone() };
     let device = blank_device(plan);
     let mut trainer = trainer(model, plan, world_rank, device.clone())?;
     let parameters = trainer.local_elements();
@@ -53,7 +64,8 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     let mut reports = Vec::new();
     let (mut flops, mut moved) = (0, Traffic::default());
     // With AQ-SGD, that in which samples are new takes the most memory, and a later one says what is sent.
-    let before = trainer.steps_ahead() + usize::from(plan.compress.aqsgd.is_some());
+    let has_new = plan.compress.aqsgd.is_some();
+    let before = trainer.steps_ahead() + usize::from(has_new) + usize::from(begins_later);
     for _ in 0..=before {
         let before = device.meter().total_flops();
         moved = trainer.offloaded();
@@ -62,8 +74,9 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     }
     reports.extend(trainer.flush(|_| {})?);
     let records = reports.pop().map_or(Vec::new(), |report| report.records);
+    let exact = reports.into_iter().next().map(|report| report.records).filter(|_| has_new || begins_later);
     let offloaded = trainer.offloaded().since(moved);
-    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, offloaded })
+    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, exact, offloaded })
 }
 
 /// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device without contents.

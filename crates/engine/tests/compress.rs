@@ -297,6 +297,24 @@ fn compression_starts_at_its_step() {
     assert!(later[2] != plain[2] && at_once[0] != plain[0]);
 }
 
+/// A prediction has the calls of a step that compresses and of one that does not yet, and the peak of both.
+#[test]
+fn what_is_sent_before_compression_starts_is_predicted_too() {
+    let compress = Compress { gradients: scheme("quant:4"), ..cuts("topk:0.1", "quant:8", "ef") };
+    let of = |compress| {
+        let plan = Plan { compress, num_microbatches: Some(2), ..plan("dp=2,pp=2") };
+        (predict(&tower(4), &plan, 0).unwrap(), run_on(&tower(4), &plan, false, batch).unwrap().0)
+    };
+    let (begins_late, ran) = of(Compress { start_step: 3, ..compress });
+    let ((at_once, _), (plain, _)) = (of(compress), of(Compress::default()));
+    assert_eq!((&begins_late.records, begins_late.exact.as_ref()), (&at_once.records, Some(&plain.records)));
+    assert_eq!((&at_once.exact, &plain.exact), (&None, &None));
+    for (report, records) in ran[0].iter().zip([&plain.records, &plain.records, &at_once.records]) {
+        assert_eq!(&report.records, records, "step {}", report.step);
+    }
+    assert_eq!(begins_late.memory, ran[0].last().unwrap().memory[0]);
+}
+
 /// Evaluation and predictions go through the same cuts.
 #[test]
 fn inference_is_compressed_as_training_is() {

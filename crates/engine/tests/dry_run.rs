@@ -48,6 +48,7 @@ fn assert_as_predicted(
             memory: meter.peak(),
             flops,
             records: report.records.clone(),
+            exact: None,
             offloaded: trainer.offloaded().since(moved),
         };
         Ok::<_, TrainError>((measured, report))

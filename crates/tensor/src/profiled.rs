@@ -72,7 +72,7 @@ impl What {
 
     /// Compression, which reads and writes these.
     fn compression(name: &'static str, touches: &[&Buffer]) -> What {
-        What { class: Class::Memory, name, detail: Detail::None, dtype: Some(DType::F32), bytes: bytes(touches) }
+        What { class: Class::Compression, name, detail: Detail::None, dtype: Some(DType::F32), bytes: bytes(touches) }
     }
 }
 
@@ -688,7 +688,6 @@ impl Layout for Profiled {
     }
 }
 
-/// Compression is work on blocks of memory.
 impl Compression for Profiled {
     fn pack(
         &self,

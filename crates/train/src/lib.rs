@@ -12,6 +12,7 @@ mod launch;
 mod load;
 pub mod metrics;
 pub mod plan;
+pub mod plan_compression;
 pub mod plan_memory;
 pub mod profile;
 pub mod progress;

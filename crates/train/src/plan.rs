@@ -3,9 +3,10 @@
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::error::RunError;
-use meshwork_core::{Axis, Mesh};
-use meshwork_engine::dry_run;
+use crate::plan_compression;
+use meshwork_core::{Axis, Mesh, Record};
 pub use meshwork_engine::dry_run::Prediction;
+use meshwork_engine::dry_run::{self, bytes_on};
 use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
 use meshwork_tensor::memory::Bytes;
@@ -67,6 +68,7 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 /// together.
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
+    text += &plan_compression::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
@@ -110,7 +112,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         );
     }
     for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
-        let Prediction { parameters, model_bytes, memory, flops, ref records, offloaded } = each;
+        let Prediction { parameters, model_bytes, memory, flops, ref records, ref exact, offloaded } = each;
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
             _ => (format!("ranks {}", spans(&ranks)), ", each"),
@@ -128,14 +130,23 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
                 [offloaded.read, offloaded.written, offloaded.room].map(|bytes| size(bytes as f64));
             text += &format!("  offload        {read} read and {written} written a step; {room} of disk\n");
         }
-        let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
-        let calls = |group| records.iter().filter(move |record| record.group == group).count();
-        let of_group = |group| format!("{group} {} in {}", size(each.bytes_on(group)), count(calls(group), "call"));
-        let groups: Vec<String> = groups.into_iter().map(of_group).collect();
-        let talk = if groups.is_empty() { "none".to_owned() } else { format!("{} a step", groups.join("; ")) };
-        text += &format!("  communication  {talk}\n");
+        text += &format!("  communication  {}\n", communication(records));
+        if let Some(exact) = exact {
+            let when =
+                if plan.compress.aqsgd.is_some() { "while samples are new" } else { "before compression starts" };
+            text += &format!("  {when}: {}\n", communication(exact));
+        }
     }
     Ok(text)
+}
+
+/// What a step sends on each group.
+fn communication(records: &[Record]) -> String {
+    let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
+    let calls = |group| records.iter().filter(move |record| record.group == group).count();
+    let of_group = |group| format!("{group} {} in {}", size(bytes_on(records, group)), count(calls(group), "call"));
+    let groups: Vec<String> = groups.into_iter().map(of_group).collect();
+    if groups.is_empty() { "none".to_owned() } else { format!("{} a step", groups.join("; ")) }
 }
 
 /// `, 2 + 2 on the stages`; empty if one stage has all layers.

@@ -14,8 +14,8 @@ pub struct Costs {
     pub input_gradient: Vec<f64>,
     /// The gradients of the weights of each stage.
     pub weight_gradient: Vec<f64>,
-    /// The time of a message between two ranks.
-    pub transfer: f64,
+    /// The times of a message between two ranks: of an activation, and of the gradient of one.
+    pub transfer: [f64; 2],
     /// Whether ranks compute while their messages are sent. If not, a message keeps its sender busy.
     pub overlap: bool,
 }
@@ -29,7 +29,7 @@ impl Costs {
             forward: share(forward),
             input_gradient: share(input_gradient),
             weight_gradient: share(weight_gradient),
-            transfer: 0.0,
+            transfer: [0.0; 2],
             overlap: true,
         }
     }
@@ -41,7 +41,7 @@ impl Costs {
             forward: ones.clone(),
             input_gradient: ones.clone(),
             weight_gradient: ones,
-            transfer: 0.0,
+            transfer: [0.0; 2],
             overlap: true,
         }
     }
@@ -60,7 +60,7 @@ impl Costs {
         for (what, costs) in actions {
             (0..stages).try_for_each(|stage| refuse(what, Some(stage), costs.get(stage)))?;
         }
-        refuse("message between two ranks", None, Some(&self.transfer))
+        self.transfer.iter().try_for_each(|time| refuse("message between two ranks", None, Some(time)))
     }
 
     fn busy(&self, action: Action) -> f64 {
@@ -70,7 +70,8 @@ impl Costs {
             InputGradient => self.input_gradient[stage],
             WeightGradient => self.weight_gradient[stage],
             Backward => self.input_gradient[stage] + self.weight_gradient[stage],
-            SendActivation | SendGradient if !self.overlap => self.transfer,
+            SendActivation if !self.overlap => self.transfer[0],
+            SendGradient if !self.overlap => self.transfer[1],
             _ => 0.0,
         }
     }
@@ -88,7 +89,7 @@ impl Costs {
 /// assert_eq!(timeline.span() - timeline.ideal(), 3.0); // (p - 1)(F + I - W), where 1F1B has 9
 /// assert_eq!(timeline.peak_activations(), [4.0, 4.0, 4.0, 4.0]);
 ///
-/// let slow = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, 1.0, 1.0, 1.0) };
+/// let slow = Costs { transfer: [0.5; 2], ..Costs::per_rank(&schedule, 1.0, 1.0, 1.0) };
 /// assert!(simulate(&schedule, &slow)?.span() > timeline.span());
 /// # Ok::<(), meshwork_pipeline::CheckError>(())
 /// ```
@@ -115,7 +116,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckErr
     costs.check(schedule.stages()).map_err(refuse)?;
     let schedule = lowered.schedule();
     let graph = Graph::new(schedule, Form::Lowered);
-    let delay = if costs.overlap { costs.transfer } else { 0.0 };
+    let delay = if costs.overlap { costs.transfer } else { [0.0; 2] };
     let terms = Terms { busy: &|action| costs.busy(action), delay, in_flight: None };
     let Walk::Done(starts) = walk(&graph, &terms) else {
         unreachable!("a Lowered reaches its end under any timing");

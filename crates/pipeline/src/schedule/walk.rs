@@ -1,7 +1,7 @@
 //! Simulates running a schedule.
 
 use super::needs::{Form, Graph, Table};
-use super::{Action, Schedule};
+use super::{Action, ActionKind, Schedule};
 
 /// The result of a walk.
 pub(super) enum Walk {
@@ -15,8 +15,8 @@ pub(super) enum Walk {
 pub(super) struct Terms<'a> {
     /// How long an action keeps its rank busy.
     pub(super) busy: &'a dyn Fn(Action) -> f64,
-    /// The time from the end of a send to the arrival of its message.
-    pub(super) delay: f64,
+    /// The times from the end of a send to the arrival of its message: of an activation, and of the gradient of one.
+    pub(super) delay: [f64; 2],
     /// Number of messages from one rank to another that may wait for their receives; a further send waits. `None`:
     /// no limit.
     pub(super) in_flight: Option<usize>,
@@ -25,7 +25,7 @@ pub(super) struct Terms<'a> {
 impl Terms<'_> {
     /// Nothing takes time, which is enough to see which rank waits for which.
     pub(super) fn untimed(in_flight: Option<usize>) -> Self {
-        Self { busy: &|_| 0.0, delay: 0.0, in_flight }
+        Self { busy: &|_| 0.0, delay: [0.0; 2], in_flight }
     }
 }
 
@@ -54,7 +54,11 @@ pub(super) fn walk(graph: &Graph, terms: &Terms) -> Walk {
                 if ready.is_nan() || channels.as_ref().is_some_and(|channels| channels.is_full(action)) {
                     break;
                 }
-                let arrives = if action.kind.is_message() && !action.kind.is_send() { terms.delay } else { 0.0 };
+                let arrives = match action.kind {
+                    ActionKind::RecvActivation => terms.delay[0],
+                    ActionKind::RecvGradient => terms.delay[1],
+                    _ => 0.0,
+                };
                 let start = f64::max(ready + arrives, clock[rank]);
                 clock[rank] = start + (terms.busy)(action);
                 finished[action] = clock[rank];

@@ -26,7 +26,7 @@ fn messages_take_time() {
     for (pp, micros) in [(1, 3), (2, 2), (4, 8), (8, 5)] {
         let (p, m) = (pp as f64, micros as f64);
         let schedule = gpipe(pp, micros);
-        let costs = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, F, I, W) };
+        let costs = Costs { transfer: [0.5; 2], ..Costs::per_rank(&schedule, F, I, W) };
         close(makespan(&schedule, &costs), m * (F + B) + (p - 1.0) * (F + B + 2.0 * 0.5));
         let blocking = Costs { overlap: false, ..costs };
         let each = if pp > 1 { F + B + 2.0 * 0.5 } else { F + B };
@@ -35,7 +35,7 @@ fn messages_take_time() {
     // In the steady state, a rank waits for each micro-batch's way there and back, which nothing hides.
     for micros in [4, 8, 16] {
         let schedule = one_f_one_b(2, micros);
-        let costs = Costs { transfer: 0.5, ..Costs::per_rank(&schedule, F, I, W) };
+        let costs = Costs { transfer: [0.5; 2], ..Costs::per_rank(&schedule, F, I, W) };
         assert!(makespan(&schedule, &costs) > makespan(&gpipe(2, micros), &costs), "m={micros}");
     }
 }
@@ -49,7 +49,7 @@ fn the_slowest_stage_sets_the_pace() {
         forward: forward.clone(),
         input_gradient: input.clone(),
         weight_gradient: weight.clone(),
-        transfer: 0.0,
+        transfer: [0.0; 2],
         overlap: true,
     };
     let backward: Vec<f64> = input.iter().zip(&weight).map(|(i, w)| i + w).collect();
@@ -112,7 +112,7 @@ proptest! {
         let generator = Generator::ALL[which];
         let schedule = generator.build(generator.shape(3, 6)).unwrap();
         let [forward, input, weight, transfer] = costs;
-        let costs = Costs { transfer, overlap, ..Costs::per_rank(&schedule, forward, input, weight) };
+        let costs = Costs { transfer: [transfer; 2], overlap, ..Costs::per_rank(&schedule, forward, input, weight) };
         match simulate(&schedule, &costs) {
             Ok(timeline) => {
                 // 500 columns, one more for each of up to 36 actions and updates, of 4 characters each; and the line below.
@@ -147,7 +147,7 @@ fn costs_that_are_no_times_are_refused() {
         format!("schedule gpipe: the input gradient of stage 1 costs (not given); {rule}")
     );
     assert_eq!(
-        refused(Costs { transfer: -0.5, ..sound() }),
+        refused(Costs { transfer: [0.0, -0.5], ..sound() }),
         format!("schedule gpipe: the message between two ranks costs -0.5; {rule}")
     );
 }

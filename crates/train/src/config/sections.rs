@@ -362,6 +362,8 @@ sections! {
     [comm] Comm {
         /// Seconds without progress after which a collective gives up on a rank.
         timeout_seconds: f64 = float(60.0), Number(Positive);
+        /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It changes no run.
+        bandwidth: f64 = float(0.0), Number(NotNegative);
     }
 
     /// Lossy compression of what ranks send each other. docs/compression.md has the schemes.

@@ -64,7 +64,7 @@ fn costs(schedule: &Schedule, measured: &Timeline) -> Costs {
         forward: of(&[(ActionKind::Forward, 1.0)]),
         input_gradient: of(&[(ActionKind::InputGradient, 1.0), (ActionKind::Backward, 0.5)]),
         weight_gradient: of(&[(ActionKind::WeightGradient, 1.0), (ActionKind::Backward, 0.5)]),
-        transfer: 0.0,
+        transfer: [0.0; 2],
         overlap: true,
     }
 }

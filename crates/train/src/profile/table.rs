@@ -114,7 +114,7 @@ impl Rows {
 }
 
 /// Classes in the order in which they are shown.
-const CLASSES: [&str; 12] = [
+const CLASSES: [&str; 13] = [
     "products",
     "attention",
     "norm",
@@ -123,6 +123,7 @@ const CLASSES: [&str; 12] = [
     "loss",
     "optimizer",
     "memory",
+    "compression",
     "data",
     "communication",
     "waiting",
@@ -143,6 +144,7 @@ fn class(slice: &Slice<'_>) -> &'static str {
         (Kind::Work, Class::Loss) => "loss",
         (Kind::Work, Class::Optimizer) => "optimizer",
         (Kind::Work, Class::Memory) => "memory",
+        (Kind::Work, Class::Compression) => "compression",
         (Kind::Work, Class::Data) => "data",
         (Kind::Work, Class::Post | Class::Wait | Class::Flight) => "communication",
     }

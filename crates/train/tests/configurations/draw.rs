@@ -741,6 +741,7 @@ impl Frame {
             },
             "compress.rounding" => one_of(rng, &["nearest", "stochastic"]),
             "compress.start_step" => one_of(rng, &["1", "2", "9"]),
+            "comm.bandwidth" => one_of(rng, &["0", "1e9"]),
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
