@@ -4,6 +4,7 @@
 //! run. The schedule is simulated with these times and messages. Sums of gradients follow it, but for what the last backward hides of their
 //! first communication. Other communication is left out: it is the same with compression and without.
 
+use crate::Devices;
 use crate::config::Config;
 use crate::config::sections::Compress;
 use crate::plan::{Kind, kinds, size};
@@ -310,7 +311,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     if bandwidth == 0.0 || config.mesh()?.world_size() == 1 {
         return Ok(String::new());
     }
-    let device = config.device.open(config.training.matmul_dtype);
+    let device = Devices::open(config)?.alone()?;
     let exact = exact(config);
     let weighing = Weighing { config, device, exact: kinds(&exact, &exact.mesh()?)? };
     let computation = computation(&exact, &*weighing.device)?;
@@ -515,7 +516,7 @@ mod tests {
         let exact = exact(&config);
         let weighing = Weighing {
             config: &config,
-            device: config.device.open(config.training.matmul_dtype),
+            device: Devices::open(&config).unwrap().alone().unwrap(),
             exact: kinds(&exact, &config.mesh().unwrap()).unwrap(),
         };
         let sent = |config: &Config| -> f64 {
