@@ -4,6 +4,8 @@
 //! the GPU's own architecture at the first use of a file of kernels, and kept on disk. Bytes go to and from the GPU by way of pinned memory.
 //!
 //! Each rank opens a GPU for itself. What several open is one context, in which they share the memory.
+//!
+//! More than 400 lines: one call of the driver after the other, each with the argument why it is sound.
 
 mod compile;
 mod libraries;

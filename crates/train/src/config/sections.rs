@@ -2,6 +2,8 @@
 //! [key table](super::keys), `--help` and `docs/configuration.md` all come from it.
 //!
 //! A key is `name: type = default, kind;`, with its meaning above it. [`sections!`](super::keys) says how it is read.
+//!
+//! More than 400 lines: the table of all keys.
 
 use meshwork_pipeline::{Generator, Schedule};
 use serde::Serialize;

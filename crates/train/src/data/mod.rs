@@ -9,6 +9,8 @@
 //!                                                                                            ▼
 //! Data::batch(step) ◀── samples of seq_len + 1 tokens, shuffled by (seed, epoch) ◀── Mixture: which stream, and which sample of it
 //! ```
+//!
+//! More than 400 lines: one type, its construction from every kind of source, and its faults.
 
 mod cache;
 mod check;
