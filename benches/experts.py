@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """Trains models with experts, a dense model of the same FLOPs per token, each way to balance the load, and meshes; draws docs/img/experts.svg.
 
-    benches/experts.py --docs [--text FILE]          # 1,000 steps, 3 seeds on the default text and on FILE: about 20 minutes on two cores
+    benches/experts.py --docs [--text FILE]          # 1,000 steps, 3 seeds on the default text and on FILE: about an hour on two cores
     benches/experts.py --steps 20 --seeds 1 --runs DIR --picture FILE.svg    # a small one, elsewhere
 
-Runs are kept in target/experts, and those that are complete there are not run again. The picture goes to docs/img/experts.svg, the tables to
+Runs are kept in benches/results/experts, and those that are there are not run again. The picture goes to docs/img/experts.svg, the tables to
 standard output and with --docs both into docs/moe.md. Needs cargo and Python 3.11.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from harness import machine, pages, programs
@@ -59,20 +61,23 @@ TOP, PANEL, APART = 58, 200, 60
 
 
 def run(program, sets, steps, seed, data, file):
-    """The steps of a run: of `file`, if it is complete."""
-    if not (file.exists() and len(read(file)) == steps):
+    """Loss and load of each step of a run: from `file`, if the same settings and text are there, with as many steps."""
+    settings = sets | {"training.seed": seed}
+    of = {"steps": steps, "settings": settings, "text": data and hashlib.sha256(data.read_bytes()).hexdigest()}
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if known.get("of") != of:
         print(f"{file.stem}", file=sys.stderr, flush=True)
-        words = [word for key, value in (sets | {"training.seed": seed}).items() for word in ("--set", f"{key}={value}")]
-        part = file.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        argv = [program, "--steps", str(steps), "--metrics", part, *words, *(["--data", data] if data else [])]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
-        part.rename(file)
-    return read(file)
-
-
-def read(file):
-    return [event for event in map(json.loads, file.read_text().splitlines()) if event["event"] == "step"]
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / "metrics.jsonl"
+            argv = [program, "--steps", str(steps), "--metrics", metrics, *words, *(["--data", data] if data else [])]
+            subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+            events = [json.loads(line) for line in metrics.read_text().splitlines()]
+        events = [event for event in events if event["event"] == "step"]
+        load = [event["moe"]["load_imbalance"] for event in events if "moe" in event]
+        known = {"of": of, "loss": [event["loss"] for event in events], "load_imbalance": load}
+        file.write_text(json.dumps(known) + "\n")
+    return known
 
 
 def smoothed(values):
@@ -164,7 +169,7 @@ def main():
     parse.add_argument("--text", type=Path, help="a text of your own, as a second corpus")
     parse.add_argument("--steps", type=int, default=1000)
     parse.add_argument("--seeds", type=int, default=3)
-    parse.add_argument("--runs", type=Path, default=machine.ROOT / "target" / "experts")
+    parse.add_argument("--runs", type=Path, default=machine.ROOT / "benches" / "results" / "experts")
     parse.add_argument("--picture", type=Path, default=machine.ROOT / "docs" / "img" / "experts.svg")
     parse.add_argument("--docs", type=Path, nargs="?", const=machine.ROOT / "docs" / "moe.md", help="the page that shows picture and tables")
     args = parse.parse_args()
@@ -176,19 +181,19 @@ def main():
     for corpus, data in corpora.items():
         for model, sets in MODELS.items():
             for seed in range(1, args.seeds + 1):
-                file = args.runs / f"{corpus}, {model}, seed {seed}.jsonl".replace(" ", "_")
-                steps = run(program, sets | (OF_TEXT if data else {}), args.steps, seed, data, file)
-                losses.setdefault(corpus, {}).setdefault(model, []).append([step["loss"] for step in steps])
+                file = args.runs / f"{corpus}, {model}, seed {seed}.json".replace(" ", "_").replace(",", "")
+                found = run(program, sets | (OF_TEXT if data else {}), args.steps, seed, data, file)
+                losses.setdefault(corpus, {}).setdefault(model, []).append(found["loss"])
     loads = {}
     for name, sets in BALANCES.items():
-        steps = run(program, sets, short, 1, None, args.runs / f"balance, {name}.jsonl".replace(" ", "_"))
-        loads[name] = [step["moe"]["load_imbalance"] for step in steps]
+        found = run(program, sets, short, 1, None, args.runs / f"balance, {name}.json".replace(" ", "_").replace(",", ""))
+        loads[name] = found["load_imbalance"]
     drift = {}
     for name, sets in MESHES.items():
         single = {key: value for key, value in sets.items() if not key.startswith("parallelism.")}
-        alone = args.runs / f"one rank, {', '.join(str(value) for value in single.values())}.jsonl".replace(" ", "_")
-        mesh = args.runs / f"mesh, {name}.jsonl".replace(" ", "_")
-        losses_of = [[step["loss"] for step in run(program, sets, short, 1, None, file)] for sets, file in [(sets, mesh), (single, alone)]]
+        alone = args.runs / f"one rank, {', '.join(str(value) for value in single.values())}.json".replace(" ", "_").replace(",", "")
+        mesh = args.runs / f"mesh, {name}.json".replace(" ", "_").replace(",", "")
+        losses_of = [run(program, sets, short, 1, None, file)["loss"] for sets, file in [(sets, mesh), (single, alone)]]
         drift[name] = differences(*losses_of)
 
     shown = "\n\n".join("\n".join(table) for table in [loss_table(losses), load_table(loads), drift_table(drift)])
