@@ -4,6 +4,8 @@ use crate::program::{Running, SMALL, command, events, folder, lines, numbers};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+#[cfg(feature = "cuda")]
+use std::process::Command;
 
 const CANONICAL: &str = "--set training.numerics=canonical --set model.dropout=0.1";
 
@@ -105,4 +107,45 @@ fn what_the_device_lacks_is_told_before_the_first_step() {
         assert!(!written.contains("step"), "{setting}: {written}");
     }
     eprintln!("{refused} settings are refused");
+}
+
+/// Two GPUs that are none: `--device cuda` over the stand-in for NVIDIA's libraries of `crates/cuda`.
+#[cfg(feature = "cuda")]
+#[test]
+fn ranks_share_the_gpus_of_a_machine() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("stand_in");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/cuda/tests/gpu/stand_in.cpp");
+    let mut compiler = Command::new("g++");
+    compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC"]).arg(source).arg("-o").arg(folder.join("libcuda.so"));
+    assert!(compiler.arg("-ldl").status().unwrap().success());
+    for library in ["libnvrtc.so", "libcublasLt.so"] {
+        std::os::unix::fs::symlink("libcuda.so", folder.join(library)).unwrap();
+    }
+    let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
+    let kernels = meshwork_kernels::host::Host::new(&host).unwrap();
+    let run = |line: &str, settings: &[(&str, &str)]| {
+        let mut command = command(&format!("{line} {SMALL} {CANONICAL} --steps 2"));
+        command.env("LD_LIBRARY_PATH", &folder).env("XDG_CACHE_HOME", &folder).env("STAND_IN_KERNELS", kernels.path());
+        command.env("STAND_IN_REPORT", folder.join("report")).envs(settings.iter().copied());
+        let ended = Running::start(command).end();
+        (ended.code, ended.out, ended.err)
+    };
+    let path = folder.join("metrics.jsonl");
+    let (code, out, err) = run(&format!("--device cuda --mesh dp=2,tp=2,pp=2 --metrics {}", path.display()), &[]);
+    assert_eq!((code, &*err), (Some(0), ""), "{out}");
+    let found = numbers_of(&lines(&path));
+    assert_eq!(found, numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2"))));
+    let report = fs::read_to_string(folder.join("report")).unwrap();
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 queued";
+    assert!(report.lines().any(|line| line == left), "{report}");
+
+    let (code, out, err) = run("--device cuda:2", &[]);
+    let told = "error: --device cuda:2: there is no GPU 2: this machine has 2, numbered from 0; use cpu\n";
+    assert_eq!((code, &*out, &*err), (Some(2), "", told));
+    let (code, _, err) = run("--device cuda:1", &[("STAND_IN_MEMORY", "300000")]);
+    assert_eq!(code, Some(1), "{err}");
+    assert!(err.contains("of its 300000 are in use; this rank's buffers hold "), "{err}");
 }

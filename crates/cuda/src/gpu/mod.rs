@@ -20,8 +20,8 @@ use cudarc::driver::result::{
     memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
 };
 use cudarc::driver::sys::{
-    CUDA_MEMCPY2D_st, CUcontext, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction,
-    CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
+    CUDA_MEMCPY2D_st, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags,
+    CUfunction, CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
 };
 use libraries::failed;
 use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
@@ -195,6 +195,20 @@ impl Gpu {
     }
 }
 
+/// Memory of the current context, which the caller frees.
+fn allocate(bytes: usize) -> Result<CUdeviceptr> {
+    // SAFETY: nobody reads it before it is written but by a fault of the caller, as the seam has it.
+    match unsafe { malloc_sync(bytes) } {
+        Ok(at) => Ok(at),
+        Err(Code(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+            let (free, total) = mem_get_info().map_err(failed("cuMemGetInfo"))?;
+            let (held, memory) = (total.saturating_sub(free) as u64, total as u64);
+            Err(DriverError::OutOfMemory { bytes, held, memory })
+        }
+        Err(other) => Err(failed("cuMemAlloc")(other)),
+    }
+}
+
 impl State {
     fn queue(&mut self, call: &'static str, stream: Stream) -> Result<&mut Queue> {
         let unknown = || DriverError::Unknown { call, what: format!("{stream:?}") };
@@ -236,16 +250,7 @@ impl Driver for Gpu {
 
     fn alloc(&self, bytes: usize) -> Result<Address> {
         let _state = self.state()?;
-        // SAFETY: freed by `free`, or with the context.
-        match unsafe { malloc_sync(bytes.max(1)) } {
-            Ok(at) => Ok(Address(at)),
-            Err(Code(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                let (free, total) = mem_get_info().map_err(failed("cuMemGetInfo"))?;
-                let (held, memory) = (total.saturating_sub(free) as u64, total as u64);
-                Err(DriverError::OutOfMemory { bytes, held, memory })
-            }
-            Err(other) => Err(failed("cuMemAlloc")(other)),
-        }
+        allocate(bytes.max(1)).map(Address)
     }
 
     fn free(&self, at: Address) -> Result<()> {

@@ -11,7 +11,7 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cudaDataType,
 };
-use cudarc::driver::result::{free_sync, malloc_sync};
+use cudarc::driver::result::free_sync;
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -114,8 +114,7 @@ impl Library {
         if let Some(&at) = self.workspaces.get(&stream) {
             return Ok(at);
         }
-        // SAFETY: freed in `drop_all`, or with the context.
-        let at = unsafe { malloc_sync(WORKSPACE) }.map_err(super::libraries::failed("cuMemAlloc"))?;
+        let at = super::allocate(WORKSPACE)?;
         Ok(*self.workspaces.entry(stream).or_insert(at))
     }
 
