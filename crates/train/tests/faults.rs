@@ -48,8 +48,7 @@ fn the_command_line_is_held_to_its_flags() {
         ),
         ("--steps -1", "training.steps = -1 (from --steps): is below 0; use a whole number of at least 0"),
         ("--set training.steps", "--set training.steps: no value; use --set section.key=value"),
-        ("--device cuda", "--device cuda: has not landed yet; use cpu"),
-        ("--device cpuu", "--device cpuu: unknown device; use cpu"),
+        ("--device cpuu", "--device cpuu: unknown device; the nearest is cpu; use one of cpu, cuda, cuda-emulated"),
         (
             "--config no/such.toml",
             "--config no/such.toml: cannot be read: No such file or directory (os error 2); use a file in TOML",
@@ -546,7 +545,7 @@ fn all_faults_come_at_once() {
     let path = file("many.toml", "[model]\nnum_heads = 3\nwidth = 1\n[optimizer]\nlr = -1\n[compression]\n");
     let line = format!(
         "--config {} --mseh dp=2 --mesh dp=3 --set training.dtype=fp16 --data no/such/text --metrics no/such/dir/m.jsonl \
-         --device cuda",
+         --device gpu",
         path.display()
     );
     let faults = load(&args(&line)).unwrap_err().faults;
