@@ -11,6 +11,9 @@ use std::fmt;
 ///
 /// Q is kept from one use to the next (warm start). A column of Q that is zero, as all are at first, is drawn: uniform in [-1, 1).
 /// What is not finite makes all that is restored NaN.
+///
+/// The methods are its steps, on slices: M is row-major, P has a row of `rank` elements for each row of M, Q a run of columns for each rank.
+/// Slices of other lengths leave elements out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
     /// Columns of the factors.
@@ -25,12 +28,12 @@ impl fmt::Display for PowerSgd {
 
 impl PowerSgd {
     /// Elements of P, and of Q.
-    pub(crate) fn factors(self, shape: Shape) -> [usize; 2] {
+    pub fn factors(self, shape: Shape) -> [usize; 2] {
         [shape.rows() * self.rank, shape.cols() * self.rank]
     }
 
     /// Draws the columns of Q that are zero.
-    pub(crate) fn start(self, q: &mut [f32], shape: Shape, draws: Draws) {
+    pub fn start(self, q: &mut [f32], shape: Shape, draws: Draws) {
         for (column, q) in q.chunks_exact_mut(shape.cols().max(1)).enumerate() {
             if q.iter().all(|&q| q == 0.0) {
                 fill_uniform(draws.key, draws.start + (column * q.len()) as u64, q);
@@ -40,7 +43,7 @@ impl PowerSgd {
     }
 
     /// `P = M Q`. Each element is summed in 16 lanes, column j in lane j % 16, then the lanes in order.
-    pub(crate) fn times(self, m: &[f32], q: &[f32], shape: Shape, p: &mut [f32]) {
+    pub fn times(self, m: &[f32], q: &[f32], shape: Shape, p: &mut [f32]) {
         let cols = shape.cols().max(1);
         wide(
             #[inline(always)]
@@ -55,7 +58,7 @@ impl PowerSgd {
     }
 
     /// `Q = Mᵀ P`, summed in the order of the rows.
-    pub(crate) fn transposed_times(self, m: &[f32], p: &[f32], shape: Shape, q: &mut [f32]) {
+    pub fn transposed_times(self, m: &[f32], p: &[f32], shape: Shape, q: &mut [f32]) {
         q.fill(0.0);
         let cols = shape.cols().max(1);
         wide(
@@ -71,7 +74,7 @@ impl PowerSgd {
     }
 
     /// `P Qᵀ`, summed in the order of the columns.
-    pub(crate) fn product(self, p: &[f32], q: &[f32], shape: Shape, fold: Fold, out: &mut [f32]) {
+    pub fn product(self, p: &[f32], q: &[f32], shape: Shape, fold: Fold, out: &mut [f32]) {
         let cols = shape.cols().max(1);
         let mut row = vec![0.0; cols];
         for (out, p) in out.chunks_exact_mut(cols).zip(p.chunks_exact(self.rank)) {
@@ -88,7 +91,7 @@ impl PowerSgd {
 
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A column that lies in the
     /// space of those before it, up to rounding, becomes zero.
-    pub(crate) fn orthogonalise(self, p: &mut [f32]) {
+    pub fn orthogonalise(self, p: &mut [f32]) {
         /// Squared length of what is left, of the squared length at the start: the rounding of f32, with room.
         const ROUNDING: f64 = 1e-10;
         let dot = |p: &[f32], a: usize, b: usize| -> f64 {

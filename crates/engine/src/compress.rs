@@ -112,13 +112,9 @@ impl Compress {
                                simulate the same cuts";
                 refuse(place, problem.to_owned(), "name them as virtual cuts, use fast numerics, or none");
             }
-            if matches!(scheme, Scheme::PowerSgd(_)) {
-                let problem = match place {
-                    Place::Gradients => "gradients are summed in buckets, which are no matrices",
-                    _ => {
-                        "the factors of a message start from those of the one before, and samples have nothing in common"
-                    }
-                };
+            if matches!(scheme, Scheme::PowerSgd(_)) && place != Place::Gradients {
+                let problem =
+                    "the factors of a message start from those of the one before, and samples have nothing in common";
                 refuse(place, problem.to_owned(), "use quant, topk, randk, sign, bf16 or fp8");
             }
         }
@@ -172,6 +168,11 @@ impl Compress {
                         "schedule {schedule} begins steps that it may have to repeat, and feedback would count twice what they lose"
                     );
                     refuse(Place::Feedback, problem, "use another schedule, or none, or compress gradients alone");
+                }
+                if matches!(self.gradients, Scheme::PowerSgd(_)) && feedback.keeps_estimate() {
+                    let problem =
+                        "powersgd makes factors of the sum of all ranks, which none has an estimate of its own part of";
+                    refuse(Place::Feedback, problem.to_owned(), "use ef");
                 }
                 if self.gradients != NOTHING && feedback.keeps_estimate() && around.zero > ZeroStage::Off {
                     let problem = "ranks that keep slices of a sum have no estimate of it";

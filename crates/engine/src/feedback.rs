@@ -5,6 +5,7 @@
 
 use crate::boundary::Boundary;
 use crate::codec::Site;
+use crate::factor_sum::require_matrices;
 use crate::packing::{Packed, refuse, require};
 use crate::{ModelPlan, Plan, PlanError, StateKey, TrainError};
 use meshwork_compress::feedback::Sender;
@@ -104,6 +105,7 @@ pub fn crossings(
 pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<(), TrainError> {
     plan.compress.require_fit(plan)?;
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
+    require_matrices(&plan.compress, &model.parameters()?)?;
     // Ranks of one stage have values of the same types.
     let mut ranks = (0..plan.mesh.degree(Axis::Pp)).map(|pp_rank| plan.mesh.coords(0).with(Axis::Pp, pp_rank));
     ranks.try_for_each(|coords| crossings(plan, &model, &schedule, &plan.mesh, coords).map(drop))

@@ -2,13 +2,15 @@
 //! parameters are read.
 
 use crate::compress::NOTHING;
+use crate::factor_sum::{FactorSum, factored, kept_factors};
 use crate::lossy_sum::{LossySum, Own, SumPlan, SumState, kept};
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, ZeroGroups};
 use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
+use meshwork_compress::Scheme;
 use meshwork_core::{Axis, Buffer, DType, FlatSlice, Group, Mesh, Rank, Types};
 use meshwork_data_parallel::{
-    Bucket, BucketPlan, Member, Reducer, VectorError, Vectors, cuts_batch, plan as fill, rounds,
+    Bucket, BucketPlan, Member, Reducer, Sum, VectorError, Vectors, cuts_batch, plan as fill, rounds,
 };
 use meshwork_nn::Batch;
 use meshwork_optim::{Kept, Rule, State};
@@ -218,6 +220,13 @@ impl Layout {
             padding.push(range.start + end..range.end);
             padding.into_iter().filter(|padding| !padding.is_empty())
         });
+        let factored = match plan.compress.gradients {
+            Scheme::PowerSgd(of) => {
+                let on = (mesh, mesh.coords(world_rank));
+                self.flats[flat].iter().map(|&id| factored(of, declarations.spec(id), on, self.place(id).1)).collect()
+            }
+            _ => Vec::new(),
+        };
         let name = |id: &ParamId| format!("gradient of {}", declarations.spec(*id).name);
         (place[1] > 1).then(|| SumPlan {
             scheme: plan.compress.gradients,
@@ -229,6 +238,7 @@ impl Layout {
             place,
             scatter,
             padding: padding.collect(),
+            factored,
         })
     }
 
@@ -279,13 +289,17 @@ impl Layout {
                 let (scheme, name) = (plan.scheme.to_string(), plan.name.clone());
                 let refuse =
                     |error| PlanError::Compress { place: "gradients", scheme, problem: format!("{name}: {error}") };
-                LossySum::new(plan, device.clone()).map_err(refuse)
+                let sum: Result<Box<dyn Sum>, _> = match plan.scheme {
+                    Scheme::PowerSgd(of) => FactorSum::new(of, plan, device.clone()).map(|sum| Box::new(sum) as _),
+                    _ => LossySum::new(plan, device.clone()).map(|sum| Box::new(sum) as _),
+                };
+                sum.map_err(refuse)
             });
             Ok(Bucket {
                 members: self.flats[flat].iter().map(|&id| with_copies(self.place(id).1)).collect(),
                 elements: key.copies * self.elements[flat],
                 rounds: sums,
-                sum: sum.transpose()?.map(|sum| Box::new(sum) as _),
+                sum: sum.transpose()?,
                 last: tied.filter(|group| group.size() > 1),
                 scatter,
                 shares,
@@ -339,7 +353,13 @@ pub fn kept_of_gradients(
             scheme: plan.scheme.to_string(),
             problem: format!("{}: {error}", plan.name),
         };
-        all.extend(found.map_err(refuse)?.into_iter().map(|kept| (flat, kept)));
+        let mut found = found.map_err(refuse)?;
+        if let Scheme::PowerSgd(of) = plan.scheme {
+            let replica = |own| layout.replica_of_sum(mesh, world_rank, flat, own);
+            let specs = layout.flats[flat].iter().map(|&id| declarations.spec(id));
+            found.extend(kept_factors(of, plan, replica, specs, (mesh, mesh.coords(world_rank))));
+        }
+        all.extend(found.into_iter().map(|kept| (flat, kept)));
     }
     Ok(all)
 }

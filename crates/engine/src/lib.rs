@@ -10,6 +10,7 @@ mod compress;
 mod decoder;
 pub mod dry_run;
 mod error;
+mod factor_sum;
 mod feedback;
 mod gathers;
 mod gradients;

@@ -6,8 +6,11 @@
 //! | `topk`, `randk` | all gather the messages | they are added in the order of the ranks |
 //! | `quant`, `sign`, `fp8`, `bf16` | each rank gets its shard from all | these are added in f32, compressed again and gathered |
 //! | any, where ranks keep slices (ZeRO) | each rank gets its slice from all | these are added |
+//!
+//! [`FactorSum`](crate::factor_sum::FactorSum) has those of PowerSGD.
 
 use crate::StateKey;
+use crate::factor_sum::Factored;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{
     CompressError, Compressor, Draws, Feedback, Fold, Scheme, Shape, SumMethod, sum::shards, wire_bytes,
@@ -57,6 +60,8 @@ pub struct SumPlan {
     pub scatter: bool,
     /// Elements that are padding, zero in every gradient and in their sum.
     pub padding: Vec<Range<usize>>,
+    /// The parameters as PowerSGD sums them.
+    pub factored: Vec<Factored>,
 }
 
 /// A shard of the sum, as its owner gets it from the others.

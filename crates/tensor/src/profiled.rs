@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::kernel::*;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
+use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -733,6 +733,29 @@ impl Compression for Profiled {
     fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
         let what = What::compression("sent", &[target, sent, target]);
         self.record(what, |device| device.compression()?.sent(feedback, target, sent, sender))
+    }
+
+    fn left_factor(
+        &self,
+        of: PowerSgd,
+        shape: Shape,
+        draws: Draws,
+        m: &Buffer,
+        q: &mut Buffer,
+        p: &mut Buffer,
+    ) -> Result<()> {
+        let what = What::compression("left_factor", &[m, q, p]);
+        self.record(what, |device| device.compression()?.left_factor(of, shape, draws, m, q, p))
+    }
+
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+        let what = What::compression("right_factor", &[m, p, q]);
+        self.record(what, |device| device.compression()?.right_factor(of, shape, m, p, q))
+    }
+
+    fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()> {
+        let what = What::compression("join", &[&factors[0], &factors[1], out]);
+        self.record(what, |device| device.compression()?.join(of, shape, factors, among, out))
     }
 }
 

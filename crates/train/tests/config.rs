@@ -122,8 +122,12 @@ fn compression_is_read_and_refused_by_key() {
         ("activations=powersgd:2", "compress.activations = \"powersgd:2\": the factors of a message start from"),
         ("feedback=ef", "compress.feedback = \"ef\": brings back what compression loses, and nothing is compressed"),
         (
-            "gradients=powersgd:2",
-            "compress.gradients = \"powersgd:2\": gradients are summed in buckets, which are no matrices",
+            "gradients=powersgd:200 --set parallelism.dp=2",
+            "compress.gradients = \"powersgd:200\": its factors are smaller than no parameter; use a rank of 1 to 102",
+        ),
+        (
+            "gradients=powersgd:2 --set compress.feedback=ef21 --set parallelism.dp=2",
+            "compress.feedback = \"ef21\": powersgd makes factors of the sum of all ranks",
         ),
         (
             "gradients=topk:0.1 --set compress.feedback=ef21 --set parallelism.dp=2 --set parallelism.zero_stage=1",

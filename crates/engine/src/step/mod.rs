@@ -26,6 +26,7 @@ use crate::chunk::{Chunk, Message};
 use crate::clock::Clock;
 use crate::codec::Codec;
 use crate::dry_run;
+use crate::factor_sum;
 use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
@@ -241,6 +242,7 @@ impl Trainer {
             replica(spec, &tied, &rank, |_| false).0 == 0
         });
         update::require_matrices(&plan.optimizer, &parameters)?;
+        factor_sum::require_matrices(&plan.compress, &parameters)?;
         let updates = (&*rank, update::join(&rank, &plan.optimizer, cuts, &parameters)?);
         let updater = Updates::new(&plan.optimizer, &params, &layout, cuts, updates, &parameters, device.clone());
         let update = (plan.optimizer.clone(), updater, plan.lr);

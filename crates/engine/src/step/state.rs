@@ -204,7 +204,8 @@ impl Trainer {
 /// added up, as [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
 fn read_kept(source: &dyn StateSource, SumState { key, dims, slice, .. }: &SumState) -> Result<Vec<f32>, TrainError> {
     let mut values = vec![0.0; slice.stored.count()];
-    let Some(held) = source.dims(key) else { return Ok(values) };
+    // Factors of another rank, as all that is missing, begin anew.
+    let Some(held) = source.dims(key).filter(|held| held[1..] == dims[1..]) else { return Ok(values) };
     let (before, replicas, me) = (held.first().copied().unwrap_or(0), dims[0], slice.ranges[0].start);
     let of = LocalSlice { stored: Shape::new(&slice.stored[1..]), ranges: slice.ranges[1..].to_vec() };
     for old in (0..before).filter(|old| old * replicas / before == me) {

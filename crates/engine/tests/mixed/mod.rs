@@ -265,6 +265,7 @@ fn messages_of_bf16_lose_nothing_of_bf16() {
 fn compression_takes_and_gives_16_bits() {
     let quantised = |feedback| Compress { feedback, ..everywhere("quant:8") };
     let sparse = |feedback| Compress { feedback, ..everywhere("topk:0.5") };
+    let factors = |feedback| Compress { gradients: "powersgd:4".parse().unwrap(), feedback, ..Compress::default() };
     let fixed = |dtype, reduce_in_half| {
         let loss_scale = LossScale::Fixed(if dtype == HalfType::F16 { 1024.0 } else { 1.0 });
         MixedPrecision { dtype, reduce_in_half, loss_scale }
@@ -275,6 +276,8 @@ fn compression_takes_and_gives_16_bits() {
         ("dp=4", sparse(Feedback::Ef21), fixed(HalfType::F16, true), ZeroStage::Off),
         ("dp=2,pp=2", sparse(Feedback::Ef), fixed(HalfType::Bf16, false), ZeroStage::Gradients),
         ("dp=2,pp=2", sparse(Feedback::Ef), fixed(HalfType::Bf16, true), ZeroStage::Gradients),
+        ("dp=2,tp=2", factors(Feedback::Ef), fixed(HalfType::Bf16, true), ZeroStage::Off),
+        ("dp=2", factors(Feedback::None), fixed(HalfType::Bf16, true), ZeroStage::Weights),
     ] {
         let plan = |mixed| {
             let zero = Zero { stage, group: None };

@@ -3,7 +3,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Compression;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse, compress_into, restore, wire_bytes};
+use meshwork_compress::{
+    Compressor, Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, compress_into, restore, wire_bytes,
+};
 use meshwork_core::{Buffer, BufferError, DType};
 
 /// Elements `at..at + count` of memory that is written.
@@ -19,6 +21,15 @@ fn require_count(count: usize, wanted: usize) -> Result<()> {
         true => Ok(()),
         false => Err(BufferError::Range { start: 0, end: wanted, count }.into()),
     }
+}
+
+/// Refuses a matrix or factors of other lengths than the shape gives them.
+fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
+    of.check(shape).map_err(failed("powersgd"))?;
+    let [of_p, of_q] = of.factors(shape);
+    [(m, shape.len()), (p, of_p), (q, of_q)]
+        .into_iter()
+        .try_for_each(|(buffer, len)| require_count(buffer.count(), len))
 }
 
 fn failed(op: &'static str) -> impl Fn(meshwork_compress::CompressError) -> Error {
@@ -90,6 +101,40 @@ impl Compression for Cpu {
 
     fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
         feedback.sent(target.as_slice()?, sent.as_slice()?, &mut slices(sender)?);
+        Ok(())
+    }
+
+    fn left_factor(
+        &self,
+        of: PowerSgd,
+        shape: Shape,
+        draws: Draws,
+        m: &Buffer,
+        q: &mut Buffer,
+        p: &mut Buffer,
+    ) -> Result<()> {
+        require_factors(of, shape, m, [p, q])?;
+        let q = q.as_mut_slice::<f32>()?;
+        of.start(q, shape, draws);
+        of.times(m.as_slice()?, q, shape, p.as_mut_slice()?);
+        Ok(())
+    }
+
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+        require_factors(of, shape, m, [p, q])?;
+        let p = p.as_mut_slice::<f32>()?;
+        of.orthogonalise(p);
+        of.transposed_times(m.as_slice()?, p, shape, q.as_mut_slice()?);
+        Ok(())
+    }
+
+    fn join(&self, of: PowerSgd, shape: Shape, [p, q]: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()> {
+        require_factors(of, shape, out, [p, q])?;
+        let out = out.as_mut_slice::<f32>()?;
+        of.product(p.as_slice()?, q.as_slice()?, shape, Fold::Replace, out);
+        if among > 1 {
+            out.iter_mut().for_each(|out| *out /= among as f32);
+        }
         Ok(())
     }
 }

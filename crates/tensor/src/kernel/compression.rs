@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
+use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
@@ -55,4 +55,22 @@ pub trait Compression: Debug {
 
     /// Takes note of what was sent of a target: [`Feedback::sent`].
     fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>;
+
+    /// The first half of PowerSGD for a matrix `m` of this shape: draws the columns of `q` that are zero, and writes `p = m q`. `p` and `q`
+    /// have the elements of [`PowerSgd::factors`].
+    fn left_factor(
+        &self,
+        of: PowerSgd,
+        shape: Shape,
+        draws: Draws,
+        m: &Buffer,
+        q: &mut Buffer,
+        p: &mut Buffer,
+    ) -> Result<()>;
+
+    /// The second half: makes the columns of `p` orthonormal, and writes `q = mᵀ p`.
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()>;
+
+    /// Writes `p qᵀ / among` for the factors `[p, q]`.
+    fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()>;
 }

@@ -3,7 +3,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Compression;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
+use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::{Buffer, DType};
 
 impl Compression for Meta {
@@ -44,6 +44,33 @@ impl Compression for Meta {
     }
 
     fn sent(&self, _feedback: Feedback, _target: &Buffer, _sent: &Buffer, _sender: &mut Sender<Buffer>) -> Result<()> {
+        Ok(())
+    }
+
+    fn left_factor(
+        &self,
+        _of: PowerSgd,
+        _shape: Shape,
+        _draws: Draws,
+        _m: &Buffer,
+        _q: &mut Buffer,
+        _p: &mut Buffer,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    fn right_factor(&self, _of: PowerSgd, _shape: Shape, _m: &Buffer, _p: &mut Buffer, _q: &mut Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn join(
+        &self,
+        _of: PowerSgd,
+        _shape: Shape,
+        _factors: &[Buffer; 2],
+        _among: usize,
+        _out: &mut Buffer,
+    ) -> Result<()> {
         Ok(())
     }
 }

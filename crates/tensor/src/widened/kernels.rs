@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernel::*;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
+use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use std::ops::Range;
@@ -483,6 +483,26 @@ impl Compression for Widened {
 
     fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
         self.inner.compression()?.sent(feedback, &self.wide(target)?, &self.wide(sent)?, sender)
+    }
+
+    fn left_factor(
+        &self,
+        of: PowerSgd,
+        shape: Shape,
+        draws: Draws,
+        m: &Buffer,
+        q: &mut Buffer,
+        p: &mut Buffer,
+    ) -> Result<()> {
+        self.inner.compression()?.left_factor(of, shape, draws, &self.wide(m)?, q, p)
+    }
+
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+        self.inner.compression()?.right_factor(of, shape, &self.wide(m)?, p, q)
+    }
+
+    fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()> {
+        self.inner.compression()?.join(of, shape, factors, among, out)
     }
 }
 

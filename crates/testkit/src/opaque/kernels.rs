@@ -6,7 +6,7 @@
 use super::Opaque;
 use super::memory::{give_back, hide, host, into_host, take, with_host};
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::{Draws, Feedback, Fold, Scheme, Shape, Sparse};
+use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::kernel::*;
@@ -449,6 +449,29 @@ impl Compression for Opaque {
 
     fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()> {
         self.with_sender(sender, |kernels, sender| kernels.sent(feedback, &host(target), &host(sent), sender))
+    }
+
+    fn left_factor(
+        &self,
+        of: PowerSgd,
+        shape: Shape,
+        draws: Draws,
+        m: &Buffer,
+        q: &mut Buffer,
+        p: &mut Buffer,
+    ) -> Result<()> {
+        let m = host(m);
+        with_host(q, |q| with_host(p, |p| self.inner.compression()?.left_factor(of, shape, draws, &m, q, p)))
+    }
+
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+        let m = host(m);
+        with_host(p, |p| with_host(q, |q| self.inner.compression()?.right_factor(of, shape, &m, p, q)))
+    }
+
+    fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()> {
+        let factors = factors.each_ref().map(host);
+        with_host(out, |out| self.inner.compression()?.join(of, shape, &factors, among, out))
     }
 }
 

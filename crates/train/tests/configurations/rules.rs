@@ -329,8 +329,13 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 
     for scheme in schemes(case) {
         rule(scheme == "quant:9", "codes of more than eight bits");
-        rule(scheme.starts_with("powersgd"), "samples have no factors to start from");
     }
+    let factors = |key: &str| case.get(key).is_some_and(|scheme| scheme.starts_with("powersgd"));
+    rule(
+        factors("compress.activations") || factors("compress.activation_gradients"),
+        "samples have no factors to start from",
+    );
+    rule(estimates && factors("compress.gradients"), "no estimate of a part");
     let layers = count(case, "model.num_layers", 0);
     let virtual_cuts = case.list("compress.virtual_cuts").unwrap_or_default();
     let in_order = virtual_cuts.windows(2).all(|pair| pair[0] < pair[1]);
