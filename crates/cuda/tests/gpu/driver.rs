@@ -50,6 +50,7 @@ fn rows_are_copied_whatever_their_distance() {
     assert_eq!(read(&driver, stream, y, 4), [7.0, 7.0, 7.0, 1.0]);
     driver.copy(stream, place(x, 8), place(y, 8), 0, 3).unwrap();
     driver.zero(stream, y, 8).unwrap();
+    driver.zero(stream, y, 0).unwrap();
     assert_eq!(read(&driver, stream, y, 3), [0.0, 0.0, 7.0]);
     [x, y].into_iter().for_each(|at| driver.free(at).unwrap());
 }

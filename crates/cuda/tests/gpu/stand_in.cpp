@@ -211,7 +211,7 @@ C cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream) {
 }
 C cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *stream) {
     CONTEXT;
-    if (!lies(at, bytes)) return INVALID_VALUE;
+    if (!bytes || !lies(at, bytes)) return INVALID_VALUE;
     return push(stream, [=] { memset((void *)at, value, bytes); return OK; });
 }
 struct Copy2D {
