@@ -8,6 +8,7 @@ using i64 = long long;
 using u64 = unsigned long long;
 using u32 = unsigned int;
 using u16 = unsigned short;
+using u8 = unsigned char;
 
 // Threads of every block, unless a kernel's head says otherwise.
 #define THREADS 256

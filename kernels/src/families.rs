@@ -20,6 +20,9 @@ sources! {
     LAYER_NORM = "layer_norm.cu";
     RMS_NORM = "rms_norm.cu";
     BIAS = "bias.cu";
+    ELEMENTWISE = "elementwise.cu";
+    REDUCTION = "reduction.cu";
+    WINDOWS = "windows.cu";
     GELU = "gelu.cu";
     SWIGLU = "swiglu.cu";
     OPTIMIZER = "optimizer.cu";
@@ -44,6 +47,9 @@ pub static SOURCES: &[&Source] = &[
     &LAYER_NORM,
     &RMS_NORM,
     &BIAS,
+    &ELEMENTWISE,
+    &REDUCTION,
+    &WINDOWS,
     &GELU,
     &SWIGLU,
     &OPTIMIZER,
@@ -84,6 +90,9 @@ pub const SQUARES_PIECE: u64 = 32_768;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
+/// A thread for the elements whose bits are one byte.
+const BYTES: Geometry = Geometry::Elements { each: 8 };
+
 kernels! {
     layer_norm_forward_f32 in LAYER_NORM, Geometry::Rows;
         In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
@@ -107,6 +116,50 @@ kernels! {
     bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
     bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Value I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
+    scale_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
+    exp_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
+    exp_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    tanh_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
+    tanh_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    sigmoid_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
+    sigmoid_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    silu_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
+    silu_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    zip_sub in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
+    zip_mul in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
+    zip_div in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
+    relu_forward in ELEMENTWISE, BYTES; In F32 x, Out F32 out, Out U8 above, Value I64 count;
+    relu_backward in ELEMENTWISE, BYTES; In F32 dy, In U8 above, Out F32 dx, Value I64 count;
+    sum_dim in REDUCTION, ELEMENTS;
+        In F32 x, Out F32 out, Value I64 count, Value I64 outer, Value I64 extent, Value I64 inner, Value I64 blocks, Value F64 scale;
+    spread_dim in REDUCTION, ELEMENTS;
+        In F32 dy, Out F32 dx, Value I64 count, Value I64 extent, Value I64 inner, Value F32 scale;
+    softmax_forward in REDUCTION, Geometry::Rows; In F32 x, Out F32 y, Value I64 rows, Value I64 n;
+    softmax_backward in REDUCTION, Geometry::Rows; In F32 dy, In F32 y, Out F32 dx, Value I64 rows, Value I64 n;
+    patches_forward in WINDOWS, ELEMENTS;
+        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    patches_backward in WINDOWS, ELEMENTS;
+        In F32 dpatches, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    max_pool_forward_u8 in WINDOWS, ELEMENTS;
+        In F32 x, Out F32 out, Out U8 places, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    max_pool_backward_u8 in WINDOWS, ELEMENTS;
+        In F32 dy, In U8 places, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    max_pool_forward_i32 in WINDOWS, ELEMENTS;
+        In F32 x, Out F32 out, Out I32 places, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    max_pool_backward_i32 in WINDOWS, ELEMENTS;
+        In F32 dy, In I32 places, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    average_pool_forward in WINDOWS, ELEMENTS;
+        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+    average_pool_backward in WINDOWS, ELEMENTS;
+        In F32 dy, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
     gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
     gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Value I64 n;
     gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Value I64 n;

@@ -18,6 +18,8 @@ pub enum Type {
     F32,
     /// `double`.
     F64,
+    /// `unsigned char`: places in windows, bits of eight elements.
+    U8,
     /// Numbers of 16 bits, `unsigned short`: bf16 or f16, as the kernel's name says.
     Bits16,
     /// `int`.
@@ -75,6 +77,7 @@ impl Type {
         match self {
             Type::F32 => "float",
             Type::F64 => "double",
+            Type::U8 => "unsigned char",
             Type::Bits16 => "unsigned short",
             Type::I32 => "int",
             Type::U32 => "unsigned int",

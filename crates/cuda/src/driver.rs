@@ -57,7 +57,7 @@ macro_rules! numbers {
         }
     })* };
 }
-numbers!(f32 => F32, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
+numbers!(f32 => F32, f64 => F64, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
 
 impl From<usize> for Argument {
     /// A size or an index, which kernels take as `long long`.

@@ -26,7 +26,7 @@ pub enum Given<'a> {
 macro_rules! elements {
     ($($t:ty => $of:ident),*) => { $(impl Element for $t { const TYPE: Type = Type::$of; })* };
 }
-elements!(f32 => F32, f64 => F64, bf16 => Bits16, f16 => Bits16, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
+elements!(u8 => U8, f32 => F32, f64 => F64, bf16 => Bits16, f16 => Bits16, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
 
 macro_rules! numbers {
     ($($t:ty),*) => { $(impl From<$t> for Given<'_> {
@@ -37,7 +37,7 @@ macro_rules! numbers {
         }
     })* };
 }
-numbers!(f32, i32, u32, i64, u64);
+numbers!(f32, f64, i32, u32, i64, u64);
 
 impl From<usize> for Given<'_> {
     fn from(value: usize) -> Self {

@@ -6,6 +6,7 @@
 
 mod attention;
 mod build;
+mod elementwise;
 mod faults;
 mod launch;
 mod loss;
@@ -15,6 +16,7 @@ mod product;
 mod ranks;
 mod rows;
 mod tables;
+mod windows;
 
 // `launch!` is a macro of the module above.
 

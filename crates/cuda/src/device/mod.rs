@@ -4,6 +4,7 @@
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
 
 mod attention;
+mod elementwise;
 mod embedding;
 mod layout;
 mod loss;
@@ -12,14 +13,18 @@ mod memory;
 mod norm;
 mod optim;
 mod pointwise;
+mod reduction;
 mod rotary;
 mod rows;
+mod windows;
 
 use crate::driver::{Address, Argument, Driver, DriverError};
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
-use meshwork_tensor::kernel::{Attention, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, check_copy};
+use meshwork_tensor::kernel::{
+    Attention, Elementwise, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, Reduction, Window, check_copy,
+};
 use meshwork_tensor::{Device, Error, Meter, Result};
 use rotary::LastAngles;
 use rows::Cuts;
@@ -224,6 +229,18 @@ impl Device for CudaDevice {
     }
 
     fn pointwise(&self) -> Result<&dyn Pointwise> {
+        Ok(self)
+    }
+
+    fn elementwise(&self) -> Result<&dyn Elementwise> {
+        Ok(self)
+    }
+
+    fn reduction(&self) -> Result<&dyn Reduction> {
+        Ok(self)
+    }
+
+    fn window(&self) -> Result<&dyn Window> {
         Ok(self)
     }
 

@@ -7,7 +7,7 @@ use meshwork_tensor::{Device, Result};
 
 impl CudaDevice {
     /// A result of `count` numbers of f32 that a kernel over elements writes after its `inputs`.
-    fn elements(
+    pub(super) fn elements(
         &self,
         op: &'static str,
         kernel: &'static str,
@@ -172,11 +172,20 @@ impl Pointwise for CudaDevice {
     }
 
     fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
-        Err(self.lacks("relu", x.dtype()))
+        self.f32s("relu", &[x])?;
+        let count = x.count();
+        let (out, above) = (self.alloc(DType::F32, count)?, self.alloc(DType::U8, count.div_ceil(8))?);
+        let args = [self.place("relu", x)?, self.place("relu", &out)?, self.place("relu", &above)?].map(Argument::from);
+        self.launch("relu", "relu_forward", [count, 0], &[&args[..], &[count.into()]].concat())?;
+        Ok((out, above))
     }
 
-    fn relu_grad(&self, dy: &Buffer, _above: &Buffer) -> Result<Buffer> {
-        Err(self.lacks("relu", dy.dtype()))
+    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer> {
+        self.f32s("relu", &[dy])?;
+        let (count, dx) = (dy.count(), self.alloc(DType::F32, dy.count())?);
+        let args = [self.place("relu", dy)?, self.place("relu", above)?, self.place("relu", &dx)?].map(Argument::from);
+        self.launch("relu", "relu_backward", [count, 0], &[&args[..], &[count.into()]].concat())?;
+        Ok(dx)
     }
 
     fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {

@@ -139,6 +139,80 @@ fn dropout_swiglu_casts_and_trees_have_the_cpus_bits() {
 }
 
 #[test]
+fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
+    for [rows, n] in [[1, 1], [7, 33], [130, 41]] {
+        let (x, dy, row) = (values("x", rows * n), values("dy", rows * n), values("row", n));
+        same("elementwise", |device, up| {
+            let of = device.elementwise()?;
+            let [x, dy, row] = [&x, &dy, &row].map(up);
+            let mut results = Vec::new();
+            for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu] {
+                results.extend([of.map(f, &x)?, of.map_grad(f, &dy, &x)?]);
+            }
+            for f in [Zip::Sub, Zip::Mul, Zip::Div] {
+                results.extend([of.zip(f, &x, &dy)?, of.zip(f, &x, &row)?]);
+            }
+            let (y, above) = device.pointwise()?.relu(&x)?;
+            results.extend([device.pointwise()?.relu_grad(&dy, &above)?, y, above]);
+            Ok(results)
+        });
+    }
+    let x = values("x", 5 * 11 * 7);
+    for (shape, blocks) in [([5, 11, 7], 1), ([5, 11, 7], 4), ([1, 385, 1], 3), ([55, 7, 1], 2), ([3, 0, 2], 2)] {
+        same("sum", |device, up| {
+            let (of, x) = (device.reduction()?, up(&x.slice(0..shape.iter().product())?));
+            let sums = of.sum(&x, shape, blocks, 0.3)?;
+            Ok(vec![of.spread(&sums.slice(0..shape[0] * shape[2])?, shape, 0.7)?, sums])
+        });
+    }
+}
+
+#[test]
+fn softmax_has_the_cpus_bits() {
+    for [rows, n] in [[1, 1], [9, 33], [70, 130], [3, 2100]] {
+        let (x, dy) = (values("x", rows * n), values("dy", rows * n));
+        same("softmax", |device, up| {
+            let (of, y) = (device.reduction()?, device.reduction()?.softmax(&up(&x), n)?);
+            Ok(vec![of.softmax_grad(&up(&dy), &y, n)?, y])
+        });
+    }
+}
+
+#[test]
+fn windows_have_the_cpus_bits() {
+    let of = |samples, image, channels, kernel, stride, padding| Windows {
+        samples,
+        image,
+        channels,
+        kernel,
+        stride,
+        padding,
+    };
+    for windows in [
+        of(2, [7, 5], 3, [3, 3], 1, 1),
+        of(3, [9, 8], 5, [3, 2], 2, 1),
+        of(1, [4, 4], 1, [2, 2], 2, 0),
+        of(1, [19, 21], 2, [17, 17], 1, 8), // places beyond a byte
+    ] {
+        let (pixels, out) = (windows.samples * windows.pixels(), windows.rows() * windows.channels);
+        let (x, dy, dpatches) = (values("x", pixels), values("dy", out), values("d", windows.rows() * windows.patch()));
+        same("windows", |device, up| {
+            let (of, [x, dy, dpatches]) = (device.window()?, [&x, &dy, &dpatches].map(up));
+            let (largest, places) = of.max_pool(windows, &x)?;
+            Ok(vec![
+                of.patches(windows, &x)?,
+                of.patches_grad(windows, &dpatches)?,
+                of.max_pool_grad(windows, &dy, &places)?,
+                largest,
+                places,
+                of.average_pool(windows, &x)?,
+                of.average_pool_grad(windows, &dy)?,
+            ])
+        });
+    }
+}
+
+#[test]
 fn norms_have_the_cpus_bits() {
     for [rows, n] in [[1, 1], [9, 33], [70, 130], [3, 1100]] {
         let (x, dy, sum) = (values("x", rows * n), values("dy", rows * n), values("sum", rows * n));
@@ -345,10 +419,10 @@ fn what_the_device_lacks_is_named() {
     let x = device.upload(&values("x", 8)).unwrap();
     let (name, message) = (device.name(), |error: Error| error.to_string());
     assert_eq!(
-        message(device.pointwise().unwrap().relu(&x).unwrap_err()),
-        format!("relu: device {name} has no kernel for f32")
+        message(device.reduction().unwrap().squared_error_grad(&x, &x, &x, 1.0).unwrap_err()),
+        format!("squared_error: device {name} has no kernel for f32")
     );
-    assert_eq!(message(device.window().unwrap_err()), format!("window: device {name} has no window operations"));
+    assert_eq!(message(device.routing().unwrap_err()), format!("routing: device {name} has no routing operations"));
     let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
     assert_eq!(
         message(device.pointwise().unwrap().add(&doubles, &doubles).unwrap_err()),

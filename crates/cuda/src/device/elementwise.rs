@@ -1,0 +1,39 @@
+use super::CudaDevice;
+use meshwork_core::Buffer;
+use meshwork_tensor::Result;
+use meshwork_tensor::kernel::{Elementwise, Map, Zip};
+
+const OP: &str = "map";
+
+impl Elementwise for CudaDevice {
+    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
+        let (kernel, factor) = match f {
+            Map::Scale(factor) => ("scale_forward", Some((factor as f32).into())),
+            Map::Exp => ("exp_forward", None),
+            Map::Tanh => ("tanh_forward", None),
+            Map::Sigmoid => ("sigmoid_forward", None),
+            Map::Silu => ("silu_forward", None),
+        };
+        self.elements(OP, kernel, x.count(), &[x], factor.as_slice())
+    }
+
+    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        let kernel = match f {
+            Map::Scale(_) => return self.map(f, dy),
+            Map::Exp => "exp_backward",
+            Map::Tanh => "tanh_backward",
+            Map::Sigmoid => "sigmoid_backward",
+            Map::Silu => "silu_backward",
+        };
+        self.elements(OP, kernel, x.count(), &[dy, x], &[])
+    }
+
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+        let kernel = match f {
+            Zip::Sub => "zip_sub",
+            Zip::Mul => "zip_mul",
+            Zip::Div => "zip_div",
+        };
+        self.elements("zip", kernel, x.count(), &[x, y], &[y.count().into()])
+    }
+}

@@ -1,0 +1,124 @@
+// Functions of one and of two numbers, their derivatives, and the rectifier (crates/tensor/src/kernel/elementwise.rs).
+//
+//   out = f(x);  dx = dy f'(x);  out[i, j] = g(x[i, j], y[j])
+//   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
+//
+// Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
+// Geometry  a thread an element; of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
+// Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
+// Bits      those of the CPU: crates/tensor/src/cpu/kernels/elementwise.rs and relu.rs.
+#include "math.cuh"
+
+#define PER_BYTE 8
+
+struct Sides {
+    float at, against;
+};
+
+// σ(x) and σ(-x).
+DEVICE Sides sigmoid(float x) {
+    Logistic of = logistic_base_2(fabsf(x) * static_cast<float>(LOG2_E));
+    return x > 0.0f ? Sides{of.near, of.far} : Sides{of.far, of.near};
+}
+
+DEVICE float tanh_bits(float x) {
+    float size = fabsf(x);
+    Logistic of = logistic_base_2(size * (2.0f * static_cast<float>(LOG2_E)));
+    float z = x * x;
+    float p = 3.592128e-3f;
+    p = fmaf(p, z, -8.863235e-3f);
+    p = fmaf(p, z, 2.186949e-2f);
+    p = fmaf(p, z, -5.3968254e-2f);
+    p = fmaf(p, z, 1.3333333e-1f);
+    p = fmaf(p, z, -3.3333334e-1f);
+    p = fmaf(p, z, 1.0f);
+    return copysignf(size < 0.5f ? size * p : of.near - of.far, x);
+}
+
+KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] * factor;
+}
+
+KERNEL exp_forward(const float* x, float* out, i64 count) {
+    i64 i = global_thread();
+    if (i < count) out[i] = exp_bits(x[i]);
+}
+
+KERNEL exp_backward(const float* dy, const float* x, float* dx, i64 count) {
+    i64 i = global_thread();
+    if (i < count) dx[i] = dy[i] * exp_bits(x[i]);
+}
+
+KERNEL tanh_forward(const float* x, float* out, i64 count) {
+    i64 i = global_thread();
+    if (i < count) out[i] = tanh_bits(x[i]);
+}
+
+KERNEL tanh_backward(const float* dy, const float* x, float* dx, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    Sides of = sigmoid(x[i] + x[i]); // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation
+    dx[i] = dy[i] * (4.0f * of.at * of.against);
+}
+
+KERNEL sigmoid_forward(const float* x, float* out, i64 count) {
+    i64 i = global_thread();
+    if (i < count) out[i] = sigmoid(x[i]).at;
+}
+
+KERNEL sigmoid_backward(const float* dy, const float* x, float* dx, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    Sides of = sigmoid(x[i]);
+    dx[i] = dy[i] * (of.at * of.against);
+}
+
+KERNEL silu_forward(const float* x, float* out, i64 count) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] * sigmoid(x[i]).at;
+}
+
+KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
+    i64 i = global_thread();
+    if (i >= count) return;
+    // Beyond, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
+    float near = -200.0f > x[i] ? -200.0f : x[i];
+    near = 200.0f < near ? 200.0f : near;
+    Sides of = sigmoid(x[i]);
+    dx[i] = dy[i] * fmaf(near * of.at, of.against, of.at);
+}
+
+KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 n) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] - y[i % n];
+}
+
+KERNEL zip_mul(const float* x, const float* y, float* out, i64 count, i64 n) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] * y[i % n];
+}
+
+KERNEL zip_div(const float* x, const float* y, float* out, i64 count, i64 n) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] / y[i % n];
+}
+
+KERNEL relu_forward(const float* x, float* out, u8* above, i64 count) {
+    i64 byte = global_thread(), first = byte * PER_BYTE;
+    if (first >= count) return;
+    u32 bits = 0;
+    for (i64 i = first; i < smaller(first + PER_BYTE, count); ++i) {
+        float value = x[i];
+        out[i] = value <= 0.0f ? 0.0f : value;
+        bits |= (value > 0.0f ? 1u : 0u) << (i - first);
+    }
+    above[byte] = static_cast<u8>(bits);
+}
+
+KERNEL relu_backward(const float* dy, const u8* above, float* dx, i64 count) {
+    i64 byte = global_thread(), first = byte * PER_BYTE;
+    if (first >= count) return;
+    u32 bits = above[byte];
+    for (i64 i = first; i < smaller(first + PER_BYTE, count); ++i) dx[i] = (bits >> (i - first) & 1u) ? dy[i] : 0.0f;
+}

@@ -1,0 +1,99 @@
+//! Functions of one and of two numbers, the rectifier, sums over a dim and softmax, bit by bit against the CPU.
+
+use crate::{assert_bits, launch, values};
+use meshwork_tensor::cpu::kernels::{elementwise, reduction, relu};
+use meshwork_tensor::kernel::{Map, Zip};
+
+/// Ordinary values and the ends of the range, NaN last.
+fn awkward(name: &str, count: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = values(name, count).iter().map(|x| 4.0 * x).collect();
+    let ends =
+        [0.0, -0.0, 0.499_999, 88.5, 1e-40, -1e-30, -90.0, 1e20, -1e20, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+    x.iter_mut().zip(ends).for_each(|(x, end)| *x = end);
+    x
+}
+
+#[test]
+fn functions_are_those_of_the_cpu() {
+    for [rows, n] in [[1, 1], [1, 15], [7, 33], [3, 1001]] {
+        let count = rows * n;
+        let (x, dy, y, row) = (awkward("x", count), values("dy", count), values("y", count), values("row", n));
+        let (mut got, mut want) = (vec![f32::NAN; count], vec![0.0; count]);
+        if !launch!("scale_forward", [count, 0], &x, &mut got, count, -2.7_f32) {
+            return;
+        }
+        elementwise::map(Map::Scale(-2.7), &x, &mut want);
+        assert_bits("scale", &got, &want);
+        for (f, forward, backward) in [
+            (Map::Exp, "exp_forward", "exp_backward"),
+            (Map::Tanh, "tanh_forward", "tanh_backward"),
+            (Map::Sigmoid, "sigmoid_forward", "sigmoid_backward"),
+            (Map::Silu, "silu_forward", "silu_backward"),
+        ] {
+            launch!(forward, [count, 0], &x, &mut got, count);
+            elementwise::map(f, &x, &mut want);
+            assert_bits(forward, &got, &want);
+            launch!(backward, [count, 0], &dy, &x, &mut got, count);
+            elementwise::map_backward(f, &x, &dy, &mut want);
+            assert_bits(backward, &got, &want);
+        }
+        for (f, kernel) in [(Zip::Sub, "zip_sub"), (Zip::Mul, "zip_mul"), (Zip::Div, "zip_div")] {
+            for y in [&y, &row] {
+                launch!(kernel, [count, 0], &x, y, &mut got, count, y.len());
+                elementwise::zip(f, &x, y, &mut want);
+                assert_bits(kernel, &got, &want);
+            }
+        }
+        let (mut bits, mut want_bits) = (vec![9_u8; count.div_ceil(8)], vec![7_u8; count.div_ceil(8)]);
+        launch!("relu_forward", [count, 0], &x, &mut got, &mut bits, count);
+        relu::relu(&x, &mut want, &mut want_bits);
+        assert_bits("relu", &got, &want);
+        assert_eq!(bits, want_bits, "what is above zero");
+        launch!("relu_backward", [count, 0], &dy, &bits, &mut got, count);
+        relu::relu_backward(&bits, &dy, &mut want);
+        assert_bits("gradient of relu", &got, &want);
+    }
+}
+
+#[test]
+fn sums_over_a_dim_are_those_of_the_cpu() {
+    for [outer, extent, inner] in [[1, 1, 1], [3, 50, 7], [5, 333, 1]] {
+        let x = values("x", outer * extent * inner);
+        for blocks in [1, 4] {
+            let (mut got, mut want) = (vec![f32::NAN; blocks * outer * inner], vec![0.0; blocks * outer * inner]);
+            let count = got.len();
+            if !launch!("sum_dim", [count, 0], &x, &mut got, count, outer, extent, inner, blocks, 0.3_f64) {
+                return;
+            }
+            for (block, want) in want.chunks_mut(outer * inner).enumerate() {
+                let range = extent * block / blocks..extent * (block + 1) / blocks;
+                reduction::sum(&x, extent, inner, range, 0.3, want);
+            }
+            assert_bits("sum", &got, &want);
+        }
+        let (dy, mut got, mut want) = (values("dy", outer * inner), x.clone(), x.clone());
+        launch!("spread_dim", [x.len(), 0], &dy, &mut got, x.len(), extent, inner, 0.7_f32);
+        reduction::spread(&dy, extent, inner, 0.7, &mut want);
+        assert_bits("spread", &got, &want);
+    }
+}
+
+#[test]
+fn softmax_is_that_of_the_cpu() {
+    for [rows, n] in [[1, 1], [33, 7], [5, 1025], [2, 5000]] {
+        let count = rows * n;
+        let (mut x, dy) = (values("x", count), values("dy", count));
+        x[count - 1] = f32::NEG_INFINITY;
+        x[0] = 1e30;
+        let (mut y, mut want) = (vec![f32::NAN; count], vec![0.0; count]);
+        if !launch!("softmax_forward", [rows, n], &x, &mut y, rows, n) {
+            return;
+        }
+        reduction::softmax(&x, n, &mut want);
+        assert_bits("softmax", &y, &want);
+        let mut got = vec![f32::NAN; count];
+        launch!("softmax_backward", [rows, n], &dy, &y, &mut got, rows, n);
+        reduction::softmax_backward(&y, &dy, n, &mut want);
+        assert_bits("gradient of softmax", &got, &want);
+    }
+}
