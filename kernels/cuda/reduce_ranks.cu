@@ -1,48 +1,121 @@
 // Reductions of several ranks' buffers in the balanced tree (crates/core/src/tree.rs): three ranks give (a + b) + c.
 //
-//   out[i] = Σ_ranks inputs[rank][i];  or their maximum
+//   out[i] = Σ_ranks inputs[rank][i];  or their maximum or minimum
 //
 // Shapes    inputs [ranks], the addresses of buffers [count]; out [count], which may be one of them.
 // Geometry  a thread an element; the sums that wait are in registers.
-// Bytes     4 ranks read and 4 written an element; half of that for 16 bits.
-// Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once. A
-//           maximum is NaN if any is.
+// Bytes     an element of each rank read and one written.
+// Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once,
+//           integers wrap around. A maximum or minimum is NaN if any is.
 #include "float16.cuh"
 #include "tree.cuh"
 
-KERNEL reduce_sum_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
+// A type of elements: how it is stored, and as what it is reduced.
+template <class T> struct Exact {
+    using Stored = T;
+    using Wide = T;
+    DEVICE static T load(T x) { return x; }
+    DEVICE static T store(T x) { return x; }
+};
+
+using F32 = Exact<float>;
+using F64 = Exact<double>;
+using I32 = Exact<int>;
+using I64 = Exact<i64>;
+
+struct Bf16 {
+    using Stored = u16;
+    using Wide = float;
+    DEVICE static float load(u16 x) { return from_bf16(x); }
+    DEVICE static u16 store(float x) { return to_bf16(x); }
+};
+
+struct F16 {
+    using Stored = u16;
+    using Wide = float;
+    DEVICE static float load(u16 x) { return from_f16(x); }
+    DEVICE static u16 store(float x) { return to_f16(x); }
+};
+
+template <class Join, class Of>
+DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename Of::Stored* out, i64 count) {
     i64 i = global_thread();
     if (i >= count) return;
-    Tree tree;
-    for (i64 rank = 0; rank < ranks; rank++) tree.push(inputs[rank][i]);
-    out[i] = tree.finish();
+    TreeOf<Join, typename Of::Wide> tree;
+    for (i64 rank = 0; rank < ranks; rank++) tree.push(Of::load(inputs[rank][i]));
+    out[i] = Of::store(tree.finish());
+}
+
+KERNEL reduce_sum_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
+    reduce<Sum, F32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_sum_f64(const double* const* inputs, i64 ranks, double* out, i64 count) {
+    reduce<Sum, F64>(inputs, ranks, out, count);
 }
 
 KERNEL reduce_sum_bf16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Tree tree;
-    for (i64 rank = 0; rank < ranks; rank++) tree.push(from_bf16(inputs[rank][i]));
-    out[i] = to_bf16(tree.finish());
+    reduce<Sum, Bf16>(inputs, ranks, out, count);
 }
 
 KERNEL reduce_sum_f16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Tree tree;
-    for (i64 rank = 0; rank < ranks; rank++) tree.push(from_f16(inputs[rank][i]));
-    out[i] = to_f16(tree.finish());
+    reduce<Sum, F16>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_sum_i32(const int* const* inputs, i64 ranks, int* out, i64 count) {
+    reduce<Sum, I32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_sum_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) {
+    reduce<Sum, I64>(inputs, ranks, out, count);
 }
 
 KERNEL reduce_max_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    float max = inputs[0][i];
-    for (i64 rank = 1; rank < ranks; rank++) {
-        float next = inputs[rank][i];
-        max = max > next || max != max ? max : next;
-    }
-    out[i] = max;
+    reduce<Max, F32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_max_f64(const double* const* inputs, i64 ranks, double* out, i64 count) {
+    reduce<Max, F64>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_max_bf16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
+    reduce<Max, Bf16>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_max_f16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
+    reduce<Max, F16>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_max_i32(const int* const* inputs, i64 ranks, int* out, i64 count) {
+    reduce<Max, I32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_max_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) {
+    reduce<Max, I64>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
+    reduce<Min, F32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_f64(const double* const* inputs, i64 ranks, double* out, i64 count) {
+    reduce<Min, F64>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_bf16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
+    reduce<Min, Bf16>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_f16(const u16* const* inputs, i64 ranks, u16* out, i64 count) {
+    reduce<Min, F16>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_i32(const int* const* inputs, i64 ranks, int* out, i64 count) {
+    reduce<Min, I32>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) {
+    reduce<Min, I64>(inputs, ranks, out, count);
 }
 
 // The sum of `vectors` vectors of n elements that follow each other in x.

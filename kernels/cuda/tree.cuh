@@ -5,39 +5,58 @@
 // Up to 2^LEVELS - 1 leaves: more than ranks of a group, samples of a batch, or heads of a group.
 #define TREE_LEVELS 16
 
+// Integers wrap around.
+struct Sum {
+    DEVICE static float join(float a, float b) { return a + b; }
+    DEVICE static double join(double a, double b) { return a + b; }
+    DEVICE static int join(int a, int b) { return static_cast<int>(static_cast<u32>(a) + static_cast<u32>(b)); }
+    DEVICE static i64 join(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b)); }
+};
+
+// Comparisons with NaN are false, so that a NaN on either side wins.
+struct Max {
+    template <class T> DEVICE static T join(T a, T b) { return a > b || a != a ? a : b; }
+};
+
+struct Min {
+    template <class T> DEVICE static T join(T a, T b) { return a < b || a != a ? a : b; }
+};
+
 // Slots are in registers: every index is known when it is compiled.
-struct Tree {
-    float slot[TREE_LEVELS];
+template <class Join, class T> struct TreeOf {
+    T slot[TREE_LEVELS];
     u32 count;
 
-    __device__ __forceinline__ Tree() : count(0) {
+    __device__ __forceinline__ TreeOf() : count(0) {
 #pragma unroll
-        for (int level = 0; level < TREE_LEVELS; level++) slot[level] = 0.0f;
+        for (int level = 0; level < TREE_LEVELS; level++) slot[level] = T(0);
     }
 
     // Adds the next leaf.
-    __device__ __forceinline__ void push(float sum) {
+    __device__ __forceinline__ void push(T x) {
         bool carry = true;
 #pragma unroll
         for (int level = 0; level < TREE_LEVELS; level++) {
             bool full = count >> level & 1u;
-            if (carry && full) sum = slot[level] + sum;
-            if (carry && !full) slot[level] = sum;
+            if (carry && full) x = Join::join(slot[level], x);
+            if (carry && !full) slot[level] = x;
             carry = carry && full;
         }
         count++;
     }
 
-    // The sum of all leaves; 0 if there are none.
-    __device__ __forceinline__ float finish() const {
-        float sum = 0.0f;
+    // All leaves joined; 0 if there are none.
+    __device__ __forceinline__ T finish() const {
+        T x = T(0);
         bool any = false;
 #pragma unroll
         for (int level = 0; level < TREE_LEVELS; level++) {
             if (!(count >> level & 1u)) continue;
-            sum = any ? slot[level] + sum : slot[level];
+            x = any ? Join::join(slot[level], x) : slot[level];
             any = true;
         }
-        return sum;
+        return x;
     }
 };
+
+using Tree = TreeOf<Sum, float>;

@@ -1,5 +1,6 @@
 //! Memory of elements: host bytes that an arena can take back, or anything else that has a size.
 
+use crate::comm::device::DevicePlace;
 use memmap2::MmapMut;
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,6 +17,12 @@ pub trait Memory: Send + Sync + Debug + Any {
 
     /// The bytes for writing, when the host can reach them.
     fn host_mut(&mut self) -> Option<&mut HostMemory>;
+
+    /// Where it lies on a device whose memory ranks of one process can exchange ([`comm::device`](crate::comm::device)). By default nowhere:
+    /// collectives refuse such memory unless the host can reach it.
+    fn on_device(&self) -> Option<DevicePlace> {
+        None
+    }
 }
 
 /// One cache line: the unit of allocation, which gives every block its alignment.

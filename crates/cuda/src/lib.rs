@@ -9,7 +9,6 @@ pub mod emulator;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod idle;
-pub mod staged;
 
 pub use device::CudaDevice;
 pub use driver::{Driver, DriverError};

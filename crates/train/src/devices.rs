@@ -1,4 +1,4 @@
-//! The devices of a run: one for each rank, with a communicator for its memory.
+//! The devices of a run: what each rank computes with.
 
 use crate::config::{Config, Fault};
 use crate::error::RunError;
@@ -35,7 +35,7 @@ impl fmt::Debug for Devices {
 pub struct Place {
     /// The device.
     pub device: Arc<dyn Device>,
-    /// The communicator of the world, for memory of that device.
+    /// The communicator of the world.
     pub world: Arc<dyn Communicator>,
 }
 
@@ -70,7 +70,7 @@ impl Devices {
         Ok(opened.pop().unwrap_or_else(|| Self::cpu(Precision::F32)))
     }
 
-    /// The device of one rank, and the communicator `world` for its memory.
+    /// The device of one rank, with the communicator `world`.
     ///
     /// # Errors
     /// What the device refuses.
@@ -78,11 +78,7 @@ impl Devices {
         match &self.0 {
             Kind::Cpu(precision) => Ok(Place { device: Arc::new(Cpu::new(*precision)), world }),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            Kind::Cuda(open) => {
-                let device = open(world.rank())?;
-                let world = meshwork_cuda::staged::communicator(world, device.clone());
-                Ok(Place { device, world })
-            }
+            Kind::Cuda(open) => Ok(Place { device: open(world.rank())?, world }),
         }
     }
 
@@ -131,10 +127,27 @@ mod cuda {
     use meshwork_cuda::{CudaDevice, Driver};
     use meshwork_engine::dry_run;
     use meshwork_tensor::Error;
-    use std::sync::Arc;
+    use std::collections::HashMap;
+    use std::sync::{Arc, Mutex, PoisonError, Weak};
 
     /// Opens the device of a rank.
     pub(super) type Open = dyn Fn(usize) -> Result<Arc<CudaDevice>, Error> + Send + Sync;
+
+    /// The drivers that ranks have open, by the number of the device. Ranks on one device share its driver, and so reach each other's memory.
+    #[derive(Debug, Default)]
+    struct Drivers(Mutex<HashMap<usize, Weak<dyn Driver>>>);
+
+    impl Drivers {
+        fn get(&self, number: usize, open: impl FnOnce() -> Result<Arc<dyn Driver>, Error>) -> Result<Arc<dyn Driver>, Error> {
+            let mut drivers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(driver) = drivers.get(&number).and_then(Weak::upgrade) {
+                return Ok(driver);
+            }
+            let driver = open()?;
+            drivers.insert(number, Arc::downgrade(&driver));
+            Ok(driver)
+        }
+    }
 
     /// Memory of an emulated device: as much as the host has, which is checked elsewhere.
     #[cfg(feature = "emulator")]
@@ -156,6 +169,7 @@ mod cuda {
     pub(super) fn open(config: &Config) -> Result<Option<Arc<Open>>, Error> {
         let products = products(config);
         let device = move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::new(driver, products)?));
+        let drivers = Drivers::default();
         Ok(Some(match config.device {
             #[cfg(feature = "cuda")]
             Device::Cuda(number) => {
@@ -163,17 +177,20 @@ mod cuda {
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));
-                    let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
-                    device(Arc::new(gpu.map_err(&failed)?))
+                    device(drivers.get(number, || {
+                        let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
+                        Ok(Arc::new(gpu.map_err(&failed)?))
+                    })?)
                 })
             }
             #[cfg(feature = "emulator")]
             Device::CudaEmulated(seed) => {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
                 let kernels = Arc::new(kernels.map_err(failed(config.device))?);
-                Arc::new(move |rank| {
-                    let order = meshwork_cuda::Order::Seeded(seed.wrapping_add(rank as u64));
-                    device(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)))
+                Arc::new(move |_| {
+                    let order = meshwork_cuda::Order::Seeded(seed);
+                    let open = || Ok(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)) as _);
+                    device(drivers.get(0, open)?)
                 })
             }
             _ => return Ok(None),

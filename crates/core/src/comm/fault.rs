@@ -92,6 +92,13 @@ pub enum FaultKind {
         /// Each waits for the next: the first noticed the timeout, the last is `rank`.
         chain: Vec<usize>,
     },
+    /// A device refused the work of an operation.
+    Device {
+        /// The rank that queued it for all members: the last to arrive.
+        rank: usize,
+        /// What the device says.
+        message: String,
+    },
 }
 
 impl FaultKind {
@@ -105,6 +112,7 @@ impl FaultKind {
             FaultKind::Disagreement { second, .. } => second.0,
             FaultKind::SplitDisagreement { second, .. } => second.0,
             FaultKind::Panicked { rank, .. } | FaultKind::Gone { rank, .. } | FaultKind::Timeout { rank, .. } => *rank,
+            FaultKind::Device { rank, .. } => *rank,
             FaultKind::Deadlock { cycle } => cycle.first().copied().unwrap_or_default(),
         }
     }
@@ -120,6 +128,7 @@ impl fmt::Display for FaultKind {
                 write!(f, "rank {a} splits into {x} = {xs:?}, rank {b} into {y} = {ys:?}")
             }
             FaultKind::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
+            FaultKind::Device { rank, message } => write!(f, "the device of rank {rank}: {message}"),
             FaultKind::Gone { rank, how } => write!(f, "rank {rank} {how} and takes no part"),
             FaultKind::Deadlock { cycle } => {
                 f.write_str("deadlock: ")?;

@@ -9,6 +9,7 @@
 //! | [`record`] | one rank alone, whose peers do not exist | the same log as a real run |
 
 mod call;
+pub mod device;
 mod error;
 mod fault;
 mod group;

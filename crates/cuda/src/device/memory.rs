@@ -4,10 +4,12 @@
 //! next owner's work is queued in the same stream behind it. A block that another stream wrote first keeps an event that this stream
 //! must wait for.
 
+use super::collectives::Ranks;
 use crate::driver::{Address, Driver, DriverError, Event, Stream};
+use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
 use meshwork_tensor::{Category, Meter};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Blocks are multiples of this many bytes.
@@ -20,6 +22,8 @@ pub(super) enum Origin {
     Compute,
     /// Copies from the host.
     Copies,
+    /// Collectives, which use it alone.
+    Collectives,
 }
 
 /// The memory and the streams of a device.
@@ -28,8 +32,11 @@ pub(super) struct Pool {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) compute: Stream,
     pub(super) copies: Stream,
+    pub(super) collectives: Stream,
     pub(super) meter: Arc<Meter>,
-    free: Mutex<[BTreeMap<usize, Vec<Block>>; 2]>,
+    free: Mutex<[BTreeMap<usize, Vec<Block>>; 3]>,
+    /// Addresses that kernels of collectives take, by what they are: written once.
+    pub(super) tables: Mutex<HashMap<Vec<u64>, Address>>,
 }
 
 /// Memory that nobody owns.
@@ -54,11 +61,12 @@ pub(super) struct DeviceMemory {
 
 impl Pool {
     pub(super) fn new(driver: Arc<dyn Driver>) -> Result<Self, DriverError> {
-        let (compute, copies) = (driver.stream()?, driver.stream()?);
-        Ok(Self { driver, compute, copies, meter: Arc::default(), free: Mutex::default() })
+        let (compute, copies, collectives) = (driver.stream()?, driver.stream()?, driver.stream()?);
+        let (meter, free, tables) = (Arc::default(), Mutex::default(), Mutex::default());
+        Ok(Self { driver, compute, copies, collectives, meter, free, tables })
     }
 
-    fn free(&self) -> MutexGuard<'_, [BTreeMap<usize, Vec<Block>>; 2]> {
+    fn free(&self) -> MutexGuard<'_, [BTreeMap<usize, Vec<Block>>; 3]> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -111,11 +119,12 @@ impl Pool {
         }
     }
 
-    /// Takes back memory whose last work is queued in the stream of computation.
+    /// Takes back memory whose last work is queued in the stream of computation, or for collectives in theirs.
     fn retire(&self, at: Address, bytes: usize, origin: Origin) -> Result<(), DriverError> {
-        self.driver.discard(self.compute, at, bytes)?;
+        let last = if origin == Origin::Collectives { self.collectives } else { self.compute };
+        self.driver.discard(last, at, bytes)?;
         let done = match origin {
-            Origin::Compute => None,
+            Origin::Compute | Origin::Collectives => None,
             Origin::Copies => Some(self.driver.record(self.compute)?),
         };
         self.free()[origin as usize].entry(bytes).or_default().push(Block { at, bytes, done });
@@ -126,8 +135,10 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
-        for block in free.into_iter().flat_map(|of| of.into_values().flatten()) {
-            _ = self.driver.free(block.at); // a device that failed keeps its memory
+        let tables = std::mem::take(self.tables.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let blocks = free.into_iter().flat_map(|of| of.into_values().flatten()).map(|block| block.at);
+        for at in blocks.chain(tables.into_values()) {
+            _ = self.driver.free(at); // a device that failed keeps its memory
         }
     }
 }
@@ -154,6 +165,10 @@ impl Memory for DeviceMemory {
 
     fn host_mut(&mut self) -> Option<&mut HostMemory> {
         None
+    }
+
+    fn on_device(&self) -> Option<DevicePlace> {
+        Some(DevicePlace { carrier: Arc::new(Ranks(self.pool.clone())), at: self.at.0 })
     }
 }
 

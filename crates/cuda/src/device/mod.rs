@@ -4,6 +4,7 @@
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
 
 mod attention;
+mod collectives;
 mod elementwise;
 mod embedding;
 mod layout;

@@ -48,6 +48,21 @@ impl Emulator {
         self.lock().queued()
     }
 
+    /// How often the host has waited for work: to read, to free, for an event.
+    pub fn host_waits(&self) -> u64 {
+        self.lock().host_waits()
+    }
+
+    /// From now on notes which kernels ran, in which order. For tests.
+    pub fn note_launches(&self) {
+        self.lock().note_launches();
+    }
+
+    /// The kernels that ran since then, each with its stream.
+    pub fn launches(&self) -> Vec<(Stream, &'static str)> {
+        self.lock().launches()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,6 +87,7 @@ impl Driver for Emulator {
 
     fn free(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
+        state.host_waits_now();
         state.finish_all()?;
         state.memory.free(at)
     }
@@ -89,7 +105,9 @@ impl Driver for Emulator {
     }
 
     fn finish(&self, event: Event) -> Result<()> {
-        self.lock().finish(event)
+        let mut state = self.lock();
+        state.host_waits_now();
+        state.finish(event)
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
@@ -98,6 +116,7 @@ impl Driver for Emulator {
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         let mut state = self.lock();
+        state.host_waits_now();
         let event = state.record(stream)?;
         state.finish(event)?;
         into.copy_from_slice(state.memory.read(from, into.len(), "read")?);

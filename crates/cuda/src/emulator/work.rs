@@ -35,6 +35,9 @@ pub(super) struct State {
     fault: Option<DriverError>,
     waits: u64,
     skipped: Option<u64>,
+    host_waits: u64,
+    /// Kernels that ran, if somebody asked for them.
+    launches: Option<Vec<(Stream, &'static str)>>,
 }
 
 impl State {
@@ -49,6 +52,8 @@ impl State {
             fault: None,
             waits: 0,
             skipped: None,
+            host_waits: 0,
+            launches: None,
         }
     }
 
@@ -62,6 +67,23 @@ impl State {
 
     pub(super) fn queued(&self) -> usize {
         self.queues.iter().map(VecDeque::len).sum()
+    }
+
+    pub(super) fn host_waits(&self) -> u64 {
+        self.host_waits
+    }
+
+    pub(super) fn note_launches(&mut self) {
+        self.launches = Some(Vec::new());
+    }
+
+    pub(super) fn launches(&self) -> Vec<(Stream, &'static str)> {
+        self.launches.clone().unwrap_or_default()
+    }
+
+    /// Counts that the host waits.
+    pub(super) fn host_waits_now(&mut self) {
+        self.host_waits += 1;
     }
 
     pub(super) fn stream(&mut self) -> Stream {
@@ -139,6 +161,9 @@ impl State {
         let Some(&first) = ready.first() else { return Ok(false) };
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
         if let Some(work) = self.queues[chosen].pop_front() {
+            if let (Some(launches), Work::Launch { kernel, .. }) = (&mut self.launches, &work) {
+                launches.push((Stream(chosen), kernel.name));
+            }
             self.run(work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
         Ok(true)

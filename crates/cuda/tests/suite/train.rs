@@ -6,8 +6,9 @@ use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Order, staged};
-use meshwork_engine::{Numerics, Plan, StateKey, TrainError, TrainState, Trainer, WholeState};
+use meshwork_cuda::{CudaDevice, Order};
+use meshwork_engine::dry_run::predict;
+use meshwork_engine::{Numerics, Plan, StateKey, TrainError, TrainState, Trainer, WholeState, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
@@ -136,39 +137,65 @@ fn tiny_has_the_cpus_bits() {
     assert_same("tiny", &got, &want);
 }
 
-/// Ranks with a device each, whose collectives go by way of the host, against one rank of the CPU: gradients, norms, weights and states.
+/// What ranks have of devices.
+#[derive(Clone, Copy, Debug)]
+enum Devices {
+    /// All of one.
+    Shared,
+    /// Each one of its own.
+    Own,
+}
+
+/// Steps of a plan on a mesh of ranks, in orders of streams that are drawn from `seed`. The bytes on the wire and the most memory are those
+/// that a dry run predicts. None without g++.
+fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> Option<Trained> {
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
+    let shared = driver(Order::Seeded(seed))?;
+    let ranks = thread::run(plan.mesh.world_size(), Options::default(), |world| {
+        let driver = match devices {
+            Devices::Shared => shared.clone(),
+            Devices::Own => driver(Order::Seeded(seed + world.rank() as u64)).unwrap_or_else(|| shared.clone()),
+        };
+        let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu)?);
+        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
+        let predicted = predict(&model, plan, rank.world_rank())?;
+        let mut trainer = Trainer::new(model.clone(), plan, rank, device.clone())?;
+        let mut steps = Vec::new();
+        for step in 0..STEPS {
+            let report = trainer.step(&batch(&config, step).part(trainer.samples())?)?;
+            steps.push([report.loss, report.grad_norm]);
+            assert_eq!(report.records, predicted.records, "rank {}", world.rank());
+            assert_eq!(device.meter().peak(), predicted.memory, "rank {}", world.rank());
+        }
+        Ok::<_, TrainError>((steps, trainer.state()?))
+    });
+    let (mut steps, states): (Vec<_>, Vec<_>) =
+        ranks.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh)).into_iter().unzip();
+    Some(Trained { steps: steps.swap_remove(0), state: merged(&states).unwrap() })
+}
+
+/// Ranks that share a device, and ranks with one each, against one rank of the CPU: gradients, norms, weights and states.
 #[test]
-fn meshes_of_devices_have_the_bits_of_one_cpu() {
+fn meshes_have_the_bits_of_one_cpu() {
     if level() < Level::Avx2 {
         return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
     }
     // Sizes that the degrees divide; two samples for the two ranks of dp.
     let config = Gpt2Config { vocab_size: 62, num_heads: 4, ffn_hidden_size: 48, seq_len: 12, ..small() };
-    let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
     let want = train(config, CANONICAL, Cpu::device()).unwrap();
-    for mesh in ["dp=2", "tp=2", "pp=2", "dp=2,tp=2,pp=2"] {
+    let meshes = ["dp=2", "tp=2", "pp=2", "dp=2,tp=2,pp=2"].map(|mesh| (mesh, ZeroStage::Off, Devices::Shared));
+    let own = ["dp=2", "tp=2", "pp=2"].map(|mesh| (mesh, ZeroStage::Off, Devices::Own));
+    let zero =
+        [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights].map(|zero| ("dp=2", zero, Devices::Shared));
+    for (mesh, stage, devices) in meshes.into_iter().chain(own).chain(zero) {
         let mesh: Mesh = mesh.parse().unwrap();
         let micros = if mesh.degree(Axis::Dp) == 2 { 1 } else { 2 };
-        let plan = Plan { mesh, global_batch_size: SAMPLES, numerics: CANONICAL, ..Plan::default() };
+        let zero = Zero { stage, group: None };
+        let plan = Plan { mesh, zero, global_batch_size: SAMPLES, numerics: CANONICAL, ..Plan::default() };
         let plan = Plan { num_microbatches: Some(micros), ..plan };
-        if driver(Order::AsQueued).is_none() {
-            return;
+        for seed in [0, 100] {
+            let Some(got) = train_mesh(config, &plan, devices, seed) else { return };
+            assert_same(&format!("{}, {stage:?}, {devices:?}, seed {seed}", plan.mesh), &got, &want);
         }
-        let ranks = thread::run(plan.mesh.world_size(), Options::default(), |world| {
-            let seed = Order::Seeded(world.world_rank() as u64);
-            let Some(driver) = driver(seed) else { unreachable!("there was one") };
-            let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu)?);
-            let world = staged::communicator(world.communicator().clone(), device.clone());
-            let mut trainer = Trainer::new(model.clone(), &plan, Arc::new(Rank::new(&plan.mesh, world)?), device)?;
-            let mut steps = Vec::new();
-            for step in 0..STEPS {
-                let report = trainer.step(&batch(&config, step).part(trainer.samples())?)?;
-                steps.push([report.loss, report.grad_norm]);
-            }
-            Ok::<_, TrainError>((steps, trainer.state()?))
-        });
-        let (mut steps, states): (Vec<_>, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-        let got = Trained { steps: steps.swap_remove(0), state: merged(&states).unwrap() };
-        assert_same(&format!("{}", plan.mesh), &got, &want);
     }
 }

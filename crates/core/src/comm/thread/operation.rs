@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::work::{Plan, Post};
+use crate::comm::device::Moment;
 use crate::comm::{Op, OpInfo, OpKind, Peer};
 use crate::pool;
 #[cfg(shuttle)]
@@ -33,12 +34,17 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Does the pieces.
-    pub(super) fn run(&self) {
+    /// Does the pieces, or has devices do them: then for each slot the moments after which the member's buffers are its own, or what a
+    /// device refused.
+    pub(super) fn run(&self) -> Result<Vec<Vec<Moment>>, String> {
+        if let Some(carried) = self.plan.carry() {
+            return carried;
+        }
         // SAFETY: the posts exist, checked and agreeing, until every claim is given back: `Operation::idle` holds for
         // none with an open claim, and only idle operations are dropped or give posts back. Each piece is claimed
         // once, under the lock.
         unsafe { self.plan.run(self.pieces.clone()) }
+        Ok(Vec::new())
     }
 }
 
@@ -188,10 +194,20 @@ impl Operation {
         std::iter::successors(next(&self.claimed), next).take(pool::threads() - 1).count()
     }
 
-    /// Takes a claim back, its pieces done.
-    pub(super) fn finish(&mut self, claim: &Claim) {
+    /// Takes a claim back, its pieces done, or queued until those moments.
+    pub(super) fn finish(&mut self, claim: &Claim, moments: Vec<Vec<Moment>>) {
         self.active -= 1;
         self.done += claim.pieces.len();
+        for (slot, done) in self.slots.iter_mut().zip(moments) {
+            if let Slot::Posted { post, .. } = slot {
+                post.set_done(done);
+            }
+        }
+    }
+
+    /// Takes a claim back whose pieces cannot be done.
+    pub(super) fn give_up(&mut self) {
+        self.active -= 1;
     }
 
     /// Returns a member's post to it, if the operation is done.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::operation::{Claim, Key, Operation};
 use super::work::Post;
+use crate::comm::device::Moment;
 use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport, Site};
 
 #[derive(Debug)]
@@ -191,10 +192,18 @@ impl State {
         }
     }
 
-    /// Takes a claim back. With the last one the operation is done.
-    pub(super) fn finish(&mut self, claim: &Claim) {
+    /// Takes a claim back from `rank`, which ran it. With the last one the operation is done; what a device refused stops the world.
+    pub(super) fn finish(&mut self, claim: &Claim, ran: Result<Vec<Vec<Moment>>, String>, rank: usize) {
         let Some(op) = self.ops.get_mut(&claim.key) else { return };
-        op.finish(claim);
+        match ran {
+            Ok(moments) => op.finish(claim, moments),
+            Err(message) => {
+                op.give_up();
+                let site = self.site(claim.key, rank, self.info(claim.key, rank));
+                self.stop(FaultKind::Device { rank, message }, site);
+                return;
+            }
+        }
         if op.is_done() {
             self.wake_waiting(claim.key, usize::MAX);
             self.remove_if_over(claim.key);

@@ -6,12 +6,14 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::{bf16, f16};
 
 use super::reduce::{self, BLOCK, Reduce, Scratch};
 use super::stream;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, BufferError};
+use crate::comm::device::{DeviceWork, Member, Moment, Piece};
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
 use crate::simd::Wide;
@@ -37,6 +39,8 @@ const COPY_BYTES: usize = 16 << 10;
 /// while the post exists; the input may have other owners, but shared memory cannot be written.
 #[derive(Debug)]
 pub(super) struct Post {
+    /// Dropped before the buffers of `call`.
+    device: Option<Box<OnDevice>>,
     pub(super) call: Call,
     source: *const u8,
     target: *mut u8,
@@ -46,8 +50,12 @@ pub(super) struct Post {
 unsafe impl Send for Post {}
 
 impl Post {
-    /// The post of a checked call. Its buffers must be on the host, and its output unique.
-    pub(super) fn new(mut call: Call) -> Result<Post, CommError> {
+    /// The post of a checked call. Its buffers must be on the host or on a device, and its output unique.
+    pub(super) fn new(mut call: Call) -> Result<Post, PostError> {
+        if let Some(device) = OnDevice::new(&call)? {
+            let (source, target) = (std::ptr::null(), std::ptr::null_mut());
+            return Ok(Post { device: Some(Box::new(device)), call, source, target });
+        }
         let target = match &mut call.output {
             Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
             None => std::ptr::null_mut(),
@@ -56,7 +64,7 @@ impl Post {
             Some(input) => input.as_bytes()?.as_ptr(),
             None => target.cast_const(),
         };
-        Ok(Post { call, source, target })
+        Ok(Post { device: None, call, source, target })
     }
 
     /// Delivers a whole message without copying it, if both ends own blocks of the same size that nothing else refers
@@ -69,27 +77,84 @@ impl Post {
         }
     }
 
-    /// The buffer that the member gets back.
-    pub(super) fn into_result(self) -> Buffer {
+    /// The moments of a device after which the buffers are the member's again.
+    pub(super) fn set_done(&mut self, done: Vec<Moment>) {
+        if let Some(device) = &mut self.device {
+            device.done = done;
+        }
+    }
+
+    /// The buffer that the member gets back. On a device, what the member queues from now on comes after the operation.
+    pub(super) fn into_result(self) -> Result<Buffer, String> {
+        if let Some(mut device) = self.device {
+            device.resume()?;
+        }
         let buffer = match self.call.op.kind() {
             OpKind::Send => self.call.input,
             _ => self.call.output,
         };
-        buffer.unwrap_or_else(Buffer::empty)
+        Ok(buffer.unwrap_or_else(Buffer::empty))
     }
 }
 
-/// A range of elements to copy from some ranks to some ranks. Several sources are reduced to one value, which every
-/// target gets.
+/// Why a call cannot be posted.
 #[derive(Debug)]
-struct Piece {
-    sources: Range<usize>,
-    /// First element to read, in each source's buffer.
-    read_at: usize,
-    targets: Range<usize>,
-    /// First element to write, in each target's buffer.
-    write_at: usize,
-    count: usize,
+pub(super) enum PostError {
+    /// Its buffers cannot be used.
+    Comm(CommError),
+    /// The device refused.
+    Device(String),
+}
+
+impl From<BufferError> for PostError {
+    fn from(error: BufferError) -> PostError {
+        PostError::Comm(error.into())
+    }
+}
+
+/// A post whose buffers lie on a device.
+#[derive(Debug)]
+struct OnDevice {
+    member: Member,
+    done: Vec<Moment>,
+}
+
+impl OnDevice {
+    /// The part of a call on buffers of a device; none for host memory.
+    fn new(call: &Call) -> Result<Option<OnDevice>, PostError> {
+        let place = |buffer: &Option<Buffer>| {
+            let buffer = buffer.as_ref()?;
+            let mut place = buffer.memory().on_device()?;
+            place.at += (buffer.offset() * buffer.dtype().size()) as u64;
+            Some(place)
+        };
+        let [input, output] = [place(&call.input), place(&call.output)];
+        let Some(carrier) = output.as_ref().or(input.as_ref()).map(|place| Arc::clone(&place.carrier)) else {
+            return Ok(None);
+        };
+        for (buffer, place) in [(&call.input, &input), (&call.output, &output)] {
+            if buffer.is_some() && place.is_none() {
+                return Err(PostError::Device("one buffer lies on the device, and the other does not".to_owned()));
+            }
+        }
+        let ready = carrier.moment().map_err(PostError::Device)?;
+        let target = output.map_or(0, |place| place.at);
+        let source = input.map_or(target, |place| place.at);
+        Ok(Some(OnDevice { member: Member { carrier, ready, source, target }, done: Vec::new() }))
+    }
+
+    fn resume(&mut self) -> Result<(), String> {
+        match std::mem::take(&mut self.done) {
+            none if none.is_empty() => Ok(()),
+            done => self.member.carrier.resume(&done),
+        }
+    }
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        _ = self.resume(); // a device that failed says so in the rank's next call
+    }
 }
 
 /// The work of an operation that every member has posted.
@@ -102,6 +167,10 @@ pub(super) struct Plan {
     pieces: Vec<Piece>,
     /// Whether writes bypass the caches.
     stream: bool,
+    /// The members, if their buffers lie on devices.
+    members: Vec<Member>,
+    /// Elements of a piece, if that is not for the caches to say.
+    step: Option<usize>,
 }
 
 // SAFETY: a plan only holds addresses; using them is `run`, whose contract says when that is sound.
@@ -119,12 +188,19 @@ impl Plan {
             targets: posts.iter().map(|post| post.target).collect(),
             pieces: Vec::new(),
             stream: false,
+            members: posts.iter().filter_map(|post| Some(post.device.as_ref()?.member.clone())).collect(),
+            step: None,
         };
         let Some(first) = posts.first() else { return plan };
         let buffer = first.call.input.as_ref().or(first.call.output.as_ref());
         let (dtype, count) = buffer.map_or((DType::U8, 0), |b| (b.dtype(), b.count()));
         plan.dtype = dtype;
         let (n, all) = (posts.len(), 0..posts.len());
+        if !plan.members.is_empty() {
+            // Of what every member gets, each has one part computed by itself.
+            let parts = if let Op::AllReduce(_) | Op::Broadcast { .. } = first.call.op { n } else { 1 };
+            plan.step = Some(count.div_ceil(parts).next_multiple_of(BLOCK).max(1));
+        }
         match &first.call.op {
             Op::AllReduce(op) => {
                 plan.reduce = *op;
@@ -147,7 +223,7 @@ impl Plan {
         // An in-place all-reduce writes to memory that it has just read, which is in the cache already.
         let in_place = |post: &&Post| matches!(post.call.op, Op::AllReduce(_)) && post.call.input.is_none();
         let written: usize = plan.pieces.iter().map(|piece| piece.count * piece.targets.len()).sum();
-        plan.stream = written * dtype.size() >= STREAM_BYTES && !posts.iter().any(in_place);
+        plan.stream = plan.members.is_empty() && written * dtype.size() >= STREAM_BYTES && !posts.iter().any(in_place);
         plan
     }
 
@@ -173,6 +249,7 @@ impl Plan {
     fn cut(&mut self, sources: Range<usize>, read_at: usize, targets: Range<usize>, write_at: usize, count: usize) {
         let element = self.dtype.size() * (sources.len() + targets.len());
         let step = (CLAIM_BYTES / element).max(count / PIECES).next_multiple_of(BLOCK);
+        let step = self.step.unwrap_or(step);
         for at in (0..count).step_by(step) {
             self.pieces.push(Piece {
                 sources: sources.clone(),
@@ -191,6 +268,9 @@ impl Plan {
 
     /// One past the last piece of a claim that starts at `start`.
     pub(super) fn claim_end(&self, start: usize) -> usize {
+        if !self.members.is_empty() {
+            return self.len(); // one rank queues all of it
+        }
         let mut bytes = 0;
         let enough = |piece: &Piece| {
             bytes += piece.count * self.dtype.size() * (piece.sources.len() + piece.targets.len());
@@ -198,6 +278,17 @@ impl Plan {
         };
         let rest = &self.pieces[start..];
         start + rest.iter().position(enough).map_or(rest.len(), |last| last + 1)
+    }
+
+    /// Has devices carry out the whole plan, if its buffers lie there: for each member the moments after which its buffers are its own.
+    pub(super) fn carry(&self) -> Option<Result<Vec<Vec<Moment>>, String>> {
+        let first = self.members.first()?;
+        if self.members.len() < self.sources.len() {
+            return Some(Err("some members' buffers lie on a device, and those of others in host memory".to_owned()));
+        }
+        let (members, pieces) = (self.members.clone(), self.pieces.clone());
+        let work = DeviceWork { dtype: self.dtype, reduce: self.reduce, members, pieces };
+        Some(first.carrier.carry(&work))
     }
 
     /// Executes some pieces.

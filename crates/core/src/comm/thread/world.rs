@@ -7,11 +7,11 @@ use std::time::Duration;
 use super::operation::Key;
 use super::state::{State, Step};
 use super::watch::Watch;
-use super::work::Post;
+use super::work::{Post, PostError};
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
 use crate::comm::{
-    Activity, Call, CommError, Communicator, Fault, OpInfo, Pending, ReductionOrder, Site, check_members,
+    Activity, Call, CommError, Communicator, Fault, OpInfo, OpKind, Pending, ReductionOrder, Site, check_members,
 };
 use crate::pool;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -92,9 +92,9 @@ impl World {
                 Step::Failed(error) => break Err(error),
                 Step::Work(claim) => {
                     self.release(state);
-                    claim.run();
+                    let ran = claim.run();
                     state = self.lock();
-                    state.finish(&claim);
+                    state.finish(&claim, ran, rank);
                 }
                 Step::Park if !state.errands.is_empty() => {
                     self.release(state);
@@ -123,7 +123,13 @@ impl World {
         }
         self.release(state);
         self.beat(rank);
-        Ok(result?.map_or_else(Buffer::empty, Post::into_result))
+        let Some(post) = result? else { return Ok(Buffer::empty()) };
+        post.into_result().map_err(|message| CommError::Backend {
+            op: site.op.map_or(OpKind::Barrier, |op| op.kind),
+            group: site.group.to_string(),
+            world_rank: rank,
+            message,
+        })
     }
 }
 
@@ -198,15 +204,20 @@ impl Communicator for ThreadComm {
         call.check(self.member, self.size()).map_err(|error| error.on(self, kind))?;
         world.beat(rank);
         let info = call.info(&self.ranks);
-        let post = Post::new(call)?;
+        let post = Post::new(call).map_err(|error| match error {
+            PostError::Comm(error) => error,
+            PostError::Device(message) => {
+                CommError::Backend { op: kind, group: self.name.to_string(), world_rank: rank, message }
+            }
+        })?;
         let (key, slot, mut claim) = world.with(|state| {
             let posted = state.post(self.group, self.member, post, info);
             posted.map(|(key, slot)| (key, slot, state.claim(key)))
         })?;
         while let Some(work) = claim {
-            work.run();
+            let ran = work.run();
             claim = world.with(|state| {
-                state.finish(&work);
+                state.finish(&work, ran, rank);
                 state.claim(key)
             });
         }

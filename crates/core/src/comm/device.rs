@@ -1,0 +1,78 @@
+//! Collectives on the memory of devices, for ranks that are threads of one process.
+//!
+//! The communicator of [`threads`](super::thread) lets the ranks meet, compares what they do and finds faults, as in host memory. It exchanges
+//! only addresses and moments: a [`Carrier`] queues the work on the devices, and no thread waits for it there.
+
+use crate::dtype::DType;
+use std::any::Any;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::ReduceOp;
+
+/// A moment in the work of a device, whose meaning is the device's: all that was queued in some place before.
+pub type Moment = u64;
+
+/// Where memory lies on a device.
+#[derive(Clone, Debug)]
+pub struct DevicePlace {
+    /// The rank's end of the device.
+    pub carrier: Arc<dyn Carrier>,
+    /// The address of the first byte.
+    pub at: u64,
+}
+
+/// One rank's end of a device whose memory takes part in collectives. Messages of errors say what the device refused.
+pub trait Carrier: Any + Send + Sync + Debug {
+    /// The moment after all that this rank has queued so far: then its buffers may be read and written.
+    fn moment(&self) -> Result<Moment, String>;
+
+    /// Queues the work of an operation that every member has started, and does not wait for it. The last member to arrive calls it, on its own
+    /// thread, on the carrier of the first member. For each member the moments of its device after which its buffers are its own again.
+    fn carry(&self, work: &DeviceWork) -> Result<Vec<Vec<Moment>>, String>;
+
+    /// Queues that what this rank queues from now on begins after these moments.
+    fn resume(&self, done: &[Moment]) -> Result<(), String>;
+}
+
+/// One member's part in an operation.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// Its end of the device.
+    pub carrier: Arc<dyn Carrier>,
+    /// When its buffers may be read and written.
+    pub ready: Moment,
+    /// The address of what it gives; that of `target` if it works in place.
+    pub source: u64,
+    /// The address of what it gets; 0 if it gets nothing.
+    pub target: u64,
+}
+
+/// A range of elements that some members give and some get. Several sources are reduced to one value; every target gets the result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The members that give.
+    pub sources: Range<usize>,
+    /// The first element, in the buffer of each of them.
+    pub read_at: usize,
+    /// The members that get; at least one.
+    pub targets: Range<usize>,
+    /// The first element, in the buffer of each of them.
+    pub write_at: usize,
+    /// Their number.
+    pub count: usize,
+}
+
+/// The work of an operation. Pieces write disjoint elements, and none reads what another one writes, so that each may be queued by itself.
+#[derive(Clone, Debug)]
+pub struct DeviceWork {
+    /// The type of the elements.
+    pub dtype: DType,
+    /// How elements of several sources become one, in the balanced tree of [`tree`](crate::tree) over the sources.
+    pub reduce: ReduceOp,
+    /// The members, in the order of the group; of a message the sender and the receiver.
+    pub members: Vec<Member>,
+    /// What is to be done.
+    pub pieces: Vec<Piece>,
+}
