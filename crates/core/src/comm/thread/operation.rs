@@ -53,7 +53,7 @@ enum Slot {
     /// The member has not posted yet.
     Missing,
     Posted {
-        post: Post,
+        post: Box<Post>,
         info: OpInfo,
         detached: bool,
     },
@@ -158,7 +158,7 @@ impl Operation {
 
     /// Adds a post that agrees with the previous ones. With the last post the work can begin.
     pub(super) fn accept(&mut self, slot: usize, post: Post, info: OpInfo) {
-        self.slots[slot] = Slot::Posted { post, info, detached: false };
+        self.slots[slot] = Slot::Posted { post: Box::new(post), info, detached: false };
         self.missing -= 1;
         if self.is_full() {
             let posts = self.slots.iter_mut().filter_map(|slot| match slot {

@@ -40,7 +40,7 @@ const COPY_BYTES: usize = 16 << 10;
 #[derive(Debug)]
 pub(super) struct Post {
     /// Dropped before the buffers of `call`.
-    device: Option<Box<OnDevice>>,
+    device: Option<OnDevice>,
     pub(super) call: Call,
     source: *const u8,
     target: *mut u8,
@@ -54,7 +54,7 @@ impl Post {
     pub(super) fn new(mut call: Call) -> Result<Post, PostError> {
         if let Some(device) = OnDevice::new(&call)? {
             let (source, target) = (std::ptr::null(), std::ptr::null_mut());
-            return Ok(Post { device: Some(Box::new(device)), call, source, target });
+            return Ok(Post { device: Some(device), call, source, target });
         }
         let target = match &mut call.output {
             Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
