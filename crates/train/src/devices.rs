@@ -138,7 +138,11 @@ mod cuda {
     struct Drivers(Mutex<HashMap<usize, Weak<dyn Driver>>>);
 
     impl Drivers {
-        fn get(&self, number: usize, open: impl FnOnce() -> Result<Arc<dyn Driver>, Error>) -> Result<Arc<dyn Driver>, Error> {
+        fn get(
+            &self,
+            number: usize,
+            open: impl FnOnce() -> Result<Arc<dyn Driver>, Error>,
+        ) -> Result<Arc<dyn Driver>, Error> {
             let mut drivers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(driver) = drivers.get(&number).and_then(Weak::upgrade) {
                 return Ok(driver);
@@ -189,7 +193,8 @@ mod cuda {
                 let kernels = Arc::new(kernels.map_err(failed(config.device))?);
                 Arc::new(move |_| {
                     let order = meshwork_cuda::Order::Seeded(seed);
-                    let open = || Ok(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)) as _);
+                    let open =
+                        || Ok(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)) as _);
                     device(drivers.get(0, open)?)
                 })
             }

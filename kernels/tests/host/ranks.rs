@@ -54,6 +54,29 @@ fn a_maximum_is_nan_if_any_is() {
 }
 
 #[test]
+fn a_minimum_is_nan_if_any_is_and_integers_wrap_around() {
+    for rank in 0..3 {
+        let mut inputs = vec![vec![1.0_f64], vec![-3.0], vec![2.0]];
+        let mut out = vec![0.0_f64];
+        if !launch!("reduce_min_f64", [1, 0], inputs.as_slice(), 3_usize, &mut out, 1_usize) {
+            return;
+        }
+        assert_eq!(out, [-3.0]);
+        inputs[rank][0] = f64::NAN;
+        launch!("reduce_min_f64", [1, 0], inputs.as_slice(), 3_usize, &mut out, 1_usize);
+        assert!(out[0].is_nan(), "rank {rank}");
+    }
+    let (inputs, mut out) = (vec![vec![i64::MAX, 5], vec![2, -9]], vec![0_i64; 2]);
+    launch!("reduce_sum_i64", [2, 0], inputs.as_slice(), 2_usize, &mut out, 2_usize);
+    assert_eq!(out, [i64::MIN + 1, -4]);
+    launch!("reduce_max_i64", [2, 0], inputs.as_slice(), 2_usize, &mut out, 2_usize);
+    assert_eq!(out, [i64::MAX, 5]);
+    let (inputs, mut out) = (vec![vec![i32::MIN, 5], vec![-2, -9]], vec![0_i32; 2]);
+    launch!("reduce_sum_i32", [2, 0], inputs.as_slice(), 2_usize, &mut out, 2_usize);
+    assert_eq!(out, [i32::MAX - 1, -4]);
+}
+
+#[test]
 fn buckets_hold_their_tensors() {
     let tensors: Vec<Vec<f32>> = [5, 1, 300, 0, 17].map(|len| values(&len.to_string(), len)).to_vec();
     let mut starts = vec![0_i64];

@@ -1,6 +1,6 @@
 //! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
 //!
-//! Kernels run in one stream, copies from and to the host in another; events order the two. Nothing blocks the host but
+//! Kernels run in one stream, copies from and to the host in another, collectives in a third; events order them. Nothing blocks the host but
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
 
 mod attention;

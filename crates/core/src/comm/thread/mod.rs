@@ -6,6 +6,7 @@
 //! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); how the work is cut does not matter.
 //! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
 //!   panics; a rank owns the buffer that it gets back from `wait`. There are no borrowed slices to revoke.
+//! - **Memory of devices** is not touched: the last member to arrive has the devices' [carriers](super::device::Carrier) queue the work.
 //! - **Nothing hangs.** The first fault stops the world: every operation that is not done fails on every rank, with
 //!   that fault. Disagreement, panics, ranks that have ended and deadlocks (`watch.rs`) are noticed at once; a rank
 //!   without progress is noticed after [`Options::timeout`].

@@ -162,7 +162,7 @@ impl Operation {
         self.missing -= 1;
         if self.is_full() {
             let posts = self.slots.iter_mut().filter_map(|slot| match slot {
-                Slot::Posted { post, .. } => Some(post),
+                Slot::Posted { post, .. } => Some(&mut **post),
                 Slot::Missing | Slot::Taken => None,
             });
             let mut posts: Vec<_> = posts.collect();
@@ -214,7 +214,7 @@ impl Operation {
     pub(super) fn take(&mut self, slot: usize) -> Option<Post> {
         debug_assert!(self.idle() && self.is_done());
         match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
-            Slot::Posted { post, .. } => Some(post),
+            Slot::Posted { post, .. } => Some(*post),
             Slot::Missing | Slot::Taken => None,
         }
     }
