@@ -3,7 +3,7 @@
 //
 // - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has the wrong bytes,
 //   and an argument that was not copied during the call is gone.
-// - A handle that is not alive, memory that is freed while work is queued, or a call without a current context is an error.
+// - A handle that is not alive, memory that is freed by a thread whose work is queued, or a call without a current context is an error.
 // - NVRTC "compiles" to a list of the kernels of a source; a launch runs the kernel that g++ compiled for the host.
 // - When the last user of the context is gone, everything must have been given back; what was not is written to the report.
 //
@@ -21,6 +21,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 typedef int Result;
@@ -45,7 +46,8 @@ std::set<void *> pinned;
 std::set<Event *> events;
 std::set<Stream *> streams;
 std::set<Module *> modules;
-std::deque<std::pair<Event *, std::function<Result()>>> queue; // work; of a record, its event
+struct Work { Event *event; std::function<Result()> run; std::thread::id by; }; // of a record, its event; the thread that queued it
+std::deque<Work> queue; // of all GPUs
 size_t held = 0;
 int users = 0;
 Result fault = OK;
@@ -71,10 +73,10 @@ bool lies(uint64_t at, size_t bytes) {
 // Runs queued work up to `until`, or all. The order in which it was queued is one that streams and events permit.
 Result run(Event *until = nullptr) {
     while (!queue.empty() && (!until || until->queued)) {
-        auto [event, work] = queue.front();
+        Work work = queue.front();
         queue.pop_front();
-        if (event) event->queued = false;
-        else if (Result result = work(); result && !fault) fault = result;
+        if (work.event) work.event->queued = false;
+        else if (Result result = work.run(); result && !fault) fault = result;
     }
     return fault;
 }
@@ -83,7 +85,7 @@ template <typename F> Result push(void *stream, F work) {
     if (!current) return INVALID_CONTEXT;
     if (!streams.count((Stream *)stream)) return INVALID_HANDLE;
     if (fault) return fault;
-    queue.emplace_back(nullptr, work);
+    queue.push_back({nullptr, work, std::this_thread::get_id()});
     return OK;
 }
 
@@ -146,7 +148,8 @@ C cuMemFree_v2(uint64_t at) {
     CONTEXT;
     auto found = memory.find(at);
     if (found == memory.end()) return INVALID_VALUE;
-    if (!queue.empty()) return ILLEGAL_STATE;
+    // What another thread has queued since this one waited is for another GPU: the driver of one lets one thread in at a time.
+    for (auto &work : queue) if (work.by == std::this_thread::get_id()) return ILLEGAL_STATE;
     held -= found->second.second;
     free(found->second.first);
     memory.erase(found);
@@ -182,9 +185,9 @@ C cuEventRecord(void *event, void *stream) {
     CONTEXT;
     auto at = (Event *)event;
     if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
-    for (auto &work : queue) if (work.first == at) work = {nullptr, [] { return OK; }}; // recorded anew: the later moment counts
+    for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.by}; // recorded anew: the later moment counts
     at->queued = true;
-    queue.emplace_back(at, nullptr);
+    queue.push_back({at, nullptr, std::this_thread::get_id()});
     return fault;
 }
 C cuEventQuery(void *event) {
