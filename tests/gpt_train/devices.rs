@@ -77,6 +77,21 @@ fn a_checkpoint_goes_from_device_to_device() {
 
 /// What a configuration asks for runs on the device, or is refused before the first step by a message that names it.
 #[test]
+fn a_profile_of_a_device_has_its_own_ceilings() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("profiled_device");
+    let trace = folder.join("trace.json").display().to_string();
+    let line =
+        format!("--steps 2 --set metrics.profile=true --set metrics.profile_steps=1 --set metrics.trace={trace}");
+    let (code, out, err) = run(&format!("--device cuda-emulated {SMALL} {line}"));
+    assert_eq!(code, Some(0), "{err}");
+    let found = |what| out.contains(what) || err.contains(what);
+    assert!(found("GB/s (copy by the device)") && found("  causal_grad"), "{out}{err}");
+}
+
+#[test]
 fn what_the_device_lacks_is_told_before_the_first_step() {
     if !emulates() {
         return;

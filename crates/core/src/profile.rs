@@ -178,6 +178,11 @@ impl Recorder {
         self.state().on = false;
     }
 
+    /// Whether it records.
+    pub fn is_on(&self) -> bool {
+        self.state().on
+    }
+
     /// Nanoseconds since the origin.
     pub fn now(&self) -> u64 {
         self.origin.elapsed().as_nanos() as u64

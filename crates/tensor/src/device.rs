@@ -44,6 +44,15 @@ pub trait Device: Send + Sync + Debug {
         true
     }
 
+    /// Waits until all work that was queued on this device is done, so that a clock can be read. A device whose kernels are done when they return
+    /// has nothing to wait for.
+    ///
+    /// # Errors
+    /// What went wrong in that work.
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The counts of this device's work and memory.
     fn meter(&self) -> &Meter;
 

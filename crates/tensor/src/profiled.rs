@@ -4,6 +4,8 @@
 //! read once and each output written once. Every method of a kernel trait must be passed on here, provided methods
 //! included: otherwise the default would run instead of the device's own method.
 //!
+//! While it records, each call of a device that queues its work waits for it: spans hold that work, and the step takes longer than without a profile.
+//!
 //! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
 use crate::device::{Device, Meter};
@@ -45,9 +47,14 @@ impl Profiled {
 
     /// Runs `work` as a span that touches `what.bytes` and writes the result.
     fn record<T: Written>(&self, what: What, work: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
+        if !self.recorder.is_on() {
+            return work(&*self.inner);
+        }
         let What { class, name, detail, dtype, bytes } = what;
+        self.inner.synchronize()?; // collectives that are queued on a device are none of this call's work
         let (before, start) = (self.inner.meter().total_flops(), self.recorder.now());
         let result = work(&*self.inner)?;
+        self.inner.synchronize()?;
         let (end, flops) = (self.recorder.now(), self.inner.meter().total_flops() - before);
         let bytes = bytes + result.bytes();
         self.recorder.record(Span { class, name, detail, dtype, start, end, flops, bytes });
@@ -159,6 +166,10 @@ impl Device for Profiled {
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.span(Class::Memory, "download", &[buffer], |device| device.download(buffer))
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize()
     }
 
     fn meter(&self) -> &Meter {

@@ -275,7 +275,7 @@ fn a_profile_changes_no_number_and_without_one_nothing_is_recorded() {
         let profile = profile("dp=2", &settings);
         profile.tracks.iter().for_each(|track| assert_eq!(track.steps().collect::<Vec<_>>(), wanted));
     }
-    let none = Profile { tracks: Vec::new(), ceilings: Ceilings { flops: None, bandwidth: 1.0, threads: 1 } };
+    let none = Profile { tracks: Vec::new(), ceilings: Ceilings { flops: None, bandwidth: 1.0, threads: Some(1) } };
     assert!(Rows::new(&none).to_string().starts_with("No step was profiled"));
 }
 

@@ -221,6 +221,11 @@ impl Device for CudaDevice {
         self.fetch(buffer)
     }
 
+    fn synchronize(&self) -> Result<()> {
+        let Pool { driver, compute, .. } = &*self.pool;
+        driver.record(*compute).and_then(|moment| driver.finish(moment)).map_err(self.failed("synchronize"))
+    }
+
     fn meter(&self) -> &Meter {
         &self.pool.meter
     }

@@ -1,12 +1,15 @@
 //! The emulator keeps what the seam promises, and no more than that.
 
 use crate::emulator;
-use meshwork_core::DType;
+use meshwork_core::profile::Recorder;
+use meshwork_core::{Buffer, DType};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Stream};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::kernel;
 use meshwork_tensor::Device;
+use meshwork_tensor::profiled::Profiled;
+use std::time::Instant;
 
 const SEEDS: u64 = 64;
 
@@ -175,4 +178,26 @@ fn rows_are_copied_and_products_computed() {
         driver.product(stream, Product { mnk: [2, 2, 3], operands, c, accumulate }).unwrap();
         assert_eq!(read(&driver, stream, c, 4), want);
     }
+}
+
+#[test]
+fn a_profile_waits_for_what_it_times_and_a_run_without_one_does_not() {
+    let Some(_) = emulator(Order::AsQueued) else { return };
+    let driver = emulator(Order::Seeded(1)).unwrap();
+    let device = std::sync::Arc::new(CudaDevice::new(driver.clone(), Products::OfTheCpu).unwrap());
+    let recorder = Recorder::new(Instant::now());
+    let device = Profiled::device(device, recorder.clone());
+    let x = device.upload(&Buffer::from_slice(&vec![1.0_f32; 4099])).unwrap();
+    for on in [true, false] {
+        if on {
+            recorder.resume()
+        } else {
+            recorder.pause()
+        }
+        let waits = driver.host_waits();
+        let _sum = device.pointwise().unwrap().add(&x, &x).unwrap();
+        assert_eq!((driver.queued() == 0, driver.host_waits() > waits), (on, on));
+    }
+    let spans = recorder.drain();
+    assert_eq!(spans.iter().map(|span| span.name).collect::<Vec<_>>(), ["add"]);
 }

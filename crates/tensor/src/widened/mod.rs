@@ -132,6 +132,10 @@ impl Device for Widened {
         self.inner.has_values()
     }
 
+    fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
     fn meter(&self) -> &Meter {
         self.inner.meter()
     }

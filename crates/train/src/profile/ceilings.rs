@@ -3,6 +3,7 @@
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_tensor::kernel::Gemm;
 use meshwork_tensor::{Device, Error};
+use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 /// Measured peaks of the whole machine.
@@ -12,14 +13,19 @@ pub struct Ceilings {
     pub flops: Option<f64>,
     /// Bytes per second read and written by a copy that is larger than all caches.
     pub bandwidth: f64,
-    /// Threads that copied.
-    pub threads: usize,
+    /// Threads that copied; `None`: the device, within memory of its own.
+    pub threads: Option<usize>,
 }
 
-/// Rows, columns and sums of the product: large enough to be bound by arithmetic, small enough to be done in an instant.
+/// Rows, columns and sums of the first product: large enough to be bound by arithmetic on a CPU, small enough to be done in an instant. They double
+/// until a product takes so many seconds, which hides the launch of a kernel.
 const SIDE: usize = 768;
+const MOST_SIDE: usize = 6144;
+const LONG: f64 = 2e-3;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
+/// The same in the memory of a device: a GPU has 60 MB of cache.
+const DEVICE_COPY_BYTES: usize = 256 << 20;
 /// Bytes that a thread copies at a time.
 const COPY_PIECE: usize = 1 << 20;
 /// Number of tries of each measurement (the best counts), and the time after which no further one starts.
@@ -28,9 +34,13 @@ const ENOUGH: Duration = Duration::from_millis(100);
 
 impl Ceilings {
     /// Measures, on a machine that does nothing else, in less than half a second: the best of several products of two
-    /// square matrices by the device itself, in the precision of the run, and of several copies on all cores.
+    /// square matrices by the device itself, in the precision of the run, and of several copies, on all cores or in the device's own memory.
     pub fn measure(device: &dyn Device) -> Self {
-        Self { flops: product(device).ok(), bandwidth: copy(), threads: pool::threads() }
+        let (bandwidth, threads) = match device_copy(device) {
+            Some(bandwidth) => (bandwidth, None),
+            None => (copy(), Some(pool::threads())),
+        };
+        Self { flops: product(device).ok(), bandwidth, threads }
     }
 
     /// The least number of seconds that the machine needs for `flops` of matrix work, or for `bytes` if there is none.
@@ -43,39 +53,61 @@ impl Ceilings {
 }
 
 fn product(device: &dyn Device) -> Result<f64, Error> {
-    let spec = Gemm::linear(SIDE, SIDE, SIDE);
-    let matrix = || device.zeros(DType::F32, SIDE * SIDE);
-    let (a, b, mut c): (Buffer, Buffer, Buffer) = (matrix()?, matrix()?, matrix()?);
-    let mut done = Ok(());
-    let seconds = best(|| {
-        if done.is_ok() {
-            done = device.matmul().and_then(|matmul| matmul.gemm(spec, &a, &b, &mut c, 0));
+    let mut side = SIDE;
+    loop {
+        let spec = Gemm::linear(side, side, side);
+        // Values that no hardware has a short way for, as it may have for zeros.
+        let values: Vec<f32> = (0..side * side).map(|at| (at % 251) as f32 / 251.0 - 0.5).collect();
+        let [a, b] = [device.upload(&Buffer::from_slice(&values))?, device.upload(&Buffer::from_slice(&values))?];
+        let mut c = device.alloc(DType::F32, side * side)?;
+        let seconds = best(|| {
+            device.matmul()?.gemm(spec, &a, &b, &mut c, 0)?;
+            device.synchronize()
+        })?;
+        if seconds > LONG || side >= MOST_SIDE {
+            return Ok(spec.flops() as f64 / seconds);
         }
+        side *= 2;
+    }
+}
+
+/// Bytes per second of copies within a device whose memory the host cannot read; `None` for another one, or if it cannot copy so much.
+fn device_copy(device: &dyn Device) -> Option<f64> {
+    let count = DEVICE_COPY_BYTES / DType::F32.size();
+    let source = device.zeros(DType::F32, 1).ok()?;
+    if source.as_bytes().is_ok() {
+        return None;
+    }
+    let (source, mut target) = (device.zeros(DType::F32, count).ok()?, device.zeros(DType::F32, count).ok()?);
+    let seconds = best(|| {
+        device.layout()?.copy_into(&source, 0..count, &mut target, 0)?;
+        device.synchronize()
     });
-    done.map(|()| spec.flops() as f64 / seconds)
+    seconds.ok().map(|seconds| 2.0 * DEVICE_COPY_BYTES as f64 / seconds)
 }
 
 fn copy() -> f64 {
     let (source, mut target) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
-    let seconds = best(|| {
+    let Ok(seconds) = best(|| {
         let pieces = source.chunks(COPY_PIECE).zip(target.chunks_mut(COPY_PIECE));
         pool::share(pieces, |(from, to)| to.copy_from_slice(from));
+        Ok::<_, Infallible>(())
     });
     2.0 * COPY_BYTES as f64 / seconds
 }
 
 /// Seconds of the fastest of several runs.
-fn best(mut work: impl FnMut()) -> f64 {
-    work(); // touches its memory for the first time
+fn best<E>(mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+    work()?; // touches its memory for the first time
     let began = Instant::now();
     let mut best = f64::INFINITY;
     for _ in 0..TRIES {
         let start = Instant::now();
-        work();
+        work()?;
         best = best.min(start.elapsed().as_secs_f64());
         if began.elapsed() > ENOUGH {
             break;
         }
     }
-    best
+    Ok(best)
 }

@@ -210,7 +210,11 @@ impl fmt::Display for Rows {
             write!(f, "{:.0} GFLOP/s (best square product of this device), ", peak / 1e9)?;
         }
         let Ceilings { bandwidth, threads, .. } = self.ceilings;
-        let threads = if threads == 1 { "one thread".to_owned() } else { format!("{threads} threads") };
+        let threads = match threads {
+            None => "the device".to_owned(),
+            Some(1) => "one thread".to_owned(),
+            Some(threads) => format!("{threads} threads"),
+        };
         writeln!(f, "where there is no matrix work {:.1} GB/s (copy by {threads}).", bandwidth / 1e9)
     }
 }
