@@ -13,6 +13,11 @@ KERNEL add(const float* a, const float* b, float* out, i64 count) {
     if (i < count) out[i] = a[i] + b[i];
 }
 
+KERNEL add_f64(const double* a, const double* b, double* out, i64 count) {
+    i64 i = global_thread();
+    if (i < count) out[i] = a[i] + b[i];
+}
+
 KERNEL add_assign(float* a, const float* b, i64 count) {
     i64 i = global_thread();
     if (i < count) a[i] += b[i];

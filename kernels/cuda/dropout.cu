@@ -1,6 +1,7 @@
 // Dropout whose mask does not depend on the mesh: the counter-based random bits of crates/tensor/src/random.rs.
 //
 //   y = x factor(i),  factor(i) = 0 if uniform(key, i) < p else 1 / (1 - p),  i the row-major index in the global tensor
+//   jitter, of the input of a router: factor(i) = low + step uniform(key, i)
 //
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
 // Geometry  a thread four elements, so that where they are neighbours in a block of Philox it is computed once.
@@ -22,7 +23,9 @@ DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
     return index;
 }
 
-KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, float* y, i64 count) {
+// y = x times the factor that `factor` makes of each global element's random words.
+template <class Factor>
+DEVICE void times_drawn(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float* y, i64 count, Factor factor) {
     i64 first = global_thread() * EACH;
     Words words = {};
     u64 block = ~0ull;
@@ -32,6 +35,16 @@ KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, f
             block = index / 4;
             words = philox(block, key0, key1);
         }
-        y[i] = dropout_factor(words, index, p, kept) * x[i];
+        y[i] = factor(words, index) * x[i];
     }
+}
+
+KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, float* y, i64 count) {
+    auto factor = [&](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
+    times_drawn(x, sizes, dims, key0, key1, y, count, factor);
+}
+
+KERNEL jitter(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float low, float step, float* y, i64 count) {
+    auto factor = [&](const Words& words, u64 index) { return low + step * uniform(words, index); };
+    times_drawn(x, sizes, dims, key0, key1, y, count, factor);
 }

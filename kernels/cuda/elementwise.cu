@@ -40,6 +40,11 @@ KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
     if (i < count) out[i] = x[i] * factor;
 }
 
+KERNEL scale_forward_f64(const double* x, double* out, i64 count, double factor) {
+    i64 i = global_thread();
+    if (i < count) out[i] = x[i] * factor;
+}
+
 KERNEL exp_forward(const float* x, float* out, i64 count) {
     i64 i = global_thread();
     if (i < count) out[i] = exp_bits(x[i]);

@@ -256,6 +256,15 @@ template <class T> T exchange(T value, unsigned from) {
     return value;
 }
 
+// The bits of all lanes' values.
+inline unsigned ballot(bool value) {
+    unsigned parity = current->shuffles++ & 1, first = current->index / WARP * WARP, bits = 0;
+    current->slot[parity] = value;
+    leave(State::at_warp);
+    for (unsigned lane = 0; lane < WARP && first + lane < live; lane++) bits |= (fibers[first + lane].slot[parity] & 1u) << lane;
+    return bits;
+}
+
 // An array in shared memory, whose words know who touched them since the last barrier.
 template <class T, int N> class Shared {
     struct Word {
@@ -323,6 +332,8 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
     return host::exchange(value, (host::current->index % host::WARP) ^ lanes);
 }
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return host::exchange(value, lane); }
+inline unsigned __ballot_sync(unsigned, bool value) { return host::ballot(value); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
     memcpy(&bits, &x, 4);

@@ -16,6 +16,8 @@ sources! {
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
+    WARP = "warp.cuh";
+    PRODUCTS = "products.cuh";
     ATTENTION = "attention.cuh";
     LAYER_NORM = "layer_norm.cu";
     RMS_NORM = "rms_norm.cu";
@@ -37,10 +39,13 @@ sources! {
     CROSS_ENTROPY = "cross_entropy.cu";
     ATTENTION_FORWARD = "attention_forward.cu";
     ATTENTION_BACKWARD = "attention_backward.cu";
+    ROUTING = "routing.cu";
+    PERMUTATION = "permutation.cu";
+    GROUPED = "grouped.cu";
 }
 
 /// The headers that sources include, by name: NVRTC takes them with the source.
-pub static HEADERS: &[&Source] = &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &ATTENTION];
+pub static HEADERS: &[&Source] = &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &WARP, &PRODUCTS, &ATTENTION];
 
 /// The files of kernels, one family each.
 pub static SOURCES: &[&Source] = &[
@@ -64,6 +69,9 @@ pub static SOURCES: &[&Source] = &[
     &CROSS_ENTROPY,
     &ATTENTION_FORWARD,
     &ATTENTION_BACKWARD,
+    &ROUTING,
+    &PERMUTATION,
+    &GROUPED,
 ];
 
 /// `name in FILE, Geometry: pass Type name, ..` for each kernel.
@@ -111,12 +119,14 @@ kernels! {
     rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
     add in BIAS, ELEMENTS; In F32 a, In F32 b, Out F32 out, Value I64 count;
+    add_f64 in BIAS, ELEMENTS; In F64 a, In F64 b, Out F64 out, Value I64 count;
     add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
     add_assign_f64 in BIAS, ELEMENTS; Out F64 a, In F64 b, Value I64 count;
     bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
     bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Value I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
     scale_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
+    scale_forward_f64 in ELEMENTWISE, ELEMENTS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
     exp_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
     exp_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
     tanh_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
@@ -185,6 +195,10 @@ kernels! {
     product_bf16 in PRODUCT, ELEMENTS;
         In Bits16 a, Value I64 a_row, Value I64 a_term, In Bits16 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
         Value I64 k, Value I64 segments, Value I64 blocks, Value I64 count, Value I64 n;
+    product_sum_f32 in PRODUCT, ELEMENTS;
+        In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Value I64 k, Value I64 segments,
+        In F32 a2, Value I64 a2_row, Value I64 a2_term, In F32 b2, Value I64 b2_term, Value I64 b2_column, Value I64 k2, Value I64 segments2,
+        Value I64 blocks, Out F32 c, Value I64 count, Value I64 n;
     f32_to_bf16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     f32_to_operand in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     bf16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
@@ -213,6 +227,8 @@ kernels! {
     tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
     dropout in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
+    jitter in DROPOUT, Geometry::Elements { each: 4 };
+        In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
     rotary_forward in ROTARY, ELEMENTS;
         In F32 from, Value I64 from_row, In F32 angles, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 seq, Value I64 heads,
         Value I64 head_dim;
@@ -268,4 +284,54 @@ kernels! {
         Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
     attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
         In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Value I64 group, Value I64 first, Value I64 head_dim;
+    route_rank in ROUTING, Geometry::Warps;
+        In F32 scores, In F32 bias, Value I64 experts, Value I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
+        Out F32 group_scores, Out I32 ranked, Value I64 tokens;
+    route_limit in ROUTING, Geometry::Warps;
+        In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
+        Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
+    route_reroute in ROUTING, ELEMENTS;
+        In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 width, Value I64 capacity, Value I32 draws, Value U32 key0,
+        Value U32 key1, Value I64 first_token, Out I32 taken, Out I32 kept, Value I64 samples, Value I64 each;
+    route_first in ROUTING, ELEMENTS; In I32 ranked, In I32 kept, Value I64 width, Value I64 k, Out I32 chosen, Out I32 routed, Value I64 tokens;
+    route_sort in ROUTING, ELEMENTS; Out I32 routed, Out I32 kept, Value I64 k, Value I64 tokens;
+    route_tokens in ROUTING, ELEMENTS; In F32 scores, Value I64 experts, Value I64 capacity, Out I32 kept, Value I64 count, Value I64 each;
+    route_pick in ROUTING, ELEMENTS;
+        In F32 scores, In I32 choices, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 out, Value I64 tokens;
+    route_pick_backward in ROUTING, ELEMENTS;
+        In F32 scores, In I32 choices, In F32 dout, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 dscores,
+        Value I64 tokens;
+    balance_sums in ROUTING, ELEMENTS; In F32 scores, Out F64 sums, Value I64 samples, Value I64 each, Value I64 experts;
+    balance_forward in ROUTING, ELEMENTS;
+        In F64 sums, In I32 counts, Value I64 pitch, Value F64 scale, Out F64 out, Value I64 samples, Value I64 experts;
+    balance_backward in ROUTING, ELEMENTS;
+        In F64 dout, In I32 counts, Value I64 pitch, Value F64 scale, Out F32 dscores, Value I64 count, Value I64 each, Value I64 experts;
+    z_terms in ROUTING, ELEMENTS; In F32 logits, Out F64 terms, Value I64 tokens, Value I64 experts;
+    z_backward in ROUTING, ELEMENTS; In F32 logits, In F64 dout, Out F32 dlogits, Value I64 tokens, Value I64 each, Value I64 experts;
+    entropy_terms in ROUTING, ELEMENTS; In F32 scores, Out F64 terms, Value I64 tokens, Value I64 experts;
+    sample_means in ROUTING, ELEMENTS; In F64 terms, Out F64 out, Value I64 samples, Value I64 each;
+    route_unused in ROUTING, Geometry::Warps; In I32 kept, Out F64 out, Value I64 samples, Value I64 each;
+    choice_counts in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 each, Value I64 first, Value I64 ids, Out I32 counts, Value I64 samples;
+    choice_loads in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 count, Out F32 loads, Value I64 ids;
+    choice_sort in PERMUTATION, Geometry::Warps;
+        In I32 choices, Value I64 count, Value I64 first, Value I64 ids, Out I32 order, Value I64 total, Out I32 wrong;
+    invert_fill in PERMUTATION, ELEMENTS; Out I32 slots, Value I64 n;
+    invert in PERMUTATION, ELEMENTS; In I32 order, Out I32 slots, Value I64 count;
+    group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Value I64 size, Value I32 once, Out I32 groups, Value I64 tokens;
+    gather_8 in PERMUTATION, ELEMENTS; In U8 x, In I32 index, Value I64 per, Value I64 width, Out U8 out, Value I64 count;
+    gather_16 in PERMUTATION, ELEMENTS; In Bits16 x, In I32 index, Value I64 per, Value I64 width, Out Bits16 out, Value I64 count;
+    gather_32 in PERMUTATION, ELEMENTS; In U32 x, In I32 index, Value I64 per, Value I64 width, Out U32 out, Value I64 count;
+    combine_forward in PERMUTATION, ELEMENTS;
+        In F32 rows, In I32 ids, In I32 slots, In F32 weights, Value I64 k, Value I64 width, Out F32 out, Value I64 count;
+    combine_backward_rows in PERMUTATION, ELEMENTS;
+        In F32 dout, In I32 order, In F32 weights, Value I64 k, Value I64 width, Out F32 drows, Value I64 count;
+    combine_backward_weights in PERMUTATION, Geometry::Rows;
+        In F32 dout, In F32 rows, In I32 slots, Value I64 k, Out F32 dweights, Value I64 choices, Value I64 width;
+    grouped_product in GROUPED, ELEMENTS;
+        In F32 x, In F32 w, Value I64 w_term, Value I64 w_column, In I64 starts, Value I64 groups, Out F32 y, Value I64 k, Value I64 segments,
+        Value I64 blocks, Value I64 count, Value I64 n;
+    grouped_product_backward in GROUPED, ELEMENTS;
+        In F32 dy, In F32 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k, Value I64 count;
+    grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Value I64 n;
+    grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
 }

@@ -41,7 +41,20 @@ fn diff(
     more: &[&str],
     emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
 ) -> Result<Report, String> {
-    let loaded = |mesh: &str, more| load(&Args::parse([&[&*format!("--mesh={mesh}")], SMALL, more].concat())).unwrap();
+    diff_of(&[], mesh, more, emulator)
+}
+
+/// The same of another model.
+fn diff_of(
+    model: &[&str],
+    mesh: &str,
+    more: &[&str],
+    emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
+) -> Result<Report, String> {
+    let loaded = |mesh: &str, more| {
+        let mesh = format!("--mesh={mesh}");
+        load(&Args::parse([&[&*mesh], SMALL, model, more].concat())).unwrap()
+    };
     let ((a, data), (b, _)) = (loaded("dp=1", &[]), loaded(mesh, more));
     let a = Side::new(&a, &data).unwrap();
     let mut b = Side::new(&b, &data).unwrap();
@@ -67,6 +80,25 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
         let report = diff(mesh, more, move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {more:?}: {error}"));
         assert!(report.identical() && report.steps == 2, "{mesh} {more:?}: {report}");
+    }
+}
+
+/// Mixtures of experts of each kind of router, and Llama, whose gradients sum two products in blocks. The exchanges of tokens have parts of
+/// any sizes.
+#[test]
+fn models_of_experts_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    for (preset, mesh) in [
+        ("switch-tiny", "dp=1"),
+        ("switch-tiny", "dp=2,ep=2"),
+        ("mixtral-tiny", "dp=2,ep=2,tp=2"),
+        ("deepseek-tiny", "dp=4,ep=2"),
+        ("llama-tiny", "dp=2"),
+    ] {
+        let (shared, preset) = (emulator(&kernels, 0), format!("--set=model.preset={preset}"));
+        let report = diff_of(&[&preset, "--set=model.dropout=0"], mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{preset} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{preset} on {mesh}: {report}");
     }
 }
 

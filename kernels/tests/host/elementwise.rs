@@ -14,6 +14,19 @@ fn awkward(name: &str, count: usize) -> Vec<f32> {
 }
 
 #[test]
+fn sums_and_multiples_of_f64_are_those_of_the_cpu() {
+    let [a, b] = [0.1, -0.7].map(|x| (0..300).map(|i| f64::from(i) * x).collect::<Vec<f64>>());
+    let (mut got, mut want) = (vec![f64::NAN; 300], vec![0.0; 300]);
+    if !launch!("scale_forward_f64", [300, 0], &a, &mut got, 300_usize, 0.01_f64) {
+        return;
+    }
+    elementwise::map(Map::Scale(0.01), &a, &mut want);
+    assert_eq!(got, want);
+    launch!("add_f64", [300, 0], &a, &b, &mut got, 300_usize);
+    assert_eq!(got, a.iter().zip(&b).map(|(a, b)| a + b).collect::<Vec<_>>());
+}
+
+#[test]
 fn functions_are_those_of_the_cpu() {
     for [rows, n] in [[1, 1], [1, 15], [7, 33], [3, 1001]] {
         let count = rows * n;

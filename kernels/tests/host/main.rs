@@ -7,6 +7,7 @@
 mod attention;
 mod build;
 mod elementwise;
+mod experts;
 mod faults;
 mod launch;
 mod loss;

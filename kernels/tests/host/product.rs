@@ -65,6 +65,43 @@ fn products_are_those_of_the_cpu() {
 }
 
 #[test]
+fn sums_of_two_products_are_those_of_the_cpu() {
+    if level() < Level::Avx2 {
+        eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+        return;
+    }
+    let of = |segments, blocks| Terms { segments, blocks };
+    for (first, second) in [
+        (Gemm::linear_input_grad(3, 97, 11).over(of(1, 7)), Gemm::linear_input_grad(3, 520, 11).over(of(2, 7))),
+        (Gemm::linear(2, 5, 3).over(of(1, 4)), Gemm::linear(2, 5, 600).over(of(1, 4))), // blocks without terms
+        (Gemm::linear(4, 6, 9).over(of(1, 2)), Gemm::linear_weight_grad(30, 4, 6).over(of(5, 2))),
+    ] {
+        let (m, n, blocks) = (first.m, first.n, first.terms.blocks);
+        let operands = |spec: Gemm, of: &str| [values(of, m * spec.k), values(of, spec.k * n)];
+        let ([a, b], [a2, b2]) = (operands(first, "first"), operands(second, "second"));
+        let strides = |spec: Gemm| {
+            let Gemm { m, n, k, .. } = spec;
+            [if spec.a_transposed { [1, m] } else { [k, 1] }, if spec.b_transposed { [1, k] } else { [n, 1] }]
+        };
+        let ([[row, term], [b_term, column]], [[row2, term2], [b_term2, column2]]) = (strides(first), strides(second));
+        let (mut c, count) = (vec![f32::NAN; m * n], m * n);
+        let (segments, segments2) = (first.terms.segments, second.terms.segments);
+        #[rustfmt::skip]
+        let there = launch!(
+            "product_sum_f32", [count, 0], &a, row, term, &b, b_term, column, first.k, segments, &a2, row2, term2, &b2, b_term2, column2,
+            second.k, segments2, blocks, &mut c, count, n
+        );
+        if !there {
+            return;
+        }
+        let [[a, b], [a2, b2]] = [[a, b], [a2, b2]].map(|two| two.map(Buffer::from_vec));
+        let mut want = Buffer::from_vec(vec![0.0_f32; count]);
+        Cpu::new(Precision::F32).gemm_sum([first, second], [&a, &a2], [&b, &b2], &mut want, 0).unwrap();
+        assert_bits(&format!("{first:?} and {second:?}"), &c, want.as_slice().unwrap());
+    }
+}
+
+#[test]
 fn exact_sums_of_squares_are_those_of_the_cpu() {
     let ends = [0.0, -0.0, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), -f32::from_bits(0x7f_ffff), 1.5e-19];
     for (count, last) in [(1, 1.0), (7, 2.0), (4099, -3e-30), (9001, f32::INFINITY), (600, f32::NAN)] {

@@ -1,12 +1,18 @@
 use super::CudaDevice;
-use meshwork_core::Buffer;
-use meshwork_tensor::Result;
+use meshwork_core::{Buffer, DType};
+
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
+use meshwork_tensor::{Device, Result};
 
 const OP: &str = "map";
 
 impl Elementwise for CudaDevice {
     fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
+        if let (Map::Scale(factor), DType::F64) = (f, x.dtype()) {
+            let out = self.alloc(DType::F64, x.count())?;
+            self.write_elements(OP, "scale_forward_f64", x.count(), &[x], &out, &[factor.into()])?;
+            return Ok(out);
+        }
         let (kernel, factor) = match f {
             Map::Scale(factor) => ("scale_forward", Some((factor as f32).into())),
             Map::Exp => ("exp_forward", None),

@@ -1,4 +1,4 @@
-use super::CudaDevice;
+use super::{Checked, CudaDevice};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::TABLE_ROWS;
 use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
@@ -9,7 +9,7 @@ impl Embedding for CudaDevice {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
         let op = "embedding";
         self.f32s(op, &[table])?;
-        self.check_ids(0, ids, vocab, false)?;
+        self.check_ids(Checked::Embedding, ids, vocab, false)?;
         let (count, out) = (ids.count(), self.alloc(DType::F32, ids.count() * width)?);
         let args = [
             self.place(op, ids)?.into(),

@@ -1,4 +1,4 @@
-use super::CudaDevice;
+use super::{Checked, CudaDevice};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_tensor::kernel::{Loss, VocabShard};
 use meshwork_tensor::{Device, Result};
@@ -8,7 +8,7 @@ const OP: &str = "cross_entropy";
 impl Loss for CudaDevice {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
         self.f32s(OP, &[logits])?;
-        self.check_ids(1, targets, shard.vocab, true)?;
+        self.check_ids(Checked::CrossEntropy, targets, shard.vocab, true)?;
         let rows = targets.count();
         let (max, sums) = (self.alloc(DType::F32, rows)?, self.alloc(DType::F32, 2 * rows)?);
         let sum = self.place(OP, &sums)?;

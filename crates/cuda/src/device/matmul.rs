@@ -7,6 +7,41 @@ use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "matmul";
 
+/// From a row of A to the next and from a term to the next; from a term of B to the next and from a column to the next.
+fn strides(Gemm { m, n, k, a_transposed, b_transposed, .. }: Gemm) -> [[usize; 2]; 2] {
+    [if a_transposed { [1, m] } else { [k, 1] }, if b_transposed { [1, k] } else { [n, 1] }]
+}
+
+impl CudaDevice {
+    /// The sum of two products that are cut into equal numbers of blocks.
+    fn sum_in_blocks(
+        &self,
+        specs: [Gemm; 2],
+        a: [&Buffer; 2],
+        b: [&Buffer; 2],
+        c: &mut Buffer,
+        start: usize,
+    ) -> Result<()> {
+        let Gemm { m, n, terms, .. } = specs[0];
+        self.f32s(OP, &[a[0], a[1], b[0], b[1], c])?;
+        c.slice(start..start + m * n)?;
+        let mut args: Vec<Argument> = Vec::with_capacity(20);
+        for (spec, (a, b)) in specs.into_iter().zip(a.into_iter().zip(b)) {
+            self.meter().add_flops(Work::Matmul, spec.flops());
+            for (operand, strides) in [a, b].into_iter().zip(strides(spec)) {
+                args.push(self.place(OP, operand)?.into());
+                args.extend(strides.map(Argument::from));
+            }
+            args.extend([spec.k, spec.terms.segments].map(Argument::from));
+        }
+        let to = self.place_mut(OP, c)?.offset(4 * start);
+        args.push(terms.blocks.into());
+        args.push(to.into());
+        args.extend([m * n, n].map(Argument::from));
+        self.launch(OP, "product_sum_f32", [m * n, 0], &args)
+    }
+}
+
 impl Matmul for CudaDevice {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
         self.f32s(OP, &[a, b, c])?;
@@ -24,8 +59,7 @@ impl Matmul for CudaDevice {
             let product = Product { mnk: [m, n, k], operands, c, accumulate };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
-        let [a_row, a_term] = if a_transposed { [1, m] } else { [k, 1] };
-        let [b_term, b_column] = if b_transposed { [1, k] } else { [n, 1] };
+        let [[a_row, a_term], [b_term, b_column]] = strides(spec);
         let args: [Argument; 13] = [
             a.into(),
             a_row.into(),
@@ -45,10 +79,10 @@ impl Matmul for CudaDevice {
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
-        if specs.iter().any(|spec| spec.terms != Terms::WHOLE) {
-            return Err(self.lacks("sum of two products in blocks", c.dtype()));
-        }
         let [first, second] = specs;
+        if specs.iter().any(|spec| spec.terms != Terms::WHOLE) {
+            return self.sum_in_blocks(specs, a, b, c, start);
+        }
         self.gemm(first.accumulating(false), a[0], b[0], c, start)?;
         self.gemm(second.accumulating(true), a[1], b[1], c, start)
     }

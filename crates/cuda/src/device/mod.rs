@@ -7,15 +7,18 @@ mod attention;
 mod collectives;
 mod elementwise;
 mod embedding;
+mod grouped;
 mod layout;
 mod loss;
 mod matmul;
 mod memory;
 mod norm;
 mod optim;
+mod permutation;
 mod pointwise;
 mod reduction;
 mod rotary;
+mod routing;
 mod rows;
 mod windows;
 
@@ -24,7 +27,8 @@ use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
 use meshwork_tensor::kernel::{
-    Attention, Elementwise, Embedding, Layout, Loss, Matmul, Norm, Optim, Pointwise, Reduction, Window, check_copy,
+    Attention, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim, Permutation, Pointwise, Reduction,
+    Routing, Window, check_copy,
 };
 use meshwork_tensor::{Device, Error, Meter, Result};
 use rotary::LastAngles;
@@ -48,12 +52,24 @@ pub struct CudaDevice {
     products: Products,
     cuts: Cuts,
     angles: LastAngles,
-    /// Whether ids were outside the vocabulary: one number for each of [`CHECKED`].
-    outside: DeviceMemory,
+    /// What kernels found in integers: one number for each of [`CHECKED`].
+    found: DeviceMemory,
 }
 
-/// The operations whose ids kernels check; what they find comes out of the next download.
-const CHECKED: [&str; 2] = ["embedding", "cross_entropy"];
+/// What kernels check of integers; what they find comes out of the next download.
+#[derive(Clone, Copy, Debug)]
+enum Checked {
+    Embedding,
+    CrossEntropy,
+    Sort,
+}
+
+/// The operation of each, and its fault.
+const CHECKED: [(&str, &str); 3] = [
+    ("embedding", "an id is not in the vocabulary"),
+    ("cross_entropy", "an id is not in the vocabulary"),
+    ("sort", "the choices of some ids are not as many as was counted"),
+];
 
 impl CudaDevice {
     /// A device that works through `driver`.
@@ -64,9 +80,9 @@ impl CudaDevice {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
-        let outside = pool.memory(4 * CHECKED.len(), Origin::Compute, false)?;
-        pool.driver.zero(pool.compute, outside.at(), 4 * CHECKED.len()).map_err(failed)?;
-        Ok(Self { pool, products, cuts: Cuts::default(), angles: LastAngles::default(), outside })
+        let found = pool.memory(4 * CHECKED.len(), Origin::Compute, false)?;
+        pool.driver.zero(pool.compute, found.at(), 4 * CHECKED.len()).map_err(failed)?;
+        Ok(Self { pool, products, cuts: Cuts::default(), angles: LastAngles::default(), found })
     }
 
     fn buffer(&self, dtype: DType, count: usize, origin: Origin, counted: bool) -> Result<Buffer> {
@@ -103,26 +119,22 @@ impl CudaDevice {
         queue().map_err(self.failed("upload"))
     }
 
-    /// A copy in host memory, once the device has written it; and what kernels found in ids until then.
+    /// A copy in host memory, once the device has written it; and what kernels found in integers until then.
     pub(crate) fn fetch(&self, buffer: &Buffer) -> Result<Buffer> {
         let from = self.place("download", buffer)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
         let mut host = Buffer::zeros(buffer.dtype(), buffer.count());
-        let mut outside = [0; 4 * CHECKED.len()];
+        let mut found = [0; 4 * CHECKED.len()];
         let bytes = host.as_bytes_mut()?;
         let mut queue = || {
             driver.wait(*copies, driver.record(*compute)?)?;
             driver.read(*copies, from, bytes)?;
-            driver.read(*copies, self.outside.at(), &mut outside)
+            driver.read(*copies, self.found.at(), &mut found)
         };
         queue().map_err(self.failed("download"))?;
-        let found = outside.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]);
-        match found {
+        match found.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]) {
             None => Ok(host),
-            Some((_, op)) => {
-                let fault = "an id is not in the vocabulary".into();
-                Err(Error::Device { op, device: self.name().to_owned(), fault })
-            }
+            Some((_, (op, fault))) => Err(Error::Device { op, device: self.name().to_owned(), fault: fault.into() }),
         }
     }
 
@@ -182,11 +194,16 @@ impl CudaDevice {
     }
 
     /// Queues a check of ids, whose result the next download sees.
-    fn check_ids(&self, checked: usize, ids: &Buffer, vocab: usize, masked: bool) -> Result<()> {
-        let (op, count) = (CHECKED[checked], ids.count());
+    fn check_ids(&self, checked: Checked, ids: &Buffer, vocab: usize, masked: bool) -> Result<()> {
+        let ((op, _), count) = (CHECKED[checked as usize], ids.count());
         let args = [self.place(op, ids)?.into(), vocab.into(), i32::from(masked).into()];
-        let outside = [self.outside.at().offset(4 * checked).into(), count.into()];
+        let outside = [self.fault_of(checked).into(), count.into()];
         self.launch(op, "check_ids", [count, 0], &[&args[..], &outside].concat())
+    }
+
+    /// Where a kernel says what it found.
+    fn fault_of(&self, checked: Checked) -> Address {
+        self.found.at().offset(4 * checked as usize)
     }
 }
 
@@ -263,6 +280,18 @@ impl Device for CudaDevice {
     }
 
     fn loss(&self) -> Result<&dyn Loss> {
+        Ok(self)
+    }
+
+    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
+        Ok(self)
+    }
+
+    fn permutation(&self) -> Result<&dyn Permutation> {
+        Ok(self)
+    }
+
+    fn routing(&self) -> Result<&dyn Routing> {
         Ok(self)
     }
 

@@ -21,8 +21,8 @@ impl CudaDevice {
         Ok(out)
     }
 
-    /// The same into `out`.
-    fn write_elements(
+    /// The same in `out`.
+    pub(super) fn write_elements(
         &self,
         op: &'static str,
         kernel: &'static str,
@@ -94,9 +94,30 @@ impl CudaDevice {
     }
 }
 
+impl CudaDevice {
+    /// x times factors that a kernel, of the operation's name, draws by the global index of each element.
+    pub(super) fn times_drawn(&self, op: &'static str, x: &Buffer, mask: &DropoutMask, of: [f32; 2]) -> Result<Buffer> {
+        self.f32s(op, &[x])?;
+        let DropoutMask { key, ndim, local, offset, global, .. } = *mask;
+        let local = local[..ndim].iter().map(|&extent| extent as i64);
+        let sizes = local.chain(offset[..ndim].iter().chain(&global[..ndim]).map(|&at| at as i64));
+        let sizes = self.uploaded(&Buffer::from_vec(sizes.collect::<Vec<i64>>()), false)?;
+        let (y, [key0, key1], count) = (self.alloc(DType::F32, x.count())?, key.words(), x.count());
+        let from = [self.place(op, x)?.into(), self.place(op, &sizes)?.into(), (ndim as i32).into()];
+        let rest = [key0.into(), key1.into(), of[0].into(), of[1].into(), self.place(op, &y)?.into(), count.into()];
+        self.launch(op, op, [count, 0], &[&from[..], &rest].concat())?;
+        Ok(y)
+    }
+}
+
 impl Pointwise for CudaDevice {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
-        self.elements("add", "add", a.count(), &[a, b], &[])
+        if [a.dtype(), b.dtype()] != [DType::F64; 2] {
+            return self.elements("add", "add", a.count(), &[a, b], &[]);
+        }
+        let out = self.alloc(DType::F64, a.count())?;
+        self.write_elements("add", "add_f64", a.count(), &[a, b], &out, &[])?;
+        Ok(out)
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
@@ -202,16 +223,6 @@ impl Pointwise for CudaDevice {
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        self.f32s("dropout", &[x])?;
-        let DropoutMask { p, key, ndim, local, offset, global } = *mask;
-        let local = local[..ndim].iter().map(|&extent| extent as i64);
-        let sizes = local.chain(offset[..ndim].iter().chain(&global[..ndim]).map(|&at| at as i64));
-        let sizes = self.uploaded(&Buffer::from_vec(sizes.collect::<Vec<i64>>()), false)?;
-        let (y, [key0, key1], count) = (self.alloc(DType::F32, x.count())?, key.words(), x.count());
-        let kept = (1.0 / (1.0 - f64::from(p))) as f32;
-        let from = [self.place("dropout", x)?.into(), self.place("dropout", &sizes)?.into(), (ndim as i32).into()];
-        let rest = [key0.into(), key1.into(), p.into(), kept.into(), self.place("dropout", &y)?.into(), count.into()];
-        self.launch("dropout", "dropout", [count, 0], &[&from[..], &rest].concat())?;
-        Ok(y)
+        self.times_drawn("dropout", x, mask, [mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32])
     }
 }

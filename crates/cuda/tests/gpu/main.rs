@@ -3,6 +3,8 @@
 //! Without a GPU the former say `SKIPPED` and why, and pass; the stand-in needs g++.
 
 mod driver;
+#[path = "../suite/experts.rs"]
+mod experts;
 #[path = "../suite/ops.rs"]
 mod ops;
 mod stand_in;

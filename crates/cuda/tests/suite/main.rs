@@ -2,6 +2,7 @@
 
 mod collectives;
 mod emulator;
+mod experts;
 mod ops;
 mod train;
 mod waits;

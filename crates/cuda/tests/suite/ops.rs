@@ -15,7 +15,7 @@ use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error, MAX_DIMS, Result};
 
 /// Values of about 1 that depend on the name.
-fn values(name: &str, count: usize) -> Buffer {
+pub fn values(name: &str, count: usize) -> Buffer {
     let mut values = vec![0.0_f32; count];
     fill_normal(key(0, name), 0, &mut values);
     Buffer::from_vec(values)
@@ -26,7 +26,7 @@ fn ids(count: usize, vocab: usize) -> Buffer {
 }
 
 /// Both devices.
-fn devices(products: Products) -> Option<[Box<dyn Device>; 2]> {
+pub fn devices(products: Products) -> Option<[Box<dyn Device>; 2]> {
     let order = Order::Seeded(products as u64 + 11);
     Some([Box::new(CudaDevice::new(driver(order)?, products).unwrap()), Box::new(Cpu::new(Precision::F32))])
 }
@@ -37,7 +37,7 @@ fn bits(buffer: &Buffer) -> Vec<u8> {
 
 /// Runs the same operation on both and compares all results bit by bit. Inputs are uploaded by `with`.
 #[track_caller]
-fn same(what: &str, run: impl Fn(&dyn Device, &dyn Fn(&Buffer) -> Buffer) -> Result<Vec<Buffer>>) {
+pub fn same(what: &str, run: impl Fn(&dyn Device, &dyn Fn(&Buffer) -> Buffer) -> Result<Vec<Buffer>>) {
     let Some(devices) = devices(Products::OfTheCpu) else { return };
     let [got, want] = devices.map(|device| {
         let up = |host: &Buffer| device.upload(host).unwrap();
@@ -165,6 +165,18 @@ fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
             Ok(vec![of.spread(&sums.slice(0..shape[0] * shape[2])?, shape, 0.7)?, sums])
         });
     }
+}
+
+/// Losses and metrics are numbers of f64 for each sample.
+#[test]
+fn sums_and_multiples_of_f64_have_the_cpus_bits() {
+    let [a, b] = [0.1, 0.7].map(|x| Buffer::from_vec((0..77).map(|i| f64::from(i) * x).collect::<Vec<f64>>()));
+    same("f64", |device, up| {
+        let (a, b) = (up(&a), up(&b));
+        let scale = Map::Scale(0.01);
+        let of = device.elementwise()?;
+        Ok(vec![device.pointwise()?.add(&a, &b)?, of.map(scale, &a)?, of.map_grad(scale, &a, &b)?])
+    });
 }
 
 #[test]
@@ -358,7 +370,7 @@ fn losses_have_the_cpus_bits_but_for_logarithms() {
     assert!(got.1.iter().zip(&want.1).all(|(&a, &b)| near(a.into(), b.into(), 2e-7)), "{:?} {:?}", got.1, want.1);
 }
 
-fn numbers<T: Element>(buffer: &Buffer) -> Vec<T> {
+pub fn numbers<T: Element>(buffer: &Buffer) -> Vec<T> {
     buffer.as_slice::<T>().unwrap().to_vec()
 }
 
@@ -413,6 +425,24 @@ fn products_of_the_library_are_near_the_cpus() {
     }
 }
 
+/// As the gradient of an input that two products share, when its sums are cut into blocks.
+#[test]
+fn sums_of_two_products_have_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    for terms in [Terms::WHOLE, Terms { segments: 1, blocks: 4 }] {
+        same("a sum of two products", |device, up| {
+            let specs = [13, 40].map(|n| Gemm::linear_input_grad(7, n, 9).over(terms));
+            let [dy, dz] = [13, 40].map(|n| up(&values("dy", 7 * n)));
+            let [w, v] = [13, 40].map(|n| up(&values("w", n * 9)));
+            let mut dx = up(&values("dx", 70));
+            device.matmul()?.gemm_sum(specs, [&dy, &dz], [&w, &v], &mut dx, 5)?;
+            Ok(vec![dx])
+        });
+    }
+}
+
 #[test]
 fn what_the_device_lacks_is_named() {
     let Some([device, cpu]) = devices(Products::OfTheCpu) else { return };
@@ -422,11 +452,14 @@ fn what_the_device_lacks_is_named() {
         message(device.reduction().unwrap().squared_error_grad(&x, &x, &x, 1.0).unwrap_err()),
         format!("squared_error: device {name} has no kernel for f32")
     );
-    assert_eq!(message(device.routing().unwrap_err()), format!("routing: device {name} has no routing operations"));
+    assert_eq!(
+        message(device.channel_norm().unwrap_err()),
+        format!("channel_norm: device {name} has no channel_norm operations")
+    );
     let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
     assert_eq!(
-        message(device.pointwise().unwrap().add(&doubles, &doubles).unwrap_err()),
-        format!("add: dtype f64 on device {name} is not supported: use f32")
+        message(device.elementwise().unwrap().zip(Zip::Sub, &doubles, &doubles).unwrap_err()),
+        format!("zip: dtype f64 on device {name} is not supported: use f32")
     );
     let elsewhere = cpu.upload(&values("x", 8)).unwrap();
     assert_eq!(

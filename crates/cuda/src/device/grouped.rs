@@ -1,0 +1,197 @@
+use super::{CudaDevice, Products};
+use crate::driver::{Address, Argument, Operand, Product};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
+use meshwork_tensor::tape::Terms;
+use meshwork_tensor::{Device, Result, Work};
+
+const OP: &str = "grouped_linear";
+
+/// The first row of each group, and the number of rows.
+fn starts(rows: &[usize]) -> Vec<i64> {
+    let ends = rows.iter().scan(0, |end, &rows| {
+        *end += rows as i64;
+        Some(*end)
+    });
+    [0].into_iter().chain(ends).collect()
+}
+
+impl CudaDevice {
+    /// Numbers that kernels read.
+    fn table(&self, numbers: Vec<i64>) -> Result<Buffer> {
+        self.uploaded(&Buffer::from_vec(numbers), false)
+    }
+
+    /// The bounds of the blocks of all groups, and the first bound of each group with their number.
+    fn bounds(&self, blocks: &GroupBlocks) -> Result<[Buffer; 2]> {
+        let (mut first, mut bounds) = (vec![0], Vec::new());
+        for blocks in blocks {
+            bounds.extend(blocks.iter().map(|block| block.start as i64));
+            bounds.push(blocks.last().map_or(0, |block| block.end as i64));
+            first.push(bounds.len() as i64);
+        }
+        Ok([self.table(first)?, self.table(bounds)?])
+    }
+
+    /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the result from a group's
+    /// number and its first row.
+    fn each_group(&self, rows: &[usize], product: impl Fn(usize, usize) -> Product) -> Result<()> {
+        let mut first = 0;
+        for (group, &rows) in rows.iter().enumerate() {
+            if rows > 0 {
+                let queued = self.pool.driver.product(self.pool.compute, product(group, first));
+                queued.map_err(self.failed(OP))?;
+            }
+            first += rows;
+        }
+        Ok(())
+    }
+
+    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
+    fn of_groups(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer, transposed: bool) -> Result<Buffer> {
+        let GroupedGemm { rows, n, k, terms } = spec;
+        self.f32s(OP, &[x, w])?;
+        self.meter().add_flops(Work::Matmul, spec.flops());
+        let [from, to] = if transposed { [k, n] } else { [n, k] };
+        let y = self.alloc(DType::F32, rows.iter().sum::<usize>() * to)?;
+        if y.count() == 0 {
+            return Ok(y);
+        }
+        let [x, w, out] = [self.place(OP, x)?, self.place(OP, w)?, self.place(OP, &y)?];
+        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
+            let of = |at: Address, transposed| Operand { at, transposed, bf16: false };
+            self.each_group(rows, |group, first| Product {
+                mnk: [rows[group], to, from],
+                operands: [of(x.offset(4 * first * from), false), of(w.offset(4 * group * n * k), transposed)],
+                c: out.offset(4 * first * to),
+                accumulate: false,
+            })?;
+            return Ok(y);
+        }
+        let (starts, strides) = (self.table(starts(rows))?, if transposed { [1, k] } else { [k, 1] });
+        let args: [Argument; 12] = [
+            x.into(),
+            w.into(),
+            strides[0].into(),
+            strides[1].into(),
+            self.place(OP, &starts)?.into(),
+            rows.len().into(),
+            out.into(),
+            from.into(),
+            terms.segments.into(),
+            terms.blocks.into(),
+            y.count().into(),
+            to.into(),
+        ];
+        self.launch(OP, "grouped_product", [y.count(), 0], &args)?;
+        Ok(y)
+    }
+}
+
+impl Grouped for CudaDevice {
+    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
+        self.of_groups(spec, x, w, true)
+    }
+
+    fn grouped_linear_swiglu(
+        &self,
+        spec: GroupedGemm<'_>,
+        x: &Buffer,
+        w: &Buffer,
+        stored: DType,
+    ) -> Result<(Buffer, Buffer)> {
+        let y = self.of_groups(spec, x, w, true)?;
+        let activated = self.swiglu_of(&y, stored)?;
+        Ok((y, activated))
+    }
+
+    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
+        self.of_groups(spec, dy, w, false)
+    }
+
+    fn grouped_weight_grad(
+        &self,
+        spec: GroupedGemm<'_>,
+        blocks: &GroupBlocks,
+        dy: &Buffer,
+        x: &Buffer,
+        dw: GroupedGrad<'_>,
+    ) -> Result<()> {
+        let GroupedGemm { n, k, .. } = spec;
+        let GroupedGrad { buffer, start, accumulate } = dw;
+        self.f32s(OP, &[dy, x, buffer])?;
+        let rows: Vec<usize> = blocks.iter().map(|blocks| blocks.iter().map(ExactSizeIterator::len).sum()).collect();
+        self.meter().add_flops(Work::Matmul, GroupedGemm { rows: &rows, ..spec }.flops());
+        let count = blocks.len() * n * k;
+        buffer.slice(start..start + count)?;
+        let whole = blocks.iter().all(|blocks| blocks.len() == 1);
+        if self.products == Products::OfTheLibrary && whole {
+            if !accumulate {
+                let empty = rows.iter().enumerate().filter(|(_, rows)| **rows == 0);
+                for at in empty.map(|(group, _)| start + group * n * k) {
+                    meshwork_tensor::kernel::Optim::zero(self, buffer, at..at + n * k)?;
+                }
+            }
+            let to = self.place_mut(OP, buffer)?.offset(4 * start);
+            let (dy, x) = (self.place(OP, dy)?, self.place(OP, x)?);
+            let of = |at: Address, transposed| Operand { at, transposed, bf16: false };
+            return self.each_group(&rows, |group, _| {
+                let first = blocks[group][0].start;
+                Product {
+                    mnk: [n, k, rows[group]],
+                    operands: [of(dy.offset(4 * first * n), true), of(x.offset(4 * first * k), false)],
+                    c: to.offset(4 * group * n * k),
+                    accumulate,
+                }
+            });
+        }
+        let [first, bounds] = self.bounds(blocks)?;
+        let args = [
+            self.place(OP, dy)?.into(),
+            self.place(OP, x)?.into(),
+            self.place(OP, &first)?.into(),
+            self.place(OP, &bounds)?.into(),
+            self.place_mut(OP, buffer)?.offset(4 * start).into(),
+            i32::from(accumulate).into(),
+            n.into(),
+            k.into(),
+            count.into(),
+        ];
+        self.launch(OP, "grouped_product_backward", [count, 0], &args)
+    }
+
+    fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
+        const OP: &str = "grouped_bias";
+        self.f32s(OP, &[x, bias])?;
+        let (n, y) = (bias.count() / rows.len().max(1), self.alloc(DType::F32, x.count())?);
+        let starts = self.table(starts(rows))?;
+        let args = [
+            self.place(OP, x)?.into(),
+            self.place(OP, bias)?.into(),
+            self.place(OP, &starts)?.into(),
+            rows.len().into(),
+            self.place(OP, &y)?.into(),
+            x.count().into(),
+            n.into(),
+        ];
+        self.launch(OP, "grouped_bias", [x.count(), 0], &args)?;
+        Ok(y)
+    }
+
+    fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
+        const OP: &str = "grouped_bias";
+        let GroupedGrad { buffer, start, accumulate } = db;
+        self.f32s(OP, &[dy, buffer])?;
+        buffer.slice(start..start + blocks.len() * n)?;
+        let [first, bounds] = self.bounds(blocks)?;
+        let args = [
+            self.place(OP, dy)?.into(),
+            self.place(OP, &first)?.into(),
+            self.place(OP, &bounds)?.into(),
+            self.place_mut(OP, buffer)?.offset(4 * start).into(),
+            i32::from(accumulate).into(),
+            n.into(),
+        ];
+        self.launch(OP, "grouped_bias_backward", [blocks.len(), n], &args)
+    }
+}

@@ -1,0 +1,135 @@
+use super::{Checked, CudaDevice};
+use crate::driver::{Address, Argument};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{Choices, Permutation};
+use meshwork_tensor::{Device, Result};
+use std::ops::Range;
+
+impl CudaDevice {
+    /// Where a buffer begins, or no place.
+    pub(super) fn place_or_none(&self, op: &'static str, buffer: Option<&Buffer>) -> Result<Argument> {
+        Ok(buffer.map_or(Ok(Address::NULL), |buffer| self.place(op, buffer))?.into())
+    }
+}
+
+impl Permutation for CudaDevice {
+    fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {
+        const OP: &str = "counts";
+        let (count, counts) = (samples * ids.len(), self.alloc(DType::I32, samples * ids.len())?);
+        let each = choices.count() / samples.max(1);
+        let args = [
+            self.place(OP, choices)?.into(),
+            each.into(),
+            ids.start.into(),
+            ids.len().into(),
+            self.place(OP, &counts)?.into(),
+            samples.into(),
+        ];
+        self.launch(OP, "choice_counts", [count, 0], &args)?;
+        Ok(counts)
+    }
+
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+        const OP: &str = "sort";
+        let order = self.alloc(DType::I32, total)?;
+        let args = [
+            self.place(OP, choices)?.into(),
+            choices.count().into(),
+            ids.start.into(),
+            ids.len().into(),
+            self.place(OP, &order)?.into(),
+            total.into(),
+            self.fault_of(Checked::Sort).into(),
+        ];
+        self.launch(OP, "choice_sort", [ids.len(), 0], &args)?;
+        Ok(order)
+    }
+
+    fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
+        const OP: &str = "invert";
+        let slots = self.alloc(DType::I32, n)?;
+        let (at, count) = (self.place(OP, &slots)?, order.count());
+        self.launch(OP, "invert_fill", [n, 0], &[at.into(), n.into()])?;
+        self.launch(OP, "invert", [count, 0], &[self.place(OP, order)?.into(), at.into(), count.into()])?;
+        Ok(slots)
+    }
+
+    fn group_ids(&self, choices: &Buffer, k: usize, size: usize, once: bool) -> Result<Buffer> {
+        const OP: &str = "group_ids";
+        let (tokens, groups) = (choices.count() / k, self.alloc(DType::I32, choices.count())?);
+        let args = [
+            self.place(OP, choices)?.into(),
+            k.into(),
+            size.into(),
+            i32::from(once).into(),
+            self.place(OP, &groups)?.into(),
+            tokens.into(),
+        ];
+        self.launch(OP, "group_ids", [tokens, 0], &args)?;
+        Ok(groups)
+    }
+
+    fn gather(&self, x: &Buffer, index: &Buffer, per: usize, width: usize) -> Result<Buffer> {
+        const OP: &str = "gather";
+        let out = self.alloc(x.dtype(), index.count() * width)?;
+        let (kernel, word) = match x.dtype().size() {
+            1 => ("gather_8", 1),
+            2 => ("gather_16", 2),
+            _ => ("gather_32", 4),
+        };
+        let (words, count) = (width * x.dtype().size() / word, out.bytes() / word);
+        let args = [
+            self.place(OP, x)?.into(),
+            self.place(OP, index)?.into(),
+            per.into(),
+            words.into(),
+            self.place(OP, &out)?.into(),
+            count.into(),
+        ];
+        self.launch(OP, kernel, [count, 0], &args)?;
+        Ok(out)
+    }
+
+    fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer> {
+        const OP: &str = "combine";
+        self.f32s(OP, &[rows])?;
+        self.f32s(OP, weights.as_slice())?;
+        let count = choices.ids.count() / choices.k * width;
+        let out = self.alloc(DType::F32, count)?;
+        let args = [
+            self.place(OP, rows)?.into(),
+            self.place(OP, choices.ids)?.into(),
+            self.place(OP, choices.slots)?.into(),
+            self.place_or_none(OP, weights)?,
+            choices.k.into(),
+            width.into(),
+            self.place(OP, &out)?.into(),
+            count.into(),
+        ];
+        self.launch(OP, "combine_forward", [count, 0], &args)?;
+        Ok(out)
+    }
+
+    fn combine_grad(
+        &self,
+        dout: &Buffer,
+        rows: &Buffer,
+        choices: Choices<'_>,
+        order: &Buffer,
+        weights: &Buffer,
+        width: usize,
+    ) -> Result<(Buffer, Buffer)> {
+        const OP: &str = "combine";
+        self.f32s(OP, &[dout, rows, weights])?;
+        let (k, places) = (choices.k.into(), choices.slots.count());
+        let (drows, dweights) = (self.alloc(DType::F32, rows.count())?, self.alloc(DType::F32, places)?);
+        let (count, of) = (order.count() * width, self.place(OP, dout)?.into());
+        let args = [of, self.place(OP, order)?.into(), self.place(OP, weights)?.into(), k, width.into()];
+        let to = [self.place(OP, &drows)?.into(), count.into()];
+        self.launch(OP, "combine_backward_rows", [count, 0], &[&args[..], &to].concat())?;
+        let args = [of, self.place(OP, rows)?.into(), self.place(OP, choices.slots)?.into(), k];
+        let to = [self.place(OP, &dweights)?.into(), places.into(), width.into()];
+        self.launch(OP, "combine_backward_weights", [places, width], &[&args[..], &to].concat())?;
+        Ok((drows, dweights))
+    }
+}

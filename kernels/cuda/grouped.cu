@@ -1,0 +1,72 @@
+// Products of groups of rows, each with a matrix of its own, in the CPU's order of sums: the linear layers of experts.
+//
+//   y[r] = x[r] W_gᵀ, or x[r] W_g, for the rows r of group g;  dW_g = dY_gᵀ X_g in the balanced tree over the blocks of its rows
+//   y[r] = x[r] + b_g;  db_g = Σ dy over its rows, likewise
+//
+// Shapes    x [rows, k], y [rows, n], W [groups, n, k] (or k and n exchanged); b, db [groups, n]. Group g has the rows starts[g] .. starts[g + 1], and
+//           in gradients the blocks first[g] .. first[g + 1] - 1, of which block l has the rows bounds[l] .. bounds[l + 1].
+// Geometry  one launch for all groups, however uneven: a thread an element of y or dW; of biases' gradients a thread a column of a group.
+// Bytes     8 k read an element of y (8 rows of dW), most of them from the caches, and 4 written: an oracle for a library's products, and slow.
+// Bits      those of the CPU with fused multiply-adds: crates/tensor/src/cpu/grouped.rs.
+#include "products.cuh"
+
+// The group of a row: the last that starts at or before it and is not empty.
+DEVICE i64 group_of(const i64* starts, i64 groups, i64 row) {
+    i64 low = 0, high = groups;
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (starts[middle] <= row) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// The strides of W are those from a term to the next, and from a column of the result to the next.
+KERNEL grouped_product(const float* x, const float* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k,
+                       i64 segments, i64 blocks, i64 count, i64 n) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 row = at / n;
+    const float* column = w + group_of(starts, groups, row) * n * k + at % n * w_column;
+    Terms<float> terms = {x + row * k, 1, column, w_term, k, segments, blocks};
+    Tree tree;
+    for (i64 block = 0; block < blocks; block++) {
+        Runs runs = {0.0f, false};
+        terms.add_to(runs, block);
+        tree.push(runs.sum);
+    }
+    y[at] = tree.finish();
+}
+
+// dw is overwritten, or added to if `accumulate` is not 0, which only sums of one block are.
+KERNEL grouped_product_backward(const float* dy, const float* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n,
+                                i64 k, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 group = at / (n * k), row = at / k % n, column = at % k;
+    Tree tree;
+    for (i64 block = first[group]; block + 1 < first[group + 1]; block++) {
+        Runs runs = {accumulate ? dw[at] : 0.0f, accumulate != 0};
+        runs.add(dy + row, n, x + column, k, bounds[block], bounds[block + 1]);
+        tree.push(runs.sum);
+    }
+    dw[at] = tree.finish();
+}
+
+KERNEL grouped_bias(const float* x, const float* bias, const i64* starts, i64 groups, float* y, i64 count, i64 n) {
+    i64 at = global_thread();
+    if (at < count) y[at] = x[at] + bias[group_of(starts, groups, at / n) * n + at % n];
+}
+
+KERNEL grouped_bias_backward(const float* dy, const i64* first, const i64* bounds, float* db, int accumulate, i64 n) {
+    i64 group = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
+    if (column >= n) return;
+    Tree tree;
+    for (i64 block = first[group]; block + 1 < first[group + 1]; block++) {
+        float sum = 0.0f;
+        for (i64 row = bounds[block]; row < bounds[block + 1]; row++) sum += dy[row * n + column];
+        tree.push(sum);
+    }
+    float* to = db + group * n + column;
+    *to = (accumulate ? *to : 0.0f) + tree.finish();
+}

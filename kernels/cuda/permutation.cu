@@ -1,0 +1,151 @@
+// Rows moved to where they are computed, and back: the permutations of a mixture of experts (crates/tensor/src/kernel/permutation.rs).
+//
+//   order = the positions of the choices with ids in a range, by id and then in order;  slots[order[i]] = i, -1 elsewhere
+//   out[i] = x[index[i] / per];  y[t] = Σ_j w[t, j] rows[slots[t, j]] in the balanced tree over the ids of the choices that have a slot
+//   drows[i] = w[order[i]] dy[order[i] / k];  dw[t, j] = dy[t] · rows[slots[t, j]], 0 without a slot
+//
+// Shapes    choices, slots, w, dw [tokens, k] (i32 and f32), ids ascending along a token, -1 where a place is not in use; order [rows of them];
+//           x, rows, drows [rows, width]; y, dy [tokens, width].
+// Geometry  counting: a warp an id of a sample. Sorting: a warp an id, which counts the choices with smaller ids and then writes its own in order,
+//           32 at a time: no atomics, and the order is that of the choices. Inversion and groups: a thread a place. Moved rows, sums and
+//           their gradients: a thread an element; products of rows: a team of half warps a choice (rows.cuh).
+// Bytes     sorting reads the choices twice for each id, from the L2 cache; rows are read and written once; a sum reads a row for each choice.
+// Bits      those of the CPU: crates/tensor/src/cpu/kernels/permutation.rs. Ids are below 2^16.
+#include "rows.cuh"
+#include "tree.cuh"
+#include "warp.cuh"
+
+// The number of choices from `begin` to `end` with ids in low .. high, the same in all lanes.
+DEVICE i64 count_within(const int* choices, i64 begin, i64 end, i64 low, i64 high) {
+    i64 count = 0;
+    for (i64 i = begin + lane_of_warp(); i < end; i += WARP) count += choices[i] >= low && choices[i] < high ? 1 : 0;
+    return sum_of_warp(count);
+}
+
+// For each sample of `each` choices and each of `ids` ids from `first` on.
+KERNEL choice_counts(const int* choices, i64 each, i64 first, i64 ids, int* counts, i64 samples) {
+    i64 at = global_thread() / WARP;
+    if (at >= samples * ids) return;
+    i64 sample = at / ids, id = first + at % ids;
+    i64 count = count_within(choices, sample * each, (sample + 1) * each, id, id + 1);
+    if (lane_of_warp() == 0) counts[at] = static_cast<int>(count);
+}
+
+KERNEL choice_loads(const int* choices, i64 count, float* loads, i64 ids) {
+    i64 id = global_thread() / WARP;
+    if (id >= ids) return;
+    i64 load = count_within(choices, 0, count, id, id + 1);
+    if (lane_of_warp() == 0) loads[id] = static_cast<float>(static_cast<int>(load));
+}
+
+// `total` choices have these ids, or *wrong becomes 1; then what is missing in `order` is 0.
+KERNEL choice_sort(const int* choices, i64 count, i64 first, i64 ids, int* order, i64 total, int* wrong) {
+    i64 at = global_thread() / WARP;
+    if (at >= ids) return;
+    i64 id = first + at, next = count_within(choices, 0, count, first, id);
+    int lane = lane_of_warp();
+    for (i64 begin = 0; begin < count; begin += WARP) {
+        i64 i = begin + lane;
+        bool mine = i < count && choices[i] == id;
+        u32 among = __ballot_sync(FULL_WARP, mine);
+        i64 place = next + __popc(among & lanes_below(lane));
+        if (mine && place < total) order[place] = static_cast<int>(i);
+        next += __popc(among);
+    }
+    if (at != ids - 1 || next == total) return;
+    for (i64 i = next + lane; i < total; i += WARP) order[i] = 0;
+    if (lane == 0) *wrong = 1;
+}
+
+KERNEL invert_fill(int* slots, i64 n) {
+    i64 i = global_thread();
+    if (i < n) slots[i] = -1;
+}
+
+KERNEL invert(const int* order, int* slots, i64 count) {
+    i64 i = global_thread();
+    if (i < count) slots[order[i]] = static_cast<int>(i);
+}
+
+KERNEL group_ids(const int* choices, i64 k, i64 size, int once, int* groups, i64 tokens) {
+    i64 token = global_thread();
+    if (token >= tokens) return;
+    int last = -1;
+    for (i64 i = token * k; i < (token + 1) * k; i++) {
+        int group = choices[i] < 0 ? -1 : static_cast<int>(choices[i] / size);
+        if (once && group == last) group = -1;
+        groups[i] = group;
+        last = group > last ? group : last;
+    }
+}
+
+// Rows of `width` words of a size.
+template <class T> DEVICE void gather(const T* x, const int* index, i64 per, i64 width, T* out, i64 count) {
+    i64 at = global_thread();
+    if (at < count) out[at] = x[index[at / width] / per * width + at % width];
+}
+
+KERNEL gather_8(const u8* x, const int* index, i64 per, i64 width, u8* out, i64 count) { gather(x, index, per, width, out, count); }
+
+KERNEL gather_16(const u16* x, const int* index, i64 per, i64 width, u16* out, i64 count) { gather(x, index, per, width, out, count); }
+
+KERNEL gather_32(const u32* x, const int* index, i64 per, i64 width, u32* out, i64 count) { gather(x, index, per, width, out, count); }
+
+// The bits from the highest one on.
+DEVICE int level_of(u32 bits) {
+    int level = 0;
+    for (; bits > 1; bits >>= 1) level++;
+    return level;
+}
+
+// The sum in the tree over the ids, of which only some are there. Two neighbours part where the highest bit differs; left sides wait at that level
+// until all that lies right of them below it is summed.
+KERNEL combine_forward(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, float* out, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 token = at / width, column = at % width;
+    float waiting[TREE_LEVELS];
+#pragma unroll
+    for (int level = 0; level < TREE_LEVELS; level++) waiting[level] = 0.0f;
+    u32 full = 0;
+    float sum = 0.0f;
+    int last = -1;
+    for (i64 i = token * k; i < (token + 1) * k; i++) {
+        if (slots[i] < 0) continue;
+        float row = rows[slots[i] * width + column], term = weights ? weights[i] * row : row;
+        if (last >= 0) {
+            int apart = level_of(static_cast<u32>(last ^ ids[i]));
+#pragma unroll
+            for (int level = 0; level < TREE_LEVELS; level++) {
+                if (level < apart && (full >> level & 1u)) sum = waiting[level] + sum;
+                if (level == apart) waiting[level] = sum;
+            }
+            full = (full & ~((1u << apart) - 1u)) | 1u << apart;
+        }
+        sum = term;
+        last = ids[i];
+    }
+#pragma unroll
+    for (int level = 0; level < TREE_LEVELS; level++) {
+        if (full >> level & 1u) sum = waiting[level] + sum;
+    }
+    out[at] = sum;
+}
+
+KERNEL combine_backward_rows(const float* dout, const int* order, const float* weights, i64 k, i64 width, float* drows, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 choice = order[at / width];
+    drows[at] = weights[choice] * dout[choice / k * width + at % width];
+}
+
+KERNEL combine_backward_weights(const float* dout, const float* rows, const int* slots, i64 k, float* dweights, i64 choices, i64 width) {
+    SHARED(float, partial, ROW_HALVES);
+    Team team = team_of(choices, width);
+    i64 slot = team.live ? slots[team.row] : -1;
+    const float* x = dout + (team.live ? team.row / k * width : 0);
+    const float* y = rows + (slot < 0 ? 0 : slot * width);
+    float dot[1];
+    row_sums<1>(team, width, partial, dot, [&](i64 i, float(&term)[1]) { term[0] = slot < 0 ? 0.0f : x[i] * y[i]; });
+    if (team.live && team.half == 0 && team.lane == 0) dweights[team.row] = slot < 0 ? 0.0f : dot[0];
+}
