@@ -122,7 +122,7 @@ fn experts_choose_the_tokens_of_the_cpu() {
     let x = scores("scores", samples * each * experts);
     for capacity in [0, 1, 9, 50] {
         let mut kept = vec![-9_i32; x.len()];
-        if !launch!("route_tokens", [x.len(), 0], &x, experts, capacity as usize, &mut kept, x.len(), each as usize) {
+        if !launch!("route_tokens", [x.len(), 0], &x, experts, capacity, &mut kept, x.len(), each) {
             return;
         }
         let want = Cpu::default().select_tokens(&buffer(&x), samples, experts, capacity).unwrap();
@@ -140,28 +140,16 @@ fn weights_and_their_gradients_are_those_of_the_cpu() {
             (0..tokens * k).map(|i| if i % 5 == 0 { -1 } else { (i / k % 4 + i % k) as i32 }).collect();
         let (dout, add, scale) = (values("dout", tokens * k), i32::from(normalise), of.scale as f32);
         let (mut out, mut dx) = (vec![f32::NAN; tokens * k], vec![f32::NAN; x.len()]);
-        let sizes = [tokens as usize, 0];
+        let sizes = [tokens, 0];
         let chosen = (k < experts).then(|| buffer(&choices));
         if k < experts {
-            if !launch!("route_pick", sizes, &x, &choices, experts, k, add, scale, &mut out, tokens as usize) {
+            if !launch!("route_pick", sizes, &x, &choices, experts, k, add, scale, &mut out, tokens) {
                 return;
             }
-            launch!(
-                "route_pick_backward",
-                sizes,
-                &x,
-                &choices,
-                &dout,
-                experts,
-                k,
-                add,
-                scale,
-                &mut dx,
-                tokens as usize
-            );
+            launch!("route_pick_backward", sizes, &x, &choices, &dout, experts, k, add, scale, &mut dx, tokens);
         } else {
-            launch!("route_pick", sizes, &x, Null, experts, k, add, scale, &mut out, tokens as usize);
-            launch!("route_pick_backward", sizes, &x, Null, &dout, experts, k, add, scale, &mut dx, tokens as usize);
+            launch!("route_pick", sizes, &x, Null, experts, k, add, scale, &mut out, tokens);
+            launch!("route_pick_backward", sizes, &x, Null, &dout, experts, k, add, scale, &mut dx, tokens);
         }
         let want = Cpu::default().pick(&buffer(&x), chosen.as_ref(), of).unwrap();
         assert_bits("weights", &out, want.as_slice().unwrap());
@@ -236,7 +224,9 @@ fn choices(tokens: usize, k: usize, ids: usize) -> Vec<i32> {
     let of = |token: usize| {
         let mut chosen: Vec<i32> = (0..k).map(|j| ((token * 7 + token / 5 + j * (ids / k)) % ids) as i32).collect();
         chosen.sort_unstable();
-        chosen[token % k] = if token % 3 == 0 { -1 } else { chosen[token % k] };
+        if token.is_multiple_of(3) {
+            chosen[token % k] = -1;
+        }
         chosen
     };
     (0..tokens).flat_map(of).collect()
@@ -321,7 +311,7 @@ fn combinations_of_many_experts_are_those_of_the_cpu() {
         let (ids, slots): (Vec<i32>, Vec<i32>) = (0..k as i32).map(|i| (i * step, (i * 5 + 2) % k as i32)).unzip();
         let (rows, weights) = (values("rows", k * width), values("weights", k));
         let mut y = vec![f32::NAN; width];
-        if !launch!("combine_forward", [width, 0], &rows, &ids, &slots, &weights, k, width, &mut y, width as usize) {
+        if !launch!("combine_forward", [width, 0], &rows, &ids, &slots, &weights, k, width, &mut y, width) {
             return;
         }
         let (ids_, slots_) = (buffer(&ids), buffer(&slots));
@@ -329,7 +319,7 @@ fn combinations_of_many_experts_are_those_of_the_cpu() {
         let want = Cpu::default().combine(&buffer(&rows), of, Some(&buffer(&weights)), width).unwrap();
         assert_bits("combine", &y, want.as_slice().unwrap());
         let (dout, mut dweights) = (values("dout", width), vec![f32::NAN; k]);
-        launch!("combine_backward_weights", [k, width], &dout, &rows, &slots, k, &mut dweights, k as usize, width);
+        launch!("combine_backward_weights", [k, width], &dout, &rows, &slots, k, &mut dweights, k, width);
         let order = buffer(&vec![0_i32; k]);
         let (_, want) =
             Cpu::default().combine_grad(&buffer(&dout), &buffer(&rows), of, &order, &buffer(&weights), width).unwrap();

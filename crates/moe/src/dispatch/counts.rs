@@ -18,14 +18,18 @@ pub(super) struct Counts {
 
 impl Counts {
     pub fn read(device: &dyn Device, chosen: &Chosen, once: &Buffer, [samples, ranks]: [usize; 2]) -> Result<Self> {
-        let permutation = device.permutation()?;
-        let download = |counts: &Buffer| -> Result<Vec<usize>> {
-            Ok(device.download(counts)?.as_slice::<i32>()?.iter().map(|&count| count as usize).collect())
-        };
-        let experts = permutation.counts(chosen.experts.buffer(), samples, 0..chosen.num_experts)?;
-        let tokens = permutation.counts(once, samples, 0..ranks)?;
+        let (permutation, layout) = (device.permutation()?, device.layout()?);
         let Chosen { num_experts, capacity, top_k, .. } = *chosen;
-        let read = Self { num_experts, num_ranks: ranks, experts: download(&experts)?, ranks: download(&tokens)? };
+        let experts = permutation.counts(chosen.experts.buffer(), samples, 0..num_experts)?;
+        let tokens = permutation.counts(once, samples, 0..ranks)?;
+        // One download, because the host waits in each.
+        let mut both = device.alloc(DType::I32, experts.count() + tokens.count())?;
+        layout.copy_into(&experts, 0..experts.count(), &mut both, 0)?;
+        layout.copy_into(&tokens, 0..tokens.count(), &mut both, experts.count())?;
+        let both = device.download(&both)?;
+        let mut numbers = both.as_slice::<i32>()?.iter().map(|&count| count as usize);
+        let experts = numbers.by_ref().take(samples * num_experts).collect();
+        let read = Self { num_experts, num_ranks: ranks, experts, ranks: numbers.collect() };
         if device.has_values() {
             return Ok(read);
         }
