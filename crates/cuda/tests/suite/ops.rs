@@ -454,7 +454,7 @@ fn what_the_device_lacks_is_named() {
     );
     assert_eq!(
         message(device.channel_norm().unwrap_err()),
-        format!("channel_norm: device {name} has no channel_norm operations")
+        format!("channel norm: device {name} has no channel norm operations")
     );
     let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
     assert_eq!(
