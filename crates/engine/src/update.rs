@@ -30,7 +30,8 @@ pub const OPTIMIZER: &str = "optimizer";
 /// The optimizer's state on one rank.
 #[derive(Debug)]
 pub struct States {
-    /// The states of elements, this rank's windows of the flat buffers.
+    /// The states of elements, this rank's windows of the flat buffers. In mixed precision the last of them are the weights in f32, which the rule updates:
+    /// those in 16 bits are made of them.
     pub elements: Elements,
     /// Per parameter: the states of sets, whole.
     pub sets: Vec<Vec<Buffer>>,
@@ -76,6 +77,8 @@ pub struct Updates {
     /// The ranks that update other elements of the same parameters.
     group: Option<Group>,
     exact: bool,
+    /// Whether weights are stored in 16 bits, so that states have those in f32.
+    mixed: bool,
     device: Arc<dyn Device>,
 }
 
@@ -169,6 +172,7 @@ impl Updates {
         device: Arc<dyn Device>,
     ) -> Self {
         let declarations = params.declarations();
+        let mixed = declarations.dtype() != DType::F32;
         let shared = axes(rank, cuts, parameters);
         let mut members: Vec<Option<Member>> = declarations.specs().iter().map(|_| None).collect();
         let (mut whole, mut ends): (Vec<ParamId>, Vec<[usize; 2]>) = Default::default();
@@ -218,7 +222,19 @@ impl Updates {
             }
         }
         let flats = layout.flats.iter().take(layout.keys.len()).cloned().collect();
-        Self { members, whole, flats, rounds, group, exact: declarations.reduction_blocks().is_some(), device }
+        let exact = declarations.reduction_blocks().is_some();
+        Self { members, whole, flats, rounds, group, exact, mixed, device }
+    }
+
+    /// Whether states have weights in f32.
+    pub fn mixed(&self) -> bool {
+        self.mixed
+    }
+
+    /// The states of a page that the rule declares, and the weights in f32 if they are among them.
+    fn split<'a>(&self, states: &'a mut [Buffer]) -> (&'a mut [Buffer], Option<&'a mut Buffer>) {
+        let (states, masters) = states.split_at_mut(states.len() - usize::from(self.mixed && !states.is_empty()));
+        (states, masters.first_mut())
     }
 
     /// The flat buffers that are updated at once, one after the other.
@@ -245,6 +261,7 @@ impl Updates {
                 Kept::Codes => Some(DType::U8),
                 Kept::Sets(_) => None,
             });
+            let dtypes = dtypes.chain(self.mixed.then_some(DType::F32));
             let measured = |(id, _): &&(ParamId, _)| self.member(*id).is_some_and(|member| !member.is_elementwise());
             let whole = members.iter().filter(measured).map(|(_, range)| range.clone());
             let whole = whole.filter(|range| !range.is_empty()).collect();
@@ -325,9 +342,10 @@ impl Updates {
                     });
                     let done = member.totals(&totals)?;
                     let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
-                    let (elements, sets) = (states.elements.get(page)?, &states.sets[id.index()]);
+                    let (elements, masters) = self.split(states.elements.get(page)?);
+                    let (sets, weights) = (&states.sets[id.index()], masters.map_or(&weights, |masters| masters));
                     let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
-                    optim.measure(&member.part(&part), pass, &weights, vectors, into)?;
+                    optim.measure(&member.part(&part), pass, weights, vectors, into)?;
                 }
                 sums = self.reduce(sums, op)?;
                 if exact {
@@ -379,10 +397,11 @@ impl Updates {
             let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.matrix());
             let done = member.totals(totals)?;
             let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
-            let (elements, sets) = (states.elements.get(page)?, &states.sets[id.index()]);
+            let (elements, masters) = self.split(states.elements.get(page)?);
+            let (sets, weights) = (&states.sets[id.index()], masters.map_or(&weights, |masters| masters));
             let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
             let into = member.counted.then_some(Measured::Values(&mut values));
-            optim.measure(&member.part(&part), member.passes.len(), &weights, vectors, into)?;
+            optim.measure(&member.part(&part), member.passes.len(), weights, vectors, into)?;
             for (matrix, (owner, at)) in places[&id].iter().enumerate() {
                 layout.copy_into(&values, matrix * count..(matrix + 1) * count, &mut all, owner * chunk + at)?;
             }
@@ -425,15 +444,24 @@ impl Updates {
         for page in states.elements.cover(flat, &part.window()) {
             let (here, range) = part.of_page(&states.elements, page, weights.count());
             let grads = grads.slice(range.start..range.end.min(grads.count())).map_err(Error::from)?;
-            let (elements, sets) = (states.elements.get(page)?, &states.sets[part.id.index()][..]);
-            let update = |weights: &mut Buffer| match member.is_elementwise() {
+            let (elements, masters) = self.split(states.elements.get(page)?);
+            let sets = &states.sets[part.id.index()][..];
+            let mut update = |weights: &mut Buffer| match member.is_elementwise() {
                 true => optim.update(&member.rule, here.update, weights, &grads, elements, here.window()),
                 false => {
                     let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &totals, gathered };
                     optim.update_whole(&member.part(&here), weights, vectors)
                 }
             };
-            weights.within(range, update).map_err(Error::from)??;
+            match masters {
+                None => weights.within(range, update).map_err(Error::from)??,
+                Some(masters) => {
+                    update(masters)?;
+                    let updated = masters.slice(here.window()).map_err(Error::from)?;
+                    let rounded = self.device.pointwise()?.cast(&updated, weights.dtype())?;
+                    self.device.layout()?.copy_into(&rounded, 0..rounded.count(), weights, range.start + here.at)?;
+                }
+            }
         }
         Ok(())
     }

@@ -46,8 +46,6 @@ pub struct WeightStore {
     /// Number of the newest version.
     updates: u64,
     states: Rc<States>,
-    /// The weights that the optimizer updates, where parameters are stored in 16 bits: as far as states are kept.
-    masters: Option<Rc<Params>>,
     rule: Rule,
     updater: Updates,
     lr: LrSchedule,
@@ -84,7 +82,6 @@ const IN_FLIGHT: usize = 2;
 struct Before {
     params: Arc<Params>,
     states: Rc<States>,
-    masters: Option<Rc<Params>>,
 }
 
 /// What happens to the version that an update starts from.
@@ -97,9 +94,10 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`, and from the weights in f32 that go with them if they are stored in 16 bits. Forwards may read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
+    /// Starts from `params`; weights in f32 that go with them, if they are stored in 16 bits, are zero until they are [set](Self::set_masters). Forwards may
+    /// read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
     pub fn new(
-        (params, masters): (Params, Option<Params>),
+        params: Params,
         gradients: Gradients,
         (rule, updater, lr): (Rule, Updates, LrSchedule),
         (cuts, shared): (Cuts, Vec<Shared>),
@@ -124,7 +122,6 @@ impl WeightStore {
             kept: kept.max(1),
             updates: 0,
             states: Rc::new(states),
-            masters: masters.map(Rc::new),
             rule,
             updater,
             lr,
@@ -145,19 +142,46 @@ impl WeightStore {
 
     /// Replaces the elements of a parameter that are kept here: `read` gives those of a range of it, as this rank holds it and counted from the
     /// first one. `None` while something reads the weights.
-    pub fn write<E: From<Error>>(
+    pub fn write<E: From<Error> + From<TrainError>>(
         &mut self,
         id: ParamId,
         mut read: impl FnMut(Range<usize>) -> Result<Vec<f32>, E>,
     ) -> Option<Result<(), E>> {
+        _ = self.versions.back_mut().and_then(Arc::get_mut)?;
+        if self.updater.mixed() {
+            let masters = self.part(id, Vector::States);
+            _ = Rc::get_mut(&mut self.states)?;
+            if let Err(error) = read(masters).and_then(|values| Ok(self.write_masters(id, &values)?)) {
+                return Some(Err(error));
+            }
+        }
         let params = self.versions.back_mut().and_then(Arc::get_mut)?;
-        let masters = self.masters.as_mut().map(Rc::get_mut);
-        let all = [Some(params), masters.map_or(Some(None), |masters| masters.map(Some))?];
-        let write = |params: &mut Params| {
-            let part = params.part(id, &params.window(params.place(id).0));
-            Ok(params.write_part(id, &read(part)?)?)
-        };
-        Some(all.into_iter().flatten().try_for_each(write))
+        let part = params.part(id, &params.window(params.place(id).0));
+        Some(read(part).and_then(|values| Ok(params.write_part(id, &values)?)))
+    }
+
+    /// Sets the weights in f32 to the initial values of the parameters, as this rank holds them, if there are any.
+    pub fn set_masters(&mut self, initial: impl Fn(ParamId) -> Vec<f32>) -> Result<(), TrainError> {
+        if self.updater.mixed() && self.device.has_values() {
+            for id in self.params().declarations().clone().ids() {
+                self.write_masters(id, &initial(id)[self.part(id, Vector::States)])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces the weights in f32 of a parameter that are kept here; a frozen one has none.
+    fn write_masters(&mut self, id: ParamId, values: &[f32]) -> Result<(), TrainError> {
+        let (flat, range) = self.params().place(id);
+        let first = own_part(&self.window(id, Vector::States), range).start;
+        let Some(at) = self.masters(flat) else { return Ok(()) };
+        let states = Rc::get_mut(&mut self.states).unwrap_or_else(|| unreachable!("nothing else holds the states"));
+        states.elements.write(flat, at, first, &Buffer::from_slice(values))
+    }
+
+    /// The number of the state of a flat buffer that has its weights in f32.
+    fn masters(&self, flat: usize) -> Option<usize> {
+        self.states.elements.states(flat).checked_sub(1).filter(|_| self.updater.mixed())
     }
 
     /// The version after `updates` updates; `None` if forwards may no longer read it.
@@ -212,7 +236,8 @@ impl WeightStore {
 
     /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        let states = 0..self.states.elements.states(self.params().place(id).0);
+        let flat = self.params().place(id).0;
+        let states = 0..self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
         states
             .map(|state| Ok(self.vector(id, Place::Elements(state))?.as_slice().map_err(Error::from)?.to_vec()))
             .collect()
@@ -230,11 +255,11 @@ impl WeightStore {
         let (flat, range) = params.place(id);
         match place {
             Place::Weights => numbers(params.download(id, &params.flats()[flat], &params.window(flat))?),
-            Place::Masters => {
-                let masters = self.masters.as_ref().unwrap_or_else(|| unreachable!("declared with mixed precision"));
-                Ok(masters.download(id, &masters.flats()[flat], &masters.window(flat))?)
-            }
-            Place::Elements(at) => {
+            Place::Masters | Place::Elements(_) => {
+                let at = match place {
+                    Place::Elements(at) => at,
+                    _ => self.masters(flat).unwrap_or_else(|| unreachable!("declared with mixed precision")),
+                };
                 let window = self.window(id, Vector::States);
                 numbers(self.states.elements.read(flat, at, own_part(&window, range))?)
             }
@@ -283,8 +308,7 @@ impl WeightStore {
         grad_scale: f32,
         statistics: &StatisticSums,
     ) -> Result<(), TrainError> {
-        let (params, states, masters) = (self.params().clone(), self.states.clone(), self.masters.clone());
-        self.before = Some(Before { params, states, masters });
+        self.before = Some(Before { params: self.params().clone(), states: self.states.clone() });
         self.next_version(lr, grad_scale, statistics, Old::Kept)
     }
 
@@ -295,11 +319,11 @@ impl WeightStore {
 
     /// Undoes a tentative update, bit by bit. Nothing may still hold the new weights.
     pub fn rollback(&mut self) {
-        if let Some(Before { params, states, masters }) = self.before.take() {
+        if let Some(Before { params, states }) = self.before.take() {
             self.versions.clear();
             self.older.clear();
             self.versions.push_back(params);
-            (self.states, self.masters) = (states, masters);
+            self.states = states;
             self.updates -= 1;
         }
     }
@@ -340,7 +364,7 @@ impl WeightStore {
         self.older.clear();
         let refused =
             || TrainError::State { name: "the weights".to_owned(), problem: "they are being read".to_owned() };
-        let (declarations, mixed) = (self.params().declarations().clone(), self.masters.is_some());
+        let (declarations, mixed) = (self.params().declarations().clone(), self.updater.mixed());
         for (id, window) in ids.into_iter().zip(windows) {
             let (flat, part) = (self.params().place(id).0, self.params().part(id, &window));
             for vector in vectors(declarations.spec(id), &self.rule, mixed) {
@@ -407,11 +431,6 @@ impl WeightStore {
             let sets = self.states.sets.iter().map(copy).collect::<Result<_, TrainError>>()?;
             self.states = Rc::new(States { elements, sets });
         }
-        if let Some(masters) = &mut self.masters
-            && Rc::get_mut(masters).is_none()
-        {
-            *masters = Rc::new(masters.copy()?);
-        }
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
         let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
             unreachable!("copied where they were shared")
@@ -426,7 +445,6 @@ impl WeightStore {
             let start = own.start - cuts.window(Vector::Gradients, shared[flat].slice).start;
             Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
         };
-        let mut masters = self.masters.as_mut().and_then(Rc::get_mut);
         let part = |params: &Params, id: ParamId| {
             let (flat, range) = params.place(id);
             let (group, own) = (declarations.spec(id).group, own(flat));
@@ -440,18 +458,18 @@ impl WeightStore {
             }
         };
         // What a rule reads of a parameter before it is updated.
-        let before = |params: &Params, masters: Option<&Params>, id: ParamId| {
-            let (flat, updated) = (params.place(id).0, masters.unwrap_or(params));
-            let (own, held) = (own(flat), updated.window(flat));
-            let weights = updated.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
+        let before = |params: &Params, id: ParamId| {
+            let flat = params.place(id).0;
+            let (own, held) = (own(flat), params.window(flat));
+            let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
             let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
             Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
         };
-        let totals = self.updater.measure(|id| before(params, masters.as_deref(), id), states)?;
+        let totals = self.updater.measure(|id| before(params, id), states)?;
         let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
         for round in self.updater.rounds() {
             let ids = shared[round.clone()].iter().flat_map(|shared| shared.members.iter().copied());
-            let matrices = self.updater.gather(ids, |id| before(params, masters.as_deref(), id), states, &totals)?;
+            let matrices = self.updater.gather(ids, |id| before(params, id), states, &totals)?;
             for flat in round.clone() {
                 let (Shared { members, sharers, .. }, Some(grads)) = (&shared[flat], own_grads(flat)?) else {
                     continue;
@@ -459,17 +477,12 @@ impl WeightStore {
                 let (own, held) = (own(flat), params.window(flat));
                 let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
                 // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
-                let mut weights = match &mut masters {
-                    Some(masters) => std::mem::replace(&mut masters.flats_mut()[flat], Buffer::empty()),
-                    None if own == held => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
-                    None => layout.narrow(&params.flats()[flat], 1, held.len(), 1, own.clone())?,
+                let mut weights = match own == held {
+                    true => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
+                    false => layout.narrow(&params.flats()[flat], 1, held.len(), 1, own.clone())?,
                 };
                 for part in &parts {
                     self.updater.update(part, flat, (&mut weights, &grads), states, &totals, matrices.as_ref())?;
-                }
-                if let Some(masters) = &mut masters {
-                    let rounded = self.device.pointwise()?.cast(&weights, params.flats()[flat].dtype())?;
-                    masters.flats_mut()[flat] = std::mem::replace(&mut weights, rounded);
                 }
                 match sharers.as_ref().filter(|_| own != held) {
                     Some(group) => {
@@ -480,9 +493,6 @@ impl WeightStore {
                         }
                         let whole = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
                         gathered.push_back((flat, group.start_all_gather(weights, whole)?));
-                    }
-                    None if masters.is_some() => {
-                        layout.copy_into(&weights, 0..weights.count(), &mut params.flats_mut()[flat], 0)?;
                     }
                     None => params.flats_mut()[flat] = weights,
                 }

@@ -212,14 +212,6 @@ impl Trainer {
         let windows: Vec<_> = shared.iter().map(|shared| cuts.window(Vector::Weights, shared.slice)).collect();
         let (of, seed) = (declarations.clone(), plan.seed);
         let mut params = Params::in_windows(of, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)?;
-        let masters = plan.mixed.map(|_| {
-            let of = |(flat, shared): (usize, &Shared)| match flat < layout.keys.len() {
-                true => cuts.window(Vector::States, shared.slice),
-                false => 0..0, // frozen
-            };
-            let windows: Vec<_> = shared.iter().enumerate().map(of).collect();
-            Params::masters(&declarations, rank.mesh(), rank.coords(), &device, &layout.flats, &windows, seed)
-        });
         if let Some(gathers) = &gathers {
             params.gather_with(gathers.clone());
         }
@@ -248,8 +240,9 @@ impl Trainer {
         let update = (plan.optimizer.clone(), updater, plan.lr);
         let of_states = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.optimizer));
         let on = (device.clone(), of_states);
-        let params = (params, masters.transpose()?);
-        let weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, versions, on)?;
+        let mut weights = WeightStore::new(params, gradients, update, (cuts, shared), norms, versions, on)?;
+        let initial = |spec: &ParamSpec| spec.initial(&spec.local(rank.mesh(), rank.coords()), plan.seed);
+        weights.set_masters(|id| initial(declarations.spec(id)))?;
         if let Some(disk) = disk.as_ref().filter(|_| device.has_values()) {
             // A disk that is too full is found now, and not in the middle of a step.
             disk.reserve(dry_run::predict(&model, plan, rank.world_rank())?.offloaded.room)?;

@@ -27,7 +27,6 @@ pub struct Params {
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
-    category: Category,
     device: Arc<dyn Device>,
 }
 
@@ -69,36 +68,8 @@ impl Params {
         windows: &[Range<usize>],
         seed: u64,
     ) -> Result<Self> {
-        Self::of_category(Category::Parameters, declarations, mesh, coords, device, layout, windows, seed)
-    }
-
-    /// Master weights: the same in f32, whatever the parameters are stored in. They are part of an optimizer's states.
-    pub fn masters(
-        declarations: &Declarations,
-        mesh: &Mesh,
-        coords: Coords,
-        device: &Arc<dyn Device>,
-        layout: &[Vec<ParamId>],
-        windows: &[Range<usize>],
-        seed: u64,
-    ) -> Result<Self> {
-        let declarations = Arc::new(declarations.clone().stored_in(None));
-        Self::of_category(Category::Optimizer, declarations, mesh, coords, device, layout, windows, seed)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one more than that of both callers")]
-    fn of_category(
-        category: Category,
-        declarations: Arc<Declarations>,
-        mesh: &Mesh,
-        coords: Coords,
-        device: &Arc<dyn Device>,
-        layout: &[Vec<ParamId>],
-        windows: &[Range<usize>],
-        seed: u64,
-    ) -> Result<Self> {
         declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
-        let _category = device.meter().enter(category);
+        let _category = device.meter().enter(Category::Parameters);
         let mut places = vec![None; declarations.specs().len()];
         let (mut flats, mut held) = (Vec::new(), Vec::with_capacity(layout.len()));
         for (flat, members) in layout.iter().enumerate() {
@@ -146,7 +117,6 @@ impl Params {
             flats,
             windows: held,
             gather: None,
-            category,
             device: Arc::clone(device),
         })
     }
@@ -286,7 +256,7 @@ impl Params {
     /// A copy of the weights in new memory, as another version.
     pub fn copy(&self) -> Result<Self> {
         let layout = self.device.layout()?;
-        let _category = self.device.meter().enter(self.category);
+        let _category = self.device.meter().enter(Category::Parameters);
         let flats = self.flats.iter().map(|flat| layout.copy(flat)).collect::<Result<_>>()?;
         Ok(Self { flats, ..self.clone() })
     }
@@ -354,6 +324,15 @@ fn require_fit(spec: &ParamSpec, blocks: Option<usize>, mesh: &Mesh) -> Result<(
         degree: mesh.degree(axis),
         problem: format!("{blocks} reduction blocks fit degrees {:?}", tree::degrees(blocks)),
     })
+}
+
+impl ParamSpec {
+    /// The initial values of the part of the parameter that `local` holds, in host memory and in f32, whatever it is stored in. Padding is zero.
+    pub fn initial(&self, local: &LocalSlice, seed: u64) -> Vec<f32> {
+        let mut values = vec![0.0; local.stored.count()];
+        initialise(self, local, seed, &mut values);
+        values
+    }
 }
 
 /// Draws the part of a parameter that `local` holds; padding stays zero.
