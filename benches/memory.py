@@ -47,13 +47,14 @@ WAYS = {
     "products of bf16": ({"training.matmul_dtype": "bf16"}, "16 Ψ", lambda n: 16),
     "offload optimizer": ({OFFLOAD: "optimizer"}, "8 Ψ", lambda n: 8),
     "offload activations": ({OFFLOAD: "activations"}, "16 Ψ", lambda n: 16),
-    "offload all": ({OFFLOAD: "all"}, "8 Ψ", lambda n: 8),
+    "offload all": ({OFFLOAD: "all"}, "4 Ψ", lambda n: 4),
+    "bf16, offload all": ({"training.dtype": "bf16", OFFLOAD: "all"}, "2 Ψ", lambda n: 2),
     "SGD": ({RULE: "sgd"}, "8 Ψ", lambda n: 8),
     "Adafactor": ({RULE: "adafactor"}, "", None),
     "8-bit Adam": ({RULE: "adam8bit"}, "", None),
     "Muon": ({RULE: "muon"}, "", None),
     "ZeRO 3, full": ({ZERO: 3, RECOMPUTE: "full"}, "16 Ψ/N", lambda n: 16 / n),
-    "ZeRO 3, full, offload all": ({ZERO: 3, RECOMPUTE: "full", OFFLOAD: "all"}, "8 Ψ/N", lambda n: 8 / n),
+    "ZeRO 3, full, offload all": ({ZERO: 3, RECOMPUTE: "full", OFFLOAD: "all"}, "4 Ψ/N", lambda n: 4 / n),
     "ZeRO 1, Adafactor, selective": ({ZERO: 1, RULE: "adafactor", RECOMPUTE: "selective"}, "", None),
 }
 

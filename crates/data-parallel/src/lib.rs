@@ -4,6 +4,7 @@
 
 mod ddp;
 mod gatherer;
+mod parking;
 mod plan;
 mod reducer;
 mod sum;
@@ -11,6 +12,7 @@ mod vectors;
 
 pub use ddp::{Ddp, DdpError};
 pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
+pub use parking::Parking;
 pub use plan::{BucketPlan, Member, plan};
 pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};
 pub use sum::Sum;

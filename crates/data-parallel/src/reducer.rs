@@ -1,7 +1,8 @@
 //! Runs the reductions of buckets.
 //!
-//! More than 400 lines: a bucket's way from its first share to its sum is one state machine, beside its documented types.
+//! More than 400 lines: a bucket's way from its first share to its sum, and to where it is parked, is one state machine, beside its documented types.
 
+use crate::parking::Parking;
 use crate::sum::Sum;
 use crate::vectors::{VectorError, Vectors};
 use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Group, Pending, Rank, ReduceOp};
@@ -141,6 +142,9 @@ struct Slot {
     reducing: Option<Pending>,
     /// The sum, or this rank's slice of it, of the fills whose first round is over.
     sum: Option<Buffer>,
+    /// Of `filling` and of `sum`: whether it is parked, and whether it has changed since it came back.
+    away: [bool; 2],
+    changed: [bool; 2],
     /// Whether this step is summed by the bucket's own method.
     own_sum: bool,
     /// Whether a reduction failed.
@@ -150,6 +154,22 @@ struct Slot {
 /// Fills that may be on their way to slices at once: one that is reduced while the next is started. Each holds the memory of a whole
 /// bucket. That a further one waits for the oldest, whether or not that is done, keeps the peak of memory independent of timing.
 const IN_FLIGHT: usize = 2;
+
+/// The two of a slot's vectors that can be parked.
+const FILLING: usize = 0;
+const SUM: usize = 1;
+
+/// Buckets that may be in memory where gradients are parked: the one that is being filled, and the one before it, to which a deferred gradient may
+/// still come.
+const HERE: usize = 2;
+
+/// What is parked.
+#[derive(Debug)]
+struct Lot {
+    parking: Box<dyn Parking>,
+    /// Buckets with gradients in memory; the one used last is at the back.
+    here: VecDeque<usize>,
+}
 
 /// Reduces buckets of gradients as early as possible.
 ///
@@ -162,6 +182,7 @@ pub struct Reducer {
     vectors: Box<dyn Vectors>,
     /// Buckets whose slices are on their way, the oldest first.
     in_flight: VecDeque<usize>,
+    lot: Option<Lot>,
 }
 
 impl Reducer {
@@ -170,14 +191,30 @@ impl Reducer {
     /// # Errors
     /// No memory.
     pub fn new(buckets: Vec<Bucket>, vectors: impl Vectors + 'static) -> Result<Self, ReduceError> {
+        Self::parked(buckets, vectors, None)
+    }
+
+    /// The same, whose gradients wait in `parking`, if there is one, while nothing is added to them: two buckets of them are in memory, and those that
+    /// are on their way to slices. A reduction is waited for before a third bucket is filled. Between steps nothing is parked.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn parked(
+        buckets: Vec<Bucket>,
+        vectors: impl Vectors + 'static,
+        parking: Option<Box<dyn Parking>>,
+    ) -> Result<Self, ReduceError> {
         let slot = |(at, bucket): (usize, Bucket)| {
             // Where only slices stay, there is nothing before the first reduction.
-            let sum = (!bucket.scatter).then(|| zeros(&vectors, at, bucket.elements)).transpose()?;
+            let sum =
+                (!bucket.scatter && parking.is_none()).then(|| zeros(&vectors, at, bucket.elements)).transpose()?;
             let members = vec![Progress::default(); bucket.members.len()];
-            Ok(Slot { bucket, members, reduced: 0, filling: None, reducing: None, sum, own_sum: false, lost: false })
+            let (filling, reducing, away, changed) = Default::default();
+            Ok(Slot { bucket, members, reduced: 0, filling, reducing, sum, away, changed, own_sum: false, lost: false })
         };
         let slots = buckets.into_iter().enumerate().map(slot).collect::<Result<_, ReduceError>>()?;
-        Ok(Self { slots, vectors: Box::new(vectors), in_flight: VecDeque::new() })
+        let lot = parking.map(|parking| Lot { parking, here: VecDeque::new() });
+        Ok(Self { slots, vectors: Box::new(vectors), in_flight: VecDeque::new(), lot })
     }
 
     /// Number of buckets.
@@ -208,7 +245,86 @@ impl Reducer {
             slot.members.fill(Progress::default());
             slot.reduced = 0;
             slot.sum.take_if(|_| slot.bucket.scatter);
+            if slot.bucket.scatter {
+                (slot.away, slot.changed) = Default::default();
+            }
         }
+        let Some(lot) = &mut self.lot else { return };
+        for slot in &mut self.slots {
+            slot.filling = None;
+            slot.away[FILLING] = false;
+            // The last sums can be looked at until the next ones come in.
+            if !slot.changed[SUM] && slot.sum.take().is_some() {
+                slot.away[SUM] = true;
+            }
+        }
+        lot.here.retain(|&bucket| self.slots[bucket].sum.is_some());
+        lot.parking.begin();
+    }
+
+    /// Counts a bucket as used, and parks those in whose place it comes.
+    fn hold(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        let Some(lot) = &mut self.lot else { return Ok(()) };
+        lot.here.retain(|&other| other != bucket);
+        lot.here.push_back(bucket);
+        while let Some(lot) = self.lot.as_mut().filter(|lot| lot.here.len() > HERE)
+            && let Some(oldest) = lot.here.pop_front()
+        {
+            self.park(oldest)?;
+        }
+        Ok(())
+    }
+
+    /// Parks what a bucket has in memory, once its sum over ranks is there.
+    fn park(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        if !self.slots[bucket].bucket.scatter {
+            self.land(bucket)?;
+        }
+        let (Some(lot), slot) = (&mut self.lot, &mut self.slots[bucket]) else { return Ok(()) };
+        for which in [FILLING, SUM] {
+            let Some(gradients) = slot.part(which).take() else { continue };
+            slot.away[which] = true;
+            // What came back and was only read is still there.
+            if std::mem::take(&mut slot.changed[which]) {
+                let parked = lot.parking.put(slot.place(bucket, which), gradients);
+                parked.map_err(|source| ReduceError::Vectors { bucket, source })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings back what a bucket has parked.
+    fn bring(&mut self, bucket: usize, which: usize) -> Result<(), ReduceError> {
+        let (Some(lot), slot) = (&mut self.lot, &mut self.slots[bucket]) else { return Ok(()) };
+        if std::mem::take(&mut slot.away[which]) {
+            let back = lot.parking.get(slot.place(bucket, which));
+            *slot.part(which) = Some(back.map_err(|source| ReduceError::Vectors { bucket, source })?);
+        }
+        Ok(())
+    }
+
+    /// Brings back what a bucket's gradients are added to.
+    fn fetch_filling(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        self.hold(bucket)?;
+        let (slot, parks) = (&mut self.slots[bucket], self.lot.is_some());
+        if parks && !slot.bucket.scatter && slot.filling.is_none() && !slot.away[FILLING] {
+            // The first share of a sum that takes the place of the last one.
+            slot.sum = None;
+            (slot.away[SUM], slot.changed[SUM]) = (false, false);
+        }
+        self.bring(bucket, FILLING)
+    }
+
+    /// Brings back the gradients of a bucket that were reduced last, if they are parked: before [`gradients`](Self::gradients).
+    ///
+    /// # Errors
+    /// What the parking says.
+    ///
+    /// # Panics
+    /// If there is no such bucket.
+    pub fn fetch(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        self.hold(bucket)?;
+        self.bring(bucket, SUM)
     }
 
     /// The gradients of a bucket, the range of a member in them, and whether it holds nothing of this fill yet: then write to it, else add
@@ -217,6 +333,7 @@ impl Reducer {
     /// # Panics
     /// If there is no such bucket or member.
     pub fn gradient(&mut self, bucket: usize, member: usize) -> Result<(&mut Buffer, Range<usize>, bool), ReduceError> {
+        self.fetch_filling(bucket)?;
         let slot = &mut self.slots[bucket];
         if slot.lost {
             return Err(ReduceError::Lost { bucket });
@@ -226,6 +343,7 @@ impl Reducer {
         }
         let first = !std::mem::replace(&mut slot.members[member].written, true);
         let range = slot.bucket.members[member].clone();
+        slot.changed[FILLING] = true;
         Ok((slot.filling(bucket, &*self.vectors)?, range, first))
     }
 
@@ -253,10 +371,12 @@ impl Reducer {
         if slot.members.iter().any(|member| member.ready < wanted) {
             return Ok(None);
         }
-        let vectors = &*self.vectors;
+        self.fetch_filling(bucket)?;
+        let (slot, vectors) = (&mut self.slots[bucket], &*self.vectors);
         for at in 0..slot.members.len() {
             if !std::mem::take(&mut slot.members[at].written) {
                 let range = slot.bucket.members[at].clone();
+                slot.changed[FILLING] = true;
                 let gradients = slot.filling(bucket, vectors)?;
                 vectors.zero(gradients, range).map_err(|source| ReduceError::Vectors { bucket, source })?;
             }
@@ -285,7 +405,9 @@ impl Reducer {
         while self.in_flight.len() >= IN_FLIGHT || self.slots[bucket].reducing.is_some() {
             let Some(oldest) = self.in_flight.pop_front() else { break };
             self.land(oldest)?;
+            self.hold(oldest)?;
         }
+        self.fetch_filling(bucket)?;
         let slot = &mut self.slots[bucket];
         let (Some(group), Some(gradients)) = (slot.bucket.rounds.first(), slot.filling.take()) else { return Ok(()) };
         let count = slot.bucket.slice().count();
@@ -307,8 +429,10 @@ impl Reducer {
 
     /// Waits for the first round of a bucket's last fill, and adds its slice to those of earlier ones.
     fn land(&mut self, bucket: usize) -> Result<(), ReduceError> {
+        let Some(pending) = self.slots[bucket].reducing.take() else { return Ok(()) };
+        self.bring(bucket, SUM)?;
         let slot = &mut self.slots[bucket];
-        let Some(pending) = slot.reducing.take() else { return Ok(()) };
+        slot.changed[SUM] = true;
         slot.lost = true;
         let mut reduced = pending.wait().map_err(|source| failed(bucket, source))?;
         let (own, group) = (slot.bucket.sum.as_mut().filter(|_| slot.own_sum), slot.bucket.rounds.first());
@@ -345,13 +469,17 @@ impl Reducer {
             if let Some(member) = (0..slot.members.len()).find(|&member| !slot.is_final(member)) {
                 return Err(ReduceError::Missing { bucket, member });
             }
+            self.hold(bucket)?;
             self.land(bucket)?;
+            [FILLING, SUM].into_iter().try_for_each(|which| self.bring(bucket, which))?;
             let slot = &mut self.slots[bucket];
             // What needs no first round is the sum as it came in.
-            let sum = slot.sum.take().or(slot.filling.take());
+            let (reduced, filled) = (slot.sum.take(), slot.filling.take());
+            slot.changed[SUM] |= reduced.is_none() && slot.changed[FILLING];
             slot.lost = true;
-            let mut sum = sum.ok_or(ReduceError::Lost { bucket })?;
+            let mut sum = reduced.or(filled).ok_or(ReduceError::Lost { bucket })?;
             for group in slot.bucket.rounds.iter().skip(1).chain(&slot.bucket.last) {
+                slot.changed[SUM] = true;
                 sum = group.all_reduce(sum, ReduceOp::Sum).map_err(|source| failed(bucket, source))?;
             }
             slot.sum = Some(sum);
@@ -373,13 +501,27 @@ impl Reducer {
         self.slots[bucket].bucket.sum.as_deref_mut()
     }
 
-    /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is under way.
+    /// A copy in host memory of the gradients of a bucket that were reduced last, if they are parked, which they still are afterwards.
+    ///
+    /// # Errors
+    /// What the parking says.
+    ///
+    /// # Panics
+    /// If there is no such bucket.
+    pub fn peek(&self, bucket: usize) -> Result<Option<Buffer>, ReduceError> {
+        let (slot, lot) = (&self.slots[bucket], self.lot.as_ref());
+        let parked = lot.filter(|_| slot.away[SUM]).map(|lot| lot.parking.peek(slot.place(bucket, SUM)));
+        parked.transpose().map_err(|source| ReduceError::Vectors { bucket, source })
+    }
+
+    /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is under way, or if they are parked.
     pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
         self.slots[bucket].sum.as_ref()
     }
 
     /// The same, for writing.
     pub fn gradients_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+        self.slots[bucket].changed[SUM] = true;
         self.slots[bucket].sum.as_mut()
     }
 }
@@ -388,6 +530,15 @@ impl Slot {
     /// Whether nothing may be added to a member any more in this step.
     fn is_final(&self, member: usize) -> bool {
         self.members[member].ready >= self.bucket.shares * self.bucket.fills
+    }
+
+    fn part(&mut self, which: usize) -> &mut Option<Buffer> {
+        if which == FILLING { &mut self.filling } else { &mut self.sum }
+    }
+
+    /// Where a part is parked. Without slices the sum is what came in, and there is no other.
+    fn place(&self, bucket: usize, which: usize) -> usize {
+        2 * bucket + if self.bucket.scatter { which } else { 0 }
     }
 
     /// Memory for the gradients that come in: that of the last sum, or new memory where only a slice of the sum is kept.

@@ -4,8 +4,10 @@ use crate::TrainError;
 use crate::lossy_sum::SumState;
 use meshwork_core::{Buffer, Types};
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
+use meshwork_tensor::param::host_floats;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
 use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +16,8 @@ use std::time::Instant;
 /// The gradients of one rank's parameters, in the reducer's buckets.
 #[derive(Debug)]
 pub struct Gradients {
-    reducer: Reducer,
+    /// Reading brings back what is parked.
+    reducer: RefCell<Reducer>,
     /// Per parameter: (bucket, member within it).
     places: Vec<(usize, usize)>,
     /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets' reductions
@@ -41,12 +44,13 @@ impl Gradients {
         device: Arc<dyn Device>,
     ) -> Self {
         let seen_done = vec![false; reducer.buckets()];
+        let reducer = RefCell::new(reducer);
         Self { reducer, places, traced, ordered, kept, device, events: Vec::new(), seen_done }
     }
 
     /// Forgets every gradient before the update of this number, from 0: the first share of each overwrites it.
     pub fn begin(&mut self, update: u64) {
-        self.reducer.begin(update);
+        self.reducer.get_mut().begin(update);
         self.events.clear();
         self.seen_done.fill(false);
         self.ordered.iter_mut().for_each(OrderedSums::clear);
@@ -61,7 +65,7 @@ impl Gradients {
     pub fn finish(&mut self) -> std::result::Result<(), TrainError> {
         let events = &mut self.events;
         let seen_done = &self.seen_done;
-        self.reducer.finish(|event| {
+        self.reducer.get_mut().finish(|event| {
             if !matches!(event, BucketEvent::Done(bucket) if seen_done[bucket]) {
                 events.push((Instant::now(), event));
             }
@@ -71,8 +75,10 @@ impl Gradients {
         members.sort_unstable();
         for (&(bucket, member), &copies) in members {
             // The sum goes to the gradient's place in a bucket without copies, before the copies of the next member.
-            let all = self.reducer.range(bucket, member);
-            let buffer = self.reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
+            let reducer = self.reducer.get_mut();
+            let all = reducer.range(bucket, member);
+            reducer.fetch(bucket)?;
+            let buffer = reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
             self.device.pointwise()?.tree_sum(buffer, all.start, copies, all.len() / copies, all.start / copies)?;
         }
         Ok(())
@@ -81,7 +87,8 @@ impl Gradients {
     /// What is kept of compressed gradients, in host memory: each slice with its elements.
     pub fn kept(&self) -> impl Iterator<Item = std::result::Result<(&SumState, Buffer), TrainError>> {
         self.kept.iter().map(|(bucket, kept)| {
-            let states = self.reducer.sum(*bucket).map_or_else(Vec::new, |sum| sum.states());
+            let reducer = self.reducer.borrow();
+            let states = reducer.sum(*bucket).map_or_else(Vec::new, |sum| sum.states());
             let state = states.iter().find(|(name, _)| *name == kept.state);
             let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
             Ok((kept, self.device.download(&state.slice(kept.range.clone()).map_err(Error::from)?)?))
@@ -95,7 +102,7 @@ impl Gradients {
     ) -> std::result::Result<(), TrainError> {
         for (bucket, kept) in &self.kept {
             let values = Buffer::from_vec(read(kept)?);
-            let states = self.reducer.sum_mut(*bucket).map_or_else(Vec::new, |sum| sum.states_mut());
+            let states = self.reducer.get_mut().sum_mut(*bucket).map_or_else(Vec::new, |sum| sum.states_mut());
             let state = states.into_iter().find(|(name, _)| *name == kept.state);
             let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
             self.device.upload_into(&values, state, kept.range.start)?;
@@ -105,12 +112,34 @@ impl Gradients {
 
     /// The number of buckets.
     pub fn buckets(&self) -> usize {
-        self.reducer.buckets()
+        self.reducer.borrow().buckets()
     }
 
-    /// The reduced gradients of a bucket, or this rank's slice of them; nothing for a flat buffer of frozen parameters.
-    pub fn bucket(&self, bucket: usize) -> Option<&Buffer> {
-        if bucket < self.reducer.buckets() { self.reducer.gradients(bucket) } else { None }
+    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of it, in host memory. What is parked
+    /// stays so, and the bytes that are read are not counted.
+    pub fn peek(&self, bucket: usize, range: Range<usize>) -> std::result::Result<Vec<f32>, TrainError> {
+        let reducer = self.reducer.borrow();
+        if bucket >= reducer.buckets() || range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let host = match reducer.gradients(bucket) {
+            Some(here) => self.device.download(&here.slice(range).map_err(Error::from)?)?,
+            None => match reducer.peek(bucket)? {
+                Some(parked) => parked.slice(range).map_err(Error::from)?,
+                None => return Ok(Vec::new()),
+            },
+        };
+        Ok(host_floats(&host)?)
+    }
+
+    /// The reduced gradients of a bucket, or this rank's slice of them; nothing for a flat buffer of frozen parameters. Parked ones come back.
+    pub fn bucket(&self, bucket: usize) -> std::result::Result<Option<Buffer>, TrainError> {
+        let mut reducer = self.reducer.borrow_mut();
+        if bucket >= reducer.buckets() {
+            return Ok(None);
+        }
+        reducer.fetch(bucket)?;
+        Ok(reducer.gradients(bucket).cloned())
     }
 
     /// The timeline of the last step's reductions.
@@ -120,8 +149,9 @@ impl Gradients {
 
     /// Records the reductions that have completed by now.
     pub fn poll(&mut self) {
-        for bucket in 0..self.reducer.buckets() {
-            if !self.seen_done[bucket] && self.reducer.is_reduced(bucket) {
+        let reducer = self.reducer.get_mut();
+        for bucket in 0..reducer.buckets() {
+            if !self.seen_done[bucket] && reducer.is_reduced(bucket) {
                 self.seen_done[bucket] = true;
                 self.events.push((Instant::now(), BucketEvent::Done(bucket)));
             }
@@ -202,7 +232,7 @@ impl Gradients {
     /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
     fn place_in_order(&mut self, share: &GradShard) -> Result<GradSlot<'_>> {
         let (bucket, member) = self.places[share.id.index()];
-        let (buffer, all, _) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, all, _) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
         let Some(ordered) = &mut self.ordered else {
             return Ok(GradSlot { buffer, start: all.start, first: true });
         };
@@ -240,7 +270,7 @@ impl Gradients {
     fn finish_order(&mut self, id: ParamId) -> Result<()> {
         let (bucket, member) = self.places[id.index()];
         let Some(ordered) = &mut self.ordered else { return Ok(()) };
-        let (buffer, all, _) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, all, _) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
         let n = all.len() / ordered.copies[id.index()];
         let mut filled = 0;
         for (&first, waiting) in &mut ordered.sums[id.index()] {
@@ -295,16 +325,16 @@ impl GradSink for Gradients {
             return self.place_in_order(share).map(Some);
         }
         let (bucket, member) = self.places[share.id.index()];
-        let (buffer, range, first) = self.reducer.gradient(bucket, member).map_err(as_backward)?;
+        let (buffer, range, first) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
         Ok(Some(GradSlot { buffer, start: range.start, first }))
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {
         let (bucket, member) = self.places[id.index()];
-        if self.ordered.is_some() && self.reducer.awaits(bucket, member) == 1 {
+        if self.ordered.is_some() && self.reducer.get_mut().awaits(bucket, member) == 1 {
             self.finish_order(id)?;
         }
-        if let Some(event) = self.reducer.ready(bucket, member).map_err(as_backward)? {
+        if let Some(event) = self.reducer.get_mut().ready(bucket, member).map_err(as_backward)? {
             self.events.push((Instant::now(), event));
         }
         self.poll();
@@ -315,6 +345,7 @@ impl GradSink for Gradients {
 fn as_backward(error: ReduceError) -> Error {
     match error {
         ReduceError::Comm { source, .. } => Error::Comm(source),
+        ReduceError::Vectors { source, .. } if source.is::<TrainError>() => Error::Saved(source),
         other => Error::Backward(other.to_string()),
     }
 }

@@ -6,14 +6,14 @@ use crate::factor_sum::{FactorSum, factored, kept_factors};
 use crate::lossy_sum::{LossySum, Own, SumPlan, SumState, kept};
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, ZeroGroups};
-use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
 use meshwork_compress::Scheme;
 use meshwork_core::{Axis, Buffer, DType, FlatSlice, Group, Mesh, Rank, Types};
 use meshwork_data_parallel::{
-    Bucket, BucketPlan, Member, Reducer, Sum, VectorError, Vectors, cuts_batch, plan as fill, rounds,
+    Bucket, BucketPlan, Member, Parking, Reducer, Sum, VectorError, Vectors, cuts_batch, plan as fill, rounds,
 };
 use meshwork_nn::Batch;
-use meshwork_optim::{Kept, Rule, State};
+use meshwork_optim::{Kept, State};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::param::reduction_axes;
 use meshwork_tensor::{Category, Declarations, Device, ParamId, ParamSpec, Params};
@@ -77,8 +77,9 @@ fn buckets(
     found: &Trace,
     tied: &[TiedWeight],
     rank: &Rank,
-    (zero, rule, compress): (Zero, &Rule, &Compress),
+    plan: &Plan,
 ) -> Result<(Vec<Vec<ParamId>>, Vec<Key>), PlanError> {
+    let Plan { optimizer: rule, compress, .. } = plan;
     let specs = |id: ParamId| model.declarations.spec(id);
     let unread = |id: &ParamId| !specs(*id).group.frozen && !found.ready.contains(id);
     if let Some(id) = model.declarations.ids().find(unread) {
@@ -110,7 +111,7 @@ fn buckets(
     // The holders of tied weights make them ready in different orders, and reduce them in the order of their names.
     shared.sort_by_key(|member| &specs(ids[&member.id]).name);
     let all: usize = single.iter().map(|member| member.elements).sum();
-    let limit = match zero.stage >= ZeroStage::Gradients {
+    let limit = match plan.zero.stage >= ZeroStage::Gradients {
         true => BUCKET_ELEMENTS.min(all / BUCKETS_OF_SLICES),
         false => BUCKET_ELEMENTS,
     };
@@ -153,7 +154,7 @@ impl Layout {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut found = trace(model, local, rank.world_rank(), &micro)?;
         found.number_tied_copies(model, local, schedule, tied, rank, &micro)?;
-        let (flats, keys) = buckets(local, &found, tied, rank, (plan.zero, &plan.optimizer, &plan.compress))?;
+        let (flats, keys) = buckets(local, &found, tied, rank, plan)?;
         let mut places = vec![(0, 0..0, 0); local.declarations.specs().len()];
         let mut elements = Vec::with_capacity(flats.len());
         for (flat, members) in flats.iter().enumerate() {
@@ -267,7 +268,7 @@ impl Layout {
         (zero, tied): (&ZeroGroups, &BTreeMap<Vec<usize>, Group>),
         tapes: impl Fn(usize) -> usize,
         lossy: &[Option<SumPlan>],
-        (device, gradients): (&Arc<dyn Device>, DType),
+        (device, gradients, parking): (&Arc<dyn Device>, DType, Option<Box<dyn Parking>>),
     ) -> Result<Reducer, TrainError> {
         let bucket = |(flat, key): (usize, &Key)| -> Result<Bucket, TrainError> {
             let tied = key.tied_ranks.as_ref().and_then(|tied_ranks| tied.get(tied_ranks).cloned());
@@ -307,7 +308,7 @@ impl Layout {
             })
         };
         let buckets = self.keys.iter().enumerate().map(bucket).collect::<Result<_, _>>()?;
-        Ok(Reducer::new(buckets, OnDevice(device.clone(), Category::Gradients, gradients))?)
+        Ok(Reducer::parked(buckets, OnDevice(device.clone(), Category::Gradients, gradients), parking)?)
     }
 }
 

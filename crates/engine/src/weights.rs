@@ -226,12 +226,8 @@ impl WeightStore {
 
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        match self.gradients.bucket(self.params().place(id).0) {
-            None => Ok(Vec::new()),
-            Some(bucket) => {
-                Ok(host_floats(&self.params().download(id, bucket, &self.window(id, Vector::Gradients))?)?)
-            }
-        }
+        let (flat, range) = self.params().place(id);
+        self.gradients.peek(flat, own_part(&self.window(id, Vector::Gradients), range))
     }
 
     /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen one.
@@ -287,9 +283,9 @@ impl WeightStore {
     pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
         for NormShard { flat, range } in &self.norm_shards {
-            match self.gradients.bucket(*flat) {
-                Some(all) if self.exact_norm => optim.exact_sum_of_squares(all, range.clone(), sums, at)?,
-                Some(all) => optim.sum_of_squares(all, range.clone(), sums, at)?,
+            match self.gradients.bucket(*flat)? {
+                Some(all) if self.exact_norm => optim.exact_sum_of_squares(&all, range.clone(), sums, at)?,
+                Some(all) => optim.sum_of_squares(&all, range.clone(), sums, at)?,
                 None => {}
             }
         }
@@ -441,7 +437,7 @@ impl WeightStore {
         let own = |flat: usize| cuts.window(Vector::States, shared[flat].slice);
         // The gradients of the elements that this rank updates.
         let own_grads = |flat: usize| -> Result<Option<Buffer>, TrainError> {
-            let (Some(grads), own) = (gradients.bucket(flat), own(flat)) else { return Ok(None) };
+            let (Some(grads), own) = (gradients.bucket(flat)?, own(flat)) else { return Ok(None) };
             let start = own.start - cuts.window(Vector::Gradients, shared[flat].slice).start;
             Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
         };

@@ -1,8 +1,10 @@
 //! Buckets reduced on threads, against sums taken by hand.
 
 use meshwork_core::comm::thread;
-use meshwork_core::{Axis, CommError, FlatSlice, Mesh, OpKind, Rank};
-use meshwork_data_parallel::{Bucket, BucketEvent, HostVectors, ReduceError, Reducer, rounds};
+use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Mesh, OpKind, Rank};
+use meshwork_data_parallel::{Bucket, BucketEvent, HostVectors, Parking, ReduceError, Reducer, VectorError, rounds};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 fn bucket(elements: usize, rounds: Vec<meshwork_core::Group>) -> Bucket {
     let members = vec![0..elements / 2, elements / 2..elements];
@@ -122,4 +124,84 @@ fn slices_of_several_fills_add_up() {
         assert!(log.iter().all(|record| record.op == OpKind::ReduceScatter && record.elements == 12), "{log:?}");
         assert_eq!(log.len(), 2 * (3 + 1));
     }
+}
+
+/// Copies of vectors by number, and how often each was taken in.
+#[derive(Clone, Debug, Default)]
+struct Elsewhere(Arc<Mutex<BTreeMap<usize, Copied>>>);
+
+/// A vector, and how often it was taken in.
+type Copied = (Vec<f32>, usize);
+
+impl Parking for Elsewhere {
+    fn put(&mut self, place: usize, vector: Buffer) -> Result<(), VectorError> {
+        let mut parked = self.0.lock().unwrap();
+        let times = parked.get(&place).map_or(0, |(_, times)| *times);
+        parked.insert(place, (vector.as_slice()?.to_vec(), times + 1));
+        Ok(())
+    }
+
+    fn get(&mut self, place: usize) -> Result<Buffer, VectorError> {
+        Ok(Buffer::from_slice(&self.0.lock().unwrap().get(&place).ok_or("nothing was put there")?.0))
+    }
+
+    fn peek(&self, place: usize) -> Result<Buffer, VectorError> {
+        self.clone().get(place)
+    }
+
+    fn begin(&mut self) {
+        self.0.lock().unwrap().values_mut().for_each(|(_, times)| *times = 0);
+    }
+}
+
+/// The gradients of five buckets over two steps of two tapes, as they are after each step.
+fn steps(rank: &Rank, scatter: bool, axes: &[Axis], parking: Option<Elsewhere>) -> Vec<Vec<f32>> {
+    let fills = if scatter { 2 } else { 1 };
+    let bucket = |_| Bucket { scatter, fills, shares: 2 / fills, ..bucket(10, rounds(rank, axes.iter().copied())) };
+    let parking = parking.map(|parking| Box::new(parking) as Box<dyn Parking>);
+    let mut reducer = Reducer::parked((0..5).map(bucket).collect(), HostVectors, parking).unwrap();
+    let mut found = Vec::new();
+    for step in 0..2 {
+        reducer.begin(step);
+        for (tape, at) in (0..2).flat_map(|tape| (0..5).map(move |at| (tape, at))) {
+            for member in [1, 0] {
+                let (buffer, range, first) = reducer.gradient(at, member).unwrap();
+                let values = &mut buffer.as_mut_slice::<f32>().unwrap()[range];
+                for (i, x) in values.iter_mut().enumerate() {
+                    let share = (1 + rank.world_rank()) as f32 * (at * 100 + tape * 10 + i + step as usize) as f32;
+                    *x = if first { share } else { *x + share };
+                }
+                reducer.ready(at, member).unwrap();
+            }
+        }
+        reducer.finish(|_| {}).unwrap();
+        for at in [4, 0, 1, 2, 3, 4] {
+            let seen = reducer.peek(at).unwrap();
+            reducer.fetch(at).unwrap();
+            assert!(seen.is_none_or(|seen| seen.as_slice::<f32>().unwrap() == gradients(&reducer, at)));
+            found.push(gradients(&reducer, at));
+        }
+    }
+    found
+}
+
+/// Whatever is summed how, and though no more than two buckets are in memory.
+#[test]
+fn parked_gradients_are_those_that_stay() {
+    thread::run_mesh(&"dp=2,tp=2".parse().unwrap(), |rank| {
+        for axes in [&[][..], &[Axis::Dp], &[Axis::Dp, Axis::Tp]] {
+            for scatter in [false, true].into_iter().filter(|scatter| !scatter || !axes.is_empty()) {
+                let elsewhere = Elsewhere::default();
+                let parked = steps(&rank, scatter, axes, Some(elsewhere.clone()));
+                assert_eq!(parked, steps(&rank, scatter, axes, None), "{axes:?}, slices: {scatter}");
+                assert!(parked[0].iter().any(|&x| x != 0.0));
+                let times: Vec<usize> = elsewhere.0.lock().unwrap().values().map(|(_, times)| *times).collect();
+                // Each tape's share is parked once, and a sum once more if a second round changed it; what was only read is not put again.
+                let most = 2 + usize::from(axes.len() > 1);
+                assert!(times.len() == 5 && times.iter().all(|times| (1..=most).contains(times)), "{times:?}");
+            }
+        }
+        Ok::<_, CommError>(())
+    })
+    .unwrap();
 }

@@ -1,6 +1,6 @@
 //! Offload: what a rank does not need at the moment leaves its memory and comes back before it is needed (ZeRO-Infinity, Rajbhandari et al.
-//! 2021, arXiv:2104.07857). States of the optimizer go page by page through the update, activations segment by segment from forward to
-//! backward.
+//! 2021, arXiv:2104.07857). States of the optimizer go page by page through the update, gradients bucket by bucket from backward to the update, activations
+//! segment by segment from forward to backward.
 //!
 //! | module | what it does |
 //! |---|---|
@@ -9,6 +9,7 @@
 //! | `space` | which bytes of a store are in use |
 //! | `pages` | the states of the optimizer, a few pages of them in memory |
 //! | `saved` | what forward keeps for backward |
+//! | `parked` | gradients to which nothing is added at the moment |
 //!
 //! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for its file at fixed
 //! places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
@@ -16,6 +17,7 @@
 pub(crate) mod disk;
 mod folder;
 pub(crate) mod pages;
+pub(crate) mod parked;
 pub(crate) mod saved;
 mod space;
 
@@ -31,6 +33,8 @@ use std::sync::Arc;
 pub struct Offload {
     /// The states of the optimizer.
     pub optimizer: bool,
+    /// The gradients of weights.
+    pub gradients: bool,
     /// What forward keeps for backward.
     pub activations: bool,
     /// Where they go.

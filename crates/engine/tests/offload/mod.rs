@@ -4,12 +4,15 @@ use super::{SEQ, VOCAB, batch, go_on, model, on};
 use meshwork_core::comm::thread;
 use meshwork_engine::offload::{Backing, Folder, Offload, OffloadError, Store};
 use meshwork_engine::{
-    Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+    LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState, Zero,
+    ZeroStage, dry_run,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_nn::Model;
-use meshwork_optim::{AdamW, Rule};
+use meshwork_optim::{AdamW, Lamb, Rule};
+use meshwork_tensor::Category;
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::tape::HalfType;
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -101,7 +104,7 @@ fn offloading(plan: Plan, trouble: Option<Trouble>) -> (TempDir, Plan) {
         None => Arc::new(folder),
         Some(trouble) => Arc::new(Troubled { folder, trouble }),
     };
-    (dir, Plan { offload: Some(Offload { optimizer: true, activations: true, to }), ..plan })
+    (dir, Plan { offload: Some(Offload { optimizer: true, gradients: true, activations: true, to }), ..plan })
 }
 
 fn adamw(mesh: &str) -> Plan {
@@ -110,41 +113,61 @@ fn adamw(mesh: &str) -> Plan {
 
 #[test]
 fn a_run_goes_on_with_and_without_offload_bit_by_bit() {
-    let held = Plan { zero: Zero { stage: ZeroStage::States, group: None }, ..adamw("dp=2,pp=2") };
-    let (_dir, offloads) = offloading(held.clone(), None);
-    let (wanted, end) = go_on(&held, None, 0..4);
-    for (first, second) in [(&held, &offloads), (&offloads, &held), (&offloads, &offloads)] {
-        let (_, middle) = go_on(first, None, 0..2);
-        let (reports, state) = go_on(second, Some(&middle), 2..4);
-        assert_eq!(state, end);
-        for (report, wanted) in reports.iter().zip(&wanted[2..]) {
-            assert_eq!(
-                (report.loss.to_bits(), report.grad_norm.to_bits()),
-                (wanted.loss.to_bits(), wanted.grad_norm.to_bits())
-            );
+    let cut = |stage| Zero { stage, group: None };
+    let mixed =
+        Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: false, loss_scale: LossScale::Fixed(1.0) });
+    for held in [
+        Plan { zero: cut(ZeroStage::States), ..adamw("dp=2,pp=2") },
+        Plan { zero: cut(ZeroStage::Weights), mixed, ..adamw("dp=2,pp=2") },
+        Plan { schedule: ScheduleSpec::named("zb_h2").unwrap(), mixed, ..adamw("dp=2,pp=2") },
+        Plan { zero: cut(ZeroStage::Gradients), optimizer: Lamb::default().into(), mixed, ..adamw("dp=2,pp=2") },
+        Plan { numerics: Numerics::Canonical { blocks: 8 }, mixed, ..adamw("dp=2,pp=2") },
+    ] {
+        let held = Plan { num_microbatches: Some(4), ..held };
+        let (_dir, offloads) = offloading(held.clone(), None);
+        let (wanted, end) = go_on(&held, None, 0..4);
+        for (first, second) in [(&held, &offloads), (&offloads, &held), (&offloads, &offloads)] {
+            let (_, middle) = go_on(first, None, 0..2);
+            let (reports, state) = go_on(second, Some(&middle), 2..4);
+            assert_eq!(state, end, "{held:?}");
+            for (report, wanted) in reports.iter().zip(&wanted[2..]) {
+                assert_eq!(
+                    (report.loss.to_bits(), report.grad_norm.to_bits()),
+                    (wanted.loss.to_bits(), wanted.grad_norm.to_bits())
+                );
+            }
         }
     }
 }
 
-/// A model that takes four times the limit of a rank trains on one rank with offload, and on eight that share it out without.
+/// A model whose weights, gradients and states of the optimizer take four times the limit of a rank, activations not counted, trains on one rank with
+/// offload, and on eight that share it out without.
 #[test]
 fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
     let sizes = Gpt2Config {
         vocab_size: VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
+        hidden_size: 64,
+        ffn_hidden_size: 128,
         num_layers: 12,
         seq_len: SEQ,
         ..Gpt2Config::default()
     };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
-    let one = Plan { num_microbatches: Some(2), recompute: Recompute::Full, ..adamw("dp=1") };
-    let held = Plan { recompute: Recompute::None, num_microbatches: Some(1), ..adamw("dp=1") };
+    let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: true, loss_scale: LossScale::Fixed(1.0) });
+    // Buckets of gradients are as small as a layer.
+    let zero = Zero { stage: ZeroStage::Gradients, group: None };
+    let one = Plan { num_microbatches: Some(8), recompute: Recompute::Full, mixed, zero, ..adamw("dp=1") };
+    let held = Plan { recompute: Recompute::None, num_microbatches: Some(1), mixed, ..adamw("dp=1") };
     let (_dir, offloads) = offloading(one, None);
     let shared =
         Plan { mesh: "dp=8".parse().unwrap(), zero: Zero { stage: ZeroStage::Weights, group: None }, ..held.clone() };
-    let predicted = |plan: &Plan| dry_run::predict(&model, plan, 0).unwrap().peak_bytes();
-    let limit = predicted(&held) / 4;
+    let predicted = dry_run::predict(&model, &held, 0).unwrap();
+    let state: u64 = [Category::Parameters, Category::Gradients, Category::Optimizer]
+        .into_iter()
+        .map(|of| predicted.memory.of(of))
+        .sum();
+    assert!(state >= 16 * predicted.parameters as u64, "2 + 2 + 12 bytes of a parameter");
+    let limit = state / 4;
     let losses = |plan: &Plan, limit: Option<u64>| {
         let ranks = thread::run_mesh(&plan.mesh, |rank| {
             let device = Cpu::device();
@@ -161,7 +184,8 @@ fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
     for plan in [&offloads, &shared] {
         let found = losses(plan, Some(limit)).unwrap_or_else(|error| panic!("{error}"));
         for (found, wanted) in found.iter().zip(&wanted) {
-            assert!((found - wanted).abs() / wanted < 1e-5, "{}: {found} {wanted}", plan.mesh);
+            // Gradients of 16 bits are added up in other orders.
+            assert!((found - wanted).abs() / wanted < 1e-3, "{}: {found} {wanted}", plan.mesh);
         }
     }
 }
@@ -220,7 +244,8 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
         let state: WholeState = go_on(&plan, Some(&middle), 1..2).1;
         assert_eq!(state, end, "{trouble:?}");
     }
-    let missing = Offload { optimizer: true, activations: true, to: Arc::new(Folder("/no/such/folder".into())) };
+    let missing =
+        Offload { optimizer: true, gradients: true, activations: true, to: Arc::new(Folder("/no/such/folder".into())) };
     let plan = Plan { offload: Some(missing), ..held };
     let ended = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));
     let error = ended.unwrap_err().to_string();

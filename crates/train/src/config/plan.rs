@@ -217,9 +217,10 @@ impl Memory {
     #[must_use]
     pub fn offload(&self) -> Option<Offload> {
         let dir = self.offload_dir.as_ref().filter(|_| self.offload != OffloadWord::None)?;
-        let optimizer = matches!(self.offload, OffloadWord::Optimizer | OffloadWord::All);
-        let activations = matches!(self.offload, OffloadWord::Activations | OffloadWord::All);
-        Some(Offload { optimizer, activations, to: Arc::new(Folder(dir.into())) })
+        let all = self.offload == OffloadWord::All;
+        let (optimizer, activations) =
+            (all || self.offload == OffloadWord::Optimizer, all || self.offload == OffloadWord::Activations);
+        Some(Offload { optimizer, gradients: all, activations, to: Arc::new(Folder(dir.into())) })
     }
 }
 
