@@ -42,6 +42,8 @@ sources! {
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
     GROUPED = "grouped.cu";
+    SQUARED_ERROR = "squared_error.cu";
+    CHANNEL_NORM = "channel_norm.cu";
 }
 
 /// The headers that sources include, by name: NVRTC takes them with the source.
@@ -72,6 +74,8 @@ pub static SOURCES: &[&Source] = &[
     &ROUTING,
     &PERMUTATION,
     &GROUPED,
+    &SQUARED_ERROR,
+    &CHANNEL_NORM,
 ];
 
 /// `name in FILE, Geometry: pass Type name, ..` for each kernel.
@@ -334,4 +338,24 @@ kernels! {
         In F32 dy, In F32 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k, Value I64 count;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Value I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
+    channel_squares_parts in CHANNEL_NORM, Geometry::Columns;
+        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Value I64 rows, Value I64 groups, Value I64 n;
+    channel_means in CHANNEL_NORM, ELEMENTS; In F32 sums, Value F32 members, Out F32 means, Value I64 count, Value I64 groups, Value I64 n;
+    channel_norm_forward in CHANNEL_NORM, ELEMENTS;
+        In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 beta, Out F32 y, Value I64 count, Value I64 rows,
+        Value I64 groups, Value I64 n;
+    channel_norm_backward_parts in CHANNEL_NORM, Geometry::Columns;
+        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 rows,
+        Value I64 groups, Value I64 n;
+    channel_gradient_means in CHANNEL_NORM, ELEMENTS;
+        In F32 sums, In F32 gamma, Value F32 scale, Out F32 means, Value I64 count, Value I64 groups, Value I64 n;
+    channel_norm_backward in CHANNEL_NORM, ELEMENTS;
+        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 g, In F32 gx, Out F32 dx, Value I64 count,
+        Value I64 rows, Value I64 groups, Value I64 n;
+    squared_error in SQUARED_ERROR, ELEMENTS;
+        In F32 x, In F32 targets, Out F64 loss, Value F64 scale, Value I64 samples, Value I64 elements, Value I64 segments, Value I64 blocks;
+    squared_error_backward in SQUARED_ERROR, ELEMENTS;
+        In F32 x, In F32 targets, In F64 dloss, Value F64 scale, Out F32 dx, Value I64 count, Value I64 elements;
+    correct_rows in SQUARED_ERROR, Geometry::Warps; In F32 logits, In I32 targets, Value I64 width, Out I32 right, Value I64 rows;
+    correct_counts in SQUARED_ERROR, Geometry::Warps; In I32 right, Out F64 out, Value I64 samples, Value I64 each;
 }

@@ -9,6 +9,7 @@ mod build;
 mod elementwise;
 mod experts;
 mod faults;
+mod images;
 mod launch;
 mod loss;
 mod optimizer;

@@ -1,5 +1,5 @@
 use super::{Checked, CudaDevice};
-use meshwork_core::{Buffer, BufferError, DType};
+use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Loss, VocabShard};
 use meshwork_tensor::{Device, Result};
 
@@ -76,15 +76,12 @@ impl Loss for CudaDevice {
         shard: VocabShard,
     ) -> Result<()> {
         self.f32s(OP, &[logits, lse])?;
-        if scale.dtype() != DType::F64 {
-            return Err(BufferError::DType { actual: scale.dtype(), asked: DType::F64 }.into());
-        }
         let rows = targets.count();
         let args = [
             self.place_mut(OP, logits)?.into(),
             self.place(OP, targets)?.into(),
             self.place(OP, lse)?.into(),
-            self.place(OP, scale)?.into(),
+            self.doubles(OP, scale)?,
             shard.pitch.into(),
             shard.skipped.into(),
             shard.width.into(),
@@ -96,7 +93,16 @@ impl Loss for CudaDevice {
         self.launch(OP, "cross_entropy_backward", [rows, shard.width], &args)
     }
 
-    fn correct(&self, logits: &Buffer, _targets: &Buffer, _width: usize, _samples: usize) -> Result<Buffer> {
-        Err(self.lacks("correct", logits.dtype()))
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
+        const OP: &str = "correct";
+        self.f32s(OP, &[logits])?;
+        let (rows, out) = (targets.count(), self.alloc(DType::F64, samples)?);
+        let right = self.scratch(DType::I32, rows)?;
+        let at = self.place(OP, &right)?.into();
+        let args = [self.place(OP, logits)?.into(), self.place(OP, targets)?.into(), width.into(), at, rows.into()];
+        self.launch(OP, "correct_rows", [rows, 0], &args)?;
+        let args = [at, self.place(OP, &out)?.into(), samples.into(), (rows / samples.max(1)).into()];
+        self.launch(OP, "correct_counts", [samples, 0], &args)?;
+        Ok(out)
     }
 }

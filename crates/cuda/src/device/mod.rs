@@ -4,6 +4,7 @@
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
 
 mod attention;
+mod channel_norm;
 mod collectives;
 mod elementwise;
 mod embedding;
@@ -27,8 +28,8 @@ use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
 use meshwork_tensor::kernel::{
-    Attention, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim, Permutation, Pointwise, Reduction,
-    Routing, Window, check_copy,
+    Attention, ChannelNorm, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim, Permutation, Pointwise,
+    Reduction, Routing, Window, check_copy,
 };
 use meshwork_tensor::{Device, Error, Meter, Result};
 use rotary::LastAngles;
@@ -169,6 +170,14 @@ impl CudaDevice {
         }
     }
 
+    /// An operand of f64, one number for each sample.
+    fn doubles(&self, op: &'static str, x: &Buffer) -> Result<Argument> {
+        match x.dtype() {
+            DType::F64 => Ok(self.place(op, x)?.into()),
+            actual => Err(BufferError::DType { actual, asked: DType::F64 }.into()),
+        }
+    }
+
     /// Queues a kernel for `[items, width]` of its geometry.
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
         let [items, width] = sizes.map(|size| size as u64);
@@ -268,6 +277,10 @@ impl Device for CudaDevice {
     }
 
     fn norm(&self) -> Result<&dyn Norm> {
+        Ok(self)
+    }
+
+    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
         Ok(self)
     }
 

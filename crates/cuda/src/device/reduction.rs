@@ -1,4 +1,5 @@
 use super::CudaDevice;
+use crate::driver::Argument;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::Reduction;
 use meshwork_tensor::tape::Terms;
@@ -38,18 +39,33 @@ impl Reduction for CudaDevice {
         Ok(dx)
     }
 
-    fn squared_error(
-        &self,
-        x: &Buffer,
-        _targets: &Buffer,
-        _samples: usize,
-        _terms: Terms,
-        _scale: f64,
-    ) -> Result<Buffer> {
-        Err(self.lacks("squared_error", x.dtype()))
+    fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer> {
+        const OP: &str = "squared_error";
+        self.f32s(OP, &[x, targets])?;
+        let (count, elements) = (samples * terms.blocks, x.count() / samples.max(1));
+        let loss = self.alloc(DType::F64, count)?;
+        let mut args: Vec<Argument> =
+            vec![self.place(OP, x)?.into(), self.place(OP, targets)?.into(), self.place(OP, &loss)?.into()];
+        args.push(scale.into());
+        args.extend([samples, elements, terms.segments, terms.blocks].map(Argument::from));
+        self.launch(OP, "squared_error", [count, 0], &args)?;
+        Ok(loss)
     }
 
-    fn squared_error_grad(&self, x: &Buffer, _targets: &Buffer, _dloss: &Buffer, _scale: f64) -> Result<Buffer> {
-        Err(self.lacks("squared_error", x.dtype()))
+    fn squared_error_grad(&self, x: &Buffer, targets: &Buffer, dloss: &Buffer, scale: f64) -> Result<Buffer> {
+        const OP: &str = "squared_error";
+        self.f32s(OP, &[x, targets])?;
+        let (dx, count) = (self.alloc(DType::F32, x.count())?, x.count());
+        let args = [
+            self.place(OP, x)?.into(),
+            self.place(OP, targets)?.into(),
+            self.doubles(OP, dloss)?,
+            scale.into(),
+            self.place(OP, &dx)?.into(),
+            count.into(),
+            (count / dloss.count().max(1)).into(),
+        ];
+        self.launch(OP, "squared_error_backward", [count, 0], &args)?;
+        Ok(dx)
     }
 }

@@ -1,6 +1,6 @@
 use super::CudaDevice;
 use crate::driver::Argument;
-use meshwork_core::{Buffer, BufferError, DType};
+use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Draw, DropoutMask, Pick, Routing, Selection};
 use meshwork_tensor::{Device, Error, Result};
 
@@ -37,14 +37,6 @@ impl CudaDevice {
         let args = [terms, self.place(op, &out)?.into(), samples.into(), (tokens / samples).into()];
         self.launch(op, "sample_means", [samples, 0], &args)?;
         Ok(out)
-    }
-
-    /// An operand of f64, one number for each sample.
-    fn doubles(&self, op: &'static str, x: &Buffer) -> Result<Argument> {
-        match x.dtype() {
-            DType::F64 => Ok(self.place(op, x)?.into()),
-            actual => Err(BufferError::DType { actual, asked: DType::F64 }.into()),
-        }
     }
 }
 

@@ -425,6 +425,44 @@ fn products_of_the_library_are_near_the_cpus() {
     }
 }
 
+#[test]
+fn channel_norms_squared_errors_and_accuracy_have_the_cpus_bits() {
+    for [blocks, rows, channels, groups] in [[1, 130, 7, 7], [3, 77, 12, 4]] {
+        let of = Groups { blocks, rows, channels, groups };
+        let count = blocks * rows * channels;
+        same("channel norms", |device, up| {
+            let (norm, x, dy) = (device.channel_norm()?, up(&values("x", count)), up(&values("dy", count)));
+            let [gamma, beta] = ["gamma", "beta"].map(|name| up(&values(name, channels)));
+            let (mean, variance) = norm.moments(of, &x)?;
+            let by = MeanVariance { mean: &mean, variance: &variance, eps: 1e-5 };
+            let mut results = vec![norm.normalise(of, &x, by, [&gamma, &beta])?];
+            for statistics in [Statistics::OfInput, Statistics::Given] {
+                let (dx, dgamma, dbeta) = norm.normalise_grad(of, &dy, &x, by, statistics, &gamma)?;
+                results.extend([dx, dgamma, dbeta]);
+            }
+            Ok([results, vec![mean.clone(), variance.clone()]].concat())
+        });
+    }
+    let (x, t, dloss) = (values("x", 180), values("t", 180), Buffer::from_vec(vec![0.5_f64, -2.0, 3.0]));
+    same("squared errors", |device, up| {
+        let (of, x, t) = (device.reduction()?, up(&x), up(&t));
+        let blocks = Terms { segments: 4, blocks: 5 };
+        Ok(vec![
+            of.squared_error(&x, &t, 3, Terms::WHOLE, 0.7)?,
+            of.squared_error(&x, &t, 3, blocks, 0.7)?,
+            of.squared_error_grad(&x, &t, &up(&dloss), 0.7)?,
+        ])
+    });
+    same("accuracy", |device, up| {
+        Ok(vec![device.loss()?.correct(
+            &up(&x),
+            &up(&Buffer::from_vec(vec![0_i32, 1, 2, -1, 8, 0, 1, 2, 3])),
+            20,
+            3,
+        )?])
+    });
+}
+
 /// As the gradient of an input that two products share, when its sums are cut into blocks.
 #[test]
 fn sums_of_two_products_have_the_cpus_bits() {
@@ -449,12 +487,8 @@ fn what_the_device_lacks_is_named() {
     let x = device.upload(&values("x", 8)).unwrap();
     let (name, message) = (device.name(), |error: Error| error.to_string());
     assert_eq!(
-        message(device.reduction().unwrap().squared_error_grad(&x, &x, &x, 1.0).unwrap_err()),
-        format!("squared_error: device {name} has no kernel for f32")
-    );
-    assert_eq!(
-        message(device.channel_norm().unwrap_err()),
-        format!("channel norm: device {name} has no channel norm operations")
+        message(device.pointwise().unwrap().cast(&x, DType::U8).unwrap_err()),
+        format!("cast: device {name} has no kernel for u8")
     );
     let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
     assert_eq!(
