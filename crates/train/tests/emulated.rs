@@ -1,9 +1,18 @@
 //! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first operation that has it.
 
+use meshwork_core::{Axis, Mesh};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::emulator::{Host, HostError};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
+use meshwork_engine::{Numerics, Plan};
+use meshwork_models::layers::Norm;
+use meshwork_models::resnet::ResNetConfig;
+use meshwork_models::vgg::VggConfig;
+use meshwork_nn::Model;
+use meshwork_optim::Sgd;
+use meshwork_tensor::random;
 use meshwork_train::config::Args;
+use meshwork_train::data::Images;
 use meshwork_train::diff::{Report, Side, compare};
 use meshwork_train::{Devices, load};
 use std::path::{Path, PathBuf};
@@ -99,6 +108,42 @@ fn models_of_experts_have_every_value_of_the_cpu() {
         let report = diff_of(&[&preset, "--set=model.dropout=0"], mesh, &[], move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{preset} on {mesh}: {error}"));
         assert!(report.identical() && report.steps == 2, "{preset} on {mesh}: {report}");
+    }
+}
+
+/// ResNet and VGG. Group norm has canonical numerics, one rank's on any mesh; batch norm has none, so both sides have the same mesh.
+#[test]
+fn image_classifiers_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let mut pixels = vec![0.0; 64 * 64];
+    random::fill_uniform(random::key(9, "pixels"), 0, &mut pixels);
+    let images = Images::new([8, 8, 1], pixels, (0..64).map(|image| image * 7 % 10).collect());
+    let resnet = |norm| ResNetConfig { groups: vec![(4, 2), (8, 2)], norm, ..ResNetConfig::digits() }.network();
+    let vgg = VggConfig { groups: vec![vec![4], vec![8]], hidden: vec![12], norm: Norm::Batch, ..VggConfig::digits() };
+    let canonical = Numerics::Canonical { blocks: 2 };
+    for (model, numerics, meshes) in [
+        (resnet(Norm::Batch), Numerics::Fast, ["dp=2,pp=2"; 2]),
+        (resnet(Norm::Group(2)), canonical, ["dp=1", "dp=2"]),
+        (vgg.network(), Numerics::Fast, ["dp=1"; 2]),
+    ] {
+        let model: Arc<dyn Model> = Arc::new(model);
+        let plan = |mesh: &str| {
+            let mesh: Mesh = mesh.parse().unwrap();
+            Plan {
+                num_microbatches: Some(2 / mesh.degree(Axis::Dp)),
+                mesh,
+                global_batch_size: 8,
+                optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
+                max_norm: 0.125,
+                numerics,
+                ..Plan::default()
+            }
+        };
+        let [a, mut b] = meshes.map(|mesh| Side::of(model.clone(), plan(mesh), &images));
+        let shared = emulator(&kernels, 3);
+        b.devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(shared.clone(), Products::OfTheCpu)?)));
+        let report = compare([&a, &b], 2).unwrap_or_else(|error| panic!("{meshes:?}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{meshes:?}: {report}");
     }
 }
 
