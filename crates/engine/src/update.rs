@@ -458,8 +458,7 @@ impl Updates {
                 Some(masters) => {
                     update(masters)?;
                     let updated = masters.slice(here.window()).map_err(Error::from)?;
-                    let rounded = self.device.pointwise()?.cast(&updated, weights.dtype())?;
-                    self.device.layout()?.copy_into(&rounded, 0..rounded.count(), weights, range.start + here.at)?;
+                    self.device.pointwise()?.cast_into(&updated, weights, range.start + here.at)?;
                 }
             }
         }

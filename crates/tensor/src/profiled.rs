@@ -363,6 +363,12 @@ impl Pointwise for Profiled {
         self.span(Class::Pointwise, "cast", &[x], |device| device.pointwise()?.cast(x, to))
     }
 
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()> {
+        let bytes = bytes(&[x]) + (x.count() * out.dtype().size()) as u64;
+        let what = What { class: Class::Pointwise, name: "cast", detail: Detail::None, dtype: dtype(&[x]), bytes };
+        self.record(what, |device| device.pointwise()?.cast_into(x, out, at))
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.span(Class::Pointwise, "dropout", &[x], |device| device.pointwise()?.dropout(x, mask))
     }

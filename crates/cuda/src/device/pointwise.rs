@@ -210,16 +210,23 @@ impl Pointwise for CudaDevice {
     }
 
     fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
-        let kernel = match (x.dtype(), to) {
+        let mut out = self.alloc(to, x.count())?;
+        self.cast_into(x, &mut out, 0)?;
+        Ok(out)
+    }
+
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()> {
+        let kernel = match (x.dtype(), out.dtype()) {
             (DType::F32, DType::Bf16) => "f32_to_operand",
             (DType::F32, DType::F16) => "f32_to_f16",
             (DType::Bf16, DType::F32) => "bf16_to_f32",
             (DType::F16, DType::F32) => "f16_to_f32",
             (DType::F32 | DType::Bf16 | DType::F16, other) | (other, _) => return Err(self.lacks("cast", other)),
         };
-        let out = self.alloc(to, x.count())?;
-        self.write_elements("cast", kernel, x.count(), &[x], &out, &[])?;
-        Ok(out)
+        let count = x.count();
+        out.slice(at..at + count)?;
+        let to = self.place_mut("cast", out)?.offset(at * out.dtype().size());
+        self.launch("cast", kernel, [count, 0], &[self.place("cast", x)?.into(), to.into(), count.into()])
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {

@@ -117,7 +117,9 @@ impl Layout for Cpu {
         check_copy(src, &range, dst, at)?;
         let size = src.dtype().size();
         let (from, to) = (src.as_bytes()?, dst.as_bytes_mut()?);
-        to[at * size..][..range.len() * size].copy_from_slice(&from[range.start * size..range.end * size]);
+        let to = to[at * size..][..range.len() * size].chunks_mut(PIECE);
+        let from = from[range.start * size..range.end * size].chunks(PIECE);
+        share(to.zip(from), |(to, from)| to.copy_from_slice(from));
         Ok(())
     }
 }

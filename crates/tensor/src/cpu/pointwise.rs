@@ -161,11 +161,17 @@ impl Pointwise for Cpu {
     }
 
     fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer> {
-        match (x.dtype(), to) {
-            (DType::F32, DType::Bf16) => self.each(x, round::round),
-            (DType::F32, DType::F16) => self.each(x, round::to_f16),
-            (DType::Bf16, DType::F32) => self.each(x, round::from_bf16),
-            (DType::F16, DType::F32) => self.each(x, round::from_f16),
+        let mut out = self.alloc(to, x.count())?;
+        self.cast_into(x, &mut out, 0)?;
+        Ok(out)
+    }
+
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()> {
+        match (x.dtype(), out.dtype()) {
+            (DType::F32, DType::Bf16) => each(x, out, at, round::round),
+            (DType::F32, DType::F16) => each(x, out, at, round::to_f16),
+            (DType::Bf16, DType::F32) => each(x, out, at, round::from_bf16),
+            (DType::F16, DType::F32) => each(x, out, at, round::from_f16),
             (from, to) => {
                 let dtype = if from == DType::F32 { to } else { from };
                 Err(Error::DType {
@@ -196,12 +202,11 @@ impl Pointwise for Cpu {
     }
 }
 
-impl Cpu {
-    /// The result of `convert` for each piece of x.
-    fn each<T: Element, U: Element>(&self, x: &Buffer, convert: fn(&[T], &mut [U])) -> Result<Buffer> {
-        let x = x.as_slice::<T>()?;
-        self.output::<U>(x.len(), |out| {
-            share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| convert(x, out));
-        })
-    }
+/// Writes the result of `convert` for each piece of x to the elements of `out` from `at` on.
+fn each<T: Element, U: Element>(x: &Buffer, out: &mut Buffer, at: usize, convert: fn(&[T], &mut [U])) -> Result<()> {
+    out.slice(at..at + x.count())?;
+    let x = x.as_slice::<T>()?;
+    let out = &mut out.as_mut_slice::<U>()?[at..at + x.len()];
+    share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| convert(x, out));
+    Ok(())
 }

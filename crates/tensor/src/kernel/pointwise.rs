@@ -63,6 +63,12 @@ pub trait Pointwise: Debug {
     fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>;
     /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or f16, and back.
     fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer>;
+
+    /// The same in the type of `out`, written to its elements from `at` on.
+    ///
+    /// # Errors
+    /// As [`cast`](Self::cast), and when there is no room or `out` is shared.
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()>;
     /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
 }

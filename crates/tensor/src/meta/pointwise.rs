@@ -77,6 +77,10 @@ impl Pointwise for Meta {
         self.alloc(to, x.count())
     }
 
+    fn cast_into(&self, _x: &Buffer, _out: &mut Buffer, _at: usize) -> Result<()> {
+        Ok(())
+    }
+
     fn dropout(&self, x: &Buffer, _mask: &DropoutMask) -> Result<Buffer> {
         self.like(x)
     }

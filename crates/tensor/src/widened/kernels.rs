@@ -140,6 +140,11 @@ impl Pointwise for Widened {
         }
     }
 
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()> {
+        let x = if out.dtype().is_half() { self.wide(x)? } else { x.clone() };
+        self.inner.pointwise()?.cast_into(&x, out, at)
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         self.rounded(self.inner.pointwise()?.dropout(&self.wide(x)?, mask)?, x.dtype())
     }

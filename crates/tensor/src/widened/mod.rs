@@ -97,8 +97,7 @@ impl Widened {
             false => self.inner.alloc(DType::F32, range.len())?,
         };
         let result = write(&mut wide, 0)?;
-        let rounded = self.rounded(wide, x.dtype())?;
-        self.inner.layout()?.copy_into(&rounded, 0..range.len(), x, range.start)?;
+        self.inner.pointwise()?.cast_into(&wide, x, range.start)?;
         Ok(result)
     }
 }

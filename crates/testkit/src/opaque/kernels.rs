@@ -137,6 +137,10 @@ impl Pointwise for Opaque {
         hidden(self.inner.pointwise()?.cast(&host(x), to))
     }
 
+    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()> {
+        with_host(out, |out| self.inner.pointwise()?.cast_into(&host(x), out, at))
+    }
+
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
         hidden(self.inner.pointwise()?.dropout(&host(x), mask))
     }
