@@ -50,7 +50,7 @@ pub use state::{
     StateKey, StateKind, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout,
 };
 pub use statistics::ReportedStatistic;
-pub use step::{AtCuts, Evaluation, StepReport, Trainer};
+pub use step::{AtCuts, Evaluation, Offloaded, StepReport, Trainer};
 pub use update::OPTIMIZER;
 pub use verify::Verify;
 pub use watch::{At, Watch};

@@ -51,19 +51,26 @@ fn assert_as_predicted(
             exact: None,
             offloaded: trainer.offloaded().since(moved),
         };
-        Ok::<_, TrainError>((measured, report))
+        Ok::<_, TrainError>((measured, report, trainer.steps_ahead()))
     });
     let ranks = ranks.unwrap_or_else(|error| panic!("{error}"));
     let predictions: Vec<_> = (0..ranks.len()).map(|rank| predict(model, plan, rank).unwrap()).collect();
     let groups: BTreeSet<_> =
         predictions.iter().flat_map(|rank| rank.records.iter().map(|call| call.group.clone())).collect();
-    for (rank, ((measured, report), predicted)) in ranks.iter().zip(&predictions).enumerate() {
+    for (rank, ((measured, report, ahead), predicted)) in ranks.iter().zip(&predictions).enumerate() {
         for (call, (got, wanted)) in measured.records.iter().zip(&predicted.records).enumerate() {
             assert_eq!(got, wanted, "rank {rank}, call {call}");
         }
         assert_eq!(measured, predicted, "rank {rank}");
         let peaks: Vec<_> = predictions.iter().map(|predicted| predicted.memory).collect();
         assert_eq!(report.memory, peaks, "as reported on rank {rank}");
+        assert_eq!(report.offload.is_some(), plan.offload.is_some());
+        if let Some(offload) = report.offload.filter(|_| *ahead == 0) {
+            let mean = |of: fn(&Prediction) -> u64| predictions.iter().map(of).sum::<u64>() as f64 / ranks.len() as f64;
+            let predicted = [mean(|rank| rank.offloaded.read), mean(|rank| rank.offloaded.written)];
+            assert_eq!([offload.read, offload.written], predicted, "as reported on rank {rank}");
+            assert!(offload.waited > 0.0);
+        }
         for group in &groups {
             let mean = predictions.iter().map(|predicted| predicted.bytes_on(group)).sum::<f64>() / ranks.len() as f64;
             assert_eq!(

@@ -7,7 +7,7 @@ use crate::data::Data;
 use crate::devices::{Devices, Place};
 use crate::error::RunError;
 use crate::generate::generate;
-use crate::metrics::{Event, Experts, Metrics, Start, Step};
+use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step};
 use crate::plan;
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
@@ -276,6 +276,7 @@ impl Reporter {
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
+            offload: report.offload.map(OffloadTraffic::of),
             peak_bytes: report.peak_bytes(),
             loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
             skipped: report.skipped,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! {"event":"start","version":"0.1.0","mesh":{"dp":2,..},"parameters":820736,"data_hash":"..","memory_predicted":[{"parameters":..,..},..],"config":{..}}
-//! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"peak_bytes":[..]}
+//! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"offload":{"read":..,"written":..,"wait_ms":..},"peak_bytes":[..]}
 //! {"event":"validation","step":..,"loss":..}
 //! {"event":"end","steps":..,"loss":..,"seconds":..,"memory_measured":[{"parameters":..,..},..]}
 //! ```
@@ -12,7 +12,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-use meshwork_engine::ReportedStatistic;
+use meshwork_engine::{Offloaded, ReportedStatistic};
 use meshwork_models::experts::{TOKENS, imbalance};
 use meshwork_tensor::MemoryUse;
 use serde::de::IgnoredAny;
@@ -122,6 +122,9 @@ pub struct Step {
     /// Bytes communicated per axis, averaged over ranks.
     #[serde(serialize_with = "map")]
     pub comm_bytes: Vec<(&'static str, u64)>,
+    /// What was offloaded, where anything is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadTraffic>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
     /// What the loss was multiplied by before backward, where that is not 1.
@@ -133,6 +136,24 @@ pub struct Step {
     /// What the routers of experts report.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
+}
+
+/// What the offload of a rank moved in one step, averaged over ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct OffloadTraffic {
+    /// Bytes read.
+    pub read: u64,
+    /// Bytes written.
+    pub written: u64,
+    /// Milliseconds in which a rank stood still until its files were read and written.
+    pub wait_ms: f64,
+}
+
+impl OffloadTraffic {
+    /// What a report has of it.
+    pub fn of(Offloaded { read, written, waited }: Offloaded) -> Self {
+        Self { read: read.round() as u64, written: written.round() as u64, wait_ms: waited * 1e3 }
+    }
 }
 
 /// What the routers of experts report of one step, over its global batch.
@@ -181,6 +202,10 @@ impl Step {
             .flat_map(|moe| [("load_imbalance", moe.load_imbalance)].into_iter().chain(moe.metrics.clone()));
         let experts = experts.map(|(name, value)| (format!("moe/{name}"), value));
         let loss_scale = self.loss_scale.map(|scale| ("train/loss_scale".to_owned(), scale));
+        let offload = self.offload.iter().flat_map(|of| {
+            [("read", of.read as f64), ("written", of.written as f64), ("wait_ms", of.wait_ms)]
+                .map(|(name, value)| (format!("offload/{name}"), value))
+        });
         named
             .map(|(tag, value)| (tag.to_owned(), value))
             .into_iter()
@@ -188,6 +213,7 @@ impl Step {
             .chain(memory)
             .chain(experts)
             .chain(loss_scale)
+            .chain(offload)
             .collect()
     }
 }

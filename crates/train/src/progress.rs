@@ -215,6 +215,7 @@ mod tests {
         loss_scale: None,
         skipped: false,
         moe: None,
+        offload: None,
         peak_bytes: vec![],
     };
 

@@ -19,6 +19,7 @@ fn step(loss: f64) -> Step {
         step_ms: 12.5,
         tokens_per_s: 1000.0,
         comm_bytes: vec![("dp", 7), ("tp", 0)],
+        offload: None,
         peak_bytes: vec![5, 6],
         loss_scale: None,
         skipped: false,

@@ -28,6 +28,8 @@ pub struct Disk {
     space: Rc<RefCell<Space>>,
     moved: Cell<Traffic>,
     reserved: Cell<u64>,
+    /// How long the rank has waited for the store.
+    waited: Cell<Duration>,
     patience: Duration,
     /// Whether its thread is not waited for any more.
     given_up: Cell<bool>,
@@ -65,7 +67,10 @@ impl Answer {
         let (disk, since) = (&self.disk, Instant::now());
         let source = loop {
             match from.recv_timeout(ALIVE.min(disk.patience)) {
-                Ok(Ok(buffer)) => return Ok(buffer),
+                Ok(Ok(buffer)) => {
+                    disk.waited.set(disk.waited.get() + since.elapsed());
+                    return Ok(buffer);
+                }
                 Ok(Err(source)) => break source,
                 Err(RecvTimeoutError::Timeout) if since.elapsed() < disk.patience => disk.rank.heartbeat(),
                 Err(RecvTimeoutError::Timeout) => {
@@ -146,6 +151,7 @@ impl Disk {
             space: Rc::default(),
             moved: Cell::default(),
             reserved: Cell::new(0),
+            waited: Cell::default(),
             patience,
             given_up: Cell::new(false),
             rank: rank.clone(),
@@ -178,6 +184,11 @@ impl Disk {
     /// Bytes moved so far, and the most room taken.
     pub fn traffic(&self) -> Traffic {
         Traffic { room: self.space.borrow().most(), ..self.moved.get() }
+    }
+
+    /// How long the rank has stood still until its store was done.
+    pub fn waited(&self) -> Duration {
+        self.waited.get()
     }
 
     /// Makes room for `bytes` bytes in all.

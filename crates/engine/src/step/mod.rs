@@ -60,11 +60,12 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::{Encoding, Position};
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::PendingStep;
-use std::cell::{Ref, RefCell};
+use std::cell::{Cell, Ref, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 use synchronous::Synchronous;
 
 /// One rank of a training run: its part of the model, its optimizer, and the step.
@@ -113,6 +114,8 @@ pub struct Trainer {
     steps_of_trainer: u64,
     /// What is offloaded.
     disk: Option<Rc<Disk>>,
+    /// What it had moved, and how long this rank had waited for it, at the last report.
+    moved: Cell<(Traffic, Duration)>,
     /// Hash of what every rank must have the same: the plan and the parameters.
     run: u64,
 }
@@ -138,12 +141,25 @@ pub struct StepReport {
     pub skipped: bool,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
+    /// What was offloaded, where anything is.
+    pub offload: Option<Offloaded>,
     /// What held the memory of each world rank when most bytes were alive.
     pub memory: Vec<MemoryUse>,
     /// What this rank communicated in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
     /// Whether some rank had been asked to stop by the end of the step.
     pub stop: bool,
+}
+
+/// What the offload of a rank did since the report before, averaged over the ranks of the world.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Offloaded {
+    /// Bytes read.
+    pub read: f64,
+    /// Bytes written.
+    pub written: f64,
+    /// Seconds in which a rank stood still until its store was done.
+    pub waited: f64,
 }
 
 impl StepReport {
@@ -305,6 +321,7 @@ impl Trainer {
             verify: plan.verify,
             claims: None,
             steps_of_trainer: 0,
+            moved: Cell::new((disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic()), Duration::ZERO)),
             disk,
             run,
             rank,

@@ -3,7 +3,7 @@
 //! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm]`,
 //! which is summed over the world and downloaded once, whatever the number of micro-batches and layers.
 
-use super::{StepReport, Trainer};
+use super::{Offloaded, StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{OPTIMIZER, TIED, TrainError, ZERO, ZERO_REPLICAS};
@@ -175,6 +175,7 @@ impl Trainer {
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
         let mut values: Vec<f64> = self.names().into_iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
+        values.extend(self.moved());
         let peaks = values.len();
         values.resize(peaks + world.size() * (CATEGORIES + HASHES), 0.0);
         for (at, (_, bytes)) in self.device.meter().peak().iter().enumerate() {
@@ -187,6 +188,15 @@ impl Trainer {
         let pending = world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?;
         self.rank.log().drain(); // the report itself does not count
         Ok(StepStats(pending))
+    }
+
+    /// What this rank has offloaded since it was asked last: bytes read and written, seconds waited. Nothing if it does not offload.
+    fn moved(&self) -> Vec<f64> {
+        let Some(disk) = &self.disk else { return Vec::new() };
+        let now = (disk.traffic(), disk.waited());
+        let (traffic, waited) = self.moved.replace(now);
+        let moved = now.0.since(traffic);
+        vec![moved.read as f64, moved.written as f64, (now.1 - waited).as_secs_f64()]
     }
 
     /// Refuses a step for which ranks were given different input: another plan, another model or another number of steps on
@@ -234,6 +244,13 @@ impl Trainer {
         let names = self.names();
         let comm_bytes = names.iter().zip(values).map(|(&name, bytes)| (name, bytes / world)).collect();
         let [stop, rest @ ..] = &values[names.len()..] else { unreachable!("sent as many values") };
+        let (offload, rest) = match (&self.disk, rest) {
+            (Some(_), [read, written, waited, rest @ ..]) => {
+                let [read, written, waited] = [read, written, waited].map(|sum| sum / world);
+                (Some(Offloaded { read, written, waited }), rest)
+            }
+            (_, rest) => (None, rest),
+        };
         let (peaks, rest) = rest.split_at(self.rank.world().size() * CATEGORIES);
         let (hashes, statistics) = rest.split_at(self.rank.world().size() * HASHES);
         self.require_agreement(step, hashes)?;
@@ -247,6 +264,7 @@ impl Trainer {
             loss_scale,
             skipped,
             comm_bytes,
+            offload,
             memory: peaks.as_chunks().0.iter().map(|peak| MemoryUse::new(peak.map(|bytes| bytes as u64))).collect(),
             records,
             stop: *stop > 0.0,
