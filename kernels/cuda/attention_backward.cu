@@ -39,14 +39,16 @@ struct Operands {
     i64 q_row, kv_row, out_row, seq;
     int head_dim;
     float scale;
+    Documents documents;
 };
 
 DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
-                            const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale) {
+                            const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale,
+                            const int* firsts) {
     i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * seq;
     return {q + head.sample * seq * q_row + head.head * head_dim, k + head.sample * seq * kv_row + head.kv_head * head_dim,
             v + head.sample * seq * kv_row + head.kv_head * head_dim, dout + head.sample * seq * out_row + head.head * head_dim,
-            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale};
+            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale, documents_of(firsts, head, seq)};
 }
 
 struct Scores {
@@ -56,7 +58,7 @@ struct Scores {
 // P∘M and dS of a pair of rows in the tiles; zero where the mask hides it.
 template <class Tile>
 DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
-    if (j > i || i >= of.seq) return {0.0f, 0.0f};
+    if (j > i || i >= of.seq || j < of.documents.of(i)) return {0.0f, 0.0f};
     float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
     float p = exp_bits(s * of.scale - of.lse[i]);
     if (dropout.p <= 0.0f) return {p, p * (dp - of.dots[i]) * of.scale};
@@ -80,11 +82,9 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
-    for (i64 keys = 0; keys < end; keys += TILE) {
-        if (keys % BACKWARD_BLOCK == 0 && keys > 0) {
-#pragma unroll
-            for (int f = 0; f < FEATURES; f++) sum[f] = keys == BACKWARD_BLOCK ? part[f] : sum[f] + part[f], part[f] = 0.0f;
-        }
+    // The first key of this query's document, and the tile of the first of any query's of this block.
+    i64 own = of.documents.of(i < of.seq ? i : first), begin = of.documents.of(first) / TILE * TILE;
+    for (i64 keys = begin; keys < end; keys += TILE) {
         __syncthreads();  // the keys and scores before these are read
         load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim);
         load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim);
@@ -93,6 +93,12 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
             scores_of(of, q, dout, query * STRIDE, k, v, lane * STRIDE, i, keys + lane, dropout).ds;
         __syncthreads();
         for (int key = 0; key < TILE; key++) {
+            i64 seen = keys + key - own;
+            if (seen < 0 || keys + key > i) continue;
+            if (seen % BACKWARD_BLOCK == 0 && seen > 0) {
+#pragma unroll
+                for (int f = 0; f < FEATURES; f++) sum[f] = seen == BACKWARD_BLOCK ? part[f] : sum[f] + part[f], part[f] = 0.0f;
+            }
             float gradient = ds[query * (TILE + 1) + key];
 #pragma unroll
             for (int f = 0; f < FEATURES; f++) {
@@ -106,7 +112,7 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + TILE * f;
-        if (e < of.head_dim) to[e] = end > BACKWARD_BLOCK ? sum[f] + part[f] : part[f];
+        if (e < of.head_dim) to[e] = i - own >= BACKWARD_BLOCK ? sum[f] + part[f] : part[f];
     }
 }
 
@@ -119,22 +125,18 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     SHARED(float, v, TILE * STRIDE);
     SHARED(float, p, TILE * (TILE + 1));
     SHARED(float, ds, TILE * (TILE + 1));
-    i64 first = static_cast<i64>(blockIdx.y) * TILE, diagonal = first / BACKWARD_BLOCK * BACKWARD_BLOCK;
+    i64 first = static_cast<i64>(blockIdx.y) * TILE;
     int row = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
     load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.seq, of.head_dim);
     load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.seq, of.head_dim);
     float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
+    // The first query of the block of the document that has this key on its diagonal.
+    i64 key = first + row, own = of.documents.of(key < of.seq ? key : first), diagonal = key - (key - own) % BACKWARD_BLOCK;
+    bool several = false;
     for (i64 queries = first; queries < of.seq; queries += TILE) {
-        if (queries % BACKWARD_BLOCK == 0 && queries > diagonal) {
-            bool second = queries == diagonal + BACKWARD_BLOCK;
-#pragma unroll
-            for (int f = 0; f < FEATURES; f++) {
-                k_sum[f] = second ? k_part[f] : k_sum[f] + k_part[f], k_part[f] = 0.0f;
-                v_sum[f] = second ? v_part[f] : v_sum[f] + v_part[f], v_part[f] = 0.0f;
-            }
-        }
+        if (of.documents.of(queries) >= first + TILE) break;  // no query from here on sees these keys
         __syncthreads();  // the queries and scores before these are read
         load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim);
         load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim);
@@ -146,6 +148,16 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
         __syncthreads();
         // As a thread of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
+            i64 i = queries + query;
+            if (i < key || i >= of.seq || of.documents.of(i) != own) continue;
+            if ((i - own) % BACKWARD_BLOCK == 0 && i > diagonal) {
+#pragma unroll
+                for (int f = 0; f < FEATURES; f++) {
+                    k_sum[f] = several ? k_sum[f] + k_part[f] : k_part[f], k_part[f] = 0.0f;
+                    v_sum[f] = several ? v_sum[f] + v_part[f] : v_part[f], v_part[f] = 0.0f;
+                }
+                several = true;
+            }
             float probability = p[query * (TILE + 1) + row], gradient = ds[query * (TILE + 1) + row];
 #pragma unroll
             for (int f = 0; f < FEATURES; f++) {
@@ -158,7 +170,6 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     }
     if (first + row >= of.seq) return;
     i64 to = (head.sample * of.seq + first + row) * dkv_row + head.head * of.head_dim;
-    bool several = of.seq > diagonal + BACKWARD_BLOCK;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + TILE * f;
@@ -171,35 +182,35 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
 // Dropout as in attention_forward.cu.
 #define ATTENTION_BACKWARD(CALL, ...) \
     Head head = head_of(heads, group, first_kv); \
-    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale); \
+    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts); \
     u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
     CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(seq) * static_cast<u64>(seq), key0, key1, p, kept))
 
 KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                               i64 global_heads) {
+                               i64 global_heads, const int* firsts) {
     ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
 }
 
 KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                 float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads) {
+                                i64 global_heads, const int* firsts) {
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
 KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads) {
+                                i64 global_heads, const int* firsts) {
     ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
 }
 
 KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                  const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                  int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                 i64 global_heads) {
+                                 i64 global_heads, const int* firsts) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 

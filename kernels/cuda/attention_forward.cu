@@ -4,7 +4,8 @@
 //   S = Q Kᵀ for j <= i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
 // Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group; out [batch, seq, heads,
-//           head_dim]; lse [batch, heads, seq]. Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+//           head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu, or none: tokens see their own document alone, which
+//           has the bits of a sequence of its own. Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
 // Geometry  a block a head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory for tiles of queries and
 //           of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
@@ -24,7 +25,7 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, RowDropout dropout, u64 head_start) {
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, RowDropout dropout, u64 head_start) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
     SHARED(float, tile, KEYS * STRIDE);
@@ -38,15 +39,18 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     const float* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
     const float* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim);
+    // The first key that this query sees, and the tile of the first that any query of this block does.
+    Documents documents = documents_of(firsts, head, seq);
+    i64 own = documents.of(i < seq ? i : first), begin = documents.of(first) / KEYS * KEYS;
 
     float max = -INFINITE;
-    for (i64 keys = 0; keys < end; keys += KEYS) {
+    for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the keys before these are read
         load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j;
-            if (keys + key > i || i >= seq) continue;
+            if (keys + key > i || keys + key < own || i >= seq) continue;
             float score = chain(tile, key * STRIDE, queries, query * STRIDE, head_dim);
             max = score > max ? score : max;
         }
@@ -60,19 +64,14 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     dropout.start = head_start + static_cast<u64>(i) * static_cast<u64>(seq);
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
-    for (i64 keys = 0; keys < end; keys += KEYS) {
-        if (keys % FORWARD_KEYS == 0 && keys > 0) {
-            total += total_part, total_part = 0.0f;
-#pragma unroll
-            for (int f = 0; f < FEATURES; f++) sum[f] = keys == FORWARD_KEYS ? part[f] : sum[f] + part[f], part[f] = 0.0f;
-        }
+    for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the values and probabilities before these are read
         load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j, at = query * (KEYS + 1) + key;
             float p = 0.0f, factor = 0.0f;
-            if (keys + key <= i && i < seq) {
+            if (keys + key <= i && keys + key >= own && i < seq) {
                 p = exp_bits((chain(tile, key * STRIDE, queries, query * STRIDE, head_dim) - max) * scale);
                 factor = dropout.factor(keys + key);
             }
@@ -83,6 +82,13 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim);
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
+            i64 seen = keys + key - own;
+            if (seen < 0 || keys + key > i) continue;
+            if (seen % FORWARD_KEYS == 0 && seen > 0) {
+                total += total_part, total_part = 0.0f;
+#pragma unroll
+                for (int f = 0; f < FEATURES; f++) sum[f] = seen == FORWARD_KEYS ? part[f] : sum[f] + part[f], part[f] = 0.0f;
+            }
             total_part += static_cast<float>(plain[query * (KEYS + 1) + key]);
             float p = dropped[query * (KEYS + 1) + key];
 #pragma unroll
@@ -95,11 +101,12 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     if (i >= seq) return;
     total += total_part;
     float inverse = 1.0f / total;
+    bool several = i - own >= FORWARD_KEYS;
     float* to = out + ((head.sample * seq + i) * heads + head.head) * head_dim;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + LANES * f;
-        if (e < head_dim) to[e] = (end > FORWARD_KEYS ? sum[f] + part[f] : part[f]) * inverse;
+        if (e < head_dim) to[e] = (several ? sum[f] + part[f] : part[f]) * inverse;
     }
     if (lane == 0) lse[(head.sample * heads + head.head) * seq + i] = max * scale + ln_bits(total);
 }
@@ -109,17 +116,17 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
                 static_cast<u64>(seq) * static_cast<u64>(seq); \
-    attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, \
+    attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
                                 RowDropout(0, key0, key1, p, kept), start)
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                            i64 first_sample, i64 first_head, i64 global_heads) {
+                            i64 first_sample, i64 first_head, i64 global_heads, const int* firsts) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                             i64 first_sample, i64 first_head, i64 global_heads) {
+                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts) {
     ATTENTION_FORWARD(16);
 }

@@ -42,6 +42,8 @@ sources! {
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
     GROUPED = "grouped.cu";
+    DOCUMENTS = "documents.cu";
+    ATTENTION_DECODE = "attention_decode.cu";
     SQUARED_ERROR = "squared_error.cu";
     CHANNEL_NORM = "channel_norm.cu";
 }
@@ -74,6 +76,8 @@ pub static SOURCES: &[&Source] = &[
     &ROUTING,
     &PERMUTATION,
     &GROUPED,
+    &DOCUMENTS,
+    &ATTENTION_DECODE,
     &SQUARED_ERROR,
     &CHANNEL_NORM,
 ];
@@ -234,10 +238,10 @@ kernels! {
     jitter in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
     rotary_forward in ROTARY, ELEMENTS;
-        In F32 from, Value I64 from_row, In F32 angles, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 seq, Value I64 heads,
-        Value I64 head_dim;
+        In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 seq,
+        Value I64 heads, Value I64 head_dim;
     rotary_backward in ROTARY, ELEMENTS;
-        Out F32 x, Value I64 row, In F32 angles, Value I64 rows, Value I64 seq, Value I64 heads, Value I64 head_dim;
+        Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Value I64 seq, Value I64 heads, Value I64 head_dim;
     embedding_forward in EMBEDDING, ELEMENTS;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Value I64 h;
     check_ids in EMBEDDING, ELEMENTS; In I32 ids, Value I64 vocab, Value I32 masked, Out I32 outside, Value I64 count;
@@ -261,31 +265,31 @@ kernels! {
         Out F32 logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped, Value I64 width, Value I64 valid,
         Value I64 first, Value I64 samples, Value I64 rows;
     attention_forward_64 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads, Value I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
+        Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_forward_128 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads, Value I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
+        Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_dots in ATTENTION_BACKWARD, ELEMENTS;
         In F32 dout, In F32 out, Out F32 dots, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 head_dim;
     attention_backward_q_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
+        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_backward_q_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
+        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_backward_kv_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv,
+        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0,
+        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_backward_kv_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept,
-        Value I64 first_sample, Value I64 first_head, Value I64 global_heads;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv,
+        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0,
+        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
         In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Value I64 group, Value I64 first, Value I64 head_dim;
     route_rank in ROUTING, Geometry::Warps;
@@ -358,4 +362,15 @@ kernels! {
         In F32 x, In F32 targets, In F64 dloss, Value F64 scale, Out F32 dx, Value I64 count, Value I64 elements;
     correct_rows in SQUARED_ERROR, Geometry::Warps; In F32 logits, In I32 targets, Value I64 width, Out I32 right, Value I64 rows;
     correct_counts in SQUARED_ERROR, Geometry::Warps; In I32 right, Out F64 out, Value I64 samples, Value I64 each;
+    decode_append in ATTENTION_DECODE, ELEMENTS;
+        In F32 kv, In F32 angles, Out F32 cache, Value I64 count, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 kv_heads,
+        Value I64 head_dim;
+    decode_scores in ATTENTION_DECODE, ELEMENTS;
+        In F32 q, In F32 cache, Out F32 scores, Value I64 rows, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 heads, Value I64 group,
+        Value I64 first_kv, Value I64 kv_heads, Value I64 head_dim, Value F32 scale;
+    decode_weights in ATTENTION_DECODE, Geometry::Warps; Out F32 scores, Value I64 rows, Value I64 seq, Value I64 past, Value I64 heads;
+    decode_values in ATTENTION_DECODE, ELEMENTS;
+        In F32 weights, In F32 cache, Out F32 out, Value I64 count, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I64 kv_heads, Value I64 head_dim;
+    document_starts in DOCUMENTS, ELEMENTS; In I32 positions, Out I32 checked, Out I32 first, Out I32 misplaced, Value I64 count, Value I64 seq;
 }

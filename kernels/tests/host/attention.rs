@@ -1,11 +1,12 @@
 //! Attention, bit by bit against the CPU's in f32, on a CPU with fused multiply-adds; norm-wise on another.
 
-use crate::launch::{At, AtMut};
+use crate::launch::{At, AtMut, Given, Null};
 use crate::{assert_bits, launch, values};
 use meshwork_core::simd::{Level, level};
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::cpu::kernels::attention::{
-    Angles, Dims, Dropout, Groups, Masks, SavedGrouped, grouped_backward, grouped_forward,
+    Angles, Cached, Dims, Dropout, Groups, Masks, Packing, SavedGrouped, append, attend, grouped_backward,
+    grouped_forward,
 };
 use meshwork_tensor::cpu::kernels::dropout::Mask;
 use meshwork_tensor::random::key;
@@ -15,6 +16,8 @@ struct Case {
     groups: Groups,
     rotated: bool,
     dropped: bool,
+    /// Documents in each sample, and whether tokens see only their own.
+    documents: Option<bool>,
 }
 
 fn case(
@@ -24,7 +27,7 @@ fn case(
     dropped: bool,
 ) -> Case {
     let dims = Dims { batch, seq, heads, head_dim };
-    Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped }
+    Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped, documents: None }
 }
 
 /// Bits where the CPU fuses, else 1e-5 of the norm.
@@ -38,26 +41,43 @@ fn assert_same(what: &str, got: &[f32], want: &[f32]) {
     assert!(error <= 1e-5 * norm(&mut want.iter().copied()), "{what}: {error:e}");
 }
 
+/// Positions in documents of very different lengths; a sample begins in the middle of one.
+fn positions(batch: usize, seq: usize) -> Vec<i32> {
+    let of = |sample: usize| {
+        let starts = [0, 3 + sample, seq / 30 + 4, 5 + 5 * seq / 7];
+        let from = move |place: usize| starts.iter().rev().find(|start| **start <= place).copied().unwrap_or(0);
+        (0..seq).map(move |place| place - from(place) + if place < 3 + sample { 2 } else { 0 })
+    };
+    (0..batch).flat_map(of).map(|position| position.min(seq - 1) as i32).collect()
+}
+
 #[test]
 pub fn attention_is_that_of_the_cpu() {
+    let of_documents = |apart, case| Case { documents: Some(apart), ..case };
     let cases = [
+        of_documents(true, case([2, 39, 2, 20], [1, 2, 0], false, false)),
+        of_documents(true, case([1, 430, 1, 8], [1, 1, 0], false, true)),
+        of_documents(true, case([2, 70, 4, 72], [2, 2, 0], true, false)),
+        of_documents(false, case([2, 40, 4, 6], [2, 2, 0], true, false)),
         case([1, 1, 1, 1], [1, 1, 0], false, false),
         case([2, 37, 2, 20], [1, 2, 0], false, false),
         case([1, 70, 6, 16], [3, 3, 1], true, true),
         case([1, 300, 1, 8], [1, 1, 0], false, true),
         case([1, 45, 4, 72], [2, 2, 0], true, false),
     ];
-    for Case { dims, groups, rotated, dropped } in cases {
+    for Case { dims, groups, rotated, dropped, documents } in cases {
         let Dims { batch, seq, heads, head_dim } = dims;
         let Groups { size, kv_heads, first } = groups;
-        let what = |name: &str| format!("{name} of {dims:?}, {groups:?}");
+        let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?}");
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
         let (q, kv, dout) =
             (values("q", rows * width), values("kv", rows * 2 * kv_width), values("dout", rows * width));
         let angles = values("angles", seq * head_dim);
         let mask = Mask { key: key(5, "attention"), p: if dropped { 0.25 } else { 0.0 } };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
-        let masks = Masks { dropout: dropped.then_some(drop), packing: None };
+        let (places, count) = (positions(batch, seq), batch * seq);
+        let packing = documents.map(|apart| Packing::new(&places, [batch, seq], apart).expect("documents"));
+        let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref() };
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
         let f32s = Precision::F32;
@@ -65,6 +85,15 @@ pub fn attention_is_that_of_the_cpu() {
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
         let saved = SavedGrouped { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
         grouped_backward(f32s, dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
+
+        let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
+        let mut misplaced = vec![0_i32];
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+            return;
+        }
+        assert_eq!((misplaced[0], &checked), (0, &places));
+        let firsts = || if documents == Some(true) { Given::from(&firsts) } else { Null.into() };
+        let positions = || if documents.is_some() { Given::from(&checked) } else { Null.into() };
 
         // As a device does it: rotated copies of queries and keys, then the products.
         let (mut q_turned, mut kv_turned, kv_row) = (q.clone(), kv.clone(), 2 * kv_width);
@@ -76,6 +105,7 @@ pub fn attention_is_that_of_the_cpu() {
                 &q,
                 width,
                 &angles,
+                positions(),
                 &mut q_turned,
                 width,
                 rows,
@@ -84,7 +114,10 @@ pub fn attention_is_that_of_the_cpu() {
                 head_dim
             );
             let to = &mut kv_turned;
-            launch!("rotary_forward", pairs(kv_heads), &kv, kv_row, &angles, to, kv_row, rows, seq, kv_heads, head_dim);
+            #[rustfmt::skip]
+            launch!(
+                "rotary_forward", pairs(kv_heads), &kv, kv_row, &angles, positions(), to, kv_row, rows, seq, kv_heads, head_dim
+            );
         }
         let (q, kv) = (&q_turned, &kv_turned);
         let (scale, [key0, key1]) = ((1.0 / (head_dim as f64).sqrt()) as f32, mask.key.words());
@@ -96,7 +129,7 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
         );
         if !there {
             return;
@@ -110,18 +143,18 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
         );
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; rows * width]);
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk, &mut dv, width,
-            seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn
+            seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
         );
         if rotated {
             let pairs = [rows * heads * head_dim / 2, 0];
-            launch!("rotary_backward", pairs, &mut dq, width, &angles, rows, seq, heads, head_dim);
-            launch!("rotary_backward", pairs, &mut dk, width, &angles, rows, seq, heads, head_dim);
+            launch!("rotary_backward", pairs, &mut dq, width, &angles, positions(), rows, seq, heads, head_dim);
+            launch!("rotary_backward", pairs, &mut dk, width, &angles, positions(), rows, seq, heads, head_dim);
         }
         let mut dkv = vec![0.0; rows * 2 * kv_width];
         let items = [rows * heads / size * head_dim, 0];
@@ -131,5 +164,67 @@ pub fn attention_is_that_of_the_cpu() {
         }
         assert_same(&what("dq"), &dq, &want_dq);
         assert_same(&what("dkv"), &dkv, &want_dkv);
+    }
+}
+
+#[test]
+fn positions_that_do_not_follow_are_seen() {
+    for (places, seen) in
+        [([0, 1, 2, 0, 1, 2], 0), ([1, 2, 0, 0, 0, 1], 0), ([0, 2, 0, 0, 1, 2], 1), ([3, 0, 1, 0, 1, 2], 1)]
+    {
+        let (places, [mut checked, mut firsts]) = (places.to_vec(), [(); 2].map(|()| vec![-9_i32; 6]));
+        let mut misplaced = vec![0_i32];
+        let (count, seq) = (6_usize, 3_usize);
+        if !launch!("document_starts", [6, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+            return;
+        }
+        assert_eq!(misplaced, [seen], "{places:?}");
+        assert!(checked.iter().all(|position| (0..3).contains(position)));
+    }
+}
+
+#[test]
+fn attention_with_a_cache_is_that_of_the_cpu() {
+    for ([batch, seq, heads, head_dim], [size, kv_heads, first], [past, capacity], rotated) in [
+        ([1, 1, 1, 1], [1, 1, 0], [0, 1], false),
+        ([2, 1, 6, 20], [3, 3, 1], [37, 50], true),
+        ([2, 5, 2, 72], [1, 2, 0], [33, 38], true),
+        ([3, 4, 4, 16], [2, 2, 0], [0, 9], false),
+    ] {
+        let (dims, groups) = (Dims { batch, seq, heads, head_dim }, Groups { size, kv_heads, first });
+        let (rows, row, cached) = (batch * seq * heads, 2 * kv_heads * head_dim, Cached { past, capacity });
+        let (q, kv) = (values("q", rows * head_dim), values("kv", batch * seq * row));
+        let (old, angles) = (values("cache", batch * capacity * row), values("angles", capacity * head_dim));
+        let turn = rotated.then_some(Angles(&angles[..]));
+        let (mut want_cache, mut want) = (old.clone(), vec![0.0; q.len()]);
+        append(dims, groups, cached, turn, &kv, &mut want_cache);
+        attend(dims, groups, cached, turn, &q, &want_cache, &mut want);
+
+        let (mut cache, what) = (old.clone(), format!("{dims:?}, {groups:?}, {cached:?}"));
+        let table = || if rotated { Given::from(&angles) } else { Null.into() };
+        let (count, sizes) = (kv.len(), [kv.len(), 0]);
+        if !launch!("decode_append", sizes, &kv, table(), &mut cache, count, seq, past, capacity, kv_heads, head_dim) {
+            return;
+        }
+        assert_bits(&format!("cache of {what}"), &cache, &want_cache);
+        let (mut turned, width) = (q.clone(), heads * head_dim);
+        if rotated {
+            let (pairs, from) = ([rows * head_dim / 2, 0], At(&angles, past * head_dim));
+            let tokens = batch * seq;
+            launch!("rotary_forward", pairs, &q, width, from, Null, &mut turned, width, tokens, seq, heads, head_dim);
+        }
+        let (keys, scale) = (past + seq, (1.0 / (head_dim as f64).sqrt()) as f32);
+        let (mut scores, mut out) = (vec![f32::NAN; rows * keys], vec![f32::NAN; q.len()]);
+        #[rustfmt::skip]
+        launch!(
+            "decode_scores", [16 * rows * keys, 0], &turned, &cache, &mut scores, rows, seq, past, capacity, heads, size, first, kv_heads,
+            head_dim, scale
+        );
+        launch!("decode_weights", [rows, 0], &mut scores, rows, seq, past, heads);
+        #[rustfmt::skip]
+        launch!(
+            "decode_values", [q.len(), 0], &scores, &cache, &mut out, q.len(), seq, past, capacity, heads, size, first, kv_heads, head_dim
+        );
+        assert_same(&format!("out of {what}"), &out, &want);
     }
 }

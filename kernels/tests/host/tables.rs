@@ -1,5 +1,6 @@
 //! Embeddings, rotation and dropout, bit by bit against the CPU.
 
+use crate::launch::Null;
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
 use meshwork_kernels::TABLE_ROWS;
@@ -125,11 +126,11 @@ fn rotation_is_its_definition_and_turns_back() {
         .collect();
     let (x, mut turned) = (values("x", rows * from_row), vec![f32::NAN; rows * to_row]);
     let pairs = [rows * heads * head_dim / 2, 0];
-    if !launch!("rotary_forward", pairs, &x, from_row, &angles, &mut turned, to_row, rows, seq, heads, head_dim) {
+    if !launch!("rotary_forward", pairs, &x, from_row, &angles, Null, &mut turned, to_row, rows, seq, heads, head_dim) {
         return;
     }
     let mut back = turned.clone();
-    launch!("rotary_backward", pairs, &mut back, to_row, &angles, rows, seq, heads, head_dim);
+    launch!("rotary_backward", pairs, &mut back, to_row, &angles, Null, rows, seq, heads, head_dim);
     for at in 0..rows * to_row {
         let (row, head, e) = (at / to_row, at % to_row / head_dim, at % head_dim);
         let (low, base) = (e % 3, row * from_row + head * head_dim);

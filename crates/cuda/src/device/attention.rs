@@ -1,4 +1,4 @@
-use super::CudaDevice;
+use super::{CudaDevice, documents::Packed};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim};
@@ -49,12 +49,10 @@ impl CudaDevice {
         shape: AttentionShape,
         heads: &Heads,
         masks: AttentionMasks<'_>,
+        packed: Option<&Packed>,
     ) -> Result<(&'static str, Vec<Argument>)> {
         if shape.head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
-        }
-        if masks.documents.is_some() {
-            return Err(self.lacks("attention within documents", DType::F32));
         }
         let dropout = masks.dropout.copied();
         let ([key0, key1], p) = dropout.map_or(([0, 0], 0.0), |dropout| (dropout.key.words(), dropout.p));
@@ -66,21 +64,36 @@ impl CudaDevice {
         args.extend([key0, key1].map(Argument::from));
         args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
         args.extend(places.map(|place| Argument::from(place as i64)));
+        args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
         Ok((kernels[usize::from(shape.head_dim > HEAD / 2)], args))
     }
 
     /// Queries, and keys with values, after the rotation of queries and keys; `None` without one.
-    fn turned(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer) -> Result<Option<(Buffer, Buffer)>> {
+    fn turned(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        packed: Option<&Packed>,
+    ) -> Result<Option<(Buffer, Buffer)>> {
         let Some(rotary) = shape.rotary else { return Ok(None) };
         let AttentionShape { seq, heads, head_dim, .. } = shape.queries;
-        let q = self.rotated(rotary, q, heads * head_dim, [seq, heads, head_dim])?;
-        let kv = self.rotated(rotary, kv, 2 * shape.kv_heads * head_dim, [seq, shape.kv_heads, head_dim])?;
+        let positions = packed.map(|packed| &packed.positions);
+        let q = self.rotated(rotary, q, heads * head_dim, [seq, heads, head_dim], positions)?;
+        let kv = self.rotated(rotary, kv, 2 * shape.kv_heads * head_dim, [seq, shape.kv_heads, head_dim], positions)?;
         Ok(Some((q, kv)))
     }
 
-    fn attend(&self, shape: AttentionShape, heads: &Heads, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+    fn attend(
+        &self,
+        shape: AttentionShape,
+        heads: &Heads,
+        masks: AttentionMasks<'_>,
+        packed: Option<&Packed>,
+    ) -> Result<(Buffer, Buffer)> {
         let AttentionShape { batch, seq, heads: count, head_dim } = shape;
-        let (kernel, rest) = self.attention(["attention_forward_64", "attention_forward_128"], shape, heads, masks)?;
+        let kernels = ["attention_forward_64", "attention_forward_128"];
+        let (kernel, rest) = self.attention(kernels, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(DType::F32, batch * count * seq)?;
         let out = self.alloc(DType::F32, batch * seq * count * head_dim)?;
@@ -97,15 +110,15 @@ impl CudaDevice {
         shape: AttentionShape,
         heads: &Heads,
         [dout, out, lse]: [&Buffer; 3],
-        masks: AttentionMasks<'_>,
+        (masks, packed): (AttentionMasks<'_>, Option<&Packed>),
         dq: (Address, usize),
         (dk, dv, dkv_row): (Address, Address, usize),
     ) -> Result<()> {
         let AttentionShape { batch, seq, heads: count, head_dim } = shape;
         let of_q = ["attention_backward_q_64", "attention_backward_q_128"];
         let of_kv = ["attention_backward_kv_64", "attention_backward_kv_128"];
-        let (of_q, rest) = self.attention(of_q, shape, heads, masks)?;
-        let (of_kv, _) = self.attention(of_kv, shape, heads, masks)?;
+        let (of_q, rest) = self.attention(of_q, shape, heads, masks, packed)?;
+        let (of_kv, _) = self.attention(of_kv, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
         let dots = self.scratch(DType::F32, batch * seq * count)?;
         let place = |buffer| self.place(OP, buffer);
@@ -125,7 +138,8 @@ impl CudaDevice {
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.f32s(OP, &[qkv])?;
-        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape), masks)
+        let packed = self.packed(shape, masks)?;
+        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape), masks, packed.as_ref())
     }
 
     fn causal_grad(
@@ -141,7 +155,8 @@ impl Attention for CudaDevice {
         let dqkv = self.alloc(DType::F32, qkv.count())?;
         let heads = Heads::fused(self.place(OP, qkv)?, shape);
         let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape);
-        self.attend_back(shape, &heads, [dout, out, lse], masks, (q, q_row), (k, v, kv_row))?;
+        let packed = self.packed(shape, masks)?;
+        self.attend_back(shape, &heads, [dout, out, lse], (masks, packed.as_ref()), (q, q_row), (k, v, kv_row))?;
         Ok(dqkv)
     }
 
@@ -153,13 +168,15 @@ impl Attention for CudaDevice {
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         self.f32s(OP, &[q, kv])?;
-        let turned = self.turned(shape, q, kv)?;
+        let packed = self.packed(shape.queries, masks)?;
+        let packed = packed.as_ref();
+        let turned = self.turned(shape, q, kv, packed)?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        self.attend(shape.queries, &Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape), masks)
+        self.attend(shape.queries, &Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape), masks, packed)
     }
 
-    fn decode(&self, _shape: DecodeShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
-        Err(self.lacks("attention with a cache", q.dtype()))
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        self.decoded(shape, q, kv, cache)
     }
 
     fn grouped_grad(
@@ -178,16 +195,19 @@ impl Attention for CudaDevice {
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
         let mut dq = self.alloc(DType::F32, q.count())?;
         let mut dkv = self.alloc(DType::F32, kv.count())?;
-        let turned = self.turned(shape, q, kv)?;
+        let packed = self.packed(queries, masks)?;
+        let packed = packed.as_ref();
+        let turned = self.turned(shape, q, kv, packed)?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
         let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape);
         // Keys and values of each head of queries, before a group is summed.
         let [dk, dv] = [self.scratch(DType::F32, rows * width)?, self.scratch(DType::F32, rows * width)?];
         let (dq_at, [dk, dv]) = (self.place_mut(OP, &mut dq)?, [self.place(OP, &dk)?, self.place(OP, &dv)?]);
-        self.attend_back(queries, &of, [dout, out, lse], masks, (dq_at, width), (dk, dv, width))?;
+        self.attend_back(queries, &of, [dout, out, lse], (masks, packed), (dq_at, width), (dk, dv, width))?;
         if let Some(rotary) = rotary {
-            self.turned_back(rotary, dq_at, rows, [seq, heads, head_dim])?;
-            self.turned_back(rotary, dk, rows, [seq, heads, head_dim])?;
+            let positions = packed.map(|packed| &packed.positions);
+            self.turned_back(rotary, dq_at, rows, [seq, heads, head_dim], positions)?;
+            self.turned_back(rotary, dk, rows, [seq, heads, head_dim], positions)?;
         }
         let count = dkv.count();
         self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads

@@ -6,6 +6,8 @@
 mod attention;
 mod channel_norm;
 mod collectives;
+mod decode;
+mod documents;
 mod elementwise;
 mod embedding;
 mod grouped;
@@ -63,13 +65,18 @@ enum Checked {
     Embedding,
     CrossEntropy,
     Sort,
+    Documents,
 }
 
 /// The operation of each, and its fault.
-const CHECKED: [(&str, &str); 3] = [
+const CHECKED: [(&str, &str); 4] = [
     ("embedding", "an id is not in the vocabulary"),
     ("cross_entropy", "an id is not in the vocabulary"),
     ("sort", "the choices of some ids are not as many as was counted"),
+    (
+        "attention",
+        "a token's position in its document is neither 0 nor one more than that of the token before, or is beyond the sequence",
+    ),
 ];
 
 impl CudaDevice {

@@ -13,7 +13,7 @@ pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl CudaDevice {
     /// The angles of at least `seq` positions, computed in f64 and rounded once, as on the CPU.
-    fn angles(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Result<Buffer> {
+    pub(super) fn angles(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Result<Buffer> {
         let mut last = self.angles.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| (of.0, of.1) == (rotary, head_dim) && of.2.count() >= seq * head_dim;
         if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
@@ -30,22 +30,37 @@ impl CudaDevice {
         Ok(angles)
     }
 
-    /// A copy of `x`, rows of `row` elements, with the first `heads` heads of each row rotated.
+    /// A copy of `x`, rows of `row` elements, with the first `heads` heads of each row rotated, by `positions` or by the row in its sequence.
     pub(super) fn rotated(
         &self,
         rotary: Rotary,
         x: &Buffer,
         row: usize,
         [seq, heads, head_dim]: [usize; 3],
+        positions: Option<&Buffer>,
+    ) -> Result<Buffer> {
+        let angles = self.angles(rotary, seq, head_dim)?;
+        self.turned_by(self.place("rotary", &angles)?, x, row, [seq, heads, head_dim], positions)
+    }
+
+    /// The same by the angles from `angles` on.
+    pub(super) fn turned_by(
+        &self,
+        angles: Address,
+        x: &Buffer,
+        row: usize,
+        [seq, heads, head_dim]: [usize; 3],
+        positions: Option<&Buffer>,
     ) -> Result<Buffer> {
         let op = "rotary";
-        let (angles, mut to) = (self.angles(rotary, seq, head_dim)?, self.scratch(DType::F32, x.count())?);
+        let mut to = self.scratch(DType::F32, x.count())?;
         self.copy_into(x, 0..x.count(), &mut to, 0)?;
         let rows = x.count() / row.max(1);
         let args = [
             self.place(op, x)?.into(),
             row.into(),
-            self.place(op, &angles)?.into(),
+            angles.into(),
+            self.place_or_none(op, positions)?,
             self.place_mut(op, &mut to)?.into(),
             row.into(),
             rows.into(),
@@ -64,12 +79,14 @@ impl CudaDevice {
         x: Address,
         rows: usize,
         [seq, heads, head_dim]: [usize; 3],
+        positions: Option<&Buffer>,
     ) -> Result<()> {
         let op = "rotary";
         let angles = self.angles(rotary, seq, head_dim)?;
         let row = heads * head_dim;
         let sizes = [rows, seq, heads, head_dim].map(Into::into);
-        let args = [&[x.into(), row.into(), self.place(op, &angles)?.into()][..], &sizes].concat();
+        let of = [x.into(), row.into(), self.place(op, &angles)?.into(), self.place_or_none(op, positions)?];
+        let args = [&of[..], &sizes].concat();
         self.launch(op, "rotary_backward", [rows * heads * (head_dim / 2), 0], &args)
     }
 }

@@ -1,0 +1,58 @@
+//! Attention with a cache of keys and values.
+
+use super::CudaDevice;
+use crate::driver::{Address, Argument};
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
+use meshwork_tensor::{Device, Error, Result, Work};
+
+const OP: &str = "attention";
+
+impl CudaDevice {
+    /// Appends the new tokens to the cache, and attends to all in it.
+    pub(super) fn decoded(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        self.f32s(OP, &[q, kv, cache])?;
+        let DecodeShape { new, past, capacity } = shape;
+        let GroupedShape { queries, group, kv_heads, first_kv_head, rotary } = new;
+        let AttentionShape { batch, seq, heads, head_dim } = queries;
+        if cache.count() != shape.cache_elements() || past + seq > capacity {
+            let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());
+            return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, capacity, 2, kv_heads, head_dim]] });
+        }
+        // Those of all tokens that may come, so that the table is written once.
+        let angles = rotary.map(|rotary| self.angles(rotary, capacity, head_dim)).transpose()?;
+        let angles = angles.as_ref().map_or(Ok(Address::NULL), |angles| self.place(OP, angles))?;
+        let at: Argument = self.place_mut(OP, cache)?.into();
+        let mut args = vec![self.place(OP, kv)?.into(), angles.into(), at];
+        args.extend([kv.count(), seq, past, capacity, kv_heads, head_dim].map(Argument::from));
+        self.launch(OP, "decode_append", [kv.count(), 0], &args)?;
+        if past == 0 && seq > 1 {
+            return Ok(self.grouped(new, q, kv, AttentionMasks::default())?.0);
+        }
+        self.meter().add_flops(Work::Attention, shape.flops());
+        let out = self.alloc(DType::F32, q.count())?;
+        let turned = match rotary {
+            None => None,
+            Some(_) => {
+                let from = angles.offset(4 * past * head_dim);
+                Some(self.turned_by(from, q, heads * head_dim, [seq, heads, head_dim], None)?)
+            }
+        };
+        let (rows, keys) = (batch * seq * heads, past + seq);
+        let scores = self.scratch(DType::F32, rows * keys)?;
+        let weights: Argument = self.place(OP, &scores)?.into();
+        let mut args = vec![self.place(OP, turned.as_ref().unwrap_or(q))?.into(), at, weights];
+        args.extend([rows, seq, past, capacity, heads, group, first_kv_head, kv_heads, head_dim].map(Argument::from));
+        args.push(((1.0 / (head_dim as f64).sqrt()) as f32).into());
+        self.launch(OP, "decode_scores", [16 * rows * keys, 0], &args)?;
+        let mut args = vec![weights];
+        args.extend([rows, seq, past, heads].map(Argument::from));
+        self.launch(OP, "decode_weights", [rows, 0], &args)?;
+        let mut args = vec![weights, at, self.place(OP, &out)?.into()];
+        args.extend(
+            [q.count(), seq, past, capacity, heads, group, first_kv_head, kv_heads, head_dim].map(Argument::from),
+        );
+        self.launch(OP, "decode_values", [q.count(), 0], &args)?;
+        Ok(out)
+    }
+}
