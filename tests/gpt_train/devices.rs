@@ -75,6 +75,33 @@ fn a_checkpoint_goes_from_device_to_device() {
     }
 }
 
+/// A trained model continues a text on the device, with a cache of keys and values there.
+#[test]
+fn the_device_writes_the_text_of_the_cpu() {
+    if !emulates() {
+        return;
+    }
+    for kind in ["gpt2", "llama"] {
+        let folder = folder(&format!("writes_{kind}"));
+        let model = folder.join("model").display().to_string();
+        let more = format!("--set model.kind={kind} --set model.num_heads=4 --set checkpoint.dir={model}");
+        metrics(&folder, "cpu", &format!("{more} --steps 2"));
+        let written = |device: &str| {
+            let mut command = std::process::Command::new(crate::program::path().with_file_name("generate"));
+            let line = format!("--model {model} --prompt ab --tokens 40 --temperature 1.5 --device {device}");
+            command.args(line.split_whitespace()).args(["--set", "training.numerics=canonical"]);
+            command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
+            let ended = command.output().unwrap_or_else(|error| panic!("the example generate: {error}"));
+            assert!(ended.status.success(), "{device}: {}", String::from_utf8_lossy(&ended.stderr));
+            ended.stdout
+        };
+        let text = written("cpu");
+        assert!(text.len() > 20, "{text:?}");
+        assert_eq!(written("cuda-emulated"), text, "{kind}");
+        assert_eq!(written("cuda-emulated:5 --mesh tp=2"), text, "{kind} on two ranks");
+    }
+}
+
 /// What a configuration asks for runs on the device, or is refused before the first step by a message that names it.
 #[test]
 fn a_profile_of_a_device_has_its_own_ceilings() {

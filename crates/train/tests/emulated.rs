@@ -111,6 +111,27 @@ fn models_of_experts_have_every_value_of_the_cpu() {
     }
 }
 
+/// Short documents in each sample, of which tokens see their own alone, or whose positions begin anew.
+#[test]
+fn packed_documents_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let path = folder().with_file_name("documents.jsonl");
+    let line =
+        |i: usize| format!("{{\"text\": \"{}\"}}\n", "some words of a document "[..5 + i * 7 % 19].repeat(1 + i % 2));
+    std::fs::write(&path, (0..80).map(line).collect::<String>()).unwrap();
+    let source = format!("--set=data.path={}", path.display());
+    for (preset, rule, mesh) in
+        [("tiny", "attention", "dp=2"), ("llama-tiny", "attention", "tp=2"), ("llama-tiny", "positions", "dp=1")]
+    {
+        let (shared, preset) = (emulator(&kernels, 1), format!("--set=model.preset={preset}"));
+        let rule = format!("--set=data.documents={rule}");
+        let model = [&*preset, &rule, &source, "--set=data.end_of_text=0", "--set=model.seq_len=40"];
+        let report = diff_of(&model, mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{model:?} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{model:?} on {mesh}: {report}");
+    }
+}
+
 /// ResNet and VGG. Group norm has canonical numerics, one rank's on any mesh; batch norm has none, so both sides have the same mesh.
 #[test]
 fn image_classifiers_have_every_value_of_the_cpu() {

@@ -339,6 +339,74 @@ fn grouped_attention_has_the_cpus_bits() {
     }
 }
 
+/// Two documents in one sample, and in the other one that began before it.
+fn positions(seq: usize) -> Buffer {
+    let of = |sample: usize| (0..seq).map(move |place| if place < 7 { place + sample * 3 } else { place - 7 } as i32);
+    Buffer::from_vec((0..2).flat_map(of).collect::<Vec<i32>>())
+}
+
+#[test]
+fn attention_within_documents_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim: 6 };
+    let (rows, places) = (queries.batch * queries.seq, positions(queries.seq));
+    let (q, kv, dout) = (values("q", rows * 24), values("kv", rows * 24), values("dout", rows * 24));
+    let qkv = values("qkv", rows * 72);
+    for apart in [false, true] {
+        same("attention within documents", |device, up| {
+            let of = device.attention()?;
+            let [q, kv, qkv, dout, positions] = [&q, &kv, &qkv, &dout, &places].map(up);
+            let documents = Some(DocumentPositions { positions: &positions, apart });
+            let masks = AttentionMasks { dropout: None, documents };
+            let shape =
+                GroupedShape { queries, group: 2, kv_heads: 2, first_kv_head: 0, rotary: Some(Rotary::new(100.0)) };
+            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+            let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
+            let (fused, fused_lse) = of.causal(queries, &qkv, masks)?;
+            let dqkv = of.causal_grad(queries, &dout, &qkv, &fused, &fused_lse, masks)?;
+            Ok(vec![out, lse, dq, dkv, fused, fused_lse, dqkv])
+        });
+    }
+}
+
+/// A prompt, a token, several tokens.
+#[test]
+fn attention_with_a_cache_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    for rotary in [None, Some(Rotary::new(100.0))] {
+        same("attention with a cache", |device, up| {
+            let (of, mut past, mut results) = (device.attention()?, 0, Vec::new());
+            let mut cache = device.zeros(DType::F32, 2 * 30 * 2 * 3 * 10)?;
+            for seq in [19, 1, 4, 1] {
+                let queries = AttentionShape { batch: 2, seq, heads: 6, head_dim: 10 };
+                let new = GroupedShape { queries, group: 2, kv_heads: 3, first_kv_head: 0, rotary };
+                let [q, kv] = [("q", 60), ("kv", 60)].map(|(name, width)| up(&values(name, 2 * seq * width)));
+                results.push(of.decode(DecodeShape { new, past, capacity: 30 }, &q, &kv, &mut cache)?);
+                past += seq;
+            }
+            Ok([results, vec![cache]].concat())
+        });
+    }
+}
+
+/// A kernel finds it; the host hears of it when it next waits.
+#[test]
+fn positions_that_do_not_follow_are_an_error() {
+    let Some([device, _]) = devices(Products::OfTheCpu) else { return };
+    let up = |host: &Buffer| device.upload(host).unwrap();
+    let shape = AttentionShape { batch: 1, seq: 3, heads: 1, head_dim: 2 };
+    let positions = up(&Buffer::from_vec(vec![0_i32, 2, 3]));
+    let documents = Some(DocumentPositions { positions: &positions, apart: true });
+    let masks = AttentionMasks { dropout: None, documents };
+    let (out, _) = device.attention().unwrap().causal(shape, &up(&values("qkv", 18)), masks).unwrap();
+    let error = device.download(&out).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("attention: device {}: a token's position in its document", device.name())));
+}
+
 #[test]
 fn losses_have_the_cpus_bits_but_for_logarithms() {
     let (rows, width, samples) = (21, 45, 3);
