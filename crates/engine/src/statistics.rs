@@ -137,7 +137,10 @@ impl Noted {
         let mut all = device.zeros(DType::F32, self.0.values().map(count).sum())?;
         let mut at = 0;
         for values in self.0.values().flat_map(|note| &note.values) {
-            device.layout()?.copy_into(values.buffer(), 0..values.count(), &mut all, at)?;
+            match values.dtype() {
+                DType::F32 => device.layout()?.copy_into(values.buffer(), 0..values.count(), &mut all, at)?,
+                _ => device.pointwise()?.cast_into(values.buffer(), &mut all, at)?,
+            }
             at += values.count();
         }
         let host = device.download(&all)?;
@@ -150,7 +153,7 @@ impl Noted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_tensor::Tensor;
+    use meshwork_tensor::{Tensor, Widened};
     use meshwork_tensor::cpu::Cpu;
     use meshwork_tensor::param::StatisticRule;
 
@@ -163,6 +166,20 @@ mod tests {
         }
 
         fn update(&self, _sums: &[f64], _buffers: &mut [Vec<f32>]) {}
+    }
+
+    /// Notes of activations that are stored in 16 bits used to end the step: "the buffer holds f32, asked for as bf16".
+    #[test]
+    fn values_in_16_bits_are_read_in_f32() {
+        let (mut declared, device) = (Declarations::new(), Widened::device(Cpu::device()));
+        let id = declared.declare_statistic(Vec::new(), Sum);
+        let mut noted = Noted::default();
+        for (first_sample, dtype) in [DType::Bf16, DType::F16, DType::F32].into_iter().enumerate() {
+            let values = Tensor::from_slice(&device, &[0.5f32], [1]).unwrap().cast(dtype).unwrap();
+            noted.add(first_sample as u64, &[StatisticNote { id, weight: 1.0, values: vec![values] }]);
+        }
+        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &[], &BTreeMap::new()).unwrap();
+        assert_eq!(sums, [(id, vec![3.0, 1.5])]);
     }
 
     /// The first note of a layer that was applied twice used to be lost.

@@ -3,7 +3,7 @@
 use crate::generate::{self, Target};
 use crate::program::Program;
 use meshwork_core::{Axis, Mesh, tree};
-use meshwork_engine::{Compress, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
+use meshwork_engine::{Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;
@@ -104,7 +104,11 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
             2 if canonical => vec![Encoding::Half(HalfType::Bf16), Encoding::Sparse],
             _ => Vec::new(),
         },
-        mixed: None,
+        mixed: (canonical && seed % 5 == 0).then_some(MixedPrecision {
+            dtype: rng.pick(&[HalfType::Bf16, HalfType::F16]),
+            reduce_in_half: false,
+            loss_scale: LossScale::Fixed(8.0),
+        }),
         // The momentum after the first step is the gradient, as it was clipped.
         optimizer: Sgd { momentum: 0.5, weight_decay: 0.0 }.into(),
         lr: LrSchedule { base: 0.125, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },

@@ -190,11 +190,11 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
 
         Op::Unsent(collective) => unsent(tape, x()?, collective),
         Op::Copy(axis) => x()?.copy(*axis),
-        Op::AllReduce(axis) => x()?.all_reduce(*axis),
-        Op::AllReduceReplicate(axis) => x()?.all_reduce_replicate(*axis),
+        Op::AllReduce(axis) => stored(&x()?.all_reduce(*axis)?),
+        Op::AllReduceReplicate(axis) => stored(&x()?.all_reduce_replicate(*axis)?),
         Op::AllGather(axis, dim) => x()?.all_gather(*axis, *dim),
         Op::AllGatherInvariant(axis, dim) => x()?.all_gather_invariant(*axis, *dim),
-        Op::ReduceScatter(axis, dim) => x()?.reduce_scatter(*axis, *dim),
+        Op::ReduceScatter(axis, dim) => stored(&x()?.reduce_scatter(*axis, *dim)?),
         Op::Split(axis, dim) => x()?.split(*axis, *dim),
         Op::Slice(axis, dim) => x()?.slice(*axis, *dim),
         Op::AllToAll(axis, from, to) => x()?.all_to_all(*axis, *from, *to),
@@ -267,6 +267,14 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::CrossEntropy => x()?.cross_entropy(y()?),
         Op::VocabCrossEntropy { axis, vocab } => x()?.vocab_parallel_cross_entropy(y()?, *axis, *vocab),
         Op::SquaredError => x()?.mean_squared_error(y()?),
+    }
+}
+
+/// The value in the type in which the model stores values, once it is no share of a sum any more, and its gradient is none.
+fn stored(x: &Var) -> Result<Var> {
+    match x.types().iter().any(|(_, ty)| matches!(ty, Ty::Partial | Ty::Replicate)) {
+        true => Ok(x.clone()),
+        false => x.stored(),
     }
 }
 

@@ -138,18 +138,21 @@ fn along(x: &Tensor, dim: usize, extent: usize, from: impl Fn(usize) -> usize) -
     like(x, &values, &dims)
 }
 
-/// The elements of a value in f32, as in a run, or in f64, as where an operation is checked.
+/// The elements of a value in f32 or 16 bits, as in a run, or in f64, as where an operation is checked.
 fn numbers(x: &Tensor) -> Result<Vec<f64>> {
     match x.dtype() {
         DType::F64 => x.to_vec(),
-        _ => Ok(x.to_vec::<f32>()?.into_iter().map(f64::from).collect()),
+        _ => Ok(x.clone().cast(DType::F32)?.to_vec::<f32>()?.into_iter().map(f64::from).collect()),
     }
 }
 
 fn like(x: &Tensor, values: &[f64], dims: &[usize]) -> Result<Tensor> {
     match x.dtype() {
         DType::F64 => Tensor::from_slice(x.device(), values, dims),
-        _ => Tensor::from_slice(x.device(), &values.iter().map(|&value| value as f32).collect::<Vec<_>>(), dims),
+        dtype => {
+            let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
+            Tensor::from_slice(x.device(), &values, dims)?.cast(dtype)
+        }
     }
 }
 
