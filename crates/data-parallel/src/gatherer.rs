@@ -3,6 +3,7 @@
 use crate::vectors::{VectorError, Vectors};
 use meshwork_core::{Buffer, CommError, FlatSlice, Group, Pending};
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -24,6 +25,22 @@ pub enum GatherEvent {
     Used(usize),
 }
 
+/// What ranks send of their slices in place of the slices themselves. Every rank uses what the messages restore to, also of its own slice; so all
+/// ranks use the same values.
+pub trait Messages: Debug + Send + Sync {
+    /// The message of this rank's slice of a vector, and memory for those of all ranks, in their order. `None`: the slice itself is sent.
+    ///
+    /// # Errors
+    /// No memory.
+    fn pack(&self, vector: usize, slice: &Buffer) -> Result<Option<[Buffer; 2]>, VectorError>;
+
+    /// The whole vector that the messages of all ranks restore to.
+    ///
+    /// # Errors
+    /// No memory; a message that is malformed.
+    fn restore(&self, vector: usize, messages: &Buffer) -> Result<Buffer, VectorError>;
+}
+
 /// Why a vector could not be brought together.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -36,7 +53,7 @@ pub enum GatherError {
         /// What failed.
         source: Box<CommError>,
     },
-    /// There is no memory for it.
+    /// There is no memory for it, or a message is malformed.
     #[error("the weights of vector {vector}: {source}")]
     Vectors {
         /// The vector.
@@ -53,6 +70,7 @@ pub struct Gatherer {
     /// By vector; `None` for one that every rank has whole.
     shared: Vec<Option<SharedVector>>,
     vectors: Box<dyn Vectors>,
+    messages: Option<Box<dyn Messages>>,
     pass: Mutex<Pass>,
 }
 
@@ -70,14 +88,27 @@ struct Pass {
 
 #[derive(Debug)]
 enum Gathered {
-    Coming(Pending),
+    /// Slices, or the messages of them.
+    Coming(Pending, Sent),
     Here(Buffer),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sent {
+    Slices,
+    Messages,
 }
 
 impl Gatherer {
     /// A gatherer of these vectors, with memory for the whole ones.
     pub fn new(shared: Vec<Option<SharedVector>>, vectors: impl Vectors + 'static) -> Self {
-        Self { shared, vectors: Box::new(vectors), pass: Mutex::default() }
+        Self { shared, vectors: Box::new(vectors), messages: None, pass: Mutex::default() }
+    }
+
+    /// Sends messages in place of slices. Every rank makes messages of the same length, of the same vectors.
+    #[must_use]
+    pub fn with_messages(self, messages: impl Messages + 'static) -> Self {
+        Self { messages: Some(Box::new(messages)), ..self }
     }
 
     /// Begins a pass that uses vectors in this order; `slices` are this rank's of all of them. It ends, and what is left of it is freed,
@@ -107,7 +138,7 @@ impl Gatherer {
         pass.here.retain(|kept, _| rest.contains(kept));
         let gathered = match pass.here.remove(&vector) {
             Some(gathered) => gathered,
-            None => Gathered::Coming(self.start(vector, slice.clone(), &mut pass.events)?),
+            None => self.start(vector, slice.clone(), &mut pass.events)?,
         };
         // The next one is on its way while this one is used.
         let next = rest.iter().copied().find(|&other| other != vector).filter(|_| place.is_some());
@@ -115,12 +146,19 @@ impl Gatherer {
             && !pass.here.contains_key(&next)
         {
             let coming = self.start(next, pass.slices[next].clone(), &mut pass.events)?;
-            pass.here.insert(next, Gathered::Coming(coming));
+            pass.here.insert(next, coming);
         }
         let whole = match gathered {
             Gathered::Here(whole) => whole,
-            Gathered::Coming(pending) => {
-                pending.wait().map_err(|source| GatherError::Comm { vector, source: Box::new(source) })?
+            Gathered::Coming(pending, sent) => {
+                let received =
+                    pending.wait().map_err(|source| GatherError::Comm { vector, source: Box::new(source) })?;
+                match self.messages.as_ref().filter(|_| sent == Sent::Messages) {
+                    Some(messages) => {
+                        messages.restore(vector, &received).map_err(|source| of_vector(vector, source))?
+                    }
+                    None => received,
+                }
             }
         };
         if place.is_some() {
@@ -149,18 +187,31 @@ impl Gatherer {
         vector: usize,
         slice: Buffer,
         events: &mut Vec<(Instant, GatherEvent)>,
-    ) -> Result<Pending, GatherError> {
+    ) -> Result<Gathered, GatherError> {
         let Some(SharedVector { slice: of, sharers }) = &self.shared[vector] else {
             panic!("vector {vector} is whole on every rank")
         };
         events.push((Instant::now(), GatherEvent::Started(vector)));
-        let room = self.vectors.alloc(of.padded()).map_err(|source| GatherError::Vectors { vector, source })?;
-        sharers.start_all_gather(slice, room).map_err(|source| GatherError::Comm { vector, source: Box::new(source) })
+        let packed = self.messages.as_ref().map_or(Ok(None), |messages| messages.pack(vector, &slice));
+        let (sent, [part, room]) = match packed.map_err(|source| of_vector(vector, source))? {
+            Some(message) => (Sent::Messages, message),
+            None => {
+                let room = self.vectors.alloc(of.padded()).map_err(|source| of_vector(vector, source))?;
+                (Sent::Slices, [slice, room])
+            }
+        };
+        let started = sharers.start_all_gather(part, room);
+        let pending = started.map_err(|source| GatherError::Comm { vector, source: Box::new(source) })?;
+        Ok(Gathered::Coming(pending, sent))
     }
 
     fn pass(&self) -> std::sync::MutexGuard<'_, Pass> {
         self.pass.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn of_vector(vector: usize, source: VectorError) -> GatherError {
+    GatherError::Vectors { vector, source }
 }
 
 /// A pass that is under way.

@@ -25,6 +25,9 @@ pub struct Compress {
     pub activation_gradients: Scheme,
     /// Gradients of weights, summed over data-parallel ranks. Each bucket is one value, of one row.
     pub gradients: Scheme,
+    /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209): what a rank has of each parameter is one value, of one row. All
+    /// ranks use what messages restore to; the rank that updates a weight keeps it exactly.
+    pub weights: Scheme,
     /// Whether gradients of activations are sent at the indices of the activations, without indices of their own (Rudakov et al.,
     /// arXiv:2401.07788): both are TopK of one fraction.
     pub share_indices: bool,
@@ -38,6 +41,9 @@ pub struct Compress {
     pub start_step: u64,
 }
 
+/// What compresses weights.
+const QUANTISED: &str = "use quant, bf16, fp8 or sign, as quant:8/block256";
+
 /// Values as they are.
 pub(crate) const NOTHING: Scheme = Scheme::Values(Values::F32);
 
@@ -47,6 +53,7 @@ impl Default for Compress {
             activations: NOTHING,
             activation_gradients: NOTHING,
             gradients: NOTHING,
+            weights: NOTHING,
             share_indices: false,
             aqsgd: None,
             feedback: Feedback::None,
@@ -62,6 +69,7 @@ impl Compress {
             (Place::Activations, self.activations),
             (Place::ActivationGradients, self.activation_gradients),
             (Place::Gradients, self.gradients),
+            (Place::Weights, self.weights),
         ];
         all.into_iter().filter(|(_, scheme)| *scheme != NOTHING)
     }
@@ -90,9 +98,9 @@ impl Compress {
         (scheme != NOTHING).then_some(scheme)
     }
 
-    /// The same, with values that cross cuts as they are.
-    pub(crate) fn exact_at_cuts(self) -> Self {
-        Self { activations: NOTHING, activation_gradients: NOTHING, ..self }
+    /// The same, with all that a forward pass sends as it is.
+    pub(crate) fn exact_in_forward(self) -> Self {
+        Self { activations: NOTHING, activation_gradients: NOTHING, weights: NOTHING, ..self }
     }
 
     /// Everything about it that does not go with the rest of a plan, whatever the model.
@@ -107,12 +115,31 @@ impl Compress {
                 let problem =
                     "canonical numerics promise the bits of one rank, which has nobody to send compressed values to";
                 refuse(place, problem.to_owned(), "use fast numerics, or none");
+            } else if around.canonical && place == Place::Weights {
+                let problem = "canonical numerics promise the bits of one rank, which has all weights as they are";
+                refuse(place, problem.to_owned(), "use fast numerics, or none");
             } else if around.canonical && !around.simulates {
                 let problem = "canonical numerics promise the bits of one rank, which has nobody to send compressed values to: every mesh must \
                                simulate the same cuts";
                 refuse(place, problem.to_owned(), "name them as virtual cuts, use fast numerics, or none");
             }
-            if matches!(scheme, Scheme::PowerSgd(_)) && place != Place::Gradients {
+            if place == Place::Weights {
+                match scheme {
+                    Scheme::Sparse(_) => {
+                        let problem = "a weight that is not sent would be zero, whatever it is";
+                        refuse(place, problem.to_owned(), QUANTISED);
+                    }
+                    Scheme::PowerSgd(_) => {
+                        let problem = "factors of few columns are far from a weight, and nothing brings back the rest";
+                        refuse(place, problem.to_owned(), QUANTISED);
+                    }
+                    Scheme::Values(_) if around.zero < ZeroStage::Weights => {
+                        let problem = "ranks gather no weights to use them below ZeRO stage 3: each keeps all of them";
+                        refuse(place, problem.to_owned(), "use ZeRO stage 3, or none");
+                    }
+                    Scheme::Values(_) => {}
+                }
+            } else if matches!(scheme, Scheme::PowerSgd(_)) && place != Place::Gradients {
                 let problem =
                     "the factors of a message start from those of the one before, and samples have nothing in common";
                 refuse(place, problem.to_owned(), "use quant, topk, randk, sign, bf16 or fp8");
@@ -162,6 +189,10 @@ impl Compress {
                 let problem = "brings back what compression loses, and nothing is compressed";
                 refuse(Place::Feedback, problem.to_owned(), "compress something, or use none");
             }
+            _ if self.places().all(|(place, _)| place == Place::Weights) => {
+                let problem = "brings back what compression loses, and gathers of weights lose nothing for good: their owners keep them";
+                refuse(Place::Feedback, problem.to_owned(), "use none, or compress activations or gradients too");
+            }
             feedback => {
                 if let Some(schedule) = around.repeats.filter(|_| at_cuts.iter().any(|scheme| *scheme != NOTHING)) {
                     let problem = format!(
@@ -197,6 +228,7 @@ impl Compress {
             Place::Activations => self.activations.to_string(),
             Place::ActivationGradients => self.activation_gradients.to_string(),
             Place::Gradients => self.gradients.to_string(),
+            Place::Weights => self.weights.to_string(),
             Place::Feedback => self.feedback.to_string(),
             Place::ShareIndices => self.share_indices.to_string(),
             Place::Aqsgd => self.activations.to_string(),
@@ -214,6 +246,8 @@ pub enum Place {
     ActivationGradients,
     /// [`Compress::gradients`].
     Gradients,
+    /// [`Compress::weights`].
+    Weights,
     /// [`Compress::feedback`].
     Feedback,
     /// [`Compress::share_indices`].
@@ -229,6 +263,7 @@ impl Place {
             Self::Activations => "activations",
             Self::ActivationGradients => "activation gradients",
             Self::Gradients => "gradients",
+            Self::Weights => "weights",
             Self::Feedback => "feedback",
             Self::ShareIndices => "share_indices",
             Self::Aqsgd => "aqsgd",

@@ -2,8 +2,10 @@
 //! a stage reads in which order is recorded before the first step, in a pass without data; so the next ones are on their way while a layer
 //! computes, and all ranks gather in one order.
 
+use crate::compress::NOTHING;
 use crate::layout::{Layout, OnDevice};
 use crate::trace::{Uses, Walk, uses};
+use crate::weight_messages::{Now, WeightMessages};
 use crate::weights::Shared;
 use crate::{LocalModel, ModelPlan, Plan, TrainError};
 use meshwork_core::Buffer;
@@ -21,6 +23,8 @@ pub struct Gathers {
     gatherer: Gatherer,
     /// The flat buffers that a segment uses in a walk, in order.
     orders: BTreeMap<(usize, Walk), Vec<usize>>,
+    /// Whether slices are compressed now, and of which weights.
+    now: Arc<Now>,
 }
 
 impl Gathers {
@@ -51,17 +55,29 @@ impl Gathers {
             let sharers = shared.sharers.clone().filter(|_| shared.is_cut())?;
             Some(SharedVector { slice: shared.slice, sharers })
         };
-        let gatherer = Gatherer::new(
+        let mut gatherer = Gatherer::new(
             shared.iter().map(vector).collect(),
             OnDevice(device.clone(), Category::Buffers, local.declarations.dtype()),
         );
-        Ok(Self { gatherer, orders })
+        let now = Arc::new(Now::default());
+        if plan.compress.weights != NOTHING {
+            let of = (layout, shared);
+            let messages = WeightMessages::new(plan, &local.declarations, of, world_rank, device, now.clone())?;
+            gatherer = gatherer.with_messages(messages);
+        }
+        Ok(Self { gatherer, orders, now })
     }
 
     /// Begins walks of segments with these weights, one after the other.
     pub fn begin(&self, walks: &[(usize, Walk)], params: &Params) -> GatherPass<'_> {
+        self.now.set_updates(params.updates());
         let order = walks.iter().filter_map(|walk| self.orders.get(walk)).flatten();
         self.gatherer.begin(&order.copied().collect::<Vec<_>>(), params.flats())
+    }
+
+    /// Sets whether slices are compressed from now on, where the plan compresses any.
+    pub fn set_compresses(&self, compresses: bool) {
+        self.now.set_compresses(compresses);
     }
 
     /// Begins the timeline of a step.

@@ -210,17 +210,6 @@ impl Layout {
         let slice = self.slice(mesh, world_rank, flat);
         let scatter = Cuts::of(plan).scatter() && slice.place()[1] > 1;
         let place = if scatter { slice.place() } else { [among, group.len()] };
-        let padding = self.flats[flat].iter().flat_map(|&id| {
-            let (spec, range) = (declarations.spec(id), self.place(id).1);
-            let (mut end, mut padding) = (0, Vec::new());
-            let local = spec.local(mesh, mesh.coords(world_rank));
-            local.for_each_run(spec.dims, |_, run| {
-                padding.push(range.start + end..range.start + run.start);
-                end = run.end;
-            });
-            padding.push(range.start + end..range.end);
-            padding.into_iter().filter(|padding| !padding.is_empty())
-        });
         let factored = match plan.compress.gradients {
             Scheme::PowerSgd(of) => {
                 let on = (mesh, mesh.coords(world_rank));
@@ -238,9 +227,31 @@ impl Layout {
             elements: self.elements[flat],
             place,
             scatter,
-            padding: padding.collect(),
+            padding: self.padding(flat, declarations, mesh, world_rank),
             factored,
         })
+    }
+
+    /// The elements of a flat buffer that its parameters hold as padding.
+    pub fn padding(
+        &self,
+        flat: usize,
+        declarations: &Declarations,
+        mesh: &Mesh,
+        world_rank: usize,
+    ) -> Vec<Range<usize>> {
+        let padding = self.flats[flat].iter().flat_map(|&id| {
+            let (spec, range) = (declarations.spec(id), self.place(id).1);
+            let (mut end, mut padding) = (0, Vec::new());
+            let local = spec.local(mesh, mesh.coords(world_rank));
+            local.for_each_run(spec.dims, |_, run| {
+                padding.push(range.start + end..range.start + run.start);
+                end = run.end;
+            });
+            padding.push(range.start + end..range.end);
+            padding.into_iter().filter(|padding| !padding.is_empty())
+        });
+        padding.collect()
     }
 
     /// This rank's number among those whose gradients of a flat buffer are added up, and their number; or that of its sum over data-parallel

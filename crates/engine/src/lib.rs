@@ -33,6 +33,7 @@ mod transport;
 mod update;
 pub mod verify;
 mod watch;
+mod weight_messages;
 mod weights;
 mod zero;
 

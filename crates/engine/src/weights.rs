@@ -388,6 +388,8 @@ impl WeightStore {
             }
         }
         self.updates = updates;
+        let params = self.versions.back_mut().and_then(Arc::get_mut).ok_or_else(refused)?;
+        params.set_updates(updates);
         Ok(())
     }
 
@@ -432,6 +434,7 @@ impl WeightStore {
             unreachable!("copied where they were shared")
         };
         self.updates += 1;
+        params.set_updates(self.updates);
         let (declarations, layout) = (params.declarations().clone(), self.device.layout()?);
         let (shared, cuts, gradients, step) = (&self.shared, self.cuts, &self.gradients, self.updates);
         let own = |flat: usize| cuts.window(Vector::States, shared[flat].slice);

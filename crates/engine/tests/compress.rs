@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/compression.md`.
 
+mod gathered;
 mod lossy;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;

@@ -126,6 +126,14 @@ fn compression_is_read_and_refused_by_key() {
             "compress.gradients = \"powersgd:200\": its factors are smaller than no parameter; use a rank of 1 to 102",
         ),
         (
+            "weights=quant:8 --set parallelism.dp=2 --set parallelism.zero_stage=2",
+            "compress.weights = \"quant:8\": ranks gather no weights to use them below ZeRO stage 3: each keeps all of them; use ZeRO stage 3",
+        ),
+        (
+            "weights=topk:0.5 --set parallelism.dp=2 --set parallelism.zero_stage=3",
+            "compress.weights = \"topk:0.5\": a weight that is not sent would be zero",
+        ),
+        (
             "gradients=powersgd:2 --set compress.feedback=ef21 --set parallelism.dp=2",
             "compress.feedback = \"ef21\": powersgd makes factors of the sum of all ranks",
         ),
@@ -194,7 +202,7 @@ fn compression_is_read_and_refused_by_key() {
     assert_eq!(idle, ["compress.activations = \"sign\" has no effect: one stage has no cuts"]);
     assert!(unread("--set compress.activations=sign --set compress.virtual_cuts=[2]").is_empty());
     let idle = unread("--set compress.virtual_cuts=[2] --set validation.compression=both");
-    let [validation, cuts] = ["activations are not compressed", "nothing is compressed at cuts"];
+    let [validation, cuts] = ["neither activations nor weights are compressed", "nothing is compressed at cuts"];
     let [validation, cuts] = [
         format!("validation.compression = \"both\" has no effect: {validation}"),
         format!("compress.virtual_cuts = [2] has no effect: {cuts}"),

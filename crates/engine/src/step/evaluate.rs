@@ -5,6 +5,7 @@ use crate::TrainError;
 use crate::chunk::Chunk;
 use crate::clock::Clock;
 use crate::codec::Codec;
+use crate::compress::NOTHING;
 use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;
@@ -16,13 +17,13 @@ use meshwork_tensor::param::host_floats;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// What happens to values at the cuts in a pass that does not train.
+/// What happens in a pass that does not train to values that training compresses: at the cuts, and to weights that ranks gather.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtCuts {
     /// They are compressed as in training, without feedback.
     #[default]
     AsTrained,
-    /// They cross as they are.
+    /// They are sent as they are.
     Exact,
 }
 
@@ -122,8 +123,10 @@ impl Trainer {
         let clock = Clock::beside(pass.purpose, pass.position.step, micros);
         let compress = match cuts {
             AtCuts::AsTrained => self.compress,
-            AtCuts::Exact => self.compress.exact_at_cuts(),
+            AtCuts::Exact => self.compress.exact_in_forward(),
         };
+        let gathers = compress.weights != NOTHING && compress.includes(pass.position.step);
+        self.gathers.iter().for_each(|of| of.set_compresses(gathers));
         let boundaries = self.plan.boundaries().into();
         let codec = Codec::plain(&compress, self.seed, boundaries, &self.rank, &device, clock)?;
         let codec = Rc::new(RefCell::new(codec));

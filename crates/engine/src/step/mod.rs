@@ -580,6 +580,7 @@ impl Trainer {
             micros: self.micros,
         };
         self.codec.borrow_mut().begin(clock, &pass.batch)?;
+        self.gathers.iter().for_each(|gathers| gathers.set_compresses(self.compress.includes(pass.position.step)));
         let walked =
             self.interpreter.advance(schedule, pp_rank, actions, &mut stages, &mut self.transport, &mut |event| {
                 observe(event);

@@ -27,6 +27,7 @@ pub struct Params {
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
+    updates: u64,
     device: Arc<dyn Device>,
 }
 
@@ -117,6 +118,7 @@ impl Params {
             flats,
             windows: held,
             gather: None,
+            updates: 0,
             device: Arc::clone(device),
         })
     }
@@ -124,6 +126,16 @@ impl Params {
     /// Sets what brings together flat buffers of which only a window is stored.
     pub fn gather_with(&mut self, gather: Arc<dyn Gather>) {
         self.gather = Some(gather);
+    }
+
+    /// The number of updates behind these values, as it was [set](Self::set_updates) last; 0 at first.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// Sets the number of updates behind these values.
+    pub fn set_updates(&mut self, updates: u64) {
+        self.updates = updates;
     }
 
     /// The declarations.

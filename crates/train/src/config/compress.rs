@@ -10,8 +10,9 @@ use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compr
 
 /// What crosses the cuts of a pipeline.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
-const SCHEMES: [&str; 3] = [CUTS[0], CUTS[1], GRADIENTS];
+const SCHEMES: [&str; 4] = [CUTS[0], CUTS[1], GRADIENTS, WEIGHTS];
 pub(super) const GRADIENTS: &str = "compress.gradients";
+pub(super) const WEIGHTS: &str = "compress.weights";
 const CUTS_OF_ONE: &str = "compress.virtual_cuts";
 
 impl Compress {
@@ -29,6 +30,7 @@ impl Compress {
             activations: scheme(&self.activations)?,
             activation_gradients: scheme(&self.activation_gradients)?,
             gradients: scheme(&self.gradients)?,
+            weights: scheme(&self.weights)?,
             share_indices: self.share_indices,
             // Before the data are known, as if there were one.
             aqsgd: self.aqsgd.then_some(self.aqsgd_samples.max(1)),
@@ -43,6 +45,7 @@ impl Compress {
             Place::Activations => (CUTS[0], format!("{:?}", self.activations)),
             Place::ActivationGradients => (CUTS[1], format!("{:?}", self.activation_gradients)),
             Place::Gradients => (GRADIENTS, format!("{:?}", self.gradients)),
+            Place::Weights => (WEIGHTS, format!("{:?}", self.weights)),
             Place::Feedback => ("compress.feedback", format!("{:?}", self.feedback)),
             Place::ShareIndices => ("compress.share_indices", self.share_indices.to_string()),
             Place::Aqsgd => ("compress.aqsgd", self.aqsgd.to_string()),
@@ -51,7 +54,7 @@ impl Compress {
 
     /// The schemes, in the order of their keys.
     fn schemes(&self) -> [&str; SCHEMES.len()] {
-        [&self.activations, &self.activation_gradients, &self.gradients]
+        [&self.activations, &self.activation_gradients, &self.gradients, &self.weights]
     }
 }
 
@@ -131,7 +134,8 @@ pub(crate) fn check_values(config: &Config, settings: &mut Settings) {
     if let Err(TrainError::Plan(error)) = require_compression(&config.model(), &plan)
         && let PlanError::Compress { place, problem, .. } = &*error
     {
-        let key = [Place::Activations, Place::ActivationGradients].into_iter().find(|of| of.name() == *place);
+        let key =
+            [Place::Activations, Place::ActivationGradients, Place::Weights].into_iter().find(|of| of.name() == *place);
         let (key, value) = compress.at(key.unwrap_or(Place::Gradients));
         let (problem, valid) = problem.rsplit_once("; ").unwrap_or((problem, "use another scheme"));
         settings.fault(key, value, problem, valid);

@@ -2,7 +2,7 @@
 
 use toml::Value;
 
-use super::compress::{CUTS, GRADIENTS};
+use super::compress::{CUTS, GRADIENTS, WEIGHTS};
 use super::settings::Settings;
 use super::words::{Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
 use super::{Config, Recomputed};
@@ -125,6 +125,7 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             "one stage has no cuts".to_owned(),
         ),
         ("parallelism.dp", config.parallelism.dp == 1, &[GRADIENTS], "one rank of dp has nobody to add to".to_owned()),
+        ("parallelism.dp", config.parallelism.dp == 1, &[WEIGHTS], "one rank of dp has all weights".to_owned()),
         (
             "compress.activations",
             !config.compress.plan().is_ok_and(|plan| plan.is_some()),
@@ -134,9 +135,9 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ("compress.aqsgd", !config.compress.aqsgd, &["compress.aqsgd_samples"], "compress.aqsgd is off".to_owned()),
         (
             "compress.activations",
-            config.compress.activations == "none",
+            config.compress.activations == "none" && config.compress.weights == "none",
             &["validation.compression"],
-            "activations are not compressed".to_owned(),
+            "neither activations nor weights are compressed".to_owned(),
         ),
         (
             "compress.activations",

@@ -297,8 +297,8 @@ sections! {
         steps: u64 = int(0), Count(0);
         /// Share of each token stream, at its end, that is held out.
         fraction: f64 = float(0.05), Number(Inside);
-        /// Where activations between stages are compressed, how validation treats them. as_trained: it compresses them too. off: they are
-        /// sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
+        /// Where activations between stages or gathers of weights are compressed, how validation treats them. as_trained: it compresses them
+        /// too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
         compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS);
     }
 
@@ -388,6 +388,9 @@ sections! {
         /// Gradients of weights over dp, likewise, in each bucket of up to 1 MiB: topk and randk gather messages and add them; the others
         /// send each rank its shard, and gather what it makes of their sum. With ZeRO each rank gets its slice alone.
         gradients: String = is("none"), Text;
+        /// Weights that ranks gather with parallelism.zero_stage = 3 (ZeRO++): none, quant:8/block256, bf16, fp8:e4m3 and others without a
+        /// state. All ranks compute with what messages restore to; the optimizer has exact weights.
+        weights: String = is("none"), Text;
         /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
         /// moving average with that weight of the new value).
         feedback: String = is("none"), Text;

@@ -86,6 +86,8 @@ struct Frame {
     router: &'static str,
     /// Whether something is compressed.
     lossy: bool,
+    /// Whether ranks compress weights that they gather.
+    gathers: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -354,6 +356,7 @@ impl Frame {
             profile: rarely(rng, 20),
             pretrained,
             lossy,
+            gathers: lossy && !canonical && dp > 1 && rng.below(3) == 0,
         }
     }
 
@@ -474,6 +477,7 @@ impl Frame {
             "parallelism.zero_stage" => match self.dp {
                 1 => rarely(rng, 40).then(|| "1".to_owned()),
                 _ if rarely(rng, 40) => some(&4),
+                _ if self.gathers => some(&3),
                 _ => one_of(rng, &["0", "1", "2", "3"]),
             },
             "parallelism.zero_group" => match self.dp {
@@ -711,6 +715,12 @@ impl Frame {
                     "randk:3",
                     "topk:0.5+fp8:e4m3",
                 ])),
+            },
+            "compress.weights" => match rng.below(100) {
+                0 => some(&rng.pick(&["quant:9", "topk:0.5", "randk:3", "powersgd:2"])),
+                1 => some(&"quant:8"), // also where nobody gathers weights
+                _ if self.gathers => some(&rng.pick(&["quant:8", "quant:8/block16/stochastic", "fp8:e4m3", "bf16"])),
+                _ => None,
             },
             "compress.share_indices" => match rng.below(40) {
                 0 => some(&"true"), // seldom with two schemes that fit

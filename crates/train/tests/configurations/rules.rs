@@ -310,14 +310,16 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 
 /// The schemes of `[compress]` that are given and not `none`.
 pub fn schemes(case: &Case) -> impl Iterator<Item = &str> {
-    let keys = ["compress.activations", "compress.activation_gradients", "compress.gradients"];
+    let keys = ["compress.activations", "compress.activation_gradients", "compress.gradients", "compress.weights"];
     keys.into_iter().filter_map(|key| case.get(key)).filter(|scheme| *scheme != "none")
 }
 
 fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let feedback = case.get("compress.feedback").filter(|feedback| *feedback != "none");
     rule(matches!(feedback, Some("ef22" | "ef21m:2")), "no such feedback");
-    rule(feedback.is_some() && schemes(case).next().is_none(), "nothing is lost");
+    let lost_for_good = ["compress.activations", "compress.activation_gradients", "compress.gradients"];
+    let lost_for_good = lost_for_good.into_iter().any(|key| case.get(key).is_some_and(|scheme| scheme != "none"));
+    rule(feedback.is_some() && !lost_for_good, "nothing is lost, or not for good");
     let replicated = case.get("pipeline.replication").is_some_and(|replication| replication != "none");
     let repeats = own(case).is_none() && !replicated && generator(case).overlaps_steps();
     let given = |key: &str| case.get(key).is_some_and(|scheme| scheme != "none");
@@ -326,6 +328,11 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let estimates = feedback.is_some_and(|feedback| feedback.starts_with("ef21"));
     let slices = count(case, "parallelism.zero_stage", 0) > 0;
     rule(estimates && given("compress.gradients") && slices, "no estimate of a slice");
+    let of_weights = case.get("compress.weights").unwrap_or("none");
+    let leaves_out = ["topk", "randk", "powersgd"].into_iter().any(|method| of_weights.starts_with(method));
+    rule(leaves_out, "weights that are not sent");
+    let gathers = count(case, "parallelism.zero_stage", 0) == 3;
+    rule(given("compress.weights") && !gathers, "weights that nobody gathers");
 
     for scheme in schemes(case) {
         rule(scheme == "quant:9", "codes of more than eight bits");
@@ -348,6 +355,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(case.get("compress.aqsgd") == Some("true") && count(case, "training.steps", 1) > 0, "no sample comes again");
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
+        rule(given("compress.weights"), "one rank gathers nothing");
         rule(cuts && virtual_cuts.is_empty(), "one rank sends nothing");
         let samples_apart = |scheme: &&str| matches!(*scheme, "none" | "bf16" | "sign/row" | "topk:0.5/row");
         rule(!of_cuts.iter().all(samples_apart), "samples lose together");

@@ -41,7 +41,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 29] = [
+const ALONE: [(&str, Option<&str>); 30] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -66,6 +66,7 @@ const ALONE: [(&str, Option<&str>); 29] = [
     ("compress.activations", None),
     ("compress.activation_gradients", None),
     ("compress.gradients", None),
+    ("compress.weights", None),
     ("compress.feedback", None),
     ("compress.share_indices", None),
     ("compress.virtual_cuts", None),
