@@ -3,6 +3,9 @@
 #include "math.cuh"
 #include "random.cuh"
 
+#define FLASH_ROWS 128  // queries or keys of a block on tensor cores, 16 for each warp
+#define FLASH_KEYS 64   // keys that meet its queries at a time, in backward
+
 // The head of this block: sample and head from blockIdx.x, its heads of keys and values shared by `group` heads of queries.
 struct Head {
     i64 sample, head, kv_head;
@@ -17,7 +20,7 @@ DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
 struct Documents {
     const int* first;
 
-    DEVICE i64 of(i64 token) const { return first ? first[token] : 0; }
+    DEVICE int of(i64 token) const { return first ? first[token] : 0; }
 };
 
 DEVICE Documents documents_of(const int* firsts, const Head& head, i64 seq) { return {firsts ? firsts + head.sample * seq : firsts}; }

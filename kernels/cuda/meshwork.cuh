@@ -14,7 +14,9 @@ using u8 = unsigned char;
 #define THREADS 256
 #define FULL_WARP 0xffffffffu
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Blocks for which an SM shall have registers at the same time: a file that wants more for a kernel defines this anew before it, and as it was behind.
+#define RESIDENT 1
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #define DEVICE __device__ __forceinline__
 
 #ifndef SHARED

@@ -10,7 +10,7 @@
 // - threads wait at a barrier or shuffle that others of their block or warp never reach.
 //
 // Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the threads of
-// a warp without a barrier of the block, atomics, the instructions that only PTX has, and the time anything takes.
+// a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX has are in tensor_core_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -45,6 +45,8 @@ struct Fiber {
     State state;
     uint64_t slot[2];   // what it gave to a shuffle, and to the one before
     unsigned shuffles;  // how many it has passed
+    char given[2][32];  // what it gave to an instruction of the whole warp, and to the one before
+    unsigned gathers;   // how many of these it has passed
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
 #endif
@@ -59,6 +61,7 @@ inline unsigned live;  // fibers of this block
 inline Dim3 block_index, block_dim, grid_dim;
 inline uint64_t epoch;        // barriers so far, over all blocks: no two stretches between barriers have the same
 inline uint64_t block_epoch;  // the first of this block
+inline size_t given_bytes;    // of shared memory, by the launch
 inline std::string message;   // why the launch failed
 inline bool abandoned;        // whether any launch has failed, with fibers that never ended
 inline std::function<void()> body;
@@ -156,7 +159,7 @@ inline void start(Fiber& fiber, unsigned index) {
     fiber.index = index;
     fiber.thread = {index % block_dim.x, index / block_dim.x % block_dim.y, index / (block_dim.x * block_dim.y)};
     fiber.state = State::runnable;
-    fiber.shuffles = 0;
+    fiber.shuffles = fiber.gathers = 0;
 }
 
 // A permutation of 0 .. count: for seed 0 the order itself, for seed 1 the reverse, else a random one.
@@ -216,11 +219,12 @@ inline void run_block(uint64_t& seed) {
 }
 
 // Runs a kernel. Returns null, or why it failed: valid until the next launch on this thread.
-inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, uint64_t seed) {
+inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, size_t shared_bytes, uint64_t seed) {
     static std::mutex one_at_a_time;
     std::lock_guard<std::mutex> lock(one_at_a_time);
     body = std::move(kernel), grid_dim = grid, block_dim = block, live = block.x * block.y * block.z;
     message.clear();
+    given_bytes = shared_bytes;
     if (fibers.size() < live) fibers.resize(live);
     uint64_t block_seed = seed;
     for (unsigned flat : order(grid.x * grid.y * grid.z, block_seed)) {
@@ -266,15 +270,17 @@ inline unsigned ballot(bool value) {
 }
 
 // An array in shared memory, whose words know who touched them since the last barrier.
-template <class T, int N> class Shared {
+template <class T> class Shared {
     struct Word {
         T value;
         uint64_t written, read;  // the epochs
         unsigned writer, reader;
+        bool pending;  // a copy to it has begun, and its thread has not waited for it
     };
     static constexpr unsigned SEVERAL = ~0u;
-    Word words[N];
+    std::vector<Word> words;
     const char* name;
+    bool given;  // of the size that the launch says
 
     [[noreturn]] void fault(const char* what, int i, unsigned other) const {
         fail(std::string(what) + " " + name + "[" + std::to_string(i) + "]" +
@@ -282,10 +288,11 @@ template <class T, int N> class Shared {
     }
 
   public:
-    explicit Shared(const char* name) : words(), name(name) {}
+    Shared(const char* name, size_t count, bool given = false) : words(count), name(name), given(given) {}
 
     T load(int i) {
         Word& word = words[i];
+        if (word.written >= block_epoch && word.pending) fault("reads what is still being copied:", i, SEVERAL);
         if (word.written < block_epoch) fault("reads shared memory that nobody wrote:", i, SEVERAL);
         if (word.written == epoch && word.writer != current->index) fault("a race: reads", i, word.writer);
         word.reader = word.read == epoch && word.reader != current->index ? SEVERAL : current->index;
@@ -297,7 +304,16 @@ template <class T, int N> class Shared {
         Word& word = words[i];
         if (word.written == epoch && word.writer != current->index) fault("a race: writes", i, word.writer);
         if (word.read == epoch && word.reader != current->index) fault("a race: writes", i, word.reader);
-        word.written = epoch, word.writer = current->index, word.value = value;
+        if (word.written >= block_epoch && word.pending) fault("writes what is still being copied:", i, SEVERAL);
+        word.written = epoch, word.writer = current->index, word.value = value, word.pending = false;
+    }
+
+    // A store that begins: from now on until `end` the word must not be touched.
+    void begin(int i) { store(i, T()), words[i].pending = true; }
+
+    void end(int i, T value) {
+        Word& word = words[i];
+        word.written = epoch, word.writer = current->index, word.value = value, word.pending = false;
     }
 
     struct Element {
@@ -310,7 +326,8 @@ template <class T, int N> class Shared {
     };
 
     Element operator[](long long i) {
-        if (i < 0 || i >= N) fail(std::string("beyond shared memory: ") + name + "[" + std::to_string(i) + "]");
+        size_t count = given ? std::min(words.size(), given_bytes / sizeof(T)) : words.size();
+        if (i < 0 || static_cast<size_t>(i) >= count) fail(std::string("beyond shared memory: ") + name + "[" + std::to_string(i) + "]");
         return Element{*this, static_cast<int>(i)};
     }
 };
@@ -325,7 +342,7 @@ template <class T, int N> class Shared {
 #define blockIdx (host::block_index)
 #define blockDim (host::block_dim)
 #define gridDim (host::grid_dim)
-#define SHARED(type, name, count) static host::Shared<type, count> name(#name)
+#define SHARED(type, name, count) static host::Shared<type> name(#name, count)
 
 #define __syncthreads() host::barrier(__FILE__, __LINE__)
 template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
@@ -345,3 +362,5 @@ inline float __uint_as_float(unsigned bits) {
     return x;
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t(a) * b) >> 32); }
+
+#include "tensor_core_host.h"

@@ -33,10 +33,11 @@ template <class... A> std::function<void()> bind(void (*kernel)(A...), void** ar
 #undef ENTRY
 
 // Runs a kernel in the order of threads that follows from the seed. Null, or why it failed.
-extern "C" const char* meshwork_launch(const char* name, void** args, const unsigned* grid, const unsigned* block, uint64_t seed) {
+extern "C" const char* meshwork_launch(const char* name, void** args, const unsigned* grid, const unsigned* block, unsigned shared,
+                                       uint64_t seed) {
 #define ENTRY(entry, ...) \
     if (!strcmp(name, #entry)) \
-        return host::launch(bind(&entry, args), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, seed);
+        return host::launch(bind(&entry, args), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed);
 #include "kernels.inc"
 #undef ENTRY
     return "no kernel of that name";

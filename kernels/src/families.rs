@@ -19,6 +19,7 @@ sources! {
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
     ATTENTION = "attention.cuh";
+    TENSOR_CORE = "tensor_core.cuh";
     LAYER_NORM = "layer_norm.cu";
     RMS_NORM = "rms_norm.cu";
     BIAS = "bias.cu";
@@ -39,6 +40,8 @@ sources! {
     CROSS_ENTROPY = "cross_entropy.cu";
     ATTENTION_FORWARD = "attention_forward.cu";
     ATTENTION_BACKWARD = "attention_backward.cu";
+    FLASH_FORWARD = "flash_forward.cu";
+    FLASH_BACKWARD = "flash_backward.cu";
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
     GROUPED = "grouped.cu";
@@ -49,7 +52,8 @@ sources! {
 }
 
 /// The headers that sources include, by name: NVRTC takes them with the source.
-pub static HEADERS: &[&Source] = &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &WARP, &PRODUCTS, &ATTENTION];
+pub static HEADERS: &[&Source] =
+    &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &WARP, &PRODUCTS, &ATTENTION, &TENSOR_CORE];
 
 /// The files of kernels, one family each.
 pub static SOURCES: &[&Source] = &[
@@ -73,6 +77,8 @@ pub static SOURCES: &[&Source] = &[
     &CROSS_ENTROPY,
     &ATTENTION_FORWARD,
     &ATTENTION_BACKWARD,
+    &FLASH_FORWARD,
+    &FLASH_BACKWARD,
     &ROUTING,
     &PERMUTATION,
     &GROUPED,
@@ -105,6 +111,11 @@ pub const EXACT_PIECE: u64 = 4096;
 pub const SQUARES_PIECE: u64 = 32_768;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
+
+/// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
+const fn flash(head_dim: u32, tiles: u32) -> Geometry {
+    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
+}
 
 /// A thread for the elements whose bits are one byte.
 const BYTES: Geometry = Geometry::Elements { each: 8 };
@@ -292,6 +303,26 @@ kernels! {
         Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
     attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
         In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Value I64 group, Value I64 first, Value I64 head_dim;
+    flash_forward_64 in FLASH_FORWARD, flash(64, 128 + 4 * 32);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_forward_128 in FLASH_FORWARD, flash(128, 128 + 4 * 64);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_dots in FLASH_BACKWARD, ELEMENTS;
+        In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 head_dim;
+    flash_backward_q_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 64);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_q_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 64);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
+        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_kv_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 32);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
+        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_kv_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 16);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
+        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Value I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
         Out F32 group_scores, Out I32 ranked, Value I64 tokens;

@@ -31,6 +31,13 @@ pub enum Geometry {
         /// Positions of a block.
         rows: u32,
     },
+    /// As `Tiles`, with shared memory that the launch gives: more than the 48 KiB that a source can take by itself.
+    TensorTiles {
+        /// Positions of a block.
+        rows: u32,
+        /// Bytes of shared memory of a block.
+        shared: u32,
+    },
 }
 
 /// A grid and its blocks.
@@ -40,6 +47,8 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Threads of a block in x, y and z.
     pub block: [u32; 3],
+    /// Bytes of shared memory of a block, beside those that the source takes by itself.
+    pub shared: u32,
 }
 
 impl Geometry {
@@ -50,7 +59,7 @@ impl Geometry {
     /// use meshwork_kernels::{Geometry, Launch};
     ///
     /// // Rows of 768 elements: 16 to a block of threads.
-    /// assert_eq!(Geometry::Rows.launch(100, 768), Some(Launch { grid: [7, 1, 1], block: [256, 1, 1] }));
+    /// assert_eq!(Geometry::Rows.launch(100, 768), Some(Launch { grid: [7, 1, 1], block: [256, 1, 1], shared: 0 }));
     /// assert_eq!(Geometry::Rows.launch(100, 50_257).map(|launch| launch.grid), Some([100, 1, 1]));
     /// assert_eq!(Geometry::Elements { each: 1 }.launch(0, 0), None);
     /// ```
@@ -62,10 +71,15 @@ impl Geometry {
             Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
             Self::Warps => (items.div_ceil(u64::from(THREADS) / WARP), 1),
             Self::OneWarp => (1, 1),
-            Self::Tiles { rows } => (items, width.div_ceil(u64::from(rows))),
+            Self::Tiles { rows } | Self::TensorTiles { rows, .. } => (items, width.div_ceil(u64::from(rows))),
         };
         let fits = (1..1 << 31).contains(&x) && (1..1 << 16).contains(&y);
-        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1] })
+        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared: self.shared() })
+    }
+
+    /// Bytes of shared memory that a launch gives a block.
+    pub fn shared(self) -> u32 {
+        if let Self::TensorTiles { shared, .. } = self { shared } else { 0 }
     }
 }
 
@@ -119,6 +133,9 @@ mod tests {
         assert_eq!(grid(Geometry::Columns, 7, 257), Some([7, 2, 1]));
         assert_eq!(grid(Geometry::Warps, 9, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Tiles { rows: 32 }, 6, 33), Some([6, 2, 1]));
+        let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };
+        let launch = Launch { grid: [6, 2, 1], block: [256, 1, 1], shared: 98_304 };
+        assert_eq!(tiles.launch(6, 129), Some(launch));
         assert_eq!(Geometry::OneWarp.launch(5, 5).map(|launch| launch.block), Some([32, 1, 1]));
         for (n, rows) in [(1, 16), (1024, 16), (1025, 8), (2049, 4), (4097, 2), (8193, 1), (1 << 40, 1)] {
             assert_eq!(rows_per_block(n), rows, "{n}");

@@ -52,6 +52,7 @@ pub struct Host {
 }
 
 const HEADER: &str = include_str!("../host/cuda_host.h");
+const TENSOR_CORES: &str = include_str!("../host/tensor_core_host.h");
 const LIBRARY: &str = include_str!("../host/library.cpp");
 const COMPILER: &[&str] = &[
     "-std=c++17",
@@ -69,7 +70,7 @@ const COMPILER: &[&str] = &[
 ];
 const SANITIZERS: &[&str] = &["-fsanitize=address,undefined", "-fno-sanitize-recover=all"];
 
-type Entry = unsafe extern "C" fn(*const c_char, *mut *mut c_void, *const u32, *const u32, u64) -> *const c_char;
+type Entry = unsafe extern "C" fn(*const c_char, *mut *mut c_void, *const u32, *const u32, u32, u64) -> *const c_char;
 type Skip = unsafe extern "C" fn(*const c_char, i32);
 
 impl Host {
@@ -101,7 +102,7 @@ impl Host {
         let entries = kernels.iter().map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types()));
         let entries: String = entries.collect();
         let mut sources = files.to_vec();
-        let own = [("cuda_host.h", HEADER), ("library.cpp", LIBRARY)];
+        let own = [("cuda_host.h", HEADER), ("tensor_core_host.h", TENSOR_CORES), ("library.cpp", LIBRARY)];
         sources.extend(own.into_iter().chain([("sources.inc", &*includes), ("kernels.inc", &*entries)]));
 
         let mut options = COMPILER.to_vec();
@@ -160,8 +161,14 @@ impl Host {
         // SAFETY: the library's function of this type; the caller answers for the arguments, whose types the library asserts.
         let failure = unsafe {
             let entry = self.library.get::<Entry>(b"meshwork_launch").map_err(|error| error.to_string())?;
-            let failure =
-                entry(name.as_ptr(), addresses.as_mut_ptr(), launch.grid.as_ptr(), launch.block.as_ptr(), seed);
+            let failure = entry(
+                name.as_ptr(),
+                addresses.as_mut_ptr(),
+                launch.grid.as_ptr(),
+                launch.block.as_ptr(),
+                launch.shared,
+                seed,
+            );
             (!failure.is_null()).then(|| CStr::from_ptr(failure).to_string_lossy().into_owned())
         };
         failure.map_or(Ok(()), Err)

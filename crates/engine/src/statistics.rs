@@ -153,9 +153,9 @@ impl Noted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_tensor::{Tensor, Widened};
     use meshwork_tensor::cpu::Cpu;
     use meshwork_tensor::param::StatisticRule;
+    use meshwork_tensor::{Tensor, Widened};
 
     #[derive(Debug)]
     struct Sum;

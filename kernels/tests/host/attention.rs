@@ -2,6 +2,7 @@
 
 use crate::launch::{At, AtMut, Given, Null};
 use crate::{assert_bits, launch, values};
+use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::cpu::kernels::attention::{
@@ -226,5 +227,90 @@ fn attention_with_a_cache_is_that_of_the_cpu() {
             "decode_values", [q.len(), 0], &scores, &cache, &mut out, q.len(), seq, past, capacity, heads, size, first, kv_heads, head_dim
         );
         assert_same(&format!("out of {what}"), &out, &want);
+    }
+}
+
+/// Attention of bf16 on tensor cores against that of the CPU in f32 on the same operands, norm-wise.
+#[test]
+pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
+    let of_documents = |case| Case { documents: Some(true), ..case };
+    let cases = [
+        case([1, 1, 1, 8], [1, 1, 0], false, false),
+        case([2, 150, 2, 64], [1, 2, 0], false, false),
+        case([1, 300, 4, 16], [2, 3, 1], false, false),
+        case([1, 200, 2, 128], [2, 1, 0], false, false),
+        case([2, 128, 1, 72], [1, 1, 0], false, false),
+        of_documents(case([2, 290, 2, 64], [2, 1, 0], false, false)),
+        of_documents(case([1, 300, 1, 128], [1, 1, 0], false, false)),
+    ];
+    for Case { dims, groups, documents, .. } in cases {
+        let Dims { batch, seq, heads, head_dim } = dims;
+        let Groups { size, kv_heads, first } = groups;
+        let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?}");
+        let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
+        let rounded = |name: &str, count: usize| -> (Vec<bf16>, Vec<f32>) {
+            let halves: Vec<bf16> = values(name, count).into_iter().map(bf16::from_f32).collect();
+            let floats = halves.iter().map(|half| half.to_f32()).collect();
+            (halves, floats)
+        };
+        let ((q, q_f32), (kv, kv_f32)) = (rounded("q", rows * width), rounded("kv", rows * 2 * kv_width));
+        let (dout, dout_f32) = rounded("dout", rows * width);
+        let (places, count) = (positions(batch, seq), batch * seq);
+        let packing = documents.map(|apart| Packing::new(&places, [batch, seq], apart).expect("documents"));
+        let masks = Masks { dropout: None, packing: packing.as_ref() };
+        let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
+        let f32s = Precision::F32;
+        grouped_forward(f32s, dims, groups, None, [&q_f32, &kv_f32], &mut want_out, &mut want_lse, masks);
+        let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
+        let saved = SavedGrouped { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
+        grouped_backward(f32s, dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
+
+        let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
+        let mut misplaced = vec![0_i32];
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+            return;
+        }
+        let firsts = || if documents.is_some() { Given::from(&firsts) } else { Null.into() };
+        let (scale, dim, room) =
+            ((1.0 / (head_dim as f64).sqrt()) as f32, head_dim as i32, if head_dim > 64 { 128 } else { 64 });
+        let (k, v, kv_row) = (At(&kv, 0), At(&kv, kv_width), 2 * kv_width);
+        let (mut out, mut lse) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_forward_{room}"), [batch * heads, seq], &q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first, dim,
+            scale, firsts()
+        );
+        let near = |name: &str, got: &[f32], want: &[f32], bound: f64| {
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+            let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
+            assert!(error <= bound, "{}: {error:e}", what(name));
+        };
+        let floats = |halves: &[bf16]| halves.iter().map(|half| half.to_f32()).collect::<Vec<f32>>();
+        near("out", &floats(&out), &want_out, 5e-3);
+        near("lse", &lse, &want_lse, 1e-5);
+
+        let (mut dots, lanes) = (vec![f32::NAN; rows * heads], (head_dim / 8).next_power_of_two());
+        launch!("flash_dots", [lanes * rows * heads, 0], &dout, &out, &mut dots, batch, seq, heads, head_dim);
+        let mut dq = vec![bf16::NAN; rows * width];
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_backward_q_{room}"), [batch * heads, seq], &q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
+            size, first, dim, scale, firsts()
+        );
+        // What is of other heads stays.
+        let (mut dkv, mut spare) = (vec![bf16::ZERO; rows * 2 * kv_width], vec![bf16::ZERO; rows * 2 * kv_width]);
+        let kernel = format!("flash_backward_kv_{room}");
+        let sizes = [batch * heads / size, seq];
+        #[rustfmt::skip]
+        launch!(
+            &kernel, sizes, &q, width, k, v, kv_row, &dout, &lse, &dots, AtMut(&mut dkv, 0), AtMut(&mut spare, kv_width), kv_row, seq, heads,
+            size, first, dim, scale, firsts()
+        );
+        dkv.iter_mut().zip(&spare).for_each(|(to, from)| *to += *from);
+        // Of one token dQ is zero in theory, and the difference of two roundings in both.
+        if seq > 1 {
+            near("dq", &floats(&dq), &want_dq, 1e-2);
+        }
+        near("dkv", &floats(&dkv), &want_dkv, 1e-2);
     }
 }

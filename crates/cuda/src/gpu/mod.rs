@@ -16,12 +16,12 @@ use crate::device::Products;
 use crate::driver::{Address, Argument, Driver, DriverError, Event, Place, Product, Properties, Result, Stream};
 use compile::Compiler;
 use cudarc::driver::result::{
-    self as cuda, DriverError as Code, ctx, device, event, free_sync, malloc_sync, mem_get_info, memcpy_dtod_async,
-    memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
+    self as cuda, DriverError as Code, ctx, device, event, free_sync, function::set_function_attribute, malloc_sync,
+    mem_get_info, memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
 };
 use cudarc::driver::sys::{
     CUDA_MEMCPY2D_st, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags,
-    CUfunction, CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
+    CUfunction, CUfunction_attribute_enum, CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
 };
 use libraries::failed;
 use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
@@ -175,6 +175,12 @@ impl Gpu {
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
             // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
             let function = unsafe { module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
+            if kernel.geometry.shared() > 0 {
+                let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: the function was found just now.
+                let set = unsafe { set_function_attribute(function, most, kernel.geometry.shared() as i32) };
+                set.map_err(failed("cuFuncSetAttribute"))?;
+            }
             state.functions.insert(kernel.name, function);
         }
         let missing = || DriverError::Kernel { kernel: kernel.name, why: "is not in its file".to_owned() };
@@ -385,7 +391,7 @@ impl Driver for Gpu {
         let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
         // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled for the host; they are
         // copied during the call. The caller answers for the places.
-        let queued = unsafe { cuda::launch_kernel(function, grid, block, 0, queue, &mut places) };
+        let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
         queued.map_err(|code| DriverError::Kernel {
             kernel: kernel.name,
             why: failed("cuLaunchKernel")(code).to_string(),

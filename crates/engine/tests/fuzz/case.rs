@@ -3,7 +3,9 @@
 use crate::generate::{self, Target};
 use crate::program::Program;
 use meshwork_core::{Axis, Mesh, tree};
-use meshwork_engine::{Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage};
+use meshwork_engine::{
+    Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage,
+};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
 use meshwork_tensor::cpu::Precision;

@@ -1,0 +1,240 @@
+// Causal self attention on tensor cores, backward, with the probabilities recomputed from lse (FlashAttention-2, Dao, arXiv:2307.08691).
+//
+//   P = 2^(S scale log₂e - lse log₂e),  dP = dO Vᵀ,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D)
+//   dQ = scale dS K,  dK = scale dSᵀ Q,  dV = Pᵀ dO,  dK and dV over all queries of a group's heads
+//
+// Shapes    as in flash_forward.cu and attention_backward.cu; all of 16 bits but lse and dots; dq rows dq_row apart, dk and dv rows dkv_row apart, of
+//           heads first_kv on: groups are summed here, and nothing is left to add.
+// Geometry  dots: head_dim / 8 lanes a row, rounded up to a power of two. dQ: a block a head and 128 queries, over the keys by 64; dK and dV: a block a
+//           head of keys and 128 keys, over the heads of its group and their queries by 32 (_64) or 16 (_128). Each of 8 warps has 16 rows. dK and dV
+//           work on Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands as they come out of the products. Two kernels, because sums of dQ over blocks of
+//           keys would take atomics, whose order differs from run to run: 7 products where 5 would do. Shared memory: two tiles of the block's own
+//           rows and two pairs of the others: dQ 2 head_dim (256 + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB.
+// Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12 and more in flight. Q, dO, K and V come from
+//           shared memory for each product. 204 and 236, 199 and 243 (kernels/report.md): one block on an SM, 8 warps.
+// Banks     as in flash_forward.cu: no conflicts.
+// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, and a power of two for each pair in both: 3.5 times that of forward.
+// Bytes     a head: dQ 2 head_dim (3 seq + seq² / 128), dK and dV 2 head_dim (4 seq + seq² / 128), what is squared from the L2 cache.
+// Bits      none are promised, but the same run to run. Tests hold 1e-2 of the norm against f32.
+#include "attention.cuh"
+#include "tensor_core.cuh"
+
+
+// D of each row. Elements: `lanes` times the rows, lanes = head_dim / 8 rounded up to a power of two.
+KERNEL flash_dots(const u16* dout, const u16* out, float* dots, i64 batch, i64 seq, i64 heads, i64 head_dim) {
+    int lanes = 1;
+    while (lanes * CHUNK < head_dim) lanes *= 2;
+    i64 row = global_thread() / lanes;
+    int lane = lane_of_warp() % lanes;
+    float sum = 0.0f;
+    if (row < batch * seq * heads && lane * CHUNK < head_dim) {
+        Chunk x = load_chunk(dout + row * head_dim + lane * CHUNK), y = load_chunk(out + row * head_dim + lane * CHUNK);
+        for (int i = 0; i < 4; i++) {
+            sum = fmaf(from_bf16(static_cast<u16>(x.word[i])), from_bf16(static_cast<u16>(y.word[i])), sum);
+            sum = fmaf(from_bf16(static_cast<u16>(x.word[i] >> 16)), from_bf16(static_cast<u16>(y.word[i] >> 16)), sum);
+        }
+    }
+    for (int width = lanes / 2; width > 0; width /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, width);
+    if (lane == 0 && row < batch * seq * heads) dots[(row / heads / seq * heads + row % heads) * seq + row / heads % seq] = sum;
+}
+
+struct FlashOperands {
+    const u16 *q, *k, *v, *dout;
+    const float *lse, *dots;
+    i64 q_row, kv_row, seq, heads, group, first_kv;
+    int head_dim;
+    float scale;
+    const int* firsts;
+};
+
+// Zeros.
+template <int N> DEVICE void clear(float (&c)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
+}
+
+// c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
+template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+#pragma unroll
+    for (int e = 0; e < DIM / 16; e++) {
+        u32 a[4];
+        load_a<DIM>(a, tiles, a_tile, row, 16 * e);
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            u32 b[4];
+            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
+            mma(c[j], a, b[0], b[1]);
+            mma(c[j + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
+template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
+#pragma unroll
+    for (int j = 0; j < N / 2; j++) {
+        u32 a[4];
+        as_operand(a, left[2 * j], left[2 * j + 1]);
+#pragma unroll
+        for (int e = 0; e < DIM / 16; e++) {
+            u32 b[4];
+            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, 16 * e);
+            mma(c[2 * e], a, b[0], b[1]);
+            mma(c[2 * e + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row) {
+    constexpr int DOUT = FLASH_ROWS * DIM, PAIR = 2 * FLASH_ROWS * DIM, VALUES = FLASH_KEYS * DIM, PAIRS = 2 * FLASH_KEYS * DIM;
+    TILES(tiles, 2 * FLASH_ROWS * DIM + 4 * FLASH_KEYS * DIM);
+    Head head = head_of(of.heads, of.group, of.first_kv);
+    int tokens = static_cast<int>(of.seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
+    i64 out_row = of.heads * of.head_dim;
+    const u16* q_head = of.q + head.sample * of.seq * of.q_row + head.head * of.head_dim;
+    i64 kv_at = head.sample * of.seq * of.kv_row + head.kv_head * of.head_dim;
+    const u16* dout_head = of.dout + head.sample * of.seq * out_row + head.head * of.head_dim;
+    i64 numbers = (head.sample * of.heads + head.head) * of.seq;
+    int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
+    int i0 = first + warp_row + lane / 4, i1 = i0 + 8, last = tokens - 1;
+    Documents documents = documents_of(of.firsts, head, of.seq);
+    int own0 = documents.of(smaller(i0, last)), own1 = documents.of(smaller(i1, last)), begin = documents.of(first) / FLASH_KEYS * FLASH_KEYS;
+    float scale_2 = of.scale * static_cast<float>(LOG2_E);
+    float lse0 = of.lse[numbers + smaller(i0, last)] * static_cast<float>(LOG2_E), dot0 = of.dots[numbers + smaller(i0, last)];
+    float lse1 = of.lse[numbers + smaller(i1, last)] * static_cast<float>(LOG2_E), dot1 = of.dots[numbers + smaller(i1, last)];
+
+    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, of.q_row, first, tokens, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, DOUT, dout_head, out_row, first, tokens, of.head_dim);
+    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR, of.k + kv_at, of.kv_row, begin, tokens, of.head_dim);
+    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + VALUES, of.v + kv_at, of.kv_row, begin, tokens, of.head_dim);
+    copy_commit();
+    float sum[DIM / 8][4];
+    clear(sum);
+    int stage = 0;
+    for (int keys = begin; keys < end; keys += FLASH_KEYS) {
+        copy_wait<0>();
+        __syncthreads();  // these keys are here, and those before them are read
+        int pair = PAIR + stage * PAIRS;
+        stage = 1 - stage;
+        if (keys + FLASH_KEYS < end) {
+            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS, of.k + kv_at, of.kv_row, keys + FLASH_KEYS, tokens, of.head_dim);
+            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS + VALUES, of.v + kv_at, of.kv_row, keys + FLASH_KEYS, tokens, of.head_dim);
+            copy_commit();
+        }
+        if (keys > first + warp_row + 15) continue;  // the last query of this warp is before them
+        float s[FLASH_KEYS / 8][4], dp[FLASH_KEYS / 8][4];
+        clear(s), clear(dp);
+        add_product<DIM>(s, tiles, 0, warp_row, pair);
+        add_product<DIM>(dp, tiles, DOUT, warp_row, pair + VALUES);
+        int until0 = i0 - keys, from0 = own0 - keys, from1 = own1 - keys;
+#pragma unroll
+        for (int j = 0; j < FLASH_KEYS / 8; j++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                int key = 8 * j + lane % 4 * 2 + c;
+                float p0 = exp2_fast(fmaf(s[j][c], scale_2, -lse0)), p1 = exp2_fast(fmaf(s[j][2 + c], scale_2, -lse1));
+                s[j][c] = p0 * (dp[j][c] - dot0), s[j][2 + c] = p1 * (dp[j][2 + c] - dot1);
+                if (key > until0 || key < from0) s[j][c] = 0.0f;
+                if (key > until0 + 8 || key < from1) s[j][2 + c] = 0.0f;
+            }
+        }
+        add_product_of<DIM>(sum, s, tiles, pair);
+    }
+    u16* to = dq + head.sample * of.seq * dq_row + head.head * of.head_dim;
+    store_rows<DIM>(tiles, 0, sum, of.scale, of.scale, to, dq_row, first, tokens, of.head_dim);
+}
+
+template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv_row) {
+    constexpr int VALUES = FLASH_ROWS * DIM, PAIR = 2 * FLASH_ROWS * DIM, DOUT = STEP * DIM, PAIRS = 2 * STEP * DIM;
+    TILES(tiles, 2 * FLASH_ROWS * DIM + 4 * STEP * DIM);
+    i64 groups = of.heads / of.group, sample = blockIdx.x / groups, own_head = blockIdx.x % groups, out_row = of.heads * of.head_dim;
+    int tokens = static_cast<int>(of.seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    i64 kv_at = (of.first_kv + own_head) * of.head_dim;
+    const u16* q_sample = of.q + sample * of.seq * of.q_row;
+    const u16* dout_sample = of.dout + sample * of.seq * out_row;
+    // This lane has keys j0 and j0 + 8.
+    int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
+    int j0 = first + warp_row + lane / 4;
+    Documents documents = {of.firsts ? of.firsts + sample * of.seq : of.firsts};
+    float scale_2 = of.scale * static_cast<float>(LOG2_E);
+    // Queries that see a key of this block: from it to the end, or to the end of the document of its last key.
+    int end = first;
+    while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;
+    end = smaller(end, tokens);
+    i64 head = own_head * of.group, past = head + of.group;
+    int queries = first;
+
+    copy_rows<FLASH_ROWS, DIM>(tiles, 0, of.k + sample * of.seq * of.kv_row + kv_at, of.kv_row, first, tokens, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, VALUES, of.v + sample * of.seq * of.kv_row + kv_at, of.kv_row, first, tokens, of.head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR, q_sample + head * of.head_dim, of.q_row, first, tokens, of.head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR + DOUT, dout_sample + head * of.head_dim, out_row, first, tokens, of.head_dim);
+    copy_commit();
+    float k_sum[DIM / 8][4], v_sum[DIM / 8][4];
+    clear(k_sum), clear(v_sum);
+    int stage = 0;
+    while (head < past) {
+        copy_wait<0>();
+        __syncthreads();  // these queries are here, and those before them are read
+        int pair = PAIR + stage * PAIRS;
+        stage = 1 - stage;
+        int from = queries;
+        i64 numbers = (sample * of.heads + head) * of.seq + from;
+        queries += STEP;
+        if (queries >= end) queries = first, head++;
+        if (head < past) {
+            int next = PAIR + stage * PAIRS;
+            copy_rows<STEP, DIM>(tiles, next, q_sample + head * of.head_dim, of.q_row, queries, tokens, of.head_dim);
+            copy_rows<STEP, DIM>(tiles, next + DOUT, dout_sample + head * of.head_dim, out_row, queries, tokens, of.head_dim);
+            copy_commit();
+        }
+        if (from + STEP <= first + warp_row) continue;  // they are all before the first key of this warp
+        float p[STEP / 8][4], dp[STEP / 8][4];
+        clear(p), clear(dp);
+        add_product<DIM>(p, tiles, 0, warp_row, pair);
+        add_product<DIM>(dp, tiles, VALUES, warp_row, pair + DOUT);
+        int rows = tokens - from, key = j0 - from;
+#pragma unroll
+        for (int j = 0; j < STEP / 8; j++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                int i = 8 * j + lane % 4 * 2 + c, at = i < rows ? i : 0;
+                int own = of.firsts ? documents.of(from + at) - from : -0x40000000;
+                float lse = of.lse[numbers + at] * static_cast<float>(LOG2_E), dot = of.dots[numbers + at];
+                float p0 = exp2_fast(fmaf(p[j][c], scale_2, -lse)), p1 = exp2_fast(fmaf(p[j][2 + c], scale_2, -lse));
+                if (i < key || i >= rows || key < own) p0 = 0.0f;
+                if (i < key + 8 || i >= rows || key + 8 < own) p1 = 0.0f;
+                p[j][c] = p0, p[j][2 + c] = p1;
+                dp[j][c] = p0 * (dp[j][c] - dot), dp[j][2 + c] = p1 * (dp[j][2 + c] - dot);
+            }
+        }
+        add_product_of<DIM>(v_sum, p, tiles, pair + DOUT);
+        add_product_of<DIM>(k_sum, dp, tiles, pair);
+    }
+    i64 to = sample * of.seq * dkv_row + kv_at;
+    store_rows<DIM>(tiles, 0, k_sum, of.scale, of.scale, dk + to, dkv_row, first, tokens, of.head_dim);
+    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens, of.head_dim);
+}
+
+#define FLASH_OPERANDS {q, k, v, dout, lse, dots, q_row, kv_row, seq, heads, group, first_kv, head_dim, scale, firsts}
+
+KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
+                           u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+    flash_backward_q<64>(FLASH_OPERANDS, dq, dq_row);
+}
+
+KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
+                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+    flash_backward_q<128>(FLASH_OPERANDS, dq, dq_row);
+}
+
+KERNEL flash_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
+                            const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                            float scale, const int* firsts) {
+    flash_backward_kv<64, 32>(FLASH_OPERANDS, dk, dv, dkv_row);
+}
+
+KERNEL flash_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
+                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                             float scale, const int* firsts) {
+    flash_backward_kv<128, 16>(FLASH_OPERANDS, dk, dv, dkv_row);
+}

@@ -1,0 +1,163 @@
+// What tensor cores need of PTX: products of 16 × 8 × 16, how their operands come from shared memory, and copies that run behind the computation.
+//
+// Each function has a device form, instructions of sm_80 and newer, and a host twin in ../host/tensor_core_host.h with the same places of
+// elements in lanes, so that a kernel runs on the host as it is. There a chunk that is touched between the begin of its copy and the wait for it is a fault.
+//
+// Places    (PTX ISA, "Matrix Fragments for mma.m16n8k16") of lane = 4 g + t, two neighbouring elements to a word:
+//           A [16, 16]  word 0: row g, k = 2t; 1: row g + 8, k = 2t; 2: row g, k = 2t + 8; 3: row g + 8, k = 2t + 8
+//           B [16, 8]   word 0: k = 2t, column g; 1: k = 2t + 8, column g
+//           C [16, 8]   0, 1: row g, columns 2t, 2t + 1; 2, 3: row g + 8
+//           So two neighbouring tiles of C, rounded, are one A: a product feeds the next without shared memory.
+// Tiles     rows of WIDTH elements of 16 bits, a multiple of 64, in chunks of 8 (16 bytes). Chunk c of row r lies at c ^ (r & 7): the 8 rows of
+//           one matrix that ldmatrix reads, and the 8 chunks that 8 lanes of a copy write, are in 8 different groups of 4 banks, so that
+//           neither has a conflict of banks.
+#pragma once
+#include "float16.cuh"
+#include "warp.cuh"
+
+#define CHUNK 8  // elements of 16 bytes
+
+struct alignas(16) Chunk {
+    u32 word[4];
+};
+
+#ifndef TENSOR_CORE_TWINS
+
+// A tile in the shared memory that the launch gives: TILES takes all of it, once in a kernel.
+#define TILES(name, count) extern __shared__ __align__(128) u16 name[]
+
+using Tiles = u16*;
+
+DEVICE u32 shared_address(const u16* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
+// d += a b, added up in f32.
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four matrices of 8 × 8, lane l giving the place of row l % 8 of matrix l / 8. Word m of lane 4 g + t: row g, columns 2t and 2t + 1 of matrix m.
+DEVICE void load_matrices(u32 (&words)[4], Tiles tiles, int at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(tiles + at))
+                 : "memory");
+}
+
+// The same, transposed: rows 2t and 2t + 1, column g.
+DEVICE void load_matrices_transposed(u32 (&words)[4], Tiles tiles, int at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(tiles + at))
+                 : "memory");
+}
+
+// Begins to copy a chunk to shared memory; zeros if it is not `inside`. `from` is a multiple of 16 bytes, and an address that may be read.
+DEVICE void copy_begin(Tiles tiles, int at, const u16* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tiles + at)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+// Ends a group of copies of this thread.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups of this thread but the last PENDING. A barrier then shows them to the others.
+template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Two results to two operands, the first one in the lower half.
+DEVICE u32 pack(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+// 2^x, with a relative error of up to 2^-22; 0 of -infinity.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE void write_word(Tiles tiles, int at, u32 word) { *reinterpret_cast<u32*>(tiles + at) = word; }
+DEVICE Chunk read_chunk(Tiles tiles, int at) { return *reinterpret_cast<const Chunk*>(tiles + at); }
+
+#endif
+
+DEVICE Chunk load_chunk(const u16* from) { return *reinterpret_cast<const Chunk*>(from); }
+DEVICE void store_chunk(u16* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>(to) = chunk; }
+
+// Where chunk `chunk` of row `row` of a tile begins.
+template <int WIDTH> DEVICE int place(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) * CHUNK); }
+
+// The place of chunk `half` of row `row`, of this lane, in a piece of a tile that begins at a row that is a multiple of 8. Of column 16 e it is that
+// with 16 e added without carry: one instruction for each load, and one register for all.
+template <int WIDTH> DEVICE int lane_place(int row, int half, int column) { return place<WIDTH>(row, half) ^ column; }
+
+// A of rows row .. row + 16 and columns column .. column + 16 of a tile. Rows are multiples of 8, columns of 16, here and below.
+template <int WIDTH> DEVICE void load_a(u32 (&a)[4], Tiles tiles, int tile, int row, int column) {
+    int lane = lane_of_warp();
+    load_matrices(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
+}
+
+// Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the 8 behind them. k = column .. column + 16.
+template <int WIDTH> DEVICE void load_b(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
+    int lane = lane_of_warp();
+    load_matrices(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
+}
+
+// Two B from a tile whose rows are k: words 0, 1 of columns column .. column + 8; 2, 3 of the 8 behind them. k = row .. row + 16.
+template <int WIDTH> DEVICE void load_b_transposed(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
+    int lane = lane_of_warp();
+    load_matrices_transposed(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
+}
+
+// A of two neighbouring tiles of C.
+DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pack(left[0], left[1]), a[1] = pack(left[2], left[3]);
+    a[2] = pack(right[0], right[1]), a[3] = pack(right[2], right[3]);
+}
+
+// Sum and maximum over the four lanes that have a row of C.
+DEVICE float sum_of_row(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+DEVICE float largest_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+
+// Begins to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column `width`. A thread has the same
+// chunk of every THREADS * CHUNK / WIDTH-th row, a multiple of 8 rows, whose place is always as far from the last.
+template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
+    constexpr int STEP = THREADS * CHUNK / WIDTH;
+    int r = static_cast<int>(threadIdx.x) / (WIDTH / CHUNK), chunk = static_cast<int>(threadIdx.x) % (WIDTH / CHUNK);
+    int at = tile + place<WIDTH>(r, chunk), rows = end - first - r;
+    if (chunk * CHUNK >= width) rows = 0;
+    const u16* next = from + (first + r) * row + chunk * CHUNK;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i += STEP) {
+        copy_begin(tiles, at + i * WIDTH, i < rows ? next : from, i < rows);
+        next += STEP * row;
+    }
+}
+
+// Writes the tiles of C that each warp has of its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane, through a tile to memory: whole
+// chunks, where 4 lanes of a row would write 16 bytes in 4 pieces. Barriers of the block are inside.
+template <int WIDTH>
+DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
+    int lane = lane_of_warp(), g = static_cast<int>(threadIdx.x) / WARP * 16 + lane / 4, t = lane % 4;
+    __syncthreads();  // what was in the tile is read
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; j++) {
+        write_word(tiles, tile + place<WIDTH>(g, j) + 2 * t, pack(c[j][0] * upper, c[j][1] * upper));
+        write_word(tiles, tile + place<WIDTH>(g + 8, j) + 2 * t, pack(c[j][2] * lower, c[j][3] * lower));
+    }
+    __syncthreads();
+    for (int at = static_cast<int>(threadIdx.x); at < THREADS / WARP * 16 * WIDTH / CHUNK; at += THREADS) {
+        int r = at / (WIDTH / CHUNK), chunk = at % (WIDTH / CHUNK);
+        if (first + r >= end || chunk * CHUNK >= width) continue;
+        store_chunk(to + (first + r) * row + chunk * CHUNK, read_chunk(tiles, tile + place<WIDTH>(r, chunk)));
+    }
+}

@@ -1,0 +1,151 @@
+// The twins of ../cuda/tensor_core.cuh: what its instructions do with the elements of a warp's lanes, on the host. `cuda_host.h` includes this.
+#pragma once
+#include <deque>
+
+#define TENSOR_CORE_TWINS
+
+namespace host {
+
+// Chunks that a thread copies behind its computation: where to, what, and how many groups had ended before.
+struct Copy {
+    Shared<uint16_t>* tiles;
+    int at;
+    uint16_t values[8];
+    unsigned group;
+};
+
+// Those of a thread in a block.
+struct Copies {
+    uint64_t block;
+    std::deque<Copy> begun;
+    unsigned groups;
+};
+
+inline Copies& copies_of_thread() {
+    static std::vector<Copies> all;
+    if (all.size() <= current->index) all.resize(current->index + 1);
+    Copies& mine = all[current->index];
+    if (mine.block != block_epoch) mine = {block_epoch, {}, 0};
+    return mine;
+}
+
+// Gives `mine` to the other lanes of the warp, and returns theirs.
+template <class T> struct Lanes {
+    const unsigned parity = current->gathers++ & 1;
+    const unsigned first = current->index / WARP * WARP;
+
+    explicit Lanes(const T& mine) {
+        static_assert(sizeof(T) <= sizeof current->given[0]);
+        if (first + WARP > live) fail("an instruction of a whole warp, in a warp with fewer threads");
+        memcpy(current->given[parity], &mine, sizeof(T));
+        leave(State::at_warp);
+    }
+    T operator[](unsigned lane) const {
+        T value;
+        memcpy(&value, fibers[first + lane].given[parity], sizeof(T));
+        return value;
+    }
+};
+
+inline float of_bf16(uint16_t bits) {
+    uint32_t word = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+}
+
+struct Halves {
+    uint16_t half[8];
+};
+
+}  // namespace host
+
+#define TILES(name, count) static host::Shared<uint16_t> name(#name, count, true)
+using Tiles = host::Shared<uint16_t>&;
+
+inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    struct Words {
+        uint16_t a[4][2], b[2][2];
+    } mine;
+    memcpy(mine.a, a, sizeof mine.a), memcpy(mine.b[0], &b0, 4), memcpy(mine.b[1], &b1, 4);
+    host::Lanes<Words> lanes(mine);
+    unsigned lane = host::current->index % host::WARP, g = lane / 4, t = lane % 4;
+    Words of_rows[4], of_columns[2][4];
+    for (unsigned i = 0; i < 4; i++) {
+        of_rows[i] = lanes[4 * g + i];
+        for (unsigned column = 0; column < 2; column++) of_columns[column][i] = lanes[4 * (2 * t + column) + i];
+    }
+    for (unsigned at = 0; at < 4; at++) {
+        unsigned lower = at / 2, column = at % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            float x = host::of_bf16(of_rows[k % 8 / 2].a[k / 8 * 2 + lower][k % 2]);
+            d[at] += x * host::of_bf16(of_columns[column][k % 8 / 2].b[k / 8][k % 2]);
+        }
+    }
+}
+
+// The row of a matrix that this lane names, given to the others.
+inline host::Lanes<host::Halves> matrix_rows(Tiles tiles, int at) {
+    if (at % 8) host::fail("ldmatrix at a place that is no multiple of 16 bytes");
+    host::Halves row;
+    for (int i = 0; i < 8; i++) row.half[i] = tiles[at + i];
+    return host::Lanes<host::Halves>(row);
+}
+
+inline void load_matrices(uint32_t (&words)[4], Tiles tiles, int at) {
+    auto rows = matrix_rows(tiles, at);
+    unsigned lane = host::current->index % host::WARP, g = lane / 4, t = lane % 4;
+    for (unsigned m = 0; m < 4; m++) memcpy(&words[m], rows[8 * m + g].half + 2 * t, 4);
+}
+
+inline void load_matrices_transposed(uint32_t (&words)[4], Tiles tiles, int at) {
+    auto rows = matrix_rows(tiles, at);
+    unsigned lane = host::current->index % host::WARP, g = lane / 4, t = lane % 4;
+    for (unsigned m = 0; m < 4; m++) {
+        words[m] = rows[8 * m + 2 * t].half[g] | uint32_t(rows[8 * m + 2 * t + 1].half[g]) << 16;
+    }
+}
+
+// The chunk must not be touched until its thread has waited for it, nor by other threads until a barrier behind that.
+inline void copy_begin(Tiles tiles, int at, const uint16_t* from, bool inside) {
+    if (at % 8 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("cp.async with an address that is no multiple of 16 bytes");
+    host::Copies& mine = host::copies_of_thread();
+    host::Copy copy{&tiles, at, {}, mine.groups};
+    if (inside) memcpy(copy.values, from, sizeof copy.values);
+    for (int i = 0; i < 8; i++) tiles[at + i].array.begin(at + i);
+    mine.begun.push_back(copy);
+}
+
+inline void copy_commit() { host::copies_of_thread().groups++; }
+
+template <int PENDING> void copy_wait() {
+    host::Copies& mine = host::copies_of_thread();
+    while (!mine.begun.empty() && mine.begun.front().group + PENDING < mine.groups) {
+        host::Copy& copy = mine.begun.front();
+        for (int i = 0; i < 8; i++) copy.tiles->end(copy.at + i, copy.values[i]);
+        mine.begun.pop_front();
+    }
+}
+
+inline uint16_t nearest_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline uint32_t pack(float low, float high) { return nearest_bf16(low) | uint32_t(nearest_bf16(high)) << 16; }
+inline float exp2_fast(float x) { return exp2f(x); }
+
+inline void write_word(Tiles tiles, int at, uint32_t word) {
+    if (at % 2) host::fail("a word at an odd place");
+    tiles[at] = uint16_t(word), tiles[at + 1] = uint16_t(word >> 16);
+}
+
+template <class Chunk> Chunk chunk_of(Tiles tiles, int at) {
+    if (at % 8) host::fail("16 bytes at a place that is no multiple of them");
+    Chunk chunk;
+    for (int i = 0; i < 4; i++) chunk.word[i] = uint32_t(tiles[at + 2 * i]) | uint32_t(tiles[at + 2 * i + 1]) << 16;
+    return chunk;
+}
+#define read_chunk(tiles, at) chunk_of<Chunk>(tiles, at)
