@@ -206,6 +206,33 @@ impl Scheme {
         self
     }
 
+    /// The same of each row of `cols` elements by itself, where it is one of the whole value.
+    ///
+    /// ```
+    /// use meshwork_compress::Scheme;
+    ///
+    /// let of_row = |scheme: &str| scheme.parse().map(|scheme: Scheme| scheme.of_each_row(64).to_string());
+    /// assert_eq!(of_row("quant:8")?, "quant:8/row");
+    /// assert_eq!(of_row("topk:0.5+sign")?, "topk:0.5/row+sign/block32");
+    /// assert_eq!(of_row("fp8:e4m3/block16")?, "fp8:e4m3/block16");
+    /// # Ok::<(), meshwork_compress::CompressError>(())
+    /// ```
+    #[must_use]
+    pub fn of_each_row(mut self, cols: usize) -> Scheme {
+        match &mut self {
+            Scheme::Values(values) => values.narrow(Per::Row),
+            Scheme::Sparse(Sparse { choice, keep, values }) => {
+                if let Choice::Largest(per @ Per::Tensor) = choice {
+                    *per = Per::Row;
+                }
+                // The values of all rows are one vector.
+                values.narrow(Per::Block(keep.of(cols)));
+            }
+            Scheme::PowerSgd(_) => {}
+        }
+        self
+    }
+
     /// Whether each row of a value of this shape is compressed by itself, so that what is lost of it does not depend on the others.
     pub fn takes_rows_apart(&self, shape: Shape) -> bool {
         let within = |per: Per, cols: usize| match per {

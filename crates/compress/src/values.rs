@@ -88,6 +88,15 @@ impl Values {
         }
     }
 
+    /// Gives a method of the whole value parts.
+    pub(crate) fn narrow(&mut self, to: Per) {
+        if let Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } = self
+            && *per == Per::Tensor
+        {
+            *per = to;
+        }
+    }
+
     /// Whether it draws random numbers.
     pub(crate) fn draws(self) -> bool {
         matches!(self, Values::Quantize { rounding: Rounding::Stochastic, .. })

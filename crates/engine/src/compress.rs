@@ -3,6 +3,7 @@
 use crate::{Plan, PlanError, ZeroStage};
 use meshwork_compress::{Choice, Feedback, Scheme, Sparse, Values};
 use meshwork_pipeline::Direction;
+use meshwork_tensor::tape::RowSchemes;
 
 /// Lossy compression of what ranks send each other. By default nothing is compressed.
 ///
@@ -28,6 +29,10 @@ pub struct Compress {
     /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209): what a rank has of each parameter is one value, of one row. All
     /// ranks use what messages restore to; the rank that updates a weight keeps it exactly.
     pub weights: Scheme,
+    /// Tokens that ranks exchange to reach their experts, and the results of these. Each token is one value.
+    pub dispatch: Scheme,
+    /// The gradients of both, likewise.
+    pub dispatch_gradients: Scheme,
     /// Whether gradients of activations are sent at the indices of the activations, without indices of their own (Rudakov et al.,
     /// arXiv:2401.07788): both are TopK of one fraction.
     pub share_indices: bool,
@@ -54,6 +59,8 @@ impl Default for Compress {
             activation_gradients: NOTHING,
             gradients: NOTHING,
             weights: NOTHING,
+            dispatch: NOTHING,
+            dispatch_gradients: NOTHING,
             share_indices: false,
             aqsgd: None,
             feedback: Feedback::None,
@@ -70,6 +77,8 @@ impl Compress {
             (Place::ActivationGradients, self.activation_gradients),
             (Place::Gradients, self.gradients),
             (Place::Weights, self.weights),
+            (Place::Dispatch, self.dispatch),
+            (Place::DispatchGradients, self.dispatch_gradients),
         ];
         all.into_iter().filter(|(_, scheme)| *scheme != NOTHING)
     }
@@ -100,7 +109,20 @@ impl Compress {
 
     /// The same, with all that a forward pass sends as it is.
     pub(crate) fn exact_in_forward(self) -> Self {
-        Self { activations: NOTHING, activation_gradients: NOTHING, weights: NOTHING, ..self }
+        let (activations, weights, dispatch) = (NOTHING, NOTHING, NOTHING);
+        Self { activations, activation_gradients: NOTHING, weights, dispatch, ..self }
+    }
+
+    /// How rows are compressed that layers exchange.
+    pub(crate) fn of_rows(&self) -> RowSchemes {
+        let [forward, backward] =
+            [self.dispatch, self.dispatch_gradients].map(|scheme| (scheme != NOTHING).then_some(scheme));
+        RowSchemes { forward, backward }
+    }
+
+    /// The same in a step, from 0.
+    pub(crate) fn rows_in(&self, step: u64) -> RowSchemes {
+        if self.includes(step) { self.of_rows() } else { RowSchemes::default() }
     }
 
     /// Everything about it that does not go with the rest of a plan, whatever the model.
@@ -117,6 +139,10 @@ impl Compress {
                 refuse(place, problem.to_owned(), "use fast numerics, or none");
             } else if around.canonical && place == Place::Weights {
                 let problem = "canonical numerics promise the bits of one rank, which has all weights as they are";
+                refuse(place, problem.to_owned(), "use fast numerics, or none");
+            } else if around.canonical && place.of_experts() {
+                let problem =
+                    "canonical numerics promise the bits of one rank, which has all experts and sends no tokens";
                 refuse(place, problem.to_owned(), "use fast numerics, or none");
             } else if around.canonical && !around.simulates {
                 let problem = "canonical numerics promise the bits of one rank, which has nobody to send compressed values to: every mesh must \
@@ -139,6 +165,12 @@ impl Compress {
                     }
                     Scheme::Values(_) => {}
                 }
+            } else if place.of_experts()
+                && matches!(scheme, Scheme::Sparse(Sparse { choice: Choice::Random { .. }, .. }))
+            {
+                let problem =
+                    "it draws elements of all tokens of a message together, and each token is compressed by itself";
+                refuse(place, problem.to_owned(), "use topk, or quant, bf16, fp8 or sign");
             } else if matches!(scheme, Scheme::PowerSgd(_)) && place != Place::Gradients {
                 let problem =
                     "the factors of a message start from those of the one before, and samples have nothing in common";
@@ -189,8 +221,9 @@ impl Compress {
                 let problem = "brings back what compression loses, and nothing is compressed";
                 refuse(Place::Feedback, problem.to_owned(), "compress something, or use none");
             }
-            _ if self.places().all(|(place, _)| place == Place::Weights) => {
-                let problem = "brings back what compression loses, and gathers of weights lose nothing for good: their owners keep them";
+            _ if self.places().all(|(place, _)| place == Place::Weights || place.of_experts()) => {
+                let problem = "brings back what compression loses, and gathers of weights lose nothing for good: their owners keep them; nor do \
+                               tokens of experts come again";
                 refuse(Place::Feedback, problem.to_owned(), "use none, or compress activations or gradients too");
             }
             feedback => {
@@ -229,6 +262,8 @@ impl Compress {
             Place::ActivationGradients => self.activation_gradients.to_string(),
             Place::Gradients => self.gradients.to_string(),
             Place::Weights => self.weights.to_string(),
+            Place::Dispatch => self.dispatch.to_string(),
+            Place::DispatchGradients => self.dispatch_gradients.to_string(),
             Place::Feedback => self.feedback.to_string(),
             Place::ShareIndices => self.share_indices.to_string(),
             Place::Aqsgd => self.activations.to_string(),
@@ -248,6 +283,10 @@ pub enum Place {
     Gradients,
     /// [`Compress::weights`].
     Weights,
+    /// [`Compress::dispatch`].
+    Dispatch,
+    /// [`Compress::dispatch_gradients`].
+    DispatchGradients,
     /// [`Compress::feedback`].
     Feedback,
     /// [`Compress::share_indices`].
@@ -257,6 +296,11 @@ pub enum Place {
 }
 
 impl Place {
+    /// Whether it is about tokens of experts.
+    fn of_experts(self) -> bool {
+        matches!(self, Self::Dispatch | Self::DispatchGradients)
+    }
+
     /// What it is about, in errors.
     pub fn name(self) -> &'static str {
         match self {
@@ -264,6 +308,8 @@ impl Place {
             Self::ActivationGradients => "activation gradients",
             Self::Gradients => "gradients",
             Self::Weights => "weights",
+            Self::Dispatch => "dispatch",
+            Self::DispatchGradients => "dispatch gradients",
             Self::Feedback => "feedback",
             Self::ShareIndices => "share_indices",
             Self::Aqsgd => "aqsgd",

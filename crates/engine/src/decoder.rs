@@ -143,6 +143,7 @@ impl Decoder {
                 Some(before) => Some(transport.recv(holder(before), tag(before))?),
             };
             let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
+            tape.compress_rows(self.compress.of_rows());
             let input = input.map(|message| tape.input(message.tensor, message.types));
             let output = stage.forward(&tape, batch, input.as_ref())?;
             cache.advance(tokens);

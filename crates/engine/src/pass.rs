@@ -4,7 +4,7 @@ use crate::verify::Claims;
 use crate::{PlanError, Recompute, TrainError, Watch};
 use meshwork_core::{Buffer, Rank};
 use meshwork_nn::{Activation, Batch, Metric};
-use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, SavedPolicy};
+use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
 use meshwork_tensor::{Device, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -64,6 +64,8 @@ pub struct Pass {
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
     /// ..]`, each row as long as the global batch.
     pub numbers: RefCell<Buffer>,
+    /// How rows are compressed that layers exchange.
+    pub rows: RowSchemes,
     /// Samples of the global batch.
     pub global_batch_size: usize,
     /// The observer of a pass that trains.
@@ -78,7 +80,7 @@ impl Pass {
         let first = micro * self.micro_batch;
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
         let samples = self.batch.part(first..first + self.micro_batch)?;
-        Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied() })
+        Ok(MicroBatch { micro, position, samples, seeds: self.seeds.get(micro).copied(), rows: self.rows })
     }
 
     /// The policy that encodes what `policy` then keeps, if anything is to be encoded.
@@ -124,4 +126,6 @@ pub struct MicroBatch {
     pub samples: Batch,
     /// `None` in a pass that does not train.
     pub seeds: Option<Seeds>,
+    /// How rows are compressed that layers exchange.
+    pub rows: RowSchemes,
 }

@@ -172,6 +172,7 @@ impl Segment {
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
         let tape = Tape::with_policy(rank, start.params, device, mode, of.position, policy);
         tape.count_from(start.applied);
+        tape.compress_rows(of.rows);
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
             let at = At { stage: self.of_stage, micro: of.micro, recomputed: repeated.is_some() };
             let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());

@@ -1,9 +1,11 @@
 //! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and metrics included.
 
+use meshwork_compress::Feedback;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
 use meshwork_engine::{
-    Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, dry_run,
+    AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState,
+    dry_run,
 };
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -300,4 +302,123 @@ fn ranks_that_share_experts_hold_a_subtree_of_the_samples() {
         refused.contains("sum 24 samples in a balanced tree. With dp / ep = 2 it is cut into 2 equal parts"),
         "{refused}"
     );
+}
+
+/// What ranks exchange with experts, compressed.
+fn compressed(dispatch: &str, gradients: &str) -> Compress {
+    let of = |text: &str| text.parse().unwrap();
+    Compress { dispatch: of(dispatch), dispatch_gradients: of(gradients), ..Compress::default() }
+}
+
+/// Losses before and behind three steps, the reports and the state, of a plan on every rank.
+fn train_plan(model: &Arc<dyn Model>, plan: &Plan, cuts: AtCuts) -> (f64, Vec<Vec<StepReport>>, State) {
+    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let before = trainer.evaluate_at(cuts, [batch(9, trainer.samples())])?.loss;
+        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        let reports = (0..STEPS).map(step).collect::<Result<Vec<_>, TrainError>>()?;
+        Ok::<_, TrainError>((before, reports, trainer.state()?))
+    });
+    let ranks = ranks.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh));
+    let states: Vec<_> = ranks.iter().map(|(.., state)| state.clone()).collect();
+    let whole = WholeState::merge(&states).unwrap();
+    let state = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
+    (ranks[0].0, ranks.into_iter().map(|(_, reports, _)| reports).collect(), state)
+}
+
+fn plan(mesh: &str, compress: Compress) -> Plan {
+    Plan {
+        mesh: mesh.parse().unwrap(),
+        global_batch_size: BATCH,
+        num_microbatches: Some(2),
+        compress,
+        ..Plan::default()
+    }
+}
+
+fn losses(reports: &[Vec<StepReport>]) -> Vec<f64> {
+    reports[0].iter().map(|report| report.loss).collect()
+}
+
+/// Eight bits of tokens and gradients train as all do, on every mesh; a forward that is recomputed sends what the first one sent, also where it
+/// rounds at random.
+#[test]
+fn compressed_tokens_train_as_exact_ones_do() {
+    let model: Arc<dyn Model> = Arc::new(llama());
+    for mesh in ["dp=2,ep=2", "dp=4,ep=4", "tp=2,dp=2,ep=2", "dp=4,ep=2,pp=2"] {
+        let (_, exact, exact_state) = train_plan(&model, &plan(mesh, Compress::default()), AtCuts::AsTrained);
+        for (dispatch, gradients) in [("quant:8", "quant:8"), ("fp8:e4m3", "none"), ("none", "quant:6/stochastic")] {
+            let (what, lossy) = (format!("{mesh} {dispatch} {gradients}"), plan(mesh, compressed(dispatch, gradients)));
+            let (_, reports, state) = train_plan(&model, &lossy, AtCuts::AsTrained);
+            assert_ne!(bits(&state), bits(&exact_state), "{what}: nothing is lost");
+            for (got, wanted) in losses(&reports).iter().zip(losses(&exact)) {
+                assert!((got / wanted - 1.0).abs() < 2e-3, "{what}: loss {got}, uncompressed {wanted}");
+            }
+            let sent = |reports: &[Vec<StepReport>]| reports[0][0].comm_bytes["ep"];
+            assert!(sent(&reports) < 0.8 * sent(&exact), "{what}: {} of {} bytes", sent(&reports), sent(&exact));
+        }
+        let lossy = plan(mesh, compressed("quant:4/stochastic", "quant:6/stochastic"));
+        let (_, once, state) = train_plan(&model, &lossy, AtCuts::AsTrained);
+        let again = Plan { recompute: Recompute::Full, ..lossy };
+        let (_, twice, recomputed) = train_plan(&model, &again, AtCuts::AsTrained);
+        assert_eq!(losses(&once), losses(&twice), "{mesh}: recomputed");
+        assert_eq!(bits(&state), bits(&recomputed), "{mesh}: recomputed");
+    }
+}
+
+/// Where the numbers of rows are known before (experts that choose, one on each rank), calls, bytes and memory of each rank are as predicted.
+#[test]
+fn bytes_of_compressed_tokens_are_as_predicted() {
+    let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::ExpertChoice, ..MoeConfig::default() };
+    let config = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: true };
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config)));
+    for (dispatch, gradients) in [("none", "none"), ("quant:8", "quant:4/block8"), ("topk:0.25", "bf16")] {
+        let plan = plan("dp=4,ep=4", compressed(dispatch, gradients));
+        let (_, reports, _) = train_plan(&model, &plan, AtCuts::AsTrained);
+        for (rank, reports) in reports.iter().enumerate() {
+            let (report, predicted) = (&reports[STEPS - 1], dry_run::predict(&model, &plan, rank).unwrap());
+            assert_eq!(report.records, predicted.records, "{dispatch}, rank {rank}");
+            assert_eq!(report.memory[rank], predicted.memory, "{dispatch}, rank {rank}");
+        }
+    }
+}
+
+/// Validation sends what training sends, or exact tokens; training compresses from its step on.
+#[test]
+fn validation_and_early_steps_may_send_exact_tokens() {
+    let model: Arc<dyn Model> = Arc::new(llama());
+    let run = |compress, cuts| {
+        let (before, reports, _) = train_plan(&model, &plan("dp=2,ep=2", compress), cuts);
+        (before, losses(&reports))
+    };
+    let quant = compressed("quant:3", "none");
+    let (plain, lost) = (run(Compress::default(), AtCuts::AsTrained), run(quant, AtCuts::AsTrained));
+    assert_eq!(run(quant, AtCuts::Exact), (plain.0, lost.1.clone()));
+    assert!(plain.0 != lost.0 && plain.1[0] != lost.1[0], "{plain:?} {lost:?}");
+    let late = run(Compress { start_step: 3, ..quant }, AtCuts::AsTrained);
+    assert_eq!((late.0, &late.1[..2]), (plain.0, &plain.1[..2]));
+    assert_ne!(late.1[2], plain.1[2]);
+}
+
+#[test]
+fn tokens_that_cannot_be_compressed_are_refused() {
+    let model: Arc<dyn Model> = Arc::new(llama());
+    let refused = |plan: Plan| dry_run::predict(&model, &plan, 0).unwrap_err().to_string();
+    let on = |dispatch, gradients| plan("dp=2,ep=2", compressed(dispatch, gradients));
+    let canonical = refused(Plan { numerics: Numerics::Canonical { blocks: 8 }, ..on("quant:8", "none") });
+    assert!(
+        canonical.contains("of one rank, which has all experts and sends no tokens; use fast numerics"),
+        "{canonical}"
+    );
+    let drawn = refused(on("none", "randk:0.5"));
+    assert!(
+        drawn.starts_with("compression of dispatch gradients by randk:0.5: it draws elements of all tokens"),
+        "{drawn}"
+    );
+    let factors = refused(on("powersgd:2", "none"));
+    assert!(factors.contains("the factors of a message start from those of the one before"), "{factors}");
+    let apart = refused(on("quant:8/block7", "none"));
+    assert!(apart.contains("quant:8/block7 does not compress each row of 16 elements by itself"), "{apart}");
+    let feedback = refused(plan("dp=2,ep=2", Compress { feedback: Feedback::Ef, ..compressed("quant:8", "none") }));
+    assert!(feedback.contains("nor do tokens of experts come again"), "{feedback}");
 }

@@ -23,6 +23,10 @@
 //! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So the order in which the
 //! tape runs operations is all that makes exchange and computation overlap.
 //!
+//! Each exchange may be [compressed](Tape::compress_rows), row by row: what goes to a rank is one message, also what a rank keeps for its own
+//! experts, so that what is lost of a token does not depend on where its experts are. The numbers of rows are exchanged before, so both sides know
+//! how long a message is.
+//!
 //! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first those of a rank, a subtree if it
 //! holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are. Chunks are whole samples, and
 //! [parts](Tape::for_parts) of one use of the experts' weights: nor do the bits depend on them.
@@ -38,6 +42,7 @@ use chunk::{Chunk, Leaving};
 use counts::{Announced, Counts};
 use meshwork_core::{Axis, Buffer, Group, Types, tree};
 use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::tape::RowCodec;
 use meshwork_tensor::{Device, Error, Result, Tape, Tensor, Var};
 use ops::{Arrive, Combine, Return, Send};
 use std::rc::Rc;
@@ -80,6 +85,8 @@ struct Plan {
     /// Places of a token.
     places: usize,
     chunks: Vec<Chunk>,
+    /// Compresses what is exchanged, if the tape says so.
+    codec: RowCodec,
 }
 
 impl Dispatch {
@@ -136,7 +143,8 @@ impl Dispatch {
             let arrive = |(leaving, here): (Leaving, Announced)| leaving.arrive(&*device, &group, &here, axis);
             leaving.into_iter().map(arrive).collect::<Result<_>>()?
         };
-        let plan = Plan { axis, types: chosen.types, device, group, tokens: [samples, seq], places, chunks };
+        let (tokens, codec) = ([samples, seq], tape.row_codec());
+        let plan = Plan { axis, types: chosen.types, device, group, tokens, places, chunks, codec };
         Ok(Self { plan: Rc::new(plan) })
     }
 

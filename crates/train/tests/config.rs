@@ -126,6 +126,14 @@ fn compression_is_read_and_refused_by_key() {
             "compress.gradients = \"powersgd:200\": its factors are smaller than no parameter; use a rank of 1 to 102",
         ),
         (
+            "dispatch=quant:8/block7 --set moe.num_experts=2",
+            "compress.dispatch = \"quant:8/block7\": does not compress each token of 128 features by itself; use blocks that divide",
+        ),
+        (
+            "dispatch_gradients=randk:0.1 --set moe.num_experts=2",
+            "compress.dispatch_gradients = \"randk:0.1\": it draws elements of all tokens of a message together",
+        ),
+        (
             "weights=quant:8 --set parallelism.dp=2 --set parallelism.zero_stage=2",
             "compress.weights = \"quant:8\": ranks gather no weights to use them below ZeRO stage 3: each keeps all of them; use ZeRO stage 3",
         ),
@@ -202,7 +210,8 @@ fn compression_is_read_and_refused_by_key() {
     assert_eq!(idle, ["compress.activations = \"sign\" has no effect: one stage has no cuts"]);
     assert!(unread("--set compress.activations=sign --set compress.virtual_cuts=[2]").is_empty());
     let idle = unread("--set compress.virtual_cuts=[2] --set validation.compression=both");
-    let [validation, cuts] = ["neither activations nor weights are compressed", "nothing is compressed at cuts"];
+    let [validation, cuts] =
+        ["neither activations, weights nor tokens of experts are compressed", "nothing is compressed at cuts"];
     let [validation, cuts] = [
         format!("validation.compression = \"both\" has no effect: {validation}"),
         format!("compress.virtual_cuts = [2] has no effect: {cuts}"),

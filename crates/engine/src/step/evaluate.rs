@@ -1,7 +1,6 @@
 //! Passes that do not train: the loss on other data, and predictions.
 
 use super::Trainer;
-use crate::TrainError;
 use crate::chunk::Chunk;
 use crate::clock::Clock;
 use crate::codec::Codec;
@@ -9,6 +8,7 @@ use crate::compress::NOTHING;
 use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;
+use crate::{Compress, TrainError};
 use meshwork_core::Axis;
 use meshwork_nn::Batch;
 use meshwork_pipeline::run;
@@ -17,7 +17,8 @@ use meshwork_tensor::param::host_floats;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// What happens in a pass that does not train to values that training compresses: at the cuts, and to weights that ranks gather.
+/// What happens in a pass that does not train to values that training compresses: at the cuts, to weights that ranks
+/// gather, and to the tokens of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtCuts {
     /// They are compressed as in training, without feedback.
@@ -56,7 +57,8 @@ impl Trainer {
             self.require_batch(&batch)?;
             terms += self.count_terms(&batch)?.into_iter().sum::<u64>();
             samples += self.global_batch_size;
-            let pass = self.pass(Purpose::Evaluate, &batch)?;
+            let mut pass = self.pass(Purpose::Evaluate, &batch)?;
+            pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
             self.forward_only(&pass, cuts)?;
             let totals = self.totals(self.start_sums(pass.numbers.into_inner(), 1)?)?;
             loss += totals.loss;
@@ -93,6 +95,7 @@ impl Trainer {
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
         pass.micro_batch = batch.samples();
+        pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
         pass.activations = self.plan.activations(batch)?.into();
         self.forward_only(&pass, cuts)?;
         let mut values = vec![0f32; columns];
@@ -113,6 +116,14 @@ impl Trainer {
         Ok(values)
     }
 
+    /// What a pass that does not train compresses.
+    fn compress_in(&self, cuts: AtCuts) -> Compress {
+        match cuts {
+            AtCuts::AsTrained => self.compress,
+            AtCuts::Exact => self.compress.exact_in_forward(),
+        }
+    }
+
     /// Runs all micro-batches of a pass that does not train.
     fn forward_only(&mut self, pass: &Pass, cuts: AtCuts) -> Result<(), TrainError> {
         let schedule = if pass.purpose == Purpose::Predict { &self.prediction } else { &self.evaluation };
@@ -121,10 +132,7 @@ impl Trainer {
         let in_flight = schedule.report().in_flight;
         let micros = if pass.purpose == Purpose::Predict { 1 } else { self.micros };
         let clock = Clock::beside(pass.purpose, pass.position.step, micros);
-        let compress = match cuts {
-            AtCuts::AsTrained => self.compress,
-            AtCuts::Exact => self.compress.exact_in_forward(),
-        };
+        let compress = self.compress_in(cuts);
         let gathers = compress.weights != NOTHING && compress.includes(pass.position.step);
         self.gathers.iter().for_each(|of| of.set_compresses(gathers));
         let boundaries = self.plan.boundaries().into();

@@ -538,6 +538,7 @@ impl Trainer {
             saved: self.saved.clone(),
             metrics: self.metrics.clone(),
             numbers: RefCell::new(self.numbers(purpose)?),
+            rows: self.compress.rows_in(self.steps_begun),
             global_batch_size: self.global_batch_size,
             watch: self.watch.clone(),
             claims: self.claims.clone(),

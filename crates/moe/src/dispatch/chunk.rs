@@ -5,6 +5,7 @@ use super::counts::{Announced, Counts};
 use meshwork_core::{Axis, Buffer, Group, Pending};
 use meshwork_tensor::kernel::Choices;
 use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::tape::{RowFlow, RowPacking};
 use meshwork_tensor::{Device, Error, Result};
 use std::cell::RefCell;
 use std::ops::Range;
@@ -52,24 +53,55 @@ pub(super) struct Exchange {
 
 /// An exchange that was started and not yet waited for.
 #[derive(Debug, Default)]
-pub(super) struct Flight(RefCell<Option<Pending>>);
+pub(super) struct Flight(RefCell<Option<Coming>>);
+
+#[derive(Debug)]
+struct Coming {
+    pending: Pending,
+    /// Where messages come: how rows were packed, and their numbers from each rank.
+    packed: Option<(RowPacking, Vec<usize>)>,
+}
 
 impl Flight {
     /// Rows that are here already.
     pub fn land(&self, rows: Buffer) {
-        self.0.replace(Some(Pending::done(rows)));
+        self.0.replace(Some(Coming { pending: Pending::done(rows), packed: None }));
     }
 
     pub fn wait(&self) -> Result<Buffer> {
         let lost = || Error::Backward("rows of experts were waited for before they were sent, or twice".to_owned());
-        Ok(self.0.take().ok_or_else(lost)?.wait()?)
+        let Coming { pending, packed } = self.0.take().ok_or_else(lost)?;
+        let received = pending.wait()?;
+        match packed {
+            None => Ok(received),
+            Some((packing, runs)) => packing.unpack(&received, &runs),
+        }
     }
 }
 
 impl Plan {
-    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank.
-    pub fn start(&self, flight: &Flight, rows: Buffer, counts: &[Vec<usize>; 2], width: usize) -> Result<()> {
-        flight.0.replace(Some(start(&*self.device, &self.group, rows, counts, width)?));
+    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank. `what` they are tells apart what is drawn for
+    /// them.
+    pub fn start(
+        &self,
+        flight: &Flight,
+        rows: Buffer,
+        counts: &[Vec<usize>; 2],
+        width: usize,
+        (flow, what): (RowFlow, &str),
+    ) -> Result<()> {
+        let (device, group, [to, from]) = (&*self.device, &self.group, counts);
+        let coming = match self.codec.packing(flow, width, rows.dtype())? {
+            None => Coming { pending: start(device, group, rows, counts, width)?, packed: None },
+            Some(packing) => {
+                let messages = packing.pack(what, &rows, to)?;
+                drop(rows);
+                let bytes = [packing.bytes(to)?, packing.bytes(from)?];
+                let pending = start(device, group, messages, &bytes, 1)?;
+                Coming { pending, packed: Some((packing, from.clone())) }
+            }
+        };
+        flight.0.replace(Some(coming));
         Ok(())
     }
 
@@ -124,6 +156,11 @@ impl Chunk {
         let (groups, experts) = (Rc::new(groups), experts.clone());
         let (tokens, results) = Default::default();
         Ok(Self { samples, groups, experts, order, slots, exchange: None, tokens, results })
+    }
+
+    /// What rows of it are called, among those of all chunks.
+    pub fn named(&self, what: &str) -> String {
+        format!("{what} from sample {} on", self.samples.start)
     }
 
     /// The choices of its tokens, with the rows that returned to this rank as slots.

@@ -12,7 +12,7 @@
 use super::Plan;
 use meshwork_core::rules::{Operand, per_axis};
 use meshwork_core::{Axis, DType, SpmdError, Ty, Types};
-use meshwork_tensor::tape::{Backward, Forward, Op};
+use meshwork_tensor::tape::{Backward, Forward, Op, RowFlow};
 use meshwork_tensor::{Result, Tensor};
 use std::rc::Rc;
 
@@ -88,7 +88,13 @@ impl Op for Send {
                 None => chunk.tokens.land(permutation.gather(&x, &chunk.order, plan.places, self.width)?),
                 Some(exchange) => {
                     let sent = permutation.gather(&x, &exchange.sent, plan.places, self.width)?;
-                    plan.start(&chunk.tokens, sent, &exchange.tokens, self.width)?;
+                    plan.start(
+                        &chunk.tokens,
+                        sent,
+                        &exchange.tokens,
+                        self.width,
+                        (RowFlow::Forward, &chunk.named("tokens")),
+                    )?;
                 }
             }
         }
@@ -154,7 +160,13 @@ impl Op for Arrive {
                 let grad = cx.share(grad)?;
                 let rows = permutation.combine(grad.buffer(), exchange.of_received(plan), None, self.width)?;
                 drop(grad);
-                plan.start(&chunk.tokens, rows, &back(&exchange.tokens), self.width)?;
+                plan.start(
+                    &chunk.tokens,
+                    rows,
+                    &back(&exchange.tokens),
+                    self.width,
+                    (RowFlow::Backward, &chunk.named("tokens")),
+                )?;
             }
         }
         Ok(vec![Some(away(plan, dtype, self.width)?)])
@@ -206,7 +218,13 @@ impl Op for Return {
             None => chunk.results.land(x.buffer().clone()),
             Some(exchange) => {
                 let sent = plan.device.permutation()?.gather(x.buffer(), &exchange.results, 1, shape[1])?;
-                plan.start(&chunk.results, sent, &exchange.rows, shape[1])?;
+                plan.start(
+                    &chunk.results,
+                    sent,
+                    &exchange.rows,
+                    shape[1],
+                    (RowFlow::Forward, &chunk.named("results")),
+                )?;
             }
         }
         away(plan, x.dtype(), shape[1])
@@ -299,7 +317,13 @@ impl Op for Combine {
             match &chunk.exchange {
                 _ if !cx.needs(0) => {}
                 None => chunk.results.land(dresults),
-                Some(exchange) => plan.start(&chunk.results, dresults, &back(&exchange.rows), width)?,
+                Some(exchange) => plan.start(
+                    &chunk.results,
+                    dresults,
+                    &back(&exchange.rows),
+                    width,
+                    (RowFlow::Backward, &chunk.named("results")),
+                )?,
             }
             Ok(dweights)
         })?;

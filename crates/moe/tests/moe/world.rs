@@ -1,11 +1,14 @@
 //! Runs a layer on every rank of a mesh, and puts the results together.
 
+use meshwork_compress::{Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::comm::thread;
+use meshwork_core::rules;
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types, tree};
 use meshwork_moe::{ExpertShape, Experts, GroupedMlp, GroupedSwiGlu, MoeConfig, MoeLayer, Router};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::random::{key, normal};
-use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Seed, Selective, Weights};
+use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, RowSchemes, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, ParamId, Params, Result, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
@@ -27,6 +30,10 @@ pub struct Case {
     pub dims: [usize; 4],
     pub canonical: bool,
     pub mode: Mode,
+    /// What ranks compress that they exchange.
+    pub rows: RowSchemes,
+    /// What experts lose of their rows and results, on one rank: the same.
+    pub lost: RowSchemes,
 }
 
 impl Default for Case {
@@ -38,6 +45,8 @@ impl Default for Case {
             dims: [8, 6, 12, 16],
             canonical: false,
             mode: Mode::Train,
+            rows: RowSchemes::default(),
+            lost: RowSchemes::default(),
         }
     }
 }
@@ -135,13 +144,52 @@ pub fn layer(case: &Case, params: &mut Declarations, mesh: &Mesh) -> Result<MoeL
     let init = Init::Normal { std: 1.0 };
     let shape = ExpertShape { experts: case.config.num_experts, hidden, ffn, axis: EP, over_tp: case.over_tp };
     let router = Router::new(params, "router", hidden, case.config, init)?;
-    fn of(router: Router, experts: impl Experts + 'static) -> MoeLayer {
-        MoeLayer::new(router, experts, EP)
-    }
+    let lost = case.lost;
+    let of = |router: Router, experts: Arc<dyn Experts>| MoeLayer::new(router, Lossy(experts, lost), EP);
     Ok(match case.swiglu {
-        true => of(router, GroupedSwiGlu::new(params, mesh, "experts", shape, [init; 2])?),
-        false => of(router, GroupedMlp::new(params, mesh, "experts", shape, true, [init; 2])?),
+        true => of(router, Arc::new(GroupedSwiGlu::new(params, mesh, "experts", shape, [init; 2])?)),
+        false => of(router, Arc::new(GroupedMlp::new(params, mesh, "experts", shape, true, [init; 2])?)),
     })
+}
+
+/// Experts of which each row is compressed and restored on its way in and out, and so are the gradients.
+#[derive(Debug)]
+struct Lossy(Arc<dyn Experts>, RowSchemes);
+
+impl Lossy {
+    fn cross(&self, x: &Var) -> Result<Var> {
+        let RowSchemes { forward, backward } = self.1;
+        let through = |scheme: Option<Scheme>| {
+            move |x: &Tensor| -> Result<Tensor> {
+                let Some(scheme) = scheme else { return Ok(x.clone()) };
+                let (width, mut values) = (x.shape()[1], x.to_vec::<f32>()?);
+                let (scheme, shape) = (scheme.of_each_row(width), Shape::matrix(1, width).unwrap());
+                for row in values.chunks_exact_mut(width) {
+                    let message = Message::compress(&scheme, row, shape, Draws::new(0, "", 0), &mut []).unwrap();
+                    message.restore(&scheme, shape, Fold::Replace, row).unwrap();
+                }
+                Tensor::from_slice(x.device(), &values, x.shape())
+            }
+        };
+        let (there, back) = (through(forward), through(backward));
+        x.tape().custom(
+            "cross",
+            &["x"],
+            &[x],
+            |op, operands| rules::pointwise(op, operands[0]),
+            move |inputs| there(inputs[0]),
+            move |_, _, grad| Ok(vec![back(grad)?]),
+        )
+    }
+}
+
+impl Experts for Lossy {
+    fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
+        if self.1 == RowSchemes::default() {
+            return self.0.forward(tape, rows, groups);
+        }
+        self.cross(&self.0.forward(tape, &self.cross(rows)?, groups)?)
+    }
 }
 
 pub fn declarations(case: &Case) -> Declarations {
@@ -205,6 +253,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
         let position = Position { seed: 3, step: 1, first_sample: first as u64, rank_samples: 0 };
         let tape =
             Tape::with_policy(rank.clone(), params.clone(), device.clone(), case.mode, position, Rc::new(Selective));
+        tape.compress_rows(case.rows);
         // With sequence parallelism, this rank's slice of each sequence.
         let (held, start) = match how.sequence_parallel {
             true => (seq / how.tp, rank.coords().get(Axis::Tp) * (seq / how.tp)),

@@ -20,6 +20,7 @@ mod notes;
 mod op;
 mod padding;
 pub mod reduction_blocks;
+mod rows;
 mod seed;
 mod uses;
 mod var;
@@ -32,6 +33,7 @@ pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use padding::{Padded, Padding};
 pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
+pub use rows::{RowCodec, RowFlow, RowPacking, RowSchemes};
 pub use seed::{Normaliser, Seed};
 
 use crate::device::Device;
@@ -101,6 +103,8 @@ struct Inner {
     ran_backward: Cell<bool>,
     notes: RefCell<notes::Kept>,
     decided: RefCell<decisions::Decided>,
+    /// How rows are compressed that layers exchange.
+    rows: Cell<RowSchemes>,
     /// Names under which randomness has been drawn.
     random: RefCell<BTreeSet<String>>,
 }
@@ -169,6 +173,7 @@ impl Tape {
             ran_backward: Cell::new(false),
             notes: RefCell::default(),
             decided: RefCell::default(),
+            rows: Cell::default(),
             random: RefCell::default(),
         };
         Self { inner: Rc::new(inner) }

@@ -5,14 +5,16 @@ use super::sections::Compress;
 use super::settings::Settings;
 use super::words::RoundingName;
 use crate::data::Data;
-use meshwork_compress::{CompressError, Feedback, Rounding, Scheme};
+use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
 use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
 
 /// What crosses the cuts of a pipeline.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
-const SCHEMES: [&str; 4] = [CUTS[0], CUTS[1], GRADIENTS, WEIGHTS];
+const SCHEMES: [&str; 6] = [CUTS[0], CUTS[1], GRADIENTS, WEIGHTS, DISPATCH[0], DISPATCH[1]];
 pub(super) const GRADIENTS: &str = "compress.gradients";
 pub(super) const WEIGHTS: &str = "compress.weights";
+/// What goes to experts and back.
+pub(super) const DISPATCH: [&str; 2] = ["compress.dispatch", "compress.dispatch_gradients"];
 const CUTS_OF_ONE: &str = "compress.virtual_cuts";
 
 impl Compress {
@@ -31,6 +33,8 @@ impl Compress {
             activation_gradients: scheme(&self.activation_gradients)?,
             gradients: scheme(&self.gradients)?,
             weights: scheme(&self.weights)?,
+            dispatch: scheme(&self.dispatch)?,
+            dispatch_gradients: scheme(&self.dispatch_gradients)?,
             share_indices: self.share_indices,
             // Before the data are known, as if there were one.
             aqsgd: self.aqsgd.then_some(self.aqsgd_samples.max(1)),
@@ -46,6 +50,8 @@ impl Compress {
             Place::ActivationGradients => (CUTS[1], format!("{:?}", self.activation_gradients)),
             Place::Gradients => (GRADIENTS, format!("{:?}", self.gradients)),
             Place::Weights => (WEIGHTS, format!("{:?}", self.weights)),
+            Place::Dispatch => (DISPATCH[0], format!("{:?}", self.dispatch)),
+            Place::DispatchGradients => (DISPATCH[1], format!("{:?}", self.dispatch_gradients)),
             Place::Feedback => ("compress.feedback", format!("{:?}", self.feedback)),
             Place::ShareIndices => ("compress.share_indices", self.share_indices.to_string()),
             Place::Aqsgd => ("compress.aqsgd", self.aqsgd.to_string()),
@@ -54,7 +60,8 @@ impl Compress {
 
     /// The schemes, in the order of their keys.
     fn schemes(&self) -> [&str; SCHEMES.len()] {
-        [&self.activations, &self.activation_gradients, &self.gradients, &self.weights]
+        let [dispatch, back] = [&self.dispatch, &self.dispatch_gradients];
+        [&self.activations, &self.activation_gradients, &self.gradients, &self.weights, dispatch, back]
     }
 }
 
@@ -87,6 +94,19 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     for Unfit { place, problem, valid } in plan.unfit(around) {
         let (key, value) = compress.at(place);
         settings.fault(key, value, problem, valid);
+    }
+    let hidden = config.model.hidden_size;
+    let of_experts = [(Place::Dispatch, plan.dispatch), (Place::DispatchGradients, plan.dispatch_gradients)];
+    let sound = settings.sound(&["model.hidden_size"]) && config.moe.num_experts > 0;
+    for (place, scheme) in of_experts.into_iter().filter(|_| sound) {
+        // What is drawn, and factors, are refused above.
+        let of_tokens = matches!(scheme, Scheme::Values(_) | Scheme::Sparse(Sparse { choice: Choice::Largest(_), .. }));
+        let each = scheme.of_each_row(hidden);
+        if of_tokens && Shape::matrix(1, hidden).is_ok_and(|token| !each.takes_rows_apart(token)) {
+            let (key, value) = compress.at(place);
+            let problem = format!("does not compress each token of {hidden} features by itself");
+            settings.fault(key, value, problem, "use blocks that divide the features, one value for each token, and no random rounding of topk's values");
+        }
     }
     let cuts = &compress.virtual_cuts;
     if settings.sound(&["model.num_layers", CUTS_OF_ONE])

@@ -2,7 +2,7 @@
 
 use toml::Value;
 
-use super::compress::{CUTS, GRADIENTS, WEIGHTS};
+use super::compress::{CUTS, DISPATCH, GRADIENTS, WEIGHTS};
 use super::settings::Settings;
 use super::words::{Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
 use super::{Config, Recomputed};
@@ -125,6 +125,13 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             "one stage has no cuts".to_owned(),
         ),
         ("parallelism.dp", config.parallelism.dp == 1, &[GRADIENTS], "one rank of dp has nobody to add to".to_owned()),
+        (
+            "parallelism.ep",
+            config.parallelism.ep == 1 && config.moe.num_experts > 0,
+            &DISPATCH,
+            "one rank of ep has all experts".to_owned(),
+        ),
+        ("moe.num_experts", config.moe.num_experts == 0, &DISPATCH, "moe.num_experts is 0".to_owned()),
         ("parallelism.dp", config.parallelism.dp == 1, &[WEIGHTS], "one rank of dp has all weights".to_owned()),
         (
             "compress.activations",
@@ -135,9 +142,11 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
         ("compress.aqsgd", !config.compress.aqsgd, &["compress.aqsgd_samples"], "compress.aqsgd is off".to_owned()),
         (
             "compress.activations",
-            config.compress.activations == "none" && config.compress.weights == "none",
+            [&config.compress.activations, &config.compress.weights, &config.compress.dispatch]
+                .iter()
+                .all(|of| *of == "none"),
             &["validation.compression"],
-            "neither activations nor weights are compressed".to_owned(),
+            "neither activations, weights nor tokens of experts are compressed".to_owned(),
         ),
         (
             "compress.activations",

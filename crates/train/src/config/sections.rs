@@ -297,8 +297,8 @@ sections! {
         steps: u64 = int(0), Count(0);
         /// Share of each token stream, at its end, that is held out.
         fraction: f64 = float(0.05), Number(Inside);
-        /// Where activations between stages or gathers of weights are compressed, how validation treats them. as_trained: it compresses them
-        /// too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
+        /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation treats them. as_trained: it
+        /// compresses them too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
         compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS);
     }
 
@@ -391,6 +391,11 @@ sections! {
         /// Weights that ranks gather with parallelism.zero_stage = 3 (ZeRO++): none, quant:8/block256, bf16, fp8:e4m3 and others without a
         /// state. All ranks compute with what messages restore to; the optimizer has exact weights.
         weights: String = is("none"), Text;
+        /// Tokens that go to the experts of other ranks (parallelism.ep) and the results that come back: none, fp8:e4m3, quant:8 and others without a
+        /// state, each token by itself.
+        dispatch: String = is("none"), Text;
+        /// The gradients of both, likewise.
+        dispatch_gradients: String = is("none"), Text;
         /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
         /// moving average with that weight of the new value).
         feedback: String = is("none"), Text;

@@ -722,6 +722,15 @@ impl Frame {
                 _ if self.gathers => some(&rng.pick(&["quant:8", "quant:8/block16/stochastic", "fp8:e4m3", "bf16"])),
                 _ => None,
             },
+            "compress.dispatch" | "compress.dispatch_gradients" => match rng.below(200) {
+                0 => some(&rng.pick(&["quant:9", "randk:3", "powersgd:2"])),
+                1 => some(&"quant:8/block997"), // wider than any token
+                2 => some(&"quant:8"),          // also in canonical numerics
+                _ if !self.lossy || self.canonical || self.experts == 0 => None,
+                _ => {
+                    some(&rng.pick(&["none", "quant:8", "fp8:e4m3/row", "sign", "topk:0.5+bf16", "quant:4/stochastic"]))
+                }
+            },
             "compress.share_indices" => match rng.below(40) {
                 0 => some(&"true"), // seldom with two schemes that fit
                 1 => some(&"false"),

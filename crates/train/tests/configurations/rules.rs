@@ -310,8 +310,8 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 
 /// The schemes of `[compress]` that are given and not `none`.
 pub fn schemes(case: &Case) -> impl Iterator<Item = &str> {
-    let keys = ["compress.activations", "compress.activation_gradients", "compress.gradients", "compress.weights"];
-    keys.into_iter().filter_map(|key| case.get(key)).filter(|scheme| *scheme != "none")
+    let keys = ["activations", "activation_gradients", "gradients", "weights", "dispatch", "dispatch_gradients"];
+    keys.into_iter().filter_map(|key| case.get(&format!("compress.{key}"))).filter(|scheme| *scheme != "none")
 }
 
 fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
@@ -331,6 +331,10 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let of_weights = case.get("compress.weights").unwrap_or("none");
     let leaves_out = ["topk", "randk", "powersgd"].into_iter().any(|method| of_weights.starts_with(method));
     rule(leaves_out, "weights that are not sent");
+    for scheme in ["compress.dispatch", "compress.dispatch_gradients"].into_iter().filter_map(|key| case.get(key)) {
+        rule(scheme.starts_with("powersgd") || scheme.starts_with("randk"), "nothing of each token");
+        rule(scheme == "quant:8/block997" && count(case, "moe.num_experts", 0) > 0, "parts of two tokens");
+    }
     let gathers = count(case, "parallelism.zero_stage", 0) == 3;
     rule(given("compress.weights") && !gathers, "weights that nobody gathers");
 
@@ -356,6 +360,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(given("compress.weights"), "one rank gathers nothing");
+        rule(given("compress.dispatch") || given("compress.dispatch_gradients"), "one rank sends no tokens");
         rule(cuts && virtual_cuts.is_empty(), "one rank sends nothing");
         let samples_apart = |scheme: &&str| matches!(*scheme, "none" | "bf16" | "sign/row" | "topk:0.5/row");
         rule(!of_cuts.iter().all(samples_apart), "samples lose together");

@@ -41,7 +41,7 @@ enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 30] = [
+const ALONE: [(&str, Option<&str>); 32] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -67,6 +67,8 @@ const ALONE: [(&str, Option<&str>); 30] = [
     ("compress.activation_gradients", None),
     ("compress.gradients", None),
     ("compress.weights", None),
+    ("compress.dispatch", None),
+    ("compress.dispatch_gradients", None),
     ("compress.feedback", None),
     ("compress.share_indices", None),
     ("compress.virtual_cuts", None),
