@@ -106,7 +106,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
             2 if canonical => vec![Encoding::Half(HalfType::Bf16), Encoding::Sparse],
             _ => Vec::new(),
         },
-        mixed: (canonical && seed % 5 == 0).then_some(MixedPrecision {
+        mixed: (canonical && seed.is_multiple_of(5)).then_some(MixedPrecision {
             dtype: rng.pick(&[HalfType::Bf16, HalfType::F16]),
             reduce_in_half: false,
             loss_scale: LossScale::Fixed(8.0),
