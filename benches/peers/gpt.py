@@ -100,8 +100,8 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+def adamw(model, fused=None):
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
 
 
 class Batches(program.Batches):

@@ -1,8 +1,10 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
 `--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
-`--experts N --top-k K --form loop|grouped`: that Llama with so many experts in each block, K of them for a token."""
+`--experts N --top-k K --form loop|grouped`: that Llama with so many experts in each block, K of them for a token.
+`--device cuda`: on the first GPU, with the fused AdamW, and a last line that says how much of its memory was in use at most."""
 
 import contextlib
+import json
 import time
 from functools import partial
 
@@ -13,10 +15,13 @@ import gpt
 import llama
 import program
 
-args, work = program.arguments(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped")
+flags = dict(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped", device="cpu")
+args, work = program.arguments(**flags)
+cuda = args.device != "cpu"
 network = partial(experts.Experts, count=args.experts, top_k=args.top_k, form=args.form) if args.experts else llama.FeedForward
 model = llama.Llama(work, args.kv_heads, args.ffn, network) if args.kv_heads else gpt.Gpt(work)
-optimizer = gpt.adamw(model)
+model.to(args.device)
+optimizer = gpt.adamw(model, fused=cuda)
 batches = gpt.Batches(work)
 
 
@@ -26,12 +31,17 @@ def loss_of(x, y):
 
 forward = torch.compile(loss_of) if args.compile else loss_of
 for step in range(work.steps):
-    x, y = batches.get(step)
+    x, y = (part.to(args.device) for part in batches.get(step))
     start = time.perf_counter()
-    with torch.autocast("cpu", dtype=torch.bfloat16) if args.bf16 else contextlib.nullcontext():
+    with torch.autocast(args.device.partition(":")[0], dtype=torch.bfloat16) if args.bf16 else contextlib.nullcontext():
         loss = forward(x, y)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.MAX_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    program.report(step, time.perf_counter() - start, loss.item())
+    told = loss.item()
+    if cuda:
+        torch.cuda.synchronize()
+    program.report(step, time.perf_counter() - start, told)
+if cuda:
+    print(json.dumps({"peak_device_bytes": torch.cuda.max_memory_allocated()}), flush=True)

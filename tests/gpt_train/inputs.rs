@@ -184,3 +184,18 @@ fn files_that_are_no_text_are_skipped_and_counted() {
     assert_eq!(ended.code, Some(0), "{}", ended.err);
     assert!(ended.err.contains("1 of 2 files skipped (1 no extension of text)"), "{}", ended.err);
 }
+
+/// In every build: the card need not be there. More steps, and cards with more memory, say so.
+#[test]
+fn a_card_that_is_not_there_predicts_a_step() {
+    let of = |line: &str| succeed(&format!("--mesh dp=2,pp=2 --steps 0 {line}"));
+    let report = of("--device cuda:h100");
+    for part in
+        ["\non 4 × NVIDIA H100 SXM5 80 GB, predicted without one", "\n  MFU ", " at the peak of ranks 0-1, of 74.5 GiB"]
+    {
+        assert!(report.contains(part), "{part}\n{report}");
+    }
+    assert!(!of("").contains("predicted"));
+    let large = "--set model.preset=llama3-70b --device cuda:h200";
+    assert!(of(large).contains(", of 131.3 GiB: more than it has"), "{}", of(large));
+}

@@ -3,10 +3,12 @@
 
 use crate::offload::Traffic;
 use crate::{Compress, Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
+use meshwork_core::profile::{self, Recorder};
 use meshwork_core::{Axis, Mesh, Rank, Record};
 use meshwork_nn::{Batch, Model};
-use meshwork_pipeline::{ActionKind, Generator, Phase};
+use meshwork_pipeline::{ActionKind, Event, Generator, Phase};
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::{Device, MemoryUse};
 use std::sync::Arc;
 
@@ -105,6 +107,30 @@ pub fn watch(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, watch: Arc<
     let batch = blank_batch(&trainer);
     trainer.step(&batch)?;
     Ok(())
+}
+
+/// Runs a step of the rank `world_rank` whose operations and collectives `recorder` keeps, with their FLOPs and bytes: what a step is made of,
+/// without a clock. `observe` sees every action of the pipeline start and end, and may record frames.
+///
+/// # Errors
+/// As [`predict`].
+pub fn observe(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    world_rank: usize,
+    recorder: &Recorder,
+    observe: impl FnMut(Event),
+) -> Result<(), TrainError> {
+    let alone = Rank::recording(&plan.mesh, world_rank)?;
+    let world = profile::communicator(alone.world().communicator().clone(), recorder.clone());
+    let rank = Arc::new(Rank::new(&plan.mesh, world)?);
+    let device = Profiled::device(blank_device(plan), recorder.clone());
+    let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+    let batch = blank_batch(&trainer);
+    recorder.resume();
+    let done = trainer.observed_step(&batch, observe);
+    recorder.pause();
+    done.map(drop)
 }
 
 /// A plan for one rank in which every layer of a model is a stage. The first stage has only the beginning of the model

@@ -1,6 +1,6 @@
 //! The devices of a run: what each rank computes with.
 
-use crate::config::{Config, Fault};
+use crate::config::{Config, Device as Where, Fault};
 use crate::error::RunError;
 use meshwork_core::Communicator;
 use meshwork_core::comm::thread::{self, Options, WorldError};
@@ -97,6 +97,10 @@ impl Devices {
 
 /// The fault of a configuration whose device is not there, or lacks what it asks for.
 pub(crate) fn missing(config: &Config) -> Option<Fault> {
+    if let Where::Card(_) = config.device {
+        let problem = "is a card to predict for, and none that computes";
+        return Some(Fault::new("--device", config.device, problem, "use --steps 0, or --device cuda"));
+    }
     let fault = |problem| Fault::new("--device", config.device, problem, "use cpu");
     match Devices::open(config) {
         Err(Error::Device { fault: why, .. }) => Some(fault(why.to_string())),

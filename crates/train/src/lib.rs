@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod cost;
 pub mod data;
 mod devices;
 pub mod diff;

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
+use crate::cost;
 use crate::error::RunError;
 use crate::plan_compression;
 use meshwork_core::{Axis, Mesh, Record};
@@ -68,6 +69,7 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 /// together.
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
+    text += &cost::report(config)?;
     text += &plan_compression::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {

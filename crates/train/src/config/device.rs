@@ -4,6 +4,7 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 
 use super::fault::{Fault, choose_from};
+use crate::cost::{CARDS, card};
 
 /// The device of each rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,6 +13,8 @@ pub enum Device {
     Cpu,
     /// This GPU for all ranks, or for each rank that of its number modulo their count.
     Cuda(Option<usize>),
+    /// A card of this name that is not here: what [`cost`](crate::cost) predicts for, with `--steps 0`.
+    Card(&'static str),
     /// The CUDA device, emulated in host memory; its streams run in an order drawn from this seed.
     CudaEmulated(u64),
 }
@@ -25,7 +28,7 @@ impl Device {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
-            Self::Cuda(_) => "cuda",
+            Self::Cuda(_) | Self::Card(_) => "cuda",
             Self::CudaEmulated(_) => "cuda-emulated",
         }
     }
@@ -39,10 +42,10 @@ impl Device {
         }
     }
 
-    /// `cpu`, `cuda`, `cuda:1`, `cuda-emulated`, `cuda-emulated:7`.
+    /// `cpu`, `cuda`, `cuda:1`, `cuda:h100`, `cuda-emulated`, `cuda-emulated:7`.
     ///
     /// # Errors
-    /// Another word or number, and a device that this build lacks.
+    /// Another word, number or card, and a device that this build lacks.
     pub fn parse(text: &str) -> Result<Self, Fault> {
         let fault = |problem: String, valid: String| Fault::new("--device", text, problem, valid);
         let (word, number) = text.split_once(':').map_or((text, None), |(word, number)| (word, Some(number)));
@@ -53,6 +56,16 @@ impl Device {
         };
         let device = match word {
             "cpu" if number.is_none() => Self::Cpu,
+            "cuda" if number.is_some_and(|name| name.parse::<u64>().is_err()) => {
+                let known = number.and_then(card);
+                let names: Vec<String> = CARDS.iter().map(|card| format!("cuda:{}", card.name)).collect();
+                let valid = || format!("use cuda, cuda:0, or with --steps 0 one of {}", names.join(", "));
+                Self::Card(
+                    known
+                        .ok_or_else(|| fault("no number of a GPU, and no card that is known".to_owned(), valid()))?
+                        .name,
+                )
+            }
             "cuda" => {
                 Self::Cuda(numbered("number of a GPU")?.map(|number| usize::try_from(number).unwrap_or(usize::MAX)))
             }
@@ -73,6 +86,7 @@ impl fmt::Display for Device {
         match self {
             Self::Cpu | Self::Cuda(None) | Self::CudaEmulated(0) => f.write_str(self.name()),
             Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
+            Self::Card(name) => write!(f, "cuda:{name}"),
             Self::CudaEmulated(seed) => write!(f, "cuda-emulated:{seed}"),
         }
     }
@@ -94,6 +108,7 @@ mod tests {
         for (text, device) in [
             ("cuda", Device::Cuda(None)),
             ("cuda:3", Device::Cuda(Some(3))),
+            ("cuda:h100", Device::Card("h100")),
             ("cuda-emulated", Device::CudaEmulated(0)),
             ("cuda-emulated:7", Device::CudaEmulated(7)),
         ] {
@@ -108,7 +123,11 @@ mod tests {
             }
         }
         for (text, told) in [
-            ("cuda:x", "--device cuda:x: no number of a GPU; use cuda or cuda:0"),
+            (
+                "cuda:h1000",
+                "--device cuda:h1000: no number of a GPU, and no card that is known; use cuda, cuda:0, or with --steps 0 one of cuda:a100, \
+                 cuda:h100, cuda:h100-96, cuda:h200",
+            ),
             (
                 "cuda-emulated:-1",
                 "--device cuda-emulated:-1: no seed of an order; use cuda-emulated or cuda-emulated:0",

@@ -1,0 +1,189 @@
+"""The parts that say whether the device is right: tests of kernels and steps, parity with the CPU and between meshes, sanitizers, curves."""
+
+import re
+import shutil
+
+from session import TINY, Failed, Late, Skipped
+
+NAMES = ["nvidia-smi", "nvcc", "compute-sanitizer", "nsys", "g++"]
+FOLDERS = "/usr/local/cuda/bin:/opt/nvidia/nsight-systems/bin"
+# What a table of results says of the GPU, by the names of nvidia-smi.
+FACTS = ["name", "driver_version", "memory.total", "compute_cap", "clocks.max.sm", "clocks.max.memory", "power.limit"]
+TOOLS = ["memcheck", "initcheck", "racecheck", "synccheck"]
+# How far the loss may be from the CPU's, relative to it, in fast numerics. Bits of f32 differ by the order of sums, bf16 by rounding.
+NEAR = {"f32": 0.005, "bf16": 0.03}
+
+
+def tool(name):
+    return shutil.which(name) or shutil.which(name, path=FOLDERS)
+
+
+def machine(session):
+    """The GPU, its software, and whether our programs start here."""
+    facts = {"device": session.device}
+    if (smi := tool("nvidia-smi")) and not session.emulated:
+        told = session.run([smi, f"--query-gpu={','.join(FACTS)}", "--format=csv,noheader"])
+        if told.code == 0 and told.lines:
+            facts |= dict(zip(["gpu", *FACTS[1:]], told.lines[0].split(", ")))
+    if nvcc := tool("nvcc"):
+        facts["nvcc"] = next((line.strip() for line in session.run([nvcc, "--version"]).lines if "release" in line), None)
+    torch = session.run([session.python, "-c", "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"])
+    facts["PyTorch"] = torch.text if torch.code == 0 else f"none: {torch.reason()}"
+    missing = [name for name in NAMES if not tool(name)]
+    if missing:
+        facts["not found"] = ", ".join(missing)
+    rows = []
+    for name in ["gpt_train", "mesh_diff", "generate"]:
+        started = session.run([session.program(name), "--help"])
+        rows.append({"what": name, "state": "PASS" if started.code == 0 else "FAIL", "why": "" if started.code == 0 else started.reason()})
+    row = {"what": f"--device {session.device}", "state": "PASS"}
+    rows.append(row)
+    try:
+        session.there()
+    except Skipped as skipped:
+        # A machine without the device is none to check; the parts that need it say so too.
+        row |= {"state": "SKIPPED", "why": str(skipped)}
+    return {"facts": facts, "tables": {"programs": rows}}
+
+
+def tests(session, words):
+    """Runs tests of the program `gpu`, each by itself in the report."""
+    environment = {"STAND_IN_CACHE": str(session.folder / "cubins")} | stand_in(session)
+    told = session.run([session.program("gpu"), *words, "--skip", "stand_in::", "--nocapture", "--test-threads", "2"], environment)
+    if "SKIPPED: " in told.errors + told.text:
+        raise Skipped((told.errors + told.text).partition("SKIPPED: ")[2].splitlines()[0])
+    rows = []
+    for line in told.lines:
+        if found := re.match(r"(?:test )?(.*?)(?: \.\.\. |: )?(ok|FAILED)$", line):
+            name = found[1].removeprefix("test ")
+            rows.append({"what": name or "a test", "state": "PASS" if found[2] == "ok" else "FAIL"})
+    if told.code or "test result: ok" not in told.text:
+        panics = [line for line in (told.errors + told.text).splitlines() if "panicked at" in line]
+        rows.append({"what": "the program", "state": "FAIL", "why": f"exit code {told.code}; {'; '.join(panics)[:500]}"})
+    summary = next((line for line in told.lines if line.startswith("test result: ")), "")
+    return {"tables": {"tests": rows}, "text": [summary]}
+
+
+def stand_in(session):
+    """For an emulated check: libraries that take the place of NVIDIA's, so that the same test program runs on them."""
+    if not session.emulated:
+        return {}
+    compiler, folder = tool("g++"), session.folder / "stand_in"
+    if not compiler:
+        raise Skipped("no g++, which compiles the stand-in for NVIDIA's libraries")
+    if not (folder / "stand_in.so").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        source = session.root / "crates/cuda/tests/gpu/stand_in.cpp"
+        made = session.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", folder / "stand_in.so", "-ldl"])
+        if made.code:
+            raise Failed(f"the stand-in does not compile: {made.reason()}")
+        for library in ["cuda", "nvrtc", "cublasLt"]:
+            (folder / f"lib{library}.so").symlink_to("stand_in.so")
+    # A step on the emulator left the kernels that g++ compiled.
+    kernels = next((session.folder / "cache/meshwork/kernels").glob("*/libkernels.so"))
+    return {"LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(kernels)}
+
+
+def operations(session):
+    """Every operation and every call of the driver, against the CPU's bits."""
+    session.there()
+    return tests(session, ["driver::", "ops::", "experts::"])
+
+
+def steps(session):
+    """Whole training steps, on one rank and on meshes, against the CPU's weights, states and norms."""
+    session.there()
+    return tests(session, ["train::"])
+
+
+def diff(session, what, words, sets):
+    """A row: whether `mesh_diff` finds a bit that differs."""
+    argv = [session.program("mesh_diff"), *words, "--numerics", "canonical", "--steps", "1" if session.quick else "2"]
+    argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    try:
+        told = session.run(argv)
+    except Late as late:
+        return {"what": what, "state": "FAIL", "why": str(late)}
+    found = next((line for line in told.lines if line.startswith(("identical", "the first divergence"))), "")
+    if told.code == 0 and found.startswith("identical"):
+        return {"what": what, "state": "PASS", "found": found}
+    detail = " / ".join(line.strip() for line in told.lines if line.strip())[-400:]
+    return {"what": what, "state": "FAIL", "found": found, "why": detail if found else told.reason()}
+
+
+def canonical(session):
+    """Each operation, gradient, weight and state of a few steps, bit by bit against the CPU (`mesh_diff`, canonical numerics)."""
+    session.there()
+    models = {"GPT-2 of two layers": TINY}
+    if not session.quick:
+        cut = {"model.num_layers": 2, "model.seq_len": 64, "training.global_batch_size": 4}
+        models["GPT-2 `tiny`"] = {"model.preset": "tiny"}
+        for preset in ["llama-tiny", "switch-tiny", "mixtral-tiny", "deepseek-tiny"]:
+            models[preset] = cut | {"model.preset": preset}
+        models["GPT-2 124M, 64 tokens"] = {"model.preset": "gpt2", "model.seq_len": 64, "training.global_batch_size": 2}
+    words = ["--mesh", "dp=1", "--mesh", "dp=1", "--device", "cpu", "--device", session.device]
+    return {"tables": {"cpu against device": [diff(session, what, words, sets) for what, sets in models.items()]}}
+
+
+def meshes(session):
+    """Ranks as threads that share the device, bit by bit against one rank on it."""
+    session.there()
+    meshes = ["dp=2,tp=2,pp=2"] if session.quick else ["dp=2", "tp=2", "pp=2", "dp=2,tp=2,pp=2"]
+    sets = TINY if session.quick else {"model.preset": "tiny", "model.num_layers": 2}
+    rows = [diff(session, mesh, ["--mesh", "dp=1", "--mesh", mesh, "--device", session.device], sets) for mesh in meshes]
+    if not session.quick:
+        words = ["--mesh", "dp=1", "--mesh", "dp=2", "--device", session.device]
+        for stage in [1, 2, 3]:
+            rows.append(diff(session, f"dp=2, ZeRO {stage}", [*words, "--set-b", f"parallelism.zero_stage={stage}"], sets))
+        words = ["--mesh", "dp=1", "--mesh", "dp=2,ep=2", "--device", session.device]
+        rows.append(diff(session, "dp=2,ep=2, experts", words, {"model.preset": "switch-tiny", "model.num_layers": 2, "model.seq_len": 32}))
+    return {"tables": {"against dp=1": rows}}
+
+
+def sanitizer(session):
+    """Each kernel under compute-sanitizer: memory, reads of what nobody wrote, races in shared memory, barriers."""
+    if not (program := tool("compute-sanitizer")):
+        raise Skipped("compute-sanitizer is not on the path; it comes with CUDA's toolkit")
+    if session.emulated:
+        raise Skipped("compute-sanitizer needs a GPU; the emulator checks addresses, and the kernels' own tests races")
+    session.there()
+    rows = []
+    for name in TOOLS:
+        words = [program, "--tool", name, "--error-exitcode", "99", session.program("gpu"), "ops::", "experts::", "--test-threads", "1"]
+        try:
+            told = session.run(words, {"STAND_IN_CACHE": str(session.folder / "cubins")}, limit=session.limit / len(TOOLS))
+        except Late as late:
+            rows.append({"what": name, "state": "FAIL", "why": str(late)})
+            continue
+        lines = [line for line in (told.text + told.errors).splitlines() if line.startswith("=========")]
+        summary = next((line.strip("= ") for line in reversed(lines) if "SUMMARY" in line), "no summary")
+        fine = told.code == 0 and "test result: ok" in told.text
+        first = next((line.strip("= ") for line in lines if "Invalid" in line or "Race" in line or "ninitialized" in line), "")
+        rows.append({"what": name, "state": "PASS" if fine else "FAIL", "found": summary, "why": "" if fine else first or told.reason()})
+    return {"tables": {"tools": rows}}
+
+
+def curves(session):
+    """GPT-2 on text, in f32 and in bf16: the loss of each step beside the CPU's."""
+    session.there()
+    count = 3 if session.quick else 50
+    sets = TINY if session.quick else {"model.preset": "gpt2", "model.seq_len": 128, "training.global_batch_size": 4}
+    losses, rows = {}, []
+    for dtype in ["f32", "bf16"]:
+        row = {"what": dtype, "steps": count}
+        rows.append(row)
+        try:
+            own = sets | {"training.dtype": dtype}
+            for device in ["cpu", session.device]:
+                taken, _ = session.train(own, count, device=device)
+                losses[f"{dtype}, {device}"] = [step["loss"] for step in taken]
+        except Failed as failed:
+            # What the device does not have yet is refused before the first step.
+            row |= {"state": "SKIPPED" if "--device" in str(failed) or "training." in str(failed) else "FAIL", "why": str(failed)}
+            continue
+        cpu, ours = losses[f"{dtype}, cpu"], losses[f"{dtype}, {session.device}"]
+        apart = max(abs(a - b) / abs(a) for a, b in zip(cpu, ours))
+        row |= {"first loss": ours[0], "last loss": ours[-1], "the CPU's last": cpu[-1], "most apart": apart, "allowed": NEAR[dtype]}
+        row |= {"state": "PASS"} if apart <= NEAR[dtype] else {"state": "FAIL", "why": f"{apart:.2%} from the CPU's loss"}
+    told = [dict(step=at + 1, **{name: f"{values[at]:.4f}" for name, values in losses.items()}) for at in range(count)]
+    return {"tables": {"curves": rows, "losses": told}}

@@ -1,0 +1,119 @@
+"""What a check says of programs that fail, hang, or are not there: python3 -m unittest discover -s benches/gpu"""
+
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import check
+import report
+import speed
+from session import Session
+
+def steps_of(loss):
+    step = {"event": "step", "loss": loss, "step_ms": 1.0}
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in [step] * 16 + [{"event": "end"}])
+
+
+class Checks(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name)
+        self.programs("gpt_train", f"cat <<E\n{steps_of(2.0)}E")
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def programs(self, name, text):
+        path = self.path / name
+        path.write_text(f"#!/bin/sh\ntrap '' INT\n{text}")
+        path.chmod(0o755)
+
+    def session(self, device="cuda", limit=20.0):
+        return Session(check.ROOT, self.path, self.path, device, True, sys.executable, limit)
+
+    def part(self, name, **session):
+        return check.run(name, self.session(**session))
+
+    def test_a_device_that_is_refused_skips_a_part_with_its_words(self):
+        self.programs("gpt_train", "echo 'error: --device cuda: no CUDA driver found; use cpu' >&2; exit 2")
+        for name in ["operations", "curves", "models-gpt2-124m-f32", "first"]:
+            part = self.part(name)
+            self.assertEqual((part["state"], part["why"]), ("SKIPPED", "--device cuda: no CUDA driver found; use cpu"), name)
+
+    def test_a_program_that_is_not_packed_is_named(self):
+        part = self.part("canonical")
+        self.assertEqual(part["state"], "SKIPPED")
+        self.assertIn("mesh_diff; scripts/gpu-pack.sh makes it", part["why"])
+
+    def test_a_divergence_fails(self):
+        self.programs("mesh_diff", "echo 'the first divergence: step 1, forward: output of operation #7'; exit 1")
+        part = self.part("canonical")
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("operation #7", part["why"])
+
+    def test_a_test_that_fails_fails(self):
+        self.programs("gpu", "echo 'test ops::norms ... FAILED'; echo 'test result: FAILED. 1 failed'; exit 101")
+        part = self.part("operations", device="cuda")
+        self.assertEqual(part["state"], "FAIL")
+
+    def test_tests_that_find_no_gpu_are_skipped(self):
+        self.programs("gpu", "echo 'SKIPPED: there is no GPU 0' >&2; echo 'test result: ok. 3 passed'")
+        part = self.part("steps")
+        self.assertEqual((part["state"], part["why"]), ("SKIPPED", "there is no GPU 0"))
+
+    def test_a_program_that_hangs_is_ended_in_time(self):
+        self.programs("mesh_diff", "sleep 60 & wait")
+        part = self.part("canonical", limit=1.5)
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("was ended after", part["why"])
+        self.assertLess(part["seconds"], 10)
+
+    def test_a_loss_that_is_far_from_the_cpus_fails(self):
+        self.programs("gpt_train", f'case "$*" in *"--device cpu"*) cat <<E\n{steps_of(2.0)}E\n;; *) cat <<E\n{steps_of(2.1)}E\n;; esac')
+        part = self.part("curves")
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("5.00% from the CPU's loss", part["why"])
+
+    def test_a_fault_of_the_check_is_no_pass(self):
+        self.programs("gpt_train", "echo '{\"event\":'")
+        self.assertEqual(self.part("first")["state"], "FAIL")
+
+    def test_targets_decide_on_gpus_alone(self):
+        for device, state in [("cuda", "FAIL"), ("cuda-emulated", "PASS")]:
+            row = {"what": "copy", "state": "PASS"}
+            speed.judge(self.session(device), row, 0.5, 0.85, "of the copy rate")
+            self.assertEqual(row["state"], state)
+
+    def test_parts_are_chosen_by_their_beginnings(self):
+        self.assertEqual(check.chosen(["models-llama", "steps"]), ["steps", "models-llama-1.3b-f32", "models-llama-1.3b-bf16"])
+        self.assertEqual(check.chosen([]), list(check.PARTS))
+        with self.assertRaises(SystemExit) as exit:
+            check.chosen(["nothing"])
+        self.assertIn("no part begins with nothing", str(exit.exception))
+
+    def test_the_worst_row_is_the_part(self):
+        rows = [{"what": "a", "state": "PASS"}, {"what": "b", "state": "SKIPPED", "why": "no torch"}]
+        self.assertEqual(report.state(rows), ("PASS", "left out: b: no torch"))
+        self.assertEqual(report.state(rows[1:]), ("SKIPPED", "b: no torch"))
+        self.assertEqual(report.state([*rows, {"what": "c", "state": "FAIL", "why": "wrong"}]), ("FAIL", "c: wrong"))
+
+    def test_reports_keep_the_parts_of_earlier_calls(self):
+        path = self.path / "report"
+        part = dict(state="PASS", why="", seconds=1.0, tables={"t": [{"what": "a|b"}]}, text=["x"], about="A part.")
+        results = {"machine": {"device": "cuda"}, "date": "2026-01-01", "command": "c", "commit": "d", "parts": {"steps": part}}
+        report.write(path, results)
+        self.assertEqual(report.load(path)["parts"]["steps"]["state"], "PASS")
+        text = path.with_name("report.md").read_text()
+        self.assertIn("| steps | PASS | 1 |", text)
+        self.assertIn("a/b", text)
+
+    def test_operations_of_a_step_are_counted_as_they_are_published(self):
+        size = dict(vocab_size=1000, num_layers=2, hidden_size=64, num_heads=4, seq_len=32, batch=3)
+        self.assertEqual(speed.flops(size, {}), 96 * (6 * (12 * 2 * 64**2 + 1000 * 64) + 12 * 2 * 64 * 32))
+
+
+if __name__ == "__main__":
+    unittest.main()

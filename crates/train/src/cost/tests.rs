@@ -1,0 +1,136 @@
+use super::*;
+use meshwork_core::DType;
+use meshwork_core::profile::Meeting;
+use std::sync::Arc;
+
+fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
+    Span { class, name, detail: Detail::None, dtype: Some(DType::F32), start: 0, end: 0, flops, bytes }
+}
+
+fn rates(shares: Shares) -> Rates<'static> {
+    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false }
+}
+
+/// Every number by hand: a product of 8192³ in f32 takes 2·8192³ operations, and moves 3·8192²·4 bytes.
+#[test]
+fn one_product_takes_what_is_calculated_by_hand() {
+    let (flops, bytes) = (2 * 8192_u64.pow(3), 3 * 8192_u64.pow(2) * 4);
+    let product = span(Class::Product, "gemm nt", flops, bytes);
+    let near = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-3, "{got} {want}");
+    near(rates(Shares::PEAKS).operation(&product), 16.435e-3); // 1.0995e12 / 66.9e12
+    near(rates(Shares::REACHED).operation(&product), 23.482e-3); // / 0.7, and 3 µs
+    let halves = Rates { tensor_cores: true, ..rates(Shares::PEAKS) };
+    near(halves.operation(&product), 1.1113e-3); // 1.0995e12 / 989.4e12
+    // A copy of as many bytes is bound by memory: 805.3e6 / 3.35e12.
+    near(rates(Shares::PEAKS).operation(&span(Class::Memory, "copy", 0, bytes)), 240.4e-6);
+}
+
+#[test]
+fn more_work_takes_longer() {
+    for shares in [Shares::PEAKS, Shares::REACHED] {
+        for class in [Class::Product, Class::Attention, Class::Norm] {
+            let time = |flops, bytes| rates(shares).operation(&span(class, "", flops, bytes));
+            assert!(time(2e12 as u64, 1e6 as u64) > time(1e12 as u64, 1e6 as u64), "{class:?}");
+            assert!(time(0, 2e9 as u64) > time(0, 1e9 as u64), "{class:?}");
+        }
+        let reduce = |members: &[usize], bytes| rates(shares).collective("all_reduce", members, bytes);
+        assert!(reduce(&[0, 1], 2 << 30) > reduce(&[0, 1], 1 << 30));
+        assert!(reduce(&[0, 8], 1 << 30) > reduce(&[0, 1], 1 << 30), "another machine is farther");
+        assert!(
+            reduce(&[0, 1, 8, 9], 1 << 30) < reduce(&[0, 8], 1 << 30) * 1.6,
+            "two cards of a machine have two networks"
+        );
+        assert_eq!(reduce(&[3], 1 << 30), 0.0);
+    }
+}
+
+/// An all-reduce of b bytes among n ranks sends 2b(n - 1)/n from each, over half of NVLink's 900 GB/s.
+#[test]
+fn collectives_send_what_is_calculated_by_hand() {
+    let b = 1_u64 << 30;
+    let near = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-9, "{got} {want}");
+    let of = |name, bytes| rates(Shares::PEAKS).collective(name, &[0, 1, 2, 3], bytes);
+    near(of("all_reduce", 2 * b), 2.0 * b as f64 * 0.75 / 450e9);
+    near(of("all_gather", b + b / 4), b as f64 * 0.75 / 450e9);
+    near(of("reduce_scatter", b + b / 4), b as f64 * 0.75 / 450e9);
+    near(of("all_to_all", 2 * b), b as f64 * 0.75 / 450e9);
+    assert_eq!(of("barrier", 0), 0.0);
+}
+
+/// A collective that is posted before other work is hidden behind it; one that is awaited at once is not.
+#[test]
+fn what_is_posted_early_is_hidden() {
+    let meeting = |seq| Detail::Meeting(Meeting { group: Arc::new(("dp".to_owned(), vec![0, 1])), message: None, seq });
+    let post = |seq| Span { detail: meeting(seq), ..span(Class::Post, "all_reduce", 0, 9 << 20) };
+    let wait = |seq| Span { detail: meeting(seq), ..span(Class::Wait, "all_reduce", 0, 0) };
+    let work = || span(Class::Product, "gemm nt", 1 << 40, 1);
+    let [alone, link] =
+        [rates(Shares::PEAKS).operation(&work()), rates(Shares::PEAKS).collective("all_reduce", &[0, 1], 9 << 20)];
+    assert!(link < alone);
+    let walk = |spans: &[Span]| rates(Shares::PEAKS).walk(spans);
+    let early = walk(&[post(0), work(), wait(0)]);
+    assert_eq!((early.seconds, early.links), (alone, [link, 0.0]));
+    let late = walk(&[work(), post(0), wait(0)]);
+    assert_eq!(late.seconds, alone + link);
+    // Two of them follow each other, whenever they are posted.
+    let both = walk(&[post(0), post(1), wait(1), wait(0)]);
+    assert_eq!(both.seconds, 2.0 * link);
+}
+
+fn config(text: &str) -> Config {
+    Config::from_toml(&format!("[model]\nnum_layers = 4\nhidden_size = 256\nseq_len = 256\n{text}")).unwrap()
+}
+
+#[test]
+fn steps_on_cards_compare_as_their_rates_do() {
+    let one = config("");
+    let time = |config: &Config, name: &str, shares| predict(config, card(name).unwrap(), shares).unwrap().seconds;
+    for shares in [Shares::PEAKS, Shares::REACHED] {
+        assert!(time(&one, "a100", shares) > time(&one, "h100", shares));
+        assert!(time(&one, "h100", shares) >= time(&one, "h200", shares));
+        let deep = config("num_heads = 8\n[training]\nglobal_batch_size = 32");
+        assert!(time(&deep, "h100", shares) > time(&one, "h100", shares), "twice the batch");
+    }
+    // At the peaks two cards need at least half of the time; waits and idle stages only add to that.
+    let floor = time(&one, "h100", Shares::PEAKS);
+    for axis in ["dp", "tp", "pp"] {
+        let two = time(&config(&format!("[parallelism]\n{axis} = 2")), "h100", Shares::PEAKS);
+        assert!(two > 0.5 * floor && two < 1.5 * floor, "{axis}: {two} {floor}");
+    }
+}
+
+/// Tensor cores and half the bytes: less time than f32, in every kind of operation.
+#[test]
+fn sixteen_bits_are_faster() {
+    let [wide, half] = ["f32", "bf16"].map(|dtype| {
+        predict(&config(&format!("[training]\ndtype = '{dtype}'")), card("h100").unwrap(), Shares::PEAKS).unwrap()
+    });
+    for class in [Class::Product, Class::Attention, Class::Norm] {
+        let of = |step: &StepTime| step.classes[&class].seconds;
+        assert!(of(&half) < of(&wide), "{class:?}");
+    }
+}
+
+/// 6 operations a weight and token and 12·layers·hidden·seq², both by hand.
+#[test]
+fn operations_are_counted_as_published_figures_count_them() {
+    let config = config("vocab_size = 512\n[training]\nglobal_batch_size = 4");
+    let (layers, hidden, seq, vocab) = (4.0, 256.0, 256.0, 512.0);
+    let weights = 12.0 * layers * hidden * hidden + vocab * hidden;
+    let want = 4.0 * seq * (6.0 * weights + 12.0 * layers * hidden * (seq + 1.0));
+    let got = model_flops(&config).unwrap();
+    assert!((got / want - 1.0).abs() < 1e-6, "{got} {want}");
+}
+
+#[test]
+fn the_report_says_time_mfu_and_memory() {
+    let mut config = config("[parallelism]\ndp = 2\npp = 2");
+    config.device = Device::Card("h100");
+    let text = report(&config).unwrap();
+    for part in ["on 4 × NVIDIA H100 SXM5 80 GB", "a step", "MFU", "of 74.5 GiB", "products", "waits for stages"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("more than it has"));
+    config.device = Device::Cpu;
+    assert_eq!(report(&config).unwrap(), "");
+}
