@@ -32,7 +32,7 @@ impl Matmul for Cpu {
     }
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        for_float!(self, "matmul", w, T => {
+        for_float!(self, "matmul", bias, T => {
             let bias = Epilogue::Bias(bias.as_slice::<T>()?);
             let mut y = self.alloc(T::DTYPE, m * n)?;
             self.product::<T>(Gemm::linear(m, n, k), [x, w], y.as_mut_slice()?, bias)?;

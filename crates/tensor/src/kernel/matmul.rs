@@ -89,7 +89,7 @@ pub trait Matmul: Debug {
     /// Computes the sum of two products with equal numbers of rows, columns and blocks into the elements of `c` from
     /// `start` on. Each block sums the terms of the first product, then those of the second.
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>;
-    /// `X[m, k] · W[n, k]ᵀ + bias[n]`, with the bits of the product and then [`bias`](super::Pointwise::bias).
+    /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, with the bits of the product and then [`bias`](super::Pointwise::bias).
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>;
     /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product, then
     /// [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of

@@ -22,9 +22,9 @@ impl Matmul for Meta {
         Ok(())
     }
 
-    fn linear_bias(&self, [m, n, k]: [usize; 3], _x: &Buffer, w: &Buffer, _bias: &Buffer) -> Result<Buffer> {
+    fn linear_bias(&self, [m, n, k]: [usize; 3], _x: &Buffer, _w: &Buffer, bias: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, Gemm::linear(m, n, k).flops());
-        self.alloc(w.dtype(), m * n)
+        self.alloc(bias.dtype(), m * n)
     }
 
     fn linear_bias_gelu(

@@ -38,7 +38,7 @@ impl Matmul for Widened {
     }
 
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.wide(w)?, &self.wide(bias)?)?;
+        let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.factor(w)?, &self.wide(bias)?)?;
         self.rounded(y, w.dtype())
     }
 
