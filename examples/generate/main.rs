@@ -18,10 +18,11 @@ fn main() -> ExitCode {
     if options.help {
         return show(&usage("cargo run --release --example generate --"));
     }
-    let trained = match Trained::open(&options.model, options.tokenizer.as_deref(), options.settings) {
-        Ok(trained) => trained,
-        Err(error) => return fail(BAD_INPUT, &error),
-    };
+    let trained =
+        match Trained::open_at(options.compression, &options.model, options.tokenizer.as_deref(), options.settings) {
+            Ok(trained) => trained,
+            Err(error) => return fail(BAD_INPUT, &error),
+        };
     let prompt = match trained.encode(&options.prompt) {
         Ok(prompt) => prompt,
         Err(fault) => return fail(BAD_INPUT, &fault),

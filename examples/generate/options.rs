@@ -1,8 +1,9 @@
 //! The command line: the model, the prompt, the mesh, and how tokens are drawn.
 
 use clap::{Arg, ArgAction, Command};
+use meshwork::engine::AtCuts;
 use meshwork::train::config::{self, Args, Fault};
-use meshwork::train::generate::Sampling;
+use meshwork::train::generate::{BY_DEFAULT, Sampling};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -21,6 +22,8 @@ pub struct Options {
     pub sampling: Sampling,
     /// A tokenizer other than that of the folder.
     pub tokenizer: Option<String>,
+    /// What happens where the model compressed activations in training.
+    pub compression: AtCuts,
     /// Mesh and settings, as gpt_train takes them.
     pub settings: Args,
 }
@@ -48,6 +51,11 @@ fn command() -> Command {
         )
         .arg(flag("seed", "N", "Seed of the draws").default_value("0").value_parser(clap::value_parser!(u64)))
         .arg(flag("tokenizer", "NAME", "bytes, gpt2 or a tokenizer.json; without it that of the folder"))
+        .arg(
+            flag("compression", "as_trained|off", "Whether activations are compressed where they were in training")
+                .default_value("as_trained")
+                .value_parser(["as_trained", "off"]),
+        )
         .arg(flag("set", "section.key=value", "Overrides one setting, such as training.matmul_dtype=bf16").action(ArgAction::Append))
         .after_help(
             "Numbers are canonical, so that every mesh writes the same text; --set training.numerics=fast is for meshes that \
@@ -72,12 +80,13 @@ impl Options {
                 faults.push(Fault::new(format!("--{flag}"), "", "is missing", advice));
             }
         }
-        let mut settings = vec!["--set=training.numerics=canonical".to_owned()];
+        let mut settings = Vec::new();
         for flag in ["mesh", "device", "set"] {
             let given = matches.get_many::<String>(flag).into_iter().flatten();
             settings.extend(given.map(|value| format!("--{flag}={value}")));
         }
         let mut settings = Args::parse(settings);
+        settings.assignments.insert(0, ("training.numerics".to_owned(), "canonical".to_owned(), BY_DEFAULT));
         settings.faults.splice(0..0, faults);
         let sampling = Sampling {
             temperature: matches.get_one("temperature").copied().unwrap_or_default(),
@@ -92,6 +101,7 @@ impl Options {
             tokens: count("tokens"),
             sampling,
             tokenizer: text("tokenizer"),
+            compression: if text("compression").as_deref() == Some("off") { AtCuts::Exact } else { AtCuts::AsTrained },
             settings,
         }
     }

@@ -1,7 +1,8 @@
 //! A model in a folder continues a text: the same tokens on every mesh, from a checkpoint and from its export.
 
+use meshwork_engine::AtCuts;
 use meshwork_train::config::{Args, ConfigError};
-use meshwork_train::generate::{Continued, Sampling, TextStream, Trained, continue_text};
+use meshwork_train::generate::{BY_DEFAULT, Continued, Sampling, TextStream, Trained, continue_text};
 use meshwork_train::{load, train};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -16,12 +17,17 @@ fn folder(name: &str) -> PathBuf {
 
 /// Trains a small model for two steps: the folder of its checkpoints, and that of its export.
 fn trained(test: &str, kind: &str) -> [PathBuf; 2] {
+    trained_with(test, kind, "")
+}
+
+/// The same with more settings.
+fn trained_with(test: &str, kind: &str, more: &str) -> [PathBuf; 2] {
     let folders = ["checkpoints", "export"].map(|what| folder(&format!("{test}-{kind}-{what}")));
     folders.iter().for_each(|folder| drop(std::fs::remove_dir_all(folder)));
     let [dir, export] = folders.each_ref().map(|folder| folder.display());
     let set = format!(
         "model.kind={kind} model.hidden_size=16 model.num_heads=4 model.num_layers=2 model.seq_len={SEQ} model.ffn_hidden_size=32 \
-         training.steps=2 training.global_batch_size=4 checkpoint.dir={dir} checkpoint.export={export}"
+         training.steps=2 training.global_batch_size=4 checkpoint.dir={dir} checkpoint.export={export} {more}"
     );
     let (config, data) = load(&Args::parse(set.split_whitespace().map(|set| format!("--set={set}")))).unwrap();
     train(&config, &data, None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
@@ -120,4 +126,59 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
         "{tokenizer}"
     );
     assert!(open(&export, "").unwrap().encode("").unwrap_err().to_string().contains("has no tokens"));
+}
+
+/// What a run compressed between stages is in its checkpoints and exports: generation compresses at the same cuts, which one rank simulates, or
+/// does not.
+#[test]
+fn a_model_compresses_where_it_did_in_training() {
+    let run = "parallelism.pp=2 pipeline.num_microbatches=2 compress.activations=quant:1/row compress.gradients=none";
+    let [checkpoints, export] = trained_with("compressed", "gpt2", run);
+    let text = |folder: &Path, cuts, more: &str| {
+        let args = Args::parse(format!("--set=training.numerics=canonical {more}").split_whitespace());
+        tokens(&Trained::open_at(cuts, folder, None, args).unwrap(), "ab", SEQ, SAMPLING).0
+    };
+    let lost = text(&checkpoints, AtCuts::AsTrained, "");
+    for (folder, mesh) in [(&checkpoints, "pp=2"), (&checkpoints, "tp=2"), (&export, "pp=1"), (&export, "tp=2,pp=2")] {
+        assert_eq!(text(folder, AtCuts::AsTrained, &format!("--mesh {mesh}")), lost, "{} on {mesh}", folder.display());
+    }
+    let exact = text(&checkpoints, AtCuts::Exact, "");
+    assert_ne!(exact, lost, "one bit loses much");
+    assert_eq!(text(&export, AtCuts::Exact, "--mesh pp=2"), exact);
+    assert_eq!(
+        text(&checkpoints, AtCuts::AsTrained, "--set compress.activations=none"),
+        exact,
+        "what is asked for is taken first"
+    );
+
+    let weights = std::fs::read(export.join("model.safetensors")).unwrap();
+    let header = String::from_utf8_lossy(&weights[8..8 + u64::from_le_bytes(*weights.first_chunk().unwrap()) as usize]);
+    let header: serde_json::Value = serde_json::from_str(&header).unwrap();
+    let said: serde_json::Value = serde_json::from_str(header["__metadata__"]["meshwork"].as_str().unwrap()).unwrap();
+    assert_eq!((&said["compress"]["activations"], &said["cuts"]), (&"quant:1/row".into(), &vec![1].into()));
+    assert_eq!(header["__metadata__"]["format"], "pt");
+    let [_, plain] = trained("uncompressed", "gpt2");
+    let weights = std::fs::read(plain.join("model.safetensors")).unwrap();
+    assert!(!String::from_utf8_lossy(&weights[..400]).contains("meshwork"), "nothing was compressed");
+}
+
+/// What is lost of the whole value goes with no canonical numerics: those that a program has by default give way, those that were asked for are
+/// refused.
+#[test]
+fn canonical_numerics_by_default_give_way_to_what_a_run_compressed() {
+    let run = "parallelism.pp=2 pipeline.num_microbatches=2 compress.activations=topk:0.5";
+    let [checkpoints, export] = trained_with("whole", "llama", run);
+    for folder in [&checkpoints, &export] {
+        let numerics = |from| {
+            let mut args = Args::parse(["--mesh", "pp=2"]);
+            args.assignments.push(("training.numerics".to_owned(), "canonical".to_owned(), from));
+            Trained::open(folder, None, args).map(|trained| trained.config.training.numerics.to_string())
+        };
+        assert_eq!(numerics(BY_DEFAULT).unwrap(), "fast");
+        let refused = numerics("--set").unwrap_err().to_string();
+        assert!(
+            refused.contains("compress.activations = \"topk:0.5\": cut.1: canonical numerics promise"),
+            "{refused}"
+        );
+    }
 }

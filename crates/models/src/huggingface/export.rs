@@ -30,6 +30,21 @@ pub fn export(
     folder: &Path,
     architecture: &Architecture,
     dtype: Dtype,
+    weights: impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
+) -> Result<(), Error> {
+    export_with(folder, architecture, dtype, &BTreeMap::new(), weights)
+}
+
+/// As [`export`], with texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for. Programs that do
+/// not know them pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them back.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_with(
+    folder: &Path,
+    architecture: &Architecture,
+    dtype: Dtype,
+    metadata: &BTreeMap<String, String>,
     mut weights: impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
 ) -> Result<(), Error> {
     std::fs::create_dir_all(folder).map_err(|source| Error::File { path: folder.to_owned(), source })?;
@@ -63,7 +78,7 @@ pub fn export(
             _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
         };
         weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone())));
-        write_shard(&folder.join(name), shard, dtype, &mut weights)?;
+        write_shard(&folder.join(name), shard, (dtype, metadata), &mut weights)?;
     }
     if count > 1 {
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
@@ -76,11 +91,13 @@ pub fn export(
 fn write_shard(
     path: &Path,
     tensors: &[Written],
-    dtype: Dtype,
+    (dtype, metadata): (Dtype, &BTreeMap<String, String>),
     weights: &mut impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
 ) -> Result<(), Error> {
     let (mut header, mut at) = (Map::new(), 0);
-    header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+    let mut texts = metadata.clone();
+    texts.insert("format".to_owned(), "pt".to_owned());
+    header.insert("__metadata__".to_owned(), json!(texts));
     for Written { name, shape, .. } in tensors {
         let end = at + shape.iter().product::<usize>() * dtype.bytes();
         header.insert(name.clone(), json!({"dtype": dtype.header_name(), "shape": shape, "data_offsets": [at, end]}));

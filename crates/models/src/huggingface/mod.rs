@@ -26,7 +26,7 @@ mod layout;
 mod tensors;
 
 pub use config::not_of_mixtral;
-pub use export::export;
+pub use export::{export, export_with};
 pub use tensors::Dtype;
 
 use crate::experts::ExpertsConfig;
@@ -37,7 +37,7 @@ use meshwork_core::Mesh;
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Declarations, ParamSpec, Role};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -94,6 +94,14 @@ pub enum Architecture {
 }
 
 impl Architecture {
+    /// Features of a token.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.hidden_size,
+            Self::Llama(config) | Self::Mixtral(config, _) => config.hidden_size,
+        }
+    }
+
     /// The model.
     pub fn model(&self) -> Arc<dyn Model> {
         match *self {
@@ -156,6 +164,11 @@ impl Pretrained {
     /// The tokens that end a text (`eos_token_id`), as `generation_config.json` says, or else `config.json`.
     pub fn ends_of_text(&self) -> &[u32] {
         &self.ends_of_text
+    }
+
+    /// The texts in the metadata of the files of weights, by name.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        self.tensors.metadata()
     }
 
     /// Bytes of weights read so far.

@@ -85,6 +85,7 @@ pub(super) struct Tensor {
 pub(super) struct Tensors {
     files: Vec<(PathBuf, Mutex<File>)>,
     by_name: BTreeMap<String, Tensor>,
+    metadata: BTreeMap<String, String>,
     bytes_read: AtomicU64,
 }
 
@@ -116,7 +117,8 @@ impl Tensors {
                 parsed.weight_map.into_values().collect()
             }
         };
-        let mut tensors = Self { files: Vec::new(), by_name: BTreeMap::new(), bytes_read: AtomicU64::new(0) };
+        let (files, by_name, metadata) = Default::default();
+        let mut tensors = Self { files, by_name, metadata, bytes_read: AtomicU64::new(0) };
         for name in names {
             // A name in an index must not lead out of the folder.
             let path = folder.join(&name);
@@ -150,6 +152,9 @@ impl Tensors {
         };
         for (name, value) in entries {
             if name == "__metadata__" {
+                let texts = value.as_object().into_iter().flatten();
+                let texts = texts.filter_map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned())));
+                self.metadata.extend(texts);
                 continue;
             }
             let Entry { dtype, shape, data_offsets: [from, to] } = match serde_json::from_value(value) {
@@ -180,6 +185,11 @@ impl Tensors {
     /// All names.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(|name| &**name)
+    }
+
+    /// The texts beside the tensors.
+    pub(super) fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
     }
 
     /// Bytes of weights read so far; headers are not counted.

@@ -104,6 +104,8 @@ impl From<CommError> for CheckpointError {
 const UPDATES: &str = "updates";
 /// What the caller keeps beside the state, in the metadata.
 const RUN: &str = "run";
+/// The layers before the cuts of the model, in the metadata: where activations are compressed, if they are.
+pub(crate) const CUTS: &str = "cuts";
 
 /// The name of a vector in a checkpoint: `wte.weight`, and `wte.weight:exp_avg` for a state of the optimizer.
 fn name_of(key: &StateKey) -> String {

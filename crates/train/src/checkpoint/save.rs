@@ -1,6 +1,6 @@
 //! Saves the state of a trainer.
 
-use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
+use super::{CUTS, CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
 use meshwork_engine::{Plan, StateKind, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
@@ -61,7 +61,8 @@ pub fn save(
             Ok::<_, CheckpointError>(())
         },
     )?;
-    writer.save(step, json!({ UPDATES: updates, RUN: run }), snapshot);
+    let cuts: Vec<usize> = trainer.plan().boundaries().iter().map(|cut| cut.layer).collect();
+    writer.save(step, json!({ UPDATES: updates, RUN: run, CUTS: cuts }), snapshot);
     Ok(before)
 }
 

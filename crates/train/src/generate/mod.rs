@@ -1,13 +1,15 @@
 //! Text from a trained model: a sample from the trainer that has it, on its mesh, and [continuations](continue_text) of a prompt by a model
 //! in a folder.
 
+mod compression;
 mod continuation;
 mod sampling;
 mod trained;
 
+pub(crate) use compression::Compressed;
 pub use continuation::{Continued, TextStream, continue_text};
 pub use sampling::Sampling;
-pub use trained::Trained;
+pub use trained::{BY_DEFAULT, Trained};
 
 use crate::config::Config;
 use crate::data::Data;

@@ -1,10 +1,12 @@
 //! A trained model in a folder: one of Hugging Face, or a checkpoint of a run.
 
+use super::compression::Compressed;
 use crate::checkpoint::read_weights;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
 use crate::data::Tokenizer;
 use crate::devices;
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
+use meshwork_engine::AtCuts;
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::LocalSlice;
@@ -31,22 +33,36 @@ enum Weights {
 
 const MODEL: &str = "--model";
 
+/// Where an assignment of [`Args`] comes from that a program makes by itself: [`Trained::open`] takes back `training.numerics` if the model needs it.
+pub const BY_DEFAULT: &str = "by default";
+
 impl Trained {
-    /// Opens `folder` for the mesh and the settings in `args`. Without a tokenizer by name, that of the folder is taken: its
+    /// Opens `folder` for the mesh and the settings in `args`. Activations are compressed as the run did. Without a tokenizer by name, that of the folder is taken: its
     /// `tokenizer.json`, that of the run, or `bytes` for a vocabulary of 256.
     ///
     /// # Errors
     /// A folder that has no model, a tokenizer that does not fit it, a mesh on which it does not fit: all faults at once.
-    pub fn open(folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
+    pub fn open(folder: &Path, tokenizer: Option<&str>, args: Args) -> Result<Self, ConfigError> {
+        Self::open_at(AtCuts::AsTrained, folder, tokenizer, args)
+    }
+
+    /// As [`open`](Self::open), with a choice of what happens where the run compressed activations between stages: the same, which one rank
+    /// simulates, or nothing. Settings of `[compress]` in `args` are taken first.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_at(cuts: AtCuts, folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
         let earlier = args.faults.clone();
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
+        let given: Vec<String> = args.assignments.iter().map(|(key, ..)| key.clone()).collect();
         let mut set = |key: String, value: String| args.assignments.push((key, value, MODEL));
-        let (weights, of_run) = if folder.join("config.json").is_file() {
+        let (weights, of_run, features) = if folder.join("config.json").is_file() {
             let pretrained = Pretrained::open(folder).map_err(|error| {
                 one(Fault::new(MODEL, folder.display(), error.to_string(), "give a folder with a model"))
             })?;
             set("model.init_from".to_owned(), folder.display().to_string());
-            (Weights::HuggingFace(Box::new(pretrained)), None)
+            let features = pretrained.architecture().hidden_size();
+            (Weights::HuggingFace(Box::new(pretrained)), None, features)
         } else {
             let checkpoint = newest(folder).map_err(one)?;
             let run = checkpoint.index().metadata.get("run").and_then(|run| run.get("config")).cloned();
@@ -63,8 +79,24 @@ impl Trained {
                 }
             }
             let tokenizer = run.as_ref().and_then(|run| run["data"]["tokenizer"].as_str()).map(str::to_owned);
-            (Weights::Checkpoint(Box::new(checkpoint)), tokenizer)
+            let features = section("model").and_then(|model| model.get("hidden_size")?.as_u64()).unwrap_or(1);
+            (Weights::Checkpoint(Box::new(checkpoint)), tokenizer, features as usize)
         };
+        let compressed = match &weights {
+            Weights::HuggingFace(pretrained) => Compressed::of_export(pretrained),
+            Weights::Checkpoint(checkpoint) => Compressed::of_checkpoint(checkpoint.index()),
+        };
+        if let Some(compressed) = compressed.filter(|_| cuts == AtCuts::AsTrained) {
+            let settings = compressed.settings().into_iter();
+            settings
+                .filter(|(key, _)| !given.iter().any(|given| given == key))
+                .for_each(|(key, value)| set(key.to_owned(), value));
+            let numerics =
+                args.assignments.iter_mut().find(|(key, _, from)| key == "training.numerics" && *from == BY_DEFAULT);
+            if let Some((_, numerics, _)) = numerics.filter(|_| !compressed.is_canonical(features)) {
+                "fast".clone_into(numerics);
+            }
+        }
         let (config, mut settings) = resolve(&args, Settings::default());
         let dp = config.parallelism.dp;
         if dp > 1 {
