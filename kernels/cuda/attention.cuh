@@ -1,5 +1,6 @@
 // What the forward and the backward of attention share: places of heads, dropout of probabilities, and tiles of rows in shared memory.
 #pragma once
+#include "float16.cuh"
 #include "math.cuh"
 #include "random.cuh"
 
@@ -46,13 +47,16 @@ struct RowDropout {
     }
 };
 
+// What a product reads: as it is, or rounded to bf16.
+DEVICE float as_read(float x, int rounded) { return rounded ? from_bf16(to_operand(x)) : x; }
+
 // Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile whose rows are `stride` apart; zeros beyond the last row.
-// `from` is the head's first row. The caller's barriers are around it.
+// `from` is the head's first row; `rounded`: as operands of bf16. The caller's barriers are around it.
 template <int ROWS, class Tile>
-DEVICE void load_rows(Tile& tile, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim) {
+DEVICE void load_rows(Tile& tile, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {
     for (int at = static_cast<int>(threadIdx.x); at < ROWS * head_dim; at += THREADS) {
         int r = at / head_dim, e = at % head_dim;
-        tile[r * stride + e] = first + r < seq ? from[(first + r) * row + e] : 0.0f;
+        tile[r * stride + e] = first + r < seq ? as_read(from[(first + r) * row + e], rounded) : 0.0f;
     }
 }
 

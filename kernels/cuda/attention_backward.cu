@@ -8,7 +8,7 @@
 // Geometry  dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head and 16 keys, over the
 //           queries by 16. A thread has one pair of a tile, then features. Shared memory for tiles of Q, dO, K, V and of P and dS.
 // Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
-// Bits      those of the CPU in f32, as in attention_forward.cu: S and dP are chains over the features, dQ is chained over the keys and dK and dV
+// Bits      those of the CPU, as in attention_forward.cu, with dO, P∘M and dS rounded likewise in the precision bf16: S and dP are chains over the features, dQ is chained over the keys and dK and dV
 //           over the queries in blocks of 128; groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
 #include "attention.cuh"
 #include "tree.cuh"
@@ -40,31 +40,32 @@ struct Operands {
     int head_dim;
     float scale;
     Documents documents;
+    int rounded;
 };
 
 DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
                             const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale,
-                            const int* firsts) {
+                            const int* firsts, int rounded) {
     i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * seq;
     return {q + head.sample * seq * q_row + head.head * head_dim, k + head.sample * seq * kv_row + head.kv_head * head_dim,
             v + head.sample * seq * kv_row + head.kv_head * head_dim, dout + head.sample * seq * out_row + head.head * head_dim,
-            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale, documents_of(firsts, head, seq)};
+            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale, documents_of(firsts, head, seq), rounded};
 }
 
 struct Scores {
     float p, ds;
 };
 
-// P∘M and dS of a pair of rows in the tiles; zero where the mask hides it.
+// P∘M and dS of a pair of rows in the tiles, as products read them; zero where the mask hides it.
 template <class Tile>
 DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
     if (j > i || i >= of.seq || j < of.documents.of(i)) return {0.0f, 0.0f};
     float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
     float p = exp_bits(s * of.scale - of.lse[i]);
-    if (dropout.p <= 0.0f) return {p, p * (dp - of.dots[i]) * of.scale};
+    if (dropout.p <= 0.0f) return {as_read(p, of.rounded), as_read(p * (dp - of.dots[i]) * of.scale, of.rounded)};
     dropout.start += static_cast<u64>(i) * static_cast<u64>(of.seq);
     float factor = dropout.factor(j);
-    return {p * factor, p * (dp * factor - of.dots[i]) * of.scale};
+    return {as_read(p * factor, of.rounded), as_read(p * (dp * factor - of.dots[i]) * of.scale, of.rounded)};
 }
 
 template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands& of, float* dq, i64 dq_row, const RowDropout& dropout) {
@@ -77,8 +78,8 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.seq, first + TILE);
     int query = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
     i64 i = first + query;
-    load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim);
-    load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim);
+    load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim, of.rounded);
+    load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim, of.rounded);
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
@@ -86,8 +87,8 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     i64 own = of.documents.of(i < of.seq ? i : first), begin = of.documents.of(first) / TILE * TILE;
     for (i64 keys = begin; keys < end; keys += TILE) {
         __syncthreads();  // the keys and scores before these are read
-        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim);
-        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim);
+        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
+        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
         __syncthreads();
         ds[query * (TILE + 1) + lane] =
             scores_of(of, q, dout, query * STRIDE, k, v, lane * STRIDE, i, keys + lane, dropout).ds;
@@ -127,8 +128,8 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     SHARED(float, ds, TILE * (TILE + 1));
     i64 first = static_cast<i64>(blockIdx.y) * TILE;
     int row = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
-    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.seq, of.head_dim);
-    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.seq, of.head_dim);
+    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.seq, of.head_dim, of.rounded);
+    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.seq, of.head_dim, of.rounded);
     float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
@@ -138,8 +139,8 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     for (i64 queries = first; queries < of.seq; queries += TILE) {
         if (of.documents.of(queries) >= first + TILE) break;  // no query from here on sees these keys
         __syncthreads();  // the queries and scores before these are read
-        load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim);
-        load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim);
+        load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
+        load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
         __syncthreads();
         // As a thread of a pair: `row` is a query, `lane` a key.
         Scores scores = scores_of(of, q, dout, row * STRIDE, k, v, lane * STRIDE, queries + row, first + lane, dropout);
@@ -182,35 +183,35 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
 // Dropout as in attention_forward.cu.
 #define ATTENTION_BACKWARD(CALL, ...) \
     Head head = head_of(heads, group, first_kv); \
-    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts); \
+    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded); \
     u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
     CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(seq) * static_cast<u64>(seq), key0, key1, p, kept))
 
 KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                               i64 global_heads, const int* firsts) {
+                               i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
 }
 
 KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                 float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads, const int* firsts) {
+                                i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
 KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads, const int* firsts) {
+                                i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
 }
 
 KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                  const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                  int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                 i64 global_heads, const int* firsts) {
+                                 i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 

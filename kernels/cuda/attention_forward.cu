@@ -10,10 +10,11 @@
 //           of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
 //           from the L2 cache; and the output.
-// Bits      those of the CPU in f32 (crates/tensor/src/cpu/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
+// Bits      those of the CPU (crates/tensor/src/cpu/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
 //           maximum of the whole row, which an online softmax does not know: so the scores are computed twice, first for their maximum. S is one
-//           chain over the features; the total is summed and O is chained over the keys in blocks of 256. The precision bf16 of the CPU, and
-//           with it the tensor cores, are not here.
+//           chain over the features; the total is summed and O is chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V
+//           and P∘M are rounded before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126 are zero
+//           there and not here. Tensor cores are not used.
 #include "attention.cuh"
 
 #define QUERIES 32
@@ -25,7 +26,8 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, RowDropout dropout, u64 head_start) {
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, RowDropout dropout, u64 head_start,
+                              int rounded) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
     SHARED(float, tile, KEYS * STRIDE);
@@ -38,7 +40,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     const float* q_head = q + head.sample * seq * q_row + head.head * head_dim;
     const float* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
     const float* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
-    load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim);
+    load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
     // The first key that this query sees, and the tile of the first that any query of this block does.
     Documents documents = documents_of(firsts, head, seq);
     i64 own = documents.of(i < seq ? i : first), begin = documents.of(first) / KEYS * KEYS;
@@ -46,7 +48,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     float max = -INFINITE;
     for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the keys before these are read
-        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j;
@@ -66,7 +68,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the values and probabilities before these are read
-        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim);
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j, at = query * (KEYS + 1) + key;
@@ -76,10 +78,10 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
                 factor = dropout.factor(keys + key);
             }
             plain[at] = p;
-            dropped[at] = p * factor;
+            dropped[at] = as_read(p * factor, rounded);
         }
         __syncthreads();  // the keys are read
-        load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim);
+        load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
             i64 seen = keys + key - own;
@@ -117,16 +119,16 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
                 static_cast<u64>(seq) * static_cast<u64>(seq); \
     attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
-                                RowDropout(0, key0, key1, p, kept), start)
+                                RowDropout(0, key0, key1, p, kept), start, rounded)
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                            i64 first_sample, i64 first_head, i64 global_heads, const int* firsts) {
+                            i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts) {
+                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded) {
     ATTENTION_FORWARD(16);
 }

@@ -57,7 +57,7 @@ KERNEL cross_entropy_lse(const float* max, const float* sum, float* lse, i64 row
 // For each sample the sum over its unmasked rows, in order: each lane has a row's term, and they are added one after another.
 KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum, const float* target, double* loss, i64 samples,
                           i64 rows) {
-    i64 sample = global_thread() / WARP, each = samples > 0 ? rows / samples : 0;
+    i64 sample = global_thread() / WARP, each = rows / samples;
     int lane = static_cast<int>(threadIdx.x) % WARP;
     bool live = sample < samples;
     double total = 0.0;
@@ -82,7 +82,7 @@ KERNEL cross_entropy_backward(float* logits, const int* targets, const float* ls
                               i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
     Team team = team_of(rows, width);
     if (!team.live) return;
-    i64 each = rows / samples, column = column_of(targets[team.row], first, valid);
+    i64 each = rows > samples ? rows / samples : 1, column = column_of(targets[team.row], first, valid);
     float factor = static_cast<float>(scale[team.row / each]), log_sum = lse[team.row];
     bool masked = targets[team.row] < 0;
     float* row = logits + team.row * pitch + skipped;

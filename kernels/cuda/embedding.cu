@@ -4,13 +4,14 @@
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry  lookups: a thread an element. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
+// Geometry  lookups: a thread an element. Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
 //           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
 //           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
 //           ids once for each 64 rows (or each row) and 256 columns, from the L2 cache.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
 //           added in the balanced tree.
+#include "checked.cuh"
 #include "tree.cuh"
 
 #define TABLE_ROWS 64
@@ -22,12 +23,10 @@ KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 
     out[at] = row >= 0 && row < rows ? table[row * h + at % h] : 0.0f;
 }
 
-// *outside becomes 1 if an id is not below `vocab`, or is negative and `masked` is 0, and is left alone otherwise. All who write it write the same.
-KERNEL check_ids(const int* ids, i64 vocab, int masked, int* outside, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    i64 id = ids[i];
-    if (id >= vocab || (id < 0 && !masked)) *outside = 1;
+// Finds the first id that is not below `vocab`, or is negative and `masked` is 0. One block.
+KERNEL check_ids(const int* ids, i64 vocab, int masked, i64* found, i64 count) {
+    SHARED(i64, firsts, CHECK_WARPS);
+    find_first(ids, count, vocab, found, firsts, [&](i64 i) { return ids[i] >= vocab || (ids[i] < 0 && !masked); });
 }
 
 // dtable is overwritten, or added to if `accumulate` is not 0.

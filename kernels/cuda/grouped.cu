@@ -6,8 +6,8 @@
 // Shapes    x [rows, k], y [rows, n], W [groups, n, k] (or k and n exchanged); b, db [groups, n]. Group g has the rows starts[g] .. starts[g + 1], and
 //           in gradients the blocks first[g] .. first[g + 1] - 1, of which block l has the rows bounds[l] .. bounds[l + 1].
 // Geometry  one launch for all groups, however uneven: a thread an element of y or dW; of biases' gradients a thread a column of a group.
-// Bytes     8 k read an element of y (8 rows of dW), most of them from the caches, and 4 written: an oracle for a library's products, and slow.
-// Bits      those of the CPU with fused multiply-adds: crates/tensor/src/cpu/grouped.rs.
+// Bytes     8 k read an element of y (8 rows of dW), of bf16 half, most of them from the caches, and 4 written: an oracle for a library's products, and slow.
+// Bits      those of the CPU with fused multiply-adds: crates/tensor/src/cpu/grouped.rs; bf16 as in product.cu.
 #include "products.cuh"
 
 // The group of a row: the last that starts at or before it and is not empty.
@@ -21,14 +21,14 @@ DEVICE i64 group_of(const i64* starts, i64 groups, i64 row) {
     return low;
 }
 
-// The strides of W are those from a term to the next, and from a column of the result to the next.
-KERNEL grouped_product(const float* x, const float* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k,
-                       i64 segments, i64 blocks, i64 count, i64 n) {
+template <class T>
+DEVICE void grouped(const T* x, const T* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k, i64 segments, i64 blocks,
+                    i64 count, i64 n) {
     i64 at = global_thread();
     if (at >= count) return;
     i64 row = at / n;
-    const float* column = w + group_of(starts, groups, row) * n * k + at % n * w_column;
-    Terms<float> terms = {x + row * k, 1, column, w_term, k, segments, blocks};
+    const T* column = w + group_of(starts, groups, row) * n * k + at % n * w_column;
+    Terms<T> terms = {x + row * k, 1, column, w_term, k, segments, blocks};
     Tree tree;
     for (i64 block = 0; block < blocks; block++) {
         Runs runs = {0.0f, false};
@@ -38,9 +38,19 @@ KERNEL grouped_product(const float* x, const float* w, i64 w_term, i64 w_column,
     y[at] = tree.finish();
 }
 
-// dw is overwritten, or added to if `accumulate` is not 0, which only sums of one block are.
-KERNEL grouped_product_backward(const float* dy, const float* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n,
-                                i64 k, i64 count) {
+// The strides of W are those from a term to the next, and from a column of the result to the next.
+KERNEL grouped_product_f32(const float* x, const float* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k,
+                           i64 segments, i64 blocks, i64 count, i64 n) {
+    grouped(x, w, w_term, w_column, starts, groups, y, k, segments, blocks, count, n);
+}
+
+KERNEL grouped_product_bf16(const u16* x, const u16* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k,
+                            i64 segments, i64 blocks, i64 count, i64 n) {
+    grouped(x, w, w_term, w_column, starts, groups, y, k, segments, blocks, count, n);
+}
+
+template <class T>
+DEVICE void grouped_backward(const T* dy, const T* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n, i64 k, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
     i64 group = at / (n * k), row = at / k % n, column = at % k;
@@ -51,6 +61,17 @@ KERNEL grouped_product_backward(const float* dy, const float* x, const i64* firs
         tree.push(runs.sum);
     }
     dw[at] = tree.finish();
+}
+
+// dw is overwritten, or added to if `accumulate` is not 0, which only sums of one block are.
+KERNEL grouped_product_backward_f32(const float* dy, const float* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n,
+                                    i64 k, i64 count) {
+    grouped_backward(dy, x, first, bounds, dw, accumulate, n, k, count);
+}
+
+KERNEL grouped_product_backward_bf16(const u16* dy, const u16* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n,
+                                     i64 k, i64 count) {
+    grouped_backward(dy, x, first, bounds, dw, accumulate, n, k, count);
 }
 
 KERNEL grouped_bias(const float* x, const float* bias, const i64* starts, i64 groups, float* y, i64 count, i64 n) {

@@ -38,8 +38,8 @@ KERNEL choice_loads(const int* choices, i64 count, float* loads, i64 ids) {
     if (lane_of_warp() == 0) loads[id] = static_cast<float>(static_cast<int>(load));
 }
 
-// `total` choices have these ids, or *wrong becomes 1; then what is missing in `order` is 0.
-KERNEL choice_sort(const int* choices, i64 count, i64 first, i64 ids, int* order, i64 total, int* wrong) {
+// `total` choices have these ids, or found[0] becomes 1; then what is missing in `order` is 0.
+KERNEL choice_sort(const int* choices, i64 count, i64 first, i64 ids, int* order, i64 total, i64* found) {
     i64 at = global_thread() / WARP;
     if (at >= ids) return;
     i64 id = first + at, next = count_within(choices, 0, count, first, id);
@@ -54,7 +54,7 @@ KERNEL choice_sort(const int* choices, i64 count, i64 first, i64 ids, int* order
     }
     if (at != ids - 1 || next == total) return;
     for (i64 i = next + lane; i < total; i += WARP) order[i] = 0;
-    if (lane == 0) *wrong = 1;
+    if (lane == 0) *found = 1;
 }
 
 KERNEL invert_fill(int* slots, i64 n) {
@@ -79,17 +79,25 @@ KERNEL group_ids(const int* choices, i64 k, i64 size, int once, int* groups, i64
     }
 }
 
-// Rows of `width` words of a size.
-template <class T> DEVICE void gather(const T* x, const int* index, i64 per, i64 width, T* out, i64 count) {
+// Rows of `width` words of a size, zeros for an index that x, of `rows` rows, does not have.
+template <class T> DEVICE void gather(const T* x, const int* index, i64 rows, i64 per, i64 width, T* out, i64 count) {
     i64 at = global_thread();
-    if (at < count) out[at] = x[index[at / width] / per * width + at % width];
+    if (at >= count) return;
+    i64 row = index[at / width];
+    out[at] = row >= 0 && row / per < rows ? x[row / per * width + at % width] : static_cast<T>(0);
 }
 
-KERNEL gather_8(const u8* x, const int* index, i64 per, i64 width, u8* out, i64 count) { gather(x, index, per, width, out, count); }
+KERNEL gather_8(const u8* x, const int* index, i64 rows, i64 per, i64 width, u8* out, i64 count) {
+    gather(x, index, rows, per, width, out, count);
+}
 
-KERNEL gather_16(const u16* x, const int* index, i64 per, i64 width, u16* out, i64 count) { gather(x, index, per, width, out, count); }
+KERNEL gather_16(const u16* x, const int* index, i64 rows, i64 per, i64 width, u16* out, i64 count) {
+    gather(x, index, rows, per, width, out, count);
+}
 
-KERNEL gather_32(const u32* x, const int* index, i64 per, i64 width, u32* out, i64 count) { gather(x, index, per, width, out, count); }
+KERNEL gather_32(const u32* x, const int* index, i64 rows, i64 per, i64 width, u32* out, i64 count) {
+    gather(x, index, rows, per, width, out, count);
+}
 
 // The bits from the highest one on.
 DEVICE int level_of(u32 bits) {

@@ -39,14 +39,7 @@ KERNEL product_bf16(const u16* a, i64 a_row, i64 a_term, const u16* b, i64 b_ter
     product(a, a_row, a_term, b, b_term, b_column, c, accumulate, k, segments, blocks, count, n);
 }
 
-KERNEL product_sum_f32(const float* a, i64 a_row, i64 a_term, const float* b, i64 b_term, i64 b_column, i64 k, i64 segments,
-                       const float* a2, i64 a2_row, i64 a2_term, const float* b2, i64 b2_term, i64 b2_column, i64 k2, i64 segments2,
-                       i64 blocks, float* c, i64 count, i64 n) {
-    i64 at = global_thread();
-    if (at >= count) return;
-    i64 row = at / n, column = at % n;
-    Terms<float> first = {a + row * a_row, a_term, b + column * b_column, b_term, k, segments, blocks};
-    Terms<float> second = {a2 + row * a2_row, a2_term, b2 + column * b2_column, b2_term, k2, segments2, blocks};
+template <class T> DEVICE void product_sum(Terms<T> first, Terms<T> second, i64 blocks, float* c) {
     Tree tree;
     for (i64 block = 0; block < blocks; block++) {
         Runs runs = {0.0f, false};
@@ -54,5 +47,25 @@ KERNEL product_sum_f32(const float* a, i64 a_row, i64 a_term, const float* b, i6
         second.add_to(runs, block);
         tree.push(runs.sum);
     }
-    c[at] = tree.finish();
+    *c = tree.finish();
+}
+
+#define PRODUCT_SUM(T) \
+    i64 at = global_thread(); \
+    if (at >= count) return; \
+    i64 row = at / n, column = at % n; \
+    Terms<T> first = {a + row * a_row, a_term, b + column * b_column, b_term, k, segments, blocks}; \
+    Terms<T> second = {a2 + row * a2_row, a2_term, b2 + column * b2_column, b2_term, k2, segments2, blocks}; \
+    product_sum(first, second, blocks, c + at)
+
+KERNEL product_sum_f32(const float* a, i64 a_row, i64 a_term, const float* b, i64 b_term, i64 b_column, i64 k, i64 segments,
+                       const float* a2, i64 a2_row, i64 a2_term, const float* b2, i64 b2_term, i64 b2_column, i64 k2, i64 segments2,
+                       i64 blocks, float* c, i64 count, i64 n) {
+    PRODUCT_SUM(float);
+}
+
+KERNEL product_sum_bf16(const u16* a, i64 a_row, i64 a_term, const u16* b, i64 b_term, i64 b_column, i64 k, i64 segments,
+                        const u16* a2, i64 a2_row, i64 a2_term, const u16* b2, i64 b2_term, i64 b2_column, i64 k2, i64 segments2,
+                        i64 blocks, float* c, i64 count, i64 n) {
+    PRODUCT_SUM(u16);
 }

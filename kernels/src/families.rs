@@ -1,4 +1,6 @@
 //! The sources, and the kernels that they define. The host library that the tests compile asserts each list of arguments.
+//!
+//! More than 400 lines: every kernel with all its arguments.
 
 use crate::geometry::Geometry;
 use crate::kernel::{Arg, Kernel, Pass, Source, Type};
@@ -18,6 +20,9 @@ sources! {
     RANDOM = "random.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
+    CHECKED = "checked.cuh";
+    EXACT = "exact.cuh";
+    RUNS = "runs.cuh";
     ATTENTION = "attention.cuh";
     TENSOR_CORE = "tensor_core.cuh";
     LAYER_NORM = "layer_norm.cu";
@@ -49,11 +54,29 @@ sources! {
     ATTENTION_DECODE = "attention_decode.cu";
     SQUARED_ERROR = "squared_error.cu";
     CHANNEL_NORM = "channel_norm.cu";
+    MEASURES = "measures.cu";
+    LAMB = "lamb.cu";
+    ADAFACTOR = "adafactor.cu";
+    MUON = "muon.cu";
+    ADAM8BIT = "adam8bit.cu";
 }
 
 /// The headers that sources include, by name: NVRTC takes them with the source.
-pub static HEADERS: &[&Source] =
-    &[&MESHWORK, &MATH, &FLOAT16, &ROWS, &TREE, &RANDOM, &WARP, &PRODUCTS, &ATTENTION, &TENSOR_CORE];
+pub static HEADERS: &[&Source] = &[
+    &MESHWORK,
+    &MATH,
+    &FLOAT16,
+    &ROWS,
+    &TREE,
+    &RANDOM,
+    &WARP,
+    &PRODUCTS,
+    &CHECKED,
+    &EXACT,
+    &RUNS,
+    &ATTENTION,
+    &TENSOR_CORE,
+];
 
 /// The files of kernels, one family each.
 pub static SOURCES: &[&Source] = &[
@@ -86,6 +109,11 @@ pub static SOURCES: &[&Source] = &[
     &ATTENTION_DECODE,
     &SQUARED_ERROR,
     &CHANNEL_NORM,
+    &MEASURES,
+    &LAMB,
+    &ADAFACTOR,
+    &MUON,
+    &ADAM8BIT,
 ];
 
 /// `name in FILE, Geometry: pass Type name, ..` for each kernel.
@@ -141,8 +169,8 @@ kernels! {
     add_f64 in BIAS, ELEMENTS; In F64 a, In F64 b, Out F64 out, Value I64 count;
     add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
     add_assign_f64 in BIAS, ELEMENTS; Out F64 a, In F64 b, Value I64 count;
-    bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
-    bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Value I64 n;
+    bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
+    bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
     scale_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
     scale_forward_f64 in ELEMENTWISE, ELEMENTS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
@@ -154,44 +182,44 @@ kernels! {
     sigmoid_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
     silu_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
     silu_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
-    zip_sub in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
-    zip_mul in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
-    zip_div in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Value I64 n;
+    zip_sub in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
+    zip_mul in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
+    zip_div in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
     relu_forward in ELEMENTWISE, BYTES; In F32 x, Out F32 out, Out U8 above, Value I64 count;
     relu_backward in ELEMENTWISE, BYTES; In F32 dy, In U8 above, Out F32 dx, Value I64 count;
     sum_dim in REDUCTION, ELEMENTS;
-        In F32 x, Out F32 out, Value I64 count, Value I64 outer, Value I64 extent, Value I64 inner, Value I64 blocks, Value F64 scale;
+        In F32 x, Out F32 out, Value I64 count, Divisor I64 outer, Value I64 extent, Divisor I64 inner, Divisor I64 blocks, Value F64 scale;
     spread_dim in REDUCTION, ELEMENTS;
-        In F32 dy, Out F32 dx, Value I64 count, Value I64 extent, Value I64 inner, Value F32 scale;
+        In F32 dy, Out F32 dx, Value I64 count, Divisor I64 extent, Divisor I64 inner, Value F32 scale;
     softmax_forward in REDUCTION, Geometry::Rows; In F32 x, Out F32 y, Value I64 rows, Value I64 n;
     softmax_backward in REDUCTION, Geometry::Rows; In F32 dy, In F32 y, Out F32 dx, Value I64 rows, Value I64 n;
     patches_forward in WINDOWS, ELEMENTS;
-        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Divisor I64 channels,
+        Divisor I64 rows, Divisor I64 columns, Divisor I64 down, Divisor I64 across, Value I64 stride, Value I64 padding;
     patches_backward in WINDOWS, ELEMENTS;
-        In F32 dpatches, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 dpatches, Out F32 dx, Value I64 count, Divisor I64 height, Divisor I64 width, Divisor I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Divisor I64 stride, Value I64 padding;
     max_pool_forward_u8 in WINDOWS, ELEMENTS;
-        In F32 x, Out F32 out, Out U8 places, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 x, Out F32 out, Out U8 places, Value I64 count, Value I64 height, Value I64 width, Divisor I64 channels,
+        Divisor I64 rows, Divisor I64 columns, Divisor I64 down, Divisor I64 across, Value I64 stride, Value I64 padding;
     max_pool_backward_u8 in WINDOWS, ELEMENTS;
-        In F32 dy, In U8 places, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 dy, In U8 places, Out F32 dx, Value I64 count, Divisor I64 height, Divisor I64 width, Divisor I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Divisor I64 stride, Value I64 padding;
     max_pool_forward_i32 in WINDOWS, ELEMENTS;
-        In F32 x, Out F32 out, Out I32 places, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 x, Out F32 out, Out I32 places, Value I64 count, Value I64 height, Value I64 width, Divisor I64 channels,
+        Divisor I64 rows, Divisor I64 columns, Divisor I64 down, Divisor I64 across, Value I64 stride, Value I64 padding;
     max_pool_backward_i32 in WINDOWS, ELEMENTS;
-        In F32 dy, In I32 places, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 dy, In I32 places, Out F32 dx, Value I64 count, Divisor I64 height, Divisor I64 width, Divisor I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Divisor I64 stride, Value I64 padding;
     average_pool_forward in WINDOWS, ELEMENTS;
-        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
+        In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Divisor I64 channels,
+        Divisor I64 rows, Divisor I64 columns, Divisor I64 down, Divisor I64 across, Value I64 stride, Value I64 padding;
     average_pool_backward in WINDOWS, ELEMENTS;
-        In F32 dy, Out F32 dx, Value I64 count, Value I64 height, Value I64 width, Value I64 channels,
-        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Value I64 stride, Value I64 padding;
-    gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Value I64 n;
-    gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Value I64 n;
-    gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Value I64 n;
+        In F32 dy, Out F32 dx, Value I64 count, Divisor I64 height, Divisor I64 width, Divisor I64 channels,
+        Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Divisor I64 stride, Value I64 padding;
+    gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
+    gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Divisor I64 n;
+    gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
     swiglu_forward_f32 in SWIGLU, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
     swiglu_forward_bf16 in SWIGLU, ELEMENTS; In F32 x, Out Bits16 out, Value I64 count;
     swiglu_backward in SWIGLU, ELEMENTS; In F32 dy, Out F32 x, Value I64 count;
@@ -210,14 +238,18 @@ kernels! {
     exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits, Value I64 at;
     product_f32 in PRODUCT, ELEMENTS;
         In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
-        Value I64 k, Value I64 segments, Value I64 blocks, Value I64 count, Value I64 n;
+        Value I64 k, Divisor I64 segments, Divisor I64 blocks, Value I64 count, Divisor I64 n;
     product_bf16 in PRODUCT, ELEMENTS;
         In Bits16 a, Value I64 a_row, Value I64 a_term, In Bits16 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
-        Value I64 k, Value I64 segments, Value I64 blocks, Value I64 count, Value I64 n;
+        Value I64 k, Divisor I64 segments, Divisor I64 blocks, Value I64 count, Divisor I64 n;
     product_sum_f32 in PRODUCT, ELEMENTS;
-        In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Value I64 k, Value I64 segments,
-        In F32 a2, Value I64 a2_row, Value I64 a2_term, In F32 b2, Value I64 b2_term, Value I64 b2_column, Value I64 k2, Value I64 segments2,
-        Value I64 blocks, Out F32 c, Value I64 count, Value I64 n;
+        In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Value I64 k, Divisor I64 segments,
+        In F32 a2, Value I64 a2_row, Value I64 a2_term, In F32 b2, Value I64 b2_term, Value I64 b2_column, Value I64 k2, Divisor I64 segments2,
+        Divisor I64 blocks, Out F32 c, Value I64 count, Divisor I64 n;
+    product_sum_bf16 in PRODUCT, ELEMENTS;
+        In Bits16 a, Value I64 a_row, Value I64 a_term, In Bits16 b, Value I64 b_term, Value I64 b_column, Value I64 k, Divisor I64 segments,
+        In Bits16 a2, Value I64 a2_row, Value I64 a2_term, In Bits16 b2, Value I64 b2_term, Value I64 b2_column, Value I64 k2, Divisor I64 segments2,
+        Divisor I64 blocks, Out F32 c, Value I64 count, Divisor I64 n;
     f32_to_bf16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     f32_to_operand in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
     bf16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
@@ -249,19 +281,19 @@ kernels! {
     jitter in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
     rotary_forward in ROTARY, ELEMENTS;
-        In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 seq,
-        Value I64 heads, Value I64 head_dim;
+        In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
+        Divisor I64 heads, Divisor I64 head_dim;
     rotary_backward in ROTARY, ELEMENTS;
-        Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Value I64 seq, Value I64 heads, Value I64 head_dim;
+        Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim;
     embedding_forward in EMBEDDING, ELEMENTS;
-        In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Value I64 h;
-    check_ids in EMBEDDING, ELEMENTS; In I32 ids, Value I64 vocab, Value I32 masked, Out I32 outside, Value I64 count;
+        In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Divisor I64 h;
+    check_ids in EMBEDDING, Geometry::Columns; In I32 ids, Value I64 vocab, Value I32 masked, Out I64 found, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
         In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
     embedding_backward_tree in EMBEDDING, Geometry::Columns;
-        In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 run, Value I64 h;
+        In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h;
     positions_forward in EMBEDDING, ELEMENTS;
-        In F32 x, In F32 table, Value I64 first, Value I64 seq, Out F32 out, Value I64 count, Value I64 h;
+        In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
     positions_backward in EMBEDDING, ELEMENTS;
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
     cross_entropy_stats in CROSS_ENTROPY, Geometry::Rows;
@@ -271,137 +303,195 @@ kernels! {
     cross_entropy_rescale in CROSS_ENTROPY, ELEMENTS; In F32 local, In F32 global, Out F32 sum, Value I64 rows;
     cross_entropy_lse in CROSS_ENTROPY, ELEMENTS; In F32 max, In F32 sum, Out F32 lse, Value I64 rows;
     cross_entropy_loss in CROSS_ENTROPY, Geometry::Warps;
-        In I32 targets, In F32 max, In F32 sum, In F32 target, Out F64 loss, Value I64 samples, Value I64 rows;
+        In I32 targets, In F32 max, In F32 sum, In F32 target, Out F64 loss, Divisor I64 samples, Value I64 rows;
     cross_entropy_backward in CROSS_ENTROPY, Geometry::Rows;
         Out F32 logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped, Value I64 width, Value I64 valid,
-        Value I64 first, Value I64 samples, Value I64 rows;
+        Value I64 first, Divisor I64 samples, Value I64 rows;
     attention_forward_64 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads, Value I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
-        Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
+        Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_forward_128 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
-        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Value I64 heads, Value I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
-        Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,
+        Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_dots in ATTENTION_BACKWARD, ELEMENTS;
-        In F32 dout, In F32 out, Out F32 dots, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 head_dim;
+        In F32 dout, In F32 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Value I64 head_dim;
     attention_backward_q_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
-        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
+        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_backward_q_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
-        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1,
+        Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_backward_kv_64 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv,
-        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0,
-        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0,
+        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_backward_kv_128 in ATTENTION_BACKWARD, Geometry::Tiles { rows: 16 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse, In F32 dots, Out F32 dk, Out F32 dv,
-        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, Value U32 key0,
-        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts;
+        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0,
+        Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts, Value I32 rounded;
     attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
-        In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Value I64 group, Value I64 first, Value I64 head_dim;
+        In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Divisor I64 group, Value I64 first, Divisor I64 head_dim;
     flash_forward_64 in FLASH_FORWARD, flash(64, 128 + 4 * 32);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
+        Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_forward_128 in FLASH_FORWARD, flash(128, 128 + 4 * 64);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
+        Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_dots in FLASH_BACKWARD, ELEMENTS;
-        In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 head_dim;
+        In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Value I64 head_dim;
     flash_backward_q_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 64);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_q_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 64);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
-        Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_kv_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 32);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
-        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_kv_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 16);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
-        Value I64 dkv_row, Value I64 seq, Value I64 heads, Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
-        In F32 scores, In F32 bias, Value I64 experts, Value I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
+        In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
         Out F32 group_scores, Out I32 ranked, Value I64 tokens;
     route_limit in ROUTING, Geometry::Warps;
-        In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
+        In F32 scores, In I32 ranked, Divisor I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
         Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
     route_reroute in ROUTING, ELEMENTS;
         In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 width, Value I64 capacity, Value I32 draws, Value U32 key0,
         Value U32 key1, Value I64 first_token, Out I32 taken, Out I32 kept, Value I64 samples, Value I64 each;
     route_first in ROUTING, ELEMENTS; In I32 ranked, In I32 kept, Value I64 width, Value I64 k, Out I32 chosen, Out I32 routed, Value I64 tokens;
     route_sort in ROUTING, ELEMENTS; Out I32 routed, Out I32 kept, Value I64 k, Value I64 tokens;
-    route_tokens in ROUTING, ELEMENTS; In F32 scores, Value I64 experts, Value I64 capacity, Out I32 kept, Value I64 count, Value I64 each;
+    route_tokens in ROUTING, ELEMENTS; In F32 scores, Divisor I64 experts, Value I64 capacity, Out I32 kept, Value I64 count, Divisor I64 each;
     route_pick in ROUTING, ELEMENTS;
         In F32 scores, In I32 choices, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 out, Value I64 tokens;
     route_pick_backward in ROUTING, ELEMENTS;
         In F32 scores, In I32 choices, In F32 dout, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 dscores,
         Value I64 tokens;
-    balance_sums in ROUTING, ELEMENTS; In F32 scores, Out F64 sums, Value I64 samples, Value I64 each, Value I64 experts;
+    balance_sums in ROUTING, ELEMENTS; In F32 scores, Out F64 sums, Value I64 samples, Value I64 each, Divisor I64 experts;
     balance_forward in ROUTING, ELEMENTS;
         In F64 sums, In I32 counts, Value I64 pitch, Value F64 scale, Out F64 out, Value I64 samples, Value I64 experts;
     balance_backward in ROUTING, ELEMENTS;
-        In F64 dout, In I32 counts, Value I64 pitch, Value F64 scale, Out F32 dscores, Value I64 count, Value I64 each, Value I64 experts;
+        In F64 dout, In I32 counts, Value I64 pitch, Value F64 scale, Out F32 dscores, Value I64 count, Divisor I64 each, Divisor I64 experts;
     z_terms in ROUTING, ELEMENTS; In F32 logits, Out F64 terms, Value I64 tokens, Value I64 experts;
-    z_backward in ROUTING, ELEMENTS; In F32 logits, In F64 dout, Out F32 dlogits, Value I64 tokens, Value I64 each, Value I64 experts;
+    z_backward in ROUTING, ELEMENTS; In F32 logits, In F64 dout, Out F32 dlogits, Value I64 tokens, Divisor I64 each, Value I64 experts;
     entropy_terms in ROUTING, ELEMENTS; In F32 scores, Out F64 terms, Value I64 tokens, Value I64 experts;
     sample_means in ROUTING, ELEMENTS; In F64 terms, Out F64 out, Value I64 samples, Value I64 each;
     route_unused in ROUTING, Geometry::Warps; In I32 kept, Out F64 out, Value I64 samples, Value I64 each;
-    choice_counts in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 each, Value I64 first, Value I64 ids, Out I32 counts, Value I64 samples;
+    choice_counts in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 each, Value I64 first, Divisor I64 ids, Out I32 counts, Value I64 samples;
     choice_loads in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 count, Out F32 loads, Value I64 ids;
     choice_sort in PERMUTATION, Geometry::Warps;
-        In I32 choices, Value I64 count, Value I64 first, Value I64 ids, Out I32 order, Value I64 total, Out I32 wrong;
+        In I32 choices, Value I64 count, Value I64 first, Value I64 ids, Out I32 order, Value I64 total, Out I64 found;
     invert_fill in PERMUTATION, ELEMENTS; Out I32 slots, Value I64 n;
     invert in PERMUTATION, ELEMENTS; In I32 order, Out I32 slots, Value I64 count;
-    group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Value I64 size, Value I32 once, Out I32 groups, Value I64 tokens;
-    gather_8 in PERMUTATION, ELEMENTS; In U8 x, In I32 index, Value I64 per, Value I64 width, Out U8 out, Value I64 count;
-    gather_16 in PERMUTATION, ELEMENTS; In Bits16 x, In I32 index, Value I64 per, Value I64 width, Out Bits16 out, Value I64 count;
-    gather_32 in PERMUTATION, ELEMENTS; In U32 x, In I32 index, Value I64 per, Value I64 width, Out U32 out, Value I64 count;
+    group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Divisor I64 size, Value I32 once, Out I32 groups, Value I64 tokens;
+    gather_8 in PERMUTATION, ELEMENTS; In U8 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U8 out, Value I64 count;
+    gather_16 in PERMUTATION, ELEMENTS; In Bits16 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out Bits16 out, Value I64 count;
+    gather_32 in PERMUTATION, ELEMENTS; In U32 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U32 out, Value I64 count;
     combine_forward in PERMUTATION, ELEMENTS;
-        In F32 rows, In I32 ids, In I32 slots, In F32 weights, Value I64 k, Value I64 width, Out F32 out, Value I64 count;
+        In F32 rows, In I32 ids, In I32 slots, In F32 weights, Value I64 k, Divisor I64 width, Out F32 out, Value I64 count;
     combine_backward_rows in PERMUTATION, ELEMENTS;
-        In F32 dout, In I32 order, In F32 weights, Value I64 k, Value I64 width, Out F32 drows, Value I64 count;
+        In F32 dout, In I32 order, In F32 weights, Divisor I64 k, Divisor I64 width, Out F32 drows, Value I64 count;
     combine_backward_weights in PERMUTATION, Geometry::Rows;
-        In F32 dout, In F32 rows, In I32 slots, Value I64 k, Out F32 dweights, Value I64 choices, Value I64 width;
-    grouped_product in GROUPED, ELEMENTS;
-        In F32 x, In F32 w, Value I64 w_term, Value I64 w_column, In I64 starts, Value I64 groups, Out F32 y, Value I64 k, Value I64 segments,
-        Value I64 blocks, Value I64 count, Value I64 n;
-    grouped_product_backward in GROUPED, ELEMENTS;
-        In F32 dy, In F32 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k, Value I64 count;
-    grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Value I64 n;
+        In F32 dout, In F32 rows, In I32 slots, Divisor I64 k, Out F32 dweights, Value I64 choices, Value I64 width;
+    grouped_product_f32 in GROUPED, ELEMENTS;
+        In F32 x, In F32 w, Value I64 w_term, Value I64 w_column, In I64 starts, Value I64 groups, Out F32 y, Value I64 k, Divisor I64 segments,
+        Divisor I64 blocks, Value I64 count, Divisor I64 n;
+    grouped_product_bf16 in GROUPED, ELEMENTS;
+        In Bits16 x, In Bits16 w, Value I64 w_term, Value I64 w_column, In I64 starts, Value I64 groups, Out F32 y, Value I64 k, Divisor I64 segments,
+        Divisor I64 blocks, Value I64 count, Divisor I64 n;
+    grouped_product_backward_f32 in GROUPED, ELEMENTS;
+        In F32 dy, In F32 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
+    grouped_product_backward_bf16 in GROUPED, ELEMENTS;
+        In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
+    grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
     channel_squares_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Value I64 rows, Value I64 groups, Value I64 n;
-    channel_means in CHANNEL_NORM, ELEMENTS; In F32 sums, Value F32 members, Out F32 means, Value I64 count, Value I64 groups, Value I64 n;
+        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
+    channel_means in CHANNEL_NORM, ELEMENTS; In F32 sums, Value F32 members, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
     channel_norm_forward in CHANNEL_NORM, ELEMENTS;
-        In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 beta, Out F32 y, Value I64 count, Value I64 rows,
-        Value I64 groups, Value I64 n;
+        In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 beta, Out F32 y, Value I64 count, Divisor I64 rows,
+        Divisor I64 groups, Divisor I64 n;
     channel_norm_backward_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 rows,
-        Value I64 groups, Value I64 n;
+        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Divisor I64 rows,
+        Divisor I64 groups, Divisor I64 n;
     channel_gradient_means in CHANNEL_NORM, ELEMENTS;
-        In F32 sums, In F32 gamma, Value F32 scale, Out F32 means, Value I64 count, Value I64 groups, Value I64 n;
+        In F32 sums, In F32 gamma, Value F32 scale, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
     channel_norm_backward in CHANNEL_NORM, ELEMENTS;
         In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 g, In F32 gx, Out F32 dx, Value I64 count,
-        Value I64 rows, Value I64 groups, Value I64 n;
+        Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
     squared_error in SQUARED_ERROR, ELEMENTS;
-        In F32 x, In F32 targets, Out F64 loss, Value F64 scale, Value I64 samples, Value I64 elements, Value I64 segments, Value I64 blocks;
+        In F32 x, In F32 targets, Out F64 loss, Value F64 scale, Divisor I64 samples, Value I64 elements, Divisor I64 segments, Divisor I64 blocks;
     squared_error_backward in SQUARED_ERROR, ELEMENTS;
-        In F32 x, In F32 targets, In F64 dloss, Value F64 scale, Out F32 dx, Value I64 count, Value I64 elements;
+        In F32 x, In F32 targets, In F64 dloss, Value F64 scale, Out F32 dx, Value I64 count, Divisor I64 elements;
     correct_rows in SQUARED_ERROR, Geometry::Warps; In F32 logits, In I32 targets, Value I64 width, Out I32 right, Value I64 rows;
     correct_counts in SQUARED_ERROR, Geometry::Warps; In I32 right, Out F64 out, Value I64 samples, Value I64 each;
     decode_append in ATTENTION_DECODE, ELEMENTS;
-        In F32 kv, In F32 angles, Out F32 cache, Value I64 count, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 kv_heads,
-        Value I64 head_dim;
+        In F32 kv, In F32 angles, Out F32 cache, Value I64 count, Divisor I64 seq, Value I64 past, Value I64 capacity, Divisor I64 kv_heads,
+        Divisor I64 head_dim;
     decode_scores in ATTENTION_DECODE, ELEMENTS;
-        In F32 q, In F32 cache, Out F32 scores, Value I64 rows, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 heads, Value I64 group,
+        In F32 q, In F32 cache, Out F32 scores, Value I64 rows, Divisor I64 seq, Value I64 past, Value I64 capacity, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Value I64 kv_heads, Value I64 head_dim, Value F32 scale;
-    decode_weights in ATTENTION_DECODE, Geometry::Warps; Out F32 scores, Value I64 rows, Value I64 seq, Value I64 past, Value I64 heads;
+    decode_weights in ATTENTION_DECODE, Geometry::Warps; Out F32 scores, Value I64 rows, Divisor I64 seq, Value I64 past, Divisor I64 heads;
     decode_values in ATTENTION_DECODE, ELEMENTS;
-        In F32 weights, In F32 cache, Out F32 out, Value I64 count, Value I64 seq, Value I64 past, Value I64 capacity, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I64 kv_heads, Value I64 head_dim;
-    document_starts in DOCUMENTS, ELEMENTS; In I32 positions, Out I32 checked, Out I32 first, Out I32 misplaced, Value I64 count, Value I64 seq;
+        In F32 weights, In F32 cache, Out F32 out, Value I64 count, Divisor I64 seq, Value I64 past, Value I64 capacity, Divisor I64 heads,
+        Divisor I64 group, Value I64 first_kv, Value I64 kv_heads, Divisor I64 head_dim;
+    check_positions in DOCUMENTS, Geometry::Columns; In I32 positions, Out I64 found, Value I64 count, Divisor I64 seq;
+    document_starts in DOCUMENTS, ELEMENTS; In I32 positions, Out I32 checked, Out I32 first, Value I64 count, Divisor I64 seq;
+    set_squares in MEASURES, Geometry::Warps;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 sums, Value I64 sets;
+    set_squares_exact in MEASURES, Geometry::Warps;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 digits, Value I64 sets;
+    set_largest in MEASURES, Geometry::Warps;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 sums, Value I64 sets;
+    exact_values in MEASURES, ELEMENTS; In F64 digits, Out F64 sums, Value I64 count;
+    divide_by_root in MEASURES, ELEMENTS; Out F32 x, In F64 square, Value F64 least, Value I64 count;
+    lamb_measure in LAMB, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 mean_new,
+        Value F32 square_old, Value F32 square_new, Value F32 mean_hat, Value F32 root_hat, Value F32 eps, Value F32 decay, Out F32 of_weights,
+        Out F32 of_steps, Value I64 count;
+    lamb_settle in LAMB, ELEMENTS; Out F64 totals;
+    lamb_update in LAMB, ELEMENTS;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 mean, In F32 square, In F64 ratio, Value F64 lr, Value F32 mean_hat,
+        Value F32 root_hat, Value F32 eps, Value F32 decay, Value I64 count;
+    adafactor_scaled in ADAFACTOR, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 grads, Value F32 grad_scale, Out F32 numbers, Value I64 count;
+    adafactor_measure in ADAFACTOR, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 weights, In F32 grads, Value F32 grad_scale, In F64 row_factors, In F64 column_factors,
+        Divisor I64 rows, Divisor I64 columns, Out F32 of_steps, Out F32 of_weights, Value I64 count;
+    adafactor_update in ADAFACTOR, ELEMENTS;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, Value F32 grad_scale, In F64 row_factors, In F64 column_factors,
+        Divisor I64 rows, Divisor I64 columns, In F64 size, Value F32 keep, Value I64 count;
+    adafactor_vector_measure in ADAFACTOR, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 weights, In F32 grads, Out F32 variance, Value F32 grad_scale, Value F32 share, Value F32 eps,
+        Out F32 of_steps, Out F32 of_weights, Value I64 count;
+    adafactor_vector_update in ADAFACTOR, ELEMENTS;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, In F32 variance, Value F32 grad_scale, In F64 size, Value F32 keep,
+        Value I64 count;
+    adafactor_means in ADAFACTOR, ELEMENTS;
+        Out F32 variance, Out F64 totals, Value F64 terms, Value F64 share, Value F64 eps, Value I64 count;
+    adafactor_row_means in ADAFACTOR, ELEMENTS; In F64 totals, Value I64 rows, Out F64 means, Value I64 matrices;
+    adafactor_row_factors in ADAFACTOR, ELEMENTS; Out F64 totals, In F64 means, Divisor I64 rows, Value I64 count;
+    adafactor_column_factors in ADAFACTOR, ELEMENTS; Out F64 totals, Value I64 count;
+    adafactor_settle in ADAFACTOR, ELEMENTS;
+        Out F64 totals, Value F64 elements, Value I32 relative, Value F64 lr, Value F64 eps_scale, Value F64 clip;
+    muon_measure in MUON, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 grads, Out F32 mean, Value F32 grad_scale, Value F32 old, Value F32 now, Out F32 values,
+        Value I64 count;
+    muon_update in MUON, ELEMENTS;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 matrices, Value F32 keep, Value F32 size, Value I64 count;
+    adam8bit_measure in ADAM8BIT, ELEMENTS;
+        In I64 runs, Value I64 run_count, In F32 grads, In U8 means, In U8 squares, In F32 mean_largest, In F32 square_largest, In F32 code,
+        Divisor I64 block, Value F32 grad_scale, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Out F32 of_means,
+        Out F32 of_squares, Value I64 count;
+    adam8bit_settle in ADAM8BIT, ELEMENTS; Out F32 largest, Out F64 totals, Value I64 count;
+    adam8bit_update in ADAM8BIT, ELEMENTS;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, Out U8 means, Out U8 squares, In F32 mean_largest, In F32 square_largest,
+        In F64 mean_before, In F64 square_before, In F32 code, Value I32 mean_zero, Value I32 square_zero, Divisor I64 block, Value F32 grad_scale,
+        Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 keep, Value F32 lr_hat, Value F32 root_hat, Value F32 eps,
+        Value I64 count;
 }

@@ -37,6 +37,8 @@ pub enum Type {
 pub enum Pass {
     /// By value.
     Value,
+    /// By value, and the kernel divides by it, so that it is never zero.
+    Divisor,
     /// The address of elements that are read.
     In,
     /// The address of elements that are written, or read and written.
@@ -87,12 +89,19 @@ impl Type {
     }
 }
 
+impl Pass {
+    /// Whether it is a number, and no address.
+    pub fn is_number(self) -> bool {
+        matches!(self, Pass::Value | Pass::Divisor)
+    }
+}
+
 impl Arg {
     /// Its type in C++.
     pub fn c_type(&self) -> String {
         let of = self.of.c_name();
         match self.pass {
-            Pass::Value => of.to_owned(),
+            Pass::Value | Pass::Divisor => of.to_owned(),
             Pass::In => format!("const {of}*"),
             Pass::Out => format!("{of}*"),
             Pass::Ins => format!("const {of}* const*"),

@@ -43,6 +43,30 @@ mod tests {
         assert!(declared.windows(2).all(|two| two[0] != two[1]));
     }
 
+    /// The table says of each number by which a kernel's own text divides that it is a divisor.
+    #[test]
+    fn divisors_are_declared() {
+        let mut seen = 0;
+        for kernel in KERNELS {
+            let start = kernel.source.text.find(&format!("KERNEL {}(", kernel.name)).unwrap_or_default();
+            let body = &kernel.source.text[start..];
+            let body = &body[..body.find("\n}\n").map_or(body.len(), |end| end + 2)];
+            let code: Vec<&str> = body.lines().filter_map(|line| line.split("//").next()).collect();
+            let words: Vec<&str> = code.iter().flat_map(|line| line.split_whitespace()).collect();
+            for pair in words.windows(2).filter(|pair| ["/", "%", "/=", "%="].contains(&pair[0])) {
+                let name = pair[1].trim_start_matches('(');
+                let name = name.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+                let of =
+                    |arg: &&Arg| arg.name == name && matches!(arg.of, Type::I32 | Type::I64) && arg.pass.is_number();
+                if let Some(arg) = kernel.args.iter().find(of) {
+                    assert_eq!(arg.pass, Pass::Divisor, "{name} of {}", kernel.name);
+                    seen += 1;
+                }
+            }
+        }
+        assert!(seen > 50, "{seen} divisions");
+    }
+
     /// Each file says what it computes before its first line of code, and includes nothing but our headers.
     #[test]
     fn sources_open_with_what_they_are() {

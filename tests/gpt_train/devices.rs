@@ -57,6 +57,11 @@ fn every_rank_has_an_emulated_device_with_the_cpus_numbers_and_the_predicted_mem
     let cpu = numbers_of(&metrics(&folder, "cpu", "--steps 3"));
     let near = |(a, b): (&f64, &f64)| (a / b - 1.0).abs() < 1e-5;
     assert!(run.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{run:?} and {cpu:?}");
+    let halves = "--steps 3 --set training.dtype=bf16 --set training.matmul_dtype=bf16";
+    let run = numbers_of(&metrics(&folder, "cuda-emulated", halves));
+    let cpu = numbers_of(&metrics(&folder, "cpu", halves));
+    let near = |(a, b): (&f64, &f64)| (a / b - 1.0).abs() < 1e-2;
+    assert!(run != cpu && run.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{run:?} and {cpu:?}");
 }
 
 #[test]
@@ -133,7 +138,6 @@ fn what_the_device_lacks_is_told_before_the_first_step() {
         "moe.num_experts=4",
         "data.documents=attention",
         "compress.activations=quant:4",
-        "training.matmul_dtype=bf16",
         "memory.saved_encoding=sparse",
     ] {
         let path = folder.join(format!("{setting}.jsonl"));
@@ -189,5 +193,5 @@ fn ranks_share_the_gpus_of_a_machine() {
     assert_eq!((code, &*out, &*err), (Some(2), "", told));
     let (code, _, err) = run("--device cuda:1", &[("STAND_IN_MEMORY", "300000")]);
     assert_eq!(code, Some(1), "{err}");
-    assert!(err.contains("of its 300000 are in use; this rank's buffers hold "), "{err}");
+    assert!(err.contains("of its 300000 are in use by all ranks; this rank's buffers hold "), "{err}");
 }

@@ -101,7 +101,7 @@ pub struct Operand {
 #[non_exhaustive]
 pub enum DriverError {
     /// The device has not as much memory.
-    #[error("the device has no memory for {bytes} bytes more: {held} of its {memory} are in use")]
+    #[error("the device has no memory for {bytes} bytes more: {held} of its {memory} are in use by all ranks")]
     OutOfMemory {
         /// Bytes asked for.
         bytes: usize,
@@ -141,6 +141,18 @@ pub enum DriverError {
         given: String,
         /// What the table says.
         expected: String,
+    },
+    /// A size of zero by which a kernel divides.
+    #[error(
+        "kernel {kernel}: argument {at} ({name}) is 0, and the kernel divides by it: a size of at least 1 was expected"
+    )]
+    Zero {
+        /// The kernel.
+        kernel: &'static str,
+        /// The position of the argument.
+        at: usize,
+        /// Its name.
+        name: &'static str,
     },
     /// Fewer or more arguments than the kernel takes.
     #[error("kernel {kernel} takes {expected} arguments and was given {given}")]
@@ -261,9 +273,12 @@ pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()>
     }
     for (at, (given, expected)) in args.iter().zip(kernel.args).enumerate() {
         let fits = match given {
-            Argument::Number(of, _) => expected.pass == Pass::Value && expected.of == *of,
-            Argument::Place(_) => expected.pass != Pass::Value,
+            Argument::Number(of, _) => expected.pass.is_number() && expected.of == *of,
+            Argument::Place(_) => !expected.pass.is_number(),
         };
+        if fits && expected.pass == Pass::Divisor && given.bits() == 0 {
+            return Err(DriverError::Zero { kernel: kernel.name, at, name: expected.name });
+        }
         if !fits {
             let (given, name) = (given.to_string(), expected.name);
             return Err(DriverError::Argument { kernel: kernel.name, at, name, given, expected: expected.c_type() });

@@ -162,16 +162,30 @@ impl TrainError {
     #[must_use]
     pub fn lack(&self) -> Option<&meshwork_tensor::Error> {
         use meshwork_tensor::Error;
+        self.tensor().filter(|error| {
+            matches!(
+                error,
+                Error::DType { .. }
+                    | Error::MissingKernel { .. }
+                    | Error::MissingOperation { .. }
+                    | Error::HostFunction { .. }
+                    | Error::UpdateRule { .. }
+            )
+        })
+    }
+
+    /// Whether the memory of the device was full.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self.tensor(), Some(meshwork_tensor::Error::OutOfMemory { .. }))
+    }
+
+    /// The error of tensors that ended the step, if it was one.
+    fn tensor(&self) -> Option<&meshwork_tensor::Error> {
         match self {
-            Self::Tensor(
-                lack @ (Error::DType { .. }
-                | Error::MissingKernel { .. }
-                | Error::MissingOperation { .. }
-                | Error::HostFunction { .. }
-                | Error::UpdateRule { .. }),
-            ) => Some(lack),
+            Self::Tensor(error) => Some(error),
             Self::Pipeline(error) => match &**error {
-                RunError::Stage { source, .. } | RunError::Transport { source, .. } => source.lack(),
+                RunError::Stage { source, .. } | RunError::Transport { source, .. } => source.tensor(),
                 _ => None,
             },
             _ => None,

@@ -48,8 +48,15 @@ impl Default for Adafactor {
 
 impl Adafactor {
     /// 1 - β.
-    fn new_share(&self, update: &Update) -> f64 {
+    #[must_use]
+    pub fn new_share(&self, update: &Update) -> f64 {
         (update.step as f64).powf(-self.decay_rate)
+    }
+
+    /// The size of a step that is not clipped: of relative steps the largest share of the root mean square of the weights.
+    #[must_use]
+    pub fn largest_step(&self, update: &Update) -> f64 {
+        if self.relative_step { update.lr.min(1.0 / (update.step as f64).sqrt()) } else { update.lr }
     }
 
     /// Writes the steps of the run before they are clipped.
@@ -163,8 +170,8 @@ impl WholeOptimizer for Adafactor {
         }
         let rms = |squares: f64| (squares / shape.elements() as f64).sqrt();
         let size = match self.relative_step {
-            true => rms(second[0]).max(self.eps_scale) * update.lr.min(1.0 / (update.step as f64).sqrt()),
-            false => update.lr,
+            true => rms(second[0]).max(self.eps_scale) * self.largest_step(update),
+            false => self.largest_step(update),
         };
         first[0] = size / (rms(first[0]) / self.clip_threshold).max(1.0);
         Ok(())

@@ -33,11 +33,14 @@ impl Default for Adam8bit {
 }
 
 /// 256 numbers in ascending order, of which 0 and 1 are two.
-struct Code {
-    values: [f32; 256],
-    /// Between a number and the next.
-    middles: [f32; 255],
-    zero: u8,
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Code {
+    /// The numbers.
+    pub values: [f32; 256],
+    /// Between a number and the next: [`values`](Self::values) rounded from f64 need not have them in the middle.
+    pub middles: [f32; 255],
+    /// The code of 0.
+    pub zero: u8,
 }
 
 impl Code {
@@ -89,6 +92,12 @@ impl Code {
 }
 
 impl Adam8bit {
+    /// The codes of means and of squares: what a device's own kernel takes.
+    #[must_use]
+    pub fn codes_of_moments() -> [&'static Code; 2] {
+        [Code::signed(), Code::unsigned()]
+    }
+
     /// The new moments of an element, from its codes and the largest values of its block before.
     fn moments(&self, g: f32, codes: [u8; 2], largest: [f32; 2]) -> [f32; 2] {
         let AdamW { beta1, beta2, .. } = self.adamw;

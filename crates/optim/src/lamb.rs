@@ -34,25 +34,40 @@ impl Default for Lamb {
     }
 }
 
-/// The direction of an element before it is scaled.
-#[derive(Clone, Copy)]
-struct Direction {
-    mean_hat: f32,
-    root_hat: f32,
-    eps: f32,
-    decay: f32,
+/// What does not depend on the element, rounded once from f64.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LambFactors {
+    /// 1 - β₁.
+    pub mean_new: f32,
+    /// β₂.
+    pub square_old: f32,
+    /// 1 - β₂.
+    pub square_new: f32,
+    /// 1 / (1 - β₁ᵗ).
+    pub mean_hat: f32,
+    /// √(1 - β₂ᵗ).
+    pub root_hat: f32,
+    /// ε.
+    pub eps: f32,
+    /// Weight decay.
+    pub decay: f32,
 }
 
-impl Direction {
+impl LambFactors {
+    /// The direction of an element before it is scaled.
     #[inline(always)]
-    fn of(self, w: f32, m: f32, v: f32) -> f32 {
+    fn direction(self, w: f32, m: f32, v: f32) -> f32 {
         m * self.mean_hat / (v.sqrt() / self.root_hat + self.eps) + self.decay * w
     }
 }
 
 impl Lamb {
-    fn direction(&self, update: &Update) -> Direction {
-        Direction {
+    /// The factors of an update: what a device's own kernel takes.
+    pub fn factors(&self, update: &Update) -> LambFactors {
+        LambFactors {
+            mean_new: (1.0 - self.beta1) as f32,
+            square_old: self.beta2 as f32,
+            square_new: (1.0 - self.beta2) as f32,
             mean_hat: (1.0 / (1.0 - power(self.beta1, update.step))) as f32,
             root_hat: (1.0 - power(self.beta2, update.step)).sqrt() as f32,
             eps: self.eps as f32,
@@ -85,8 +100,8 @@ impl WholeOptimizer for Lamb {
         let grads = run.grads;
         let [mean, square] = run.states(self.name(), weights.len())?;
         let [of_weights, of_steps] = Run::out(self.name(), out)?;
-        let (mean_new, square_old) = ((1.0 - self.beta1) as f32, self.beta2 as f32);
-        let (square_new, direction) = ((1.0 - self.beta2) as f32, self.direction(update));
+        let factors = self.factors(update);
+        let LambFactors { mean_new, square_old, square_new, .. } = factors;
         of_weights.copy_from_slice(weights);
         wide(
             #[inline(always)]
@@ -96,7 +111,7 @@ impl WholeOptimizer for Lamb {
                     let g = update.grad_scale * grad;
                     *m += mean_new * (g - *m);
                     *v = square_old * *v + square_new * (g * g);
-                    *u = direction.of(w, *m, *v);
+                    *u = factors.direction(w, *m, *v);
                 }
             },
         );
@@ -118,13 +133,13 @@ impl WholeOptimizer for Lamb {
     }
 
     fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
-        let (lr, direction) = ((update.lr * run.totals[0][0]) as f32, self.direction(update));
+        let (lr, factors) = ((update.lr * run.totals[0][0]) as f32, self.factors(update));
         let [mean, square] = run.states(self.name(), weights.len())?;
         wide(
             #[inline(always)]
             || {
                 for ((w, &m), &v) in weights.iter_mut().zip(mean.iter()).zip(square.iter()) {
-                    *w -= lr * direction.of(*w, m, v);
+                    *w -= lr * factors.direction(*w, m, v);
                 }
             },
         );

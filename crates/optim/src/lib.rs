@@ -15,10 +15,10 @@ mod shape;
 mod whole;
 
 pub use adafactor::Adafactor;
-pub use adam8bit::Adam8bit;
+pub use adam8bit::{Adam8bit, Code};
 pub use adamw::{AdamW, AdamWFactors};
 pub use clip::clip_factor;
-pub use lamb::Lamb;
+pub use lamb::{Lamb, LambFactors};
 pub use muon::Muon;
 pub use optimizer::{OptimError, Optimizer, Update};
 pub use rule::{OnHost, Rule};

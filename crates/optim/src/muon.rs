@@ -28,6 +28,14 @@ impl Default for Muon {
     }
 }
 
+impl Muon {
+    /// By what the orthogonal matrix is multiplied before it is subtracted.
+    #[must_use]
+    pub fn size(&self, update: &Update, shape: &ParamShape) -> f32 {
+        (update.lr * 0.2 * (shape.rows.max(shape.columns) as f64).sqrt()) as f32
+    }
+}
+
 const NEWTON_SCHULZ: Transform = Transform::Orthogonal { coefficients: [3.4445, -4.7750, 2.0315], iterations: 5 };
 
 impl WholeOptimizer for Muon {
@@ -69,7 +77,7 @@ impl WholeOptimizer for Muon {
 
     fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
         let keep = (1.0 - update.lr * (self.weight_decay * update.decay_factor)) as f32;
-        let size = (update.lr * 0.2 * (run.shape.rows.max(run.shape.columns) as f64).sqrt()) as f32;
+        let size = self.size(update, &run.shape);
         weights.iter_mut().zip(run.gathered).for_each(|(w, &u)| *w = *w * keep - size * u);
         Ok(())
     }

@@ -153,6 +153,20 @@ pub enum Error {
         /// What the rank holds.
         held: Box<MemoryUse>,
     },
+    /// A device whose memory is full.
+    #[error("{} of {} more: device {device}: {fault}; this rank's buffers hold {held}", Bytes(*bytes), category.name())]
+    OutOfMemory {
+        /// The device.
+        device: String,
+        /// Bytes of the buffer.
+        bytes: u64,
+        /// What it is for.
+        category: Category,
+        /// What the device says.
+        fault: Box<dyn std::error::Error + Send + Sync>,
+        /// What the rank holds.
+        held: Box<MemoryUse>,
+    },
     /// A saved tensor that its policy cannot give back.
     #[error("a saved tensor: {0}")]
     Saved(Box<dyn std::error::Error + Send + Sync>),

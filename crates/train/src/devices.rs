@@ -124,7 +124,7 @@ pub(crate) fn lacking(config: &Config) -> Option<Fault> {
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod cuda {
     use super::Fault;
-    use crate::config::{Config, Device, MatmulDtype};
+    use crate::config::{Config, Device};
     use meshwork_core::Axis;
     use meshwork_cuda::device::Products;
     use meshwork_cuda::idle::Idle;
@@ -175,8 +175,9 @@ mod cuda {
 
     /// Looks for what the devices of a configuration need. `None` for other devices.
     pub(super) fn open(config: &Config) -> Result<Option<Arc<Open>>, Error> {
-        let products = products(config);
-        let device = move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::new(driver, products)?));
+        let (products, precision) = (products(config), config.training.matmul_dtype.precision());
+        let device =
+            move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::with_precision(driver, products, precision)?));
         let drivers = Drivers::default();
         Ok(Some(match config.device {
             #[cfg(feature = "cuda")]
@@ -210,15 +211,12 @@ mod cuda {
         if config.device == Device::Cpu {
             return None;
         }
-        if config.training.matmul_dtype == MatmulDtype::Bf16 {
-            let problem = format!("the device {} has no products of bf16", config.device.name());
-            return Some(Fault::new("training.matmul_dtype", "bf16", problem, "use f32, or --device cpu"));
-        }
         let plan = config.plan().ok()?;
         let (mesh, model) = (&plan.mesh, config.model());
         let first = |rank: &usize| mesh.data_rank(mesh.coords(*rank)) == 0 && mesh.coords(*rank).get(Axis::Tp) == 0;
         (0..mesh.world_size()).filter(first).find_map(|rank| {
-            let device = CudaDevice::new(Arc::new(Idle::new(config.device.name())), products(config)).ok()?;
+            let (idle, precision) = (Idle::new(config.device.name()), config.training.matmul_dtype.precision());
+            let device = CudaDevice::with_precision(Arc::new(idle), products(config), precision).ok()?;
             let error = dry_run::attempt(&model, &plan, rank, Arc::new(device)).err()?;
             let lack = error.lack()?;
             let valid =

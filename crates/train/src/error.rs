@@ -7,6 +7,7 @@ use meshwork_core::CommError;
 use meshwork_engine::TrainError;
 use meshwork_models::huggingface;
 use meshwork_pipeline::partition::ProfileError;
+use meshwork_tensor::memory::Bytes;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +18,14 @@ pub enum RunError {
     /// Training.
     #[error(transparent)]
     Train(#[from] TrainError),
+    /// The memory of a device is full.
+    #[error("{error}{}", in_words(savings))]
+    OutOfMemory {
+        /// What the device says, and what holds the memory.
+        error: Box<TrainError>,
+        /// Settings that would hold less on the fullest rank, and by how many bytes, as predicted.
+        savings: Vec<(String, u64)>,
+    },
     /// Data that could not be read.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -59,6 +68,27 @@ impl OutputError {
     /// Makes the error of a failed write of `what` to `path`.
     pub(crate) fn of<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
         move |source| Self { what, path: path.to_path_buf(), source }
+    }
+}
+
+/// What settings would free, from what frees most.
+fn in_words(savings: &[(String, u64)]) -> String {
+    let words: Vec<String> = savings.iter().map(|(settings, bytes)| format!("{settings} {}", Bytes(*bytes))).collect();
+    match words.is_empty() {
+        true => "; no single setting would free more: use more ranks or a smaller model".to_owned(),
+        false => format!("; on the fullest rank would free, each by itself: {}", words.join(", ")),
+    }
+}
+
+impl RunError {
+    /// The same error, and if the memory of a device was full, what would free some.
+    pub(crate) fn with_savings(self, savings: impl FnOnce() -> Vec<(String, u64)>) -> Self {
+        match self {
+            Self::Train(error) if error.is_out_of_memory() => {
+                Self::OutOfMemory { savings: savings(), error: error.into() }
+            }
+            other => other,
+        }
     }
 }
 

@@ -8,10 +8,10 @@ use crate::devices::{Devices, Place};
 use crate::error::RunError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step};
-use crate::plan;
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::tensorboard::TensorBoard;
+use crate::{plan, plan_memory};
 use meshwork_checkpoint::{Exchange, threads};
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
@@ -47,9 +47,23 @@ pub fn train(
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, WorldError<RunError>> {
+    let devices = Devices::open_for_world(config, Options { timeout: config.comm.timeout() })?;
+    train_on(&devices, config, data, metrics, stop)
+}
+
+/// [`train`] on devices that are open.
+///
+/// # Errors
+/// As [`train`].
+pub fn train_on(
+    devices: &Devices,
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
-    let devices = Devices::open_for_world(config, options)?;
     // Both measure while no rank is there to disturb them.
     if let Some(path) = &config.metrics.layer_profile {
         thread::run(1, options, |_| {
@@ -69,7 +83,7 @@ pub fn train(
         let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
         let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
-        run_probed(config, data, metrics, stop, &devices, world.communicator().clone(), writers, &probe)
+        run_probed(config, data, metrics, stop, devices, world.communicator().clone(), writers, &probe)
     })?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
     let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
@@ -112,7 +126,8 @@ fn run_probed(
     let mesh = config.mesh().map_err(TrainError::from)?;
     let Place { device, world } = devices.rank(world)?;
     let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), writers, probe)?;
+    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), writers, probe);
+    let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
     Ok((outcome, probe.track(&rank)))
 }
 

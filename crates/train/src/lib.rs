@@ -24,7 +24,7 @@ pub use data::Data;
 pub use devices::{Devices, Place};
 pub use error::{OutputError, RunError};
 pub use generate::{generate, next_token_logits};
-pub use launch::{Outcome, run_rank, train};
+pub use launch::{Outcome, run_rank, train, train_on};
 pub use load::load;
 pub use tensorboard::TensorBoard;
 

@@ -62,6 +62,36 @@ impl Candidate {
 
 /// Every combination of settings that this run takes, its own first; then from what changes least.
 fn candidates(config: &Config) -> Vec<Candidate> {
+    combinations(config).into_iter().filter_map(|tried| Candidate::of(tried).ok()).collect()
+}
+
+/// What each setting by itself would free on the fullest rank, as predicted, from what frees most.
+pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
+    let Ok(own) = Candidate::of(config.clone()) else { return Vec::new() };
+    let changes = |tried: &Config| {
+        let settings = |of: &Config| {
+            (of.parallelism.zero_stage, of.memory.recompute, of.memory.offload, of.pipeline.num_microbatches)
+        };
+        let (tried, own) = (settings(tried), settings(config));
+        [tried.0 != own.0, tried.1 != own.1, tried.2 != own.2, tried.3 != own.3]
+            .into_iter()
+            .filter(|&other| other)
+            .count()
+    };
+    let single = combinations(config).into_iter().filter(|tried| changes(tried) == 1);
+    let mut savings: Vec<(String, u64)> = single
+        .filter_map(|tried| {
+            let tried = Candidate::of(tried).ok()?;
+            let less = own.most.total().checked_sub(tried.most.total()).filter(|&less| less > 0)?;
+            Some((tried.settings(config), less))
+        })
+        .collect();
+    savings.sort_by_key(|&(_, less)| std::cmp::Reverse(less));
+    savings
+}
+
+/// The settings of [`candidates`].
+fn combinations(config: &Config) -> Vec<Config> {
     let dp = config.parallelism.dp;
     let (own_stage, own_micros) = (config.parallelism.zero_stage, config.pipeline.num_microbatches);
     let samples = config.training.global_batch_size / dp.max(1);
@@ -87,7 +117,7 @@ fn candidates(config: &Config) -> Vec<Candidate> {
                     }
                     tried.pipeline.num_microbatches = num_microbatches;
                     tried.training.micro_batch_size = samples / num_microbatches;
-                    found.extend(Candidate::of(tried));
+                    found.push(tried);
                 }
             }
         }

@@ -14,8 +14,9 @@ use meshwork_tensor::random;
 use meshwork_train::config::Args;
 use meshwork_train::data::Images;
 use meshwork_train::diff::{Report, Side, compare};
-use meshwork_train::{Devices, load};
+use meshwork_train::{Devices, load, train_on};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 const SMALL: &[&str] = &[
@@ -66,8 +67,10 @@ fn diff_of(
     };
     let ((a, data), (b, _)) = (loaded("dp=1", &[]), loaded(mesh, more));
     let a = Side::new(&a, &data).unwrap();
+    let precision = b.training.matmul_dtype.precision();
     let mut b = Side::new(&b, &data).unwrap();
-    b.devices = Devices::cuda(move |rank| Ok(Arc::new(CudaDevice::new(emulator(rank), Products::OfTheCpu)?)));
+    let of_rank = move |rank| Ok(Arc::new(CudaDevice::with_precision(emulator(rank), Products::OfTheCpu, precision)?));
+    b.devices = Devices::cuda(of_rank);
     compare([&a, &b], 2).map_err(|error| error.to_string())
 }
 
@@ -108,6 +111,49 @@ fn models_of_experts_have_every_value_of_the_cpu() {
         let report = diff_of(&[&preset, "--set=model.dropout=0"], mesh, &[], move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{preset} on {mesh}: {error}"));
         assert!(report.identical() && report.steps == 2, "{preset} on {mesh}: {report}");
+    }
+}
+
+/// Storage in 16 bits, products of bf16, and both: dense models and experts, on one rank and on several.
+#[test]
+fn sixteen_bits_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let (bf16, f16, products) =
+        ("--set=training.dtype=bf16", "--set=training.dtype=f16", "--set=training.matmul_dtype=bf16");
+    let (llama, experts) = ("--set=model.preset=llama-tiny", "--set=model.preset=switch-tiny");
+    let alike = "--set=model.dropout=0";
+    for (settings, mesh) in [
+        (&[products][..], "dp=1"),
+        (&[bf16], "dp=2"),
+        (&[f16], "tp=2"),
+        (&[bf16, products], "dp=2,tp=2,pp=2"),
+        (&[llama, alike, bf16, products], "tp=2"),
+        (&[experts, alike, products], "dp=2,ep=2"),
+        (&[experts, alike, bf16], "dp=1"),
+    ] {
+        let shared = emulator(&kernels, 2);
+        let report = diff_of(settings, mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{settings:?} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{settings:?} on {mesh}: {report}");
+    }
+}
+
+/// The error of a full device says what holds its memory, and what would free how much.
+#[test]
+fn a_full_device_says_what_would_free_memory() {
+    let Some(kernels) = kernels() else { return };
+    let (config, data) = load(&Args::parse(SMALL)).unwrap();
+    let least = meshwork_train::plan::memory(&config).unwrap()[0].total();
+    let full = Arc::new(Emulator::new(kernels, least / 2, Order::Seeded(0)));
+    let devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(full.clone(), Products::OfTheCpu)?)));
+    let error = train_on(&devices, &config, &data, None, &AtomicBool::new(false)).unwrap_err().to_string();
+    for part in [
+        "more: device cuda-emulated: the device has no memory for ",
+        "are in use by all ranks; this rank's buffers hold parameters ",
+        "; on the fullest rank would free, each by itself: --set ",
+        "--set memory.recompute=full ",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
     }
 }
 

@@ -12,6 +12,7 @@ use meshwork_tensor::cpu::kernels::attention::{
 use meshwork_tensor::cpu::kernels::dropout::Mask;
 use meshwork_tensor::random::key;
 
+#[derive(Clone, Copy)]
 struct Case {
     dims: Dims,
     groups: Groups,
@@ -66,10 +67,13 @@ pub fn attention_is_that_of_the_cpu() {
         case([1, 300, 1, 8], [1, 1, 0], false, true),
         case([1, 45, 4, 72], [2, 2, 0], true, false),
     ];
-    for Case { dims, groups, rotated, dropped, documents } in cases {
+    let precisions = [Precision::F32, Precision::Bf16];
+    for (Case { dims, groups, rotated, dropped, documents }, precision) in
+        cases.into_iter().flat_map(|case| precisions.map(|precision| (case, precision)))
+    {
         let Dims { batch, seq, heads, head_dim } = dims;
         let Groups { size, kv_heads, first } = groups;
-        let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?}");
+        let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?} in {precision:?}");
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
         let (q, kv, dout) =
             (values("q", rows * width), values("kv", rows * 2 * kv_width), values("dout", rows * width));
@@ -81,17 +85,17 @@ pub fn attention_is_that_of_the_cpu() {
         let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref() };
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
-        let f32s = Precision::F32;
-        grouped_forward(f32s, dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
+        grouped_forward(precision, dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
         let saved = SavedGrouped { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
-        grouped_backward(f32s, dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
+        grouped_backward(precision, dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
-        let mut misplaced = vec![0_i32];
-        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+        let mut misplaced = vec![0_i64; 4];
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, seq) {
             return;
         }
+        launch!("check_positions", [1, 1], &places, &mut misplaced, count, seq);
         assert_eq!((misplaced[0], &checked), (0, &places));
         let firsts = || if documents == Some(true) { Given::from(&firsts) } else { Null.into() };
         let positions = || if documents.is_some() { Given::from(&checked) } else { Null.into() };
@@ -122,6 +126,7 @@ pub fn attention_is_that_of_the_cpu() {
         }
         let (q, kv) = (&q_turned, &kv_turned);
         let (scale, [key0, key1]) = ((1.0 / (head_dim as f64).sqrt()) as f32, mask.key.words());
+        let rounded = i32::from(precision == Precision::Bf16);
         let (p, kept) = (mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32);
         let (s0, h0, hn) = (drop.first_sample as i64, drop.first_head as i64, drop.global_heads as i64);
         let (room, dim, sizes) = (if head_dim > 64 { 128 } else { 64 }, head_dim as i32, [batch * heads, seq]);
@@ -130,7 +135,7 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
         );
         if !there {
             return;
@@ -144,13 +149,13 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
         );
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; rows * width]);
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk, &mut dv, width,
-            seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts()
+            seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
         );
         if rotated {
             let pairs = [rows * heads * head_dim / 2, 0];
@@ -170,16 +175,20 @@ pub fn attention_is_that_of_the_cpu() {
 
 #[test]
 fn positions_that_do_not_follow_are_seen() {
-    for (places, seen) in
-        [([0, 1, 2, 0, 1, 2], 0), ([1, 2, 0, 0, 0, 1], 0), ([0, 2, 0, 0, 1, 2], 1), ([3, 0, 1, 0, 1, 2], 1)]
-    {
+    for (places, seen) in [
+        ([0, 1, 2, 0, 1, 2], [0; 4]),
+        ([1, 2, 0, 0, 0, 1], [0; 4]),
+        ([0, 2, 0, 0, 1, 2], [1, 1, 2, 3]),
+        ([0, 1, 2, 3, 0, 1], [1, 3, 3, 3]),
+    ] {
         let (places, [mut checked, mut firsts]) = (places.to_vec(), [(); 2].map(|()| vec![-9_i32; 6]));
-        let mut misplaced = vec![0_i32];
+        let mut misplaced = vec![0_i64; 4];
         let (count, seq) = (6_usize, 3_usize);
-        if !launch!("document_starts", [6, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+        if !launch!("document_starts", [6, 0], &places, &mut checked, &mut firsts, count, seq) {
             return;
         }
-        assert_eq!(misplaced, [seen], "{places:?}");
+        launch!("check_positions", [1, 1], &places, &mut misplaced, count, seq);
+        assert_eq!(misplaced, seen, "{places:?}");
         assert!(checked.iter().all(|position| (0..3).contains(position)));
     }
 }
@@ -266,8 +275,7 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         grouped_backward(f32s, dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
-        let mut misplaced = vec![0_i32];
-        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, &mut misplaced, count, seq) {
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, seq) {
             return;
         }
         let firsts = || if documents.is_some() { Given::from(&firsts) } else { Null.into() };

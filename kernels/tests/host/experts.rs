@@ -2,12 +2,13 @@
 //!
 //! More than 400 lines: each kernel with all its arguments.
 
-use crate::launch::Null;
+use crate::launch::{Given, Null};
 use crate::{assert_bits, launch, values};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_tensor::MAX_DIMS;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::cpu::kernels::round::round;
+use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::kernel::{
     Choices, Draw, DropoutMask, Grouped, GroupedGemm, GroupedGrad, Overflow, Permutation, Pick, Routing, Selection,
 };
@@ -246,7 +247,7 @@ fn permutations_are_those_of_the_cpu() {
             }
             assert_eq!(counts, vec::<i32>(&cpu.counts(&shared, samples, first..end).unwrap()));
             let total = counts.iter().sum::<i32>() as usize;
-            let (mut order, mut wrong) = (vec![-9_i32; total], vec![0_i32]);
+            let (mut order, mut wrong) = (vec![-9_i32; total], vec![0_i64; 4]);
             launch!("choice_sort", [held, 0], &all, all.len(), first, held, &mut order, total, &mut wrong);
             assert_eq!((&order, wrong[0]), (&vec::<i32>(&cpu.sort(&shared, first..end, total).unwrap()), 0));
             let mut slots = vec![-9_i32; all.len()];
@@ -277,16 +278,16 @@ fn moved(order: &Vec<i32>, slots: &Vec<i32>, ids: &Vec<i32>, rows: &Vec<f32>, [t
         (values("x", tokens * width), values("weights", ids.len()), values("dout", tokens * width));
     let bits: Vec<u32> = x.iter().map(|x| x.to_bits()).collect();
     let (mut words, total) = (vec![9_u32; order.len() * width], order.len());
-    launch!("gather_32", [words.len(), 0], &bits, order, k, width, &mut words, total * width);
+    launch!("gather_32", [words.len(), 0], &bits, order, tokens, k, width, &mut words, total * width);
     let want = cpu.gather(&buffer(&x), &buffer(order), k, width).unwrap();
     assert_eq!(words, want.as_slice::<f32>().unwrap().iter().map(|x| x.to_bits()).collect::<Vec<u32>>());
     let bytes: Vec<u8> = bits.iter().map(|bits| *bits as u8).collect();
     let mut got = vec![9_u8; total * width];
-    launch!("gather_8", [got.len(), 0], &bytes, order, k, width, &mut got, total * width);
+    launch!("gather_8", [got.len(), 0], &bytes, order, tokens, k, width, &mut got, total * width);
     assert_eq!(got, vec::<u8>(&cpu.gather(&buffer(&bytes), &buffer(order), k, width).unwrap()));
     let halves: Vec<half::bf16> = x.iter().map(|x| half::bf16::from_f32(*x)).collect();
     let mut got = vec![half::bf16::ZERO; total * width];
-    launch!("gather_16", [got.len(), 0], &halves, order, k, width, &mut got, total * width);
+    launch!("gather_16", [got.len(), 0], &halves, order, tokens, k, width, &mut got, total * width);
     assert_eq!(got, vec::<half::bf16>(&cpu.gather(&buffer(&halves), &buffer(order), k, width).unwrap()));
 
     let [ids_, slots_, rows_, weights_] = [buffer(ids), buffer(slots), buffer(rows), buffer(&weights)];
@@ -333,12 +334,15 @@ fn products_of_groups_are_those_of_the_cpu() {
         eprintln!("left out: this CPU has no fused multiply-add, and other bits");
         return;
     }
-    let cpu = Cpu::default();
-    for (rows, n, k, terms) in [
+    let cases = [
         (vec![3, 0, 17, 1], 5, 3, Terms::WHOLE),
         (vec![0, 20, 0], 33, 300, Terms::WHOLE),
         (vec![2, 9], 7, 24, Terms { segments: 2, blocks: 4 }),
-    ] {
+    ];
+    let precisions = [Precision::F32, Precision::Bf16];
+    for ((rows, n, k, terms), precision) in cases.iter().flat_map(|case| precisions.map(|precision| (case, precision)))
+    {
+        let (rows, n, k, terms, cpu) = (rows.clone(), *n, *k, *terms, Cpu::new(precision));
         let (total, groups) = (rows.iter().sum::<usize>(), rows.len());
         let mut starts = vec![0_i64];
         rows.iter().for_each(|rows| starts.push(starts[starts.len() - 1] + *rows as i64));
@@ -346,9 +350,11 @@ fn products_of_groups_are_those_of_the_cpu() {
         let (spec, Terms { segments, blocks }) = (GroupedGemm { rows: &rows, n, k, terms }, terms);
         let (mut y, mut dx) = (vec![f32::NAN; total * n], vec![f32::NAN; total * k]);
         let (one, sizes) = (1_usize, [total * n, 0]);
+        let (name, [x16, w16, dy16]) = (kernel("grouped_product", precision), [&x, &w, &dy].map(|x| rounded(x)));
+        let of = |x, rounded| read(x, rounded, precision);
         #[rustfmt::skip]
         let there = launch!(
-            "grouped_product", sizes, &x, &w, one, k, &starts, groups, &mut y, k, segments, blocks, total * n, n
+            &name, sizes, of(&x, &x16), of(&w, &w16), one, k, &starts, groups, &mut y, k, segments, blocks, total * n, n
         );
         if !there {
             return;
@@ -356,7 +362,7 @@ fn products_of_groups_are_those_of_the_cpu() {
         assert_bits("y", &y, cpu.grouped_linear(spec, &buffer(&x), &buffer(&w)).unwrap().as_slice().unwrap());
         #[rustfmt::skip]
         launch!(
-            "grouped_product", [total * k, 0], &dy, &w, k, one, &starts, groups, &mut dx, n, segments, blocks, total * k, k
+            &name, [total * k, 0], of(&dy, &dy16), of(&w, &w16), k, one, &starts, groups, &mut dx, n, segments, blocks, total * k, k
         );
         let want = cpu.grouped_input_grad(spec, &buffer(&dy), &buffer(&w)).unwrap();
         assert_bits("dx", &dx, want.as_slice().unwrap());
@@ -365,13 +371,31 @@ fn products_of_groups_are_those_of_the_cpu() {
         launch!("grouped_bias", sizes, &dy, &bias, &starts, groups, &mut y, total * n, n);
         let want = cpu.grouped_bias(&rows, &buffer(&dy), &buffer(&bias)).unwrap();
         assert_bits("bias", &y, want.as_slice().unwrap());
-        gradients(&rows, [n, k], &x, &dy);
+        gradients(&rows, [n, k], &x, &dy, precision);
     }
 }
 
+/// The kernel for operands of a precision.
+fn kernel(name: &str, precision: Precision) -> String {
+    format!("{name}_{}", if precision == Precision::F32 { "f32" } else { "bf16" })
+}
+
+/// Operands as products in bf16 read them.
+fn rounded(x: &[f32]) -> Vec<half::bf16> {
+    let mut rounded = vec![half::bf16::ZERO; x.len()];
+    round(x, &mut rounded);
+    rounded
+}
+
+/// Operands as those of a precision.
+fn read<'a>(x: &'a Vec<f32>, rounded: &'a Vec<half::bf16>, precision: Precision) -> Given<'a> {
+    if precision == Precision::F32 { Given::from(x) } else { Given::from(rounded) }
+}
+
 /// Gradients of the matrices and biases of groups, each of one block, and of blocks of any length, some of them empty.
-fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>) {
-    let (cpu, groups) = (Cpu::default(), rows.len());
+fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>, precision: Precision) {
+    let (cpu, groups, [x16, dy16]) = (Cpu::new(precision), rows.len(), [x, dy].map(|x| rounded(x)));
+    let name = kernel("grouped_product_backward", precision);
     for (cuts, accumulate) in [(1, false), (1, true), (3, false)] {
         let mut first = 0;
         let blocks: Vec<Vec<Range<usize>>> = rows
@@ -392,7 +416,8 @@ fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>) {
         let (mut dw, mut db) = (old.clone(), old_bias.clone());
         let sizes = [dw.len(), 0];
         let count = dw.len();
-        launch!("grouped_product_backward", sizes, dy, x, &begins, &bounds, &mut dw, add, n, k, count);
+        let of = |x, rounded| read(x, rounded, precision);
+        launch!(&name, sizes, of(dy, &dy16), of(x, &x16), &begins, &bounds, &mut dw, add, n, k, count);
         launch!("grouped_bias_backward", [groups, n], dy, &begins, &bounds, &mut db, add, n);
         let (mut want, mut want_bias) = (buffer(&old), buffer(&old_bias));
         let spec = GroupedGemm { rows, n, k, terms: Terms::WHOLE };

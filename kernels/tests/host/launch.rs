@@ -148,7 +148,8 @@ pub fn try_launch(
     assert_eq!(given.len(), kernel.args.len(), "arguments of {}", kernel.name);
     for (given, arg) in given.iter().zip(kernel.args) {
         let none = matches!(given, Given::In(_, at) if at.is_null()) && arg.pass == Pass::In;
-        assert!(none || given.what() == (arg.pass, arg.of), "{} of {}: {:?}", arg.name, kernel.name, given.what());
+        let pass = if arg.pass.is_number() { Pass::Value } else { arg.pass };
+        assert!(none || given.what() == (pass, arg.of), "{} of {}: {:?}", arg.name, kernel.name, given.what());
     }
     let Some(grid) = kernel.geometry.launch(items as u64, width as u64) else { return Ok(()) };
     let contents = |given: &mut [Given<'_>]| -> Vec<Vec<u8>> {

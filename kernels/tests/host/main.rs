@@ -18,6 +18,7 @@ mod product;
 mod ranks;
 mod rows;
 mod tables;
+mod whole;
 mod windows;
 
 // `launch!` is a macro of the module above.

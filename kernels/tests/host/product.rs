@@ -11,6 +11,12 @@ use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::kernel::{Gemm, Matmul, Optim};
 use meshwork_tensor::tape::Terms;
 
+fn rounded(x: &[f32]) -> Vec<bf16> {
+    let mut rounded = vec![bf16::ZERO; x.len()];
+    round(x, &mut rounded);
+    rounded
+}
+
 #[test]
 fn products_are_those_of_the_cpu() {
     if level() < Level::Avx2 {
@@ -50,11 +56,7 @@ fn products_are_those_of_the_cpu() {
             return;
         }
         assert_bits(&format!("{spec:?}"), &c, &want(Precision::F32));
-        let [a, b] = [&a, &b].map(|x| {
-            let mut rounded = vec![bf16::ZERO; x.len()];
-            round(x, &mut rounded);
-            rounded
-        });
+        let [a, b] = [&a, &b].map(|x| rounded(x));
         let mut c = old.clone();
         #[rustfmt::skip]
         launch!(
@@ -94,10 +96,20 @@ fn sums_of_two_products_are_those_of_the_cpu() {
         if !there {
             return;
         }
-        let [[a, b], [a2, b2]] = [[a, b], [a2, b2]].map(|two| two.map(Buffer::from_vec));
-        let mut want = Buffer::from_vec(vec![0.0_f32; count]);
-        Cpu::new(Precision::F32).gemm_sum([first, second], [&a, &a2], [&b, &b2], &mut want, 0).unwrap();
-        assert_bits(&format!("{first:?} and {second:?}"), &c, want.as_slice().unwrap());
+        let buffers = [[&a, &b], [&a2, &b2]].map(|two| two.map(|x| Buffer::from_slice(x)));
+        let want = |precision| {
+            let (mut want, [[a, b], [a2, b2]]) = (Buffer::from_vec(vec![0.0_f32; count]), &buffers);
+            Cpu::new(precision).gemm_sum([first, second], [a, a2], [b, b2], &mut want, 0).unwrap();
+            want.as_slice::<f32>().unwrap().to_vec()
+        };
+        assert_bits(&format!("{first:?} and {second:?}"), &c, &want(Precision::F32));
+        let [[a, b], [a2, b2]] = [[a, b], [a2, b2]].map(|two| two.map(|x| rounded(&x)));
+        #[rustfmt::skip]
+        launch!(
+            "product_sum_bf16", [count, 0], &a, row, term, &b, b_term, column, first.k, segments, &a2, row2, term2, &b2, b_term2, column2,
+            second.k, segments2, blocks, &mut c, count, n
+        );
+        assert_bits(&format!("{first:?} and {second:?} of bf16"), &c, &want(Precision::Bf16));
     }
 }
 

@@ -50,12 +50,19 @@ pub fn embeddings_are_those_of_the_cpu() {
 #[test]
 fn ids_outside_the_vocabulary_are_seen() {
     for (id, masked, seen) in [(8, 0, 0), (9, 0, 1), (-1, 0, 1), (-1, 1, 0), (9, 1, 1), (i32::MIN, 0, 1)] {
-        let (mut ids, mut outside) = (vec![3; 300], vec![0]);
-        ids[299] = id;
-        if !launch!("check_ids", [300, 0], &ids, 9_usize, masked, &mut outside, 300_usize) {
-            return;
+        for at in [0, 31, 255, 256, 299] {
+            let (mut ids, mut found) = (vec![3; 300], vec![0_i64; 4]);
+            (ids[at], ids[299]) = (id, id);
+            if !launch!("check_ids", [1, 1], &ids, 9_usize, masked, &mut found, 300_usize) {
+                return;
+            }
+            let first = [1, at as i64, i64::from(id), 9];
+            assert_eq!(found, first.map(|number| number * seen), "{id}");
+            // What was found first stays.
+            ids[0] = -7;
+            launch!("check_ids", [1, 1], &ids, 5_usize, masked, &mut found, 300_usize);
+            assert!(seen == 0 || found == first, "{found:?}");
         }
-        assert_eq!(outside, [seen], "{id}");
     }
 }
 

@@ -1,6 +1,7 @@
 use super::{CudaDevice, documents::Packed};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
+use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim};
 use meshwork_tensor::{Device, Result, Work};
 
@@ -65,6 +66,7 @@ impl CudaDevice {
         args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
         args.extend(places.map(|place| Argument::from(place as i64)));
         args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
+        args.push(i32::from(self.precision == Precision::Bf16).into());
         Ok((kernels[usize::from(shape.head_dim > HEAD / 2)], args))
     }
 

@@ -1,6 +1,7 @@
 //! Documents that follow each other in a sequence.
 
-use super::{Checked, CudaDevice};
+use super::CudaDevice;
+use super::checked::Checked;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape};
 use meshwork_tensor::{Error, Result};
@@ -24,11 +25,12 @@ impl CudaDevice {
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
         }
         let [positions, firsts] = [self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?];
+        let given = self.place(OP, documents.positions)?;
+        self.check(Checked::Documents, "check_positions", count, &[given.into()], &[seq.into()])?;
         let args = [
-            self.place(OP, documents.positions)?.into(),
+            given.into(),
             self.place(OP, &positions)?.into(),
             self.place(OP, &firsts)?.into(),
-            self.fault_of(Checked::Documents).into(),
             count.into(),
             seq.into(),
         ];

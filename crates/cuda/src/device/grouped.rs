@@ -1,6 +1,7 @@
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
+use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Result, Work};
@@ -47,22 +48,32 @@ impl CudaDevice {
         Ok(())
     }
 
+    /// An operand of the library's product of a group, from this element on.
+    fn part(&self, at: Address, first: usize, transposed: bool) -> Operand {
+        let (bf16, size) = match self.precision {
+            Precision::F32 => (false, DType::F32.size()),
+            Precision::Bf16 => (true, DType::Bf16.size()),
+        };
+        Operand { at: at.offset(first * size), transposed, bf16 }
+    }
+
     /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
     fn of_groups(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer, transposed: bool) -> Result<Buffer> {
         let GroupedGemm { rows, n, k, terms } = spec;
-        self.f32s(OP, &[x, w])?;
         self.meter().add_flops(Work::Matmul, spec.flops());
         let [from, to] = if transposed { [k, n] } else { [n, k] };
         let y = self.alloc(DType::F32, rows.iter().sum::<usize>() * to)?;
         if y.count() == 0 {
             return Ok(y);
         }
-        let [x, w, out] = [self.place(OP, x)?, self.place(OP, w)?, self.place(OP, &y)?];
+        // They live until the products are queued.
+        let operands = [self.operand(OP, x, self.precision)?, self.operand(OP, w, self.precision)?];
+        let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
         if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
-            let of = |at: Address, transposed| Operand { at, transposed, bf16: false };
+            let of = |at, first, transposed| self.part(at, first, transposed);
             self.each_group(rows, |group, first| Product {
                 mnk: [rows[group], to, from],
-                operands: [of(x.offset(4 * first * from), false), of(w.offset(4 * group * n * k), transposed)],
+                operands: [of(x, first * from, false), of(w, group * n * k, transposed)],
                 c: out.offset(4 * first * to),
                 accumulate: false,
             })?;
@@ -83,7 +94,12 @@ impl CudaDevice {
             y.count().into(),
             to.into(),
         ];
-        self.launch(OP, "grouped_product", [y.count(), 0], &args)?;
+        self.launch(
+            OP,
+            self.of_precision(self.precision, ["grouped_product_f32", "grouped_product_bf16"]),
+            [y.count(), 0],
+            &args,
+        )?;
         Ok(y)
     }
 }
@@ -119,12 +135,15 @@ impl Grouped for CudaDevice {
     ) -> Result<()> {
         let GroupedGemm { n, k, .. } = spec;
         let GroupedGrad { buffer, start, accumulate } = dw;
-        self.f32s(OP, &[dy, x, buffer])?;
+        self.f32s(OP, &[buffer])?;
         let rows: Vec<usize> = blocks.iter().map(|blocks| blocks.iter().map(ExactSizeIterator::len).sum()).collect();
         self.meter().add_flops(Work::Matmul, GroupedGemm { rows: &rows, ..spec }.flops());
         let count = blocks.len() * n * k;
         buffer.slice(start..start + count)?;
         let whole = blocks.iter().all(|blocks| blocks.len() == 1);
+        // They live until the products are queued.
+        let operands = [self.operand(OP, dy, self.precision)?, self.operand(OP, x, self.precision)?];
+        let (dy, x) = (self.place(OP, &operands[0])?, self.place(OP, &operands[1])?);
         if self.products == Products::OfTheLibrary && whole {
             if !accumulate {
                 let empty = rows.iter().enumerate().filter(|(_, rows)| **rows == 0);
@@ -133,13 +152,12 @@ impl Grouped for CudaDevice {
                 }
             }
             let to = self.place_mut(OP, buffer)?.offset(4 * start);
-            let (dy, x) = (self.place(OP, dy)?, self.place(OP, x)?);
-            let of = |at: Address, transposed| Operand { at, transposed, bf16: false };
+            let of = |at, first, transposed| self.part(at, first, transposed);
             return self.each_group(&rows, |group, _| {
                 let first = blocks[group][0].start;
                 Product {
                     mnk: [n, k, rows[group]],
-                    operands: [of(dy.offset(4 * first * n), true), of(x.offset(4 * first * k), false)],
+                    operands: [of(dy, first * n, true), of(x, first * k, false)],
                     c: to.offset(4 * group * n * k),
                     accumulate,
                 }
@@ -147,8 +165,8 @@ impl Grouped for CudaDevice {
         }
         let [first, bounds] = self.bounds(blocks)?;
         let args = [
-            self.place(OP, dy)?.into(),
-            self.place(OP, x)?.into(),
+            dy.into(),
+            x.into(),
             self.place(OP, &first)?.into(),
             self.place(OP, &bounds)?.into(),
             self.place_mut(OP, buffer)?.offset(4 * start).into(),
@@ -157,7 +175,8 @@ impl Grouped for CudaDevice {
             k.into(),
             count.into(),
         ];
-        self.launch(OP, "grouped_product_backward", [count, 0], &args)
+        let kernels = ["grouped_product_backward_f32", "grouped_product_backward_bf16"];
+        self.launch(OP, self.of_precision(self.precision, kernels), [count, 0], &args)
     }
 
     fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {

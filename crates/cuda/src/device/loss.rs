@@ -1,4 +1,5 @@
-use super::{Checked, CudaDevice};
+use super::CudaDevice;
+use super::checked::Checked;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Loss, VocabShard};
 use meshwork_tensor::{Device, Result};

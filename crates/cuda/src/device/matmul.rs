@@ -1,7 +1,8 @@
 use super::{CudaDevice, Products};
 use crate::driver::{Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::{Gemm, Matmul};
+use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::kernel::{Gemm, Matmul, Pointwise};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Result, Work};
 
@@ -23,13 +24,17 @@ impl CudaDevice {
         start: usize,
     ) -> Result<()> {
         let Gemm { m, n, terms, .. } = specs[0];
-        self.f32s(OP, &[a[0], a[1], b[0], b[1], c])?;
+        self.f32s(OP, &[c])?;
         c.slice(start..start + m * n)?;
         let mut args: Vec<Argument> = Vec::with_capacity(20);
+        // They live until the product is queued.
+        let mut operands = Vec::with_capacity(4);
         for (spec, (a, b)) in specs.into_iter().zip(a.into_iter().zip(b)) {
             self.meter().add_flops(Work::Matmul, spec.flops());
             for (operand, strides) in [a, b].into_iter().zip(strides(spec)) {
-                args.push(self.place(OP, operand)?.into());
+                let operand = self.operand(OP, operand, self.precision)?;
+                args.push(self.place(OP, &operand)?.into());
+                operands.push(operand);
                 args.extend(strides.map(Argument::from));
             }
             args.extend([spec.k, spec.terms.segments].map(Argument::from));
@@ -38,24 +43,48 @@ impl CudaDevice {
         args.push(terms.blocks.into());
         args.push(to.into());
         args.extend([m * n, n].map(Argument::from));
-        self.launch(OP, "product_sum_f32", [m * n, 0], &args)
+        self.launch(OP, self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]), [m * n, 0], &args)
+    }
+
+    /// What products in a precision read: in bf16 a rounded copy, unless the operand is one.
+    pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision) -> Result<Buffer> {
+        match (precision, x.dtype()) {
+            (Precision::F32, _) => self.f32s(op, &[x])?,
+            (Precision::Bf16, DType::Bf16) => {}
+            (Precision::Bf16, _) => {
+                self.f32s(op, &[x])?;
+                let mut rounded = self.scratch(DType::Bf16, x.count())?;
+                self.cast_into(x, &mut rounded, 0)?;
+                return Ok(rounded);
+            }
+        }
+        Ok(x.clone())
+    }
+
+    /// The kernel for operands of f32 or the one for bf16.
+    pub(super) fn of_precision(&self, precision: Precision, kernels: [&'static str; 2]) -> &'static str {
+        kernels[usize::from(precision == Precision::Bf16)]
     }
 }
 
 impl Matmul for CudaDevice {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
-        self.f32s(OP, &[a, b, c])?;
-        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, .. } = spec;
+        self.f32s(OP, &[c])?;
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
+        let precision = if exact { Precision::F32 } else { self.precision };
         self.meter().add_flops(Work::Matmul, spec.flops());
         if m * n == 0 {
             return Ok(());
         }
         c.slice(start..start + m * n)?;
         let c = self.place_mut(OP, c)?.offset(4 * start);
-        let [a, b] = [self.place(OP, a)?, self.place(OP, b)?];
+        // They live until the product is queued.
+        let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
+        let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
         if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
-            let operands = [(a, a_transposed), (b, b_transposed)];
-            let operands = operands.map(|(at, transposed)| Operand { at, transposed, bf16: false });
+            let places = [(a, a_transposed), (b, b_transposed)];
+            let bf16 = precision == Precision::Bf16;
+            let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
             let product = Product { mnk: [m, n, k], operands, c, accumulate };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
@@ -75,7 +104,7 @@ impl Matmul for CudaDevice {
             (m * n).into(),
             n.into(),
         ];
-        self.launch(OP, "product_f32", [m * n, 0], &args)
+        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {

@@ -8,7 +8,7 @@ use super::collectives::Ranks;
 use crate::driver::{Address, Driver, DriverError, Event, Stream};
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
-use meshwork_tensor::{Category, Meter};
+use meshwork_tensor::{Category, Error, Meter};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -85,13 +85,14 @@ impl Pool {
                 if let Some((category, bytes)) = counted {
                     self.meter.shrink(bytes, category);
                 }
-                let held = self.meter.live();
-                let fault = if let DriverError::OutOfMemory { .. } = fault {
-                    format!("{fault}; this rank's buffers hold {held}").into()
-                } else {
-                    fault.into()
-                };
-                Err(meshwork_tensor::Error::Device { op: "alloc", device: self.driver.name().to_owned(), fault })
+                let (device, held) = (self.driver.name().to_owned(), Box::new(self.meter.live()));
+                Err(match fault {
+                    DriverError::OutOfMemory { .. } => {
+                        let category = counted.map_or_else(Category::default, |(category, _)| category);
+                        Error::OutOfMemory { device, bytes: bytes as u64, category, fault: fault.into(), held }
+                    }
+                    fault => Error::Device { op: "alloc", device, fault: fault.into() },
+                })
             }
         }
     }

@@ -5,6 +5,7 @@
 
 mod attention;
 mod channel_norm;
+mod checked;
 mod collectives;
 mod decode;
 mod documents;
@@ -23,12 +24,14 @@ mod reduction;
 mod rotary;
 mod routing;
 mod rows;
+mod whole;
 mod windows;
 
 use crate::driver::{Address, Argument, Driver, DriverError};
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
+use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim, Permutation, Pointwise,
     Reduction, Routing, Window, check_copy,
@@ -38,6 +41,7 @@ use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
 use std::sync::Arc;
+use whole::WholeTables;
 
 /// Whose order of sums matrix products have. Sums that are cut into blocks have the CPU's either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,44 +57,42 @@ pub enum Products {
 pub struct CudaDevice {
     pool: Arc<Pool>,
     products: Products,
+    precision: Precision,
     cuts: Cuts,
     angles: LastAngles,
-    /// What kernels found in integers: one number for each of [`CHECKED`].
+    whole: WholeTables,
+    /// What kernels found in integers.
     found: DeviceMemory,
 }
 
-/// What kernels check of integers; what they find comes out of the next download.
-#[derive(Clone, Copy, Debug)]
-enum Checked {
-    Embedding,
-    CrossEntropy,
-    Sort,
-    Documents,
-}
-
-/// The operation of each, and its fault.
-const CHECKED: [(&str, &str); 4] = [
-    ("embedding", "an id is not in the vocabulary"),
-    ("cross_entropy", "an id is not in the vocabulary"),
-    ("sort", "the choices of some ids are not as many as was counted"),
-    (
-        "attention",
-        "a token's position in its document is neither 0 nor one more than that of the token before, or is beyond the sequence",
-    ),
-];
-
 impl CudaDevice {
-    /// A device that works through `driver`.
+    /// A device that works through `driver`, with products in f32.
     ///
     /// # Errors
     /// What the driver refuses.
     pub fn new(driver: Arc<dyn Driver>, products: Products) -> Result<Self> {
+        Self::with_precision(driver, products, Precision::F32)
+    }
+
+    /// A device whose products, and those of attention, take operands in this precision.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
-        let found = pool.memory(4 * CHECKED.len(), Origin::Compute, false)?;
-        pool.driver.zero(pool.compute, found.at(), 4 * CHECKED.len()).map_err(failed)?;
-        Ok(Self { pool, products, cuts: Cuts::default(), angles: LastAngles::default(), found })
+        let found = pool.memory(checked::BYTES, Origin::Compute, false)?;
+        pool.driver.zero(pool.compute, found.at(), checked::BYTES).map_err(failed)?;
+        Ok(Self {
+            pool,
+            products,
+            precision,
+            cuts: Cuts::default(),
+            angles: LastAngles::default(),
+            whole: WholeTables::default(),
+            found,
+        })
     }
 
     fn buffer(&self, dtype: DType, count: usize, origin: Origin, counted: bool) -> Result<Buffer> {
@@ -132,7 +134,7 @@ impl CudaDevice {
         let from = self.place("download", buffer)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
         let mut host = Buffer::zeros(buffer.dtype(), buffer.count());
-        let mut found = [0; 4 * CHECKED.len()];
+        let mut found = [0; checked::BYTES];
         let bytes = host.as_bytes_mut()?;
         let mut queue = || {
             driver.wait(*copies, driver.record(*compute)?)?;
@@ -140,10 +142,7 @@ impl CudaDevice {
             driver.read(*copies, self.found.at(), &mut found)
         };
         queue().map_err(self.failed("download"))?;
-        match found.chunks(4).zip(CHECKED).find(|(seen, _)| **seen != [0; 4]) {
-            None => Ok(host),
-            Some((_, (op, fault))) => Err(Error::Device { op, device: self.name().to_owned(), fault: fault.into() }),
-        }
+        checked::fault(&found).map_or(Ok(host), Err)
     }
 
     /// Where the elements of a buffer begin.
@@ -208,19 +207,6 @@ impl CudaDevice {
     fn failed(&self, op: &'static str) -> impl Fn(DriverError) -> Error {
         move |fault| Error::Device { op, device: self.name().to_owned(), fault: fault.into() }
     }
-
-    /// Queues a check of ids, whose result the next download sees.
-    fn check_ids(&self, checked: Checked, ids: &Buffer, vocab: usize, masked: bool) -> Result<()> {
-        let ((op, _), count) = (CHECKED[checked as usize], ids.count());
-        let args = [self.place(op, ids)?.into(), vocab.into(), i32::from(masked).into()];
-        let outside = [self.fault_of(checked).into(), count.into()];
-        self.launch(op, "check_ids", [count, 0], &[&args[..], &outside].concat())
-    }
-
-    /// Where a kernel says what it found.
-    fn fault_of(&self, checked: Checked) -> Address {
-        self.found.at().offset(4 * checked as usize)
-    }
 }
 
 impl Device for CudaDevice {
@@ -261,6 +247,10 @@ impl Device for CudaDevice {
 
     fn meter(&self) -> &Meter {
         &self.pool.meter
+    }
+
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.precision.operand_dtype(dtype)
     }
 
     fn matmul(&self) -> Result<&dyn Matmul> {

@@ -1,17 +1,18 @@
 use super::CudaDevice;
+use crate::driver::{Address, Argument};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE};
-use meshwork_optim::{AdamWFactors, Rule, Update};
+use meshwork_optim::{AdamWFactors, OnHost, OptimError, Rule, Update};
 use meshwork_tensor::kernel::{Measured, Optim, WholePart, WholeVectors};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
 /// Rules that have kernels.
-const RULES: &str = "adamw or sgd";
+const RULES: &str = "adamw, sgd, lamb, adafactor, muon or adam8bit";
 
 impl CudaDevice {
-    fn no_rule(&self, rule: &Rule) -> Error {
+    pub(super) fn no_rule(&self, rule: &Rule) -> Error {
         Error::UpdateRule { device: self.name().to_owned(), rule: rule.name().to_owned(), valid: RULES }
     }
 
@@ -22,7 +23,31 @@ impl CudaDevice {
         Ok(4 * range.start)
     }
 
-    fn f64s(&self, x: &Buffer) -> Result<()> {
+    /// Adds Σ x² of `count` numbers to a sum in f64 or to digits.
+    pub(super) fn add_squares(
+        &self,
+        op: &'static str,
+        x: Address,
+        count: usize,
+        to: Address,
+        exact: bool,
+    ) -> Result<()> {
+        let (x, to, first): (Argument, Argument, Argument) = (x.into(), to.into(), 0_usize.into());
+        if exact {
+            let pieces = count.div_ceil(EXACT_PIECE as usize);
+            let parts = self.scratch(DType::I64, pieces * LIMBS)?;
+            let parts = self.place(op, &parts)?.into();
+            self.launch(op, "exact_squares", [pieces, 0], &[x, parts, count.into(), pieces.into()])?;
+            return self.launch(op, "exact_squares_sum", [1, 0], &[parts, pieces.into(), to, first]);
+        }
+        let pieces = count.div_ceil(SQUARES_PIECE as usize);
+        let parts = self.scratch(DType::F64, pieces)?;
+        let parts = self.place(op, &parts)?.into();
+        self.launch(op, "sum_of_squares", [pieces, 0], &[x, count.into(), 1_usize.into(), first, parts])?;
+        self.launch(op, "sum_of_parts", [1, 0], &[parts, pieces.into(), to, first])
+    }
+
+    pub(super) fn f64s(&self, x: &Buffer) -> Result<()> {
         match x.dtype() {
             DType::F64 => Ok(()),
             actual => Err(BufferError::DType { actual, asked: DType::F64 }.into()),
@@ -46,13 +71,8 @@ impl Optim for CudaDevice {
         let from = self.place(op, x)?.offset(self.range(op, x, &range)?);
         self.f64s(sums)?;
         sums.slice(at..at + 1)?;
-        let pieces = range.len().div_ceil(SQUARES_PIECE as usize);
-        let parts = self.scratch(DType::F64, pieces)?;
-        let parts = self.place(op, &parts)?;
-        let args = [from.into(), range.len().into(), 1_usize.into(), 0_usize.into(), parts.into()];
-        self.launch(op, "sum_of_squares", [pieces, 0], &args)?;
-        let args = [parts.into(), pieces.into(), self.place_mut(op, sums)?.into(), at.into()];
-        self.launch(op, "sum_of_parts", [1, 0], &args)
+        let to = self.place_mut(op, sums)?.offset(8 * at);
+        self.add_squares(op, from, range.len(), to, false)
     }
 
     fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
@@ -60,12 +80,8 @@ impl Optim for CudaDevice {
         let from = self.place(op, x)?.offset(self.range(op, x, &range)?);
         self.f64s(digits)?;
         digits.slice(at..at + LIMBS)?;
-        let pieces = range.len().div_ceil(EXACT_PIECE as usize);
-        let parts = self.scratch(DType::I64, pieces * LIMBS)?;
-        let parts = self.place(op, &parts)?;
-        self.launch(op, "exact_squares", [pieces, 0], &[from.into(), parts.into(), range.len().into(), pieces.into()])?;
-        let args = [parts.into(), pieces.into(), self.place_mut(op, digits)?.into(), at.into()];
-        self.launch(op, "exact_squares_sum", [1, 0], &args)
+        let to = self.place_mut(op, digits)?.offset(8 * at);
+        self.add_squares(op, from, range.len(), to, true)
     }
 
     fn update(
@@ -108,41 +124,53 @@ impl Optim for CudaDevice {
                     _ => Err(self.no_rule(&Rule::Sgd(*rule))),
                 }
             }
-            _ => Err(self.no_rule(rule)),
+            (rule, _) => match rule.on_host() {
+                OnHost::Whole(whole) if !rule.is_users() => {
+                    Err(OptimError::NeedsWhole { rule: whole.name().to_owned() }.into())
+                }
+                _ => Err(self.no_rule(rule)),
+            },
         }
     }
 
     fn measure(
         &self,
         part: &WholePart<'_>,
-        _pass: usize,
-        _weights: &Buffer,
-        _vectors: WholeVectors<'_>,
-        _into: Option<Measured<'_>>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
     ) -> Result<()> {
-        Err(self.no_rule(part.rule))
+        self.measure_whole(part, pass, weights, vectors, into)
     }
 
-    fn divide_by_root(&self, x: &mut Buffer, _squares: &Buffer, _least: f64) -> Result<()> {
-        Err(self.lacks("divide_by_root", x.dtype()))
+    fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
+        let (op, count) = ("divide_by_root", x.count());
+        self.f32s(op, &[x])?;
+        let args = [self.place_mut(op, x)?.into(), self.doubles(op, squares)?, least.into(), count.into()];
+        self.launch(op, "divide_by_root", [count, 0], &args)
     }
 
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
-        Err(self.lacks("exact_sums", digits.dtype()))
+        let (op, count) = ("exact_sums", digits.count() / LIMBS);
+        let sums = self.alloc(DType::F64, count)?;
+        let args = [self.doubles(op, digits)?, self.place(op, &sums)?.into(), count.into()];
+        self.launch(op, "exact_values", [count, 0], &args)?;
+        Ok(sums)
     }
 
     fn settle(
         &self,
         part: &WholePart<'_>,
-        _pass: usize,
-        _totals: &mut Buffer,
-        _at: usize,
-        _sets: &mut [Buffer],
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
     ) -> Result<()> {
-        Err(self.no_rule(part.rule))
+        self.settle_whole(part, pass, totals, at, sets)
     }
 
-    fn update_whole(&self, part: &WholePart<'_>, _weights: &mut Buffer, _vectors: WholeVectors<'_>) -> Result<()> {
-        Err(self.no_rule(part.rule))
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+        self.update_of_whole(part, weights, vectors)
     }
 }

@@ -1,4 +1,5 @@
-use super::{Checked, CudaDevice};
+use super::CudaDevice;
+use super::checked::Checked;
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Choices, Permutation};
@@ -71,6 +72,8 @@ impl Permutation for CudaDevice {
 
     fn gather(&self, x: &Buffer, index: &Buffer, per: usize, width: usize) -> Result<Buffer> {
         const OP: &str = "gather";
+        let rows = x.count() / width.max(1);
+        self.check_ids(Checked::Gather, index, rows * per, false)?;
         let out = self.alloc(x.dtype(), index.count() * width)?;
         let (kernel, word) = match x.dtype().size() {
             1 => ("gather_8", 1),
@@ -81,6 +84,7 @@ impl Permutation for CudaDevice {
         let args = [
             self.place(OP, x)?.into(),
             self.place(OP, index)?.into(),
+            rows.into(),
             per.into(),
             words.into(),
             self.place(OP, &out)?.into(),

@@ -133,6 +133,10 @@ fn arguments_are_those_of_the_table() {
         refused(&[x.into(), 4_usize.into(), 4_usize.into()]),
         "kernel add_assign: argument 1 (b) is a number of type long long, and const float* was expected"
     );
+    let bias = kernel("bias").unwrap();
+    let none = driver.launch(stream, bias, launch, &[x.into(), x.into(), x.into(), 4_usize.into(), 0_usize.into()]);
+    let zero = "kernel bias: argument 4 (n) is 0, and the kernel divides by it: a size of at least 1 was expected";
+    assert_eq!(none.unwrap_err().to_string(), zero);
     let other = driver.write(Stream(7), x, &[0]).unwrap_err();
     assert_eq!(other.to_string(), "a queue of work: Stream(7) is not one of this device");
 }
@@ -142,7 +146,10 @@ fn a_device_has_only_its_memory() {
     let Some(driver) = emulator(Order::AsQueued) else { return };
     let half = driver.alloc(512 << 20).unwrap();
     let full = driver.alloc(513 << 20).unwrap_err().to_string();
-    assert_eq!(full, "the device has no memory for 537919488 bytes more: 536870912 of its 1073741824 are in use");
+    assert_eq!(
+        full,
+        "the device has no memory for 537919488 bytes more: 536870912 of its 1073741824 are in use by all ranks"
+    );
     driver.free(half).unwrap();
     driver.free(driver.alloc(513 << 20).unwrap()).unwrap();
 
@@ -151,7 +158,8 @@ fn a_device_has_only_its_memory() {
     drop(device.alloc(DType::U8, 1 << 29).unwrap());
     let full = device.alloc(DType::U8, 2 << 30).unwrap_err().to_string();
     let why = "the device has no memory for 2147483648 bytes more";
-    assert!(full.contains(why) && full.ends_with("; this rank's buffers hold other 1000 B"), "{full}");
+    assert!(full.starts_with("2.0 GiB of other more: device cuda-emulated: ") && full.contains(why), "{full}");
+    assert!(full.ends_with("; this rank's buffers hold other 1000 B"), "{full}");
     device.alloc(DType::U8, 1 << 29).unwrap();
     drop(kept);
 }

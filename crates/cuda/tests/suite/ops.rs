@@ -7,7 +7,7 @@ use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
-use meshwork_optim::{AdamW, Lamb, Rule, Sgd, Update};
+use meshwork_optim::{AdamW, Lamb, OptimError, Optimizer, Rule, Sgd, Update};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_tensor::kernel::*;
 use meshwork_tensor::random::{fill_normal, key};
@@ -404,7 +404,7 @@ fn positions_that_do_not_follow_are_an_error() {
     let masks = AttentionMasks { dropout: None, documents };
     let (out, _) = device.attention().unwrap().causal(shape, &up(&values("qkv", 18)), masks).unwrap();
     let error = device.download(&out).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("attention: device {}: a token's position in its document", device.name())));
+    assert!(error.starts_with("attention: token 1 of sample 0 is at position 2 of its document: 0 begins"), "{error}");
 }
 
 #[test]
@@ -574,8 +574,37 @@ fn what_the_device_lacks_is_named() {
     assert!(message(shared).contains("is shared"));
     let mut w = device.upload(&values("w", 8)).unwrap();
     let rule = optim.update(&Rule::from(Lamb::default()), update, &mut w, &x, &mut [], 0..8).unwrap_err();
-    assert!(message(rule).contains(&format!("device {name} has no kernel for the update rule lamb")));
+    assert_eq!(message(rule), cpu_says(&Rule::from(Lamb::default()), update));
+    let users = Rule::custom(Own);
+    let refused = message(optim.update(&users, update, &mut w, &x, &mut [], 0..8).unwrap_err());
+    assert!(refused.contains(&format!("device {name} has no kernel for the update rule own")), "{refused}");
+    assert!(refused.contains("use adamw, sgd, lamb, adafactor, muon or adam8bit, or a device"), "{refused}");
     assert!(x.as_slice::<f32>().is_err(), "the host does not read device memory");
+}
+
+/// A rule of a user's.
+#[derive(Debug)]
+struct Own;
+
+impl Optimizer for Own {
+    fn name(&self) -> &str {
+        "own"
+    }
+
+    fn state_names(&self) -> &[&'static str] {
+        &[]
+    }
+
+    fn update(&self, _: Update, _: &mut [f32], _: &[f32], _: &mut [&mut [f32]]) -> std::result::Result<(), OptimError> {
+        Ok(())
+    }
+}
+
+/// The CPU's error for an update by a rule.
+fn cpu_says(rule: &Rule, update: Update) -> String {
+    let (mut w, x) = (values("w", 8), values("x", 8));
+    let refused = Cpu::device().optim().unwrap().update(rule, update, &mut w, &x, &mut [], 0..8);
+    refused.unwrap_err().to_string()
 }
 
 /// A kernel finds it; the host hears of it when it next waits.
@@ -586,7 +615,24 @@ fn ids_outside_the_vocabulary_are_an_error() {
     let (table, ids) = (up(&values("table", 9 * 4)), up(&Buffer::from_vec(vec![3_i32, 9])));
     let out = device.embedding().unwrap().lookup(&ids, &table, 0..9, 9, 4).unwrap();
     let error = device.download(&out).unwrap_err().to_string();
-    assert_eq!(error, format!("embedding: device {}: an id is not in the vocabulary", device.name()));
+    assert_eq!(error, "embedding: id 9 at place 1 is not in a vocabulary of 9");
+
+    let Some([device, _]) = devices(Products::OfTheCpu) else { return };
+    let up = |host: &Buffer| device.upload(host).unwrap();
+    let (targets, shard) = (
+        up(&Buffer::from_vec(vec![-1_i32, 4, 7])),
+        VocabShard { first: 0, valid: 5, width: 5, skipped: 0, pitch: 5, vocab: 5 },
+    );
+    let (max, _) = device.loss().unwrap().row_stats(&up(&values("logits", 15)), &targets, shard).unwrap();
+    let error = device.download(&max).unwrap_err().to_string();
+    assert_eq!(error, "cross_entropy: id 7 at place 2 is not in a vocabulary of 5");
+
+    let Some([device, _]) = devices(Products::OfTheCpu) else { return };
+    let up = |host: &Buffer| device.upload(host).unwrap();
+    let index = up(&Buffer::from_vec(vec![5_i32, 6, 0]));
+    let rows = device.permutation().unwrap().gather(&up(&values("x", 12)), &index, 2, 4).unwrap();
+    let error = device.download(&rows).unwrap_err().to_string();
+    assert_eq!(error, "gather: index 6 at place 1: indices are from 0 to 5");
 }
 
 #[test]

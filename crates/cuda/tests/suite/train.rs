@@ -4,7 +4,7 @@
 use crate::{driver, orders};
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
-use meshwork_core::{Axis, Mesh, Rank};
+use meshwork_core::{Axis, DType, Mesh, Rank};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_engine::dry_run::predict;
@@ -12,8 +12,9 @@ use meshwork_engine::{Numerics, Plan, StateKey, TrainError, TrainState, Trainer,
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
+use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, Muon, Rule};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::cpu::{Cpu, Precision};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -57,12 +58,27 @@ pub fn train_watched(
     config: Gpt2Config,
     numerics: Numerics,
     device: Arc<dyn Device>,
+    mark: impl FnMut(),
+) -> Result<Trained, TrainError> {
+    let precision = if device.operand_dtype(DType::F32) == DType::Bf16 { Precision::Bf16 } else { Precision::F32 };
+    let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, precision, ..Plan::default() };
+    train_plan(config, &plan, device, mark)
+}
+
+/// Steps of a plan on one rank.
+fn train_with(config: Gpt2Config, plan: &Plan, device: Arc<dyn Device>) -> Result<Trained, TrainError> {
+    train_plan(config, plan, device, || ())
+}
+
+fn train_plan(
+    config: Gpt2Config,
+    plan: &Plan,
+    device: Arc<dyn Device>,
     mut mark: impl FnMut(),
 ) -> Result<Trained, TrainError> {
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
-    let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, ..Plan::default() };
     let rank = Arc::new(Rank::recording(&plan.mesh, 0)?);
-    let mut trainer = Trainer::new(model, &plan, rank, device)?;
+    let mut trainer = Trainer::new(model, plan, rank, device)?;
     let mut steps = Vec::new();
     mark();
     for step in 0..STEPS {
@@ -124,6 +140,65 @@ fn fast_steps_have_the_cpus_bits_with_its_products_and_are_near_them_with_the_li
     let Some(got) = on_cuda(small(), Numerics::Fast, Products::OfTheLibrary, Order::Seeded(4)) else { return };
     for (got, want) in got.steps.iter().zip(&want.steps) {
         assert!(got.iter().zip(want).all(|(got, want)| (got / want - 1.0).abs() < 1e-5), "{got:?} and {want:?}");
+    }
+}
+
+#[test]
+fn steps_with_products_of_bf16_have_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let on = |products, order| {
+        let device = CudaDevice::with_precision(driver(order)?, products, Precision::Bf16).unwrap();
+        Some(Arc::new(device))
+    };
+    for numerics in [CANONICAL, Numerics::Fast] {
+        let want = train(small(), numerics, Arc::new(Cpu::new(Precision::Bf16))).unwrap();
+        let Some(device) = on(Products::OfTheCpu, Order::Seeded(5)) else { return };
+        assert_same("products of bf16", &train(small(), numerics, device).unwrap(), &want);
+        let Some(device) = on(Products::OfTheLibrary, Order::Seeded(6)) else { return };
+        let got = train(small(), numerics, device).unwrap();
+        for (got, want) in got.steps.iter().zip(&want.steps) {
+            assert!(got.iter().zip(want).all(|(got, want)| (got / want - 1.0).abs() < 1e-2), "{got:?} and {want:?}");
+        }
+    }
+}
+
+/// LAMB, Adafactor, Muon and 8-bit Adam: one rank, matrices cut over two, and states cut over two.
+#[test]
+fn every_update_rule_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let config = Gpt2Config { vocab_size: 62, num_heads: 4, ffn_hidden_size: 48, seq_len: 12, ..small() };
+    let relative = Adafactor { weight_decay: 0.1, ..Adafactor::default() };
+    let rules: [Rule; 5] = [
+        Lamb::default().into(),
+        relative.into(),
+        Adafactor { relative_step: false, ..relative }.into(),
+        Rule::with_muon(Muon::default(), AdamW::default()),
+        Rule::with_adam8bit(Adam8bit { block: 100, ..Adam8bit::default() }),
+    ];
+    for rule in rules {
+        let plan = |mesh: &str, stage, micros| Plan {
+            mesh: mesh.parse().unwrap(),
+            zero: Zero { stage, group: None },
+            optimizer: rule.clone(),
+            global_batch_size: SAMPLES,
+            num_microbatches: Some(micros),
+            numerics: CANONICAL,
+            ..Plan::default()
+        };
+        let want = train_with(config, &plan("dp=1", ZeroStage::Off, 2), Cpu::device()).unwrap();
+        for (mesh, stage, micros) in [
+            ("dp=1", ZeroStage::Off, 2),
+            ("tp=2", ZeroStage::Off, 2),
+            ("dp=2", ZeroStage::States, 1),
+            ("dp=2", ZeroStage::Weights, 1),
+        ] {
+            let Some(got) = train_mesh(config, &plan(mesh, stage, micros), Devices::Shared, 11) else { return };
+            assert_same(&format!("{} on {mesh}, {stage:?}", rule.name()), &got, &want);
+        }
     }
 }
 

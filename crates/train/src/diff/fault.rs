@@ -4,7 +4,7 @@ use super::program::{Op, Program, Value};
 use super::ulps::Stored;
 use super::{Broken, Hook, Place, Site};
 use crate::config::{Fault, choose_from};
-use meshwork_core::{Axis, DType, Element, Ty, Types, bf16};
+use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -86,6 +86,7 @@ impl Break {
             let changed = match seen.tensor.dtype() {
                 DType::F64 => fault.change::<f64>(seen.tensor.to_vec()?, seen.tensor)?,
                 DType::Bf16 => fault.change::<bf16>(seen.tensor.to_vec()?, seen.tensor)?,
+                DType::F16 => fault.change::<f16>(seen.tensor.to_vec()?, seen.tensor)?,
                 _ => fault.change::<f32>(seen.tensor.to_vec()?, seen.tensor)?,
             };
             Ok(Some(changed))

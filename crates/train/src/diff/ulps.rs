@@ -1,6 +1,6 @@
 //! The distance of two numbers in ulps, and the distribution of such distances.
 
-use meshwork_core::bf16;
+use meshwork_core::{bf16, f16};
 use std::fmt::Debug;
 use std::ops::Add;
 
@@ -38,19 +38,25 @@ pub(super) trait Stored: Copy {
     }
 }
 
-impl Stored for bf16 {
-    const STEP: u32 = 1 << 16;
+macro_rules! stored {
+    ($t:ident, $step:expr) => {
+        impl Stored for $t {
+            const STEP: u32 = $step;
 
-    fn next(self) -> Self {
-        let bits = self.to_bits();
-        bf16::from_bits(match bits {
-            _ if self.is_nan() || self == bf16::INFINITY => bits,
-            0x8000 => 1, // from the negative zero
-            0x8001.. => bits - 1,
-            _ => bits + 1,
-        })
-    }
+            fn next(self) -> Self {
+                let bits = self.to_bits();
+                $t::from_bits(match bits {
+                    _ if self.is_nan() || self == $t::INFINITY => bits,
+                    0x8000 => 1, // from the negative zero
+                    0x8001.. => bits - 1,
+                    _ => bits + 1,
+                })
+            }
+        }
+    };
 }
+stored!(bf16, 1 << 16);
+stored!(f16, 1 << 13); // of normal numbers
 
 macro_rules! float {
     ($t:ty, $int:ty, $variant:ident) => {
@@ -179,6 +185,9 @@ mod tests {
         }
         for x in [1.0f32, -1.0, 0.0, -0.0, 1e-40, -1e-40, 3e38].map(bf16::from_f32) {
             assert_eq!(f32::from(x).ulps(x.next().into()), u64::from(bf16::STEP), "{x}");
+        }
+        for x in [1.0f32, -1.0, 0.25, -3.0, 60000.0].map(f16::from_f32) {
+            assert_eq!(f32::from(x).ulps(x.next().into()), u64::from(f16::STEP), "{x}");
         }
         assert_eq!(bf16::MAX.up(2), bf16::INFINITY);
         assert_eq!(f32::from_bits(1).up(3), f32::from_bits(4));

@@ -4,7 +4,7 @@ use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
 use crate::devices::Place;
 use meshwork_core::comm::thread::{self, Options, WorldError};
-use meshwork_core::{Coords, DType, Group, Rank, bf16, pool};
+use meshwork_core::{Coords, DType, Group, Rank, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
@@ -220,8 +220,9 @@ impl Watch for Recorder {
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);
         let values = match tensor.dtype() {
             DType::F64 => Values::F64(tensor.to_vec()?),
-            // Distances are in ulps of f32, so that a run in bf16 can be compared with one in f32.
+            // Distances are in ulps of f32, so that a run in 16 bits can be compared with one in f32.
             DType::Bf16 => Values::F32(tensor.to_vec::<bf16>()?.into_iter().map(f32::from).collect()),
+            DType::F16 => Values::F32(tensor.to_vec::<f16>()?.into_iter().map(f32::from).collect()),
             _ => Values::F32(tensor.to_vec()?),
         };
         let record = Record { rank, coords, micro: at.micro, first_sample: seen.position.first_sample, values };

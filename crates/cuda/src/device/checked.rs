@@ -1,0 +1,90 @@
+//! What kernels find wrong in integers, which the host hears of when it next waits.
+
+use super::CudaDevice;
+use crate::driver::{Address, Argument};
+use meshwork_core::Buffer;
+use meshwork_tensor::{Error, Result};
+
+/// Who checks.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Checked {
+    Embedding,
+    CrossEntropy,
+    Sort,
+    Documents,
+    Gather,
+}
+
+impl Checked {
+    const ALL: [Self; 5] = [Self::Embedding, Self::CrossEntropy, Self::Sort, Self::Documents, Self::Gather];
+
+    fn op(self) -> &'static str {
+        match self {
+            Self::Embedding => "embedding",
+            Self::CrossEntropy => "cross_entropy",
+            Self::Sort => "sort",
+            Self::Documents => "attention",
+            Self::Gather => "gather",
+        }
+    }
+
+    /// The CPU's error, from the first place that is wrong, what stands there, and the limit.
+    fn error(self, [_, at, found, limit]: Found) -> Error {
+        let op = self.op();
+        let problem = match self {
+            Self::Embedding | Self::CrossEntropy => {
+                return Error::Id { op, id: found as i32, at: at as usize, vocab: limit as usize };
+            }
+            Self::Sort => "the choices of some ids are not as many as was counted".to_owned(),
+            Self::Gather => format!("index {found} at place {at}: indices are from 0 to {}", limit - 1),
+            Self::Documents => format!(
+                "token {} of sample {} is at position {found} of its document: 0 begins a document, each other position is one more \
+                 than the one before, and all are below {limit}",
+                at % limit.max(1),
+                at / limit.max(1)
+            ),
+        };
+        Error::Shape { op, problem, shapes: Vec::new() }
+    }
+}
+
+/// 1 if something was found, the first place, what stands there, and the limit: `kernels/cuda/checked.cuh`.
+type Found = [i64; 4];
+
+/// Memory for what all of them find.
+pub(super) const BYTES: usize = Checked::ALL.len() * size_of::<Found>();
+
+/// The error of the first of them that found something.
+pub(super) fn fault(found: &[u8; BYTES]) -> Option<Error> {
+    let number = |at: usize| i64::from_le_bytes(std::array::from_fn(|byte| found[8 * at + byte]));
+    Checked::ALL.into_iter().enumerate().find_map(|(at, checked)| {
+        let found: Found = std::array::from_fn(|part| number(4 * at + part));
+        (found[0] != 0).then(|| checked.error(found))
+    })
+}
+
+impl CudaDevice {
+    /// Where a kernel says what it found.
+    pub(super) fn fault_of(&self, checked: Checked) -> Address {
+        self.found.at().offset(checked as usize * size_of::<Found>())
+    }
+
+    /// Queues a check that ids are below `limit`, and not negative unless those are `masked`.
+    pub(super) fn check_ids(&self, checked: Checked, ids: &Buffer, limit: usize, masked: bool) -> Result<()> {
+        let args = [self.place(checked.op(), ids)?.into(), limit.into(), i32::from(masked).into()];
+        self.check(checked, "check_ids", ids.count(), &args, &[])
+    }
+
+    /// Queues a check of `count` numbers by one block of threads.
+    pub(super) fn check(
+        &self,
+        checked: Checked,
+        kernel: &'static str,
+        count: usize,
+        args: &[Argument],
+        rest: &[Argument],
+    ) -> Result<()> {
+        let found = [self.fault_of(checked).into(), count.into()];
+        self.launch(checked.op(), kernel, [usize::from(count > 0), 1], &[args, &found, rest].concat())
+    }
+}

@@ -1,0 +1,22 @@
+// Integers that a block of threads checks, and what it says of the first one that is wrong.
+//
+// `found` are four numbers: 1 if something was found, else 0; the first place; what stands there; and the limit that it breaks. What is found is not
+// overwritten: launches of one stream run in order, so the first fault stays.
+#pragma once
+#include "warp.cuh"
+
+#define CHECK_WARPS (THREADS / WARP)
+
+// Called by all threads of the only block: `wrong(i)` for the places below `count`. `firsts` is shared memory of CHECK_WARPS numbers.
+template <class T, class Firsts, class Wrong>
+DEVICE void find_first(const T* x, i64 count, i64 limit, i64* found, Firsts& firsts, Wrong wrong) {
+    i64 first = count;
+    for (i64 i = threadIdx.x; i < count && first == count; i += THREADS) first = wrong(i) ? i : first;
+    for (int width = WARP / 2; width > 0; width /= 2) first = smaller(first, __shfl_xor_sync(FULL_WARP, first, width));
+    if (lane_of_warp() == 0) firsts[threadIdx.x / WARP] = first;
+    __syncthreads();  // the first of each warp is written
+    if (threadIdx.x != 0 || found[0] != 0) return;
+    for (int warp = 0; warp < CHECK_WARPS; warp++) first = smaller(first, firsts[warp]);
+    if (first == count) return;
+    found[0] = 1, found[1] = first, found[2] = static_cast<i64>(x[first]), found[3] = limit;
+}

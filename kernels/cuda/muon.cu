@@ -1,0 +1,28 @@
+// Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024); the matrices themselves are made so by products.
+//
+//   g = grad_scale grad,  m += (1 - μ)(g - m),  u = g + μ (m - g);  w = w keep - size X, X the orthogonal matrix near u
+//
+// Shapes    weights, grads, mean: flat vectors, of which runs.cuh has the elements; values and matrices: whole parameters.
+// Geometry  a thread an element.
+// Bytes     8 read and 8 written an element, then 8 and 4.
+// Bits      those of the CPU: crates/optim/src/muon.rs.
+#include "runs.cuh"
+
+// `values` may be none.
+KERNEL muon_measure(const i64* runs, i64 run_count, const float* grads, float* mean, float grad_scale, float old, float now,
+                    float* values, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    Spot spot = LocalRuns{runs, run_count}.spot(at);
+    float g = grad_scale * grads[spot.place], m = mean[spot.place];
+    m += now * (g - m);
+    mean[spot.place] = m;
+    if (values) values[spot.element] = g + old * (m - g);
+}
+
+KERNEL muon_update(const i64* runs, i64 run_count, float* weights, const float* matrices, float keep, float size, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    Spot spot = LocalRuns{runs, run_count}.spot(at);
+    weights[spot.place] = weights[spot.place] * keep - size * matrices[spot.element];
+}
