@@ -1,8 +1,8 @@
-use super::{CudaDevice, documents::Packed};
+use super::{CudaDevice, Products, documents::Packed};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim, Pointwise};
 use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "attention";
@@ -10,7 +10,7 @@ const OP: &str = "attention";
 /// The longest head that kernels take.
 const HEAD: usize = 128;
 
-/// Where queries, keys and values begin, and how many elements lie from one token to the next.
+/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they have 16 bits.
 struct Heads {
     q: Address,
     q_row: usize,
@@ -23,17 +23,17 @@ struct Heads {
 
 impl Heads {
     /// Of qkv `[batch, seq, 3, heads, head_dim]`.
-    fn fused(at: Address, shape: AttentionShape) -> Self {
+    fn fused(at: Address, shape: AttentionShape, dtype: DType) -> Self {
         let width = shape.heads * shape.head_dim;
-        let [k, v] = [1, 2].map(|part| at.offset(4 * part * width));
+        let [k, v] = [1, 2].map(|part| at.offset(dtype.size() * part * width));
         Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
     }
 
     /// Of queries `[batch, seq, heads, head_dim]` and keys and values `[batch, seq, 2, kv_heads, head_dim]`.
-    fn grouped(q: Address, kv: Address, shape: GroupedShape) -> Self {
+    fn grouped(q: Address, kv: Address, shape: GroupedShape, dtype: DType) -> Self {
         let GroupedShape { queries, group, kv_heads, first_kv_head, .. } = shape;
         let (width, kv_width) = (queries.heads * queries.head_dim, kv_heads * queries.head_dim);
-        let (k, v) = (kv, kv.offset(4 * kv_width));
+        let (k, v) = (kv, kv.offset(dtype.size() * kv_width));
         Self { q, q_row: width, k, v, kv_row: 2 * kv_width, group, first_kv: first_kv_head }
     }
 
@@ -42,7 +42,92 @@ impl Heads {
     }
 }
 
+/// The kernel with room for heads of this length.
+fn of_room(shape: AttentionShape, kernels: [&'static str; 2]) -> &'static str {
+    kernels[usize::from(shape.head_dim > HEAD / 2)]
+}
+
 impl CudaDevice {
+    /// Whether the kernels for tensor cores take this: they round operands to bf16, and promise no order of sums.
+    fn on_tensor_cores(&self, shape: AttentionShape, masks: AttentionMasks<'_>) -> bool {
+        let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
+        let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
+        fast && !drops && shape.head_dim <= HEAD && shape.head_dim.is_multiple_of(8)
+    }
+
+    /// An operand as these kernels take it: a copy of 16 bits that the meter does not count.
+    fn halved(&self, x: &Buffer) -> Result<Buffer> {
+        let mut half = self.scratch(DType::Bf16, x.count())?;
+        self.cast_into(x, &mut half, 0)?;
+        Ok(half)
+    }
+
+    /// What all kernels for tensor cores end with.
+    fn flash_arguments(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<Vec<Argument>> {
+        let mut args: Vec<Argument> =
+            [shape.seq, shape.heads, heads.group, heads.first_kv].map(Argument::from).to_vec();
+        args.push((shape.head_dim as i32).into());
+        args.push(((1.0 / (shape.head_dim as f64).sqrt()) as f32).into());
+        args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
+        Ok(args)
+    }
+
+    /// As [`attend`](Self::attend), of heads in 16 bits.
+    fn flash(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<(Buffer, Buffer)> {
+        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
+        let lse = self.alloc(DType::F32, batch * count * seq)?;
+        let mut out = self.alloc(DType::F32, batch * seq * count * head_dim)?;
+        let half = self.scratch(DType::Bf16, out.count())?;
+        let mut args = heads.args();
+        args.extend([self.place(OP, &half)?, self.place(OP, &lse)?].map(Argument::from));
+        args.extend(self.flash_arguments(shape, heads, packed)?);
+        let kernel = of_room(shape, ["flash_forward_64", "flash_forward_128"]);
+        self.launch(OP, kernel, [batch * count, seq], &args)?;
+        self.cast_into(&half, &mut out, 0)?;
+        Ok((out, lse))
+    }
+
+    /// Writes the gradients of queries, and of keys and values, summed over each group, in 16 bits.
+    fn flash_back(
+        &self,
+        shape: AttentionShape,
+        heads: &Heads,
+        [dout, out, lse]: [&Buffer; 3],
+        packed: Option<&Packed>,
+        dq: (Address, usize),
+        (dk, dv, dkv_row): (Address, Address, usize),
+    ) -> Result<()> {
+        let AttentionShape { batch, heads: count, seq, .. } = shape;
+        self.meter().add_flops(Work::Attention, shape.backward_flops());
+        let dots = self.dots(shape, dout, out)?;
+        let dout = self.halved(dout)?;
+        let mut saved = heads.args();
+        for of in [&dout, lse, &dots] {
+            saved.push(self.place(OP, of)?.into());
+        }
+        let rest = self.flash_arguments(shape, heads, packed)?;
+        let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
+        let kernel = of_room(shape, ["flash_backward_q_64", "flash_backward_q_128"]);
+        self.launch(OP, kernel, [batch * count, seq], &args)?;
+        let args = [&saved[..], &[dk.into(), dv.into(), dkv_row.into()], &rest].concat();
+        let kernel = of_room(shape, ["flash_backward_kv_64", "flash_backward_kv_128"]);
+        self.launch(OP, kernel, [batch * count / heads.group, seq], &args)
+    }
+
+    /// `Σ_e dout_ie out_ie` of each row.
+    fn dots(&self, shape: AttentionShape, dout: &Buffer, out: &Buffer) -> Result<Buffer> {
+        let AttentionShape { batch, seq, heads, head_dim } = shape;
+        let dots = self.scratch(DType::F32, batch * seq * heads)?;
+        let mut args = Vec::with_capacity(7);
+        for of in [dout, out, &dots] {
+            args.push(self.place(OP, of)?.into());
+        }
+        args.extend([batch, seq, heads, head_dim].map(Argument::from));
+        self.launch(OP, "attention_dots", [16 * batch * seq * heads, 0], &args)?;
+        Ok(dots)
+    }
+
     /// The kernel for heads of this length, and the arguments that all of them end with.
     fn attention(
         &self,
@@ -67,7 +152,7 @@ impl CudaDevice {
         args.extend(places.map(|place| Argument::from(place as i64)));
         args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
         args.push(i32::from(self.precision == Precision::Bf16).into());
-        Ok((kernels[usize::from(shape.head_dim > HEAD / 2)], args))
+        Ok((of_room(shape, kernels), args))
     }
 
     /// Queries, and keys with values, after the rotation of queries and keys; `None` without one.
@@ -116,18 +201,15 @@ impl CudaDevice {
         dq: (Address, usize),
         (dk, dv, dkv_row): (Address, Address, usize),
     ) -> Result<()> {
-        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
+        let AttentionShape { batch, seq, heads: count, .. } = shape;
         let of_q = ["attention_backward_q_64", "attention_backward_q_128"];
         let of_kv = ["attention_backward_kv_64", "attention_backward_kv_128"];
         let (of_q, rest) = self.attention(of_q, shape, heads, masks, packed)?;
         let (of_kv, _) = self.attention(of_kv, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.scratch(DType::F32, batch * seq * count)?;
+        let dots = self.dots(shape, dout, out)?;
         let place = |buffer| self.place(OP, buffer);
         let (dout, lse, dots) = (place(dout)?, place(lse)?, place(&dots)?);
-        let sizes = [batch, seq, count, head_dim].map(Argument::from);
-        let args = [&[dout.into(), place(out)?.into(), dots.into()][..], &sizes].concat();
-        self.launch(OP, "attention_dots", [16 * batch * seq * count, 0], &args)?;
         let mut saved = heads.args();
         saved.extend([dout, lse, dots].map(Argument::from));
         let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
@@ -141,7 +223,11 @@ impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.f32s(OP, &[qkv])?;
         let packed = self.packed(shape, masks)?;
-        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape), masks, packed.as_ref())
+        if self.on_tensor_cores(shape, masks) {
+            let half = self.halved(qkv)?;
+            return self.flash(shape, &Heads::fused(self.place(OP, &half)?, shape, DType::Bf16), packed.as_ref());
+        }
+        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape, DType::F32), masks, packed.as_ref())
     }
 
     fn causal_grad(
@@ -154,10 +240,18 @@ impl Attention for CudaDevice {
         masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         self.f32s(OP, &[dout, qkv, out, lse])?;
-        let dqkv = self.alloc(DType::F32, qkv.count())?;
-        let heads = Heads::fused(self.place(OP, qkv)?, shape);
-        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape);
+        let mut dqkv = self.alloc(DType::F32, qkv.count())?;
         let packed = self.packed(shape, masks)?;
+        if self.on_tensor_cores(shape, masks) {
+            let (half, grad) = (self.halved(qkv)?, self.scratch(DType::Bf16, qkv.count())?);
+            let heads = Heads::fused(self.place(OP, &half)?, shape, DType::Bf16);
+            let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &grad)?, shape, DType::Bf16);
+            self.flash_back(shape, &heads, [dout, out, lse], packed.as_ref(), (q, q_row), (k, v, kv_row))?;
+            self.cast_into(&grad, &mut dqkv, 0)?;
+            return Ok(dqkv);
+        }
+        let heads = Heads::fused(self.place(OP, qkv)?, shape, DType::F32);
+        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape, DType::F32);
         self.attend_back(shape, &heads, [dout, out, lse], (masks, packed.as_ref()), (q, q_row), (k, v, kv_row))?;
         Ok(dqkv)
     }
@@ -174,7 +268,13 @@ impl Attention for CudaDevice {
         let packed = packed.as_ref();
         let turned = self.turned(shape, q, kv, packed)?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        self.attend(shape.queries, &Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape), masks, packed)
+        if self.on_tensor_cores(shape.queries, masks) {
+            let (q, kv) = (self.halved(q)?, self.halved(kv)?);
+            let heads = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
+            return self.flash(shape.queries, &heads, packed);
+        }
+        let heads = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, DType::F32);
+        self.attend(shape.queries, &heads, masks, packed)
     }
 
     fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
@@ -201,23 +301,44 @@ impl Attention for CudaDevice {
         let packed = packed.as_ref();
         let turned = self.turned(shape, q, kv, packed)?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape);
-        // Keys and values of each head of queries, before a group is summed.
-        let [dk, dv] = [self.scratch(DType::F32, rows * width)?, self.scratch(DType::F32, rows * width)?];
-        let (dq_at, [dk, dv]) = (self.place_mut(OP, &mut dq)?, [self.place(OP, &dk)?, self.place(OP, &dv)?]);
-        self.attend_back(queries, &of, [dout, out, lse], (masks, packed), (dq_at, width), (dk, dv, width))?;
+        let flash = self.on_tensor_cores(queries, masks);
+        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before a group is summed.
+        let (of_heads, of_group, first) = if flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
+        let [mut dk, mut dv] = [
+            self.scratch(DType::F32, rows * of_heads * head_dim)?,
+            self.scratch(DType::F32, rows * of_heads * head_dim)?,
+        ];
+        if flash {
+            let (q, kv) = (self.halved(q)?, self.halved(kv)?);
+            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
+            let half_dq = self.scratch(DType::Bf16, q.count())?;
+            let mut half = self.scratch(DType::Bf16, 2 * dk.count())?;
+            let count = dk.count();
+            self.zero(&mut half, 0..2 * count)?; // heads of keys and values that no head here reads
+            let (dq_at, dk_at) = (self.place(OP, &half_dq)?, self.place(OP, &half)?);
+            let dkv_at = (dk_at, dk_at.offset(DType::Bf16.size() * count), kv_width);
+            self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
+            self.cast_into(&half_dq, &mut dq, 0)?;
+            self.cast_into(&half.slice(0..count)?, &mut dk, 0)?;
+            self.cast_into(&half.slice(count..2 * count)?, &mut dv, 0)?;
+        } else {
+            let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, DType::F32);
+            let at = (self.place(OP, &dk)?, self.place(OP, &dv)?, width);
+            self.attend_back(queries, &of, [dout, out, lse], (masks, packed), (self.place(OP, &dq)?, width), at)?;
+        }
+        let (dq_at, dk, dv) = (self.place_mut(OP, &mut dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?);
         if let Some(rotary) = rotary {
             let positions = packed.map(|packed| &packed.positions);
             self.turned_back(rotary, dq_at, rows, [seq, heads, head_dim], positions)?;
-            self.turned_back(rotary, dk, rows, [seq, heads, head_dim], positions)?;
+            self.turned_back(rotary, dk, rows, [seq, of_heads, head_dim], positions)?;
         }
         let count = dkv.count();
         self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
         let to = self.place_mut(OP, &mut dkv)?;
-        let sizes = [2 * kv_width, rows, heads, group, first_kv_head, head_dim].map(Argument::from);
+        let sizes = [2 * kv_width, rows, of_heads, of_group, first, head_dim].map(Argument::from);
         for (from, to) in [(dk, to), (dv, to.offset(4 * kv_width))] {
             let args = [&[from.into(), to.into()][..], &sizes].concat();
-            self.launch(OP, "attention_group_sum", [rows * heads / group * head_dim, 0], &args)?;
+            self.launch(OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0], &args)?;
         }
         Ok((dq, dkv))
     }

@@ -8,7 +8,10 @@ use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Pla
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::kernel;
 use meshwork_tensor::Device;
+use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape};
 use meshwork_tensor::profiled::Profiled;
+use meshwork_tensor::random::key;
 use std::time::Instant;
 
 const SEEDS: u64 = 64;
@@ -208,4 +211,33 @@ fn a_profile_waits_for_what_it_times_and_a_run_without_one_does_not() {
     }
     let spans = recorder.drain();
     assert_eq!(spans.iter().map(|span| span.name).collect::<Vec<_>>(), ["add"]);
+}
+
+/// Attention runs on tensor cores where fast numerics round to bf16, and nowhere else.
+#[test]
+fn tensor_cores_have_the_attention_that_rounds_and_drops_nothing() {
+    let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 0, first_head: 0, global_heads: 2 };
+    let (fast, cpu) = (Products::OfTheLibrary, Products::OfTheCpu);
+    for (products, precision, head_dim, dropout, flash) in [
+        (fast, Precision::Bf16, 16, None, true),
+        (fast, Precision::Bf16, 128, None, true),
+        (fast, Precision::Bf16, 12, None, false),
+        (fast, Precision::Bf16, 16, Some(&dropout), false),
+        (fast, Precision::F32, 16, None, false),
+        (cpu, Precision::Bf16, 16, None, false),
+    ] {
+        let Some(driver) = emulator(Order::AsQueued) else { return };
+        let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
+        let (shape, masks) =
+            (AttentionShape { batch: 1, seq: 3, heads: 2, head_dim }, AttentionMasks { dropout, documents: None });
+        driver.note_launches();
+        let qkv = device.zeros(DType::F32, 18 * head_dim).unwrap();
+        let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();
+        device.attention().unwrap().causal_grad(shape, &out, &qkv, &out, &lse, masks).unwrap();
+        device.synchronize().unwrap();
+        let attention = |name: &&str| name.starts_with("flash_") || name.starts_with("attention_");
+        let names: Vec<&str> = driver.launches().into_iter().map(|(_, name)| name).filter(attention).collect();
+        let on_tensor_cores = names.iter().filter(|name| name.starts_with("flash_")).count();
+        assert_eq!((names.len(), on_tensor_cores), (4, if flash { 3 } else { 0 }), "{names:?}"); // and the dots
+    }
 }

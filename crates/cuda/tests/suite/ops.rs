@@ -371,6 +371,39 @@ fn attention_within_documents_has_the_cpus_bits() {
     }
 }
 
+/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents. Dropout keeps the CPU's bits, on other kernels.
+#[test]
+fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
+    let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim: 16 };
+    let (rows, places) = (queries.batch * queries.seq, positions(queries.seq));
+    let (q, kv, dout) = (values("q", rows * 64), values("kv", rows * 96), values("dout", rows * 64));
+    let qkv = values("qkv", rows * 192);
+    let run = |device: &dyn Device, apart: Option<bool>| -> Result<Vec<Buffer>> {
+        let of = device.attention()?;
+        let up = |host: &Buffer| device.upload(host);
+        let (q, kv, qkv, dout, positions) = (up(&q)?, up(&kv)?, up(&qkv)?, up(&dout)?, up(&places)?);
+        let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
+        let masks = AttentionMasks { dropout: None, documents };
+        let shape = GroupedShape { queries, group: 2, kv_heads: 3, first_kv_head: 1, rotary: Some(Rotary::new(100.0)) };
+        let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+        let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
+        let (fused, fused_lse) = of.causal(queries, &qkv, masks)?;
+        let dqkv = of.causal_grad(queries, &dout, &qkv, &fused, &fused_lse, masks)?;
+        [out, lse, dq, dkv, fused, fused_lse, dqkv].iter().map(|result| device.download(result)).collect()
+    };
+    for apart in [None, Some(false), Some(true)] {
+        let Some(driver) = driver(Order::Seeded(31)) else { return };
+        let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
+        let (got, want) = (run(&device, apart).unwrap(), run(&Cpu::new(Precision::F32), apart).unwrap());
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+            let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
+            assert!(error > 0.0 && error < 1e-2, "result {i}, documents {apart:?}: {error:e}");
+        }
+    }
+}
+
 /// A prompt, a token, several tokens.
 #[test]
 fn attention_with_a_cache_has_the_cpus_bits() {
