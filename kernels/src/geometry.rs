@@ -41,7 +41,7 @@ pub enum Geometry {
 }
 
 /// A grid and its blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launch {
     /// Blocks in x, y and z.
     pub grid: [u32; 3],

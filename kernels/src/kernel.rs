@@ -12,7 +12,7 @@ pub struct Source {
 }
 
 /// The type of an element, or of a number passed by value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type {
     /// `float`.
     F32,

@@ -5,6 +5,7 @@
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use std::fmt::{self, Debug};
+use std::hash::{Hash, Hasher};
 
 /// A place in the memory of a device, in bytes; 0 is no place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -39,8 +40,12 @@ pub struct Properties {
     pub memory: u64,
 }
 
+/// Work that was captured, to be queued again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Graph(pub u64);
+
 /// An argument of a kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Argument {
     /// A number: its type, and its bits in the lowest bytes.
     Number(Type, u64),
@@ -73,7 +78,7 @@ impl From<Address> for Argument {
 }
 
 /// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, in f32, all row-major and contiguous. The order of its sums is the library's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of C, columns of C, and the length of the sums.
     pub mnk: [usize; 3],
@@ -86,7 +91,7 @@ pub struct Product {
 }
 
 /// An operand of a [`Product`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
     /// Where it begins.
     pub at: Address,
@@ -252,10 +257,96 @@ pub trait Driver: Send + Sync + Debug {
 
     /// Queues a matrix product.
     fn product(&self, stream: Stream, product: Product) -> Result<()>;
+
+    /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not kept.
+    fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
+
+    /// Queues once more what was captured.
+    fn replay(&self, stream: Stream, graph: Graph) -> Result<()>;
+}
+
+/// A piece of work of a stream, as data.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Work {
+    /// [`Driver::launch`].
+    Launch {
+        /// The kernel.
+        kernel: Known,
+        /// Its grid.
+        launch: Launch,
+        /// Its arguments.
+        args: Vec<Argument>,
+    },
+    /// [`Driver::product`].
+    Product(Product),
+    /// [`Driver::copy`].
+    Copy {
+        /// Source.
+        from: Place,
+        /// Destination.
+        to: Place,
+        /// Bytes of a row.
+        bytes: usize,
+        /// Rows.
+        rows: usize,
+    },
+    /// [`Driver::zero`].
+    Zero {
+        /// The first byte.
+        at: Address,
+        /// Their number.
+        bytes: usize,
+    },
+    /// [`Driver::discard`].
+    Discard {
+        /// The first byte.
+        at: Address,
+        /// Their number.
+        bytes: usize,
+    },
+}
+
+/// A kernel of the table, known by its name.
+#[derive(Clone, Copy, Debug)]
+pub struct Known(pub &'static Kernel);
+
+impl PartialEq for Known {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl Eq for Known {}
+
+impl Hash for Known {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.name.hash(state);
+    }
+}
+
+impl Work {
+    /// Queues it by itself.
+    ///
+    /// # Errors
+    /// Those of the call.
+    pub fn queue(&self, driver: &dyn Driver, stream: Stream) -> Result<()> {
+        match *self {
+            Self::Launch { kernel, launch, ref args } => driver.launch(stream, kernel.0, launch, args),
+            Self::Product(product) => driver.product(stream, product),
+            Self::Copy { from, to, bytes, rows } => driver.copy(stream, from, to, bytes, rows),
+            Self::Zero { at, bytes } => driver.zero(stream, at, bytes),
+            Self::Discard { at, bytes } => driver.discard(stream, at, bytes),
+        }
+    }
+
+    /// Whether a GPU does anything for it.
+    pub fn is_launch(&self) -> bool {
+        !matches!(self, Self::Discard { .. })
+    }
 }
 
 /// Rows in the memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The first byte of the first row.
     pub at: Address,

@@ -1,6 +1,9 @@
 //! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything is computed.
 
-use crate::driver::{Address, Argument, Driver, Event, Place, Product, Properties, Result, Stream, check_arguments};
+use crate::driver::{
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work,
+    check_arguments,
+};
 use meshwork_kernels::{Kernel, Launch};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -82,5 +85,13 @@ impl Driver for Idle {
 
     fn product(&self, _: Stream, _: Product) -> Result<()> {
         Ok(())
+    }
+
+    fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {
+        Ok(None)
+    }
+
+    fn replay(&self, _: Stream, graph: Graph) -> Result<()> {
+        Err(DriverError::Unknown { call: "replay", what: format!("{graph:?}") })
     }
 }

@@ -9,6 +9,7 @@ pub mod emulator;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod idle;
+pub mod replay;
 
 pub use device::CudaDevice;
 pub use driver::{Driver, DriverError};
@@ -16,3 +17,4 @@ pub use driver::{Driver, DriverError};
 pub use emulator::{Emulator, Order};
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuError};
+pub use replay::Replaying;

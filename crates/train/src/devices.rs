@@ -128,7 +128,7 @@ mod cuda {
     use meshwork_core::Axis;
     use meshwork_cuda::device::Products;
     use meshwork_cuda::idle::Idle;
-    use meshwork_cuda::{CudaDevice, Driver};
+    use meshwork_cuda::{CudaDevice, Driver, Replaying};
     use meshwork_engine::dry_run;
     use meshwork_tensor::Error;
     use std::collections::HashMap;
@@ -157,6 +157,23 @@ mod cuda {
         }
     }
 
+    /// Whether repeated work is queued as graphs.
+    const GRAPHS: &str = "MESHWORK_CUDA_GRAPHS";
+
+    /// The driver as it is, or one that queues repeated work as graphs.
+    fn graphs(on: bool, driver: impl Driver + 'static) -> Arc<dyn Driver> {
+        if on { Arc::new(Replaying::new(Arc::new(driver))) } else { Arc::new(driver) }
+    }
+
+    /// What the environment says of graphs.
+    fn graphs_asked() -> Result<bool, String> {
+        match std::env::var(GRAPHS).as_deref() {
+            Err(std::env::VarError::NotPresent) | Ok("off" | "") => Ok(false),
+            Ok("on") => Ok(true),
+            other => Err(format!("{GRAPHS} is {}: use on or off", other.unwrap_or("no text"))),
+        }
+    }
+
     /// Memory of an emulated device: as much as the host has, which is checked elsewhere.
     #[cfg(feature = "emulator")]
     const EMULATED_MEMORY: u64 = 1 << 46;
@@ -179,27 +196,31 @@ mod cuda {
         let device =
             move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::with_precision(driver, products, precision)?));
         let drivers = Drivers::default();
+        let as_graphs = || {
+            let fault =
+                |why: String| Error::Device { op: "open", device: config.device.name().to_owned(), fault: why.into() };
+            graphs_asked().map_err(fault)
+        };
         Ok(Some(match config.device {
             #[cfg(feature = "cuda")]
             Device::Cuda(number) => {
-                let failed = failed(config.device);
+                let (failed, on) = (failed(config.device), as_graphs()?);
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));
                     device(drivers.get(number, || {
                         let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
-                        Ok(Arc::new(gpu.map_err(&failed)?))
+                        Ok(graphs(on, gpu.map_err(&failed)?))
                     })?)
                 })
             }
             #[cfg(feature = "emulator")]
             Device::CudaEmulated(seed) => {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
-                let kernels = Arc::new(kernels.map_err(failed(config.device))?);
+                let (kernels, on) = (Arc::new(kernels.map_err(failed(config.device))?), as_graphs()?);
                 Arc::new(move |_| {
                     let order = meshwork_cuda::Order::Seeded(seed);
-                    let open =
-                        || Ok(Arc::new(meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)) as _);
+                    let open = || Ok(graphs(on, meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)));
                     device(drivers.get(0, open)?)
                 })
             }

@@ -34,10 +34,14 @@ pub(super) struct Pool {
     pub(super) copies: Stream,
     pub(super) collectives: Stream,
     pub(super) meter: Arc<Meter>,
-    free: Mutex<[BTreeMap<usize, Vec<Block>>; 3]>,
+    free: Mutex<[Free; 3]>,
     /// Addresses that kernels of collectives take, by what they are: written once.
     pub(super) tables: Mutex<HashMap<Vec<u64>, Address>>,
 }
+
+/// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same find the same
+/// addresses, in whatever order the step before gave them back, and their work can be queued again as it was ([`crate::replay`]).
+type Free = BTreeMap<usize, BTreeMap<Address, Block>>;
 
 /// Memory that nobody owns.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +70,7 @@ impl Pool {
         Ok(Self { driver, compute, copies, collectives, meter, free, tables })
     }
 
-    fn free(&self) -> MutexGuard<'_, [BTreeMap<usize, Vec<Block>>; 3]> {
+    fn free(&self) -> MutexGuard<'_, [Free; 3]> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -101,7 +105,7 @@ impl Pool {
         let mut free = self.free();
         // As the CPU's arena: not more than a quarter too large.
         let mut fitting = free[origin as usize].range_mut(bytes..=bytes + bytes / 4 + UNIT);
-        if let Some(block) = fitting.find_map(|(_, blocks)| blocks.pop()) {
+        if let Some(block) = fitting.find_map(|(_, blocks)| blocks.pop_first()).map(|(_, block)| block) {
             if let Some(done) = block.done {
                 self.driver.wait(self.copies, done)?;
             }
@@ -111,7 +115,9 @@ impl Pool {
         match self.driver.alloc(bytes) {
             Err(DriverError::OutOfMemory { .. }) => {
                 // What lies unused in other sizes goes back.
-                for block in free.iter_mut().flat_map(|of| std::mem::take(of).into_values().flatten()) {
+                for block in
+                    free.iter_mut().flat_map(|of| std::mem::take(of).into_values().flat_map(BTreeMap::into_values))
+                {
                     self.driver.free(block.at)?;
                 }
                 self.driver.alloc(bytes).map(new)
@@ -128,7 +134,7 @@ impl Pool {
             Origin::Compute | Origin::Collectives => None,
             Origin::Copies => Some(self.driver.record(self.compute)?),
         };
-        self.free()[origin as usize].entry(bytes).or_default().push(Block { at, bytes, done });
+        self.free()[origin as usize].entry(bytes).or_default().insert(at, Block { at, bytes, done });
         Ok(())
     }
 }
@@ -137,7 +143,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
         let tables = std::mem::take(self.tables.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let blocks = free.into_iter().flat_map(|of| of.into_values().flatten()).map(|block| block.at);
+        let blocks = free.into_iter().flat_map(|of| of.into_values().flat_map(BTreeMap::into_keys));
         for at in blocks.chain(tables.into_values()) {
             _ = self.driver.free(at); // a device that failed keeps its memory
         }

@@ -11,7 +11,10 @@ mod memory;
 mod order;
 mod work;
 
-use crate::driver::{Address, Argument, Driver, Event, Place, Product, Properties, Result, Stream, check_arguments};
+use crate::driver::{
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work as Captured,
+    check_arguments,
+};
 use meshwork_kernels::{Kernel, Launch};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use work::{State, Work};
@@ -24,13 +27,15 @@ pub use order::Order;
 pub struct Emulator {
     properties: Properties,
     state: Mutex<State>,
+    /// What was captured, by number.
+    graphs: Mutex<Vec<Arc<[Captured]>>>,
 }
 
 impl Emulator {
     /// A device of `memory` bytes that runs `kernels`.
     pub fn new(kernels: Arc<Host>, memory: u64, order: Order) -> Self {
         let properties = Properties { name: "emulated in host memory".to_owned(), ordinal: 0, memory };
-        Self { properties, state: Mutex::new(State::new(kernels, order)) }
+        Self { properties, state: Mutex::new(State::new(kernels, order)), graphs: Mutex::default() }
     }
 
     /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
@@ -138,5 +143,21 @@ impl Driver for Emulator {
 
     fn product(&self, stream: Stream, product: Product) -> Result<()> {
         self.lock().push(stream, Work::Product(product))
+    }
+
+    fn capture(&self, stream: Stream, work: &[Captured]) -> Result<Option<Graph>> {
+        let graph = {
+            let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+            graphs.push(work.into());
+            Graph(graphs.len() as u64 - 1)
+        };
+        self.replay(stream, graph)?;
+        Ok(Some(graph))
+    }
+
+    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+        let work = self.graphs.lock().unwrap_or_else(PoisonError::into_inner).get(graph.0 as usize).cloned();
+        let work = work.ok_or_else(|| DriverError::Unknown { call: "replay", what: format!("{graph:?}") })?;
+        work.iter().try_for_each(|work| work.queue(self, stream))
     }
 }

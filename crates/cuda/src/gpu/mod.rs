@@ -8,12 +8,15 @@
 //! More than 400 lines: one call of the driver after the other, each with the argument why it is sound.
 
 mod compile;
+mod graph;
 mod libraries;
 mod product;
 mod staging;
 
 use crate::device::Products;
-use crate::driver::{Address, Argument, Driver, DriverError, Event, Place, Product, Properties, Result, Stream};
+use crate::driver::{
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work,
+};
 use compile::Compiler;
 use cudarc::driver::result::{
     self as cuda, DriverError as Code, ctx, device, event, free_sync, function::set_function_attribute, malloc_sync,
@@ -101,6 +104,7 @@ struct State {
     modules: Vec<CUmodule>,
     functions: HashMap<&'static str, CUfunction>,
     library: Option<Library>,
+    graphs: graph::Graphs,
 }
 
 // SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that they stand for is used
@@ -410,6 +414,16 @@ impl Driver for Gpu {
             || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };
         state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)
     }
+
+    fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
+        graph::capture(self, stream, work)
+    }
+
+    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+        let mut state = self.state()?;
+        let queue = state.stream("replay", stream)?;
+        state.graphs.launch(queue, graph)
+    }
 }
 
 impl Drop for Gpu {
@@ -421,6 +435,7 @@ impl Drop for Gpu {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         state.staging.drop_all();
         state.library.iter_mut().for_each(Library::drop_all);
+        state.graphs.drop_all();
         for queue in state.queues.drain(..) {
             // SAFETY: made by this, no work is queued, and they are gone from the list.
             unsafe {

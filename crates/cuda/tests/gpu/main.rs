@@ -7,6 +7,8 @@ mod driver;
 mod experts;
 #[path = "../suite/ops.rs"]
 mod ops;
+#[path = "../suite/replay.rs"]
+mod replay;
 mod stand_in;
 #[path = "../suite/train.rs"]
 mod train;

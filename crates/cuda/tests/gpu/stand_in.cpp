@@ -8,7 +8,8 @@
 // - When the last user of the context is gone, everything must have been given back; what was not is written to the report.
 //
 // Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
-// STAND_IN_DEVICES, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile).
+// STAND_IN_DEVICES, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
+// graph is instantiated).
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +27,7 @@
 
 typedef int Result;
 enum : Result { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-                ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
+                ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_INVALIDATED = 901 };
 
 namespace {
 long setting(const char *name, long otherwise) {
@@ -35,7 +36,8 @@ long setting(const char *name, long otherwise) {
 }
 
 struct Event { bool queued = false; };
-struct Stream { int unused; };
+struct Stream { bool captured = false; std::vector<std::function<Result()>> graph; };
+typedef std::vector<std::function<Result()>> Graph;
 struct Function { std::string name; int arguments; unsigned shared = 48 << 10; };
 struct Module { std::map<std::string, Function> functions; };
 
@@ -46,6 +48,7 @@ std::set<void *> pinned;
 std::set<Event *> events;
 std::set<Stream *> streams;
 std::set<Module *> modules;
+std::set<Graph *> graphs;
 struct Work { Event *event; std::function<Result()> run; std::thread::id by; }; // of a record, its event; the thread that queued it
 std::deque<Work> queue; // of all GPUs
 size_t held = 0;
@@ -85,8 +88,18 @@ template <typename F> Result push(void *stream, F work) {
     if (!current) return INVALID_CONTEXT;
     if (!streams.count((Stream *)stream)) return INVALID_HANDLE;
     if (fault) return fault;
+    if (((Stream *)stream)->captured) {
+        ((Stream *)stream)->graph.push_back(work);
+        return OK;
+    }
     queue.push_back({nullptr, work, std::this_thread::get_id()});
     return OK;
+}
+
+// What may not be done while a stream is captured: the driver does not look which.
+bool capturing() {
+    for (auto stream : streams) if (stream->captured) return true;
+    return false;
 }
 
 Result copy(void *stream, char *to, const char *from, size_t bytes, uint64_t on_device) {
@@ -126,12 +139,12 @@ C cuDevicePrimaryCtxRelease_v2(int) {
     if (--users) return OK;
     std::ostringstream line;
     line << "left: " << memory.size() << " allocations, " << pinned.size() << " pinned, " << events.size() << " events, " << streams.size()
-         << " streams, " << modules.size() << " modules, " << queue.size() << " queued";
+         << " streams, " << modules.size() << " modules, " << graphs.size() << " graphs, " << queue.size() << " queued";
     report(line.str());
     return OK;
 }
 C cuCtxSetCurrent(void *context) { current = context == &users; return current ? OK : INVALID_CONTEXT; }
-C cuCtxSynchronize() { CONTEXT; return run(); }
+C cuCtxSynchronize() { CONTEXT; return capturing() ? STREAM_CAPTURE_UNSUPPORTED : run(); }
 
 C cuMemGetInfo_v2(size_t *free, size_t *all) { CONTEXT; *all = total(); *free = *all - held; return OK; }
 C cuMemAlloc_v2(uint64_t *at, size_t bytes) {
@@ -185,6 +198,7 @@ C cuEventRecord(void *event, void *stream) {
     CONTEXT;
     auto at = (Event *)event;
     if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
+    if (((Stream *)stream)->captured) return STREAM_CAPTURE_UNSUPPORTED; // a GPU takes it, and means another thing
     for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.by}; // recorded anew: the later moment counts
     at->queued = true;
     queue.push_back({at, nullptr, std::this_thread::get_id()});
@@ -198,6 +212,49 @@ C cuEventQuery(void *event) {
 C cuEventSynchronize(void *event) {
     CONTEXT;
     return events.count((Event *)event) ? run((Event *)event) : INVALID_HANDLE;
+}
+
+// A graph keeps the calls of a stream between these two, and runs them whenever it is launched.
+C cuStreamBeginCapture_v2(void *stream, unsigned) {
+    CONTEXT;
+    auto of = (Stream *)stream;
+    if (!streams.count(of)) return INVALID_HANDLE;
+    if (of->captured) return ILLEGAL_STATE;
+    of->captured = true;
+    return OK;
+}
+C cuStreamEndCapture(void *stream, void **graph) {
+    CONTEXT;
+    auto of = (Stream *)stream;
+    if (!streams.count(of) || !of->captured) return ILLEGAL_STATE;
+    of->captured = false;
+    auto made = new Graph(std::move(of->graph));
+    of->graph.clear();
+    graphs.insert(made);
+    *graph = made;
+    return OK;
+}
+C cuGraphInstantiateWithFlags(void **made, void *graph, unsigned long long) {
+    CONTEXT;
+    if (!graphs.count((Graph *)graph)) return INVALID_HANDLE;
+    if (setting("STAND_IN_GRAPHS", 1) == 0) return STREAM_CAPTURE_INVALIDATED;
+    auto copy = new Graph(*(Graph *)graph);
+    graphs.insert(copy);
+    *made = copy;
+    return OK;
+}
+C cuGraphDestroy(void *graph) {
+    CONTEXT;
+    if (!graphs.erase((Graph *)graph)) return INVALID_HANDLE;
+    delete (Graph *)graph;
+    return OK;
+}
+C cuGraphExecDestroy(void *graph) { return cuGraphDestroy(graph); }
+C cuGraphLaunch(void *graph, void *stream) {
+    CONTEXT;
+    if (!graphs.count((Graph *)graph)) return INVALID_HANDLE;
+    for (auto &work : *(Graph *)graph) if (Result result = push(stream, work)) return result;
+    return OK;
 }
 
 C cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {

@@ -88,7 +88,7 @@ fn all_tests_pass_on_the_stand_in() {
     let (told, passed) = stand_in.run(&["--skip", "stand_in::", "--skip", "tiny"], &[]);
     assert!(passed && !told.contains("SKIPPED"), "{told}");
     let report = stand_in.report();
-    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 queued";
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
     let (mut ends, mut compiled) = (0, BTreeSet::new());
     for line in &report {
         if line.starts_with("left: ") {
@@ -119,6 +119,17 @@ fn all_tests_pass_on_the_stand_in() {
     let cubin = fs::read_dir(stand_in.path("cubins")).unwrap().next().unwrap().unwrap().path();
     fs::write(cubin, "damaged").unwrap();
     assert_eq!(compiles(&[]) + compiles(&[("STAND_IN_NVRTC", "12")]), 1);
+}
+
+/// What the driver does not make a graph of is queued call by call.
+#[test]
+fn work_is_done_where_there_are_no_graphs() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    for graphs in ["0", "1"] {
+        let tests = ["--exact", "replay::events_come_after_what_was_held_back"];
+        let (told, passed) = stand_in.run(&tests, &[("STAND_IN_GRAPHS", graphs)]);
+        assert!(passed && told.contains("1 passed") && !told.contains("SKIPPED"), "{told}");
+    }
 }
 
 #[test]

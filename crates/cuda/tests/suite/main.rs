@@ -4,6 +4,7 @@ mod collectives;
 mod emulator;
 mod experts;
 mod ops;
+mod replay;
 mod train;
 mod waits;
 

@@ -50,29 +50,31 @@ pub struct Trained {
 }
 
 pub fn train(config: Gpt2Config, numerics: Numerics, device: Arc<dyn Device>) -> Result<Trained, TrainError> {
-    train_watched(config, numerics, device, || ())
+    train_watched(config, numerics, STEPS, device, || ())
 }
 
-/// The same; `mark` is called before the first step and after each.
+/// So many steps; `mark` is called before the first and after each.
 pub fn train_watched(
     config: Gpt2Config,
     numerics: Numerics,
+    count: usize,
     device: Arc<dyn Device>,
     mark: impl FnMut(),
 ) -> Result<Trained, TrainError> {
     let precision = if device.operand_dtype(DType::F32) == DType::Bf16 { Precision::Bf16 } else { Precision::F32 };
     let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, precision, ..Plan::default() };
-    train_plan(config, &plan, device, mark)
+    train_plan(config, &plan, count, device, mark)
 }
 
 /// Steps of a plan on one rank.
 fn train_with(config: Gpt2Config, plan: &Plan, device: Arc<dyn Device>) -> Result<Trained, TrainError> {
-    train_plan(config, plan, device, || ())
+    train_plan(config, plan, STEPS, device, || ())
 }
 
 fn train_plan(
     config: Gpt2Config,
     plan: &Plan,
+    count: usize,
     device: Arc<dyn Device>,
     mut mark: impl FnMut(),
 ) -> Result<Trained, TrainError> {
@@ -81,12 +83,20 @@ fn train_plan(
     let mut trainer = Trainer::new(model, plan, rank, device)?;
     let mut steps = Vec::new();
     mark();
-    for step in 0..STEPS {
+    for step in 0..count {
         let report = trainer.step(&batch(&config, step))?;
         steps.push([report.loss, report.grad_norm]);
         mark();
     }
     Ok(Trained { steps, state: merged(&[trainer.state()?])? })
+}
+
+impl Trained {
+    /// Holds it against another run, as [`assert_same`] does.
+    #[track_caller]
+    pub fn assert_same(&self, what: &str, want: &Self) {
+        assert_same(what, self, want);
+    }
 }
 
 /// The state of a run from those of its ranks.

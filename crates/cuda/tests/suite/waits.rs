@@ -14,7 +14,7 @@ fn a_wait_that_is_left_out_is_found() {
     let Some(counted) = emulator(Order::Seeded(0)) else { return };
     let run = |driver: Arc<Emulator>, mark: &mut dyn FnMut(&Emulator)| {
         let device = CudaDevice::new(driver.clone(), Products::OfTheCpu).unwrap();
-        train_watched(small(), Numerics::Fast, Arc::new(device), || mark(&driver))
+        train_watched(small(), Numerics::Fast, STEPS, Arc::new(device), || mark(&driver))
     };
     let mut waits = Vec::new();
     let want = run(counted, &mut |driver| waits.push(driver.waits())).unwrap();
