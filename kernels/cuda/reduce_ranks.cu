@@ -22,6 +22,7 @@ using F32 = Exact<float>;
 using F64 = Exact<double>;
 using I32 = Exact<int>;
 using I64 = Exact<i64>;
+using U8 = Exact<u8>;
 
 struct Bf16 {
     using Stored = u16;
@@ -70,6 +71,10 @@ KERNEL reduce_sum_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) 
     reduce<Sum, I64>(inputs, ranks, out, count);
 }
 
+KERNEL reduce_sum_u8(const u8* const* inputs, i64 ranks, u8* out, i64 count) {
+    reduce<Sum, U8>(inputs, ranks, out, count);
+}
+
 KERNEL reduce_max_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
     reduce<Max, F32>(inputs, ranks, out, count);
 }
@@ -94,6 +99,10 @@ KERNEL reduce_max_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) 
     reduce<Max, I64>(inputs, ranks, out, count);
 }
 
+KERNEL reduce_max_u8(const u8* const* inputs, i64 ranks, u8* out, i64 count) {
+    reduce<Max, U8>(inputs, ranks, out, count);
+}
+
 KERNEL reduce_min_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
     reduce<Min, F32>(inputs, ranks, out, count);
 }
@@ -116,6 +125,10 @@ KERNEL reduce_min_i32(const int* const* inputs, i64 ranks, int* out, i64 count) 
 
 KERNEL reduce_min_i64(const i64* const* inputs, i64 ranks, i64* out, i64 count) {
     reduce<Min, I64>(inputs, ranks, out, count);
+}
+
+KERNEL reduce_min_u8(const u8* const* inputs, i64 ranks, u8* out, i64 count) {
+    reduce<Min, U8>(inputs, ranks, out, count);
 }
 
 // The sum of `vectors` vectors of n elements that follow each other in x.

@@ -23,6 +23,7 @@ sources! {
     CHECKED = "checked.cuh";
     EXACT = "exact.cuh";
     RUNS = "runs.cuh";
+    MESSAGE = "message.cuh";
     ATTENTION = "attention.cuh";
     TENSOR_CORE = "tensor_core.cuh";
     LAYER_NORM = "layer_norm.cu";
@@ -59,6 +60,11 @@ sources! {
     ADAFACTOR = "adafactor.cu";
     MUON = "muon.cu";
     ADAM8BIT = "adam8bit.cu";
+    CODECS = "codecs.cu";
+    SPARSE = "sparse.cu";
+    FEEDBACK = "feedback.cu";
+    LOW_RANK = "low_rank.cu";
+    NONZEROS = "nonzeros.cu";
 }
 
 /// The headers that sources include, by name: NVRTC takes them with the source.
@@ -74,6 +80,7 @@ pub static HEADERS: &[&Source] = &[
     &CHECKED,
     &EXACT,
     &RUNS,
+    &MESSAGE,
     &ATTENTION,
     &TENSOR_CORE,
 ];
@@ -114,6 +121,11 @@ pub static SOURCES: &[&Source] = &[
     &ADAFACTOR,
     &MUON,
     &ADAM8BIT,
+    &CODECS,
+    &SPARSE,
+    &FEEDBACK,
+    &LOW_RANK,
+    &NONZEROS,
 ];
 
 /// `name in FILE, Geometry: pass Type name, ..` for each kernel.
@@ -137,6 +149,9 @@ pub const EXACT_PIECE: u64 = 4096;
 
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
+
+/// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
+pub const NONZERO_CHUNK: u64 = 2048;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
@@ -263,18 +278,21 @@ kernels! {
     reduce_sum_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
     reduce_sum_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
     reduce_sum_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_sum_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
     reduce_max_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
     reduce_max_f64 in REDUCE_RANKS, ELEMENTS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
     reduce_max_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
     reduce_max_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
     reduce_max_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
     reduce_max_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_max_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
     reduce_min_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
     reduce_min_f64 in REDUCE_RANKS, ELEMENTS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
     reduce_min_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
     reduce_min_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
     reduce_min_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
     reduce_min_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_min_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
     tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
     dropout in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
@@ -494,4 +512,55 @@ kernels! {
         In F64 mean_before, In F64 square_before, In F32 code, Value I32 mean_zero, Value I32 square_zero, Divisor I64 block, Value F32 grad_scale,
         Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 keep, Value F32 lr_hat, Value F32 root_hat, Value F32 eps,
         Value I64 count;
+    message_words in CODECS, ELEMENTS; Out U8 to, Value U64 first, Value U64 second;
+    message_check in CODECS, ELEMENTS; In U8 header, Value U64 first, Value U64 second, Out I64 found;
+    f32_pack in CODECS, ELEMENTS; In F32 x, Out U8 to, Value I64 count;
+    f32_unpack in CODECS, ELEMENTS; In U8 from, Out F32 out, Value I32 add, Value I64 count;
+    bf16_pack in CODECS, ELEMENTS; In F32 x, Out U8 to, Value I64 count;
+    bf16_unpack in CODECS, ELEMENTS; In U8 from, Out F32 out, Value I32 add, Value I64 count;
+    fp8_scales in CODECS, Geometry::Columns; In F32 x, Value I64 count, Value I64 unit, Value I32 e5m2, Out U8 scales;
+    fp8_pack in CODECS, ELEMENTS; In F32 x, In U8 scales, Divisor I64 unit, Value I32 e5m2, Out U8 codes, Value I64 count;
+    fp8_unpack in CODECS, ELEMENTS;
+        In U8 codes, In U8 scales, Divisor I64 unit, Value I32 e5m2, Out F32 out, Value I32 add, Value I64 count;
+    quant_pairs in CODECS, Geometry::Columns; In F32 x, Value I64 count, Value I64 unit, Value F32 levels, Out U8 pairs;
+    quant_codes in CODECS, ELEMENTS;
+        In F32 x, In U8 pairs, Divisor I64 unit, Value F32 levels, Value I32 draws, Value U32 key0, Value U32 key1, Value U64 start, Out U8 codes,
+        Value I64 count;
+    sign_scales in CODECS, ELEMENTS; In F32 x, Value I64 count, Value I64 unit, Out U8 scales, Value I64 parts;
+    sign_codes in CODECS, ELEMENTS; In F32 x, Out U8 codes, Value I64 count;
+    planes_pack in CODECS, ELEMENTS; In U8 codes, Divisor I64 bits, Out U8 planes, Value I64 bytes, Value I64 count;
+    quant_unpack in CODECS, ELEMENTS;
+        In U8 planes, In U8 pairs, Divisor I64 bits, Divisor I64 unit, Out F32 out, Value I32 add, Value I64 count;
+    sign_unpack in CODECS, ELEMENTS; In U8 planes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add, Value I64 count;
+    topk_choose in SPARSE, Geometry::Columns; In F32 x, Value I64 len, Value I64 unit, Value I64 keep, Value I64 last_keep, Out U32 indices;
+    draw_indices in SPARSE, ELEMENTS; In U8 draws, Value I64 count, Value I64 below, Out U64 taken;
+    indices_bits in SPARSE, ELEMENTS; In U32 indices, Value I64 count, Value I32 width, Value I32 spread, Out U8 to, Value I64 bytes;
+    indices_low in SPARSE, ELEMENTS; In U32 indices, Value I64 count, Divisor I64 width, Out U8 to, Value I64 bytes;
+    indices_read in SPARSE, Geometry::Columns;
+        In U8 low, In U8 high, Value I64 high_bytes, Value I64 count, Value I64 below, Value I32 width, Value I32 spread, Out U32 indices,
+        Out I64 found;
+    take_values in SPARSE, ELEMENTS; In F32 x, In U32 indices, Value F32 factor, Out F32 out, Value I64 count;
+    put_values in SPARSE, ELEMENTS; In F32 values, In U32 indices, Out F32 out, Value I32 add, Value I64 count;
+    feedback_residual in FEEDBACK, ELEMENTS; In F32 x, In F32 residual, Out F32 out, Value I64 count;
+    feedback_difference in FEEDBACK, ELEMENTS; In F32 x, In F32 estimate, Out F32 out, Value I64 count;
+    feedback_momentum in FEEDBACK, ELEMENTS;
+        In F32 x, In F32 estimate, Out F32 momentum, Value I32 first, Value F32 eta, Value F32 kept, Out F32 out, Value I64 count;
+    feedback_kept in FEEDBACK, ELEMENTS; In F32 target, In F32 sent, Out F32 residual, Value I64 count;
+    low_rank_start in LOW_RANK, Geometry::Columns; Out F32 q, Value I64 cols, Value U32 key0, Value U32 key1, Value U64 start;
+    low_rank_times in LOW_RANK, ELEMENTS; In F32 m, In F32 q, Out F32 p, Value I64 cols, Divisor I64 rank, Value I64 count;
+    low_rank_orthonormal in LOW_RANK, Geometry::OneWarp; Out F32 p, Value I64 rows, Value I64 rank, Out F64 lengths;
+    low_rank_transposed in LOW_RANK, ELEMENTS; In F32 m, In F32 p, Out F32 q, Value I64 rows, Divisor I64 cols, Value I64 rank;
+    low_rank_join in LOW_RANK, ELEMENTS;
+        In F32 p, In F32 q, Out F32 out, Divisor I64 cols, Value I64 rank, Value F32 among, Value I64 count;
+    nonzeros_mark_32 in NONZEROS, BYTES; In U32 x, Out U8 bits, Value I64 count;
+    nonzeros_mark_16 in NONZEROS, BYTES; In Bits16 x, Out U8 bits, Value I64 count;
+    nonzeros_count in NONZEROS, Geometry::Columns; In U8 bits, Value I64 bytes, Out I64 counts;
+    nonzeros_starts in NONZEROS, Geometry::Columns; In I64 counts, Value I64 chunks, Out I64 starts;
+    nonzeros_gather_32 in NONZEROS, Geometry::Columns; In U32 x, In U8 bits, Value I64 bytes, In I64 starts, Out U32 values, Value I64 count;
+    nonzeros_gather_16 in NONZEROS, Geometry::Columns;
+        In Bits16 x, In U8 bits, Value I64 bytes, In I64 starts, Out Bits16 values, Value I64 count;
+    nonzeros_scatter_32 in NONZEROS, Geometry::Columns;
+        In U8 bits, Value I64 bytes, In I64 starts, In U32 values, Value I64 held, Out U32 x, Value I64 count;
+    nonzeros_scatter_16 in NONZEROS, Geometry::Columns;
+        In U8 bits, Value I64 bytes, In I64 starts, In Bits16 values, Value I64 held, Out Bits16 x, Value I64 count;
 }

@@ -8,7 +8,7 @@ mod geometry;
 pub mod host;
 mod kernel;
 
-pub use families::{EXACT_PIECE, HEADERS, KERNELS, SOURCES, SQUARES_PIECE, TABLE_ROWS};
+pub use families::{EXACT_PIECE, HEADERS, KERNELS, NONZERO_CHUNK, SOURCES, SQUARES_PIECE, TABLE_ROWS};
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
 

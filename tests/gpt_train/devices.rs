@@ -124,35 +124,30 @@ fn a_profile_of_a_device_has_its_own_ceilings() {
 }
 
 #[test]
-fn what_the_device_lacks_is_told_before_the_first_step() {
+fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     if !emulates() {
         return;
     }
     let folder = folder("lacking");
-    let mut refused = 0;
+    let offload = format!("memory.offload=all --set memory.offload_dir={}", folder.display());
     for setting in [
         "optimizer.name=lamb",
         "optimizer.name=adafactor",
         "optimizer.name=muon",
         "optimizer.name=adam8bit",
-        "moe.num_experts=4",
-        "data.documents=attention",
-        "compress.activations=quant:4",
         "memory.saved_encoding=sparse",
+        &offload,
     ] {
-        let path = folder.join(format!("{setting}.jsonl"));
-        let flags = format!("{SMALL} --mesh pp=2 --steps 1 --set {setting} --metrics {}", path.display());
-        let (code, out, err) = run(&format!("{flags} --device cuda-emulated"));
-        if code == Some(0) {
-            continue;
-        }
-        refused += 1;
-        assert_eq!((code, &*out), (Some(2), ""), "{setting}: {err}");
-        assert!(err.contains("device cuda-emulated ha") && err.contains(" no "), "{setting}: {err}");
-        let written = fs::read_to_string(&path).unwrap_or_default();
-        assert!(!written.contains("step"), "{setting}: {written}");
+        let line = format!("--mesh pp=2 --steps 2 --set training.numerics=canonical --set {setting}");
+        let run = metrics(&folder, "cuda-emulated", &line);
+        assert_eq!(numbers_of(&run), numbers_of(&metrics(&folder, "cpu", &line)), "{setting}");
     }
-    eprintln!("{refused} settings are refused");
+    let path = folder.join("refused.jsonl");
+    let long = "--set model.hidden_size=512 --set model.num_heads=2 --set model.num_layers=2 --set model.seq_len=8";
+    let (code, out, err) = run(&format!("{long} --steps 1 --metrics {} --device cuda-emulated", path.display()));
+    assert_eq!((code, &*out), (Some(2), ""), "{err}");
+    assert!(err.contains("attention of heads above 128: device cuda-emulated has no kernel for f32"), "{err}");
+    assert!(!fs::read_to_string(&path).unwrap_or_default().contains("step"));
 }
 
 /// Two GPUs that are none: `--device cuda` over the stand-in for NVIDIA's libraries of `crates/cuda`.

@@ -2,6 +2,23 @@
 
 use crate::MessageError;
 
+/// Packed differences: the low bits of each index, then its rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// Low bits of an index.
+    pub width: u32,
+    /// Bytes of the low bits of all.
+    pub low_bytes: usize,
+}
+
+impl Packed {
+    /// How `count` indices below `below` are packed; `None` for a bitmap.
+    pub(crate) fn of(count: usize, below: usize) -> Option<Self> {
+        let packed = Self { width: width(count, below), low_bytes: low_bytes(count, below) };
+        (!is_bitmap(count, below)).then_some(packed)
+    }
+}
+
 /// Bytes of `count` of the numbers below `below`.
 pub fn bytes(count: usize, below: usize) -> usize {
     below.div_ceil(8).min(packed_bytes(count, below))

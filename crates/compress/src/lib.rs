@@ -24,6 +24,7 @@ pub use aq_sgd::{AqSgd, FileStore, MemoryStore, Store};
 pub use compressor::{Compressor, Draws, Fold, Guarantee, SumMethod};
 pub use error::{CompressError, MessageError};
 pub use feedback::{Feedback, reshard};
+pub use indices::Packed;
 pub use low_rank::PowerSgd;
 pub use message::{Message, compress_into, restore, wire_bytes};
 pub use reduction::{Partial, Reduction, Replicated, StateKind, StateSpec};

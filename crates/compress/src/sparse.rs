@@ -1,6 +1,7 @@
 //! Few of the elements are sent: the largest ones, or some that are drawn.
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
+use crate::indices::Packed;
 use crate::select::largest;
 use crate::wire::HEADER;
 use crate::{CompressError, Compressor, Fold, MessageError, Method, Per, Shape, Values, indices};
@@ -96,7 +97,7 @@ impl Sparse {
     }
 
     /// What values are multiplied by.
-    fn factor(&self, shape: Shape) -> f32 {
+    pub fn factor(&self, shape: Shape) -> f32 {
         match self.choice {
             Choice::Random { unbiased: true } if !shape.is_empty() => (1.0 / self.fraction(shape)) as f32,
             _ => 1.0,
@@ -124,6 +125,11 @@ impl Sparse {
             Choice::Random { .. } => 0,
         };
         HEADER..HEADER + bytes
+    }
+
+    /// How the indices of a message are packed, if they are not a bitmap.
+    pub fn packed(&self, shape: Shape) -> Option<Packed> {
+        Packed::of(self.count(shape), shape.len())
     }
 
     /// The indices in [`index_bytes`](Self::index_bytes) of a message of this scheme and shape.

@@ -81,7 +81,7 @@ impl fmt::Display for Values {
 
 impl Values {
     /// Elements that share a scale.
-    pub(crate) fn per(self) -> Per {
+    pub fn per(self) -> Per {
         match self {
             Values::F32 | Values::Bf16 => Per::Block(1),
             Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } => per,

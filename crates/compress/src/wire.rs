@@ -66,7 +66,7 @@ pub enum Method {
 }
 
 /// The header of a message.
-pub(crate) fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEADER] {
+pub fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEADER] {
     let mut header = [0; HEADER];
     header[0] = VERSION;
     header[1] = compressor.method() as u8;

@@ -138,6 +138,36 @@ fn sixteen_bits_have_every_value_of_the_cpu() {
     }
 }
 
+/// Compression has no canonical numerics: both sides have the same mesh, and fast ones with products in the CPU's order.
+#[test]
+fn what_is_compressed_has_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let fast = "--set=training.numerics=fast";
+    for (mesh, more) in [
+        (
+            "pp=2",
+            &["compress.activations=quant:4/row", "compress.activation_gradients=topk:0.1", "compress.feedback=ef"][..],
+        ),
+        ("pp=2", &["compress.activations=fp8:e4m3/row", "compress.activation_gradients=sign/row"]),
+        ("dp=2", &["compress.gradients=topk:0.1", "compress.feedback=ef21"]),
+        ("dp=2", &["compress.gradients=randk:0.25"]),
+        ("dp=2", &["compress.gradients=powersgd:2", "compress.feedback=ef"]),
+        ("dp=2", &["compress.gradients=quant:8/block256", "compress.rounding=stochastic"]),
+        ("dp=2", &["compress.weights=quant:8/block256", "parallelism.zero_stage=3"]),
+        ("dp=2,ep=2", &["model.preset=switch-tiny", "model.dropout=0", "compress.dispatch=fp8:e4m3/row"]),
+    ] {
+        let mut settings = vec![format!("--mesh={mesh}"), fast.to_owned()];
+        settings.extend(more.iter().map(|setting| format!("--set={setting}")));
+        let all: Vec<&str> = SMALL.iter().copied().chain(settings.iter().map(String::as_str)).collect();
+        let (config, data) = load(&Args::parse(all)).unwrap_or_else(|error| panic!("{more:?}: {error}"));
+        let (a, mut b) = (Side::new(&config, &data).unwrap(), Side::new(&config, &data).unwrap());
+        let shared = emulator(&kernels, 4);
+        b.devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(shared.clone(), Products::OfTheCpu)?)));
+        let report = compare([&a, &b], 2).unwrap_or_else(|error| panic!("{more:?} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{more:?} on {mesh}: {report}");
+    }
+}
+
 /// The error of a full device says what holds its memory, and what would free how much.
 #[test]
 fn a_full_device_says_what_would_free_memory() {

@@ -1,7 +1,7 @@
 //! Faults on purpose: each must be found, or the checks of the other tests mean little.
 
 use crate::launch::{Given, try_launch};
-use crate::{attention, build, loss, rows, tables};
+use crate::{attention, build, compression, loss, rows, tables};
 use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -142,6 +142,11 @@ fn every_barrier_is_needed() {
             "tensor_core.cuh" | "flash_forward.cu" | "flash_backward.cu" => {
                 &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
             }
+            "message.cuh" => &[
+                compression::the_largest_are_those_of_the_cpu,
+                compression::values_are_those_of_the_cpu,
+                compression::vectors_without_zeros_come_back,
+            ],
             "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
             _ => &[attention::attention_is_that_of_the_cpu],
         };

@@ -6,6 +6,7 @@
 
 mod attention;
 mod build;
+mod compression;
 mod elementwise;
 mod experts;
 mod faults;

@@ -13,10 +13,12 @@ pub(super) enum Checked {
     Sort,
     Documents,
     Gather,
+    Message,
 }
 
 impl Checked {
-    const ALL: [Self; 5] = [Self::Embedding, Self::CrossEntropy, Self::Sort, Self::Documents, Self::Gather];
+    const ALL: [Self; 6] =
+        [Self::Embedding, Self::CrossEntropy, Self::Sort, Self::Documents, Self::Gather, Self::Message];
 
     fn op(self) -> &'static str {
         match self {
@@ -25,6 +27,7 @@ impl Checked {
             Self::Sort => "sort",
             Self::Documents => "attention",
             Self::Gather => "gather",
+            Self::Message => "unpack",
         }
     }
 
@@ -36,6 +39,10 @@ impl Checked {
                 return Error::Id { op, id: found as i32, at: at as usize, vocab: limit as usize };
             }
             Self::Sort => "the choices of some ids are not as many as was counted".to_owned(),
+            Self::Message => {
+                "a message is not one of the scheme and shape that it was read as, or its indices are damaged"
+                    .to_owned()
+            }
             Self::Gather => format!("index {found} at place {at}: indices are from 0 to {}", limit - 1),
             Self::Documents => format!(
                 "token {} of sample {} is at position {found} of its document: 0 begins a document, each other position is one more \

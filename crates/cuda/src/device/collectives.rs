@@ -11,7 +11,7 @@ use crate::driver::{Address, Argument, DriverError, Event, Place};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, Piece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
-use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, PoisonError};
 
 /// A rank's end of its device, for collectives.
@@ -48,7 +48,7 @@ impl Carrier for Ranks {
 fn reduction(work: &DeviceWork) -> Result<&'static Kernel, String> {
     let (dtype, reduce) = (work.dtype, work.reduce.name());
     kernel(&format!("reduce_{reduce}_{dtype}"))
-        .ok_or_else(|| format!("no kernel reduces {dtype} by {reduce}: f32, f64, bf16, f16, i32 and i64 are valid"))
+        .ok_or_else(|| format!("no kernel reduces {dtype} by {reduce}: f32, f64, bf16, f16, i32, i64 and u8 are valid"))
 }
 
 fn text(error: impl ToString) -> String {
@@ -156,22 +156,45 @@ impl Queues<'_> {
 /// Queues a reduction of the elements at `places`.
 fn reduce(pool: &Pool, kernel: &'static Kernel, places: Vec<u64>, out: Address, count: usize) -> Result<(), String> {
     let ranks = places.len();
-    let table = table(pool, places).map_err(text)?;
+    let table = pool.tables.lock().unwrap_or_else(PoisonError::into_inner).place(pool, places).map_err(text)?;
     let args: [Argument; 4] = [table.into(), ranks.into(), out.into(), count.into()];
     let launch = kernel.geometry.launch(count as u64, 0).ok_or_else(|| format!("no grid has {count} elements"))?;
     pool.driver.launch(pool.collectives, kernel, launch, &args).map_err(text)
 }
 
-/// Where these addresses lie on the device. They come again in each step, because the allocator gives the same blocks.
-fn table(pool: &Pool, places: Vec<u64>) -> Result<Address, DriverError> {
-    let mut tables = pool.tables.lock().unwrap_or_else(PoisonError::into_inner);
-    match tables.entry(places) {
-        Entry::Occupied(known) => Ok(*known.get()),
-        Entry::Vacant(new) => {
-            let bytes: Vec<u8> = new.key().iter().flat_map(|place| place.to_le_bytes()).collect();
-            let at = pool.driver.alloc(bytes.len())?;
-            pool.driver.write(pool.collectives, at, &bytes)?;
-            Ok(*new.insert(at))
+/// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in each step, because the allocator gives
+/// the same blocks.
+#[derive(Debug, Default)]
+pub(super) struct Tables {
+    known: HashMap<Vec<u64>, Address>,
+    /// Those of a length, the oldest first.
+    ages: HashMap<usize, VecDeque<Vec<u64>>>,
+}
+
+impl Tables {
+    /// Tables of one length that are kept. A program whose buffers never come again writes one of them anew for each reduction.
+    const MOST: usize = 1024;
+
+    /// Where these addresses lie. A table that is given up is written again behind what reads it, in the same stream.
+    fn place(&mut self, pool: &Pool, places: Vec<u64>) -> Result<Address, DriverError> {
+        if let Some(known) = self.known.get(&places) {
+            return Ok(*known);
         }
+        let bytes: Vec<u8> = places.iter().flat_map(|place| place.to_le_bytes()).collect();
+        let ages = self.ages.entry(places.len()).or_default();
+        let oldest = if ages.len() < Self::MOST { None } else { ages.pop_front() };
+        let at = match oldest.and_then(|oldest| self.known.remove(&oldest)) {
+            Some(at) => at,
+            None => pool.driver.alloc(bytes.len())?,
+        };
+        pool.driver.write(pool.collectives, at, &bytes)?;
+        ages.push_back(places.clone());
+        self.known.insert(places, at);
+        Ok(at)
+    }
+
+    /// All of them, when nobody needs them any more.
+    pub(super) fn take(&mut self) -> impl Iterator<Item = Address> + use<> {
+        std::mem::take(self).known.into_values()
     }
 }

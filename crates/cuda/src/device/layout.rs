@@ -43,11 +43,11 @@ impl Layout for CudaDevice {
     }
 
     fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
-        Err(self.lacks("pack_nonzeros", x.dtype()))
+        self.without_zeros(x)
     }
 
-    fn unpack_nonzeros(&self, _bits: &Buffer, values: &Buffer, _count: usize) -> Result<Buffer> {
-        Err(self.lacks("unpack_nonzeros", values.dtype()))
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        self.with_zeros(bits, values, count)
     }
 
     fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {

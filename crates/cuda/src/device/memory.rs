@@ -4,12 +4,12 @@
 //! next owner's work is queued in the same stream behind it. A block that another stream wrote first keeps an event that this stream
 //! must wait for.
 
-use super::collectives::Ranks;
+use super::collectives::{Ranks, Tables};
 use crate::driver::{Address, Driver, DriverError, Event, Stream};
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
 use meshwork_tensor::{Category, Error, Meter};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Blocks are multiples of this many bytes.
@@ -35,8 +35,8 @@ pub(super) struct Pool {
     pub(super) collectives: Stream,
     pub(super) meter: Arc<Meter>,
     free: Mutex<[Free; 3]>,
-    /// Addresses that kernels of collectives take, by what they are: written once.
-    pub(super) tables: Mutex<HashMap<Vec<u64>, Address>>,
+    /// Addresses that kernels of collectives take.
+    pub(super) tables: Mutex<Tables>,
 }
 
 /// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same find the same
@@ -142,9 +142,9 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let tables = std::mem::take(self.tables.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let tables = self.tables.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let blocks = free.into_iter().flat_map(|of| of.into_values().flat_map(BTreeMap::into_keys));
-        for at in blocks.chain(tables.into_values()) {
+        for at in blocks.chain(tables) {
             _ = self.driver.free(at); // a device that failed keeps its memory
         }
     }

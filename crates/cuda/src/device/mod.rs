@@ -7,6 +7,7 @@ mod attention;
 mod channel_norm;
 mod checked;
 mod collectives;
+mod compression;
 mod decode;
 mod documents;
 mod elementwise;
@@ -16,6 +17,7 @@ mod layout;
 mod loss;
 mod matmul;
 mod memory;
+mod nonzeros;
 mod norm;
 mod optim;
 mod permutation;
@@ -33,8 +35,8 @@ use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{
-    Attention, ChannelNorm, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim, Permutation, Pointwise,
-    Reduction, Routing, Window, check_copy,
+    Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
+    Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
 use meshwork_tensor::{Device, Error, Meter, Result};
 use rotary::LastAngles;
@@ -310,6 +312,10 @@ impl Device for CudaDevice {
     }
 
     fn optim(&self) -> Result<&dyn Optim> {
+        Ok(self)
+    }
+
+    fn compression(&self) -> Result<&dyn Compression> {
         Ok(self)
     }
 }

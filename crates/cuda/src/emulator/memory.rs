@@ -81,6 +81,11 @@ impl Drop for Block {
 }
 
 impl Memory {
+    /// Bytes of all allocations.
+    pub(super) fn held(&self) -> u64 {
+        self.held
+    }
+
     /// Memory of `bytes` bytes, poisoned; no more than `limit` in all.
     pub(super) fn alloc(&mut self, bytes: usize, limit: u64) -> Result<Address> {
         let full = DriverError::OutOfMemory { bytes, held: self.held, memory: limit };

@@ -48,6 +48,11 @@ impl Emulator {
         self.lock().waits()
     }
 
+    /// Bytes of memory that are allocated.
+    pub fn held(&self) -> u64 {
+        self.lock().held()
+    }
+
     /// Pieces of work that are queued and have not run.
     pub fn queued(&self) -> usize {
         self.lock().queued()

@@ -61,6 +61,11 @@ impl State {
         self.skipped = Some(nth);
     }
 
+    /// Bytes of all allocations.
+    pub(super) fn held(&self) -> u64 {
+        self.memory.held()
+    }
+
     pub(super) fn waits(&self) -> u64 {
         self.waits
     }

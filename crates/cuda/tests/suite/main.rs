@@ -1,6 +1,7 @@
 //! The seam and the device over the emulator. Without g++ the tests say so and pass; `.ci/run` asks for it first.
 
 mod collectives;
+mod compression;
 mod emulator;
 mod experts;
 mod ops;

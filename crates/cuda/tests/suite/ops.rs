@@ -615,6 +615,29 @@ fn what_the_device_lacks_is_named() {
     assert!(x.as_slice::<f32>().is_err(), "the host does not read device memory");
 }
 
+/// Vectors with few, some and many zeros, of each sign, with NaN; longer than one chunk.
+#[test]
+fn vectors_without_zeros_have_the_cpus_bits() {
+    for (count, kept) in [(1_usize, 1_usize), (9, 3), (5000, 7), (70_001, 2), (40_000, 1000)] {
+        let mut x = values("x", count).as_slice::<f32>().unwrap().to_vec();
+        x.iter_mut().enumerate().filter(|(at, _)| at % kept > 0 || kept == 1000).for_each(|(_, x)| *x = 0.0);
+        x[count / 2] = -0.0;
+        x[count - 1] = f32::NAN;
+        let x = Buffer::from_vec(x);
+        for half in [false, true] {
+            same(&format!("{count} elements, half {half}"), |device, up| {
+                let (layout, mut x) = (device.layout()?, up(&x));
+                if half {
+                    x = device.pointwise()?.cast(&x, DType::F16)?;
+                }
+                let Some([bits, values]) = layout.pack_nonzeros(&x)? else { return Ok(vec![x]) };
+                let back = layout.unpack_nonzeros(&bits, &values, count)?;
+                Ok(vec![bits, values, back, x])
+            });
+        }
+    }
+}
+
 /// A rule of a user's.
 #[derive(Debug)]
 struct Own;

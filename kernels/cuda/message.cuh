@@ -1,0 +1,55 @@
+// Bytes of messages, which begin anywhere, and sums over the threads of a block.
+#pragma once
+#include "float16.cuh"
+#include "warp.cuh"
+
+#define BLOCK_WARPS (THREADS / WARP)
+
+DEVICE void put_u16(u8* to, u32 x) { to[0] = static_cast<u8>(x), to[1] = static_cast<u8>(x >> 8); }
+
+DEVICE void put_float(u8* to, float x) {
+    u32 bits = __float_as_uint(x);
+    put_u16(to, bits), put_u16(to + 2, bits >> 16);
+}
+
+DEVICE u32 get_u16(const u8* from) { return from[0] | static_cast<u32>(from[1]) << 8; }
+DEVICE u32 get_u32(const u8* from) { return get_u16(from) | get_u16(from + 2) << 16; }
+DEVICE float get_float(const u8* from) { return __uint_as_float(get_u32(from)); }
+
+// Stores a value, or adds it.
+DEVICE void fold(float* to, float x, int add) { *to = add ? *to + x : x; }
+
+// op over all threads of the block, in all of them. `parts` is shared memory of BLOCK_WARPS.
+template <class T, class Parts, class Op> DEVICE T over_block(T x, Parts& parts, Op op) {
+    for (int width = WARP / 2; width > 0; width /= 2) x = op(x, __shfl_xor_sync(FULL_WARP, x, width));
+    __syncthreads();  // what was here before is read
+    if (lane_of_warp() == 0) parts[threadIdx.x / WARP] = x;
+    __syncthreads();
+    x = parts[0];
+    for (int warp = 1; warp < BLOCK_WARPS; warp++) x = op(x, static_cast<T>(parts[warp]));
+    return x;
+}
+
+// The sum over the threads before this one, and over all.
+struct Prefix {
+    i64 before, all;
+};
+
+template <class Parts> DEVICE Prefix prefix_of_block(i64 x, Parts& parts) {
+    int lane = lane_of_warp(), warp = static_cast<int>(threadIdx.x) / WARP;
+    i64 sum = x;
+    for (int step = 1; step < WARP; step *= 2) {
+        i64 other = __shfl_sync(FULL_WARP, sum, lane >= step ? lane - step : lane);
+        if (lane >= step) sum += other;
+    }
+    __syncthreads();  // what was here before is read
+    if (lane == WARP - 1) parts[warp] = sum;
+    __syncthreads();
+    Prefix prefix = {sum - x, 0};
+    for (int other = 0; other < BLOCK_WARPS; other++) {
+        i64 part = parts[other];
+        if (other < warp) prefix.before += part;
+        prefix.all += part;
+    }
+    return prefix;
+}
