@@ -31,9 +31,11 @@ TIMEOUT_S = 1800
 OURS = {
     "gpt_train": ["build", "--release", "--example", "gpt_train"],
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
+    "compress": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "compress"],
+    "throttled": ["bench", "--no-run", "-p", "meshwork-engine", "--bench", "throttled"],
     "gemm": ["bench", "--no-run", "-p", "meshwork-tensor", "--bench", "gemm"],
 }
-ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py"}  # the peers that have all threads in one
+ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
 NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 

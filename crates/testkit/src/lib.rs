@@ -9,6 +9,7 @@ pub mod gradcheck;
 pub mod opaque;
 pub mod parity;
 mod rng;
+pub mod throttled;
 mod world;
 
 pub use rng::Rng;

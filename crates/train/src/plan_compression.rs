@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::config::sections::Compress;
 use crate::plan::{Kind, kinds, size};
 use crate::profile::{Ceilings, Profile, Track};
-use meshwork_compress::{CompressError, Compressor, Draws, Fold, Scheme, Shape, SumMethod, wire_bytes};
+use meshwork_compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, SumMethod, wire_bytes};
 use meshwork_core::profile::Class;
 use meshwork_core::random;
 use meshwork_core::{Buffer, DType, OpKind, Record};
@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// What is tried at each place, besides what the configuration has there.
 const SCHEMES: [&str; 6] = ["bf16", "fp8:e4m3", "quant:8/block256", "quant:4/block256", "topk:0.1", "topk:0.01"];
+/// What is tried of gradients too: a message between stages has no factors to start from.
+const FACTORS: [&str; 2] = ["powersgd:4", "powersgd:16"];
 
 const NOTHING: &str = "none";
 const NO_COSTS: &str = "a model has a beginning and an end";
@@ -145,6 +147,9 @@ fn with(config: &Config, scheme: impl Fn(Place) -> String) -> Config {
         activations,
         activation_gradients,
         gradients,
+        weights: NOTHING.to_owned(),
+        dispatch: NOTHING.to_owned(),
+        dispatch_gradients: NOTHING.to_owned(),
         feedback: "none".to_owned(),
         share_indices: false,
         aqsgd: false,
@@ -178,6 +183,26 @@ fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f64; 
     let packed = best(|| kernels.pack(scheme, part, draws, &x, &mut message, 0))?;
     let restored = best(|| kernels.unpack(scheme, part, &message, Fold::Replace, &mut out, 0))?;
     Ok([packed * share, restored * share])
+}
+
+/// Seconds in which PowerSGD makes the factors of each element of matrices with these columns, and joins them.
+fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, Error> {
+    let rows = (MEASURED / cols.max(1)).clamp(1, cols.max(1));
+    let shape = Shape::matrix(rows, cols.max(1)).map_err(failed)?;
+    of.check(shape).map_err(failed)?;
+    let mut values = vec![0.0_f32; shape.len()];
+    random::fill_uniform(random::key(0, "the time of compression"), 0, &mut values);
+    let (m, [of_p, of_q]) = (device.upload(&Buffer::from_slice(&values))?, of.factors(shape));
+    let (mut p, mut q) = (device.zeros(DType::F32, of_p)?, device.zeros(DType::F32, of_q)?);
+    let (mut out, kernels) = (device.alloc(DType::F32, shape.len())?, device.compression()?);
+    let draws = Draws::new(0, "the time of compression", 0);
+    let seconds = best(|| {
+        kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
+        kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
+        let factors = [p.clone(), q.clone()];
+        kernels.join(of, shape, &factors, 2, &mut out)
+    })?;
+    Ok(seconds / shape.len() as f64)
 }
 
 fn failed(source: CompressError) -> Error {
@@ -255,6 +280,15 @@ impl Weighing<'_> {
             if bytes(&old) <= plain.sums[0] {
                 continue;
             }
+            let elements: usize = old.iter().map(|record| record.elements).sum();
+            if let Scheme::PowerSgd(of) = scheme {
+                // Each bucket sums the factors P, which backward hides, and at the end of the step Q.
+                let (first, then) = new.split_at(new.len().div_ceil(2));
+                plain.sums = [bytes(&old), 0.0];
+                compressed.sums = [bytes(first), bytes(then)];
+                compressed.sum_codec = factoring(&*self.device, *of, config.model.hidden_size)? * elements as f64;
+                continue;
+            }
             let (shards, others): (Vec<_>, Vec<_>) = new.into_iter().partition(|record| record.op == OpKind::AllToAll);
             plain.sums = [bytes(&old), 0.0];
             compressed.sums = match bytes(&shards) {
@@ -264,7 +298,6 @@ impl Weighing<'_> {
             let times = measured(&*self.device, scheme, Shape::vector(longest.elements).map_err(failed)?)?;
             let work = sum_work(scheme, plan.zero.stage > ZeroStage::Off, longest.ranks);
             let each: f64 = times.iter().zip(work).map(|(seconds, often)| seconds * often).sum();
-            let elements: usize = old.iter().map(|record| record.elements).sum();
             compressed.sum_codec = each * elements as f64 / longest.elements as f64;
         }
         Ok(())
@@ -336,7 +369,12 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         let bytes = if of_cuts { plain.messages[0] } else { plain.sums[0] };
         let _ = writeln!(text, "  {}, {}", place.key(), if of_cuts { "each message" } else { "all sums" });
         let own = place.of(config);
-        let tried = SCHEMES.into_iter().filter(|scheme| *scheme != own).chain(Some(own).filter(|own| *own != NOTHING));
+        let factors = FACTORS.into_iter().filter(|_| !of_cuts);
+        let tried = SCHEMES
+            .into_iter()
+            .chain(factors)
+            .filter(|scheme| *scheme != own)
+            .chain(Some(own).filter(|own| *own != NOTHING));
         for scheme in tried {
             let alone = with(config, |at| if at == place { scheme } else { NOTHING }.to_owned());
             let mut plain = plain.clone();
@@ -498,9 +536,14 @@ mod tests {
     #[test]
     fn the_report_has_a_line_for_each_place_that_sends() {
         let both = report(&config("[parallelism]\ndp = 2\npp = 2\n[compress]\ngradients = 'sign'")).unwrap();
-        for words in
-            ["sends 1.00 GB/s", "  activations, each", "  activation_gradients, each", "  gradients, all", "    sign "]
-        {
+        for words in [
+            "sends 1.00 GB/s",
+            "  activations, each",
+            "  activation_gradients, each",
+            "  gradients, all",
+            "    sign ",
+            "  powersgd:4 ",
+        ] {
             assert_eq!(both.matches(words).count(), 1, "{words}: {both}");
         }
         assert!(!both.contains("refused"), "{both}");
@@ -536,5 +579,36 @@ mod tests {
         // The first stage has more parameters; its ranks send about a quarter of 2n·4/2.
         let share = total(compressed.sums) / total(plain.sums);
         assert!(plain.sums[0] > 1e6 && share > 0.25 && share < 0.26, "{plain:?} {compressed:?}");
+    }
+
+    /// PowerSGD sums factors twice: what a run sends of them, in its two communications, and the time that they take.
+    #[test]
+    fn the_sums_of_factors_are_those_of_the_run() {
+        let config = config("[parallelism]\ndp = 2\n[compress]\ngradients = 'powersgd:4'");
+        let exact = exact(&config);
+        let weighing = Weighing {
+            config: &config,
+            device: Devices::open(&config).unwrap().alone().unwrap(),
+            exact: kinds(&exact, &config.mesh().unwrap()).unwrap(),
+        };
+        let sent = |config: &Config| -> f64 {
+            let kinds = kinds(config, &config.mesh().unwrap()).unwrap();
+            kinds.iter().flat_map(|kind| &kind.each.records).map(Record::bytes).sum()
+        };
+        let (mut plain, mut compressed) = Default::default();
+        weighing.sums(&config, &mut plain, &mut compressed).unwrap();
+        let total = |sums: [f64; 2]| sums.iter().sum::<f64>();
+        close(total(plain.sums) - total(compressed.sums), sent(&exact) - sent(&config));
+        // P of r columns beside the vectors, then Q of as many rows: of weights that are wider than high, both are of one order.
+        let [first, then] = compressed.sums;
+        assert!(then > 0.0 && first > 0.3 * then && first < 3.0 * then, "{compressed:?}");
+        assert!(compressed.sum_codec > 0.0 && total(compressed.sums) < 0.2 * total(plain.sums), "{compressed:?}");
+    }
+
+    /// Gathers of weights and tokens of experts are left out of the weighing, and counted in what a profile says was saved.
+    #[test]
+    fn nothing_is_compressed_in_the_run_to_compare_with() {
+        let config = config("[parallelism]\ndp = 2\nzero_stage = 3\n[compress]\nweights = 'quant:8'");
+        assert!(config.plan().unwrap().compress.is_some() && !exact(&config).plan().unwrap().compress.is_some());
     }
 }

@@ -1,0 +1,156 @@
+//! A communicator that takes the time of a slow link: what ranks of one process send each other is charged as if it went over a wire.
+
+use meshwork_core::comm::{Call, Op, OpKind, PendingOp};
+use meshwork_core::{Buffer, CommError, Communicator, DType, Pending, Record, ReductionOrder};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// `inner`, over a link by which a rank sends `bytes_per_second`. A collective or a send is over when its logical bytes have been sent
+/// ([`Record::bytes`]): those of a rank's operations follow each other on its link, in all of its groups. A message is there after its time on the link
+/// of the receiver. Values are those of `inner`.
+///
+/// # Panics
+/// If the link sends nothing.
+pub fn communicator(inner: Arc<dyn Communicator>, bytes_per_second: f64) -> Arc<dyn Communicator> {
+    assert!(bytes_per_second > 0.0, "a link of {bytes_per_second} bytes a second");
+    Arc::new(Throttled { inner, link: Arc::new(Link { bytes_per_second, free: Mutex::new(Instant::now()) }) })
+}
+
+#[derive(Debug)]
+struct Link {
+    bytes_per_second: f64,
+    /// When it has sent all that it was given.
+    free: Mutex<Instant>,
+}
+
+impl Link {
+    /// When these bytes are sent, behind those before them.
+    fn send(&self, bytes: f64) -> Instant {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let begins = (*free).max(Instant::now());
+        *free = begins + Duration::from_secs_f64(bytes / self.bytes_per_second);
+        *free
+    }
+}
+
+#[derive(Debug)]
+struct Throttled {
+    inner: Arc<dyn Communicator>,
+    link: Arc<Link>,
+}
+
+impl Communicator for Throttled {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.inner.world_ranks()
+    }
+
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        self.inner.reduction_order()
+    }
+
+    fn start(&self, call: Call) -> Result<Pending, CommError> {
+        let op = call.op.kind();
+        let (at, then) = match op {
+            OpKind::Recv => {
+                let bytes = call.output.as_ref().map_or(0, |room| room.as_bytes().map_or(0, <[u8]>::len));
+                (Instant::now(), Duration::from_secs_f64(bytes as f64 / self.link.bytes_per_second))
+            }
+            _ => (self.link.send(self.bytes(&call, op)), Duration::ZERO),
+        };
+        Ok(Pending::new(Sent { inner: self.inner.start(call)?, at, then }))
+    }
+
+    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        let (inner, link) = (self.inner.split(name, members)?, self.link.clone());
+        Ok(Arc::new(Throttled { inner, link }))
+    }
+
+    fn heartbeat(&self) {
+        self.inner.heartbeat();
+    }
+}
+
+impl Throttled {
+    /// Logical bytes of a call.
+    fn bytes(&self, call: &Call, op: OpKind) -> f64 {
+        let kept = match &call.op {
+            Op::AllToAll { send_counts, .. } => send_counts[self.rank()],
+            _ => 0,
+        };
+        let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
+        let (elements, ranks) = (call.elements() - kept, self.size());
+        Record { group: self.name().to_owned(), op, dtype, elements, ranks }.bytes()
+    }
+}
+
+/// An operation that is over when its bytes are sent.
+struct Sent {
+    inner: Pending,
+    at: Instant,
+    /// The time of what arrives, once it is on its way.
+    then: Duration,
+}
+
+impl PendingOp for Sent {
+    fn wait(self: Box<Self>) -> Result<Buffer, CommError> {
+        let buffer = self.inner.wait()?;
+        thread::sleep(self.at.saturating_duration_since(Instant::now()) + self.then);
+        Ok(buffer)
+    }
+
+    fn is_done(&self) -> bool {
+        self.inner.is_done() && Instant::now() >= self.at && self.then.is_zero()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_core::comm::thread::run;
+    use meshwork_core::{Group, Mesh, Rank, ReduceOp};
+
+    /// Runs two ranks over a link of 1 MB/s: the seconds of `work` on the slowest.
+    fn seconds(work: impl Fn(&Group) -> Result<Vec<f32>, CommError> + Sync, wanted: &[f32]) -> f64 {
+        let ranks = run(2, meshwork_core::comm::thread::Options::default(), |world| {
+            let mesh: Mesh = "dp=2".parse().unwrap();
+            let rank = Rank::new(&mesh, communicator(world.communicator().clone(), 1e6)).unwrap();
+            let begun = Instant::now();
+            assert_eq!(work(rank.data_group())?, wanted);
+            Ok::<_, CommError>(begun.elapsed().as_secs_f64())
+        });
+        ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().fold(0.0, f64::max)
+    }
+
+    /// 40 kB take 40 ms, also where they are sent by two operations at a time, and values are those of the communicator behind it.
+    #[test]
+    fn operations_take_the_time_of_their_bytes() {
+        let all = vec![2.0; 5000];
+        let one = |group: &Group| {
+            let mut values = vec![1.0; 5000];
+            group.all_reduce_slice(&mut values, ReduceOp::Sum)?;
+            Ok(values)
+        };
+        // 2 b / 2 of 20 kB.
+        assert!(seconds(one, &all) >= 0.02);
+        let both = |group: &Group| {
+            let start = || group.start_all_reduce(Buffer::from_vec(vec![1.0_f32; 5000]), ReduceOp::Sum);
+            let (first, second) = (start()?, start()?);
+            _ = first.wait()?;
+            Ok(second.wait()?.as_slice::<f32>()?.to_vec())
+        };
+        assert!(seconds(both, &all) >= 0.04);
+    }
+}
