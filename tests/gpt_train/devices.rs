@@ -180,7 +180,7 @@ fn ranks_share_the_gpus_of_a_machine() {
     let found = numbers_of(&lines(&path));
     assert_eq!(found, numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2"))));
     let report = fs::read_to_string(folder.join("report")).unwrap();
-    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 queued";
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
     assert!(report.lines().any(|line| line == left), "{report}");
 
     let (code, out, err) = run("--device cuda:2", &[]);
