@@ -7,6 +7,16 @@ use super::{Gpu, libraries::failed};
 use crate::driver::{DriverError, Graph, Result, Stream, Work};
 use cudarc::driver::result::{graph, stream as calls};
 use cudarc::driver::sys::{CUgraphExec, CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile: contexts are those of the process,
+/// and so is this.
+static CAPTURE: Mutex<()> = Mutex::new(());
+
+/// Nothing is captured until the guard is dropped. To be taken before the state of a GPU.
+pub(super) fn without_captures() -> MutexGuard<'static, ()> {
+    CAPTURE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The graphs of a GPU, by number.
 #[derive(Debug, Default)]
@@ -47,6 +57,7 @@ pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option
 
 /// The graph of what the calls queue. The stream is not captured any more when this returns.
 fn record(gpu: &Gpu, stream: Stream, queue: CUstream, work: &[Work]) -> Result<CUgraphExec> {
+    let _captures = without_captures();
     // Calls of other threads, of other streams, stay what they are.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream exists until the GPU is dropped.

@@ -264,6 +264,7 @@ impl Driver for Gpu {
     }
 
     fn free(&self, at: Address) -> Result<()> {
+        let _captures = graph::without_captures();
         let _state = self.state()?;
         ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
         // SAFETY: `alloc` gave it out, as the driver checks, and no queued work uses it any more.
@@ -428,6 +429,7 @@ impl Driver for Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        let _captures = graph::without_captures();
         // A GPU that failed keeps what it has until the process ends.
         if self.context.enter().and_then(|()| ctx::synchronize().map_err(failed("cuCtxSynchronize"))).is_err() {
             return;

@@ -1,8 +1,10 @@
 //! What the driver promises, call by call.
 
 use crate::gpu;
-use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Place, Product, Stream};
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Place, Product, Stream, Work};
 use meshwork_kernels::kernel;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
 
 fn write(driver: &dyn Driver, stream: Stream, values: &[f32]) -> Address {
     let at = driver.alloc(size_of_val(values)).unwrap();
@@ -140,4 +142,28 @@ fn memory_that_is_not_there_is_refused() {
     driver.free(at).unwrap();
     let call = "cuMemFree";
     assert!(matches!(driver.free(Address(1)).unwrap_err(), DriverError::Call { call: other, .. } if other == call));
+}
+
+/// Memory that was given back while another thread captured a graph used to be refused, and a GPU that was dropped then kept what it had.
+#[test]
+fn memory_is_given_back_while_another_thread_captures() {
+    let (Some(capturing), Some(freeing)) = (gpu(), gpu()) else { return };
+    let (times, ended) = (500, AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let stream = capturing.stream().unwrap();
+            let at = write(&capturing, stream, &[1.0; 64]);
+            for _ in 0..times {
+                let zeros: Vec<Work> = (0..64).map(|_| Work::Zero { at, bytes: 256 }).collect();
+                capturing.capture(stream, &zeros).unwrap();
+            }
+            assert_eq!(read(&capturing, stream, at, 64), [0.0; 64]);
+            capturing.free(at).unwrap();
+            ended.store(true, Relaxed);
+        });
+        while !ended.load(Relaxed) {
+            let at = freeing.alloc(256).unwrap();
+            freeing.free(at).unwrap();
+        }
+    });
 }
