@@ -41,7 +41,7 @@ sys.exit(f"error: not built: {names}" if names else 0)
 
 pack=$folder/meshwork-gpu
 mkdir -p "$pack/benches" "$pack/scripts" "$pack/crates/cuda/tests/gpu"
-cp -r benches/gpu benches/peers "$pack/benches/"
+cp -r benches/gpu benches/peers benches/harness "$pack/benches/"
 find "$pack" -name __pycache__ -prune -exec rm -r {} +
 cp scripts/gpu-check.sh "$pack/scripts/"
 cp crates/cuda/tests/gpu/stand_in.cpp "$pack/crates/cuda/tests/gpu/"

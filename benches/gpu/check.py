@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benches, for what the harness shares
 import correct
 import report
 import speed

@@ -2,6 +2,8 @@
 
 import json
 
+from harness.files import write_results
+
 WORST = ["FAIL", "PASS", "SKIPPED"]  # the state of a part is the first of these that a row of its has
 
 MOST = 3  # reasons that a part gives; its tables have all
@@ -71,9 +73,4 @@ def load(path):
 
 def write(path, results):
     """Writes PATH.json and PATH.md, each at once or not at all."""
-    texts = {".json": json.dumps(results, indent=1, ensure_ascii=False), ".md": "\n".join(markdown(results))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in texts.items():
-        new = path.with_name(path.name + suffix + ".new")
-        new.write_text(text + "\n", encoding="utf-8")
-        new.replace(path.with_name(path.name + suffix))
+    write_results(path, results, markdown(results))

@@ -1,17 +1,14 @@
 """The parts that say how fast the device is: models and operations against PyTorch and the card's own rates, first steps, a profile."""
 
 import json
-import random
 import statistics
-import sys
-from array import array
 
 from correct import tool
+from harness.files import random_tokens
 from session import TINY, Failed, Late, Skipped
 
 WARMUP = {"ours": 3, "theirs": 6}  # steps that do not count; the compiler of PyTorch needs more of them
 STEPS = 12
-TOKENS = 1 << 18
 GPT2 = dict(vocab_size=50304, num_layers=12, hidden_size=768, num_heads=12)
 LLAMA = dict(vocab_size=50304, num_layers=24, hidden_size=2048, num_heads=16)
 LLAMA_OWN = {"model.kind": "llama", "model.num_kv_heads": 4, "model.ffn_hidden_size": 5632, "model.tie_embeddings": "false"}
@@ -42,23 +39,11 @@ def flops(size, further):
     return tokens * (6 * weights(size, further) + 12 * size["num_layers"] * size["hidden_size"] * size["seq_len"])
 
 
-def tokens(session, vocab):
-    """A file of random tokens that both sides train on."""
-    path = session.folder / f"tokens-{vocab}.bin"
-    if not path.exists():
-        draw = random.Random(vocab)
-        ids = array("H", (draw.randrange(vocab) for _ in range(TOKENS)))
-        if sys.byteorder == "big":
-            ids.byteswap()
-        path.write_bytes(ids.tobytes())
-    return path
-
-
 def ours(session, size, further, dtype, *words):
     sets = {f"model.{key}": value for key, value in size.items() if key != "batch"} | further
     sets |= {"training.global_batch_size": size["batch"], "training.dtype": dtype}
     warm, count = (1, 1) if session.quick else (WARMUP["ours"], STEPS)
-    taken, first = session.train(sets, warm + count, *words, data=tokens(session, size["vocab_size"]))
+    taken, first = session.train(sets, warm + count, *words, data=random_tokens(session.folder, size["vocab_size"]))
     peak = taken[-1].get("peak_bytes")
     return {
         "ms a step": statistics.median(step["step_ms"] for step in taken[warm:]),
@@ -70,7 +55,7 @@ def ours(session, size, further, dtype, *words):
 
 def theirs(session, size, words, dtype, compiled):
     warm, count = (1, 1) if session.quick else (WARMUP["theirs"], STEPS)
-    work = size | {"steps": warm + count, "tokens": str(tokens(session, size["vocab_size"]))}
+    work = size | {"steps": warm + count, "tokens": str(random_tokens(session.folder, size["vocab_size"]))}
     argv = [session.python, session.root / "benches/peers/train.py", "--work", json.dumps(work), "--device", session.peer_device]
     argv += [*words, *(["--compile"] if compiled else []), *(["--bf16"] if dtype == "bf16" else [])]
     told = session.run(argv)

@@ -6,7 +6,6 @@ collective `{"op", "bytes", "us"}`, a matrix product `{"product", "gflops"}`.
 
 import json
 import os
-import random
 import shlex
 import signal
 import statistics
@@ -16,15 +15,14 @@ import tempfile
 import threading
 import time
 import venv
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .files import random_tokens
 from .machine import ROOT, read
 
 PEERS = ROOT / "benches" / "peers"
 REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8"]
-TOKENS = 1 << 18
 TIMEOUT_S = 1800
 
 # Our programs: how cargo builds each.
@@ -95,14 +93,14 @@ class Programs:
             command.argv = [self.python, PEERS / name, *args]
             if size:
                 work = {key: size[key] for key in [*MODEL_KEYS, "batch"]}
-                command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(self.tokens(size))})]
+                command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(random_tokens(self.folder, size["vocab_size"]))})]
             return command
         command.environment = {"MESHWORK_THREADS": str(self.threads)}
         command.argv = [self.build(name), *(["--bench"] if OURS[name][0] == "bench" else []), *args]
         if size:
             sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}
             command.argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-            command.argv += ["--steps", str(steps), "--data", self.tokens(size), "--metrics", "/dev/stdout"]
+            command.argv += ["--steps", str(steps), "--data", random_tokens(self.folder, size["vocab_size"]), "--metrics", "/dev/stdout"]
         return command
 
     def build(self, name):
@@ -116,19 +114,6 @@ class Programs:
                 raise Failed(f"{shlex.join(cargo)} did not build {name}")
             self.built[name] = paths[0]
         return self.built[name]
-
-    def tokens(self, size):
-        """A file of random tokens that both sides train on: little-endian u16."""
-        vocab = size["vocab_size"]
-        path = self.folder / f"tokens-{vocab}.bin"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draw = random.Random(vocab)
-            ids = array("H", (draw.randrange(vocab) for _ in range(TOKENS)))
-            if sys.byteorder == "big":
-                ids.byteswap()
-            path.write_bytes(ids.tobytes())
-        return path
 
 
 def measure(command):

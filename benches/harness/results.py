@@ -7,6 +7,8 @@ import json
 import statistics
 from dataclasses import dataclass
 
+from .files import write_results
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -178,9 +180,4 @@ def load(path):
 
 def write(path, results):
     """Writes `path`.json and `path`.md, each at once or not at all."""
-    texts = {".json": json.dumps(results, indent=1, ensure_ascii=False), ".md": "\n".join(markdown(results))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in texts.items():
-        new = path.with_name(path.name + suffix + ".new")
-        new.write_text(text + "\n", encoding="utf-8")
-        new.replace(path.with_name(path.name + suffix))
+    write_results(path, results, markdown(results))

@@ -1,6 +1,6 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
 `--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
-`--experts N --top-k K --form loop|grouped`: that Llama with so many experts in each block, K of them for a token.
+`--experts N --top-k K --form loop|grouped`: that Llama with N experts in each block, K of them for a token.
 `--device cuda`: on the first GPU, with the fused AdamW, and a last line that says how much of its memory was in use at most."""
 
 import contextlib

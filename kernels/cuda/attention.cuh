@@ -4,9 +4,6 @@
 #include "math.cuh"
 #include "random.cuh"
 
-#define FLASH_ROWS 128  // queries or keys of a block on tensor cores, 16 for each warp
-#define FLASH_KEYS 64   // keys that meet its queries at a time, in backward
-
 // The head of this block: sample and head from blockIdx.x, its heads of keys and values shared by `group` heads of queries.
 struct Head {
     i64 sample, head, kv_head;

@@ -16,8 +16,7 @@
 // Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, and a power of two for each pair in both: 3.5 times that of forward.
 // Bytes     a head: dQ 2 head_dim (3 seq + seq² / 128), dK and dV 2 head_dim (4 seq + seq² / 128), what is squared from the L2 cache.
 // Bits      none are promised, but the same run to run. Tests hold 1e-2 of the norm against f32.
-#include "attention.cuh"
-#include "tensor_core.cuh"
+#include "flash.cuh"
 
 
 // D of each row. Elements: `lanes` times the rows, lanes = head_dim / 8 rounded up to a power of two.
@@ -47,44 +46,6 @@ struct FlashOperands {
     const int* firsts;
 };
 
-// Zeros.
-template <int N> DEVICE void clear(float (&c)[N][4]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
-}
-
-// c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
-template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles, int a_tile, int row, int b_tile) {
-#pragma unroll
-    for (int e = 0; e < DIM / 16; e++) {
-        u32 a[4];
-        load_a<DIM>(a, tiles, a_tile, row, 16 * e);
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            u32 b[4];
-            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
-            mma(c[j], a, b[0], b[1]);
-            mma(c[j + 1], a, b[2], b[3]);
-        }
-    }
-}
-
-// c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
-template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
-#pragma unroll
-    for (int j = 0; j < N / 2; j++) {
-        u32 a[4];
-        as_operand(a, left[2 * j], left[2 * j + 1]);
-#pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
-            u32 b[4];
-            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, 16 * e);
-            mma(c[2 * e], a, b[0], b[1]);
-            mma(c[2 * e + 1], a, b[2], b[3]);
-        }
-    }
-}
-
 template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row) {
     constexpr int DOUT = FLASH_ROWS * DIM, PAIR = 2 * FLASH_ROWS * DIM, VALUES = FLASH_KEYS * DIM, PAIRS = 2 * FLASH_KEYS * DIM;
     TILES(tiles, 2 * FLASH_ROWS * DIM + 4 * FLASH_KEYS * DIM);
@@ -98,7 +59,8 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
     int i0 = first + warp_row + lane / 4, i1 = i0 + 8, last = tokens - 1;
     Documents documents = documents_of(of.firsts, head, of.seq);
-    int own0 = documents.of(smaller(i0, last)), own1 = documents.of(smaller(i1, last)), begin = documents.of(first) / FLASH_KEYS * FLASH_KEYS;
+    QueryPair rows = query_pair(documents, i0, tokens);
+    int begin = documents.of(first) / FLASH_KEYS * FLASH_KEYS;
     float scale_2 = of.scale * static_cast<float>(LOG2_E);
     float lse0 = of.lse[numbers + smaller(i0, last)] * static_cast<float>(LOG2_E), dot0 = of.dots[numbers + smaller(i0, last)];
     float lse1 = of.lse[numbers + smaller(i1, last)] * static_cast<float>(LOG2_E), dot1 = of.dots[numbers + smaller(i1, last)];
@@ -126,18 +88,15 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
         clear(s), clear(dp);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
         add_product<DIM>(dp, tiles, DOUT, warp_row, pair + VALUES);
-        int until0 = i0 - keys, from0 = own0 - keys, from1 = own1 - keys;
 #pragma unroll
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                int key = 8 * j + lane % 4 * 2 + c;
-                float p0 = exp2_fast(fmaf(s[j][c], scale_2, -lse0)), p1 = exp2_fast(fmaf(s[j][2 + c], scale_2, -lse1));
-                s[j][c] = p0 * (dp[j][c] - dot0), s[j][2 + c] = p1 * (dp[j][2 + c] - dot1);
-                if (key > until0 || key < from0) s[j][c] = 0.0f;
-                if (key > until0 + 8 || key < from1) s[j][2 + c] = 0.0f;
+                s[j][c] = exp2_fast(fmaf(s[j][c], scale_2, -lse0)) * (dp[j][c] - dot0);
+                s[j][2 + c] = exp2_fast(fmaf(s[j][2 + c], scale_2, -lse1)) * (dp[j][2 + c] - dot1);
             }
         }
+        mask(s, rows, keys, 0.0f);
         add_product_of<DIM>(sum, s, tiles, pair);
     }
     u16* to = dq + head.sample * of.seq * dq_row + head.head * of.head_dim;

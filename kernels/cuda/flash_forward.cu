@@ -13,13 +13,11 @@
 //           of 64 K registers: _64 takes 126 (kernels/report.md), so 16 warps; _128 takes 210, 8 warps. Shared memory allows as many.
 // Banks     tiles lie so that ldmatrix, copies and the output, which passes through the queries' tile, have no conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations a head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100 does 4096 operations of bf16 and 16
-//           powers of two a clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a clock of each, so neither can be had for nothing; of _128 twice the
-//           products. One ldmatrix feeds two products of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
+//           powers of two a clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a clock of products and as much of powers, a pair of _128
+//           twice the products. One ldmatrix feeds two products of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
 // Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte an operation, which is not the limit.
 // Bits      none are promised: the order of sums is that of the tensor cores. Tests hold 1e-2 of the norm against f32.
-#include "attention.cuh"
-#include "tensor_core.cuh"
-
+#include "flash.cuh"
 
 template <int DIM, int STEP>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
@@ -31,21 +29,18 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     const u16* q_head = q + head.sample * seq * q_row + head.head * head_dim;
     const u16* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
     const u16* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
-    // This lane has queries i0 and i0 + 8, and sees the keys from own0 and own1 on.
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
-    int i0 = first + warp_row + lane / 4, i1 = i0 + 8;
     Documents documents = documents_of(firsts, head, seq);
-    int own0 = documents.of(smaller(i0, tokens - 1)), own1 = documents.of(smaller(i1, tokens - 1));
+    QueryPair rows = query_pair(documents, first + warp_row + lane / 4, tokens);
     int begin = documents.of(first) / STEP * STEP;
 
     copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, q_row, first, tokens, head_dim);
     copy_rows<STEP, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens, head_dim);
     copy_rows<STEP, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens, head_dim);
     copy_commit();
-    float o[DIM / 8][4], max0 = -INFINITE, max1 = -INFINITE, total0 = 0.0f, total1 = 0.0f;
-    float scale_2 = scale * static_cast<float>(LOG2_E);
-#pragma unroll
-    for (int j = 0; j < DIM / 8; j++) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
+    OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
+    float o[DIM / 8][4];
+    clear(o);
     int stage = 0;
     for (int keys = begin; keys < end; keys += STEP) {
         copy_wait<0>();
@@ -60,72 +55,13 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         if (keys > first + warp_row + 15) continue;  // the last query of this warp is before them
 
         float s[STEP / 8][4];
-#pragma unroll
-        for (int j = 0; j < STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
-#pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
-            u32 a[4];
-            load_a<DIM>(a, tiles, 0, warp_row, 16 * e);
-#pragma unroll
-            for (int j = 0; j < STEP / 8; j += 2) {
-                u32 b[4];
-                load_b<DIM>(b, tiles, pair, 8 * j, 16 * e);
-                mma(s[j], a, b[0], b[1]);
-                mma(s[j + 1], a, b[2], b[3]);
-            }
-        }
-        if (firsts || keys + STEP > first + warp_row + 1) {
-            int until0 = i0 - keys, from0 = own0 - keys, from1 = own1 - keys;
-#pragma unroll
-            for (int j = 0; j < STEP / 8; j++) {
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    int key = 8 * j + lane % 4 * 2 + c;
-                    if (key > until0 || key < from0) s[j][c] = -INFINITE;
-                    if (key > until0 + 8 || key < from1) s[j][2 + c] = -INFINITE;
-                }
-            }
-        }
-
-        float top0 = max0, top1 = max1;
-#pragma unroll
-        for (int j = 0; j < STEP / 8; j++) {
-            top0 = fmaxf(top0, fmaxf(s[j][0], s[j][1]));
-            top1 = fmaxf(top1, fmaxf(s[j][2], s[j][3]));
-        }
-        top0 = largest_of_row(top0), top1 = largest_of_row(top1);
-        // Of a row that has seen no key yet the maximum counts as 0: its powers are all 0.
-        float shift0 = top0 == -INFINITE ? 0.0f : -(top0 * scale_2), shift1 = top1 == -INFINITE ? 0.0f : -(top1 * scale_2);
-        float less0 = exp2_fast(fmaf(max0, scale_2, shift0)), less1 = exp2_fast(fmaf(max1, scale_2, shift1));
-        max0 = top0, max1 = top1;
-        total0 *= less0, total1 *= less1;
-#pragma unroll
-        for (int j = 0; j < DIM / 8; j++) o[j][0] *= less0, o[j][1] *= less0, o[j][2] *= less1, o[j][3] *= less1;
-#pragma unroll
-        for (int j = 0; j < STEP / 8; j++) {
-            s[j][0] = exp2_fast(fmaf(s[j][0], scale_2, shift0)), s[j][1] = exp2_fast(fmaf(s[j][1], scale_2, shift0));
-            s[j][2] = exp2_fast(fmaf(s[j][2], scale_2, shift1)), s[j][3] = exp2_fast(fmaf(s[j][3], scale_2, shift1));
-            total0 += s[j][0] + s[j][1], total1 += s[j][2] + s[j][3];
-        }
-#pragma unroll
-        for (int j = 0; j < STEP / 16; j++) {
-            u32 p[4];
-            as_operand(p, s[2 * j], s[2 * j + 1]);
-#pragma unroll
-            for (int e = 0; e < DIM / 16; e++) {
-                u32 b[4];
-                load_b_transposed<DIM>(b, tiles, pair + VALUES, 16 * j, 16 * e);
-                mma(o[2 * e], p, b[0], b[1]);
-                mma(o[2 * e + 1], p, b[2], b[3]);
-            }
-        }
+        clear(s);
+        add_product<DIM>(s, tiles, 0, warp_row, pair);
+        if (firsts || keys + STEP > first + warp_row + 1) mask(s, rows, keys, -INFINITE);
+        online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
+        add_product_of<DIM>(o, s, tiles, pair + VALUES);
     }
-    total0 = sum_of_row(total0), total1 = sum_of_row(total1);
-    u16* to = out + (head.sample * seq * heads + head.head) * head_dim;
-    store_rows<DIM>(tiles, 0, o, 1.0f / total0, 1.0f / total1, to, heads * head_dim, first, tokens, head_dim);
-    float* lse_head = lse + (head.sample * heads + head.head) * seq;
-    if (lane % 4 == 0 && i0 < tokens) lse_head[i0] = max0 * scale + ln_bits(total0);
-    if (lane % 4 == 0 && i1 < tokens) lse_head[i1] = max1 * scale + ln_bits(total1);
+    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, tokens, head_dim, scale);
 }
 
 #define FLASH_FORWARD(DIM, STEP) \

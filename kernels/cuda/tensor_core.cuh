@@ -24,7 +24,7 @@ struct alignas(16) Chunk {
 #ifndef TENSOR_CORE_TWINS
 
 // A tile in the shared memory that the launch gives: TILES takes all of it, once in a kernel.
-#define TILES(name, count) extern __shared__ __align__(128) u16 name[]
+#define TILES(name, count) extern __shared__ __align__(1024) u16 name[]
 
 using Tiles = u16*;
 

@@ -149,3 +149,107 @@ template <class Chunk> Chunk chunk_of(Tiles tiles, int at) {
     return chunk;
 }
 #define read_chunk(tiles, at) chunk_of<Chunk>(tiles, at)
+
+// Products of four warps: ../cuda/warp_group.cuh. They are computed when they are waited for.
+
+namespace host {
+
+// An element of an operand in shared memory. `summed`: whether columns of the panel are summed over, else its rows are.
+inline float operand(Tiles tiles, uint64_t descriptor, unsigned row, unsigned column, bool summed) {
+    auto bytes = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
+    if (descriptor >> 62 != 1) fail("a descriptor without the swizzle of 128 bytes");
+    unsigned from = bytes(0), panels = bytes(16), groups = bytes(32);
+    if (summed && column >= 64) fail("a product over more columns than a panel has");
+    unsigned at = from + column / 64 * panels + column % 64 * 2 + row / 8 * groups + row % 8 * 128;
+    at ^= (at >> 7 & 7) << 4;
+    return of_bf16(tiles[at / 2]);
+}
+
+// A product that has begun: rows of this lane's warp.
+struct WarpGroupProduct {
+    Shared<uint16_t>* tiles;
+    float (*d)[4];
+    unsigned columns;
+    const uint32_t* a_words;  // in registers, or null
+    uint32_t a_copy[4];
+    uint64_t a, b;
+    bool add;
+    unsigned group;
+
+    void run() const {
+        unsigned lane = current->index % WARP, g = lane / 4, t = lane % 4, warp_row = current->index / WARP % 4 * 16;
+        if (a_words && memcmp(a_words, a_copy, sizeof a_copy)) fail("an operand in registers was written before the product was waited for");
+        float left[2][16];
+        for (unsigned lower = 0; lower < 2; lower++) {
+            for (unsigned k = 0; k < 16 && !a_words; k++) left[lower][k] = operand(*tiles, a, warp_row + g + 8 * lower, k, true);
+        }
+        if (a_words) {
+            struct Words {
+                uint16_t a[4][2];
+            } mine;
+            memcpy(&mine, a_copy, sizeof mine);
+            Lanes<Words> lanes(mine);
+            for (unsigned k = 0; k < 16; k++) {
+                for (unsigned lower = 0; lower < 2; lower++) left[lower][k] = of_bf16(lanes[4 * g + k % 8 / 2].a[k / 8 * 2 + lower][k % 2]);
+            }
+        }
+        for (unsigned column = 0; column < columns; column++) {
+            if (column % 8 / 2 != t) continue;
+            float right[16];
+            for (unsigned k = 0; k < 16; k++) right[k] = a_words ? operand(*tiles, b, k, column, false) : operand(*tiles, b, column, k, true);
+            for (unsigned lower = 0; lower < 2; lower++) {
+                float& to = d[column / 8][2 * lower + column % 2];
+                if (!add) to = 0.0f;
+                for (unsigned k = 0; k < 16; k++) to += left[lower][k] * right[k];
+            }
+        }
+    }
+};
+
+struct WarpGroupProducts {
+    uint64_t block;
+    std::deque<WarpGroupProduct> begun;
+    unsigned groups;
+    bool fenced;
+};
+
+inline WarpGroupProducts& products_of_thread() {
+    static std::vector<WarpGroupProducts> all;
+    if (all.size() <= current->index) all.resize(current->index + 1);
+    WarpGroupProducts& mine = all[current->index];
+    if (mine.block != block_epoch) mine = {block_epoch, {}, 0, false};
+    return mine;
+}
+
+inline void begin_product(WarpGroupProduct product) {
+    WarpGroupProducts& mine = products_of_thread();
+    if (!mine.fenced) fail("a product of four warps before warp_group_begin");
+    product.group = mine.groups;
+    mine.begun.push_back(product);
+}
+
+}  // namespace host
+
+inline uint64_t descriptor_address(Tiles, int at) { return uint64_t(2 * at) >> 4; }
+inline void warp_group_begin() { host::products_of_thread().fenced = true; }
+inline void warp_group_commit() { host::products_of_thread().groups++, host::products_of_thread().fenced = false; }
+inline void copies_are_shown() {}
+
+template <int PENDING> void warp_group_wait() {
+    host::WarpGroupProducts& mine = host::products_of_thread();
+    while (!mine.begun.empty() && mine.begun.front().group + PENDING < mine.groups) {
+        host::WarpGroupProduct product = mine.begun.front();
+        mine.begun.pop_front();
+        product.run();
+    }
+}
+
+template <int N> void warp_group_product(float (&d)[N][4], Tiles tiles, uint64_t a, uint64_t b, bool add) {
+    host::begin_product({&tiles, d, 8 * N, nullptr, {}, a, b, add, 0});
+}
+
+template <int N> void warp_group_product_of(float (&d)[N][4], Tiles tiles, const uint32_t (&a)[4], uint64_t b, bool add) {
+    host::WarpGroupProduct product{&tiles, d, 8 * N, a, {}, 0, b, add, 0};
+    memcpy(product.a_copy, a, sizeof product.a_copy);
+    host::begin_product(product);
+}

@@ -26,6 +26,8 @@ sources! {
     MESSAGE = "message.cuh";
     ATTENTION = "attention.cuh";
     TENSOR_CORE = "tensor_core.cuh";
+    FLASH = "flash.cuh";
+    WARP_GROUP = "warp_group.cuh";
     LAYER_NORM = "layer_norm.cu";
     RMS_NORM = "rms_norm.cu";
     BIAS = "bias.cu";
@@ -47,6 +49,7 @@ sources! {
     ATTENTION_FORWARD = "attention_forward.cu";
     ATTENTION_BACKWARD = "attention_backward.cu";
     FLASH_FORWARD = "flash_forward.cu";
+    FLASH_FORWARD_SM90 = "flash_forward_sm90.cu";
     FLASH_BACKWARD = "flash_backward.cu";
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
@@ -83,6 +86,8 @@ pub static HEADERS: &[&Source] = &[
     &MESSAGE,
     &ATTENTION,
     &TENSOR_CORE,
+    &FLASH,
+    &WARP_GROUP,
 ];
 
 /// The files of kernels, one family each.
@@ -108,6 +113,7 @@ pub static SOURCES: &[&Source] = &[
     &ATTENTION_FORWARD,
     &ATTENTION_BACKWARD,
     &FLASH_FORWARD,
+    &FLASH_FORWARD_SM90,
     &FLASH_BACKWARD,
     &ROUTING,
     &PERMUTATION,
@@ -359,6 +365,12 @@ kernels! {
     flash_forward_128 in FLASH_FORWARD, flash(128, 128 + 4 * 64);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_forward_sm90_64 in FLASH_FORWARD_SM90, flash(64, 128 + 4 * 128);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_forward_sm90_128 in FLASH_FORWARD_SM90, flash(128, 128 + 4 * 128);
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
+        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_dots in FLASH_BACKWARD, ELEMENTS;
         In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Value I64 head_dim;
     flash_backward_q_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 64);

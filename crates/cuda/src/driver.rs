@@ -2,6 +2,8 @@
 //!
 //! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue work and return; the
 //! work of a stream runs in order, that of two streams in any order that [`record`](Driver::record) and [`wait`](Driver::wait) permit.
+//!
+//! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at once.
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use std::fmt::{self, Debug};

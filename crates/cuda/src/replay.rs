@@ -9,8 +9,8 @@
 //! step (the step of an optimizer, the key of a dropout) are no arguments of it. Work is the same if every kernel, size, address and number is: nothing is
 //! patched, so a graph can do nothing but what its calls did. What differs is queued call by call, as without graphs, and [counted](Counts).
 //!
-//! More than one rank may use it, each with streams of its own. A piece of work is held back until its cut, so what a call finds wrong is told by a
-//! later call, as with all queued work.
+//! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call reports the error of an earlier one, as
+//! with all queued work.
 
 use crate::driver::{
     Address, Argument, Driver, Event, Graph, Known, Place, Product, Properties, Result, Stream, Work, check_arguments,

@@ -1,6 +1,6 @@
 //! Steps of `small` (GPT-2 of 6 layers and 384 features) on two data-parallel ranks over a slow link, by what compresses the gradients.
 //!
-//! `cargo bench -p meshwork-engine --bench throttled -- [--json] [--bits 1e9] [SCHEME...]`: the link sends so many bits a second. A time is the median of five
+//! `cargo bench -p meshwork-engine --bench throttled -- [--json] [--bits 1e9] [SCHEME...]`: the link sends `--bits` bits a second. A time is the median of five
 //! steps behind one. Without `--bench` (as under `cargo test`) two steps of a tiny model are run.
 
 use meshwork_core::Rank;

@@ -23,7 +23,7 @@ pub struct Gathers {
     gatherer: Gatherer,
     /// The flat buffers that a segment uses in a walk, in order.
     orders: BTreeMap<(usize, Walk), Vec<usize>>,
-    /// Whether slices are compressed now, and of which weights.
+    /// The compression of slices in this step: on or off, and for which weights.
     now: Arc<Now>,
 }
 

@@ -1,4 +1,6 @@
 //! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and metrics included.
+//!
+//! More than 400 lines: one program, because each costs a link.
 
 use meshwork_compress::Feedback;
 use meshwork_core::Rank;

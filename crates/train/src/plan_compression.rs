@@ -554,20 +554,26 @@ mod tests {
         assert!(canonical.contains("bf16                 is refused: ") && !canonical.contains("pays"), "{canonical}");
     }
 
+    fn weighing<'a>(config: &'a Config, exact: &Config) -> Weighing<'a> {
+        Weighing {
+            config,
+            device: Devices::open(config).unwrap().alone().unwrap(),
+            exact: kinds(exact, &config.mesh().unwrap()).unwrap(),
+        }
+    }
+
+    /// The bytes that a run sends.
+    fn sent(config: &Config) -> f64 {
+        let kinds = kinds(config, &config.mesh().unwrap()).unwrap();
+        kinds.iter().flat_map(|kind| &kind.each.records).map(Record::bytes).sum()
+    }
+
     #[test]
     fn bytes_are_those_of_the_run() {
         let config =
             config("[parallelism]\ndp = 2\npp = 2\n[compress]\nactivations = 'quant:4/row'\ngradients = 'quant:8'");
         let exact = exact(&config);
-        let weighing = Weighing {
-            config: &config,
-            device: Devices::open(&config).unwrap().alone().unwrap(),
-            exact: kinds(&exact, &config.mesh().unwrap()).unwrap(),
-        };
-        let sent = |config: &Config| -> f64 {
-            let kinds = kinds(config, &config.mesh().unwrap()).unwrap();
-            kinds.iter().flat_map(|kind| &kind.each.records).map(Record::bytes).sum()
-        };
+        let weighing = weighing(&config, &exact);
         let mut plain = weighing.cuts(&exact).unwrap();
         let mut compressed = weighing.cuts(&config).unwrap();
         let micros = config.pipeline.num_microbatches as f64;
@@ -586,15 +592,7 @@ mod tests {
     fn the_sums_of_factors_are_those_of_the_run() {
         let config = config("[parallelism]\ndp = 2\n[compress]\ngradients = 'powersgd:4'");
         let exact = exact(&config);
-        let weighing = Weighing {
-            config: &config,
-            device: Devices::open(&config).unwrap().alone().unwrap(),
-            exact: kinds(&exact, &config.mesh().unwrap()).unwrap(),
-        };
-        let sent = |config: &Config| -> f64 {
-            let kinds = kinds(config, &config.mesh().unwrap()).unwrap();
-            kinds.iter().flat_map(|kind| &kind.each.records).map(Record::bytes).sum()
-        };
+        let weighing = weighing(&config, &exact);
         let (mut plain, mut compressed) = Default::default();
         weighing.sums(&config, &mut plain, &mut compressed).unwrap();
         let total = |sums: [f64; 2]| sums.iter().sum::<f64>();

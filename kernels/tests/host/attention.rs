@@ -297,6 +297,16 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         near("out", &floats(&out), &want_out, 5e-3);
         near("lse", &lse, &want_lse, 1e-5);
 
+        // The form for sm_90a.
+        let (mut out_sm90, mut lse_sm90) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_forward_sm90_{room}"), [batch * heads, seq], &q, width, k, v, kv_row, &mut out_sm90, &mut lse_sm90, seq, heads, size,
+            first, dim, scale, firsts()
+        );
+        near("out of sm_90a", &floats(&out_sm90), &want_out, 5e-3);
+        near("lse of sm_90a", &lse_sm90, &want_lse, 1e-5);
+
         let (mut dots, lanes) = (vec![f32::NAN; rows * heads], (head_dim / 8).next_power_of_two());
         launch!("flash_dots", [lanes * rows * heads, 0], &dout, &out, &mut dots, batch, seq, heads, head_dim);
         let mut dq = vec![bf16::NAN; rows * width];

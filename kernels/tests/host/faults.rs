@@ -139,7 +139,7 @@ fn every_barrier_is_needed() {
     for source in SOURCES.iter().chain(HEADERS) {
         let tests: &[fn()] = match source.name {
             "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, loss::cross_entropy_is_that_of_the_cpu],
-            "tensor_core.cuh" | "flash_forward.cu" | "flash_backward.cu" => {
+            "tensor_core.cuh" | "flash_forward.cu" | "flash_forward_sm90.cu" | "flash_backward.cu" => {
                 &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
             }
             "message.cuh" => &[

@@ -1,3 +1,7 @@
+//! The device's [`Compression`]: messages and feedback with the CPU's bytes.
+//!
+//! More than 400 lines: every format of the wire, packed and unpacked side by side.
+
 use super::CudaDevice;
 use super::checked::Checked;
 use crate::driver::{Address, Argument};
@@ -39,7 +43,7 @@ fn e5m2(format: Fp8Format) -> Argument {
     i32::from(format == Fp8Format::E5M2).into()
 }
 
-/// The largest code of so many bits.
+/// The largest code that this number of bits has.
 fn levels(bits: u8) -> Argument {
     (((1_u32 << bits) - 1) as f32).into()
 }

@@ -10,6 +10,8 @@
 // Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
 // STAND_IN_DEVICES, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
 // graph is instantiated).
+//
+// More than 400 lines: one file is one library under three names.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,7 @@
 //! Each operation of the device against the CPU's, at odd sizes: bit by bit, or norm-wise where said. On the emulator here, and on a GPU or its
 //! stand-in in `tests/gpu`.
+//!
+//! More than 400 lines: one test for each family of operations, and nothing else.
 
 use crate::driver;
 use meshwork_core::exact::LIMBS;

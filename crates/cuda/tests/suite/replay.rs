@@ -67,7 +67,7 @@ fn read(driver: &dyn Driver, stream: Stream, at: Address) -> [f32; 3] {
     values
 }
 
-/// `x += y`, so many times, in one go.
+/// Queues `x += y` as often as `times` says, without a wait between.
 fn add(driver: &dyn Driver, stream: Stream, [x, y]: [Address; 2], times: usize) {
     let add = kernel("add_assign").unwrap();
     for _ in 0..times {

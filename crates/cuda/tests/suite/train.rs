@@ -53,7 +53,7 @@ pub fn train(config: Gpt2Config, numerics: Numerics, device: Arc<dyn Device>) ->
     train_watched(config, numerics, STEPS, device, || ())
 }
 
-/// So many steps; `mark` is called before the first and after each.
+/// Trains for `count` steps; calls `mark` before the first and after each.
 pub fn train_watched(
     config: Gpt2Config,
     numerics: Numerics,

@@ -1,4 +1,6 @@
 //! Memory and initial values of one rank's parameters.
+//!
+//! More than 400 lines, with the tests of what each rank gets of an initial value.
 
 use super::{Declarations, Init, LocalSlice, ParamId, ParamSpec};
 use crate::device::Device;

@@ -1,4 +1,6 @@
 //! What makes a configuration wrong, from the meaning of the keys: each rule says when, and why nothing else would do.
+//!
+//! More than 400 lines: one rule after the other, to be read beside the table of keys.
 
 use meshwork_pipeline::Generator;
 use meshwork_train::config::keys::{self, Fallback, Literal};

@@ -1,0 +1,110 @@
+// What the forms of flash attention share: sizes of tiles, the rows of a lane, the mask, the online softmax, products of a warp.
+#pragma once
+#include "attention.cuh"
+#include "tensor_core.cuh"
+
+#define FLASH_ROWS 128  // queries or keys of a block: 16 for each warp
+#define FLASH_KEYS 64   // keys that meet the queries of a block at a time, in backward
+
+// Zeros.
+template <int N> DEVICE void clear(float (&c)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
+}
+
+// c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
+template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+#pragma unroll
+    for (int e = 0; e < DIM / 16; e++) {
+        u32 a[4];
+        load_a<DIM>(a, tiles, a_tile, row, 16 * e);
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            u32 b[4];
+            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
+            mma(c[j], a, b[0], b[1]);
+            mma(c[j + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
+template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
+#pragma unroll
+    for (int j = 0; j < N / 2; j++) {
+        u32 a[4];
+        as_operand(a, left[2 * j], left[2 * j + 1]);
+#pragma unroll
+        for (int e = 0; e < DIM / 16; e++) {
+            u32 b[4];
+            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, 16 * e);
+            mma(c[2 * e], a, b[0], b[1]);
+            mma(c[2 * e + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// The rows of a lane in a tile of C, queries `query` and `query + 8`, and the first key that each sees.
+struct QueryPair {
+    int query, own0, own1;
+};
+
+DEVICE QueryPair query_pair(const Documents& documents, int query, int tokens) {
+    return {query, documents.of(smaller(query, tokens - 1)), documents.of(smaller(query + 8, tokens - 1))};
+}
+
+// Writes `value` where a query does not see the key: `scores` begin at key `keys`.
+template <int N> DEVICE void mask(float (&scores)[N][4], const QueryPair& of, int keys, float value) {
+    int until = of.query - keys, from0 = of.own0 - keys, from1 = of.own1 - keys;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int key = 8 * j + lane_of_warp() % 4 * 2 + c;
+            if (key > until || key < from0) scores[j][c] = value;
+            if (key > until + 8 || key < from1) scores[j][2 + c] = value;
+        }
+    }
+}
+
+// Of a lane's two rows: the maximum of the scores so far, and the lane's part of the sum of their powers.
+struct OnlineSoftmax {
+    float max0, max1, total0, total1;
+};
+
+// Takes more scores in, which become their powers, and scales what was added up of the outputs (Milakov and Gimelshein, arXiv:1805.02867). `scale_2` is the
+// scale of the scores times log₂e.
+template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)[N][4], float (&o)[M][4], float scale_2) {
+    float max0 = of.max0, max1 = of.max1;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        max0 = fmaxf(max0, fmaxf(s[j][0], s[j][1]));
+        max1 = fmaxf(max1, fmaxf(s[j][2], s[j][3]));
+    }
+    max0 = largest_of_row(max0), max1 = largest_of_row(max1);
+    // Of a row that has seen no key yet the maximum counts as 0: its powers are all 0.
+    float shift0 = max0 == -INFINITE ? 0.0f : -(max0 * scale_2), shift1 = max1 == -INFINITE ? 0.0f : -(max1 * scale_2);
+    float less0 = exp2_fast(fmaf(of.max0, scale_2, shift0)), less1 = exp2_fast(fmaf(of.max1, scale_2, shift1));
+    of = {max0, max1, of.total0 * less0, of.total1 * less1};
+#pragma unroll
+    for (int j = 0; j < M; j++) o[j][0] *= less0, o[j][1] *= less0, o[j][2] *= less1, o[j][3] *= less1;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        s[j][0] = exp2_fast(fmaf(s[j][0], scale_2, shift0)), s[j][1] = exp2_fast(fmaf(s[j][1], scale_2, shift0));
+        s[j][2] = exp2_fast(fmaf(s[j][2], scale_2, shift1)), s[j][3] = exp2_fast(fmaf(s[j][3], scale_2, shift1));
+        of.total0 += s[j][0] + s[j][1], of.total1 += s[j][2] + s[j][3];
+    }
+}
+
+// Divides the outputs by the sums and writes them, and lse, of the rows of a block; the outputs pass through the first tile.
+template <int DIM>
+DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 8][4], const Head& head, const QueryPair& rows, u16* out, float* lse,
+                          i64 heads, int first, int tokens, int head_dim, float scale) {
+    of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
+    u16* to = out + (head.sample * tokens * heads + head.head) * head_dim;
+    store_rows<DIM>(tiles, 0, o, 1.0f / of.total0, 1.0f / of.total1, to, heads * head_dim, first, tokens, head_dim);
+    float* lse_head = lse + (head.sample * heads + head.head) * tokens;
+    if (lane_of_warp() % 4 != 0) return;
+    if (rows.query < tokens) lse_head[rows.query] = of.max0 * scale + ln_bits(of.total0);
+    if (rows.query + 8 < tokens) lse_head[rows.query + 8] = of.max1 * scale + ln_bits(of.total1);
+}
