@@ -5,7 +5,8 @@
 //           While one group computes powers of two, the tensor cores have the other's products. Shared memory: a tile of queries and two of keys and
 //           of values: 2 head_dim (128 + 4·128) bytes, 80 KiB for 64 and 160 KiB for 128. Copies are those of 16 bytes (cp.async): bulk copies of tiles
 //           would take a tensor map for each operand, which launches do not have.
-// Registers of a lane: O head_dim / 2, S 64, P 4 at a time: 100 and 132, and addresses. One block on an SM.
+// Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and addresses; 174 and 207 (kernels/report.md). One
+//           block on an SM.
 // Banks     panels in the 128-byte swizzle: no conflicts.
 // Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and no ldmatrix is left. On an
 //           SM 2048 multiplications a clock: 64 × 128 × 16 of them take 64 clocks, in which the other group has time for 1024 powers of two, 8 for each lane.
