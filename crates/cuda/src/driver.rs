@@ -6,6 +6,7 @@
 //! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at once.
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
+use std::any::Any;
 use std::fmt::{self, Debug};
 use std::hash::{Hash, Hasher};
 
@@ -103,6 +104,24 @@ pub struct Operand {
     pub bf16: bool,
 }
 
+/// How the work of a device gets at the memory of another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Its kernels use it as its own: the same device, or a peer.
+    Direct,
+    /// Copies between the two alone ([`Driver::copy_between`]).
+    Copies,
+}
+
+/// A place in the memory of a device, which may be another one than that of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Remote<'a> {
+    /// The device.
+    pub driver: &'a dyn Driver,
+    /// The place.
+    pub at: Address,
+}
+
 /// Why the driver refused a call, or what went wrong in work that was queued earlier.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -126,6 +145,28 @@ pub enum DriverError {
         at: u64,
         /// Their number.
         bytes: usize,
+    },
+    /// Memory of another device, which this one does not reach.
+    #[error("{call}: device {by} has no access to the memory of device {of}, where {at:#x} lies")]
+    NoAccess {
+        /// The call, or the kernel.
+        call: &'static str,
+        /// Whose work it is.
+        by: usize,
+        /// Whose memory it is.
+        of: usize,
+        /// The place.
+        at: u64,
+    },
+    /// Two devices that have nothing to do with each other.
+    #[error("{call}: no work of {one} reaches {other}: they are devices of different machines or drivers")]
+    Apart {
+        /// The call.
+        call: &'static str,
+        /// The device.
+        one: String,
+        /// The other one.
+        other: String,
     },
     /// A stream or event that the driver did not give out.
     #[error("{call}: {what} is not one of this device")]
@@ -213,7 +254,7 @@ pub type Result<T> = std::result::Result<T, DriverError>;
 /// One device and its queues of work. The host's copies of data are those of the call: `write` has copied its bytes when it returns.
 ///
 /// An error of queued work comes out of a later call, and stays: the device does no more work, as with CUDA.
-pub trait Driver: Send + Sync + Debug {
+pub trait Driver: Any + Send + Sync + Debug {
     /// `cuda` or `cuda-emulated`.
     fn name(&self) -> &str;
 
@@ -237,6 +278,15 @@ pub trait Driver: Send + Sync + Debug {
 
     /// Queues that what follows in `stream` begins after `event`.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
+
+    /// How work of this device gets at the memory of `other`. Asked before any of it does; from then on it may.
+    fn reach(&self, other: &dyn Driver) -> Result<Reach>;
+
+    /// Queues that what follows in `stream` begins after an event of `other`, which may be this device.
+    fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()>;
+
+    /// Queues a copy of `bytes` bytes, from or to the memory of another device, whatever [`reach`](Self::reach) says.
+    fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()>;
 
     /// Lets the host wait for an event.
     fn finish(&self, event: Event) -> Result<()>;

@@ -1,8 +1,8 @@
 //! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything is computed.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work,
-    check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
+    Work, check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -55,6 +55,18 @@ impl Driver for Idle {
     }
 
     fn wait(&self, _: Stream, _: Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn reach(&self, _: &dyn Driver) -> Result<Reach> {
+        Ok(Reach::Direct)
+    }
+
+    fn wait_for(&self, _: Stream, _: &dyn Driver, _: Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn copy_between(&self, _: Stream, _: Remote<'_>, _: Remote<'_>, _: usize) -> Result<()> {
         Ok(())
     }
 

@@ -13,9 +13,11 @@
 //! with all queued work.
 
 use crate::driver::{
-    Address, Argument, Driver, Event, Graph, Known, Place, Product, Properties, Result, Stream, Work, check_arguments,
+    Address, Argument, Driver, Event, Graph, Known, Place, Product, Properties, Reach, Remote, Result, Stream, Work,
+    check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
+use std::any::Any;
 use std::collections::{HashMap, HashSet, hash_map::Entry};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -151,6 +153,12 @@ impl State {
     }
 }
 
+/// The device behind a driver that queues graphs.
+fn device(driver: &dyn Driver) -> &dyn Driver {
+    let any: &dyn Any = driver;
+    any.downcast_ref::<Replaying>().map_or(driver, |replaying| &*replaying.inner)
+}
+
 impl Driver for Replaying {
     fn name(&self) -> &str {
         self.inner.name()
@@ -187,6 +195,21 @@ impl Driver for Replaying {
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
         self.flush(stream)?;
         self.inner.wait(stream, event)
+    }
+
+    fn reach(&self, other: &dyn Driver) -> Result<Reach> {
+        self.inner.reach(device(other))
+    }
+
+    fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
+        self.flush(stream)?;
+        self.inner.wait_for(stream, device(other), event)
+    }
+
+    fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
+        self.flush(stream)?;
+        let [from, to] = [from, to].map(|end| Remote { driver: device(end.driver), ..end });
+        self.inner.copy_between(stream, from, to, bytes)
     }
 
     fn finish(&self, event: Event) -> Result<()> {

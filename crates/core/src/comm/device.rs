@@ -11,8 +11,14 @@ use std::sync::Arc;
 
 use super::ReduceOp;
 
-/// A moment in the work of a device, whose meaning is the device's: all that was queued in some place before.
-pub type Moment = u64;
+/// A moment in the work of a rank's device: all that was queued in some place before.
+#[derive(Clone, Debug)]
+pub struct Moment {
+    /// The rank's end of that device.
+    pub carrier: Arc<dyn Carrier>,
+    /// Which moment, as the device counts them.
+    pub number: u64,
+}
 
 /// Where memory lies on a device.
 #[derive(Clone, Debug)]
@@ -25,23 +31,21 @@ pub struct DevicePlace {
 
 /// One rank's end of a device whose memory takes part in collectives. Messages of errors say what the device refused.
 pub trait Carrier: Any + Send + Sync + Debug {
-    /// The moment after all that this rank has queued so far: then its buffers may be read and written.
-    fn moment(&self) -> Result<Moment, String>;
+    /// The number of the moment after all that this rank has queued so far: then its buffers may be read and written.
+    fn moment(&self) -> Result<u64, String>;
 
     /// Queues the work of an operation that every member has started, and does not wait for it. The last member to arrive calls it, on its own
-    /// thread, on the carrier of the first member. For each member the moments of its device after which its buffers are its own again.
-    fn carry(&self, work: &DeviceWork) -> Result<Vec<Vec<Moment>>, String>;
+    /// thread, on the carrier of the first member. The moments after which all members' buffers are their own again.
+    fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String>;
 
-    /// Queues that what this rank queues from now on begins after these moments.
+    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another.
     fn resume(&self, done: &[Moment]) -> Result<(), String>;
 }
 
 /// One member's part in an operation.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// Its end of the device.
-    pub carrier: Arc<dyn Carrier>,
-    /// When its buffers may be read and written.
+    /// When its buffers may be read and written; its end of the device.
     pub ready: Moment,
     /// The address of what it gives; that of `target` if it works in place.
     pub source: u64,

@@ -3,11 +3,11 @@
 //! A rank's stream waits for the moments at which all members started the operation, does that rank's pieces of it, reading and writing the buffers of
 //! the others where they lie, and is waited for by the streams of computation of all members. No thread waits for a device.
 //!
-//! That holds between ranks that share a [`Driver`](crate::Driver): those on one GPU. Between ranks of several drivers bytes go by way of the host, and the last rank
-//! to arrive waits for them; which GPUs can read each other's memory is not asked.
+//! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another. Where they do not, what a reduction reads
+//! is copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
-use crate::driver::{Address, Argument, DriverError, Event, Place};
+use crate::driver::{Address, Argument, Driver, DriverError, Event, Place, Reach, Remote};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, Piece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
@@ -19,18 +19,14 @@ use std::sync::{Arc, PoisonError};
 pub(super) struct Ranks(pub(super) Arc<Pool>);
 
 impl Carrier for Ranks {
-    fn moment(&self) -> Result<Moment, String> {
+    fn moment(&self) -> Result<u64, String> {
         Ok(self.0.driver.record(self.0.compute).map_err(text)?.0)
     }
 
-    fn carry(&self, work: &DeviceWork) -> Result<Vec<Vec<Moment>>, String> {
+    fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String> {
         let reduces = work.pieces.iter().any(|piece| piece.sources.len() > 1);
         let kernel = if reduces { Some(reduction(work)?) } else { None };
-        let pools = work.members.iter().map(|member| {
-            let carrier: &dyn Any = &*member.carrier;
-            carrier.downcast_ref::<Ranks>().map(|ranks| &ranks.0)
-        });
-        let pools = pools.collect::<Option<Vec<_>>>().ok_or("the members' devices are of different kinds")?;
+        let pools = work.members.iter().map(|member| pool(&member.ready)).collect::<Result<Vec<_>, _>>()?;
         let entered = vec![false; pools.len()];
         let mut queues = Queues { work, pools, entered, size: work.dtype.size() };
         for (index, piece) in work.pieces.iter().enumerate() {
@@ -40,8 +36,18 @@ impl Carrier for Ranks {
     }
 
     fn resume(&self, done: &[Moment]) -> Result<(), String> {
-        done.iter().try_for_each(|&moment| self.0.driver.wait(self.0.compute, Event(moment))).map_err(text)
+        let Pool { driver, compute, .. } = &*self.0;
+        done.iter().try_for_each(|moment| {
+            driver.wait_for(*compute, &*pool(moment)?.driver, Event(moment.number)).map_err(text)
+        })
     }
+}
+
+/// What a rank has of its device.
+fn pool(of: &Moment) -> Result<&Arc<Pool>, String> {
+    let carrier: &dyn Any = &*of.carrier;
+    let ranks = carrier.downcast_ref::<Ranks>();
+    ranks.map(|ranks| &ranks.0).ok_or_else(|| "the members' devices are of different kinds".to_owned())
 }
 
 /// The kernel that reduces elements of several ranks.
@@ -59,97 +65,100 @@ fn text(error: impl ToString) -> String {
 struct Queues<'a> {
     work: &'a DeviceWork,
     pools: Vec<&'a Arc<Pool>>,
-    /// Whose stream waits already for all members that it can reach.
+    /// Whose stream waits already for all members.
     entered: Vec<bool>,
     /// Bytes of an element.
     size: usize,
 }
 
-impl Queues<'_> {
-    /// Whether two members share a driver, and so a memory.
-    fn together(&self, a: usize, b: usize) -> bool {
-        std::ptr::addr_eq(Arc::as_ptr(&self.pools[a].driver), Arc::as_ptr(&self.pools[b].driver))
+impl<'a> Queues<'a> {
+    fn driver(&self, member: usize) -> &'a dyn Driver {
+        &*self.pools[member].driver
     }
 
-    /// The pool of a member, whose stream begins after all members of its driver have started the operation.
-    fn enter(&mut self, member: usize) -> Result<Arc<Pool>, DriverError> {
-        let pool = self.pools[member].clone();
+    /// The pool of a member, whose stream begins after all members have started the operation.
+    fn enter(&mut self, member: usize) -> Result<&'a Arc<Pool>, DriverError> {
+        let pool = self.pools[member];
         if !std::mem::replace(&mut self.entered[member], true) {
-            for other in (0..self.pools.len()).filter(|&other| self.together(member, other)) {
-                pool.driver.wait(pool.collectives, Event(self.work.members[other].ready))?;
+            for (other, of) in self.work.members.iter().enumerate() {
+                pool.driver.wait_for(pool.collectives, self.driver(other), Event(of.ready.number))?;
             }
         }
         Ok(pool)
     }
 
-    /// Queues a piece in the stream of `by`, one of its targets.
+    /// Queues a piece in the stream of `by`, one of its targets: what the sources give comes to `by`, and goes from there to the other targets.
     fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &Piece, by: usize) -> Result<(), String> {
         let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
-        let (driver, stream, bytes) = (&*pool.driver, pool.collectives, piece.count * size);
+        let bytes = piece.count * size;
         let source = |member: usize| Address(work.members[member].source).offset(piece.read_at * size);
         let target = |member: usize| Address(work.members[member].target).offset(piece.write_at * size);
-        let (mut scratch, own) = (Vec::new(), target(by));
-        let result = match (piece.sources.len(), kernel) {
+        let own = target(by);
+        let unreduced = match (piece.sources.len(), kernel) {
             (1, _) | (_, None) => {
                 let from = piece.sources.start;
-                if self.together(by, from) {
-                    source(from)
-                } else {
-                    driver.write(stream, own, &self.read(from, source(from), bytes)?).map_err(text)?;
-                    own
-                }
+                self.copy(by, (from, source(from)), (by, own), bytes)?;
+                Some(source(from))
             }
             (ranks, Some(kernel)) => {
-                let mut places = Vec::with_capacity(ranks);
+                let (mut places, mut copies) = (Vec::with_capacity(ranks), Vec::new());
                 for from in piece.sources.clone() {
-                    places.push(if self.together(by, from) {
-                        source(from).0
-                    } else {
-                        let copy = pool.memory(bytes, Origin::Collectives, false).map_err(text)?;
-                        driver.write(stream, copy.at(), &self.read(from, source(from), bytes)?).map_err(text)?;
-                        let at = copy.at().0;
-                        scratch.push(copy);
-                        at
-                    });
+                    places.push(self.readable(by, (from, source(from)), bytes, &mut copies)?.0);
                 }
-                reduce(&pool, kernel, places, own, piece.count)?;
-                own
+                reduce(pool, kernel, places, own, piece.count)?;
+                None
             }
         };
-        drop::<Vec<DeviceMemory>>(scratch);
-        for member in piece.targets.clone() {
-            let to = target(member);
-            if self.together(by, member) {
-                if to != result {
-                    let [from, to] = [result, to].map(|at| Place { at, pitch: 0 });
-                    driver.copy(stream, from, to, bytes, 1).map_err(text)?;
-                }
-            } else {
-                let copy = self.read(by, result, bytes)?;
-                let pool = self.enter(member).map_err(text)?;
-                pool.driver.write(pool.collectives, to, &copy).map_err(text)?;
+        // A rank that keeps in place what it gives has it already.
+        let others = piece.targets.clone().filter(|&member| member != by && Some(target(member)) != unreduced);
+        others.into_iter().try_for_each(|member| self.copy(by, (by, own), (member, target(member)), bytes))
+    }
+
+    /// Bytes of a member where a kernel of `by` reads them: where they lie, or in a copy. Its memory is given up while it is used, in the same stream.
+    fn readable(
+        &self,
+        by: usize,
+        from: (usize, Address),
+        bytes: usize,
+        copies: &mut Vec<DeviceMemory>,
+    ) -> Result<Address, String> {
+        match self.driver(by).reach(self.driver(from.0)).map_err(text)? {
+            Reach::Direct => Ok(from.1),
+            Reach::Copies => {
+                let copy = self.pools[by].memory(bytes, Origin::Collectives, false).map_err(text)?;
+                let at = copy.at();
+                copies.push(copy);
+                self.copy(by, from, (by, at), bytes)?;
+                Ok(at)
             }
         }
-        Ok(())
     }
 
-    /// A copy in host memory, for which the thread waits.
-    fn read(&mut self, member: usize, from: Address, bytes: usize) -> Result<Vec<u8>, String> {
-        let pool = self.enter(member).map_err(text)?;
-        let mut copy = vec![0; bytes];
-        pool.driver.read(pool.collectives, from, &mut copy).map_err(text)?;
-        Ok(copy)
-    }
-
-    /// For each member, when the streams of its driver are done.
-    fn done(&self) -> Result<Vec<Vec<Moment>>, DriverError> {
-        let mut done = vec![Vec::new(); self.pools.len()];
-        for member in (0..self.pools.len()).filter(|&member| self.entered[member]) {
-            let moment = self.pools[member].driver.record(self.pools[member].collectives)?.0;
-            let others = done.iter_mut().enumerate().filter(|(other, _)| self.together(member, *other));
-            others.for_each(|(_, done)| done.push(moment));
+    /// Queues a copy in the stream of `by` between memory of members, unless it lies there already.
+    fn copy(&self, by: usize, from: (usize, Address), to: (usize, Address), bytes: usize) -> Result<(), String> {
+        if from.1 == to.1 {
+            return Ok(());
         }
-        Ok(done)
+        let (driver, stream) = (self.driver(by), self.pools[by].collectives);
+        let [from, to] = [from, to].map(|(member, at)| Remote { driver: self.driver(member), at });
+        let is_own = |end: &Remote<'_>| std::ptr::addr_eq(end.driver, driver);
+        let queued = if is_own(&from) && is_own(&to) {
+            let [from, to] = [from, to].map(|end| Place { at: end.at, pitch: 0 });
+            driver.copy(stream, from, to, bytes, 1)
+        } else {
+            driver.copy_between(stream, from, to, bytes)
+        };
+        queued.map_err(text)
+    }
+
+    /// When the streams are done.
+    fn done(&self) -> Result<Vec<Moment>, DriverError> {
+        let entered = self.work.members.iter().zip(&self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
+        let done = entered.map(|((member, pool), _)| {
+            let number = pool.driver.record(pool.collectives)?.0;
+            Ok(Moment { carrier: member.ready.carrier.clone(), number })
+        });
+        done.collect()
     }
 }
 

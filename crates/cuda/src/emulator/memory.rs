@@ -1,8 +1,8 @@
-//! The emulated memory of a device: host memory whose ends are watched.
+//! The emulated memory of devices: host memory whose ends are watched, and whose devices are known.
 
 use crate::driver::{Address, DriverError, Result};
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// Bytes on both sides of an allocation that nobody may write.
 const FENCE: usize = 256;
@@ -11,11 +11,14 @@ const FENCE_BYTE: u8 = 0xa5;
 /// What memory holds that nobody wrote, or whose owner is gone: no number as a float, -1 as an integer.
 const POISON: u8 = 0xff;
 
-/// All allocations, by the address of their first byte.
-#[derive(Debug, Default)]
+/// All allocations of all devices, by the address of their first byte.
+#[derive(Debug)]
 pub(super) struct Memory {
     blocks: BTreeMap<u64, Block>,
-    held: u64,
+    /// Bytes by device.
+    held: Vec<u64>,
+    /// Devices with access to the memory of another: whose work, and whose memory.
+    open: HashSet<(usize, usize)>,
 }
 
 /// One allocation and its fences.
@@ -23,6 +26,7 @@ pub(super) struct Memory {
 struct Block {
     start: *mut u8,
     bytes: usize,
+    device: usize,
 }
 
 // SAFETY: a block owns its memory, and nothing else has the pointer but kernels while they run, under the lock of the emulator.
@@ -33,7 +37,7 @@ impl Block {
         Layout::from_size_align(bytes.checked_add(2 * FENCE)?, FENCE).ok()
     }
 
-    fn new(bytes: usize) -> Option<Self> {
+    fn new(bytes: usize, device: usize) -> Option<Self> {
         let layout = Self::layout(bytes)?;
         // SAFETY: the size is not zero. All of it is written before it can be read.
         let start = unsafe { alloc(layout) };
@@ -45,7 +49,7 @@ impl Block {
             start.write_bytes(FENCE_BYTE, layout.size());
             start.add(FENCE).write_bytes(POISON, bytes);
         }
-        Some(Self { start, bytes })
+        Some(Self { start, bytes, device })
     }
 
     fn address(&self) -> u64 {
@@ -81,63 +85,78 @@ impl Drop for Block {
 }
 
 impl Memory {
-    /// Bytes of all allocations.
-    pub(super) fn held(&self) -> u64 {
-        self.held
+    /// The memory of so many devices.
+    pub(super) fn new(devices: usize) -> Self {
+        Self { blocks: BTreeMap::new(), held: vec![0; devices], open: HashSet::new() }
     }
 
-    /// Memory of `bytes` bytes, poisoned; no more than `limit` in all.
-    pub(super) fn alloc(&mut self, bytes: usize, limit: u64) -> Result<Address> {
-        let full = DriverError::OutOfMemory { bytes, held: self.held, memory: limit };
-        if self.held.saturating_add(bytes as u64) > limit {
+    /// Bytes of all allocations of a device.
+    pub(super) fn held(&self, device: usize) -> u64 {
+        self.held[device]
+    }
+
+    /// Lets work of device `by` use the memory of `of`.
+    pub(super) fn open(&mut self, by: usize, of: usize) {
+        self.open.insert((by, of));
+    }
+
+    /// Memory of `bytes` bytes, poisoned; no more than `limit` of a device in all.
+    pub(super) fn alloc(&mut self, device: usize, bytes: usize, limit: u64) -> Result<Address> {
+        let full = DriverError::OutOfMemory { bytes, held: self.held[device], memory: limit };
+        if self.held[device].saturating_add(bytes as u64) > limit {
             return Err(full);
         }
-        let block = Block::new(bytes).ok_or(full)?;
+        let block = Block::new(bytes, device).ok_or(full)?;
         let at = block.address();
-        self.held += bytes as u64;
+        self.held[device] += bytes as u64;
         self.blocks.insert(at, block);
         Ok(Address(at))
     }
 
-    /// Gives an allocation back. Its fences must be whole.
-    pub(super) fn free(&mut self, at: Address) -> Result<()> {
-        self.check(at, "free")?;
+    /// Gives an allocation of a device back. Its fences must be whole.
+    pub(super) fn free(&mut self, device: usize, at: Address) -> Result<()> {
+        self.check(device, at, "free")?;
         match self.blocks.remove(&at.0) {
-            Some(block) => self.held -= block.bytes as u64,
+            Some(block) => self.held[block.device] -= block.bytes as u64,
             None => return Err(DriverError::Place { call: "free", at: at.0, bytes: 0 }),
         }
         Ok(())
     }
 
-    fn block(&self, at: Address, bytes: usize, call: &'static str) -> Result<(&Block, usize)> {
+    /// The allocation with these bytes, to which device `by` has access, and where in it they begin.
+    fn block(&self, by: usize, at: Address, bytes: usize, call: &'static str) -> Result<(&Block, usize)> {
         let found = self.blocks.range(..=at.0).next_back().map(|(start, block)| (block, (at.0 - start) as usize));
         let inside = |(block, from): &(&Block, usize)| from.checked_add(bytes).is_some_and(|end| end <= block.bytes);
-        found.filter(inside).ok_or(DriverError::Place { call, at: at.0, bytes })
+        let (block, from) = found.filter(inside).ok_or(DriverError::Place { call, at: at.0, bytes })?;
+        match block.device == by || self.open.contains(&(by, block.device)) {
+            true => Ok((block, from)),
+            false => Err(DriverError::NoAccess { call, by, of: block.device, at: at.0 }),
+        }
     }
 
     /// The bytes from an address on.
-    pub(super) fn read(&self, at: Address, bytes: usize, call: &'static str) -> Result<&[u8]> {
-        let (block, from) = self.block(at, bytes, call)?;
+    pub(super) fn read(&self, by: usize, at: Address, bytes: usize, call: &'static str) -> Result<&[u8]> {
+        let (block, from) = self.block(by, at, bytes, call)?;
         Ok(block.part(FENCE + from, bytes))
     }
 
     /// The same, for writing.
-    pub(super) fn write(&mut self, at: Address, bytes: usize, call: &'static str) -> Result<&mut [u8]> {
-        self.block(at, bytes, call)?;
+    pub(super) fn write(&mut self, by: usize, at: Address, bytes: usize, call: &'static str) -> Result<&mut [u8]> {
+        self.block(by, at, bytes, call)?;
         let found = self.blocks.range_mut(..=at.0).next_back();
         let (start, block) = found.ok_or(DriverError::Place { call, at: at.0, bytes })?;
         Ok(block.part_mut(FENCE + (at.0 - start) as usize, bytes))
     }
 
     /// Fills bytes with what is no number.
-    pub(super) fn poison(&mut self, at: Address, bytes: usize) -> Result<()> {
-        self.write(at, bytes, "discard")?.fill(POISON);
+    pub(super) fn poison(&mut self, by: usize, at: Address, bytes: usize) -> Result<()> {
+        self.write(by, at, bytes, "discard")?.fill(POISON);
         Ok(())
     }
 
-    /// That an address lies in an allocation, which nobody has written beyond.
-    pub(super) fn check(&self, at: Address, call: &'static str) -> Result<()> {
-        let (block, _) = self.block(at, 0, call)?;
+    /// That an address lies in an allocation, to which device `by` has access, and which nobody has written beyond.
+    pub(super) fn check(&self, by: usize, at: Address, call: &'static str) -> Result<()> {
+        let (block, _) = self.block(by, at, 0, call)?;
         match block.is_whole() {
             true => Ok(()),
             false => Err(DriverError::Beyond { call, at: block.address(), bytes: block.bytes }),

@@ -4,6 +4,9 @@
 //! seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers in some orders. Memory that nobody
 //! wrote, or whose owner is gone, holds what is no number; writes beyond an allocation and addresses in none are errors.
 //!
+//! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the memory of another device is an error
+//! unless the two are peers and one asked for it ([`Driver::reach`]).
+//!
 //! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one after the other.
 //! A kernel that goes wrong in the way of a host program, by a division by zero or an address that it has read itself, ends the process.
 
@@ -12,10 +15,11 @@ mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work as Captured,
-    check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
+    Work as Captured, check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
+use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use work::{State, Work};
 
@@ -26,7 +30,15 @@ pub use order::Order;
 #[derive(Debug)]
 pub struct Emulator {
     properties: Properties,
+    machine: Arc<Machine>,
+}
+
+/// What the devices of a machine share.
+#[derive(Debug)]
+struct Machine {
     state: Mutex<State>,
+    /// Whether two devices can be peers.
+    peers: fn(usize, usize) -> bool,
     /// What was captured, by number.
     graphs: Mutex<Vec<Arc<[Captured]>>>,
 }
@@ -34,8 +46,37 @@ pub struct Emulator {
 impl Emulator {
     /// A device of `memory` bytes that runs `kernels`.
     pub fn new(kernels: Arc<Host>, memory: u64, order: Order) -> Self {
-        let properties = Properties { name: "emulated in host memory".to_owned(), ordinal: 0, memory };
-        Self { properties, state: Mutex::new(State::new(kernels, order)), graphs: Mutex::default() }
+        let machine = Machine::new(kernels, order, 1, |_, _| true);
+        Self::numbered(machine, memory, 0)
+    }
+
+    /// `devices` devices of one machine, each of `memory` bytes. `peers` says which pairs can read each other's memory.
+    pub fn machine(
+        kernels: Arc<Host>,
+        memory: u64,
+        order: Order,
+        devices: usize,
+        peers: fn(usize, usize) -> bool,
+    ) -> Vec<Self> {
+        let machine = Machine::new(kernels, order, devices, peers);
+        (0..devices).map(|ordinal| Self::numbered(machine.clone(), memory, ordinal)).collect()
+    }
+
+    fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
+        Self { properties: Properties { name: "emulated in host memory".to_owned(), ordinal, memory }, machine }
+    }
+
+    fn ordinal(&self) -> usize {
+        self.properties.ordinal
+    }
+
+    /// Another device of the same machine.
+    fn neighbour<'a>(&self, call: &'static str, other: &'a dyn Driver) -> Result<&'a Self> {
+        let any: &dyn Any = other;
+        let same = any.downcast_ref::<Self>().filter(|other| Arc::ptr_eq(&other.machine, &self.machine));
+        let [one, other] =
+            [self as &dyn Driver, other].map(|driver| format!("{} {}", driver.name(), driver.properties().ordinal));
+        same.ok_or(DriverError::Apart { call, one, other })
     }
 
     /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
@@ -43,22 +84,22 @@ impl Emulator {
         self.lock().skip_wait(nth);
     }
 
-    /// The waits of streams for events so far.
+    /// The waits of streams for events so far, on all devices of the machine.
     pub fn waits(&self) -> u64 {
         self.lock().waits()
     }
 
-    /// Bytes of memory that are allocated.
+    /// Bytes of its memory that are allocated.
     pub fn held(&self) -> u64 {
-        self.lock().held()
+        self.lock().memory.held(self.ordinal())
     }
 
-    /// Pieces of work that are queued and have not run.
+    /// Pieces of work that are queued on the machine and have not run.
     pub fn queued(&self) -> usize {
         self.lock().queued()
     }
 
-    /// How often the host has waited for work: to read, to free, for an event.
+    /// How often the host has waited for work of the machine: to read, to free, for an event.
     pub fn host_waits(&self) -> u64 {
         self.lock().host_waits()
     }
@@ -74,7 +115,14 @@ impl Emulator {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.machine.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Machine {
+    fn new(kernels: Arc<Host>, order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Arc<Self> {
+        let state = Mutex::new(State::new(kernels, order, devices));
+        Arc::new(Self { state, peers, graphs: Mutex::default() })
     }
 }
 
@@ -88,30 +136,50 @@ impl Driver for Emulator {
     }
 
     fn stream(&self) -> Result<Stream> {
-        Ok(self.lock().stream())
+        Ok(self.lock().stream(self.ordinal()))
     }
 
     fn alloc(&self, bytes: usize) -> Result<Address> {
-        self.lock().memory.alloc(bytes, self.properties.memory)
+        self.lock().memory.alloc(self.ordinal(), bytes, self.properties.memory)
     }
 
     fn free(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
         state.host_waits_now();
-        state.finish_all()?;
-        state.memory.free(at)
+        state.finish_device(self.ordinal())?;
+        state.memory.free(self.ordinal(), at)
     }
 
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.lock().push(stream, Work::Discard { at, bytes })
+        self.lock().push(self.ordinal(), stream, Work::Discard { at, bytes })
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        self.lock().record(stream)
+        self.lock().record(self.ordinal(), stream)
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.lock().wait(stream, event)
+        self.lock().wait(self.ordinal(), stream, event)
+    }
+
+    fn reach(&self, other: &dyn Driver) -> Result<Reach> {
+        let (by, of) = (self.ordinal(), self.neighbour("reach", other)?.ordinal());
+        if by != of && !(self.machine.peers)(by, of) {
+            return Ok(Reach::Copies);
+        }
+        self.lock().memory.open(by, of);
+        Ok(Reach::Direct)
+    }
+
+    fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
+        self.neighbour("wait_for", other)?;
+        self.wait(stream, event)
+    }
+
+    fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
+        let of = |end: Remote<'_>| Ok((self.neighbour("copy_between", end.driver)?.ordinal(), end.at));
+        let (from, to) = (of(from)?, of(to)?);
+        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
     }
 
     fn finish(&self, event: Event) -> Result<()> {
@@ -121,38 +189,38 @@ impl Driver for Emulator {
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.lock().push(stream, Work::Write { to, bytes: bytes.to_vec() })
+        self.lock().push(self.ordinal(), stream, Work::Write { to, bytes: bytes.to_vec() })
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         let mut state = self.lock();
         state.host_waits_now();
-        let event = state.record(stream)?;
+        let event = state.record(self.ordinal(), stream)?;
         state.finish(event)?;
-        into.copy_from_slice(state.memory.read(from, into.len(), "read")?);
+        into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);
         Ok(())
     }
 
     fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
-        self.lock().push(stream, Work::Copy { from, to, bytes, rows })
+        self.lock().push(self.ordinal(), stream, Work::Copy { from, to, bytes, rows })
     }
 
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.lock().push(stream, Work::Zero { at, bytes })
+        self.lock().push(self.ordinal(), stream, Work::Zero { at, bytes })
     }
 
     fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
         check_arguments(kernel, args)?;
-        self.lock().push(stream, Work::Launch { kernel, launch, args: args.to_vec() })
+        self.lock().push(self.ordinal(), stream, Work::Launch { kernel, launch, args: args.to_vec() })
     }
 
     fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        self.lock().push(stream, Work::Product(product))
+        self.lock().push(self.ordinal(), stream, Work::Product(product))
     }
 
     fn capture(&self, stream: Stream, work: &[Captured]) -> Result<Option<Graph>> {
         let graph = {
-            let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut graphs = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner);
             graphs.push(work.into());
             Graph(graphs.len() as u64 - 1)
         };
@@ -161,7 +229,7 @@ impl Driver for Emulator {
     }
 
     fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
-        let work = self.graphs.lock().unwrap_or_else(PoisonError::into_inner).get(graph.0 as usize).cloned();
+        let work = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner).get(graph.0 as usize).cloned();
         let work = work.ok_or_else(|| DriverError::Unknown { call: "replay", what: format!("{graph:?}") })?;
         work.iter().try_for_each(|work| work.queue(self, stream))
     }

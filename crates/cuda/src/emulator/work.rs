@@ -5,29 +5,60 @@ use super::order::{Draws, Order};
 use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
 use half::bf16;
 use meshwork_kernels::host::Host;
-use meshwork_kernels::{Kernel, Launch};
+use meshwork_kernels::{Kernel, Launch, Pass};
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
 /// A piece of work.
 #[derive(Debug)]
 pub(super) enum Work {
-    Write { to: Address, bytes: Vec<u8> },
-    Copy { from: Place, to: Place, bytes: usize, rows: usize },
-    Zero { at: Address, bytes: usize },
-    Discard { at: Address, bytes: usize },
-    Launch { kernel: &'static Kernel, launch: Launch, args: Vec<Argument> },
+    Write {
+        to: Address,
+        bytes: Vec<u8>,
+    },
+    Copy {
+        from: Place,
+        to: Place,
+        bytes: usize,
+        rows: usize,
+    },
+    /// Between the memory of two devices.
+    Between {
+        from: (usize, Address),
+        to: (usize, Address),
+        bytes: usize,
+    },
+    Zero {
+        at: Address,
+        bytes: usize,
+    },
+    Discard {
+        at: Address,
+        bytes: usize,
+    },
+    Launch {
+        kernel: &'static Kernel,
+        launch: Launch,
+        args: Vec<Argument>,
+    },
     Product(Product),
     Record(Event),
     Wait(Event),
 }
 
-/// What is queued, and what was done.
+/// A stream: whose it is, and what it has left to do.
+#[derive(Debug)]
+struct Queue {
+    device: usize,
+    work: VecDeque<Work>,
+}
+
+/// What is queued on all devices of a machine, and what was done. Streams and events are numbered over all devices.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) memory: Memory,
     kernels: Arc<Host>,
-    queues: Vec<VecDeque<Work>>,
+    queues: Vec<Queue>,
     /// Events that were recorded and are not passed yet.
     ahead: HashSet<Event>,
     recorded: u64,
@@ -41,9 +72,9 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(kernels: Arc<Host>, order: Order) -> Self {
+    pub(super) fn new(kernels: Arc<Host>, order: Order, devices: usize) -> Self {
         Self {
-            memory: Memory::default(),
+            memory: Memory::new(devices),
             kernels,
             queues: Vec::new(),
             ahead: HashSet::new(),
@@ -61,17 +92,12 @@ impl State {
         self.skipped = Some(nth);
     }
 
-    /// Bytes of all allocations.
-    pub(super) fn held(&self) -> u64 {
-        self.memory.held()
-    }
-
     pub(super) fn waits(&self) -> u64 {
         self.waits
     }
 
     pub(super) fn queued(&self) -> usize {
-        self.queues.iter().map(VecDeque::len).sum()
+        self.queues.iter().map(|queue| queue.work.len()).sum()
     }
 
     pub(super) fn host_waits(&self) -> u64 {
@@ -91,16 +117,16 @@ impl State {
         self.host_waits += 1;
     }
 
-    pub(super) fn stream(&mut self) -> Stream {
-        self.queues.push(VecDeque::new());
+    pub(super) fn stream(&mut self, device: usize) -> Stream {
+        self.queues.push(Queue { device, work: VecDeque::new() });
         Stream(self.queues.len() - 1)
     }
 
-    /// Queues work, and runs as much of what is queued as the order has it.
-    pub(super) fn push(&mut self, stream: Stream, work: Work) -> Result<()> {
+    /// Queues work of a device, and runs as much of what is queued as the order has it.
+    pub(super) fn push(&mut self, device: usize, stream: Stream, work: Work) -> Result<()> {
         self.healthy()?;
-        let queue = self.queues.get_mut(stream.0);
-        queue.ok_or_else(|| unknown("a queue of work", &stream))?.push_back(work);
+        let queue = self.queues.get_mut(stream.0).filter(|queue| queue.device == device);
+        queue.ok_or_else(|| unknown("a queue of work", &stream))?.work.push_back(work);
         match &mut self.draws {
             None => self.finish_all(),
             Some(draws) => {
@@ -114,21 +140,21 @@ impl State {
         }
     }
 
-    pub(super) fn record(&mut self, stream: Stream) -> Result<Event> {
+    pub(super) fn record(&mut self, device: usize, stream: Stream) -> Result<Event> {
         let event = Event(self.recorded);
         self.recorded += 1;
         self.ahead.insert(event);
-        self.push(stream, Work::Record(event))?;
+        self.push(device, stream, Work::Record(event))?;
         Ok(event)
     }
 
-    pub(super) fn wait(&mut self, stream: Stream, event: Event) -> Result<()> {
+    pub(super) fn wait(&mut self, device: usize, stream: Stream, event: Event) -> Result<()> {
         self.known(event)?;
         let nth = self.waits;
         self.waits += 1;
         match self.skipped == Some(nth) {
             true => self.healthy(),
-            false => self.push(stream, Work::Wait(event)),
+            false => self.push(device, stream, Work::Wait(event)),
         }
     }
 
@@ -139,8 +165,14 @@ impl State {
         self.healthy()
     }
 
+    /// Runs all work of a device.
+    pub(super) fn finish_device(&mut self, device: usize) -> Result<()> {
+        while self.queues.iter().any(|queue| queue.device == device && !queue.work.is_empty()) && self.advance()? {}
+        self.healthy()
+    }
+
     /// Runs all work.
-    pub(super) fn finish_all(&mut self) -> Result<()> {
+    fn finish_all(&mut self) -> Result<()> {
         while self.advance()? {}
         self.healthy()
     }
@@ -157,7 +189,7 @@ impl State {
     /// stream can always go on.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
-        let can = |queue: &VecDeque<Work>| match queue.front() {
+        let can = |queue: &Queue| match queue.work.front() {
             None => false,
             Some(Work::Wait(event)) => !self.ahead.contains(event),
             Some(_) => true,
@@ -165,51 +197,74 @@ impl State {
         let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
         let Some(&first) = ready.first() else { return Ok(false) };
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
-        if let Some(work) = self.queues[chosen].pop_front() {
+        let Queue { device, work } = &mut self.queues[chosen];
+        if let (device, Some(work)) = (*device, work.pop_front()) {
             if let (Some(launches), Work::Launch { kernel, .. }) = (&mut self.launches, &work) {
                 launches.push((Stream(chosen), kernel.name));
             }
-            self.run(work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
+            self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
         Ok(true)
     }
 
-    fn run(&mut self, work: Work) -> Result<()> {
+    fn run(&mut self, by: usize, work: Work) -> Result<()> {
         match work {
-            Work::Write { to, bytes } => self.memory.write(to, bytes.len(), "write")?.copy_from_slice(&bytes),
-            Work::Zero { at, bytes } => self.memory.write(at, bytes, "zero")?.fill(0),
-            Work::Discard { at, bytes } => self.memory.poison(at, bytes)?,
+            Work::Write { to, bytes } => self.memory.write(by, to, bytes.len(), "write")?.copy_from_slice(&bytes),
+            Work::Zero { at, bytes } => self.memory.write(by, at, bytes, "zero")?.fill(0),
+            Work::Discard { at, bytes } => self.memory.poison(by, at, bytes)?,
             Work::Copy { from, to, bytes, rows } => {
                 for row in 0..rows {
-                    let source = self.memory.read(from.at.offset(row * from.pitch), bytes, "copy")?.to_vec();
-                    self.memory.write(to.at.offset(row * to.pitch), bytes, "copy")?.copy_from_slice(&source);
+                    let source = self.memory.read(by, from.at.offset(row * from.pitch), bytes, "copy")?.to_vec();
+                    self.memory.write(by, to.at.offset(row * to.pitch), bytes, "copy")?.copy_from_slice(&source);
                 }
             }
-            Work::Launch { kernel, launch, args } => self.launch(kernel, launch, &args)?,
-            Work::Product(product) => self.product(product)?,
+            Work::Between { from, to, bytes } => {
+                let source = self.memory.read(from.0, from.1, bytes, "copy_between")?.to_vec();
+                self.memory.write(to.0, to.1, bytes, "copy_between")?.copy_from_slice(&source);
+            }
+            Work::Launch { kernel, launch, args } => self.launch(by, kernel, launch, &args)?,
+            Work::Product(product) => self.product(by, product)?,
             Work::Record(event) => _ = self.ahead.remove(&event),
             Work::Wait(_) => {}
         }
         Ok(())
     }
 
-    fn launch(&mut self, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
-        let places: Vec<Address> = args.iter().filter_map(Argument::place).collect();
-        places.iter().try_for_each(|&at| self.memory.check(at, kernel.name))?;
+    fn launch(&mut self, by: usize, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        let mut places: Vec<Address> = args.iter().filter_map(Argument::place).collect();
+        places.extend(self.in_tables(by, kernel, args)?);
+        places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch answer for the sizes;
         // what a kernel writes beyond an allocation meets its fence.
         let run = unsafe { self.kernels.launch(kernel, launch, &mut values, 0) };
         run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
-        places.iter().try_for_each(|&at| self.memory.check(at, kernel.name))
+        places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))
     }
 
-    fn product(&mut self, product: Product) -> Result<()> {
+    /// The addresses that a kernel reads from tables, whose length is the next number among its arguments.
+    fn in_tables(&self, by: usize, kernel: &'static Kernel, args: &[Argument]) -> Result<Vec<Address>> {
+        let mut found = Vec::new();
+        for (at, table) in args.iter().enumerate().filter_map(|(at, argument)| Some((at, argument.place()?))) {
+            if matches!(kernel.args[at].pass, Pass::Ins | Pass::Outs) {
+                let count = args[at..].iter().find(|argument| matches!(argument, Argument::Number(..)));
+                let bytes = count.map_or(0, |count| 8 * count.bits() as usize);
+                let addresses = self.memory.read(by, table, bytes, kernel.name)?.chunks_exact(8);
+                found.extend(
+                    addresses.map(|at| Address(at.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte)))),
+                );
+            }
+        }
+        found.retain(|&at| at != Address::NULL);
+        Ok(found)
+    }
+
+    fn product(&mut self, by: usize, product: Product) -> Result<()> {
         let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
         let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
-        let (a, b) = (self.operand(a, m * k)?, self.operand(b, k * n)?);
-        let bytes = self.memory.write(c, m * n * 4, "product")?;
+        let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
+        let bytes = self.memory.write(by, c, m * n * 4, "product")?;
         for (at, out) in bytes.chunks_exact_mut(4).enumerate() {
             let (i, j) = (at / n, at % n);
             let old = if accumulate { f32::from_le_bytes([out[0], out[1], out[2], out[3]]) } else { 0.0 };
@@ -219,9 +274,9 @@ impl State {
         Ok(())
     }
 
-    fn operand(&self, operand: Operand, count: usize) -> Result<Vec<f32>> {
+    fn operand(&self, by: usize, operand: Operand, count: usize) -> Result<Vec<f32>> {
         let size = if operand.bf16 { 2 } else { 4 };
-        let bytes = self.memory.read(operand.at, count * size, "product")?;
+        let bytes = self.memory.read(by, operand.at, count * size, "product")?;
         let wide = |at: &[u8]| f32::from_le_bytes([at[0], at[1], at[2], at[3]]);
         let narrow = |at: &[u8]| bf16::from_le_bytes([at[0], at[1]]).to_f32();
         Ok(bytes.chunks_exact(size).map(|at| if operand.bf16 { narrow(at) } else { wide(at) }).collect())

@@ -3,19 +3,21 @@
 //! The libraries are looked for when a GPU is opened ([`Gpu::open`]), so that the same binary runs without them. Kernels are compiled by NVRTC for
 //! the GPU's own architecture at the first use of a file of kernels, and kept on disk. Bytes go to and from the GPU by way of pinned memory.
 //!
-//! Each rank opens a GPU for itself. What several open is one context, in which they share the memory.
+//! What several open of one GPU is one context, in which they share the memory. Several GPUs are in `peers.rs`.
 //!
 //! More than 400 lines: one call of the driver after the other, each with the argument why it is sound.
 
 mod compile;
 mod graph;
 mod libraries;
+mod peers;
 mod product;
 mod staging;
 
 use crate::device::Products;
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
+    Work,
 };
 use compile::Compiler;
 use cudarc::driver::result::{
@@ -105,6 +107,8 @@ struct State {
     functions: HashMap<&'static str, CUfunction>,
     library: Option<Library>,
     graphs: graph::Graphs,
+    /// How it gets at the memory of other GPUs, by their numbers.
+    reaches: HashMap<usize, Reach>,
 }
 
 // SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that they stand for is used
@@ -295,6 +299,18 @@ impl Driver for Gpu {
         let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both exist until the GPU is dropped.
         unsafe { cuda::stream::wait_event(stream, event, flags) }.map_err(failed("cuStreamWaitEvent"))
+    }
+
+    fn reach(&self, other: &dyn Driver) -> Result<Reach> {
+        peers::reach(self, other)
+    }
+
+    fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
+        peers::wait_for(self, stream, other, event)
+    }
+
+    fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
+        peers::copy_between(self, stream, from, to, bytes)
     }
 
     fn finish(&self, event: Event) -> Result<()> {

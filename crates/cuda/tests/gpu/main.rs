@@ -2,6 +2,8 @@
 //!
 //! Without a GPU the former say `SKIPPED` and why, and pass; the stand-in needs g++.
 
+#[path = "../suite/collectives.rs"]
+mod collectives;
 mod driver;
 #[path = "../suite/experts.rs"]
 mod experts;
@@ -30,7 +32,13 @@ fn kernels() -> PathBuf {
 
 /// The first GPU. `None`, and a line that says why, if there is none.
 fn gpu() -> Option<Gpu> {
-    match Gpu::open(0, &kernels(), Products::OfTheLibrary) {
+    gpu_in_turn(0)
+}
+
+/// GPU `number`, counted round those that there are.
+fn gpu_in_turn(number: usize) -> Option<Gpu> {
+    let count = meshwork_cuda::gpu::count().unwrap_or(0).max(1);
+    match Gpu::open(number % count, &kernels(), Products::OfTheLibrary) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
             eprintln!("SKIPPED: {error}");
@@ -42,4 +50,9 @@ fn gpu() -> Option<Gpu> {
 /// What the tests of operations and of steps run on.
 fn driver(_: Order) -> Option<Arc<dyn Driver>> {
     Some(Arc::new(gpu()?))
+}
+
+/// What the tests of several devices run on: the GPUs that there are, in turn, whether they are peers or not.
+fn drivers(_: Order, devices: usize, _: fn(usize, usize) -> bool) -> Option<Vec<Arc<dyn Driver>>> {
+    (0..devices).map(|number| Some(Arc::new(gpu_in_turn(number)?) as Arc<dyn Driver>)).collect()
 }

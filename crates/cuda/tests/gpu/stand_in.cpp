@@ -3,12 +3,13 @@
 //
 // - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has the wrong bytes,
 //   and an argument that was not copied during the call is gone.
-// - A handle that is not alive, memory that is freed by a thread whose work is queued, or a call without a current context is an error.
+// - A handle that is not alive or of another GPU, memory that is freed by a thread whose work is queued, or a call without a current context is an error.
+// - Each GPU has a context. Its work uses the memory of another GPU only once that was enabled, which is refused where STAND_IN_PEERS is 0.
 // - NVRTC "compiles" to a list of the kernels of a source; a launch runs the kernel that g++ compiled for the host.
-// - When the last user of the context is gone, everything must have been given back; what was not is written to the report.
+// - When the last user of all contexts is gone, everything must have been given back; what was not is written to the report.
 //
 // Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
-// STAND_IN_DEVICES, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
+// STAND_IN_DEVICES, STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
 // graph is instantiated).
 //
 // More than 400 lines: one file is one library under three names.
@@ -29,7 +30,7 @@
 
 typedef int Result;
 enum : Result { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-                ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_INVALIDATED = 901 };
+                PEER_ACCESS_UNSUPPORTED = 217, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, LAUNCH_FAILED = 719, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_INVALIDATED = 901 };
 
 namespace {
 long setting(const char *name, long otherwise) {
@@ -37,26 +38,27 @@ long setting(const char *name, long otherwise) {
     return text ? atol(text) : otherwise;
 }
 
-struct Event { bool queued = false; };
-struct Stream { bool captured = false; std::vector<std::function<Result()>> graph; };
+struct Context { int users = 0; size_t held = 0; std::set<Context *> peers; };
+struct Event { Context *of; bool queued; };
+struct Stream { Context *of; bool captured; std::vector<std::function<Result()>> graph; };
 typedef std::vector<std::function<Result()>> Graph;
-struct Function { std::string name; int arguments; unsigned shared = 48 << 10; };
+struct Function { std::string name; int arguments; Context *of; unsigned shared; };
+struct Block { char *start; size_t bytes; Context *of; };
 struct Module { std::map<std::string, Function> functions; };
 
 std::recursive_mutex lock;
 typedef std::lock_guard<std::recursive_mutex> Guard;
-std::map<uint64_t, std::pair<char *, size_t>> memory; // by address
+Context contexts[16]; // of GPUs
+std::map<uint64_t, Block> memory; // by address
 std::set<void *> pinned;
 std::set<Event *> events;
 std::set<Stream *> streams;
 std::set<Module *> modules;
 std::set<Graph *> graphs;
-struct Work { Event *event; std::function<Result()> run; std::thread::id by; }; // of a record, its event; the thread that queued it
+struct Work { Event *event; std::function<Result()> run; Context *of; std::thread::id by; }; // of a record, its event; the thread that queued it
 std::deque<Work> queue; // of all GPUs
-size_t held = 0;
-int users = 0;
 Result fault = OK;
-thread_local bool current = false;
+thread_local Context *current = nullptr;
 
 size_t total() { return setting("STAND_IN_MEMORY", 1l << 30); }
 
@@ -68,16 +70,27 @@ void report(const std::string &line) {
         }
 }
 
-bool lies(uint64_t at, size_t bytes) {
+Block *block(uint64_t at, size_t bytes) {
     auto next = memory.upper_bound(at);
-    if (next == memory.begin()) return false;
+    if (next == memory.begin()) return nullptr;
     auto &found = *--next;
-    return at + bytes <= found.first + found.second.second;
+    return at + bytes <= found.first + found.second.bytes ? &found.second : nullptr;
 }
 
-// Runs queued work up to `until`, or all. The order in which it was queued is one that streams and events permit.
+// Whether bytes lie in an allocation that work of a GPU may use.
+bool lies(uint64_t at, size_t bytes, Context *by = current) {
+    auto found = block(at, bytes);
+    return found && (found->of == by || by->peers.count(found->of));
+}
+
+// Runs queued work up to an event, or all of the current GPU. The order in which it was queued is one that streams and events permit.
 Result run(Event *until = nullptr) {
-    while (!queue.empty() && (!until || until->queued)) {
+    auto left = [=] {
+        if (until) return until->queued;
+        for (auto &work : queue) if (work.of == current) return true;
+        return false;
+    };
+    while (left()) {
         Work work = queue.front();
         queue.pop_front();
         if (work.event) work.event->queued = false;
@@ -88,13 +101,13 @@ Result run(Event *until = nullptr) {
 
 template <typename F> Result push(void *stream, F work) {
     if (!current) return INVALID_CONTEXT;
-    if (!streams.count((Stream *)stream)) return INVALID_HANDLE;
+    if (!streams.count((Stream *)stream) || ((Stream *)stream)->of != current) return INVALID_HANDLE;
     if (fault) return fault;
     if (((Stream *)stream)->captured) {
         ((Stream *)stream)->graph.push_back(work);
         return OK;
     }
-    queue.push_back({nullptr, work, std::this_thread::get_id()});
+    queue.push_back({nullptr, work, current, std::this_thread::get_id()});
     return OK;
 }
 
@@ -128,45 +141,64 @@ C cuDeviceGetAttribute(int *value, int attribute, int) {
 C cuGetErrorName(Result code, const char **name) {
     static const std::map<Result, const char *> names = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
         {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {400, "CUDA_ERROR_INVALID_HANDLE"},
-        {401, "CUDA_ERROR_ILLEGAL_STATE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+        {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {401, "CUDA_ERROR_ILLEGAL_STATE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
     auto found = names.find(code);
     *name = found == names.end() ? "CUDA_ERROR_UNKNOWN" : found->second;
     return OK;
 }
 C cuGetErrorString(Result, const char **text) { *text = "says the stand-in"; return OK; }
 
-C cuDevicePrimaryCtxRetain(void **context, int) { ENTER; users++; *context = &users; return OK; }
-C cuDevicePrimaryCtxRelease_v2(int) {
+C cuDevicePrimaryCtxRetain(void **context, int device) { ENTER; contexts[device].users++; *context = &contexts[device]; return OK; }
+C cuDevicePrimaryCtxRelease_v2(int device) {
     ENTER;
-    if (--users) return OK;
+    if (--contexts[device].users == 0) {
+        contexts[device].peers.clear();
+        for (auto &other : contexts) other.peers.erase(&contexts[device]);
+    }
+    for (auto &context : contexts) if (context.users) return OK;
     std::ostringstream line;
     line << "left: " << memory.size() << " allocations, " << pinned.size() << " pinned, " << events.size() << " events, " << streams.size()
          << " streams, " << modules.size() << " modules, " << graphs.size() << " graphs, " << queue.size() << " queued";
     report(line.str());
     return OK;
 }
-C cuCtxSetCurrent(void *context) { current = context == &users; return current ? OK : INVALID_CONTEXT; }
+C cuCtxSetCurrent(void *context) {
+    ENTER;
+    current = nullptr;
+    for (auto &known : contexts) if (context == &known && known.users) current = &known;
+    return current ? OK : INVALID_CONTEXT;
+}
+C cuDeviceCanAccessPeer(int *can, int device, int peer) { *can = device != peer && setting("STAND_IN_PEERS", 1); return OK; }
+C cuCtxEnablePeerAccess(void *peer, unsigned flags) {
+    CONTEXT;
+    auto other = (Context *)peer;
+    if (flags || other == current || other < contexts || other >= contexts + 16 || !other->users) return INVALID_VALUE;
+    if (!setting("STAND_IN_PEERS", 1)) return PEER_ACCESS_UNSUPPORTED;
+    if (!current->peers.insert(other).second) return PEER_ACCESS_ALREADY_ENABLED;
+    report("peers: " + std::to_string(current - contexts) + " reads " + std::to_string(other - contexts));
+    return OK;
+}
 C cuCtxSynchronize() { CONTEXT; return capturing() ? STREAM_CAPTURE_UNSUPPORTED : run(); }
 
-C cuMemGetInfo_v2(size_t *free, size_t *all) { CONTEXT; *all = total(); *free = *all - held; return OK; }
+C cuMemGetInfo_v2(size_t *free, size_t *all) { CONTEXT; *all = total(); *free = *all - current->held; return OK; }
 C cuMemAlloc_v2(uint64_t *at, size_t bytes) {
     CONTEXT;
-    if (held + bytes > total()) return OUT_OF_MEMORY;
+    if (current->held + bytes > total()) return OUT_OF_MEMORY;
     char *block = (char *)aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!block) return OUT_OF_MEMORY;
     memset(block, 0xff, bytes);
-    memory[*at = (uint64_t)block] = {block, bytes};
-    held += bytes;
+    memory[*at = (uint64_t)block] = {block, bytes, current};
+    current->held += bytes;
     return OK;
 }
 C cuMemFree_v2(uint64_t at) {
     CONTEXT;
     auto found = memory.find(at);
-    if (found == memory.end()) return INVALID_VALUE;
-    // What another thread has queued since this one waited is for another GPU: the driver of one lets one thread in at a time.
-    for (auto &work : queue) if (work.by == std::this_thread::get_id()) return ILLEGAL_STATE;
-    held -= found->second.second;
-    free(found->second.first);
+    if (found == memory.end() || found->second.of != current) return INVALID_VALUE;
+    // What another thread has queued since this one waited is for another rank: the driver of one lets one thread in at a time.
+    for (auto &work : queue) if (work.of == current && work.by == std::this_thread::get_id()) return ILLEGAL_STATE;
+    current->held -= found->second.bytes;
+    free(found->second.start);
     memory.erase(found);
     return OK;
 }
@@ -178,7 +210,7 @@ C cuMemFreeHost(void *at) {
     return OK;
 }
 
-C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream; streams.insert(made); *stream = made; return OK; }
+C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream{current, false, {}}; streams.insert(made); *stream = made; return OK; }
 C cuStreamDestroy_v2(void *stream) {
     CONTEXT;
     if (!streams.erase((Stream *)stream)) return INVALID_HANDLE;
@@ -187,9 +219,10 @@ C cuStreamDestroy_v2(void *stream) {
 }
 C cuStreamWaitEvent(void *stream, void *event, unsigned) {
     CONTEXT;
-    return streams.count((Stream *)stream) && events.count((Event *)event) ? OK : INVALID_HANDLE; // in order anyway
+    // An event of any GPU; and all work is in order anyway.
+    return streams.count((Stream *)stream) && ((Stream *)stream)->of == current && events.count((Event *)event) ? OK : INVALID_HANDLE;
 }
-C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event; events.insert(made); *event = made; return OK; }
+C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event{current, false}; events.insert(made); *event = made; return OK; }
 C cuEventDestroy_v2(void *event) {
     CONTEXT;
     if (!events.erase((Event *)event)) return INVALID_HANDLE;
@@ -200,10 +233,11 @@ C cuEventRecord(void *event, void *stream) {
     CONTEXT;
     auto at = (Event *)event;
     if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
+    if (at->of != current || ((Stream *)stream)->of != current) return INVALID_HANDLE;
     if (((Stream *)stream)->captured) return STREAM_CAPTURE_UNSUPPORTED; // a GPU takes it, and means another thing
-    for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.by}; // recorded anew: the later moment counts
+    for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.of, work.by}; // recorded anew: the later moment counts
     at->queued = true;
-    queue.push_back({at, nullptr, std::this_thread::get_id()});
+    queue.push_back({at, nullptr, current, std::this_thread::get_id()});
     return fault;
 }
 C cuEventQuery(void *event) {
@@ -271,6 +305,12 @@ C cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream) {
     CONTEXT;
     return lies(from, bytes) ? copy(stream, (char *)to, (const char *)from, bytes, to) : INVALID_VALUE;
 }
+C cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *from_context, size_t bytes, void *stream) {
+    CONTEXT;
+    auto target = block(to, bytes), source = block(from, bytes);
+    if (!bytes || !target || !source || target->of != to_context || source->of != from_context) return INVALID_VALUE;
+    return push(stream, [=] { memmove((void *)to, (const void *)from, bytes); return OK; });
+}
 C cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *stream) {
     CONTEXT;
     if (!bytes || !lies(at, bytes)) return INVALID_VALUE;
@@ -299,7 +339,7 @@ C cuModuleLoadData(void **module, const void *image) {
     std::string name;
     if (!(words >> name) || name != "stand-in") return INVALID_IMAGE;
     auto made = new Module;
-    for (int arguments; words >> name >> arguments;) made->functions[name] = {name, arguments};
+    for (int arguments; words >> name >> arguments;) made->functions[name] = {name, arguments, current, 48 << 10};
     modules.insert(made);
     *module = made;
     return OK;
@@ -343,10 +383,20 @@ C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned
     CONTEXT;
     // More than 48 KiB only where the function was told so.
     if (!launcher() || shared > ((Function *)function)->shared) return INVALID_VALUE;
-    auto [name, arguments, _] = *(Function *)function;
+    std::string name = ((Function *)function)->name;
+    Context *whose = current;
+    if (((Function *)function)->of != whose) return INVALID_HANDLE;
     std::vector<uint64_t> values;
-    for (int i = 0; i < arguments; i++) values.push_back(*(uint64_t *)given[i]);
-    return push(stream, [=, name = name]() mutable -> Result {
+    for (int i = 0; i < ((Function *)function)->arguments; i++) values.push_back(*(uint64_t *)given[i]);
+    return push(stream, [=]() mutable -> Result {
+        // A number that is an address by chance is unlikely. Reductions read a table of addresses.
+        auto places_of = values;
+        if (!name.rfind("reduce_", 0)) for (uint64_t i = 0; i < values[1]; i++) places_of.push_back(((uint64_t *)values[0])[i]);
+        for (auto at : places_of)
+            if (block(at, 1) && !lies(at, 1, whose)) {
+                report("kernel " + name + ": GPU " + std::to_string(whose - contexts) + " has no access to memory of another one");
+                return ILLEGAL_ADDRESS;
+            }
         std::vector<void *> places;
         for (auto &value : values) places.push_back(&value);
         uint32_t grid[] = {gx, gy, gz}, block[] = {bx, by, bz};

@@ -89,16 +89,19 @@ fn all_tests_pass_on_the_stand_in() {
     assert!(passed && !told.contains("SKIPPED"), "{told}");
     let report = stand_in.report();
     let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
-    let (mut ends, mut compiled) = (0, BTreeSet::new());
+    let (mut ends, mut compiled, mut peers) = (0, BTreeSet::new(), BTreeSet::new());
     for line in &report {
         if line.starts_with("left: ") {
             ends += 1;
             assert_eq!(line, left);
+        } else if let Some(pair) = line.strip_prefix("peers: ") {
+            peers.insert(pair);
         } else {
             assert!(compiled.insert(line.clone()), "compiled twice: {line}");
         }
     }
     assert!(ends > 0 && compiled.len() > 8, "{report:?}");
+    assert_eq!(peers, BTreeSet::from(["0 reads 1", "1 reads 0"]));
     assert!(
         compiled
             .iter()
@@ -119,6 +122,17 @@ fn all_tests_pass_on_the_stand_in() {
     let cubin = fs::read_dir(stand_in.path("cubins")).unwrap().next().unwrap().unwrap().path();
     fs::write(cubin, "damaged").unwrap();
     assert_eq!(compiles(&[]) + compiles(&[("STAND_IN_NVRTC", "12")]), 1);
+}
+
+/// Where two GPUs cannot be peers, copies of the driver go between them.
+#[test]
+fn ranks_are_on_gpus_that_are_no_peers() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let tests = ["collectives::", "train::meshes"];
+    let (told, passed) = stand_in.run(&tests, &[("STAND_IN_PEERS", "0")]);
+    assert!(passed && told.contains("3 passed") && !told.contains("SKIPPED"), "{told}");
+    let report = stand_in.report();
+    assert!(report.iter().all(|line| !line.starts_with("peers: ")), "{report:?}");
 }
 
 /// What the driver does not make a graph of is queued call by call.

@@ -1,10 +1,10 @@
 //! The emulator keeps what the seam promises, and no more than that.
 
-use crate::emulator;
+use crate::{emulator, machine};
 use meshwork_core::profile::Recorder;
 use meshwork_core::{Buffer, DType};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Stream};
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Reach, Remote, Stream};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::kernel;
 use meshwork_tensor::Device;
@@ -165,6 +165,41 @@ fn a_device_has_only_its_memory() {
     assert!(full.ends_with("; this rank's buffers hold other 1000 B"), "{full}");
     device.alloc(DType::U8, 1 << 29).unwrap();
     drop(kept);
+}
+
+/// Kernels use the memory of a peer once they asked; where two devices are none, copies between them alone do.
+#[test]
+fn memory_of_another_device_has_to_be_opened() {
+    for peers in [true, false] {
+        let devices = || machine(Order::Seeded(5), 2, if peers { |_, _| true } else { |_, _| false });
+        let Some([one, other]) = devices().as_deref().map(|devices| [devices[0].clone(), devices[1].clone()]) else {
+            return;
+        };
+        let (stream, far) = (one.stream().unwrap(), other.stream().unwrap());
+        let (sum, x) = (write(&one, stream, &[1.0; 300]), write(&other, far, &[2.0; 300]));
+        let ready = other.record(far).unwrap();
+        one.wait_for(stream, &*other, ready).unwrap();
+        let reach = one.reach(&*other).unwrap();
+        assert_eq!(reach, if peers { Reach::Direct } else { Reach::Copies });
+        let [from, to] = [(&*other, x), (&*one, sum)].map(|(driver, at)| Remote { driver, at });
+        one.copy_between(stream, from, to, 1000).unwrap();
+        add_assign(&one, stream, sum, x, 300).unwrap();
+        let done = one.record(stream).and_then(|event| one.finish(event));
+        if peers {
+            let want: Vec<f32> = (0..300).map(|i| if i < 250 { 4.0 } else { 3.0 }).collect();
+            assert_eq!((done, read(&one, stream, sum, 300)), (Ok(()), want));
+            // It is asked for in each direction.
+            add_assign(&other, far, x, sum, 300).unwrap();
+        }
+        let fault = other.record(far).and_then(|event| other.finish(event)).unwrap_err().to_string();
+        let (by, of, at) = if peers { (1, 0, sum) } else { (0, 1, x) };
+        let want =
+            format!("add_assign: device {by} has no access to the memory of device {of}, where {:#x} lies", at.0);
+        assert_eq!(fault, want);
+        let stranger = emulator(Order::Seeded(5)).unwrap();
+        let apart = "wait_for: no work of cuda-emulated 0 reaches cuda-emulated 0: they are devices of different machines or drivers";
+        assert_eq!(one.wait_for(stream, &*stranger, ready).unwrap_err().to_string(), apart);
+    }
 }
 
 #[test]

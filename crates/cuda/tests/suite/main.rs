@@ -1,5 +1,6 @@
 //! The seam and the device over the emulator. Without g++ the tests say so and pass; `.ci/run` asks for it first.
 
+mod collective_order;
 mod collectives;
 mod compression;
 mod emulator;
@@ -32,6 +33,11 @@ fn emulator(order: Order) -> Option<Arc<Emulator>> {
     Some(Arc::new(Emulator::new(kernels()?, 1 << 30, order)))
 }
 
+/// Emulated devices of one machine, of 1 GiB each; `peers` says which pairs read each other's memory.
+fn machine(order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Option<Vec<Arc<Emulator>>> {
+    Some(Emulator::machine(kernels()?, 1 << 30, order, devices, peers).into_iter().map(Arc::new).collect())
+}
+
 /// Seeds in which a whole step is run; `.ci/nightly` sets more.
 fn orders() -> u64 {
     std::env::var("MESHWORK_ORDERS").map_or(20, |orders| orders.parse().expect("MESHWORK_ORDERS is a number"))
@@ -40,4 +46,9 @@ fn orders() -> u64 {
 /// What the tests of operations and of steps run on.
 fn driver(order: Order) -> Option<Arc<dyn Driver>> {
     emulator(order).map(|driver| driver as Arc<dyn Driver>)
+}
+
+/// What the tests of several devices run on.
+fn drivers(order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Option<Vec<Arc<dyn Driver>>> {
+    Some(machine(order, devices, peers)?.into_iter().map(|driver| driver as Arc<dyn Driver>).collect())
 }

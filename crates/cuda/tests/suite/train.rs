@@ -1,7 +1,7 @@
 //! Whole training steps of GPT-2: the CPU's bits in canonical numerics, near them with the library's products, in any order of streams. On the
 //! emulator here, and on a GPU or its stand-in in `tests/gpu`.
 
-use crate::{driver, orders};
+use crate::{driver, drivers, orders};
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Axis, DType, Mesh, Rank};
@@ -227,20 +227,23 @@ fn tiny_has_the_cpus_bits() {
 enum Devices {
     /// All of one.
     Shared,
-    /// Each one of its own.
-    Own,
+    /// Two in turn, which are peers.
+    Peers,
+    /// Two in turn, whose memory copies alone reach.
+    Apart,
 }
 
 /// Steps of a plan on a mesh of ranks, in orders of streams that are drawn from `seed`. The bytes on the wire and the most memory are those
 /// that a dry run predicts. None without g++.
 fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> Option<Trained> {
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
-    let shared = driver(Order::Seeded(seed))?;
+    let drivers = match devices {
+        Devices::Shared => vec![driver(Order::Seeded(seed))?],
+        Devices::Peers => drivers(Order::Seeded(seed), 2, |_, _| true)?,
+        Devices::Apart => drivers(Order::Seeded(seed), 2, |_, _| false)?,
+    };
     let ranks = thread::run(plan.mesh.world_size(), Options::default(), |world| {
-        let driver = match devices {
-            Devices::Shared => shared.clone(),
-            Devices::Own => driver(Order::Seeded(seed + world.rank() as u64)).unwrap_or_else(|| shared.clone()),
-        };
+        let driver = drivers[world.rank() % drivers.len()].clone();
         let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu)?);
         let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
         let predicted = predict(&model, plan, rank.world_rank())?;
@@ -259,7 +262,7 @@ fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> O
     Some(Trained { steps: steps.swap_remove(0), state: merged(&states).unwrap() })
 }
 
-/// Ranks that share a device, and ranks with one each, against one rank of the CPU: gradients, norms, weights and states.
+/// Ranks that share a device, and ranks on two, against one rank of the CPU: gradients, norms, weights and states.
 #[test]
 fn meshes_have_the_bits_of_one_cpu() {
     if level() < Level::Avx2 {
@@ -269,10 +272,17 @@ fn meshes_have_the_bits_of_one_cpu() {
     let config = Gpt2Config { vocab_size: 62, num_heads: 4, ffn_hidden_size: 48, seq_len: 12, ..small() };
     let want = train(config, CANONICAL, Cpu::device()).unwrap();
     let meshes = ["dp=2", "tp=2", "pp=2", "dp=2,tp=2,pp=2"].map(|mesh| (mesh, ZeroStage::Off, Devices::Shared));
-    let own = ["dp=2", "tp=2", "pp=2"].map(|mesh| (mesh, ZeroStage::Off, Devices::Own));
+    let two = [
+        ("dp=2", ZeroStage::Off, Devices::Peers),
+        ("tp=2", ZeroStage::Off, Devices::Apart),
+        ("pp=2", ZeroStage::Off, Devices::Apart),
+        ("dp=2", ZeroStage::Weights, Devices::Peers),
+        ("dp=2,tp=2,pp=2", ZeroStage::Off, Devices::Peers),
+        ("dp=2,tp=2,pp=2", ZeroStage::Off, Devices::Apart),
+    ];
     let zero =
         [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights].map(|zero| ("dp=2", zero, Devices::Shared));
-    for (mesh, stage, devices) in meshes.into_iter().chain(own).chain(zero) {
+    for (mesh, stage, devices) in meshes.into_iter().chain(two).chain(zero) {
         let mesh: Mesh = mesh.parse().unwrap();
         let micros = if mesh.degree(Axis::Dp) == 2 { 1 } else { 2 };
         let zero = Zero { stage, group: None };

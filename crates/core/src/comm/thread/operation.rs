@@ -34,9 +34,8 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Does the pieces, or has devices do them: then for each slot the moments after which the member's buffers are its own, or what a
-    /// device refused.
-    pub(super) fn run(&self) -> Result<Vec<Vec<Moment>>, String> {
+    /// Does the pieces, or has devices do them: then the moments after which the buffers are the members' again, or what a device refused.
+    pub(super) fn run(&self) -> Result<Vec<Moment>, String> {
         if let Some(carried) = self.plan.carry() {
             return carried;
         }
@@ -195,12 +194,16 @@ impl Operation {
     }
 
     /// Takes a claim back, its pieces done, or queued until those moments.
-    pub(super) fn finish(&mut self, claim: &Claim, moments: Vec<Vec<Moment>>) {
+    pub(super) fn finish(&mut self, claim: &Claim, moments: Vec<Moment>) {
         self.active -= 1;
         self.done += claim.pieces.len();
-        for (slot, done) in self.slots.iter_mut().zip(moments) {
+        if moments.is_empty() {
+            return; // in host memory what is done is over
+        }
+        let moments: Arc<[Moment]> = moments.into();
+        for slot in &mut self.slots {
             if let Slot::Posted { post, .. } = slot {
-                post.set_done(done);
+                post.set_done(moments.clone());
             }
         }
     }

@@ -193,7 +193,7 @@ impl State {
     }
 
     /// Takes a claim back from `rank`, which ran it. With the last one the operation is done; what a device refused stops the world.
-    pub(super) fn finish(&mut self, claim: &Claim, ran: Result<Vec<Vec<Moment>>, String>, rank: usize) {
+    pub(super) fn finish(&mut self, claim: &Claim, ran: Result<Vec<Moment>, String>, rank: usize) {
         let Some(op) = self.ops.get_mut(&claim.key) else { return };
         match ran {
             Ok(moments) => op.finish(claim, moments),

@@ -77,8 +77,8 @@ impl Post {
         }
     }
 
-    /// The moments of a device after which the buffers are the member's again.
-    pub(super) fn set_done(&mut self, done: Vec<Moment>) {
+    /// The moments after which the buffers on devices are the members' again.
+    pub(super) fn set_done(&mut self, done: Arc<[Moment]>) {
         if let Some(device) = &mut self.device {
             device.done = done;
         }
@@ -116,7 +116,7 @@ impl From<BufferError> for PostError {
 #[derive(Debug)]
 struct OnDevice {
     member: Member,
-    done: Vec<Moment>,
+    done: Arc<[Moment]>,
 }
 
 impl OnDevice {
@@ -137,16 +137,17 @@ impl OnDevice {
                 return Err(PostError::Device("one buffer lies on the device, and the other does not".to_owned()));
             }
         }
-        let ready = carrier.moment().map_err(PostError::Device)?;
+        let number = carrier.moment().map_err(PostError::Device)?;
         let target = output.map_or(0, |place| place.at);
         let source = input.map_or(target, |place| place.at);
-        Ok(Some(OnDevice { member: Member { carrier, ready, source, target }, done: Vec::new() }))
+        let ready = Moment { carrier, number };
+        Ok(Some(OnDevice { member: Member { ready, source, target }, done: Arc::default() }))
     }
 
     fn resume(&mut self) -> Result<(), String> {
         match std::mem::take(&mut self.done) {
             none if none.is_empty() => Ok(()),
-            done => self.member.carrier.resume(&done),
+            done => self.member.ready.carrier.resume(&done),
         }
     }
 }
@@ -280,15 +281,15 @@ impl Plan {
         start + rest.iter().position(enough).map_or(rest.len(), |last| last + 1)
     }
 
-    /// Has devices carry out the whole plan, if its buffers lie there: for each member the moments after which its buffers are its own.
-    pub(super) fn carry(&self) -> Option<Result<Vec<Vec<Moment>>, String>> {
+    /// Has devices carry out the whole plan, if its buffers lie there: the moments after which they are the members' again.
+    pub(super) fn carry(&self) -> Option<Result<Vec<Moment>, String>> {
         let first = self.members.first()?;
         if self.members.len() < self.sources.len() {
             return Some(Err("some members' buffers lie on a device, and those of others in host memory".to_owned()));
         }
         let (members, pieces) = (self.members.clone(), self.pieces.clone());
         let work = DeviceWork { dtype: self.dtype, reduce: self.reduce, members, pieces };
-        Some(first.carrier.carry(&work))
+        Some(first.ready.carrier.carry(&work))
     }
 
     /// Executes some pieces.

@@ -1,0 +1,68 @@
+//! Several GPUs of one process: what one reaches of another's memory.
+//!
+//! Memory of `cuMemAlloc` is open to a peer as soon as its context was told so, what is allocated later too. Where two GPUs cannot be peers, the driver
+//! copies between them by way of the host, in the order of the stream and without a wait of the program.
+
+use super::{Gpu, libraries::failed};
+use crate::driver::{Driver, DriverError, Event, Reach, Remote, Result, Stream};
+use cudarc::driver::result::{DriverError as Code, memcpy_peer_async, stream::wait_event};
+use cudarc::driver::sys::{CUevent_wait_flags, CUresult, cuCtxEnablePeerAccess, cuDeviceCanAccessPeer};
+use std::any::Any;
+
+/// The GPU behind a driver.
+fn gpu<'a>(call: &'static str, one: &Gpu, other: &'a dyn Driver) -> Result<&'a Gpu> {
+    let any: &dyn Any = other;
+    let apart = || {
+        let [one, other] = [one as &dyn Driver, other].map(|of| format!("{} {}", of.name(), of.properties().ordinal));
+        DriverError::Apart { call, one, other }
+    };
+    any.downcast_ref::<Gpu>().ok_or_else(apart)
+}
+
+/// Opens the memory of `other` to the kernels of `gpu`, if the two can be peers. Each pair is asked once.
+pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
+    let other = gpu("reach", this, other)?;
+    if this.context.handle == other.context.handle {
+        return Ok(Reach::Direct);
+    }
+    let mut state = this.state()?;
+    if let Some(&known) = state.reaches.get(&other.properties.ordinal) {
+        return Ok(known);
+    }
+    let mut can = 0;
+    // SAFETY: both numbers are those of GPUs; writes one number.
+    let asked = unsafe { cuDeviceCanAccessPeer(&mut can, this.context.device, other.context.device) }.result();
+    asked.map_err(failed("cuDeviceCanAccessPeer"))?;
+    // SAFETY: the context of this GPU is current, and that of the other is retained by it.
+    let opened = || unsafe { cuCtxEnablePeerAccess(other.context.handle, 0) }.result();
+    let reach = match if can == 0 { Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)) } else { opened() } {
+        // Another user of this GPU in the process may have opened it.
+        Ok(()) | Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)) => Reach::Direct,
+        // A GPU has a limited number of peers.
+        Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED | CUresult::CUDA_ERROR_TOO_MANY_PEERS)) => Reach::Copies,
+        Err(other) => return Err(failed("cuCtxEnablePeerAccess")(other)),
+    };
+    Ok(*state.reaches.entry(other.properties.ordinal).or_insert(reach))
+}
+
+/// [`Driver::wait_for`].
+pub(super) fn wait_for(this: &Gpu, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
+    let event = gpu("wait_for", this, other)?.state()?.event("wait_for", event)?;
+    let queue = this.state()?.stream("wait_for", stream)?;
+    let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+    // SAFETY: both exist until their GPUs are dropped. Events of one context can be waited for in streams of another.
+    unsafe { wait_event(queue, event, flags) }.map_err(failed("cuStreamWaitEvent"))
+}
+
+/// [`Driver::copy_between`].
+pub(super) fn copy_between(this: &Gpu, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
+    let ends = (gpu("copy_between", this, from.driver)?, gpu("copy_between", this, to.driver)?);
+    let queue = this.state()?.stream("copy_between", stream)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    let [from_context, to_context] = [ends.0, ends.1].map(|gpu| gpu.context.handle);
+    // SAFETY: both contexts are retained; the caller answers for the places, which do not overlap.
+    let queued = unsafe { memcpy_peer_async(to_context, to.at.0, from_context, from.at.0, bytes, queue) };
+    queued.map_err(failed("cuMemcpyPeerAsync"))
+}
